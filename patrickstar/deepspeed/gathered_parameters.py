@@ -12,7 +12,14 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.engine.open_session import find_session
 from patrickstar.engine.session import Session
-from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle, become_chunked, become_ordinary
+from patrickstar.module.chunked_parameter import (
+    ChunkedParameter,
+    ParamHandle,
+    become_chunked,
+    become_ordinary,
+    become_tied,
+    is_tied,
+)
 from patrickstar.ranks.messages import reading
 
 
@@ -109,6 +116,7 @@ class _Gathered:
             dtype, device = self._view.dtype, self._view.device
             self._values = session.states.value(param).to(device=device, dtype=dtype)
         self._handle.uses.note_read([self._handle.id])
+        self._is_tied = is_tied(param)
         become_ordinary(param, self._values.clone())
 
     def change(self) -> _Change | None:
@@ -147,7 +155,7 @@ class _Gathered:
         """The parameter is a view of its chunk again, and where it was."""
         for module, name in self._places:
             module._parameters[name] = self._param
-        become_chunked(self._param, self._view, self._handle)
+        (become_tied if self._is_tied else become_chunked)(self._param, self._view, self._handle)
 
     def apply(self, change: _Change) -> None:
         """Puts changed elements into the float32 value."""

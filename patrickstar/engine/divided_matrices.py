@@ -33,6 +33,7 @@ from patrickstar.config import Config
 from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.divided_values import DividedNames, divide_attached_values
 from patrickstar.engine.matrix_ways import ChosenWay, choose_way
+from patrickstar.module.aliases import find_aliases
 from patrickstar.module.first_rank_values import digest
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.ranks.mesh import Axis, MeshRanks
@@ -166,6 +167,7 @@ class DividedMatrices:
                 f"{type(model).__name__} has blocks of its matrices, which an engine that was closed has left; build "
                 "the model again, and load what that engine's state_dict() gave, or a checkpoint"
             )
+        find_aliases(module, [param for param in module.parameters() if param.requires_grad])
         divided = set(model.parameters())
         others = [name for name, param in module.named_parameters() if param not in divided]
         if others:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from patrickstar.config import Speculation
-from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
+from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle, is_tied
 from patrickstar.module.gradient_reads import GradientCopy, check_reader
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
@@ -61,7 +61,8 @@ class GradientReads:
         self._is_inside = is_inside
         self._got_gradient = got_gradient
         self._commits = speculation is Speculation.COMMIT
-        self._params = {p._patrickstar.id: p for p in module.parameters() if isinstance(p, ChunkedParameter)}
+        chunked = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
+        self._params = {param._patrickstar.id: param for param in chunked if not is_tied(param)}
         self._retained = retained
         if not self._commits:
             self._retained.update(param._patrickstar.id for param in _read_after_steps(module))

@@ -14,7 +14,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
-from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.optimizer.core_options import CoreOptions
 from patrickstar.optimizer.groups import checked_added_group
@@ -59,7 +59,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         session = self._session
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if isinstance(param, ChunkedParameter):
+                if isinstance(param, ChunkedParameter) and not is_tied(param):
                     session.runtime.set_group(param._patrickstar.id, index)
         session.managed.make_optimizer(self.param_groups, managed_optimizer(session.config.optimizer))
 
@@ -153,7 +153,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             indices = []
             for param in group["params"]:
-                entry = self._session.states.optimizer_state(param)
+                entry = {} if is_tied(param) else self._session.states.optimizer_state(param)
                 if entry:
                     state[index] = entry
                 indices.append(index)
@@ -176,7 +176,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         scaler = self._session.scaler
         self._session.train_unfrozen()
         for param, entry in entries:
-            self._session.states.set_optimizer_state(param, entry)
+            if not is_tied(param):
+                self._session.states.set_optimizer_state(param, entry)
         for own, group in zip(self.param_groups, groups, strict=True):
             own.update(group)
         if scaler is not None and "loss_scaler" in state_dict:

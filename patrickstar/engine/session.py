@@ -173,7 +173,7 @@ class Session:
             quantization=config.quantization,
         )
         self.num_parameters = matrices.num_elements(module.parameters())
-        self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
+        self._own_params = self.plan_of_params.all
         self._open_core(budgets, None)
         self._params: AdoptedParams | None = None
         self._inside = Inside.NOTHING

@@ -30,6 +30,13 @@ from patrickstar.ranks.distributed import RankGroups
 _Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
 
+def _refusal_of_tied(spec: ChunkedSpec) -> str:
+    return (
+        f"a parameter that has the memory of {spec.name} requires grad by now, and an engine has one state for both; "
+        "freeze it again, or assign the parameter itself before the engine is built"
+    )
+
+
 class TrainedParams:
     """Of one engine; the parameters are in chunks.
 
@@ -56,7 +63,10 @@ class TrainedParams:
         self._managed = managed
         self._ranks = ranks
         self._groups = groups
-        self._aliased = params.aliased
+        self._untrainable = dict(params.untrainable)
+        for spec in params.chunked:
+            self._untrainable.update((tied, _refusal_of_tied(spec)) for tied in spec.ties)
+        self._ties = [tied for spec in params.chunked for tied in spec.ties]
         self._gradient_hooks: list[_C.GradientHook] = []
         self._params: list[nn.Parameter] = []
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
@@ -101,6 +111,9 @@ class TrainedParams:
             ValueError: one of them is quantised, or shares memory with something else.
             DisagreementError: ranks came to different ones; nothing is changed then.
         """
+        for tied in self._ties:
+            if tied.requires_grad:
+                raise ValueError(self._untrainable[tied])
         if not self._untrained:
             return
         new = self._found()
@@ -109,8 +122,8 @@ class TrainedParams:
             with guard():
                 self._ranks.check_agreement("the parameters that are trained from now on", names or "none")
         for spec in new:
-            if spec.param in self._aliased:
-                raise ValueError(self._aliased[spec.param])
+            if spec.param in self._untrainable:
+                raise ValueError(self._untrainable[spec.param])
             if isinstance(spec, ChunkedSpec) and spec.quantization is not _C.QuantType.NONE:
                 raise ValueError(
                     f"{spec.name} requires grad by now, but is quantised ({spec.quantization.name.lower()}), and so "

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from patrickstar import _C
-from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, become_ordinary
+from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, become_ordinary, become_tied
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams, statistics_dtype
@@ -213,7 +213,8 @@ class AdoptedParams:
             fields = {field.name: getattr(handle, field.name) for field in dataclasses.fields(FormerHandle)}
             former.append(FormerHandle(**fields))
             with _C.HostAllocations():
-                become_ordinary(spec.param, torch.zeros(1, dtype=spec.compute_dtype).expand(handle.shape))
+                for param in (spec.param, *spec.ties):
+                    become_ordinary(param, torch.zeros(1, dtype=spec.compute_dtype).expand(handle.shape))
         for chunk in range(len(self._chunks)):
             self.runtime.release_chunk(chunk)
         self._taken.clear()
@@ -251,12 +252,13 @@ class AdoptedParams:
         )
 
     def _become_view(self, param_id: int, handle: ParamHandle) -> None:
-        param, storage = self.specs[param_id].param, self._storages[handle.chunk]
-        with torch.no_grad():
-            view = torch.empty(0, dtype=handle.dtype, device=storage.device)
-            view.set_(storage, handle.offset, handle.shape, handle.stride)
-        param.grad = None  # of a backward before the engine was built: autograd would add to it
-        become_chunked(param, view, handle)
+        spec, storage = self.specs[param_id], self._storages[handle.chunk]
+        for param, become in ((spec.param, become_chunked), *((tied, become_tied) for tied in spec.ties)):
+            with torch.no_grad():
+                view = torch.empty(0, dtype=handle.dtype, device=storage.device)
+                view.set_(storage, handle.offset, handle.shape, handle.stride)
+            param.grad = None  # of a backward before the engine was built: autograd would add to it
+            become(param, view, handle)
 
     def _give_back(self, param_id: int, values: torch.Tensor | None) -> None:
         param = self.specs[param_id].param
@@ -264,6 +266,8 @@ class AdoptedParams:
         with _C.HostAllocations():
             values = torch.empty(0) if values is None else values
             become_ordinary(param, values.to(device=handle.original_device, dtype=handle.original_dtype))
+        for tied in self.specs[param_id].ties:
+            become_ordinary(tied, param.data)
 
 
 class MovedRest:

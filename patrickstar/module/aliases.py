@@ -2,13 +2,15 @@
 ``.data =``, or made of a slice), a buffer or an attribute that keeps ``weight.data``.
 
 In plain PyTorch they follow each update. A parameter that goes into a chunk gets other memory, so they would keep old
-values: they are refused. What shares memory with parameters that are not trained keeps the same values, and may stay.
+values. A frozen parameter over all of another one's memory goes along with it (a *tie*). Two that are trained get two
+updates of one memory in PyTorch, with two states; they are refused, and so is all else that shares memory with a
+trained parameter. Memory that is shared with frozen parameters keeps its values, and may stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -29,23 +31,62 @@ class _Span:
     is_param: bool
 
 
-def find_aliases(module: nn.Module, trained: Iterable[nn.Parameter]) -> dict[nn.Parameter, str]:
-    """The parameters of ``module`` that share memory with something else, and an error's text for each, in case that it
-    is trained.
+@dataclasses.dataclass(frozen=True)
+class Aliases:
+    """Parameters of one module that share memory with something else."""
+
+    ties: dict[nn.Parameter, nn.Parameter]
+    """From a frozen parameter to the one that it goes along with."""
+    untrainable: dict[nn.Parameter, str]
+    """Others, none of which is trained, with the text of the error if one came to be."""
+
+
+MayTie = Callable[[nn.Parameter, nn.Parameter], bool]
+
+
+def _never(one: nn.Parameter, other: nn.Parameter) -> bool:
+    return False
+
+
+def find_aliases(module: nn.Module, trained: Iterable[nn.Parameter], may_tie: MayTie = _never) -> Aliases:
+    """Looks through the parameters, buffers and attributes of ``module`` and of all inside it.
+
+    Args:
+        module: the user's.
+        trained: its parameters that the optimizer has.
+        may_tie: two frozen parameters, or a trained and a frozen one, of one memory can have one place in a chunk.
 
     Raises:
-        ValueError: one of them is among ``trained``.
+        ValueError: one of ``trained`` shares memory with what cannot go along with it.
     """
     trained = set(trained)
-    found: dict[nn.Parameter, str] = {}
-    for one, other in _overlaps(_spans(module)):
+    spans = list(_spans(module))
+    ties = _ties(spans, trained, may_tie)
+    untrainable: dict[nn.Parameter, str] = {}
+    for one, other in _overlaps(span for span in spans if span.tensor not in ties):
         text = _refusal(one, other)
         for span in (one, other):
             if span.is_param:
-                found.setdefault(span.tensor, text)  # type: ignore[arg-type]
+                untrainable.setdefault(span.tensor, text)  # type: ignore[arg-type]
                 if span.tensor in trained:
                     raise ValueError(text)
-    return found
+    return Aliases(ties, untrainable)
+
+
+def _ties(spans: Iterable[_Span], trained: set[nn.Parameter], may_tie: MayTie) -> dict[nn.Parameter, nn.Parameter]:
+    by_memory: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    for span in spans:
+        if span.is_param and not span.tensor.is_meta:
+            tensor = span.tensor
+            memory = (span.place, span.begin, tensor.dtype, tensor.shape, tensor.stride())
+            by_memory.setdefault(memory, []).append(tensor)  # type: ignore[arg-type]
+    ties: dict[nn.Parameter, nn.Parameter] = {}
+    for params in by_memory.values():
+        owner = next((param for param in params if param in trained), params[0])
+        others = [param for param in params if param is not owner]
+        if not any(param.requires_grad for param in others) and all(may_tie(owner, param) for param in others):
+            ties.update(dict.fromkeys(others, owner))
+    return ties
 
 
 def _spans(module: nn.Module) -> Iterator[_Span]:

@@ -179,7 +179,9 @@ class ChunkedParameter(nn.Parameter):
         with _DisableTorchFunction():
             grad = _GRAD_GET(self)
         handle = self.__dict__.get("_patrickstar")
-        return grad if grad is not None or handle is None else handle.observer.gradients.read(handle)
+        if grad is not None or handle is None or is_tied(self):
+            return grad
+        return handle.observer.gradients.read(handle)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -189,7 +191,7 @@ class ChunkedParameter(nn.Parameter):
                 f"the gradient of {handle.name} belongs to PatrickStar; it cannot be set here, only dropped "
                 "(grad = None). Set it by patrickstar.utils.safe_set_full_grad(param, value)"
             )
-        if handle is not None:
+        if handle is not None and not is_tied(self):
             handle.observer.clear_gradient(handle)
             handle.observer.gradients.drop(handle)
         with _DisableTorchFunction():
@@ -248,6 +250,17 @@ def become_chunked(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle)
     param._patrickstar_pin = weakref.ref(param)
 
 
+def become_tied(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle) -> None:
+    """Makes ``param``, which is frozen, one that has the memory of the parameter of ``handle``, and no gradient."""
+    become_chunked(param, view, handle)
+    param._patrickstar_tied = True
+
+
+def is_tied(param: nn.Parameter) -> bool:
+    """True for what :func:`become_tied` has made."""
+    return "_patrickstar_tied" in param.__dict__
+
+
 def become_view(tensor: torch.Tensor, handle: ParamHandle) -> None:
     """Makes ``tensor``, which has memory of the parameter, say when it is used."""
     with _DisableTorchFunction():
@@ -259,6 +272,7 @@ def become_view(tensor: torch.Tensor, handle: ParamHandle) -> None:
 def become_ordinary(param: nn.Parameter, values: torch.Tensor) -> None:
     """Makes it an ordinary parameter with memory of its own."""
     del param._patrickstar, param._patrickstar_impl, param._patrickstar_pin
+    param.__dict__.pop("_patrickstar_tied", None)
     param.__class__ = nn.Parameter
     param.data = values
 

@@ -86,6 +86,8 @@ class ChunkedSpec:
     """Whether its moments stay float32 where others have 8 bits."""
     quantization: _C.QuantType = _C.QuantType.NONE
     """What its values are stored in; of frozen ones alone something else than the compute dtype."""
+    ties: tuple[nn.Parameter, ...] = ()
+    """Frozen parameters that have the same memory (:mod:`patrickstar.module.aliases`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,14 @@ class SortedParams:
     chunked: list[ChunkedSpec]
     """In registration order; the index is the parameter's id in the core."""
     managed: list[ManagedParam]
-    aliased: dict[nn.Parameter, str] = dataclasses.field(default_factory=dict)
+    untrainable: dict[nn.Parameter, str] = dataclasses.field(default_factory=dict)
     """Parameters that are not trained and cannot be, since they share memory with something else, and why."""
+
+    @property
+    def all(self) -> set[nn.Parameter]:
+        """Every parameter of the module."""
+        ties = (param for spec in self.chunked for param in spec.ties)
+        return {*ties, *(spec.param for spec in self.chunked), *(spec.param for spec in self.managed)}
 
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -188,16 +196,28 @@ def plan_params(
     norms = _params_with_statistics(module, compute_dtype)
     embeddings = _embedding_weights(module)
     quantizable = quantizable_weights(module, quantization)
+    with_pytorch = {
+        param
+        for param in module.parameters()
+        if param in scoped or param in on_host or param in renormalized or not _is_plain(param)
+    }
+
+    def is_trained(param: nn.Parameter) -> bool:
+        return param.requires_grad and (in_groups is None or param in in_groups)
+
+    def may_tie(one: nn.Parameter, other: nn.Parameter) -> bool:
+        return with_pytorch.isdisjoint((one, other)) and norms.get(one) == norms.get(other)
+
+    aliases = find_aliases(module, filter(is_trained, module.parameters()), may_tie)
+    ties: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
+    for tied, owner in aliases.ties.items():
+        ties[owner] = (*ties.get(owner, ()), tied)
     chunked, managed = [], []
     for name, param in module.named_parameters():
-        plain = (
-            type(param) is nn.Parameter
-            and param.is_floating_point()
-            and param.numel() > 0
-            and param.layout == torch.strided
-        )
-        trained = param.requires_grad and (in_groups is None or param in in_groups)
-        if param in scoped or param in on_host or param in renormalized or not plain:
+        trained = is_trained(param)
+        if param in aliases.ties:
+            continue
+        if param in with_pytorch:
             all_reduced = scoped.get(param, True)
             managed.append(
                 ManagedParam(name=name, param=param, on_host=param in on_host, all_reduced=all_reduced, trained=trained)
@@ -215,6 +235,7 @@ def plan_params(
                     quantization=(
                         _C.QuantType.NONE if param.requires_grad else quantizable.get(param, _C.QuantType.NONE)
                     ),
+                    ties=ties.get(param, ()),
                 )
             )
     if quantization is not None and not any(spec.quantization is not _C.QuantType.NONE for spec in chunked):
@@ -223,8 +244,16 @@ def plan_params(
             "is frozen, and those that are trained are not quantised; put adapters around the model (get_peft_model), "
             "freeze weights with requires_grad_(False), or leave quantization out"
         )
-    trained_params = [spec.param for spec in (*chunked, *managed) if spec.trained]
-    return SortedParams(chunked=chunked, managed=managed, aliased=find_aliases(module, trained_params))
+    return SortedParams(chunked=chunked, managed=managed, untrainable=aliases.untrainable)
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    return (
+        type(param) is nn.Parameter
+        and param.is_floating_point()
+        and param.numel() > 0
+        and param.layout == torch.strided
+    )
 
 
 def _embedding_weights(module: nn.Module) -> set[nn.Parameter]:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from patrickstar import _C
 from patrickstar.module.checkpointed_layers import is_checkpointing
-from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, folded_gradient
+from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, become_tied, folded_gradient
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
@@ -42,6 +42,7 @@ from patrickstar.planning.leaving import (
     leave,
 )
 from patrickstar.planning.machines import Gpu
+from patrickstar.planning.meta_observer import MetaObserver
 from patrickstar.planning.meta_operations import MetaOperations
 from patrickstar.sequence.tiling import equal_tiles_once
 
@@ -189,16 +190,6 @@ class UseRecorder(_C.UseListener):
     def has_gradient(self, param: int) -> bool:
         """Always False: gradients are not kept here."""
         return False
-
-
-class _MetaObserver(Observer):
-    """Parameters on the meta device have no values: an operation that writes one writes nothing."""
-
-    def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
-        return torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="meta")
-
-    def write_values(self, handle: ParamHandle, kind: _C.ArrayKind, values: torch.Tensor) -> None:
-        pass
 
 
 class _CostMode(TorchDispatchMode):
@@ -388,7 +379,7 @@ def trace_uses(
         divisions: of sequences and matrices among ranks; those that are not there this one has whole.
     """
     recorder = UseRecorder()
-    observer = _MetaObserver(recorder)  # type: ignore[arg-type]
+    observer = MetaObserver(recorder)  # type: ignore[arg-type]
     module.train()
     managed = ManagedParams(module, params.managed, compute_dtype, torch.device("meta"))
     got_gradient: set[int] = set()
@@ -467,6 +458,8 @@ def _adopt(spec: ChunkedSpec, index: int, observer: Observer) -> None:
         uses=observer.uses,
     )
     become_chunked(param, view, handle)
+    for tied in spec.ties:
+        become_tied(tied, view, handle)
 
 
 def _fold(recorder: UseRecorder, got_gradient: set[int], param: nn.Parameter) -> None:

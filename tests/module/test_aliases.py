@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.training import ADAM, make_config
 
 
@@ -59,7 +60,6 @@ def keep_with_pytorch(m):
 
 REFUSED = {
     tie_by_data: "embed.weight and head.weight are two parameters over one memory",
-    tie_frozen: "embed.weight and head.weight are two parameters over one memory",
     tie_rows: "embed.weight and head.weight are two parameters over one memory",
     tie_transposed: "square and embed.weight are two parameters over one memory",
     keep_buffer: "the buffer table has memory of embed.weight",
@@ -78,6 +78,18 @@ def test_refused(change, device):
         initialize_engine(module, 0, make_config())
     assert REFUSED[change] in str(refused.value)
     assert type(module.embed.weight) is nn.Parameter
+
+
+def tie_trained_head(m):
+    tie_by_data(m)
+    m.embed.requires_grad_(False)
+
+
+def tie_both_frozen(m):
+    tie_frozen(m)
+    m.embed.requires_grad_(False)
+    m.last = nn.Parameter(torch.ones(20))
+    m.register_forward_hook(lambda module, args, out: out * module.last)
 
 
 def tie(m):
@@ -112,7 +124,11 @@ def hold_parameter(m):
     m.head.known = [m.embed.weight]
 
 
-@pytest.mark.parametrize("change", [tie, freeze, normalise, prune_head, cut_columns, cut_rows, hold_parameter])
+TIES = [tie, tie_frozen, tie_trained_head, tie_both_frozen]
+ALLOWED = [freeze, normalise, prune_head, cut_columns, cut_rows, hold_parameter]
+
+
+@pytest.mark.parametrize("change", [*TIES, *ALLOWED])
 def test_trained_as_in_plain_pytorch(change):
     tokens = torch.arange(20)
     plain = Model(change)
@@ -128,6 +144,38 @@ def test_trained_as_in_plain_pytorch(change):
             engine.backward(loss)
             optimizer.step()
             assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tie_is_kept(precision, tmp_path):
+    """Through steps, writes, files and the engine's end; the frozen parameter has no gradient."""
+    tokens = torch.arange(20)
+    engine, optimizer = initialize_engine(lambda: Model(tie_frozen), 0, make_config(precision))
+    with engine:
+        embed, head = engine.module.embed.weight, engine.module.head.weight
+        for step in range(3):
+            engine.backward(nn.functional.cross_entropy(engine(tokens).float(), tokens.roll(1)))
+            assert head.grad is None and embed.grad is not None
+            engine.module.head.zero_grad()
+            optimizer.step()
+            with torch.no_grad():
+                (head if step == 0 else embed).mul_(0.5)
+                assert_same_bits(head.clone(), embed.clone())
+            if step == 0:
+                engine.save_checkpoint(tmp_path)
+                saved = engine.state_dict(), optimizer.state_dict()
+        assert_same_bits(saved[0]["head.weight"], saved[0]["embed.weight"])
+        assert set(optimizer.state_dict()["state"]) == {0}
+        engine.load_checkpoint(tmp_path)
+        assert_same_bits((engine.state_dict(), optimizer.state_dict()), saved)
+        optimizer.load_state_dict(saved[1])
+        assert_same_bits(optimizer.state_dict(), saved[1])
+        head.requires_grad_(True)
+        with pytest.raises(ValueError, match="has the memory of embed.weight requires grad by now"):
+            engine(tokens)
+        head.requires_grad_(False)
+        engine(tokens)
+    assert type(embed) is type(head) is nn.Parameter and head.data_ptr() == embed.data_ptr()
 
 
 def test_a_frozen_one_cannot_be_unfrozen():

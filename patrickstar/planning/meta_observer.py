@@ -1,0 +1,20 @@
+"""The observer of parameters on the meta device, which have no values."""
+
+from __future__ import annotations
+
+import torch
+
+from patrickstar import _C
+from patrickstar.module.chunked_parameter import ParamHandle
+from patrickstar.module.observer import Observer
+
+
+class MetaObserver(Observer):
+    """Lets operations that write parameters write nothing."""
+
+    def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
+        """A tensor of the parameter's shape without memory."""
+        return torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="meta")
+
+    def write_values(self, handle: ParamHandle, kind: _C.ArrayKind, values: torch.Tensor) -> None:
+        """Does nothing."""
