@@ -412,10 +412,9 @@ class ActivationsConfig(Section):
 
     loss: Annotated[LossComputation, HONOURED] = LossComputation.WHOLE
     """``"whole"``: as the model computes it, from all logits. ``"fused"``: a causal language model of Hugging Face
-    computes it together with its output layer, some tokens at a time; ``logits`` of an output cannot be used while
-    it trains with labels; where autograd is off they are made when they are used, before the next forward. A model
-    that has another loss is refused. Beside ``tensor_parallel`` it changes nothing: a rank has its part of the
-    logits in any case, and of nothing else of their size, but in float32 for some tokens.
+    computes it together with its output layer, some tokens at a time; ``logits`` of an output cannot be used while it
+    trains with labels, and are made when they are used without autograd. A model that has another loss is refused.
+    Beside ``tensor_parallel`` it changes nothing: a rank has its part of the logits, and nothing else of their size.
     """
     tile_tokens: Annotated[AtLeast0, HONOURED] = 0
     """The MLPs and norms of a model's layers are computed so many tokens at a time, and again in backward; 0: all

@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import get_ema_avg_fn
 
 from patrickstar import RankFailure, StateError
 from patrickstar.checkpoint import tags
@@ -92,38 +91,6 @@ class Thaw(pl.callbacks.BaseFinetuning):
 class Thawed(Regression):
     def configure_optimizers(self):
         return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-3)
-
-
-class Averages(pl.callbacks.WeightAveraging):
-    """Swaps averages in for each validation; keeps what is trained when the run ends."""
-
-    def __init__(self):
-        super().__init__(avg_fn=get_ema_avg_fn(0.9))
-        self.ends = None
-
-    def on_train_end(self, trainer, module):
-        self.ends = trainer.strategy.engine.state_dict()
-        super().on_train_end(trainer, module)
-
-
-class Keeps(pl.Callback):
-    ends = None
-
-    def on_train_end(self, trainer, module):
-        self.ends = trainer.strategy.engine.state_dict()
-
-
-def test_averaged_weights_leave_the_training_as_it_is():
-    """In 16 bits as well: what is trained has the same float32 values, and the average is one of float32 values."""
-    with_averages, without = Averages(), Keeps()
-    for callback in (with_averages, without):
-        module = fit(PatrickStarStrategy(CONFIG), callbacks=[callback], precision="bf16-mixed")
-        if callback is with_averages:
-            averaged = dict(module.named_parameters())
-    assert_same_bits(with_averages.ends, without.ends)
-    for name, value in averaged.items():
-        assert not torch.equal(value, value.bfloat16().float()), name
-        assert_same_bits(value.detach(), dict(with_averages._average_model.module.named_parameters())[name].detach())
 
 
 def test_layers_are_unfrozen():

@@ -12,6 +12,7 @@ from patrickstar.engine import start as session_start
 from patrickstar.ranks.distributed import DistributedContext, RankGroups
 from tests.bits import assert_same_bits, first_difference
 from tests.distributed import rank_outcomes, run_ranks
+from tests.ranks.managed import train_managed, train_managed_plain
 from tests.ranks.runs import (
     BUFFERS,
     CHANGES,
@@ -28,8 +29,6 @@ from tests.ranks.runs import (
     train,
     train_branches,
     train_branches_plain,
-    train_managed,
-    train_managed_plain,
     train_plain,
     train_tasks,
     train_uneven,

@@ -1,0 +1,64 @@
+"""Parameters that stay with PyTorch, on ranks. Functions of a module's top level, so that processes can import them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import torch_scope
+from patrickstar.runtime import initialize_engine
+from tests.ranks.runs import rank_and_size
+from tests.training import ADAM, make_config
+
+
+class Managed(nn.Module):
+    """An embedding for the host, a layer whose gradients are averaged by PyTorch's side, one left to each rank, and a
+    complex parameter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.chunked = nn.Linear(32, 32)
+        self.modes = nn.Parameter(torch.randn(17, dtype=torch.complex64))
+        with torch_scope(do_allreduce=True):
+            self.averaged = nn.Linear(32, 32)
+        with torch_scope(do_allreduce=False):
+            self.own = nn.Linear(32, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.averaged(torch.relu(self.chunked(self.embedding(tokens))))
+        hidden = torch.fft.irfft(torch.fft.rfft(hidden) * self.modes)
+        # What each rank's own layer makes of it must not reach the others' gradients.
+        return hidden.square().mean() + self.own(hidden.detach()).square().mean()
+
+
+def train_managed() -> dict[str, Any]:
+    rank, size = rank_and_size()
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Managed, 0, make_config("fp32", use_cpu_embedding=True))
+    with engine:
+        engine.train()
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            tokens = torch.randint(0, 16, (size, 8), generator=generator)[rank]
+            engine.backward(engine(tokens))
+            optimizer.step()
+        return {"state": {name: value.clone() for name, value in engine.state_dict().items()}}
+
+
+def train_managed_plain(size: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Managed()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        tokens = torch.randint(0, 16, (size, 8), generator=generator)
+        for rank in range(size):
+            (module(tokens[rank]) / size).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
