@@ -51,6 +51,10 @@ class RepeatableForwards:
         self._writes.begin()
         return ForwardAttempt(self._device, self._places, self._changing.values(), self._state.note(), self._writes)
 
+    def abandon(self) -> None:
+        """The forward that began last has failed for good."""
+        self._writes.end()
+
     def end(self, attempt: ForwardAttempt) -> None:
         """``attempt`` came through: what it changed in place is copied from the next forward on."""
         self._writes.end()

@@ -478,6 +478,7 @@ class Session:
             return self._forward(call, signals, _C.Attempt.LAST)
         except BaseException:
             self.runtime.abort_forward()
+            self._forwards.abandon()
             raise
 
     def _forward(self, call: Callable[[], Any], signals: deferred_signals, attempt: _C.Attempt) -> Any:

@@ -22,7 +22,8 @@ class ForwardWrites:
     def __init__(self, most_bytes: int = 0):
         self._most_bytes = most_bytes
         self._masters: dict[ParamHandle, torch.Tensor] = {}
-        self._is_on = False
+        self.is_on = False
+        """A forward runs that may be undone."""
         self.lost: list[str] = []
         """The names of parameters whose values of before are not there any more."""
 
@@ -30,16 +31,16 @@ class ForwardWrites:
         """A forward begins."""
         self._masters.clear()
         self.lost = []
-        self._is_on = True
+        self.is_on = True
 
     def end(self) -> None:
         """The forward is over, and nobody will undo it."""
         self._masters.clear()
-        self._is_on = False
+        self.is_on = False
 
     def note(self, handle: ParamHandle, masters: torch.Tensor) -> None:
         """``masters``, of which this has the only reference, are overwritten."""
-        if not self._is_on or handle in self._masters or handle.name in self.lost:
+        if not self.is_on or handle in self._masters or handle.name in self.lost:
             return
         if sum(kept.nbytes for kept in self._masters.values()) + masters.nbytes > self._most_bytes:
             self.lost.append(handle.name)

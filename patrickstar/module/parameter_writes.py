@@ -179,8 +179,8 @@ class _Float32Copies:
             )
         if handle not in self._values:
             values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
-            may_be_kept = handle.uses.was_read(handle.id) or not handle.uses.is_between_calls
-            if may_be_kept and not target.is_meta:
+            in_call = handle.observer.forward_writes.is_on or not handle.uses.is_between_calls
+            if (in_call or handle.uses.was_read(handle.id)) and not target.is_meta:
                 with _C.HostAllocations():
                     self._before[handle] = values if target.device.type != "cpu" else values.clone()
             self._values[handle] = values.to(target.device)
