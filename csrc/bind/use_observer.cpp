@@ -104,9 +104,17 @@ void UseObserver::end_use(py::handle result, Tick begin, const std::vector<Param
   if (scopes_.note_use(params) && need == BackwardNeed::kValue) acquire_before(result, {begin, begin, params});
 }
 
+py::object UseObserver::node_of(py::handle result) const {
+  // [Note: views of results] F.linear gives a view of what addmm made. Whoever changes it in place gives the view
+  // another node; that of what it is a view of stays.
+  const py::object base = result.attr(base_);
+  const py::object node = base.is_none() ? base : base.attr(grad_fn_);
+  return node.is_none() ? py::object(result.attr(grad_fn_)) : node;
+}
+
 void UseObserver::acquire_before(py::handle result, Use use) {
   const bool is_tensor = Py_TYPE(result.ptr()) == reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());
-  const py::object nodes = is_tensor ? result.attr(grad_fn_) : find_nodes_(result);
+  const py::object nodes = is_tensor ? node_of(result) : find_nodes_(result);
   if (nodes.is_none()) return;
   py::dict hooks;
   hooks[hook_key_] = py::cast(BackwardEntry(listener_, listens_, std::move(use)));

@@ -75,6 +75,8 @@ class UseObserver {
 
  private:
   void acquire_before(pybind11::handle result, Use use);
+  // The autograd node that made a tensor, or None.
+  pybind11::object node_of(pybind11::handle result) const;
 
   pybind11::object listener_;
   UseListener& listens_;
@@ -85,6 +87,7 @@ class UseObserver {
   pybind11::object scratch_;  // see [Note: hooks on nodes]
   pybind11::object hook_key_ = pybind11::int_(0);
   pybind11::object grad_fn_ = interned("grad_fn");
+  pybind11::object base_ = interned("_base");
   pybind11::object backward_hooks_ = interned("_backward_hooks");
   pybind11::object register_hook_dict_ = interned("_register_hook_dict");
 };

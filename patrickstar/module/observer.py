@@ -69,10 +69,11 @@ class Observer:
 
 
 def _nodes(result: Any) -> list[torch.autograd.graph.Node]:
-    """The distinct autograd nodes that made the tensors in ``result``."""
+    """The distinct autograd nodes that made the tensors in ``result`` ([Note: views of results], use_observer.cpp)."""
     nodes: dict[int, torch.autograd.graph.Node] = {}
     for tensor in find_tensors(result):
-        node = tensor.grad_fn
+        base = tensor._base
+        node = tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
         if node is not None:
             nodes[id(node)] = node
     return list(nodes.values())

@@ -23,14 +23,9 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from patrickstar.sequence.losses import linear_cross_entropy, tiled_cross_entropy
+from patrickstar.sequence.memoryless import ASKED_FREELY
 
 _LOSS_TYPE = "ForCausalLM"
-_ASK_FREELY = {
-    torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.layout.__get__,
-    torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.is_leaf.__get__,
-    torch.Tensor.ndim.__get__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-}  # fmt: skip
 
 
 def fuse_loss(model: nn.Module, num_ranks: int = 1) -> FusedModel:
@@ -184,7 +179,7 @@ class LateLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Questions about shape and the like need no logits; all else does."""
-        if func in _ASK_FREELY:
+        if func in ASKED_FREELY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(LateLogits, LateLogits.made, (args, kwargs or {}))
