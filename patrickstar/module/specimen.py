@@ -1,0 +1,190 @@
+"""A copy of a module to try something out on: on the CPU, in float32, without dropout, with a few of its layers.
+
+    specimen = take_specimen(module)
+
+The module is left as it is: parameters that are in float32 on the CPU share their memory with the copy's, which nobody
+writes; all else is copied, and what is on the meta device gets values that nobody else has.
+
+[Note: layers of each kind] Layers are the elements of a ``ModuleList`` that has as many as a configuration's
+``num_hidden_layers``. Two are of one kind where their modules have the same classes and ``forward``, parameters of the
+same shapes, and the same numbers and words as attributes, an index aside. The copy has the first layers until it has
+one of each kind, and two at least; so a layer has the same index in it, and time and memory do not grow with the number
+of layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.module.materialize import DeferredInit, attach_values
+
+_LEAST_LAYERS = 2
+_LARGEST_TRAINED = 2**26
+"""Elements of the largest parameter that gets a gradient: larger ones would double the memory."""
+_INDICES = ("idx", "index", "layer_id", "layer_number")
+_RANDOM = ("drop", "jitter")
+"""Parts of names of attributes by which a forward draws random numbers."""
+
+
+def take_specimen(
+    module: nn.Module, *, all_layers: bool = False, cut: Callable[[nn.Module], object] = lambda copied: None
+) -> nn.Module:
+    """See the module's docstring.
+
+    Args:
+        module: nothing of it is changed.
+        all_layers: whether the copy has all of them.
+        cut: takes away what else is not wanted, from the copy before it has memory of its own.
+
+    Raises:
+        ValueError: a parameter or a buffer on the meta device gets no value.
+    """
+    left_out = {} if all_layers else _surplus_layers(module)
+    with _C.HostAllocations(), torch.no_grad():
+        specimen = _copy(module, {id(layer): None for layers in left_out.values() for layer in layers})
+        for name in left_out:
+            layers = specimen.get_submodule(name)
+            layers._modules = {index: layer for index, layer in layers._modules.items() if layer is not None}
+        cut(specimen)
+        _give_values(specimen)
+        _bring(specimen)
+    _switch_off_random_numbers(specimen)
+    for param in specimen.parameters():
+        param.requires_grad_(param.requires_grad and param.numel() <= _LARGEST_TRAINED)
+    return specimen.train()
+
+
+def copy_specimen(specimen: nn.Module) -> nn.Module:
+    """A further copy, which shares the memory of parameters."""
+    return _copy(specimen, {})
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy with parameters in the same memory; ``memo`` is ``copy.deepcopy``'s."""
+    params = {id(param): _with_value(param, param.detach()) for param in module.parameters() if _is_plain(param)}
+    return copy.deepcopy(module, {**memo, **params})
+
+
+def _with_value(param: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    made = nn.Parameter(value, requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    return made
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    return type(param) is nn.Parameter
+
+
+def _surplus_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """By the name of their list, those that are left out ([Note: layers of each kind])."""
+    numbers = {_num_layers(child) for child in module.modules()} - {None}
+    lists = {name: list(child) for name, child in _outermost_lists(module) if len(child) in numbers}
+    kept = max([_LEAST_LAYERS, *(_num_until_all_kinds(layers) for layers in lists.values())])
+    return {name: layers[kept:] for name, layers in lists.items() if len(layers) > kept}
+
+
+def _num_layers(module: nn.Module) -> int | None:
+    return getattr(getattr(module, "config", None), "num_hidden_layers", None)
+
+
+def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield prefix + name, child
+        else:
+            yield from _outermost_lists(child, f"{prefix}{name}.")
+
+
+def _num_until_all_kinds(layers: list[nn.Module]) -> int:
+    kinds = [kind_of(layer) for layer in layers]
+    return 1 + max(kinds.index(kind) for kind in kinds)
+
+
+def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """A key that is equal for layers of one kind ([Note: layers of each kind])."""
+    return tuple(
+        (
+            name,
+            type(child),
+            _own_forward(child),
+            tuple((key, param.shape) for key, param in child._parameters.items() if param is not None),
+            tuple(
+                (key, value)
+                for key, value in vars(child).items()
+                if type(value) in (bool, int, float, str) and not any(part in key for part in _INDICES)
+            ),
+        )
+        for name, child in layer.named_modules()
+    )
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The code of a ``forward`` that replaces the class's."""
+    forward = vars(module).get("forward")
+    for part in ("func", "__func__"):
+        forward = getattr(forward, part, forward)
+    return getattr(forward, "__code__", type(forward))
+
+
+class _RandomValues:
+    """Values for parameters on the meta device."""
+
+    def __init__(self, module: nn.Module):
+        self._shapes = {name: param.shape for name, param in module.named_parameters() if param.is_meta}
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        values = torch.randn(shape, generator=self._generator)
+        if len(shape) == 1:
+            return 0.1 * values + (1.0 if name.endswith("weight") else 0.0)
+        return values * shape[-1] ** -0.5
+
+
+def _give_values(specimen: nn.Module) -> None:
+    attach_values(specimen, _RandomValues(specimen))
+    deferred = DeferredInit.of(specimen)
+    if deferred is not None:
+        for _ in deferred.units(torch.device("cpu"), max_bytes=2**62):
+            pass
+
+
+def _bring(specimen: nn.Module) -> None:
+    """Moves parameters and buffers to the CPU, in float32."""
+    brought: dict[nn.Parameter, nn.Parameter] = {}
+    for child in specimen.modules():
+        for name, param in child._parameters.items():
+            if param is not None and _is_plain(param):
+                if param not in brought:
+                    brought[param] = _with_value(param, _brought(param.detach()))
+                child._parameters[name] = brought[param]
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = _brought(buffer)
+
+
+def _brought(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+
+def _switch_off_random_numbers(specimen: nn.Module) -> None:
+    configs = {id(config): config for config in map(_config_of, specimen.modules()) if config is not None}
+    for owner in (*specimen.modules(), *configs.values()):
+        for name, value in list(vars(owner).items()):
+            if type(value) is float and any(part in name.lower() for part in _RANDOM):
+                setattr(owner, name, 0.0)
+        if isinstance(owner, nn.modules.dropout._DropoutNd):
+            owner.p = 0.0
+
+
+def _config_of(module: nn.Module) -> Any:
+    return getattr(module, "config", None)
