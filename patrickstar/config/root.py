@@ -109,6 +109,11 @@ class _EngineKeys(Section):
     """Frozen weights of linear layers in 4 or 8 bits (docs/guides/qlora.md); None: as ``patrickstar.from_pretrained``
     was told, or not.
     """
+    prove_rewrites: Annotated[Switch, HONOURED] = True
+    """Compares the rewritten model with the original one before training begins. Rewritten are shared sequences,
+    matrices on a mesh, modules in tiles and the fused loss. The comparison is a forward and a backward of a few tokens
+    through the first layers, on the first rank's host. Losses or gradients that differ are an error.
+    """
     plan: Annotated[FilePath | None, HONOURED] = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
     then replays it. It changes no number; a plan for other chunks is refused.

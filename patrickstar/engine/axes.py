@@ -11,6 +11,7 @@ from patrickstar.engine.calls import Calls
 from patrickstar.engine.divided_matrices import Matrices
 from patrickstar.engine.divided_sequences import DividedSequences
 from patrickstar.ranks.mesh import Mesh, MeshRanks
+from patrickstar.sequence.survey import Survey
 
 
 def mesh_of(config: Config, num_ranks: int) -> Mesh:
@@ -33,6 +34,7 @@ def make_calls(
     matrices: Matrices,
     meet: Callable[[], object],
     num_steps: Callable[[], int],
+    survey: Survey,
 ) -> Calls:
     """Of an engine with ``config``; all ranks call it at the same point. The arguments are those of
     :class:`~patrickstar.engine.divided_sequences.DividedSequences`.
@@ -41,5 +43,5 @@ def make_calls(
         ValueError: the model's calls cannot be divided.
     """
     if config.sequence_parallel.size > 1:
-        return DividedSequences(module, config, mesh, meet, num_steps, matrices.calls(meet))
+        return DividedSequences(module, config, mesh, meet, num_steps, matrices.calls(meet), survey)
     return matrices.calls(meet)

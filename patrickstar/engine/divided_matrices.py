@@ -29,7 +29,7 @@ from typing import Protocol
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.config import Config
+from patrickstar.config import Config, MatrixMode
 from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.divided_values import DividedNames, divide_attached_values
 from patrickstar.engine.matrix_ways import ChosenWay, choose_way
@@ -55,6 +55,14 @@ class Matrices(Protocol):
     """Over what they are divided, for people; empty: they are not."""
     reason: str
     """Why so; empty: it was asked for."""
+
+    def mode_for(self, module: nn.Module) -> MatrixMode:
+        """How the module's matrices will be divided.
+
+        Raises:
+            ValueError: there is no plan for the model.
+        """
+        ...
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Replaces the module's matrices by this rank's blocks. Speaks to no other rank.
@@ -98,6 +106,10 @@ class WholeMatrices:
     names: DividedNames | None = None
     shown = ""
     reason = ""
+
+    def mode_for(self, module: nn.Module) -> MatrixMode:
+        """Nothing is divided."""
+        return MatrixMode.TWO
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Nothing is replaced."""
@@ -158,6 +170,13 @@ class DividedMatrices:
     def reason(self) -> str:
         """See :class:`Matrices`."""
         return self.chosen.reason
+
+    def mode_for(self, module: nn.Module) -> MatrixMode:
+        """See :class:`Matrices`."""
+        model = find_model(module) or module
+        way = choose_way(self._config, self._mesh, self._group, model).way
+        way.check(model)
+        return way.mode
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """See :class:`Matrices`; the memory of what is replaced is free afterwards."""

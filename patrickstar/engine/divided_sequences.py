@@ -30,10 +30,12 @@ from patrickstar.engine.calls import Call, OwnCalls, check_same_batch
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
+from patrickstar.sequence.divided_attention import attention_for
 from patrickstar.sequence.division import Division, WholeTokens
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
-from patrickstar.sequence.hugging_face import DividedModel, attention_for, find_model
+from patrickstar.sequence.hugging_face import DividedModel, find_model
 from patrickstar.sequence.layout import Mode
+from patrickstar.sequence.survey import Survey
 from patrickstar.tensor2d.hugging_face import HuggingFaceAttention
 
 _SEEDS_OF_A_BLOCK = 2**32
@@ -51,6 +53,7 @@ class DividedSequences:
         num_steps: of the optimizer so far. Dropout in attention follows from it and from a seed of the first rank's, so
             that a run that is resumed goes on with the same.
         blocks: how ranks share calls because they share matrices ([Note: sequences beside matrices]).
+        survey: what is known of a model of Hugging Face.
 
     Raises:
         ValueError: the module's sequences cannot be divided.
@@ -66,6 +69,7 @@ class DividedSequences:
         meet: Callable[[], object],
         num_steps: Callable[[], int],
         blocks: OwnCalls,
+        survey: Survey,
     ):
         section, ranks = config.sequence_parallel, mesh.along(Axis.SEQUENCE)
         mode = None if section.mode is SequenceMode.AUTO else Mode(section.mode.value)
@@ -95,7 +99,7 @@ class DividedSequences:
         if model is not None:
             _check_is_all(model, module)
             self._model = DividedModel(
-                model, self.sequence_group, mode, seeds.next, ranks.context.device, mesh.mesh.columns
+                model, self.sequence_group, mode, seeds.next, ranks.context.device, mesh.mesh.columns, survey
             )
             self._names = list(inspect.signature(module.forward).parameters)
             self._attention = [child for child in model.modules() if isinstance(child, HuggingFaceAttention)]
@@ -120,7 +124,8 @@ class DividedSequences:
                 samples = self._blocks.part((), model.with_target_count(named), len(tokens))
                 mine = model.divide(samples.kwargs)
                 self._division = mine.division
-                yield Call((), mine.kwargs, lambda output: samples.result(model.combine(output, mine)))
+                with model.running(mine):
+                    yield Call((), mine.kwargs, lambda output: samples.result(model.combine(output, mine)))
             else:
                 with self._model.whole_call(), self._blocks.call(args, kwargs) as call:
                     yield call

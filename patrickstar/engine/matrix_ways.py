@@ -32,6 +32,12 @@ class Way(Protocol):
     """The ranks, at the places that their blocks have."""
     shown: str
     """Over what, for people."""
+    mode: MatrixMode
+    """By which the configuration asks for it."""
+
+    def check(self, model: nn.Module) -> None:
+        """Raises ValueError where there is no plan for ``model``."""
+        ...
 
     def divide(self, model: nn.Module) -> None:
         """Replaces the matrices of a model of Hugging Face by this rank's blocks.
@@ -49,13 +55,19 @@ class Way(Protocol):
 class TwoDimensions:
     """Into blocks, by SUMMA (:func:`patrickstar.tensor2d.parallelize`)."""
 
+    mode = MatrixMode.TWO
+
     def __init__(self, group: MeshGroup):
         self.group = group
         self.shown = f"over {group.place.rows} x {group.place.columns}"
 
-    def divide(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module) -> None:
         """See :class:`Way`."""
         _check_plan(model, PLANS, "over a mesh", "leave tensor_parallel out")
+
+    def divide(self, model: nn.Module) -> None:
+        """See :class:`Way`."""
+        self.check(model)
         parallelize(model, self.group)
 
     def calls(self, mesh: MeshRanks) -> Calls:
@@ -68,14 +80,20 @@ class OneDimension:
     (:func:`patrickstar.tensor2d.sharded_models.parallelize_1d`); ``group``: of all ranks of the mesh.
     """
 
+    mode = MatrixMode.ONE
+
     def __init__(self, group: MeshGroup):
         self._line = group.everybody
         self.group = tall_group(self._line)
         self.shown = f"in one dimension over {self._line.size}"
 
-    def divide(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module) -> None:
         """See :class:`Way`."""
         _check_plan(model, SHARDED, "in one dimension", 'set tensor_parallel.mode to "2d"')
+
+    def divide(self, model: nn.Module) -> None:
+        """See :class:`Way`."""
+        self.check(model)
         parallelize_1d(model, self._line)
 
     def calls(self, mesh: MeshRanks) -> Calls:

@@ -22,6 +22,7 @@ from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.messages import reading
+from patrickstar.sequence.survey import Survey
 
 _BUFFER_HEAD = struct.Struct("<QQ")  # its index, its bytes
 
@@ -149,6 +150,15 @@ def combine_over_ranks(ranks: ChunkRanks, params: Sequence[nn.Parameter], diviso
                 total += np.frombuffer(message, dtype=parts).reshape(total.shape)
         combined = torch.from_numpy(total / parts(divisor)).view(wide).view(param.shape)
         param.grad = combined.to(device=param.device, dtype=param.dtype)
+
+
+def first_ranks_survey(ranks: RankGroups, survey: Survey) -> Survey:
+    """The first rank's survey, on all ranks. All ranks must ask."""
+    if len(ranks.members) == 1:
+        return survey
+    message = ranks.control.exchange(survey.to_json().encode(), "what is known of the model")[0]
+    with reading("what is known of the model"):
+        return Survey.from_json(message.decode())
 
 
 class BufferSync:

@@ -23,7 +23,7 @@ from patrickstar.engine.activation_keepers import keeper_of_activations
 from patrickstar.engine.activations import ActivationRemedies, change_activations, check_activations
 from patrickstar.engine.axes import make_calls
 from patrickstar.engine.calls import Calls, OwnCalls
-from patrickstar.engine.closing import lack_of_room_to_close
+from patrickstar.engine.closing import Teardown, lack_of_room_to_close
 from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.divided_matrices import Matrices
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
@@ -58,6 +58,7 @@ from patrickstar.planning.step_plan import Plan
 from patrickstar.profiling import ChunkLayers, make_profiler
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.mesh import MeshRanks
+from patrickstar.sequence.survey import Survey
 
 logger = logging.getLogger("patrickstar")
 
@@ -155,6 +156,8 @@ class Session:
         self.outcome = StepOutcome()
         self.stage = Stage.IDLE
         self.closed = False
+        self.survey = Survey()
+        """Findings about the module, made before it was rewritten."""
         self.loaded_in_part: str | None = None
         """The checkpoint whose loading ended half way, until one is loaded to its end."""
         self.expected_options: Callable[[], list[CoreOptions]] = list
@@ -292,7 +295,7 @@ class Session:
         changed = change_activations(module, self.config.activations, len(self.ranks.members))
         self._teardown.callback(changed.close)
         self.calls = make_calls(
-            module, self.config, self.mesh, self.matrices, self.runtime.meet_ranks, lambda: self.num_steps
+            module, self.config, self.mesh, self.matrices, self.runtime.meet_ranks, lambda: self.num_steps, self.survey
         )
         self._teardown.callback(self.calls.close)
         self._activations = keeper_of_activations(

@@ -19,11 +19,13 @@ from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.error_texts import explain_other_engines
 from patrickstar.engine.notebook import close_engine_of_cell
 from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
+from patrickstar.engine.proof import prove_rewrites
 from patrickstar.engine.rank_sync import (
     check_same_config,
     common_budgets,
     common_random_numbers,
     failed_ranks,
+    first_ranks_survey,
     take_turns,
 )
 from patrickstar.engine.session import Session
@@ -35,6 +37,7 @@ from patrickstar.optimizer.groups import ModelParameters, make_groups
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, join_ranks
 from patrickstar.ranks.mesh import Axis, MeshRanks
+from patrickstar.sequence.survey import Survey
 
 
 def start_session(
@@ -62,6 +65,9 @@ def start_session(
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
             with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
                 built = build_module(model_func, release=close_lost_engine)
+            survey = Survey()
+            if ranks.context.rank == ranks.members[0]:
+                survey = prove_rewrites(built.module, config, matrices.mode_for(built.module))
             divided = matrices.divide(built.module)
             deferred = DeferredInit.of(built.module)
             options = rule_of(config.optimizer.type).options
@@ -78,6 +84,7 @@ def start_session(
                 check_same_model(ranks, session.plan_of_params)
                 matrices.check_same_values()
                 values.share()
+                session.survey = first_ranks_survey(ranks, survey)
         with ranks.guard("opening the engine"):
             session.complete(saved_plan)
     except BaseException as error:

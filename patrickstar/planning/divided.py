@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar.sequence.choice import Choice, Links, choose_mode
+from patrickstar.sequence.divided_attention import check_layer
 from patrickstar.sequence.division import Division
-from patrickstar.sequence.hugging_face import attended, check_layer, check_model
+from patrickstar.sequence.hugging_face import attended, check_model
 from patrickstar.sequence.layout import Mode
+from patrickstar.sequence.shared_mask import Reach, SharedMask
 from patrickstar.sequence.ulysses import key_heads
 from patrickstar.tensor2d.hugging_face import AttentionFunction, HuggingFaceAttention
 
-_ATTENTION = "patrickstar_plan"  # its name among transformers' attention functions, and of the argument that it gets
+_ATTENTION = "patrickstar_plan"  # its name among transformers' attention functions
 
 
 class CannotDivideError(ValueError):
@@ -76,17 +78,17 @@ class PlannedDivision:
     def inputs(self, batch: int, model: nn.Module) -> dict[str, Any]:
         """Arguments of the model's forward on one rank, on the meta device."""
         tokens = torch.empty(batch, self.local_length, dtype=torch.long, device="meta")
-        found = {"input_ids": tokens, "labels": tokens, "position_ids": tokens, _ATTENTION: self}
+        found = {"input_ids": tokens, "labels": tokens, "position_ids": tokens}
         if getattr(model, "loss_type", None) in ("ForCausalLM", None):
             found["shift_labels"] = tokens
-        # Of four dimensions, so that transformers makes none of tokens x tokens elements.
-        found["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device="meta")
+        # transformers hands on a mask of four dimensions; one element, since inputs count as memory.
+        found["attention_mask"] = SharedMask(self, Reach(None, None), (1, 1, 1, 1), "meta")
         return found
 
 
-def _planned_for(arguments: Mapping[str, Any]) -> AttentionFunction | None:
+def _planned_for(mask: torch.Tensor | None) -> AttentionFunction | None:
     """:func:`planned_attention` in calls of a divided sequence, which are all."""
-    return None if arguments.get(_ATTENTION) is None else planned_attention
+    return planned_attention if isinstance(mask, SharedMask) else None
 
 
 def planned_attention(
@@ -98,10 +100,10 @@ def planned_attention(
         CannotDivideError: the layer asks for scores of another kind.
     """
     try:
-        check_layer(module, query, key, kwargs)
+        check_layer(type(module).__name__, query, key, kwargs)
     except ValueError as error:
         raise CannotDivideError(str(error)) from error
-    out = _PlannedAttention.apply(query, key, value, kwargs[_ATTENTION])
+    out = _PlannedAttention.apply(query, key, value, mask.call)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -95,6 +95,8 @@ class KeptTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        if type(tensor) is not torch.Tensor:
+            return tensor
         storage = tensor.untyped_storage()
         may_leave = tensor.device.type == "meta" and tensor.is_contiguous() and storage.nbytes() < 2 * tensor.nbytes
         if not may_leave or self._is_param(storage._cdata):

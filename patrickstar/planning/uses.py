@@ -433,6 +433,8 @@ def _run_backward(loss: torch.Tensor) -> None:
 
 
 def _to_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.is_meta and not tensor.is_floating_point():
+        return tensor
     return torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
 
 

@@ -1,56 +1,45 @@
 """Models of Hugging Face whose sequences several ranks share, without a change of their code.
 
-Their attention goes through transformers' ``AttentionInterface``, where :func:`divided_attention` stands under the name
-:data:`ATTENTION`. What it must know of the call travels with the keyword arguments that models hand down to it, so that
-recomputation in backward has it too. transformers makes no mask for these calls ([Note: no mask is made]).
+A call gets this rank's tokens of every tensor, and the positions that these have in the whole sequence
+(:mod:`patrickstar.sequence.positions`). Attention goes through transformers' ``AttentionInterface`` and learns of the
+call from the mask (:mod:`patrickstar.sequence.divided_attention`); labels and the loss are those of the whole batch
+(:mod:`patrickstar.sequence.divided_labels`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from patrickstar.sequence.attention import attention
 from patrickstar.sequence.choice import Attended, choose_mode
+from patrickstar.sequence.divided_attention import (
+    ATTENTION,
+    DividedCall,
+    LayerNames,
+    noting_layers,
+    register_attention,
+    running,
+)
+from patrickstar.sequence.divided_labels import IGNORED, DividedLoss, counted_labels, give_a_target, share_of_targets
 from patrickstar.sequence.division import Division, WholeSum
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode
-from patrickstar.sequence.masking import Padding
+from patrickstar.sequence.masking import KeyPadding
+from patrickstar.sequence.positions import TellPositions
+from patrickstar.sequence.survey import Survey, check_reached
 from patrickstar.sequence.token_scores import gather_scores, has_scores
 from patrickstar.sequence.ulysses import query_heads
 
-ATTENTION = "patrickstar_sequence"
-"""Its name among transformers' attention functions."""
-CALL = "patrickstar_sequence"
-"""The keyword argument that models hand down to it."""
-_IGNORED = -100
-_SHIFTED_LOSSES = ("ForCausalLM",)
-_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
-_FILLS = {"labels": _IGNORED, "shift_labels": _IGNORED}
+_FILLS = {"labels": IGNORED, "shift_labels": IGNORED}
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
-# Other numbers than softmax of scaled scores: not computed here.
-_OTHER_SCORES = ("softcap", "s_aux", "position_bias")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DividedCall:
-    """What attention must know of one call of the model."""
-
-    group: SequenceGroup | HybridGroup
-    division: Division
-    documents: tuple[int, ...] | None
-    padding: Padding | None
-    seed: int
-    layers: dict[int, int]
-    """The index of each module of the model, by its id: layers drop other probabilities than each other."""
 
 
 class DividedModel:
@@ -63,6 +52,7 @@ class DividedModel:
         seed: gives that of dropout in attention for a call, the same on all ranks of the group.
         device: that the model computes on.
         head_ranks: ranks that divide the heads of each layer, with whose other heads this one has nothing to do.
+        survey: what is known of the model.
 
     Raises:
         ValueError: its attention cannot be replaced, or is not one of a sequence to itself, or its heads cannot be
@@ -77,6 +67,7 @@ class DividedModel:
         seed: Callable[[], int],
         device: torch.device,
         head_ranks: int = 1,
+        survey: Survey | None = None,
     ):
         check_model(model)
         if mode in (Mode.ULYSSES, Mode.HYBRID):
@@ -89,16 +80,21 @@ class DividedModel:
         self._seed = seed
         self._device = device
         self._head_ranks = head_ranks
-        self._layers = {id(module): index for index, module in enumerate(model.modules())}
+        survey = survey or Survey()
+        self._positions = survey.positions
+        self._attending = survey.attending_modules(model)
+        self._layers = LayerNames(model)
         self._known = set(inspect.signature(model.forward).parameters)
         self._replaced = model.config._attn_implementation
-        self._loss = _CountedLoss(model)
-        _register()
+        self._loss = DividedLoss(model)
+        self._told = TellPositions(model, self._positions)
+        register_attention()
         model.set_attn_implementation(ATTENTION)
 
     def restore(self) -> None:
         """Its attention and its loss are what they were."""
         self._model.set_attn_implementation(self._replaced)
+        self._told.remove()
         self._loss.restore()
 
     def divides(self, kwargs: dict[str, Any]) -> bool:
@@ -108,6 +104,7 @@ class DividedModel:
 
     def whole_call(self) -> WholeCall:
         """Around a call that is not divided: every rank computes all of it."""
+        self._loss.begin({})
         return WholeCall(self._model, self._replaced)
 
     def with_target_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +113,7 @@ class DividedModel:
         Raises:
             ValueError: labels are of another kind than one for each token.
         """
-        counted = self._with_labels(kwargs)
+        counted = counted_labels(self._model, kwargs)
         return {**kwargs, "num_items_in_batch": counted["num_items_in_batch"]} if counted else kwargs
 
     def divide(self, kwargs: dict[str, Any]) -> DividedArguments:
@@ -128,37 +125,48 @@ class DividedModel:
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         batch, length = tokens.shape[:2]
         division = Division(self._group.rank, self._group.size, self._mode_for(batch, length), length)
-        result = {name: value for name, value in kwargs.items() if name not in _BY_TOKEN}
-        with_labels = self._with_labels(kwargs)
-        share: torch.Tensor | None = None
-        if with_labels:
-            share = _share_of_targets(with_labels, division)
-            result["num_items_in_batch"] = with_labels.pop("num_items_in_batch")
-        positions = kwargs.get("position_ids")
-        documents = _documents(positions, kwargs.get("attention_mask"), batch)
-        if positions is None and "position_ids" in self._known:
-            positions = torch.arange(length, device=tokens.device).unsqueeze(0)
-        for name, value in {**kwargs, **with_labels, "position_ids": positions}.items():
-            if name in _BY_TOKEN and value is not None:
-                _check_shape(name, value, length)
-                result[name] = division.local(value, _FILLS.get(name, 0), value.dim() - 1 if value.dim() < 3 else 1)
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        padding = _padding(mask, division, self._device)
+        documents = _documents(positions, mask, batch)
+        if positions is None:
+            positions = self._positions.of(tokens, mask)
+        labels = counted_labels(self._model, kwargs)
+        share = share_of_targets(labels["labels"], division) if labels else None
+        count = {"num_items_in_batch": labels.pop("num_items_in_batch")} if labels else {}
+        result = {name: value for name, value in kwargs.items() if name not in _BY_TOKEN} | count
+        whole = {**kwargs, **labels, "position_ids": positions if "position_ids" in self._known else None}
+        if "attention_mask" in self._known:
+            whole["attention_mask"] = tokens.new_ones((batch, length), dtype=torch.long) if mask is None else mask
+        for name, value in whole.items():
+            if _is_by_token(name, value, batch, length):
+                result[name] = _local(name, value, division)
+        self._loss.begin({name: result[name] for name in ("shift_labels", *count) if name in result})
         if share is not None:
-            _give_a_target(result)
-        result[CALL] = DividedCall(
+            give_a_target(result)
+        if "use_cache" in self._known:
+            result["use_cache"] = False
+        call = DividedCall(
             group=self._group,
             division=division,
             documents=documents,
-            padding=_padding(kwargs.get("attention_mask"), division, self._device),
+            padding=padding,
             seed=self._seed(),
             layers=self._layers,
+            positions=_local("position_ids", positions, division),
         )
-        if "attention_mask" in self._known:
-            result["attention_mask"] = _no_mask(tokens)
-        if "use_cache" in self._known:
-            result["use_cache"] = False
-        self._loss.num_calls = 0
         num_scored = length if kwargs.get("shift_labels") is not None else length - 1
-        return DividedArguments(result, division, share, num_scored)
+        return DividedArguments(result, call, share, num_scored)
+
+    @contextlib.contextmanager
+    def running(self, arguments: DividedArguments) -> Iterator[None]:
+        """Around the forward of a divided call.
+
+        Raises:
+            ValueError: its attention was not computed over the whole sequence in all layers.
+        """
+        with running(arguments.call), noting_layers() as reached:
+            yield
+        check_reached(self._model, self._attending, reached)
 
     def combine(self, output: Any, arguments: DividedArguments) -> Any:
         """What the call gave, with the loss of the whole batch, and scores of all tokens where it gave scores instead
@@ -187,64 +195,23 @@ class DividedModel:
         )
         return choose_mode(work, self._group.size).mode
 
-    def _with_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Labels shifted before they are divided, and what the sum of the tokens' losses is divided by."""
-        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-        if labels is None and shifted is None:
-            return {}
-        kind = getattr(self._model, "loss_type", None) or _SHIFTED_LOSSES[0]
-        if kind not in (*_SHIFTED_LOSSES, *_TOKEN_LOSSES):
-            raise ValueError(
-                f"{type(self._model).__name__} has labels of another kind than one for each token ({kind}); with "
-                "sequence_parallel compute the loss of the tokens of each rank yourself, from its outputs"
-            )
-        result = {"labels": labels if labels is not None else shifted}
-        if kind in _SHIFTED_LOSSES:
-            if shifted is None:
-                shifted = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
-            result["shift_labels"] = shifted
-        counted = result.get("shift_labels", result["labels"])
-        given = kwargs.get("num_items_in_batch")
-        result["num_items_in_batch"] = (counted != _IGNORED).sum() if given is None else given
-        return result
-
 
 @dataclasses.dataclass(frozen=True)
 class DividedArguments:
     """Of one call: what this rank gives the model."""
 
     kwargs: dict[str, Any]
-    division: Division
+    call: DividedCall
+    """The call, as attention must know it."""
     share: torch.Tensor | None
     """Of the targets of the whole batch, those of this rank; None: there are no labels."""
     num_scored: int
     """Tokens of each sequence of which the next one is a target, where the model returns scores of tokens."""
 
-
-class _CountedLoss:
-    """The model's loss function. [Note: means and sums] transformers gives it ``num_items_in_batch``, by which it
-    divides the sum of the tokens' losses. Some models do not call it and make the mean of their tokens themselves; who
-    has counted its calls knows.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._before = vars(model).get("_loss_function")
-        self._call = model.loss_function
-        self.num_calls = 0
-        model.loss_function = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As it was."""
-        self.num_calls += 1
-        return self._call(*args, **kwargs)
-
-    def restore(self) -> None:
-        """The model has the one it had."""
-        if self._before is None:
-            vars(self._model).pop("_loss_function", None)
-        else:
-            self._model.loss_function = self._before
+    @property
+    def division(self) -> Division:
+        """The division of the call's sequences."""
+        return self.call.division
 
 
 class WholeCall:
@@ -296,129 +263,45 @@ def check_model(model: nn.Module) -> None:
 
 def attended(model: nn.Module, batch: int, length: int) -> Attended:
     """One layer's attention of the model in a call with ``batch`` sequences of ``length`` tokens."""
-    config, heads = model.config.get_text_config(), _num_heads(model)
+    heads = _num_heads(model)
     return Attended(
         batch=batch,
         heads=heads,
-        key_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        key_heads=_size(model, "num_key_value_heads") or heads,
+        head_dim=_size(model, "head_dim") or model.config.get_text_config().hidden_size // heads,
         length=length,
         causal=_is_causal(model),
     )
 
 
-def attention_for(arguments: Mapping[str, Any]) -> Callable[..., tuple[torch.Tensor, None]] | None:
-    """Of the keyword arguments that a model hands down in a call: what computes attention in it, None where its
-    sequences are not divided. For attention modules that do not ask ``AttentionInterface``.
-    """
-    return None if arguments.get(CALL) is None else divided_attention
+def _is_by_token(name: str, value: Any, batch: int, length: int) -> bool:
+    """True where an argument has something for each token."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return name in _BY_TOKEN or (value.dim() >= 2 and tuple(value.shape[:2]) == (batch, length))
 
 
-def divided_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """As transformers calls it: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
-
-    Raises:
-        ValueError: the layer asks for scores of another kind, or for keys of another sequence.
-    """
-    call: DividedCall | None = kwargs.pop(CALL, None)
-    if call is None:  # of a call that is not divided, in its recomputation
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    check_layer(module, query, key, kwargs)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = _window(module, sliding_window)
-    length = call.division.length
-    out = attention(
-        query,
-        key,
-        value,
-        call.group,
-        call.division.mode,
-        causal=causal,
-        window=None if window is None else (window - 1, -1 if causal else window - 1),
-        cu_seqlens=call.documents,
-        length=length,
-        padding=call.padding,
-        dropout_p=dropout,
-        seed=call.seed * 2**20 + call.layers.get(id(module), 0),
-        scale=scaling,
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def check_layer(module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError, which names the layer, where it asks for scores of another kind, or for other keys."""
-    name = type(module).__name__
-    for other in _OTHER_SCORES:
-        if kwargs.get(other) is not None:
-            raise ValueError(f"{name} asks for {other}, which attention over a divided sequence has not; leave "
-                             "sequence_parallel out")  # fmt: skip
-    if query.shape[-2] != key.shape[-2]:
+def _local(name: str, value: torch.Tensor, division: Division) -> torch.Tensor:
+    """This rank's tokens of an argument."""
+    along = value.dim() - 1 if value.dim() < 3 else 1
+    if value.dim() > 3 and name in _BY_TOKEN or value.shape[along] != division.length:
         raise ValueError(
-            f"{name} has {query.shape[-2]} queries and {key.shape[-2]} keys; a divided sequence attends to itself "
-            "alone: call the model without a cache"
+            f"{name} is {list(value.shape)}, but the sequence has {division.length} tokens; give all ranks of a "
+            "sequence the whole of it, [batch, tokens]"
         )
-
-
-def _window(module: nn.Module, given: int | None) -> int | None:
-    """Tokens back that a layer sees, its own included; some models say it in their mask alone."""
-    if given is not None:
-        return given
-    config = getattr(module, "config", None)
-    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds and index is not None and kinds[index] == "sliding_attention":
-        return config.sliding_window
-    return None
-
-
-@functools.cache
-def _register() -> None:
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-
-    AttentionInterface.register(ATTENTION, divided_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
-
-
-def _share_of_targets(labels: dict[str, torch.Tensor], division: Division) -> torch.Tensor:
-    """Of all tokens that count, how many are this rank's: float32, no dimensions; 0 where none counts."""
-    counted = labels.get("shift_labels", labels["labels"]) != _IGNORED
-    return division.local(counted, False).sum() / counted.sum().clamp(min=1)
-
-
-def _give_a_target(arguments: dict[str, Any]) -> None:
-    """A rank without targets has one, so that the mean of its losses is a number; its share is 0, or its loss is.
-    Where the loss is a sum, shifted labels are looked at alone, and are left as they are.
-    """
-    labels = arguments["labels"]
-    if "shift_labels" in arguments:
-        return
-    none = (labels == _IGNORED).all()
-    first = labels.flatten()[:1]
-    arguments["labels"] = torch.cat([torch.where(none, 0, first), labels.flatten()[1:]]).view_as(labels)
-
-
-def _no_mask(tokens: torch.Tensor) -> torch.Tensor:
-    """[Note: no mask is made] transformers takes a mask of four dimensions as it is, and so makes none of tokens x
-    tokens elements. :func:`divided_attention` does not look at it.
-    """
-    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
+    return division.local(value, _FILLS.get(name, 0), along)
 
 
 def _num_heads(model: nn.Module) -> int:
     return model.config.get_text_config().num_attention_heads
+
+
+def _size(model: nn.Module, name: str) -> int | None:
+    """A size that all layers have in common; None: the configuration has none."""
+    try:
+        return getattr(model.config.get_text_config(), name, None)
+    except RuntimeError:  # transformers has it by layer
+        return None
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -426,16 +309,7 @@ def _is_causal(model: nn.Module) -> bool:
     return next((module.is_causal for module in modules), True)
 
 
-def _check_shape(name: str, value: torch.Tensor, length: int) -> None:
-    along = value.dim() - 1 if value.dim() < 3 else 1
-    if value.dim() > 3 or value.shape[along] != length:
-        raise ValueError(
-            f"{name} is {list(value.shape)}, but the sequence has {length} tokens; give all ranks of a sequence the "
-            "whole of it, [batch, tokens]"
-        )
-
-
-def _padding(mask: torch.Tensor | None, division: Division, device: torch.device) -> Padding | None:
+def _padding(mask: torch.Tensor | None, division: Division, device: torch.device) -> KeyPadding | None:
     """Of an attention mask [batch, tokens]; None where all tokens are real."""
     if mask is None:
         return None
@@ -447,7 +321,7 @@ def _padding(mask: torch.Tensor | None, division: Division, device: torch.device
     real = mask.bool()
     if bool(real.all()):
         return None
-    return Padding(division.padded(real, False), device)
+    return KeyPadding(division.padded(real, False), device)
 
 
 def _documents(positions: torch.Tensor | None, mask: torch.Tensor | None, batch: int) -> tuple[int, ...] | None:

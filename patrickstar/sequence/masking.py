@@ -54,6 +54,19 @@ class Padding:
         self._with_padding = _counts_before(~on_host.all(dim=0))
         self._with_tokens = _counts_before(on_host.any(dim=0))
 
+    def cover(self, queries: Slice, keys: Slice) -> Cover:
+        """How much of a block padding alone leaves: NONE, SOME or ALL."""
+        if self.is_all_of(queries) or self.is_all_of(keys):
+            return Cover.NONE
+        return Cover.SOME if self.is_in(queries) or self.is_in(keys) else Cover.ALL
+
+    def mask(self, queries: Slice, keys: Slice, device: torch.device) -> torch.Tensor:
+        """True where padding alone lets a query see a key: bool, [batch, queries, keys]."""
+        return self._real(queries, device)[:, :, None] & self._real(keys, device)[:, None, :]
+
+    def _real(self, part: Slice, device: torch.device) -> torch.Tensor:
+        return self.real[:, part.start : part.stop].to(device)
+
     def is_in(self, part: Slice) -> bool:
         """Whether some sequence has padding among these tokens."""
         return bool(self._with_padding[part.stop] > self._with_padding[part.start])
@@ -61,6 +74,20 @@ class Padding:
     def is_all_of(self, part: Slice) -> bool:
         """Whether no sequence has a real token among these."""
         return bool(self._with_tokens[part.stop] == self._with_tokens[part.start])
+
+
+class KeyPadding(Padding):
+    """Padding that is not seen, but sees, as in models of Hugging Face: its outputs are not 0."""
+
+    def cover(self, queries: Slice, keys: Slice) -> Cover:
+        """See :class:`Padding`; queries may be padding."""
+        if self.is_all_of(keys):
+            return Cover.NONE
+        return Cover.SOME if self.is_in(keys) else Cover.ALL
+
+    def mask(self, queries: Slice, keys: Slice, device: torch.device) -> torch.Tensor:
+        """See :class:`Padding`; one query stands for all."""
+        return self._real(keys, device)[:, None, :]
 
 
 def _counts_before(chosen: torch.Tensor) -> torch.Tensor:
@@ -96,7 +123,8 @@ class Masking:
             return Cover.NONE
         if self.length is not None and max(queries.start, keys.start) >= self.length:
             return Cover.NONE
-        if self.padding is not None and (self.padding.is_all_of(queries) or self.padding.is_all_of(keys)):
+        of_padding = Cover.ALL if self.padding is None else self.padding.cover(queries, keys)
+        if of_padding is Cover.NONE:
             return Cover.NONE
         if self.documents is not None:
             first, last = self._document(queries.start), self._document(queries.stop - 1)
@@ -107,7 +135,7 @@ class Masking:
         )
         if not is_one_document or (self.length is not None and max(queries.stop, keys.stop) > self.length):
             return Cover.SOME
-        if self.padding is not None and (self.padding.is_in(queries) or self.padding.is_in(keys)):
+        if of_padding is Cover.SOME:
             return Cover.SOME
         if back is not None and farthest_back > back:
             return Cover.SOME
@@ -122,8 +150,7 @@ class Masking:
         seen = (places >= first[:, None]) & (places < stop[:, None])
         if self.padding is None:
             return seen
-        real = [self.padding.real[:, part.start : part.stop].to(device) for part in (queries, keys)]
-        return seen & (real[0][:, :, None] & real[1][:, None, :])[:, None]
+        return seen & self.padding.mask(queries, keys, device)[:, None]
 
     def _keys_of(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The first key that each query may see, and the one behind the last: without padding they are neighbours."""

@@ -41,7 +41,7 @@ down; gives [b, s, heads, head_dim].
 """
 
 
-def _own_attention(arguments: Mapping[str, Any]) -> AttentionFunction | None:
+def _own_attention(mask: torch.Tensor | None) -> AttentionFunction | None:
     return None
 
 
@@ -55,8 +55,8 @@ class HuggingFaceAttention(nn.Module):
         sliding_window: tokens back that a query sees, its own included, which masks say too; None: all.
 
     Attributes:
-        attention_for: of the keyword arguments that the model hands down in a call: the function that computes
-            attention in it, or None for that of this module.
+        attention_for: of the mask that the model hands down in a call: the function that computes attention with it,
+            or None for that of this module.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HuggingFaceAttention(nn.Module):
         self.layer_idx = layer_idx
         self.dropout = nn.Dropout(dropout)
         self.sliding_window = sliding_window
-        self.attention_for: Callable[[Mapping[str, Any]], AttentionFunction | None] = _own_attention
+        self.attention_for: Callable[[torch.Tensor | None], AttentionFunction | None] = _own_attention
 
     def use_own_attention(self) -> None:
         """In all calls, as at first."""
@@ -100,19 +100,20 @@ class HuggingFaceAttention(nn.Module):
         def extend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return cache.update(k, v, self.layer_idx)
 
-        function = self.attention_for(handed_down)
+        function = self.attention_for(attention_mask)
         out = self.inner(
             hidden_states,
             mask=attention_mask,
             rotary=position_embeddings,
             extend=None if cache is None else extend,
-            mix=None if function is None else functools.partial(self._mixed, function, handed_down),
+            mix=None if function is None else functools.partial(self._mixed, function, attention_mask, handed_down),
         )
         return self.dropout(out), None
 
     def _mixed(
         self,
         function: AttentionFunction,
+        mask: torch.Tensor | None,
         handed_down: Mapping[str, Any],
         q: torch.Tensor,
         k: torch.Tensor,
@@ -124,7 +125,7 @@ class HuggingFaceAttention(nn.Module):
             q,
             k,
             v,
-            None,
+            mask,
             scaling=heads.scale,
             dropout=heads.dropout if self.training else 0.0,
             sliding_window=self.sliding_window,

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from patrickstar import RankFailure
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence import attention
+from tests import text_models
 from tests.models import VOCAB
 from tests.ranks.in_turn import train_in_turn
 from tests.training import make_config
@@ -25,11 +26,14 @@ class Model:
     """A small model of Hugging Face."""
 
     name: str
+    """Its type, or, of one that stands for others, its class."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+        if "For" in self.name:
+            return text_models.build(self.name)
         common = {
             "vocab_size": VOCAB,
             "hidden_size": 32,

@@ -12,6 +12,8 @@ from tests.ranks.test_training import relative_error
 
 GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
 MISTRAL = Model("mistral", {"sliding_window": 7})
+ROBERTA, STABLELM, BART = Model("RobertaForMaskedLM"), Model("StableLmForCausalLM"), Model("BartForCausalLM")
+"""Positions that follow from tokens, layers that hand nothing down, positions that the model cannot be told."""
 
 
 def divided(num_ranks, runs):
@@ -42,6 +44,10 @@ ONE = [
     Run(LLAMA, length=LENGTH - 5),
     Run(QWEN2, checkpointing=False),
     Run(GPT2, checkpointing=True),
+    Run(ROBERTA, "left", steps=3),
+    Run(STABLELM, checkpointing=False, steps=3),
+    Run(STABLELM, "packed", checkpointing=True, steps=3),
+    Run(BART, length=LENGTH - 5, steps=3),
 ]
 
 
@@ -53,13 +59,15 @@ def alone():
 def shared(size, **options):
     """The same runs on ranks that share sequences."""
     modes = ["auto", "auto", "zigzag", "ring", "zigzag", "ring", "zigzag", "ring", "ring", "auto", "zigzag", "zigzag"]
-    modes += ["rsa"]
+    modes += ["rsa", "zigzag", "ring", "zigzag", "zigzag"]
     return [Run(**{**vars(run), "size": size, "mode": mode, **options}) for run, mode in zip(ONE, modes, strict=True)]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_models_are_those_of_one_process(size, alone):
-    """Padding on either side, packed documents, windows, uneven lengths, slices without labels, recomputation."""
+    """Padding on either side, packed documents, windows, uneven lengths, slices without labels, recomputation; models
+    that number tokens in other ways, or hand no arguments down.
+    """
     for run, found, expected in zip(ONE, divided(size, shared(size)), alone, strict=True):
         print(run.model.name, run.kind, found[0]["losses"][-1], expected["losses"][-1])
         for rank in found:
@@ -156,7 +164,7 @@ def test_what_cannot_be_divided_is_refused():
         "share sequences, but were called with different batches",
         "with tokens that sum to",
         "attention_mask is [2, 1, 4, 4]; with sequence_parallel give [batch, tokens]",
-        "labels of another kind than one for each token",
+        "LlamaForSequenceClassification computes nothing for each token",
     ]
     for messages in run_ranks(2, go_wrong):
         for message, part in zip(messages, expected, strict=True):

@@ -15,7 +15,7 @@ from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.sequence import HybridGroup, Mode, Padding, SequenceGroup, attention, block, positions_of_rank
 from patrickstar.sequence.dropout import Dropout
 from patrickstar.sequence.kernels import KERNELS
-from patrickstar.sequence.masking import Cover
+from patrickstar.sequence.masking import Cover, KeyPadding
 from patrickstar.sequence.ring import blocks_of_turn
 from patrickstar.sequence.ulysses import key_heads, query_heads
 from tests.distributed import rank_outcomes, run_ranks
@@ -43,17 +43,19 @@ class Case:
     cu_seqlens: tuple = None
     length: int = None
     padding: str = None
+    sees: bool = False  # padding is not seen, but sees
     dropout_p: float = 0.0
     scale: float = None
     value_dim: int = 8
 
     def options(self):
+        padding = None if self.padding is None else PADDINGS[self.padding]
         return {
             "causal": self.causal,
             "window": self.window,
             "cu_seqlens": self.cu_seqlens,
             "length": self.length,
-            "padding": None if self.padding is None else PADDINGS[self.padding],
+            "padding": KeyPadding(padding) if self.sees else padding,
             "dropout_p": self.dropout_p,
             "scale": self.scale,
             "seed": SEED,
@@ -75,6 +77,8 @@ CASES = {
     "padding right": Case(causal=True, padding="right"),
     "padding left": Case(key_heads=4, causal=True, padding="left"),
     "padding in the middle": Case(padding="middle", window=(9, 2)),
+    "padding that sees": Case(key_heads=4, padding="left", sees=True),
+    "padding that sees what was before": Case(causal=True, padding="middle", sees=True),
     "padding alone": Case(causal=True, padding="all of one"),
     "padding of packed": Case(padding="left", cu_seqlens=(0, 7, LENGTH), value_dim=16),
     "padding and dropout": Case(causal=True, padding="right", dropout_p=0.3),
@@ -113,7 +117,7 @@ def dense(case):
         seen[query, key] = allowed
     if case.padding is not None:
         real = PADDINGS[case.padding]
-        seen = seen & (real[:, :, None] & real[:, None, :])[:, None]
+        seen = seen & (real[:, None, :] & (real[:, :, None] | case.sees))[:, None]
     probabilities = torch.softmax(scores.masked_fill(~seen, -math.inf), dim=-1).nan_to_num(0.0)
     if case.dropout_p:
         places = torch.arange(LENGTH)

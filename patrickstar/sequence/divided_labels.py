@@ -1,0 +1,114 @@
+"""Labels of sequences that ranks share: each rank's targets, and its part of the loss.
+
+[Note: means and sums] transformers gives a model's loss function ``num_items_in_batch``, by which it divides the sum of
+the tokens' losses. Some models do not hand it on, so :class:`DividedLoss` has it. Others do not call the function and
+make the mean of their tokens themselves; :class:`DividedLoss` counts its calls, and so knows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.sequence.division import Division
+
+IGNORED = -100
+_SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
+_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
+
+
+class DividedLoss:
+    """Replaces the model's loss function."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._before = vars(model).get("_loss_function")
+        self._call = model.loss_function
+        params = inspect.signature(self._call).parameters
+        self._takes_all = any(param.kind is param.VAR_KEYWORD for param in params.values())
+        self._taken = set(params)
+        self._targets: dict[str, Any] = {}
+        self.num_calls = 0
+        """Since :meth:`begin`."""
+        model.loss_function = self
+
+    def begin(self, targets: dict[str, Any]) -> None:
+        """A call of the model begins; ``targets``: arguments of its loss function, which it may hand on or not."""
+        self._targets = {name: value for name, value in targets.items() if self._takes_all or name in self._taken}
+        self.num_calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The replaced function, with this rank's targets."""
+        self.num_calls += 1
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        return self._call(*args, **{**kwargs, **self._targets, **given})
+
+    def restore(self) -> None:
+        """The model has the one it had."""
+        if self._before is None:
+            vars(self._model).pop("_loss_function", None)
+        else:
+            self._model.loss_function = self._before
+
+
+def has_token_labels(model: nn.Module) -> bool:
+    """True where labels are one for each token."""
+    return _loss_type(model) in (*_SHIFTED_LOSSES, *_TOKEN_LOSSES)
+
+
+def counted_labels(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Labels shifted before they are divided, and what the sum of the tokens' losses is divided by.
+
+    Args:
+        model: of Hugging Face.
+        kwargs: of a call with whole sequences.
+
+    Returns:
+        ``labels``, ``shift_labels`` where the model predicts next tokens, ``num_items_in_batch``; empty: none are
+        given.
+
+    Raises:
+        ValueError: labels are of another kind than one for each token.
+    """
+    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+    if labels is None and shifted is None:
+        return {}
+    if not has_token_labels(model):
+        raise ValueError(
+            f"{type(model).__name__} has labels of another kind than one for each token ({_loss_type(model)}); with "
+            "sequence_parallel compute the loss of the tokens of each rank yourself, from its outputs"
+        )
+    result = {"labels": labels if labels is not None else shifted}
+    if _loss_type(model) in _SHIFTED_LOSSES:
+        if shifted is None:
+            shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        result["shift_labels"] = shifted
+    counted = result.get("shift_labels", result["labels"])
+    given = kwargs.get("num_items_in_batch")
+    result["num_items_in_batch"] = (counted != IGNORED).sum() if given is None else given
+    return result
+
+
+def share_of_targets(labels: torch.Tensor, division: Division) -> torch.Tensor:
+    """This rank's share of the labels that count: float32, no dimensions; 0 where none counts. For models that make the
+    mean of the labels they get.
+    """
+    counted = labels != IGNORED
+    return division.local(counted, False).sum() / counted.sum().clamp(min=1)
+
+
+def give_a_target(arguments: dict[str, Any]) -> None:
+    """A rank without targets has one, so that the mean of its losses is a number; its share is 0, or its loss is.
+    Shifted labels, whose losses are summed, are left as they are.
+    """
+    labels = arguments["labels"]
+    none = (labels == IGNORED).all()
+    first = labels.flatten()[:1]
+    arguments["labels"] = torch.cat([torch.where(none, 0, first), labels.flatten()[1:]]).view_as(labels)
+
+
+def _loss_type(model: nn.Module) -> str:
+    return getattr(model, "loss_type", None) or _SHIFTED_LOSSES[0]
