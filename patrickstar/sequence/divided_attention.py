@@ -116,8 +116,11 @@ def shared_mask(**options: Any) -> torch.Tensor | None:
         from transformers.masking_utils import sdpa_mask
 
         return sdpa_mask(**options)
-    shape = (options["batch_size"], 1, options["q_length"], options["kv_length"])
-    return SharedMask(call, reach_of(options["mask_function"], options.get("local_size")), shape, options["device"])
+    places = options.get("cache_position")  # transformers before 5.17
+    num_queries = options["q_length"] if places is None else len(places)
+    shape = (options["batch_size"], 1, num_queries, options["kv_length"])
+    reach = reach_of(options["mask_function"], options.get("local_size"))
+    return SharedMask(call, reach, shape, options["device"] if places is None else places.device)
 
 
 def divided_attention(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from patrickstar.sequence.divided_attention import running, shared_mask
 from patrickstar.sequence.shared_mask import Reach, SharedMask, reach_of
 
 
@@ -32,6 +33,18 @@ def masks():
 def test_what_a_mask_lets_see():
     for name, (sees, window, expected) in masks().items():
         assert reach_of(sees, window) == expected, name
+
+
+def test_transformers_gets_it_while_a_divided_call_runs():
+    from transformers.masking_utils import causal_mask_function
+
+    options = {"batch_size": 2, "kv_length": 6, "mask_function": causal_mask_function, "kv_offset": 0}
+    call = object()
+    for version in ({"q_length": 6, "q_offset": 0, "device": "cpu"}, {"cache_position": torch.arange(6)}):
+        with running(call):
+            mask = shared_mask(**options, **version)
+        assert (mask.call, mask.reach, tuple(mask.shape)) == (call, Reach(None, 0), (2, 1, 6, 6))
+    assert not isinstance(shared_mask(**options, q_length=6, q_offset=0, allow_is_causal_skip=False), SharedMask)
 
 
 def test_models_hand_it_down_and_compute_nothing_with_it():
