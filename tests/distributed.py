@@ -84,11 +84,15 @@ def rank_outcomes(
         for rank in set(range(num_ranks)) - set(absent):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment(rank) if environment else {})
             variables = {name: value for name, value in (os.environ | common | own).items() if value is not None}
-            on_cpu = variables.get("CUDA_VISIBLE_DEVICES") == ""
-            start = _start_fork if on_cpu and not prefixes else _start_process
+            start = start_of(variables, prefixes)
             processes[rank] = start(folder, rank, variables, prefixes[rank] if prefixes else ())
         ended = _wait(processes, timeout_seconds, stop_after_failure)
         return [_outcome(Path(folder), rank, *ended.get(rank, (None, 0.0))) for rank in range(num_ranks)]
+
+
+def start_of(variables, prefixes):
+    """How a rank with these variables is started: as a fork where it sees no GPU."""
+    return _start_fork if variables.get("CUDA_VISIBLE_DEVICES") == "" and not prefixes else _start_process
 
 
 def _start_process(folder, rank, variables, prefix):
@@ -104,7 +108,7 @@ class _Fork:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.rank_imports"])
         self._process = context.Process(target=_run_fork, args=(folder, rank, variables))
-        with _server_environment():
+        with server_environment():
             self._process.start()
         self.pid = self._process.pid
 
@@ -125,9 +129,15 @@ def _start_fork(folder, rank, variables, _prefix):
 
 
 @contextlib.contextmanager
-def _server_environment():
-    """The server, started with the first rank, sees neither threads nor GPUs."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+def server_environment():
+    """The server, started with the first rank, sees neither threads nor GPUs. Were one visible, what it imports might
+    begin to use CUDA (torchao does, which transformers imports where it is installed), and no fork can go on with that.
+    """
+    ours = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

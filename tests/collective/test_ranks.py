@@ -16,7 +16,8 @@ from patrickstar import _C
 from patrickstar.ranks import distributed
 from patrickstar.ranks.distributed import DistributedContext, open_ranks
 from patrickstar.ranks.passing import PassingPlace, connect_ahead, exchange
-from tests.distributed import ROOT, free_port, run_ranks
+from tests.distributed import ROOT, free_port, run_ranks, server_environment, start_of
+from tests.gpu.test_resize import on_gpus
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -127,6 +128,22 @@ def connect_before_the_world(meeting_port):
 
 def test_communicators_that_were_connected_before_their_world():
     assert run_ranks(2, connect_before_the_world, free_port()) == [([0.0, 1.0], [1.0, 2.0])] * 2
+
+
+def test_forks_are_made_where_nothing_uses_cuda(monkeypatch):
+    """Ranks of tests that see a GPU are processes of their own, and the process that others are forked from sees
+    none: what it imports cannot begin to use one.
+    """
+    for visible, is_fork in (("", True), ("0", False), (None, False)):
+        variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        start = start_of(variables, prefixes=None)
+        assert (start.__name__ == "_start_fork") == is_fork
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with server_environment():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    for number in range(2):
+        assert start_of({**os.environ, **on_gpus(number)}, None).__name__ == "_start_process"
 
 
 def share_gpus(gpus):

@@ -96,6 +96,7 @@ def train(
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
     carried = {"schedule": schedule, "sampler": sampler}
     result: dict[str, Any] = {"losses": {}, "seen": {}, "before": {}, "after": {}, "resized": []}
+    result["device"] = engine.device.type
 
     step = joins_before
     if joins_before > 0:

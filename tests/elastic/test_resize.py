@@ -20,7 +20,7 @@ def alone(number):
     return ALONE | {"LOCAL_RANK": str(number % max(torch.cuda.device_count(), 1))}
 
 
-def run(plan, folder, precision, optimizer=None):
+def run(plan, folder, precision, optimizer=None, environment=alone):
     store = serve_rendezvous("127.0.0.1", 0)
     return run_ranks(
         len(joining_steps(plan)),
@@ -30,7 +30,7 @@ def run(plan, folder, precision, optimizer=None):
         str(folder),
         precision,
         optimizer,
-        environment=alone,
+        environment=environment,
         timeout_seconds=150,
     )
 
@@ -41,9 +41,9 @@ def assert_same(one, other):
         assert torch.equal(value, other[name]), name
 
 
-def check(plan, folder, precision, loss_tolerance, own_folders=".", optimizer=None):
-    processes = run(plan, folder / own_folders, precision, optimizer)
-    straight = run([1] * len(plan), folder / own_folders, precision, optimizer)[0]
+def check(plan, folder, precision, loss_tolerance, own_folders=".", optimizer=None, environment=alone):
+    processes = run(plan, folder / own_folders, precision, optimizer, environment)
+    straight = run([1] * len(plan), folder / own_folders, precision, optimizer, environment)[0]
     for step in range(len(plan)):
         seen = [sample for process in processes for sample in process["seen"].get(step, [])]
         assert sorted(seen) == sorted(straight["seen"][step])
