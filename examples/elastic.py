@@ -67,12 +67,12 @@ def train(joins: str) -> None:
 
 def main() -> None:
     """Serves the rendezvous and starts one rank, and one that joins."""
-    store = serve_rendezvous("127.0.0.1", 0)
+    store = serve_rendezvous()
     place = Path(__file__).resolve()
     paths = [str(place.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
-        "PATRICKSTAR_ELASTIC": f"127.0.0.1:{store.port}",
+        **store.environment,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     processes = [subprocess.Popen([sys.executable, str(place), joins], env=environment) for joins in ("no", "yes")]

@@ -89,6 +89,7 @@ def run_page(page: Page, folder: Path) -> subprocess.CompletedProcess[str]:
     script.write_text(page.script(), encoding="utf-8")
     environment = {
         **os.environ,
+        "HOME": str(folder),
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",

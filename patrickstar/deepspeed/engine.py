@@ -269,9 +269,10 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
             StateError: also within a step, and of an engine that was given ``training_data``.
         """
         self._check_resizable("resize")
-        resized = super().resize(num_ranks, carried=self._carried(carried), **options)
-        if resized.membership is Membership.RANK:
-            self._follow_ranks()
+        with deferred_signals():  # the engine and its counts change together
+            resized = super().resize(num_ranks, carried=self._carried(carried), **options)
+            if resized.membership is Membership.RANK:
+                self._follow_ranks()
         return resized
 
     def join(self, *, carried: Mapping[str, Carried] | None = None, **options: Any) -> Resized:
@@ -279,9 +280,10 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         metrics; with ``PATRICKSTAR_ELASTIC_JOINS`` 1 it opens no file for them.
         """
         self._check_resizable("join")
-        resized = super().join(carried=self._carried(carried), **options)
-        self._monitor.close()  # it was that of rank 0
-        self._follow_ranks()
+        with deferred_signals():
+            resized = super().join(carried=self._carried(carried), **options)
+            self._monitor.close()  # it was that of rank 0
+            self._follow_ranks()
         return resized
 
     def _check_resizable(self, call: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.checkpoint.plain_state import read_plain_state, write_plain_state
 from patrickstar.engine.open_session import find_session
 from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import (
@@ -174,11 +175,11 @@ def _of_rank(
         return changes
     message = io.BytesIO()
     if session.ranks.context.rank == rank:
-        torch.save(changes, message)
+        write_plain_state(message, changes, "changed parameters")
     with session.guard("GatheredParameters"):
         received = session.ranks.control.exchange(message.getvalue(), "changed parameters")
     with reading("changed parameters"):
-        changes = torch.load(io.BytesIO(received[session.ranks.members.index(rank)]), weights_only=True)
+        changes = read_plain_state(io.BytesIO(received[session.ranks.members.index(rank)]), "the message")
         for item, change in zip(gathered, changes, strict=True):
             item.check(change)
     return changes

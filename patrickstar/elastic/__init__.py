@@ -14,6 +14,7 @@ from patrickstar.elastic.phases import Membership, Phase, Resized
 from patrickstar.elastic.rendezvous import Rendezvous, ResizeError, serve_rendezvous
 from patrickstar.elastic.run import ElasticRun, Next
 from patrickstar.elastic.sampler import ElasticLoader, ElasticSampler
+from patrickstar.ranks.run_secret import SecretError
 
 __all__ = [
     "BatchDivision",
@@ -34,6 +35,7 @@ __all__ = [
     "ResizeError",
     "Resized",
     "RunReport",
+    "SecretError",
     "divide_batch",
     "learning_rate_factor",
     "serve_rendezvous",

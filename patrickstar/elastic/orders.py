@@ -1,6 +1,6 @@
 """What whoever started a run tells it while it trains, and what the run says of itself: through the rendezvous' store.
 
-    store = serve_rendezvous("127.0.0.1", 29600)
+    store = serve_rendezvous("127.0.0.1", 29600)   # processes have its environment
     orders = Orders(store)
     number = orders.resize(4)            # and start the processes that join
     orders.outcome(number)               # None until the run has carried it out or refused it
@@ -93,6 +93,7 @@ class OrderBoard:
     """The keys of both sides in a store."""
 
     def __init__(self, store: dist.Store):
+        self._base = store  # [Note: references to stores]
         self._store = dist.PrefixStore(_PREFIX, store)
 
     def issue(self, order: Order) -> int:

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from patrickstar.elastic.movement import Move
+from patrickstar.elastic.resize_folder import ResizeFolder
 from patrickstar.elastic.transfers import fetch
+from patrickstar.ranks.private_files import create_private, open_private
 
 DEFAULT_FOLDER = "/dev/shm"  # noqa: S108 (memory is on purpose)
 _ITEM_BYTES = 4  # of float32
@@ -65,14 +67,23 @@ class PublishedShards:
     """The files of one resize.
 
     Args:
-        folder: where they lie.
-        token: of the resize: no other has its name.
+        folder: in which the resize has a folder of its own.
+        token: of the resize.
+        key: of the servers of files (32 bytes).
         moves: all of them, sorted.
         arrays: how many arrays each parameter has.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], token: str, moves: Sequence[Move], arrays: Mapping[int, int]):
-        self._folder, self._token = Path(folder), token
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        token: str,
+        key: bytes,
+        moves: Sequence[Move],
+        arrays: Mapping[int, int],
+    ):
+        self.folder = ResizeFolder(folder, token)
+        self._key = key
         self._arrays = arrays
         of_pairs: dict[tuple[int, int], list[Move]] = {}
         for move in moves:
@@ -82,7 +93,7 @@ class PublishedShards:
     def _divided(self, source: int, target: int, moves: Sequence[Move]) -> list[ShardFile]:
         total = sum(map(self._size, moves))
         number = max(min(total // _FILE_BYTES, _MOST_FILES), 1)
-        names = (f"patrickstar-{self._token}-rank{source}-for{target}-{index}" for index in range(number))
+        names = (f"rank{source}-for{target}-{index}" for index in range(number))
         files = [ShardFile(source, target, name) for name in names]
         for move in moves:  # neighbours in different ones, which are filled alike
             file = min(files, key=lambda one: one.num_bytes)
@@ -95,7 +106,7 @@ class PublishedShards:
 
     def path(self, file: ShardFile) -> Path:
         """Where it is."""
-        return self._folder / file.name
+        return self.folder.file(file.name)
 
     def of_source(self, rank: int) -> list[ShardFile]:
         """The files of an old rank."""
@@ -109,24 +120,27 @@ class PublishedShards:
             fill: gives the files, which are empty, their size, and writes each piece where it says.
 
         Raises:
-            OSError: there is no such folder.
+            OSError: there is no such folder, or it is open to other users.
             SystemError: of the core: there is no room.
         """
-        with self._opened(self.of_source(rank), os.O_RDWR | os.O_CREAT | os.O_EXCL) as (pieces, files):
+        self.folder.make()
+        with self._opened(self.of_source(rank), lambda path: create_private(path, os.O_RDWR)) as (pieces, files):
             fill(pieces, files)
 
     @contextlib.contextmanager
     def opened(self, target: int) -> Iterator[tuple[list[Piece], list[OpenFile]]]:
         """All that a new rank needs of others, to be read; it is there."""
-        with self._opened([file for file in self.files if file.target == target], os.O_RDONLY) as found:
+        with self._opened([file for file in self.files if file.target == target], open_private) as found:
             yield found
 
     @contextlib.contextmanager
-    def _opened(self, some: Sequence[ShardFile], flags: int) -> Iterator[tuple[list[Piece], list[OpenFile]]]:
+    def _opened(
+        self, some: Sequence[ShardFile], open_file: Callable[[Path], int]
+    ) -> Iterator[tuple[list[Piece], list[OpenFile]]]:
         with contextlib.ExitStack() as closing:
             files, pieces = [], []
             for index, file in enumerate(some):
-                descriptor = os.open(self.path(file), flags, 0o600)
+                descriptor = open_file(self.path(file))
                 closing.callback(os.close, descriptor)
                 files.append((descriptor, file.num_bytes))
                 for move, at in file.moves:
@@ -147,12 +161,13 @@ class PublishedShards:
         Raises:
             OSError: something is neither in the folder nor to be fetched, or was not written to its end.
         """
+        self.folder.make()
         missing = [file for file in self.files if file.target == target and not self._has(file)]
 
         def get(file: ShardFile) -> None:
             fetch(
                 addresses[file.source],
-                self._token,
+                self._key,
                 file.name,
                 self.path(file),
                 client=str(target),
@@ -180,5 +195,5 @@ class PublishedShards:
         for file in self.files:
             with contextlib.suppress(FileNotFoundError):
                 last.append(os.open(self.path(file), os.O_RDONLY))
-            self.path(file).unlink(missing_ok=True)
+        self.folder.remove(file.name for file in self.files)
         threading.Thread(target=_close_all, args=(last,), name="patrickstar-remove").start()

@@ -1,4 +1,5 @@
-"""Where old ranks and processes that join meet: a store of ``torch.distributed`` that outlives all of them.
+"""Where old ranks and processes that join meet: a store of ``torch.distributed`` that outlives all of them, and answers
+processes with the run's secret alone (``ranks/authenticated_store.py``, docs/trust.md).
 
     store = serve_rendezvous("127.0.0.1", 29600)      # whoever starts the processes, as long as the run lasts
     rendezvous = Rendezvous.at("127.0.0.1:29600")     # each process
@@ -13,19 +14,32 @@ Who waits for somebody watches that one's heartbeat, so that a process that was 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import enum
 import json
 import os
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from patrickstar import _C
-from patrickstar.ranks.failures import first_line, own_connection
+from patrickstar.ranks.addresses import LOOPBACK, join_address, listen, listening_address, split_address
+from patrickstar.ranks.authenticated_store import AuthenticatedStore, ServedStore
+from patrickstar.ranks.failures import first_line
+from patrickstar.ranks.messages import reading
+from patrickstar.ranks.run_secret import (
+    SECRET_VARIABLE,
+    RunSecret,
+    default_secret_file,
+    find_secret_file,
+    read_secret,
+    write_secret,
+)
 
 ADDRESS_VARIABLE = "PATRICKSTAR_ELASTIC"
 """The environment variable that names the store, "host:port"."""
@@ -33,7 +47,8 @@ _PREFIX = "patrickstar/elastic"
 _BEAT_SECONDS = 0.05
 _GONE_SECONDS = 5.0  # without a heartbeat; a loaded machine is slow
 _POLL_SECONDS = 0.005
-_CONNECT_SECONDS = 60.0
+CONNECT_SECONDS = 60.0
+_PURPOSE = "rendezvous"
 
 
 class ResizeError(_C.StateError):
@@ -51,54 +66,129 @@ class Decision(enum.Enum):
     STAY = "stay"
 
 
-def serve_rendezvous(host: str, port: int) -> dist.Store:
-    """A store that serves a rendezvous as long as it is held: by the process that starts the others, which is no rank.
+class ServedRendezvous(ServedStore):
+    """The store of a rendezvous, as long as it is held: by the process that starts the others, which is no rank.
 
     Args:
-        host: the name or address of this machine by which the others reach it.
-        port: 0 for a free one (the store's ``port`` says which).
+        listening: a socket that listens; owned by this object from now on.
+        secret: the run's.
+        secret_file: the file with the secret, which processes of the run read; None: whoever starts them writes it.
     """
-    timeout = datetime.timedelta(seconds=_CONNECT_SECONDS)
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
+
+    def __init__(self, listening: socket.socket, secret: RunSecret, secret_file: Path | None = None):
+        super().__init__(listening, secret.key(_PURPOSE), timeout_seconds=CONNECT_SECONDS)
+        self.secret_file = secret_file
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for a process of the run on this machine."""
+        own = {} if self.secret_file is None else {SECRET_VARIABLE: str(self.secret_file)}
+        return {ADDRESS_VARIABLE: self.address, **own}
+
+
+def serve_rendezvous(
+    host: str = LOOPBACK, port: int = 0, *, secret_file: str | os.PathLike[str] | None = None
+) -> ServedRendezvous:
+    """A store that serves the rendezvous of one run as long as it is held.
+
+    Args:
+        host: where to listen: an address, a name or a network interface of this machine, by which the other processes
+            reach it. Loopback serves processes of this machine alone.
+        port: 0 for a free one (the store's ``port`` says which).
+        secret_file: with the run's secret. A new one, which is removed with the store, is written where there is none.
+            None: that of ``PATRICKSTAR_ELASTIC_SECRET``, else a new one in ``~/.patrickstar/elastic``, where processes
+            of this user look for it.
+
+    Raises:
+        ValueError: ``host`` is unknown, or stands for all interfaces.
+        SecretError: the file is another user's or open to other users, or cannot be written.
+        OSError: the port is taken.
+    """
+    listening = listen(listening_address(host), port)
+    try:
+        address, port = listening.getsockname()[:2]
+        path = find_secret_file(address, port, secret_file)
+        if path == default_secret_file(address, port):
+            path.unlink(missing_ok=True)  # left by a process that was killed: the port is this one's now
+        is_new = not path.exists()
+        store = ServedRendezvous(listening, write_secret(path) if is_new else read_secret(path), path)
+    except BaseException:
+        listening.close()
+        raise
+    if is_new:
+        weakref.finalize(store, path.unlink, missing_ok=True)
+    return store
+
+
+def run_secret_at(address: str | None) -> RunSecret:
+    """The secret of the run whose rendezvous is at an address; None: that of the environment's ``PATRICKSTAR_ELASTIC``.
+
+    Raises:
+        ValueError: there is no address, or it is none.
+        SecretError: the file of the run's secret is missing or refused.
+    """
+    return _place_of(address, None)[2]
+
+
+def _place_of(address: str | None, secret_file: str | os.PathLike[str] | None) -> tuple[str, int, RunSecret]:
+    address = os.environ.get(ADDRESS_VARIABLE) if address is None else address
+    try:
+        host, port = split_address(address or "")
+        path = find_secret_file(host, port, secret_file)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"the rendezvous is {address!r} ({error}); give host:port of patrickstar.elastic.serve_rendezvous, or set "
+            f"{ADDRESS_VARIABLE} to it"
+        ) from error
+    return host, port, read_secret(path)
 
 
 class Rendezvous:
     """One process's connection to the store. One thread."""
 
-    def __init__(self, store: dist.Store):
-        self._base = own_connection(store, _CONNECT_SECONDS)
-        self._store = dist.PrefixStore(_PREFIX, self._base)
+    def __init__(self, store: AuthenticatedStore, secret: RunSecret):
+        self._base = store
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self.secret = secret
+        """The run's."""
 
     @classmethod
-    def at(cls, address: str | None = None) -> Rendezvous:
-        """The one at "host:port"; None: that of the environment's ``PATRICKSTAR_ELASTIC``.
+    def at(
+        cls,
+        address: str | None = None,
+        *,
+        secret_file: str | os.PathLike[str] | None = None,
+        timeout_seconds: float = CONNECT_SECONDS,
+    ) -> Rendezvous:
+        """The rendezvous at an address.
+
+        Args:
+            address: "host:port"; None: that of the environment's ``PATRICKSTAR_ELASTIC``.
+            secret_file: as given to :func:`serve_rendezvous`.
+            timeout_seconds: for it to be there.
 
         Raises:
             ValueError: there is no address, or it is none.
-            RankFailure: nobody serves it there.
+            SecretError: the file of the run's secret is missing or refused.
+            RankFailure: nobody serves it there, or with another secret.
         """
-        address = os.environ.get(ADDRESS_VARIABLE) if address is None else address
-        host, _, port = (address or "").rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(
-                f"the rendezvous is {address!r}; give host:port of patrickstar.elastic.serve_rendezvous, or set "
-                f"{ADDRESS_VARIABLE} to it"
-            )
-        timeout = datetime.timedelta(seconds=_CONNECT_SECONDS)
+        host, port, secret = _place_of(address, secret_file)
         try:
-            return cls(dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
-        except RuntimeError as error:
-            raise _C.RankFailure(f"nobody serves a rendezvous at {address} ({first_line(error)})") from error
+            return cls(AuthenticatedStore(host, port, secret.key(_PURPOSE), timeout_seconds=timeout_seconds), secret)
+        except OSError as error:
+            raise _C.RankFailure(
+                f"no rendezvous of this run is reached at {join_address(host, port)} ({first_line(error)})"
+            ) from error
 
     @property
-    def store(self) -> dist.Store:
+    def store(self) -> AuthenticatedStore:
         """This process's connection, for keys of others."""
         return self._base
 
     @property
     def host(self) -> str:
-        """By which processes reach the store."""
-        return self._base.host if isinstance(self._base, dist.TCPStore) else "127.0.0.1"
+        """By which this process reaches the store."""
+        return self._base.host
 
     def await_key(self, key: str, *, beating: str) -> None:
         """Waits for a key of :attr:`store` as long as somebody shows itself alive by that name (:meth:`beating`).
@@ -139,22 +229,23 @@ class Rendezvous:
         chosen = alive[:num_joining]
         for number in chosen:
             self._store.set(f"taken/{number}", "1")
-        return {number: json.loads(self._store.get(f"member/{number}")) for number in chosen}
+        with reading("a process that joins"):
+            return {number: dict(json.loads(self._store.get(f"member/{number}"))) for number in chosen}
 
     def invite(self, number: int, invitation: Mapping[str, Any]) -> None:
         """Tells a process that was gathered what it needs to know."""
         self._store.set(f"invitation/{number}", json.dumps(invitation))
 
     def answers(self, numbers: list[int], timeout_seconds: float) -> None:
-        """Waits until all that were invited are ready.
+        """Waits until all that were invited are ready, for ``timeout_seconds`` in all.
 
         Raises:
             ResizeError: one is not: it says why, or it is gone.
         """
+        deadline = time.monotonic() + timeout_seconds
         for number in numbers:
-            said = self._wait(
-                self._store, f"answer/{number}", f"beat/{number}", timeout_seconds, f"process {number} that joins"
-            )
+            left = max(deadline - time.monotonic(), 0.0)
+            said = self._wait(self._store, f"answer/{number}", f"beat/{number}", left, f"process {number} that joins")
             if said != "ready":
                 raise ResizeError(f"process {number} cannot join: {said}")
 
@@ -176,9 +267,9 @@ class Rendezvous:
         Raises:
             ResizeError: none came within the timeout.
         """
-        return json.loads(
-            self._wait(self._store, f"invitation/{number}", None, timeout_seconds, "the ranks that train")
-        )
+        text = self._wait(self._store, f"invitation/{number}", None, timeout_seconds, "the ranks that train")
+        with reading("an invitation"):
+            return dict(json.loads(text))
 
     def answer(self, number: int, problem: str | None) -> None:
         """None: this process is ready to join."""
@@ -199,7 +290,8 @@ class Rendezvous:
     @contextlib.contextmanager
     def beating(self, name: int | str) -> Iterator[None]:
         """Within it a thread shows this process alive, as the process of a number or the leader of a token."""
-        store = dist.PrefixStore(_PREFIX, own_connection(self._base, _CONNECT_SECONDS))
+        connection = self._base.other_connection(CONNECT_SECONDS)
+        store = dist.PrefixStore(_PREFIX, connection)  # [Note: references to stores]
         over = threading.Event()
 
         def run() -> None:
@@ -217,6 +309,7 @@ class Rendezvous:
         finally:
             over.set()
             thread.join(_GONE_SECONDS)
+            connection.close()
 
     def _get(self, key: str) -> bytes:
         return self._store.get(key) if self._store.check([key]) else b""

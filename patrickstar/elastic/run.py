@@ -33,7 +33,7 @@ import torch
 from patrickstar import _C
 from patrickstar.elastic.orders import Look, Order, OrderBoard, OrderKind, Outcome, OutcomeKind, RunReport
 from patrickstar.elastic.phases import Membership, Resized
-from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeError
+from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, CONNECT_SECONDS, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.passing import prepare_to_pass
@@ -55,6 +55,11 @@ class ElasticEngine(Protocol):
     @property
     def device(self) -> torch.device:
         """On which this rank computes."""
+        ...
+
+    @property
+    def rank_timeout_seconds(self) -> float:
+        """The longest wait for another process."""
         ...
 
     def resize(self, num_ranks: int, **options: Any) -> Resized:
@@ -92,11 +97,13 @@ class ElasticRun:
         checkpoint_seconds: between two of them.
         look_seconds: about how long an order waits.
         rendezvous: "host:port"; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives orders.
-        resize_options: further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``).
+        resize_options: further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``); a process that joins
+            takes ``folder`` of them.
 
     Raises:
         ResizeError: this process was to join and could not.
         ValueError: it is to join and there is no rendezvous, or a number of seconds is not positive.
+        SecretError: the file of the run's secret is missing, or open to other users.
         CheckpointError: the checkpoint is of another model, or damaged.
     """
 
@@ -127,7 +134,8 @@ class ElasticRun:
         joins = joins_others()
         if joins and not address:
             raise ValueError(f"{JOINS_VARIABLE} is 1 and there is no rendezvous; set {ADDRESS_VARIABLE} to host:port")
-        self._meeting = Rendezvous.at(address) if address else None
+        limit = min(engine.rank_timeout_seconds, CONNECT_SECONDS)
+        self._meeting = Rendezvous.at(address, timeout_seconds=limit) if address else None
         self._board = OrderBoard(self._meeting.store) if self._meeting else None
         self.num_steps = 0
         """Optimizer steps since the run began, also by ranks before this one joined."""
@@ -144,7 +152,8 @@ class ElasticRun:
         if self._meeting is not None and not joins:
             prepare_to_pass(engine.device)
         if joins:
-            self._place(engine.join(carried=self._carried, rendezvous=self._meeting))
+            own = {name: value for name, value in self._options.items() if name == "folder"}
+            self._place(engine.join(carried=self._carried, rendezvous=self._meeting, **own))
         else:
             self._load()
             for item in carried.values():
@@ -165,6 +174,15 @@ class ElasticRun:
         """Goes on from there."""
         self.num_steps, self._next_look = state["num_steps"], state["next_look"]
         self._saved_steps = state["saved_steps"]
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Any number of ranks will do."""
+
+    def set_ranks(self, rank: int, num_ranks: int) -> None:
+        """So many ranks train together from now on, of which this process is ``rank``: also where a signal's handler
+        raises at the end of a resize.
+        """
+        self.rank, self.num_ranks = rank, num_ranks
 
     # The script.
 

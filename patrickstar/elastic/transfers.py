@@ -1,12 +1,13 @@
-"""Pieces of files between processes that share no folder: each serves its own from a thread, others fetch.
+"""Files between processes that share no folder: each process serves its own from a thread, others fetch them.
 
-A request is one line of JSON: which resize (its token, which only its processes know), which file, and which bytes. The
-answer is the number of bytes, 8 of them, and then these; -1 and a text where they cannot be had.
+Both sides prove that they have the key of the resize (``ranks/authenticated.py``). A request is one message of JSON:
+the file's name, who asks, and which bytes. The answer is a message with the number of bytes (8 bytes, little-endian)
+and then these, in messages of at most 1 MiB; or -1 and a text where they cannot be had. A name stands for a file of the
+server's table, never for a path.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -15,11 +16,14 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from patrickstar.ranks.addresses import listen, split_address
+from patrickstar.ranks.authenticated import AuthenticatedConnection, connect
+from patrickstar.ranks.authenticated_server import AuthenticatedServer
 from patrickstar.ranks.failures import first_line
+from patrickstar.ranks.private_files import create_private
 
 _SIZE = struct.Struct("<q")
-_BUFFER_BYTES = 2**20
-_LONGEST_REQUEST = 2**12
+_PIECE_BYTES = 2**20
 _WHOLE = -1
 
 
@@ -38,7 +42,7 @@ class FileServer:
 
     Args:
         host: the address to listen at.
-        token: that clients must name.
+        key: 32 bytes, which clients must know.
         files: by the names that clients give.
         timeout_seconds: for a client that says or takes nothing.
 
@@ -46,17 +50,16 @@ class FileServer:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, host: str, token: str, files: Mapping[str, Path], timeout_seconds: float):
-        self._token, self._files = token, dict(files)
+    def __init__(self, host: str, key: bytes, files: Mapping[str, Path], timeout_seconds: float):
+        self._files = dict(files)
         self._timeout_seconds = timeout_seconds
         self._taken: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-        self._serving: list[threading.Thread] = []
-        self._socket = socket.create_server((host, 0))
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._server = AuthenticatedServer(
+            listen(host, 0), key, self._serve, most_bytes=_PIECE_BYTES, name="patrickstar-file-server"
+        )
+        self.address = self._server.address
         """ "host:port" for clients."""
-        self._thread = threading.Thread(target=self._run, name="patrickstar-file-server", daemon=True)
-        self._thread.start()
 
     def has_given(self, name: str, client: str) -> bool:
         """Whether that client has had all it asked for of the file."""
@@ -65,50 +68,39 @@ class FileServer:
 
     def close(self) -> None:
         """Listens no more; clients that are being served get what they asked for before this returns."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._socket.close()
-        self._thread.join(self._timeout_seconds)
-        for serving in self._serving:
-            serving.join(self._timeout_seconds)
+        self._server.close(self._timeout_seconds)
 
-    def _run(self) -> None:
-        while True:
-            try:
-                client, _ = self._socket.accept()
-            except OSError:
-                return
-            serving = threading.Thread(target=self._serve, args=(client,), daemon=True)
-            self._serving.append(serving)
-            serving.start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client:
-            client.settimeout(self._timeout_seconds)
-            try:
-                asked = json.loads(_line(client))
-                if asked["token"] != self._token:
-                    raise ValueError("it is of another resize")
-                path = self._files[asked["name"]]
-                begin, size = int(asked["begin"]), int(asked["size"])
-                there = path.stat().st_size
-                size = there - begin if size == _WHOLE else size
-                if begin < 0 or size < 0 or begin + size > there:
-                    raise ValueError(f"{path} has {there} bytes")
-            except (ValueError, KeyError, TypeError, OSError) as error:
-                client.sendall(_SIZE.pack(-1) + f"{type(error).__name__}: {first_line(error)}".encode())
-                return
-            client.sendall(_SIZE.pack(size))
-            with path.open("rb") as file:
-                if size > 0:
-                    client.sendfile(file, begin, size)
-            with self._lock:
-                self._taken.add((asked["name"], str(asked["client"])))
+    def _serve(self, client: AuthenticatedConnection) -> None:
+        limit = self._timeout_seconds
+        try:
+            asked = json.loads(client.receive(limit))
+            path, name = self._files[asked["name"]], str(asked["name"])
+            begin, size = int(asked["begin"]), int(asked["size"])
+            there = path.stat().st_size
+            size = there - begin if size == _WHOLE else size
+            if begin < 0 or size < 0 or begin + size > there:
+                raise ValueError(f"{path} has {there} bytes")
+            file = path.open("rb")
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            client.send(_SIZE.pack(-1) + f"{type(error).__name__}: {first_line(error)}".encode(), limit)
+            return
+        with file:
+            client.send(_SIZE.pack(size), limit)
+            file.seek(begin)
+            buffer = memoryview(bytearray(min(max(size, 1), _PIECE_BYTES)))
+            while size > 0:
+                got = file.readinto(buffer[: min(size, len(buffer))])
+                if not got:
+                    raise ConnectionError(f"{path} was cut")
+                client.send(buffer[:got], limit)
+                size -= got
+        with self._lock:
+            self._taken.add((name, str(asked["client"])))
 
 
 def fetch(
     address: str,
-    token: str,
+    key: bytes,
     name: str,
     target: Path,
     *,
@@ -117,11 +109,11 @@ def fetch(
     size: int = _WHOLE,
     timeout_seconds: float,
 ) -> None:
-    """Writes bytes of a file that ``address`` serves into the new file ``target``.
+    """Writes bytes of a file that ``address`` serves into the new file ``target``, of mode 0600.
 
     Args:
         address: "host:port" of a :class:`FileServer`.
-        token: its.
+        key: its key.
         name: of the file there.
         target: made here.
         client: who asks.
@@ -132,41 +124,27 @@ def fetch(
     Raises:
         OSError: the server is not there, has no such bytes, or ends before it has sent them.
     """
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout_seconds) as connection:
-        asked = {"token": token, "name": name, "client": client, "begin": begin, "size": size}
-        connection.sendall(json.dumps(asked).encode() + b"\n")
-        (there,) = _SIZE.unpack(_exactly(connection, _SIZE.size, address))
+    host, port = split_address(address)
+    connection = connect(host, port, key, timeout_seconds=timeout_seconds, most_bytes=_PIECE_BYTES, waits=False)
+    try:
+        asked = {"name": name, "client": client, "begin": begin, "size": size}
+        connection.send(json.dumps(asked).encode(), timeout_seconds)
+        answer = connection.receive(timeout_seconds)
+        if len(answer) < _SIZE.size:
+            raise OSError(f"{address} does not say how many bytes {name} has")
+        (there,) = _SIZE.unpack_from(answer)
         if there < 0:
-            why = connection.recv(_LONGEST_REQUEST).decode(errors="replace")
-            raise OSError(f"{address} does not give {name}: {why}")
-        with target.open("xb") as file:
+            raise OSError(f"{address} does not give {name}: {answer[_SIZE.size :].decode(errors='replace')}")
+        with os.fdopen(create_private(target), "wb") as file:
             if there > 0:
                 os.posix_fallocate(file.fileno(), 0, there)
-            buffer, left = memoryview(bytearray(min(max(there, 1), _BUFFER_BYTES))), there
-            while left > 0:
-                got = connection.recv_into(buffer[: min(left, len(buffer))])
-                if got == 0:
-                    raise OSError(f"{address} ended with {left} bytes of {name} left")
-                file.write(buffer[:got])
-                left -= got
-
-
-def _line(connection: socket.socket) -> bytes:
-    text = b""
-    while not text.endswith(b"\n"):
-        more = connection.recv(_LONGEST_REQUEST)
-        if not more or len(text) > _LONGEST_REQUEST:
-            raise ValueError("the request is no line")
-        text += more
-    return text
-
-
-def _exactly(connection: socket.socket, size: int, address: str) -> bytes:
-    text = b""
-    while len(text) < size:
-        more = connection.recv(size - len(text))
-        if not more:
-            raise OSError(f"{address} ended before it answered")
-        text += more
-    return text
+            while there > 0:
+                piece = connection.receive(timeout_seconds)
+                if not 0 < len(piece) <= there:
+                    raise OSError(f"{address} sends other bytes of {name} than it said")
+                file.write(piece)
+                there -= len(piece)
+    except ConnectionError as error:
+        raise OSError(f"{address} ended before it had sent {name}: {error}") from error
+    finally:
+        connection.close()

@@ -20,8 +20,9 @@ from patrickstar.elastic.rendezvous import Rendezvous
 from patrickstar.engine.engine_export import export_session
 from patrickstar.engine.engine_state import Scheduler, load_session, save_session
 from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.joining import join_session
 from patrickstar.engine.resize_plan import Carried, ResizeOptions
-from patrickstar.engine.resizing import join_session, resize_session
+from patrickstar.engine.resizing import resize_session
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.engine.session import Session
 from patrickstar.engine.whole_values import load_whole_state, whole_state
@@ -53,6 +54,11 @@ class Engine(nn.Module):
     def device(self) -> torch.device:
         """The device on which the module computes on this rank."""
         return self._session.device
+
+    @property
+    def rank_timeout_seconds(self) -> float:
+        """The configuration's ``rank_timeout_seconds``."""
+        return self._session.config.rank_timeout_seconds
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; the same as calling :attr:`module`.
@@ -308,7 +314,7 @@ class Engine(nn.Module):
             CheckpointError: the folder exists and is not empty, or cannot be written.
         """
         self._session.check_open()
-        with self._session.guard("export_weights"):
+        with deferred_signals() as signals, self._session.guard("export_weights"), signals.allowed():
             self._session.ranks.meet()
             return export_session(self._session, directory, dtype, max_file_bytes)
 
@@ -379,15 +385,8 @@ class Engine(nn.Module):
             StateError: there are gradients that no step has used, or the engine cannot be resized.
             ValueError: ranks cannot be assigned so, or the timeout is too long.
         """
-        if timeout_seconds is None:
-            timeout_seconds = min(self._session.config.rank_timeout_seconds / 2, 60.0)
-        options = ResizeOptions(
-            rendezvous=rendezvous,
-            carried=dict(carried or {}),
-            folder=folder,
-            timeout_seconds=timeout_seconds,
-            note_phase=note_phase,
-        )
+        default = min(self.rank_timeout_seconds / 2, 60.0)
+        options = ResizeOptions.of(default, rendezvous, carried, folder, timeout_seconds, note_phase)
         with deferred_signals() as signals, signals.allowed():
             return resize_session(self._session, num_ranks, leaving, options)
 
@@ -396,8 +395,8 @@ class Engine(nn.Module):
         *,
         carried: Mapping[str, Carried] | None = None,
         rendezvous: Rendezvous | str | None = None,
-        folder: str | None = None,
-        timeout_seconds: float = 600.0,
+        folder: str = DEFAULT_FOLDER,
+        timeout_seconds: float | None = None,
         note_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Resized:
         """Makes this process one of the ranks that call :meth:`resize`: with their values, step, learning rates, loss
@@ -406,21 +405,19 @@ class Engine(nn.Module):
         Args:
             carried: by name, what takes over the state of theirs.
             rendezvous: as given to :meth:`resize`.
-            folder: as given to :meth:`resize`; None: that of rank 0 where it is here too, else ``/dev/shm``.
-            timeout_seconds: to be invited.
+            folder: as given to :meth:`resize`.
+            timeout_seconds: for each wait: to be invited, and for what others send. At most ``rank_timeout_seconds``;
+                None: that.
             note_phase: is told each phase as it begins.
 
         Raises:
             ResizeError: this process did not join; its engine is as it was.
             RankFailure: a rank has failed in the middle.
+            SecretError: the file of the run's secret is missing or refused.
+            ValueError: the timeout is longer than ``rank_timeout_seconds``.
         """
-        options = ResizeOptions(
-            rendezvous=rendezvous,
-            carried=dict(carried or {}),
-            folder=folder or "",
-            timeout_seconds=timeout_seconds,
-            note_phase=note_phase,
-        )
+        default = self.rank_timeout_seconds
+        options = ResizeOptions.of(default, rendezvous, carried, folder, timeout_seconds, note_phase)
         with deferred_signals() as signals, signals.allowed():
             return join_session(self._session, options)
 

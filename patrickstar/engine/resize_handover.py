@@ -1,5 +1,5 @@
 """What a process that joins takes over beside shards: steps, options of groups, loss scale, random numbers, and what is
-carried. The leader writes it into a file.
+carried. The leader writes it into a file, without pickle.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from patrickstar import _C
+from patrickstar.checkpoint.plain_state import read_plain_state, write_plain_state
 from patrickstar.checkpoint.rng import rng_states, set_rng_states
+from patrickstar.elastic.resize_folder import ResizeFolder
 from patrickstar.elastic.sampler import OfOneRun
 from patrickstar.elastic.transfers import fetch
 from patrickstar.engine.resize_plan import Carried
 from patrickstar.engine.session import Session
+from patrickstar.ranks.private_files import create_private, open_private
 
 STATE_NAME = "state"
-"""What the leader's ``FileServer`` calls the file."""
+"""The name of the leader's file, in its folder and in its ``FileServer``."""
 
 
-def state_path(folder: str, token: str) -> Path:
-    """The file, in a process's folder."""
-    return Path(folder) / f"patrickstar-{token}-state"
+def reached_name(new: int) -> str:
+    """The name of the file that a new rank has fetched."""
+    return f"{STATE_NAME}-for{new}"
 
 
 def managed_states(session: Session) -> list[dict[str, Any]]:
@@ -34,7 +34,12 @@ def managed_states(session: Session) -> list[dict[str, Any]]:
 
 
 def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) -> None:
-    """Raises OSError where it cannot be written."""
+    """Writes the leader's file, of mode 0600.
+
+    Raises:
+        OSError: it cannot be written.
+        CheckpointError: something that is carried has a state of other types than plain values and tensors.
+    """
     state = {
         "num_steps": session.num_steps,
         "outcome": dataclasses.asdict(session.outcome),
@@ -44,24 +49,23 @@ def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) ->
         "rng": rng_states(session.device),
         "carried": {name: item.state_dict() for name, item in carried.items()},
     }
-    with path.open("xb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    with os.fdopen(create_private(path), "wb") as file:
+        write_plain_state(file, state, "the state that goes along with a resize")
 
 
-def reached_state(folder: str, token: str, new: int, address: str, timeout_seconds: float) -> dict[str, Any]:
+def reached_state(folder: ResizeFolder, key: bytes, new: int, address: str, timeout_seconds: float) -> dict[str, Any]:
     """The leader's state, from its file where it is in ``folder``, else from its server at ``address``.
 
     Raises:
         OSError: it is neither there nor to be fetched.
+        CheckpointError: it is damaged.
     """
-    path = state_path(folder, token)
+    path = folder.file(STATE_NAME)
     if not path.exists():
-        path = state_path(folder, f"{token}-for{new}")
-        fetch(address, token, STATE_NAME, path, client=str(new), timeout_seconds=timeout_seconds)
-    with _C.HostAllocations():
-        return torch.load(path, map_location="cpu", weights_only=True)
+        path = folder.file(reached_name(new))
+        fetch(address, key, STATE_NAME, path, client=str(new), timeout_seconds=timeout_seconds)
+    with os.fdopen(open_private(path), "rb") as file:
+        return read_plain_state(file, "the state that goes along with a resize")
 
 
 def check_state(state: dict[str, Any], carried: Mapping[str, Carried]) -> None:

@@ -11,13 +11,16 @@ from typing import Any, Protocol
 
 from patrickstar.config import Config
 from patrickstar.elastic.phases import Phase
-from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeError
+from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, CONNECT_SECONDS, Rendezvous, ResizeError, run_secret_at
 from patrickstar.elastic.transfers import own_address
 from patrickstar.engine.resize_room import MemoryFacts
 from patrickstar.engine.session import Session
 from patrickstar.planning.step_plan import timeline_to_json
-from patrickstar.ranks.distributed import Place, serve_world
+from patrickstar.ranks.addresses import LOOPBACK, split_address
+from patrickstar.ranks.distributed import Place
 from patrickstar.ranks.passing import PassingPlace
+from patrickstar.ranks.run_secret import RunSecret
+from patrickstar.ranks.world_store import serve_world
 
 MEMORY = "memory"
 """What a process that joins says of it: :class:`MemoryFacts`."""
@@ -40,19 +43,63 @@ class ResizeOptions:
     rendezvous: Rendezvous | str | None
     carried: Mapping[str, Carried]
     folder: str
+    """In which this process's folder of a resize is: nobody else names it."""
     timeout_seconds: float
+    """For each wait."""
     note_phase: Callable[[Phase], None]
+
+    @classmethod
+    def of(
+        cls,
+        default_seconds: float,
+        rendezvous: Rendezvous | str | None,
+        carried: Mapping[str, Carried] | None,
+        folder: str,
+        timeout_seconds: float | None,
+        note_phase: Callable[[Phase], None],
+    ) -> ResizeOptions:
+        """Arguments of ``Engine.resize`` and ``Engine.join``."""
+        seconds = default_seconds if timeout_seconds is None else timeout_seconds
+        return cls(
+            rendezvous=rendezvous,
+            carried=dict(carried or {}),
+            folder=folder,
+            timeout_seconds=seconds,
+            note_phase=note_phase,
+        )
 
     def meeting_place(self) -> Rendezvous:
         """Where processes meet."""
-        return self.rendezvous if isinstance(self.rendezvous, Rendezvous) else Rendezvous.at(self.rendezvous)
+        at, limit = self.rendezvous, min(self.timeout_seconds, CONNECT_SECONDS)
+        return at if isinstance(at, Rendezvous) else Rendezvous.at(at, timeout_seconds=limit)
+
+    def run_secret(self) -> RunSecret:
+        """The secret of the run with that meeting place."""
+        at = self.rendezvous
+        return at.secret if isinstance(at, Rendezvous) else run_secret_at(at)
 
     def towards(self) -> str:
         """A host that all processes reach: that of the rendezvous, else of the old ranks' store."""
         if isinstance(self.rendezvous, Rendezvous):
             return self.rendezvous.host
-        address = self.rendezvous or os.environ.get(ADDRESS_VARIABLE, "")
-        return address.rpartition(":")[0] or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        address = self.rendezvous or os.environ.get(ADDRESS_VARIABLE)
+        return split_address(address)[0] if address else os.environ.get("MASTER_ADDR") or LOOPBACK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResizeKeys:
+    """Keys of 32 bytes each, of one resize."""
+
+    store: bytes = dataclasses.field(repr=False)
+    """The key of the new world's store."""
+    files: bytes = dataclasses.field(repr=False)
+    """The key of the servers of files."""
+
+    @classmethod
+    def of(cls, token: str, secret: RunSecret) -> ResizeKeys:
+        """The keys of the resize with that token."""
+        own = secret.derived(f"resize {token}")
+        return cls(store=own.key("store"), files=own.key("files"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +123,6 @@ class ResizePlan:
     """``gradient_accumulation_steps`` from now on, with which the global batch is kept; None: nobody has said it."""
     step_counts: list[int]
     """Of each parameter in chunks."""
-    folder: str
-    """Of the leader; a process that joins uses its own, if it has one, or this if it is there."""
     num_chunks: int
     timeline: str
     """The moments of the old ranks' last step, as JSON, with which the new ones begin where they have as many chunks;
@@ -85,6 +130,18 @@ class ResizePlan:
     """
     on_device: list[int] = dataclasses.field(default_factory=list)
     """Parameters that stay on devices ([Note: shards on devices])."""
+    secret: str = dataclasses.field(default="", repr=False)
+    """Hexadecimal secret of a resize that nobody joins. "": somebody joins, and keys follow from the run's secret,
+    which is never sent.
+    """
+
+    def keys(self, options: ResizeOptions) -> ResizeKeys:
+        """Keys of the services in this resize.
+
+        Raises:
+            SecretError: the file of the run's secret is missing or refused.
+        """
+        return ResizeKeys.of(self.token, RunSecret.from_hex(self.secret) if self.secret else options.run_secret())
 
     def new_rank(self, old: int | None, guest: int | None = None) -> int | None:
         """Of an old rank, or of a process that joins; None: it leaves."""
@@ -93,7 +150,7 @@ class ResizePlan:
             return joining[self.guests.index(guest)]
         return self.former.index(old) if old in self.former else None
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int, keys: ResizeKeys) -> Place:
         """Of a new rank."""
         here = [index for index, host in enumerate(self.hosts) if host == self.hosts[rank]]
         return Place(
@@ -103,19 +160,23 @@ class ResizePlan:
             local_world_size=len(here),
             host=self.host,
             port=self.port,
+            key=keys.store,
         )
 
-    def passing_place(self, old: int | None, guest: int | None = None) -> PassingPlace:
+    def passing_place(self, keys: ResizeKeys, old: int | None, guest: int | None = None) -> PassingPlace:
         """Of a process among all that take part: new ranks in their order, then those that leave."""
-        rank = self.new_rank(old, guest)
-        if rank is None:
-            rank = len(self.former) + self._leaving.index(old)
-        return PassingPlace(rank=rank, size=len(self.former) + len(self._leaving), host=self.host, port=self.port)
+        size = len(self.former) + len(self._leaving)
+        rank = self._passing_rank(old, guest)
+        return PassingPlace(rank=rank, size=size, host=self.host, port=self.port, key=keys.store)
 
     @property
     def passing_sources(self) -> dict[int, int]:
         """By old rank, its :meth:`passing_place`'s rank."""
-        return {old: self.passing_place(old).rank for old in range(self.num_old)}
+        return {old: self._passing_rank(old) for old in range(self.num_old)}
+
+    def _passing_rank(self, old: int | None, guest: int | None = None) -> int:
+        rank = self.new_rank(old, guest)
+        return len(self.former) + self._leaving.index(old) if rank is None else rank
 
     @property
     def _leaving(self) -> list[int | None]:
@@ -146,11 +207,15 @@ def make_plan(
     here = socket.gethostname()
     joining = iter([said["host"] for said in guests.values()])
     hosts = [here if rank is not None else next(joining) for rank in former]
-    host = "127.0.0.1" if set(hosts) == {here} else own_address(options.towards())
-    port = serve_world(host, session.config.rank_timeout_seconds) if len(former) > 1 else 0
+    host = LOOPBACK if set(hosts) == {here} else own_address(options.towards())
+    token = uuid.uuid4().hex
+    secret = options.run_secret() if guests else RunSecret.random()
+    key = ResizeKeys.of(token, secret).store
+    port = serve_world(host, key, session.config.rank_timeout_seconds) if len(former) > 1 else 0
     trained = [spec.trained for spec in session.params_now().chunked]
     return ResizePlan(
-        token=uuid.uuid4().hex,
+        token=token,
+        secret="" if guests else secret.hex(),
         num_old=len(session.ranks.members),
         former=former,
         guests=list(guests),
@@ -161,7 +226,6 @@ def make_plan(
         accumulation=_accumulation(session.config, len(session.ranks.members), len(former)),
         chunk_numel=session.chunk_numel,
         step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
-        folder=options.folder,
         num_chunks=session.layout.num_chunks,
         timeline=timeline_to_json(moments) if (moments := session.runtime.timeline()) else "",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from patrickstar.elastic.movement import Move, Part, find_moves, kept
 from patrickstar.elastic.published import OpenFile, Piece, PublishedShards
 from patrickstar.elastic.transfers import FileServer, own_address
 from patrickstar.engine.resize_devices import DeviceShards, stored_bytes, those_with_room
-from patrickstar.engine.resize_handover import STATE_NAME, state_path
+from patrickstar.engine.resize_handover import STATE_NAME, reached_name
 from patrickstar.engine.resize_plan import ResizeOptions, ResizePlan
 from patrickstar.engine.session import Session
 from patrickstar.machine.state_scheme import state_scheme
@@ -35,9 +36,10 @@ class Shards:
         plan: of the resize.
         new: this process's new rank, or None: it leaves.
         folder: of this process.
+        key: of the servers of files (32 bytes).
     """
 
-    def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str):
+    def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str, key: bytes):
         params = session.params_now()
         self.old, self.new, self.moves = all_moves(session, plan)
         self.sizes = stored_bytes(session, plan.on_device)
@@ -47,10 +49,14 @@ class Shards:
             for index, count in enumerate(plan.step_counts)
         }
         through_files = [move for move in self.moves if move.param not in self.sizes]
-        self.files = PublishedShards(folder, plan.token, through_files, self.arrays)
-        self._state_files = [state_path(folder, plan.token)]
-        if new is not None:
-            self._state_files.append(state_path(folder, f"{plan.token}-for{new}"))
+        self.files = PublishedShards(folder, plan.token, key, through_files, self.arrays)
+        self._key = key
+        self._state_names = [STATE_NAME] if new is None else [STATE_NAME, reached_name(new)]
+
+    @property
+    def state_path(self) -> Path:
+        """The leader's file of what goes along beside shards."""
+        return self.files.folder.file(STATE_NAME)
 
     def num_bytes(self, moves: Sequence[Move]) -> int:
         """That these moves take."""
@@ -77,30 +83,27 @@ class Shards:
     def remove(self) -> None:
         """Removes all files of this resize from this process's folder, those of others too."""
         self.files.remove()
-        for path in self._state_files:
-            path.unlink(missing_ok=True)
+        self.files.folder.remove(self._state_names)
 
     def remove_reached(self, new: int) -> None:
         """Removes what the new rank was to read in this process's folder: nobody else reads it."""
-        for file in self.files.files:
-            if file.target == new:
-                self.files.path(file).unlink(missing_ok=True)
+        mine = [file.name for file in self.files.files if file.target == new]
+        self.files.folder.remove([*mine, reached_name(new)])
 
-    def serve(self, options: ResizeOptions, token: str, old: int) -> FileServer | None:
+    def serve(self, options: ResizeOptions, old: int) -> FileServer | None:
         """Gives what an old rank has published to those that do not find it in their folder; None: it cannot."""
         files = {file.name: self.files.path(file) for file in self.files.of_source(old)}
-        files[STATE_NAME] = self._state_files[0]
+        files[STATE_NAME] = self.state_path
         try:
-            return FileServer(own_address(options.towards()), token, files, options.timeout_seconds)
+            return FileServer(own_address(options.towards()), self._key, files, options.timeout_seconds)
         except OSError as error:
             logger.warning("rank %d cannot serve its shards to other hosts: %s", old, first_line(error))
             return None
 
     def remove_given(self, old: int, server: FileServer) -> None:
         """Removes those files of an old rank that their new ranks have fetched: nobody reads them in the folder."""
-        for file in self.files.of_source(old):
-            if server.has_given(file.name, str(file.target)):
-                self.files.path(file).unlink(missing_ok=True)
+        files = self.files.of_source(old)
+        self.files.folder.remove(file.name for file in files if server.has_given(file.name, str(file.target)))
 
 
 class Held:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_to_int
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 
 from patrickstar._C import StateError
 from patrickstar.config import parse_config
-from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
@@ -40,10 +39,10 @@ from patrickstar.integrations.decided_config import (
     with_precision,
     without_decided,
 )
+from patrickstar.integrations.elastic_ranks import ElasticRanks
 from patrickstar.integrations.weights import export_into, only_dtype
 from patrickstar.module.compiled.dynamo import Compiler, make_compiler, unwrapped
 from patrickstar.module.compiled.units import check_compiler
-from patrickstar.ranks.distributed import DistributedContext
 from patrickstar.runtime import initialize_engine
 
 CHECKPOINT_FOLDER = "patrickstar"
@@ -65,7 +64,7 @@ class PatrickStarOptimizer(AcceleratedOptimizer):
         return self.optimizer.step_was_skipped
 
 
-class PatrickStarAccelerator(Accelerator):
+class PatrickStarAccelerator(ElasticRanks, Accelerator):
     """Trains one model through an engine. All arguments of ``Accelerator`` are taken by keyword.
 
     Args:
@@ -349,35 +348,6 @@ class PatrickStarAccelerator(Accelerator):
             raise ValueError(f"there is no checkpoint in {self.project_dir}/checkpoints; call save_state first")
         return found[max(found)]
 
-    # Another number of processes while the model trains.
-
-    def resize(self, num_ranks: int, **options: Any) -> Resized:
-        """As :meth:`patrickstar.engine.engine.Engine.resize`; from then on the accelerator's processes are the new
-        ranks. Batches come from ``patrickstar.elastic.ElasticLoader``, which is not prepared.
-
-        Raises:
-            StateError: a data loader was prepared, which goes on giving batches for the ranks that it was made for.
-        """
-        self._check_loaders("resize")
-        return self._followed(self.engine.resize(num_ranks, **options))
-
-    def join(self, **options: Any) -> Resized:
-        """As :meth:`patrickstar.engine.engine.Engine.join`, otherwise as :meth:`resize`."""
-        self._check_loaders("join")
-        return self._followed(self.engine.join(**options))
-
-    def _check_loaders(self, call: str) -> None:
-        if self._dataloaders:
-            raise StateError(
-                f"{call} with {len(self._dataloaders)} prepared data loaders, which give batches for the ranks that "
-                "there were; take batches from patrickstar.elastic.ElasticLoader, and do not prepare it"
-            )
-
-    def _followed(self, resized: Resized) -> Resized:
-        if resized.membership is Membership.RANK:
-            follow_ranks(self, self.engine._session.ranks.context)
-        return resized
-
     def save_checkpoint(self, directory: str | os.PathLike[str], **options: Any) -> Path:
         """That of the engine (for :class:`patrickstar.elastic.ElasticRun`)."""
         return self.engine.save_checkpoint(directory, **options)
@@ -401,16 +371,6 @@ class PatrickStarAccelerator(Accelerator):
         engine, self._engine, self._optimizer = self._engine, None, None
         vars(unwrapped(engine.module)).pop("_is_accelerate_prepared", None)
         engine.discard() if discard else engine.close()
-
-
-def follow_ranks(accelerator: Accelerator, context: DistributedContext) -> None:
-    """Accelerate's state of this process, of which there is one, says which rank it is from now on."""
-    several = DistributedType.MULTI_GPU if context.device.type == "cuda" else DistributedType.MULTI_CPU
-    for state in (PartialState(), accelerator.state):
-        state.distributed_type = several if context.world_size > 1 else DistributedType.NO
-        state.backend = "gloo" if context.world_size > 1 else None  # of the world that a resize makes
-        state.num_processes, state.process_index = context.world_size, context.rank
-        state.local_process_index = context.local_rank
 
 
 class _Aside:

@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from patrickstar._C import StateError
 from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, MicroBatches, Next, Resized
 from patrickstar.elastic.run import joins_others
+from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.integrations.elastic_steps import StepLoader
 
 _LOADER_OPTIONS = (
@@ -170,19 +171,25 @@ class _TrainerRanks:
     def device(self) -> torch.device:
         return self._trainer.accelerator.device
 
+    @property
+    def rank_timeout_seconds(self) -> float:
+        return self._trainer.accelerator.rank_timeout_seconds
+
     def resize(self, num_ranks: int, **options: Any) -> Resized:
         trainer = self._trainer
         trainer.store_flos()
         # What was not logged yet is each rank's own, and logged as the mean.
         trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss.detach()).mean()
-        resized = trainer.accelerator.resize(num_ranks, **options)
-        if resized.membership is Membership.RANK:
-            self._changed()
+        with deferred_signals():  # the engine and the trainer change together
+            resized = trainer.accelerator.resize(num_ranks, **options)
+            if resized.membership is Membership.RANK:
+                self._changed()
         return resized
 
     def join(self, **options: Any) -> Resized:
-        resized = self._trainer.accelerator.join(**options)
-        self._changed()
+        with deferred_signals():
+            resized = self._trainer.accelerator.join(**options)
+            self._changed()
         return resized
 
     def _changed(self) -> None:

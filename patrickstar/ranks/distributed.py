@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
+from patrickstar.ranks.addresses import gloo_on_loopback
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators, warm_up
 from patrickstar.ranks.failures import (
     DisagreementError,
@@ -40,6 +41,7 @@ from patrickstar.ranks.failures import (
     own_connection,
 )
 from patrickstar.ranks.messages import read_list
+from patrickstar.ranks.world_store import attempt, reach_world, world_store
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 _POLL_SECONDS = 0.05
@@ -350,11 +352,12 @@ def join_ranks(
         _leave_world()
         raise ValueError(f"rank {rank} is not one of ranks {list(members)}; only those open the group")
     try:
-        prefix = _new_prefix(store, members, rank)
-        _call_the_roll(store, prefix, members, rank, timeout_seconds)
-        context = _make_context(
-            rank, world_size, local_rank, device_type, device_index, lambda: _hosts(store, prefix, members, rank)
-        )
+        with _waiting(rank):
+            prefix = _new_prefix(store, members, rank)
+            _call_the_roll(store, prefix, members, rank, timeout_seconds)
+            context = _make_context(
+                rank, world_size, local_rank, device_type, device_index, lambda: _hosts(store, prefix, members, rank)
+            )
     except BaseException:
         _leave_world()
         raise
@@ -379,13 +382,18 @@ class Place:
     host: str
     """Of rank 0, which serves the store."""
     port: int
-    """Free on it."""
+    """The store's port on it; 0: one rank, without a store."""
+    key: bytes = dataclasses.field(repr=False)
+    """The store's key: 32 bytes."""
 
 
-def move_to_world(place: Place) -> None:
+def move_to_world(place: Place, timeout_seconds: float) -> None:
     """This process leaves the world that it is in, whose groups were closed, and is in that of ``place`` when it opens
     ranks the next time. The environment says what torchrun would: libraries read it. A ``torch.distributed`` that is
     still there ends with all its groups.
+
+    Raises:
+        RankFailure: the store of the new ranks is not reached within the timeout.
     """
     global _num_world_users
     if dist.is_available() and dist.is_initialized():
@@ -400,27 +408,8 @@ def move_to_world(place: Place) -> None:
         MASTER_PORT=str(place.port),
     )
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-
-
-def serve_world(host: str, timeout_seconds: float) -> int:
-    """Serves the store of a world to come, of which this process will be rank 0; gives the port. Whoever comes to it
-    before this process does then finds it at once. Where nothing comes of it: :func:`forget_world`.
-
-    Raises:
-        RankFailure: nothing can be served there.
-    """
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    try:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as error:
-        raise _C.RankFailure(f"no store can be served at {host} ({first_line(error)})") from error
-    _stores[host, store.port] = store
-    return store.port
-
-
-def forget_world(host: str, port: int) -> None:
-    """Ends the store of a world that :func:`serve_world` serves and that nobody has entered."""
-    _stores.pop((host, port), None)
+    if place.world_size > 1:
+        reach_world(place.host, place.port, place.key, timeout_seconds)
 
 
 def num_ranks_to_come() -> int:
@@ -482,57 +471,33 @@ def _make_world(world_size: int, timeout_seconds: float) -> None:
         )
     rank = int(os.environ["RANK"])
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store = _world_store(rank, timeout)
+    store = world_store(rank, timeout)
     # Before torch.distributed does it, whose error would not say who is missing.
-    _call_the_roll(store, f"patrickstar/{_attempt()}/world", range(world_size), rank, timeout_seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _call_the_roll(store, f"patrickstar/{attempt()}/world", range(world_size), rank, timeout_seconds)
+    with gloo_on_loopback(os.environ["MASTER_ADDR"]):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _attempt() -> str:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-# There is one store per process. Rank 0 may serve the store itself. Were it served anew for each engine of a process, a
-# rank that is quicker than the others would reach the one that is about to end. So it lasts as long as the process, and
-# the worlds that are made of it have places of their own in it.
-_stores: dict[tuple[str, int], dist.Store] = {}
-_num_worlds: dict[tuple[str, int], int] = {}
-"""Worlds that this process has made of each store."""
-
-
-def _world_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
-    """An empty place for one world in the store of this process's run."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if address not in _stores:
-        _stores[address] = _rendezvous_store(*address, rank, timeout)
-    _num_worlds[address] = _num_worlds.get(address, 0) + 1
-    return dist.PrefixStore(f"attempt_{_attempt()}/world_{_num_worlds[address]}", _stores[address])
-
-
-def _rendezvous_store(host: str, port: int, rank: int, timeout: datetime.timedelta) -> dist.Store:
-    """The store that env:// would make, without its wait for all ranks."""
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+@contextlib.contextmanager
+def _waiting(rank: int) -> Iterator[None]:
+    """A store that is lost while ranks wait for each other to come is a RankFailure."""
     try:
-        store = dist.TCPStore(
-            host, port, is_master=rank == 0 and not agent_hosts, wait_for_workers=False, timeout=timeout
-        )
-    except RuntimeError as error:
-        owner = "torchrun's agent" if agent_hosts else "rank 0"
+        yield
+    except dist.DistError as error:
         raise _C.RankFailure(
-            f"rank {rank} could not reach torch's store, which {owner} serves at {host}:{port}, within "
-            f"{timeout.total_seconds():g} s ({first_line(error)}); did rank 0 start, and is MASTER_ADDR right?"
+            f"rank {rank} waited for the others to come and lost torch's store ({first_line(error)}): rank 0 or "
+            "torchrun's agent ended; see its output"
         ) from error
-    return store
 
 
 def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank: int, timeout_seconds: float) -> None:
     """Returns when all members are here; raises RankFailure that names those who are not within the timeout."""
-    store.set(f"{prefix}/arrived/{rank}", "1")
     keys = {member: f"{prefix}/arrived/{member}" for member in members}
     verdict = f"{prefix}/missing"
     deadline = time.monotonic() + timeout_seconds
     poll = _FIRST_POLL_SECONDS
-    try:
+    with _waiting(rank):
+        store.set(f"{prefix}/arrived/{rank}", "1")
         while not store.check(list(keys.values())):
             if store.check([verdict]):
                 raise _C.RankFailure(store.get(verdict).decode())
@@ -544,16 +509,11 @@ def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank:
                 raise _C.RankFailure(text)
             time.sleep(poll)
             poll = min(2 * poll, _POLL_SECONDS)
-    except dist.DistError as error:
-        raise _C.RankFailure(
-            f"rank {rank} waited for the others to come and lost torch's store ({first_line(error)}): rank 0 or "
-            "torchrun's agent ended; see its output"
-        ) from error
 
 
 def _new_prefix(store: dist.Store, members: Sequence[int], rank: int) -> str:
     """Where the keys of these groups lie: another place each time that the same ranks open groups."""
-    name = f"patrickstar/{_attempt()}/{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]}"
+    name = f"patrickstar/{attempt()}/{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]}"
     return f"{name}/{store.add(f'{name}/opened/{rank}', 1)}"
 
 
@@ -676,11 +636,10 @@ def _gloo_group(groups: RankGroups, members: tuple[int, ...], division: Sequence
     """
     timeout = datetime.timedelta(seconds=groups._timeout_seconds)
     everybody = len(groups.members) == groups.context.world_size
+    options = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": not everybody}
     try:
-        made = {
-            part: dist.new_group(list(part), timeout=timeout, backend="gloo", use_local_synchronization=not everybody)
-            for part in (division if everybody else [members])
-        }
+        with gloo_on_loopback(os.environ.get("MASTER_ADDR", "")):
+            made = {part: dist.new_group(list(part), **options) for part in (division if everybody else [members])}
     except RuntimeError as error:
         raise _C.RankFailure(
             f"rank {groups.context.rank} could not connect to the others ({first_line(error)}); where ranks are on "

@@ -27,6 +27,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from patrickstar import _C
+from patrickstar.ranks.authenticated_store import AuthenticatedStore
 
 
 class DisagreementError(_C.StateError):
@@ -44,21 +45,22 @@ _STORE_ERRORS = (RuntimeError, OSError)
 def own_connection(store: dist.Store, timeout_seconds: float) -> dist.Store:
     """What is below all prefixes of `store`, through a connection of its own where the store has connections.
 
-    A client of a TCPStore serves one call at a time, and a wait of one thread would keep another's heartbeat back.
+    A client of a store serves one call at a time, and a wait of one thread would keep another's heartbeat back.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        host, port = store.host, store.port
-        try:
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except RuntimeError as error:
-            raise _C.RankFailure(
-                f"torch's store at {host}:{port} did not answer within {timeout_seconds:g} s ({first_line(error)}): "
-                "rank 0 or torchrun's agent is gone or busy"
-            ) from error
-    return store
+    if not isinstance(store, (dist.TCPStore, AuthenticatedStore)):
+        return store
+    timeout, host, port = datetime.timedelta(seconds=timeout_seconds), store.host, store.port
+    try:
+        if isinstance(store, AuthenticatedStore):
+            return store.other_connection(timeout_seconds)
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        raise _C.RankFailure(
+            f"torch's store at {host}:{port} did not answer within {timeout_seconds:g} s ({first_line(error)}): "
+            "rank 0 or torchrun's agent is gone or busy"
+        ) from error
 
 
 class FailureNotice:
@@ -250,6 +252,13 @@ def abort_all(parts: Sequence[Abortable]) -> None:
         thread.join()
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """True for errors that keep their type where errors of all ranks are gathered: KeyboardInterrupt and others that
+    are no ``Exception``, and exceptions of signal handlers (marked by ``engine/interrupts.py``).
+    """
+    return not isinstance(error, Exception) or getattr(error, "raised_by_signal", False)
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     return next(iter(str(error).splitlines()), "")
@@ -275,10 +284,12 @@ def failing_together(watch: FailureWatch, rank: int, phase: str):
             watch.notice.wait(_GRACE_SECONDS)
         own = f"rank {rank}: {first_line(error) if lost else f'{type(error).__name__}: {first_line(error)}'} ({phase})"
         first = watch.announce(own)
-        if not lost and seen is None:
+        if is_interrupt(error) or (not lost and seen is None):
             raise
         reason = first_line(error) if first == own else first
         raise _C.RankFailure(f"rank {rank} stops in {phase}, because a rank has failed: {reason}{doing}") from error
     except BaseException as error:  # an interrupt, sys.exit
+        if getattr(error, "on_all_ranks", False):
+            raise
         watch.announce(f"rank {rank}: {type(error).__name__} ({phase})")
         raise

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,6 @@ _WRONG = (
     RuntimeError,
     EOFError,
     struct.error,
-    pickle.UnpicklingError,
 )
 
 

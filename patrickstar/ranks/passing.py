@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
+from patrickstar.ranks.addresses import gloo_on_loopback
+from patrickstar.ranks.authenticated_store import AuthenticatedStore
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators, wait_for
 from patrickstar.ranks.failures import first_line
 
@@ -47,6 +49,8 @@ class PassingPlace:
     host: str
     """Where their store is served."""
     port: int
+    key: bytes = dataclasses.field(repr=False)
+    """The store's: 32 bytes."""
 
 
 def prepare_to_pass(device: torch.device) -> None:
@@ -107,7 +111,8 @@ def _connect(
     """A communicator for each use, which ``connections`` will end."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     with _connecting(name, place):
-        store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = AuthenticatedStore(place.host, place.port, place.key, timeout_seconds=timeout_seconds)
+    connections.callback(store.close)  # [Note: references to stores]
     stores = {use: dist.PrefixStore(f"patrickstar/passing/{name}/{use}", store) for use in uses}
     if device.type == "cuda":
         return _nccl(name, stores, place, device, meanwhile, connections, timeout_seconds)
@@ -120,7 +125,7 @@ def _connecting(name: str, place: PassingPlace) -> Iterator[None]:
     """What the store, gloo and NCCL raise is an OSError."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise OSError(f"the {place.size} processes of {name} were not connected: {first_line(error)}") from error
 
 
@@ -157,7 +162,7 @@ def _gloo(
     name: str, use: str, store: dist.Store, place: PassingPlace, timeout: datetime.timedelta
 ) -> Iterator[_C.collective.Communicator]:
     group = dist.ProcessGroup(store, place.rank, place.size)
-    with _connecting(name, place):
+    with _connecting(name, place), gloo_on_loopback(place.host):
         backend = dist.ProcessGroupGloo(store, place.rank, place.size, timeout=timeout)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)

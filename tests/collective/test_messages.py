@@ -19,6 +19,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.peers import phase
+from patrickstar.checkpoint.plain_state import write_plain_state
 from patrickstar.deepspeed.gathered_parameters import _Gathered, _of_rank
 from patrickstar.engine import rank_sync
 from patrickstar.machine.budgets import Budgets
@@ -183,7 +184,7 @@ def read_values(ranks):
 
 def changes():
     message = io.BytesIO()
-    torch.save([(torch.tensor([True, False, True]), torch.tensor([1.0, 2.0]))], message)
+    write_plain_state(message, [(torch.tensor([True, False, True]), torch.tensor([1.0, 2.0]))], "changes")
     return message.getvalue()
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from patrickstar import _C
 from patrickstar.ranks import distributed
 from patrickstar.ranks.distributed import DistributedContext, open_ranks
 from patrickstar.ranks.passing import PassingPlace, connect_ahead, exchange
+from patrickstar.ranks.run_secret import write_secret
+from patrickstar.ranks.world_store import serve_world
 from tests.distributed import ROOT, free_port, run_ranks, server_environment, start_of
 from tests.gpu.test_resize import on_gpus
 
@@ -85,6 +88,29 @@ def test_local_ranks_are_found_out_where_the_environment_has_none():
     assert [(context.local_rank, context.local_world_size) for context in contexts] == [(5, 2), (5, 2)]
 
 
+def where_the_store_listens():
+    """The class of the world's store, and the addresses (hexadecimal, as in /proc) at which its port is listened to."""
+    with open_ranks(timeout_seconds=60) as ranks:
+        ranks.check_agreement("anything", "is agreed on")
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        end = f":{int(os.environ['MASTER_PORT']):04X}"
+        tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        lines = [line.split() for line in tables.splitlines()]
+        found = {line[1].removesuffix(end) for line in lines if line[1].endswith(end) and line[3] == "0A"}
+        return type(store).__name__, found
+
+
+def test_the_store_of_a_world_listens_where_it_was_told(tmp_path):
+    """On loopback for an address there; with a secret it answers processes that know it alone."""
+    assert run_ranks(2, where_the_store_listens) == [("TCPStore", {"0100007F"})] * 2
+    write_secret(tmp_path / "secret")
+    secret = {"PATRICKSTAR_ELASTIC_SECRET": str(tmp_path / "secret")}
+    first, second = run_ranks(2, where_the_store_listens, environment=lambda rank: secret)
+    assert (first, second) == (("ServedStore", {"0100007F"}), ("AuthenticatedStore", {"0100007F"}))
+
+
 def use_the_users_world():
     dist.init_process_group("gloo")
     gathered = []
@@ -104,11 +130,12 @@ def test_an_initialised_torch_distributed_is_used_and_left():
 def connect_before_the_world(meeting_port):
     """What passes in a communicator, what is gathered once it is the ranks', and what is left of it."""
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
-    port = distributed.serve_world("127.0.0.1", 60) if rank == 0 else None
+    key = bytes(32)
+    port = serve_world("127.0.0.1", key, 60) if rank == 0 else None
     meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=rank == 0, wait_for_workers=False)
     if port is not None:
         meeting.set("port", str(port))
-    place = PassingPlace(rank=rank, size=2, host="127.0.0.1", port=int(meeting.get("port")))
+    place = PassingPlace(rank=rank, size=2, host="127.0.0.1", port=int(meeting.get("port")), key=key)
     connected = connect_ahead("a test", place, device, lambda: None, timeout_seconds=60)
     passed, threads = torch.full((2,), float(rank)), threading.active_count()
     sends, receives = ([(1 - rank, passed[which].data_ptr(), 4)] for which in (rank, 1 - rank))

@@ -1,9 +1,16 @@
-"""What a resize says in the environment ends with the test."""
+"""Variables that a resize sets end with the test, and secrets of runs are in a folder of the tests'."""
 
 import os
 from unittest import mock
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_home(tmp_path_factory):
+    """Where a run's secret is by default; the user's home is left alone."""
+    with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
+        yield
 
 
 @pytest.fixture(autouse=True)

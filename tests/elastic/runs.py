@@ -169,7 +169,7 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
         if joins_before > 0:
             if joins_before == 2:
                 wait_for(Path(folder, "second"))  # the first resize is not its
-            engine.join(**options, folder=shards, timeout_seconds=40, note_phase=note)
+            engine.join(**options, folder=shards, note_phase=note)
             step = joins_before
             one_step()
             step += 1
@@ -378,3 +378,59 @@ def shrink_into_too_little(host_memory: int | None, folder: str, available: int 
             result["error"] = str(error)
         result |= {"phases": phases, "after": state_of(engine, optimizer)}
         return result
+
+
+class Preempted(Exception):  # noqa: N818 (it is no error)
+    """Raised by a handler of SIGUSR1 in these tests."""
+
+
+def raise_preempted(*_: Any) -> None:
+    raise Preempted
+
+
+def preempt_twice() -> None:
+    """At once, where signals are allowed: the first one waits for a hook."""
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def interrupt_the_second_rank(folder: str) -> dict[str, Any]:
+    """One of two ranks, of which the second is interrupted in each phase of a resize, and in a save. By phase: what was
+    raised, and whether all was as before.
+    """
+    rank = int(os.environ["RANK"])
+    signal.signal(signal.SIGUSR1, raise_preempted)
+    config = make_config(default_chunk_size=16384, rank_timeout_seconds=60)
+    engine, optimizer = initialize_engine(build, rank, config)
+    result: dict[str, Any] = {}
+
+    def one_step() -> None:
+        engine.backward(engine(torch.ones(2, 16)).square().mean())
+        optimizer.step()
+
+    class Scheduler:
+        def state_dict(self) -> dict[str, Any]:
+            if rank == 1:
+                preempt_twice()
+            return {}
+
+    def note_in(wanted: Phase | None) -> Any:
+        return lambda phase: preempt_twice() if phase is wanted and rank == 1 else None
+
+    calls = {
+        phase: lambda phase=phase: engine.resize(2, folder=folder, timeout_seconds=20, note_phase=note_in(phase))
+        for phase in Phase
+    }
+    calls["save"] = lambda: engine.save_checkpoint(f"{folder}/checkpoint", lr_scheduler=Scheduler())
+    for name, call in calls.items():
+        one_step()
+        before, raised = state_of(engine, optimizer), ""
+        try:
+            call()
+        except (Preempted, RuntimeError) as error:
+            raised = f"{type(error).__name__}: {error}"
+        after = state_of(engine, optimizer)
+        result[str(name)] = raised, all(torch.equal(value, after[key]) for key, value in before.items())
+    one_step()
+    engine.close()
+    return result

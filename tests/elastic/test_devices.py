@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from patrickstar import _C
 from patrickstar.elastic.movement import Move
 from patrickstar.engine.resize_devices import DeviceShards, params_on_device, stored_bytes, those_with_room
 from patrickstar.engine.resize_room import MemoryFacts, device_rooms
+from patrickstar.ranks.addresses import listen
+from patrickstar.ranks.authenticated_store import ServedStore
 from patrickstar.ranks.passing import PassingPlace, passing_communicator
 from tests.elastic.runs import state_of
 from tests.elastic.test_memory import CONFIGS, step, trained
@@ -84,8 +85,8 @@ def test_a_device_without_room_for_what_is_kept(monkeypatch, tmp_path):
 
 
 def test_a_process_that_does_not_come():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = PassingPlace(rank=1, size=2, host="127.0.0.1", port=store.port)
+    store = ServedStore(listen("127.0.0.1", 0), bytes(32), timeout_seconds=60)
+    place = PassingPlace(rank=1, size=2, host="127.0.0.1", port=store.port, key=bytes(32))
     called = []
     with (
         pytest.raises(OSError, match="the 2 processes of a test were not connected"),

@@ -16,6 +16,7 @@ MOVES = sorted(
     for source, target in ((0, 1), (0, 2), (1, 2))
     for param, size in enumerate((5, 1, 7, 3, 9))
 )
+TOKEN, KEY = "0" * 32, bytes(32)
 ARRAYS = {0: 3, 1: 3, 2: 1, 3: 3, 4: 1}
 
 
@@ -52,7 +53,7 @@ def small_files(monkeypatch):
 
 @pytest.mark.usefixtures("small_files")
 def test_several_files_of_each_pair_have_it_all_once(tmp_path):
-    shards = PublishedShards(tmp_path, "t", MOVES, ARRAYS)
+    shards = PublishedShards(tmp_path, TOKEN, KEY, MOVES, ARRAYS)
     assert len(shards.files) == 6
     for file in shards.files:
         assert 64 <= file.num_bytes <= 120  # as even as whole moves are
@@ -70,10 +71,10 @@ def test_files_that_are_elsewhere_are_fetched_and_cut_ones_are_refused(tmp_path)
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
     here.mkdir()
-    shards, mine = (PublishedShards(folder, "t", MOVES, ARRAYS) for folder in (there, here))
+    shards, mine = (PublishedShards(folder, TOKEN, KEY, MOVES, ARRAYS) for folder in (there, here))
     write(shards, 0)
     write(mine, 1)
-    server = FileServer("127.0.0.1", "t", {file.name: shards.path(file) for file in shards.of_source(0)}, 10)
+    server = FileServer("127.0.0.1", KEY, {file.name: shards.path(file) for file in shards.of_source(0)}, 10)
     try:
         mine.reach(2, [server.address, "127.0.0.1:1"], 10)
         check(mine, 2)
@@ -87,4 +88,4 @@ def test_files_that_are_elsewhere_are_fetched_and_cut_ones_are_refused(tmp_path)
 
 
 def test_little_is_one_file(tmp_path):
-    assert [file.target for file in PublishedShards(tmp_path, "t", MOVES, ARRAYS).files] == [1, 2, 2]
+    assert [file.target for file in PublishedShards(tmp_path, TOKEN, KEY, MOVES, ARRAYS).files] == [1, 2, 2]

@@ -11,6 +11,8 @@ from tests.distributed import free_port, run_ranks
 from tests.elastic.runs import train_across_nodes
 from tests.elastic.test_resize import ALONE, assert_same
 
+KEY = bytes(32)
+
 
 @pytest.fixture
 def served(tmp_path):
@@ -18,13 +20,13 @@ def served(tmp_path):
     (tmp_path / "shards").write_bytes(content)
     (tmp_path / "empty").touch()
     files = {name: tmp_path / name for name in ("shards", "empty", "missing")}
-    server = FileServer("127.0.0.1", "secret", files, timeout_seconds=10)
+    server = FileServer("127.0.0.1", KEY, files, timeout_seconds=10)
     yield server, content, tmp_path
     server.close()
 
 
-def get(server, target, name="shards", token="secret", **options):
-    fetch(server.address, token, name, target, client="3", timeout_seconds=10, **options)
+def get(server, target, name="shards", key=KEY, **options):
+    fetch(server.address, key, name, target, client="3", timeout_seconds=10, **options)
     return target.read_bytes()
 
 
@@ -43,7 +45,6 @@ def test_pieces_arrive_as_they_are(served):
 def test_what_is_not_there_is_refused(served):
     server, content, folder = served
     for options, why in (
-        ({"token": "guessed"}, "another resize"),
         ({"name": "passwd"}, "KeyError"),
         ({"name": "missing"}, "No such file"),
         ({"begin": len(content), "size": 1}, f"has {len(content)} bytes"),
@@ -51,6 +52,8 @@ def test_what_is_not_there_is_refused(served):
     ):
         with pytest.raises(OSError, match=f"does not give .*{why}"):
             get(server, folder / "refused", **options)
+    with pytest.raises(OSError, match="closed the connection: this process has another secret"):
+        get(server, folder / "refused", key=bytes([1] * 32))
     assert not (folder / "refused").exists()
     assert not server.has_given("shards", "3")
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from patrickstar.ones.cluster.submission import Submission
+from patrickstar.ranks.private_files import append_private
 
 
 class End(enum.Enum):
@@ -46,7 +47,7 @@ class Ledger:
     """An append-only file of JSON lines. One process writes it.
 
     Args:
-        path: made if there is none. A last line that was cut off by a crash is taken back.
+        path: made if there is none, with mode 0600. A last line that was cut off by a crash is taken back.
 
     Raises:
         LedgerError: another line cannot be read.
@@ -54,10 +55,10 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.entries: dict[str, Entry] = {}
         whole = self._read()
-        self._file = self._path.open("ab")
+        self._file = os.fdopen(append_private(self._path), "ab")
         self._file.truncate(whole)
 
     def submitted(self, submission: Submission) -> None:

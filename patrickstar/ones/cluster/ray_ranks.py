@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -21,11 +20,14 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from patrickstar.elastic import Orders, OutcomeKind, serve_rendezvous
-from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE
+from patrickstar.elastic import Orders, OutcomeKind
+from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, ServedRendezvous
 from patrickstar.elastic.run import JOINS_VARIABLE
 from patrickstar.ones.cluster.fleet import Phase, Status
 from patrickstar.ones.cluster.submission import Submission
+from patrickstar.ranks.addresses import listen
+from patrickstar.ranks.private_files import append_private, create_private
+from patrickstar.ranks.run_secret import SECRET_VARIABLE, RunSecret
 
 _GPUS_WAIT_SECONDS = 20.0
 _START_SECONDS = 300.0
@@ -41,20 +43,27 @@ class RankProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Path | None = None
+        self._secret_file: Path | None = None
 
     def place(self) -> tuple[str, int, list[str]]:
         """(address of this node, a free port there, ids of this actor's GPUs)."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
+        address = ray.util.get_node_ip_address()
+        with listen(address, 0) as probe:
             port = probe.getsockname()[1]
-        return ray.util.get_node_ip_address(), port, [str(gpu) for gpu in ray.get_gpu_ids()]
+        return address, port, [str(gpu) for gpu in ray.get_gpu_ids()]
 
-    def start(self, plain: dict[str, Any], environment: dict[str, str], log: str) -> None:
-        """Starts the script; it ends when this actor does."""
+    def start(self, plain: dict[str, Any], environment: dict[str, str], secret: str, log: str) -> None:
+        """Starts the script; it ends when this actor does. The run's secret (hexadecimal) is in a private file beside
+        the log as long as the process runs.
+        """
         submission = Submission.of(plain)
         self._log = Path(log)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as output:
+        self._log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._secret_file = self._log.with_suffix(f".{os.getpid()}.secret")
+        with os.fdopen(create_private(self._secret_file), "w") as file:
+            file.write(secret)
+        environment = {**environment, SECRET_VARIABLE: str(self._secret_file)}
+        with os.fdopen(append_private(self._log), "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, submission.script, *submission.arguments],
                 cwd=submission.folder,
@@ -66,13 +75,21 @@ class RankProcess:
 
     def poll(self) -> int | None:
         """Its exit status; None while it runs."""
-        return None if self._process is None else self._process.poll()
+        status = None if self._process is None else self._process.poll()
+        if status is not None:
+            self._forget_secret()
+        return status
 
     def kill(self) -> None:
         """Ends it, and waits until it has ended."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._forget_secret()
+
+    def _forget_secret(self) -> None:
+        if self._secret_file is not None:
+            self._secret_file.unlink(missing_ok=True)
 
     def tail(self) -> str:
         """The end of what it wrote."""
@@ -133,7 +150,8 @@ class JobProcesses:
         self._submission = Submission.of(plain)
         self._logs = Path(logs, self._submission.name)
         self._host = ray.util.get_node_ip_address()
-        self._store = serve_rendezvous(self._host, 0)
+        self._secret = RunSecret.random()
+        self._store = ServedRendezvous(listen(self._host, 0), self._secret)
         self._orders = Orders(self._store)
         self._groups: list[_Ranks] = []
         self._joining: _Ranks | None = None
@@ -222,12 +240,10 @@ class JobProcesses:
 
     def _launch(self, actor: Any, environment: dict[str, str]) -> None:
         self._num_started += 1
-        address = {ADDRESS_VARIABLE: f"{self._host}:{self._store.port}"}
+        environment = {**environment, ADDRESS_VARIABLE: self._store.address}
         log = self._logs / f"{self._num_started}.log"
-        ray.get(
-            actor.start.remote(self._submission.as_plain(), {**environment, **address}, str(log)),
-            timeout=_ANSWER_SECONDS,
-        )
+        started = actor.start.remote(self._submission.as_plain(), environment, self._secret.hex(), str(log))
+        ray.get(started, timeout=_ANSWER_SECONDS)
 
     def _note_outcome(self) -> None:
         outcome = self._orders.outcome(self._number) if self._number else None

@@ -1,0 +1,65 @@
+"""An accelerator's part in a resize: its processes are the engine's ranks, before and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+from patrickstar._C import StateError
+from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.ranks.distributed import DistributedContext
+
+
+class ElasticRanks:
+    """A base class of an ``Accelerator`` with an engine."""
+
+    engine: Engine
+    _dataloaders: list[Any]
+
+    @property
+    def rank_timeout_seconds(self) -> float:
+        """The engine's: for :class:`patrickstar.elastic.ElasticRun`."""
+        return self.engine.rank_timeout_seconds
+
+    def resize(self, num_ranks: int, **options: Any) -> Resized:
+        """Calls :meth:`patrickstar.engine.engine.Engine.resize`; from then on the accelerator's processes are the new
+        ranks. Batches come from ``patrickstar.elastic.ElasticLoader``, which is not prepared.
+
+        Raises:
+            StateError: a data loader was prepared, which goes on giving batches for the ranks that it was made for.
+        """
+        self._check_loaders("resize")
+        with deferred_signals():  # the engine and the accelerator change together
+            return self._followed(self.engine.resize(num_ranks, **options))
+
+    def join(self, **options: Any) -> Resized:
+        """Calls :meth:`patrickstar.engine.engine.Engine.join`; otherwise like :meth:`resize`."""
+        self._check_loaders("join")
+        with deferred_signals():
+            return self._followed(self.engine.join(**options))
+
+    def _check_loaders(self, call: str) -> None:
+        if self._dataloaders:
+            raise StateError(
+                f"{call} with {len(self._dataloaders)} prepared data loaders, which give batches for the ranks that "
+                "there were; take batches from patrickstar.elastic.ElasticLoader, and do not prepare it"
+            )
+
+    def _followed(self, resized: Resized) -> Resized:
+        if resized.membership is Membership.RANK:
+            _follow_ranks(self, self.engine._session.ranks.context)
+        return resized
+
+
+def _follow_ranks(accelerator: Any, context: DistributedContext) -> None:
+    """Accelerate's state of this process, of which there is one, says which rank it is from now on."""
+    several = DistributedType.MULTI_GPU if context.device.type == "cuda" else DistributedType.MULTI_CPU
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type = several if context.world_size > 1 else DistributedType.NO
+        state.backend = "gloo" if context.world_size > 1 else None  # of the world that a resize makes
+        state.num_processes, state.process_index = context.world_size, context.rank
+        state.local_process_index = context.local_rank

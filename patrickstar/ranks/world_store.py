@@ -1,0 +1,114 @@
+"""The store in which the ranks of one world meet: torchrun's, one that rank 0 serves, or one that a resize has made.
+
+There is one store per process and address. Were it served anew for each engine of a process, a rank that is quicker
+than the others would reach the one that is about to end. So it lasts as long as the process, and the worlds that are
+made of it have places of their own in it.
+
+A store that PatrickStar serves for a run with a secret answers that run's processes alone (authenticated_store.py). A
+``TCPStore`` answers anybody who reaches its port: rank 0 serves one where no secret is given, on loopback alone where
+``MASTER_ADDR`` is there, and torchrun serves one on all interfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from patrickstar import _C
+from patrickstar.ranks.addresses import is_loopback, listen, listening_address, resolved
+from patrickstar.ranks.authenticated_store import AuthenticatedStore, ServedStore
+from patrickstar.ranks.failures import first_line
+from patrickstar.ranks.run_secret import SECRET_VARIABLE, read_secret
+
+_stores: dict[tuple[str, int], dist.Store] = {}
+_num_worlds: dict[tuple[str, int], int] = {}
+"""Worlds that this process has made of each store."""
+
+
+def attempt() -> str:
+    """How often torchrun has started the run anew."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def world_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
+    """An empty place for one world in the store at the environment's ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Raises:
+        RankFailure: the store is not reached within the timeout, or cannot be served.
+        SecretError: the file of the run's secret is refused.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if address not in _stores:
+        _stores[address] = _first_store(*address, rank, timeout)
+    _num_worlds[address] = _num_worlds.get(address, 0) + 1
+    return dist.PrefixStore(f"attempt_{attempt()}/world_{_num_worlds[address]}", _stores[address])
+
+
+def _first_store(host: str, port: int, rank: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store that env:// would make, without its wait for all ranks."""
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not agent_hosts
+    secret_file = "" if agent_hosts else os.environ.get(SECRET_VARIABLE, "")
+    try:
+        if secret_file:
+            key = read_secret(Path(secret_file)).key(f"first world, attempt {attempt()}")
+            seconds = timeout.total_seconds()
+            if serves:
+                return ServedStore(listen(listening_address(host), port), key, timeout_seconds=seconds)
+            return AuthenticatedStore(host, port, key, timeout_seconds=seconds)
+        options = {"master_listen_fd": listen(resolved(host), port).detach()} if serves and is_loopback(host) else {}
+        return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timeout, **options)
+    except (RuntimeError, OSError, ValueError) as error:
+        if isinstance(error, _C.StateError):
+            raise
+        owner = "torchrun's agent" if agent_hosts else "rank 0"
+        raise _C.RankFailure(
+            f"rank {rank} could not reach torch's store, which {owner} serves at {host}:{port}, within "
+            f"{timeout.total_seconds():g} s ({first_line(error)}); did rank 0 start, and is MASTER_ADDR right?"
+        ) from error
+
+
+def serve_world(host: str, key: bytes, timeout_seconds: float) -> int:
+    """Serves the store of a world to come, of which this process will be rank 0; gives the port. Whoever comes to it
+    before this process does then finds it at once. Where nothing comes of it: :func:`forget_world`.
+
+    Args:
+        host: the IP address to listen at.
+        key: 32 bytes, which all ranks of that world have.
+        timeout_seconds: for values of others.
+
+    Raises:
+        RankFailure: nothing can be served there.
+    """
+    try:
+        store = ServedStore(listen(host, 0), key, timeout_seconds=timeout_seconds)
+    except OSError as error:
+        raise _C.RankFailure(f"no store can be served at {host} ({first_line(error)})") from error
+    _stores[host, store.port] = store
+    return store.port
+
+
+def reach_world(host: str, port: int, key: bytes, timeout_seconds: float) -> None:
+    """Connects to the store that another process serves by :func:`serve_world`; nothing where this process does.
+
+    Raises:
+        RankFailure: it is not there.
+    """
+    if (host, port) in _stores:
+        return
+    try:
+        _stores[host, port] = AuthenticatedStore(host, port, key, timeout_seconds=timeout_seconds)
+    except OSError as error:
+        raise _C.RankFailure(f"the store of the new ranks at {host}:{port} is not reached ({error})") from error
+
+
+def forget_world(host: str, port: int) -> None:
+    """Ends the store of a world that :func:`serve_world` serves and that nobody has entered."""
+    store = _stores.pop((host, port), None)
+    if isinstance(store, AuthenticatedStore):
+        with contextlib.suppress(OSError):
+            store.close()
