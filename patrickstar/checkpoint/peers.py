@@ -14,6 +14,7 @@ import torch.distributed as dist
 from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.memory import bytes_of, tensor_of
+from patrickstar.ranks.failures import is_interrupt
 from patrickstar.ranks.messages import reading
 
 
@@ -84,16 +85,27 @@ def phase(peers: Peers, what: str) -> Iterator[Turn]:
     """A piece of work that succeeds on all ranks or on none: a rank that fails says so to the others.
 
     Raises:
-        CheckpointError: on every rank, when one fails; it names the rank and its error.
+        CheckpointError: on every rank, when one fails; it names the rank and its error. On a rank that was interrupted
+            (``is_interrupt``) the interrupt itself is raised.
     """
     turn = Turn()
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield turn
-    except Exception as error:
+    except GeneratorExit:
+        raise
+    except BaseException as error:
         failure = error
     said = {"error": _describe(failure)} if failure is not None else {"say": turn.say}
-    messages = peers.exchange(json.dumps(said).encode())
+    try:
+        messages = peers.exchange(json.dumps(said).encode())
+    except Exception as error:
+        if failure is not None and is_interrupt(failure):
+            raise failure from error
+        raise
+    if failure is not None and is_interrupt(failure):
+        failure.on_all_ranks = peers.size > 1  # type: ignore[attr-defined]
+        raise failure
     with reading(f"how it went ({what})"):
         replies = [_reply(message) for message in messages]
     errors = {rank: reply["error"] for rank, reply in enumerate(replies) if "error" in reply}
@@ -112,7 +124,7 @@ def _reply(message: bytes) -> dict[str, Any]:
     return reply
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

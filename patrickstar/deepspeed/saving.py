@@ -162,7 +162,8 @@ class SavingEngine(Engine):
             CheckpointError: on all ranks, when it cannot be written; the engine trains on.
         """
         path = Path(save_dir) / save_filename
-        save_16bit_weights(self._session, path, with_frozen=not exclude_frozen_parameters)
+        with deferred_signals() as signals, signals.allowed():
+            save_16bit_weights(self._session, path, with_frozen=not exclude_frozen_parameters)
         return True
 
     def _zero3_consolidated_16bit_state_dict(

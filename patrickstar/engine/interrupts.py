@@ -76,7 +76,11 @@ def _deliver() -> None:
     waiting, _state.waiting = _state.waiting, {}
     _C.set_interrupt_waiting(False)
     for signum, frame in waiting.items():
-        _state.handlers[signum](signum, frame)
+        try:
+            _state.handlers[signum](signum, frame)
+        except BaseException as error:
+            error.raised_by_signal = True  # type: ignore[attr-defined]  # patrickstar.ranks.failures.is_interrupt
+            raise
     _state.is_open = was_open
 
 

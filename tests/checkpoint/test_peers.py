@@ -81,3 +81,39 @@ def test_a_phase_hears_all_ranks_or_fails_on_all():
         )
     with pytest.raises(CheckpointError, match="^it failed: ValueError: no$"), phase(OneRank(), "it failed"):
         raise ValueError("no")
+
+
+class Preempted(Exception):  # noqa: N818 (it is no error)
+    """Raised by a signal's handler."""
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Preempted])
+def test_an_interrupt_comes_out_as_it_is_and_the_others_are_told(interrupt):
+    def work(peers):
+        try:
+            with phase(peers, "it failed"):
+                if peers.rank == 1:
+                    error = interrupt()
+                    error.raised_by_signal = True  # as where it is delivered (engine/interrupts.py)
+                    raise error
+        except BaseException as raised:
+            return raised
+
+    first, second = on_ranks(2, work)
+    assert isinstance(first, CheckpointError) and f"rank 1: {interrupt.__name__}" in str(first)
+    assert type(second) is interrupt
+    assert first.on_all_ranks and second.on_all_ranks
+
+
+class Gone(OneRank):
+    """The only rank that is left."""
+
+    def exchange(self, message):
+        raise RuntimeError("the others are gone")
+
+
+def test_an_interrupt_comes_out_as_it_is_where_nobody_can_be_told():
+    with pytest.raises(KeyboardInterrupt), phase(Gone(), "it failed"):
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="the others are gone"), phase(Gone(), "it failed"):
+        raise ValueError("no")

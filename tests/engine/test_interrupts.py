@@ -245,6 +245,39 @@ def test_a_step_is_whole_when_its_interrupt_comes():
             assert optimizer.step_was_skipped == (engine.report()["loss_scale"] < scale)
 
 
+class Preempted(Exception):  # noqa: N818 (it is no error)
+    """Raised by a handler of the user's."""
+
+
+def test_what_a_handler_raises_comes_out_of_saving_and_loading(tmp_path):
+    """And not as an error of the checkpoint's."""
+
+    def preempt(*_):
+        raise Preempted
+
+    class Scheduler:
+        def state_dict(self):
+            come(signal.SIGUSR1)
+            come(signal.SIGUSR1)  # at once
+            return {}
+
+        def load_state_dict(self, _):
+            self.state_dict()
+
+    before = signal.signal(signal.SIGUSR1, preempt)
+    try:
+        engine, _ = initialize_engine(Net)
+        schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 1)
+        engine.save_checkpoint(tmp_path, lr_scheduler=schedule)
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(Preempted):
+                call(tmp_path, lr_scheduler=Scheduler())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    engine.load_checkpoint(tmp_path)
+    engine.close()
+
+
 class Interrupting:
     """The core, with a Ctrl-C in the middle of each step."""
 
