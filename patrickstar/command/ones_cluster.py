@@ -1,4 +1,4 @@
-"""``patrickstar ones {start,submit,status,cancel,end}``: a scheduler on Ray (docs/guides/ones.md)."""
+"""``patrickstar ones {start,submit,status,cancel,end,stop}``: a scheduler on Ray (docs/guides/ones.md)."""
 
 from __future__ import annotations
 
@@ -64,9 +64,12 @@ def add_cluster_commands(commands: Any) -> None:
     ending = commands.add_parser("end", help="end the scheduler; jobs that run go on")
     _finish(ending, _end)
 
+    stopping = commands.add_parser("stop", help="end the cluster with simulated GPUs that start has started")
+    stopping.set_defaults(run=_stop)
+
 
 def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
-    parser.add_argument("--address", help="of Ray, host:port (default: the cluster that runs on this machine)")
+    parser.add_argument("--address", help="of Ray, host:port (default: the cluster of the last start)")
     parser.set_defaults(run=run)
 
 
@@ -159,7 +162,13 @@ def _cancel(options: argparse.Namespace) -> int:
 
 def _end(options: argparse.Namespace) -> int:
     _client_module().ClusterClient(options.address).end()
-    print("the scheduler has ended; jobs that run go on until they are done (`ray stop` ends all of this machine)")
+    print("the scheduler has ended; jobs that run go on until they are done")
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    _client_module().stop()
+    print("the cluster with simulated GPUs has ended, and all jobs on it; other clusters run on")
     return 0
 
 

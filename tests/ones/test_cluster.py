@@ -1,4 +1,6 @@
-"""Jobs that share simulated GPUs on Ray for real: tiny models on the CPU, over gloo."""
+"""Jobs that share simulated GPUs on Ray for real: tiny models on the CPU, over gloo. The cluster is the tests' own: its
+folder and home are temporary, and the user's cluster, if one runs, is neither used nor ended.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,12 +35,16 @@ SCHEDULER = "scheduler"
 def cluster(tmp_path_factory):
     """Ray with four simulated GPUs, and a scheduler."""
     root = tmp_path_factory.mktemp("cluster")
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
-    with pytest.MonkeyPatch.context() as patch:
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "HOME": str(root)}
+    unset = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")  # Ray starts no simulated GPUs beside the first
+    own = {"num_gpus": 4, "num_cpus": 4, "include_dashboard": False}
+    # Ray's sockets have paths of at most 107 bytes.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ps-ray-", dir="/tmp") as folder:
         for name, value in variables.items():
             patch.setenv(name, value)
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray starts no simulated GPUs beside it
-        ray.init(num_gpus=4, num_cpus=4, log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+        for name in unset:
+            patch.delenv(name, raising=False)
+        ray.init(address="local", _temp_dir=folder, log_to_driver=False, logging_level="ERROR", **own)
         try:
             options = StartOptions(str(root / "ledger"), str(root / "logs"), interval_s=0.3)
             yield start(options), options
@@ -62,6 +70,10 @@ def until(client, condition, seconds=600):  # a loaded machine takes several tim
         assert time.monotonic() < deadline, (found, client._ask("about").problem)
         time.sleep(0.1)
     return found
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def pid_of(name):
@@ -195,6 +207,10 @@ def test_what_the_command_says(cluster, tmp_path, capsys, monkeypatch):
     until(client, lambda found: found["rigid"].state == "finished")
     assert main(["status", "--once"]) == 0
     assert "finished" in capsys.readouterr().out
+    folder = Path(options.logs, "rigid")
+    logs = list(folder.iterdir())
+    assert {path.suffix for path in logs} == {".log"}  # the run's secret is gone
+    assert (mode(folder), {mode(path) for path in (*logs, Path(options.ledger))}) == (0o700, {0o600})
     assert main(["cancel", "nobody"]) == 2
     assert "no job nobody that waits or runs" in capsys.readouterr().err
     with pytest.raises(ClusterError, match="runs on this cluster already"):
@@ -219,3 +235,46 @@ def test_twelve_jobs_share_four_gpus(cluster, tmp_path):
     for number, name in enumerate(names):
         check(tmp_path / name, alone[80 if number % 3 == 0 else 40])
     assert sum(found[name].num_failures for name in names) >= 2
+
+
+def command(*arguments, home):
+    environment = {**os.environ, "HOME": str(home)}
+    line = [sys.executable, "-m", "patrickstar", "ones", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_simulated_cluster_is_started_used_and_ended_beside_another_one(cluster, tmp_path, monkeypatch):
+    """The other one is where Ray would look first."""
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    assert command("stop", home=tmp_path)[0] == 2
+    try:
+        assert command("start", "--simulated-gpus", "2", home=tmp_path) == (0, any_text("schedules 2 GPUs"))
+        assert command("start", "--simulated-gpus", "2", home=tmp_path) == (2, any_text("runs here already"))
+        script = tmp_path / "script.py"
+        script.write_text("print('done')")
+        job = ["--name", "job", "--gpus", "1-2", "--global-batch", "12", "--epoch-samples", "120", str(script)]
+        assert command("submit", *job, home=tmp_path) == (0, any_text("it can run on 1, 2 of them"))
+        assert command("status", "--once", home=tmp_path) == (0, any_text("job"))
+    finally:
+        note = json.loads((tmp_path / ".patrickstar/ones/cluster.json").read_text())
+        assert command("stop", home=tmp_path) == (0, any_text("other clusters run on"))
+    assert not Path(note["folder"]).exists()
+    assert not Path(f"/proc/{note['pid']}").exists()
+    assert ray.cluster_resources()["GPU"] == 4
+    client, _ = cluster
+    assert client.about.cluster.num_gpus == 4
+
+
+class any_text:  # noqa: N801 (it is used as a function)
+    """Equal to any text that has this in it."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __eq__(self, other):
+        return self.part in other
+
+    def __repr__(self):
+        return f"...{self.part}..."

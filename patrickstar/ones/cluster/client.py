@@ -11,7 +11,6 @@ names, and goes on.
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,13 @@ import ray
 
 import patrickstar
 from patrickstar.ones.cluster.ledger import Ledger
+from patrickstar.ones.cluster.local_cluster import (
+    KnownCluster,
+    end_local_cluster,
+    known_cluster,
+    note_cluster,
+    start_local_cluster,
+)
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE, RayFleet
 from patrickstar.ones.cluster.scheduler import Row, Scheduler
 from patrickstar.ones.cluster.submission import Submission
@@ -127,7 +133,8 @@ class ClusterClient:
     """A scheduler from outside.
 
     Args:
-        address: of Ray; None: of the cluster to which this process is connected, or that runs on this machine.
+        address: of Ray; None: of the cluster to which this process is connected, else of that on which :func:`start`
+            was called last, else of the one that Ray finds (``RAY_ADDRESS``, this machine).
 
     Raises:
         ClusterError: nobody answers there, no scheduler runs, or it is another version.
@@ -190,21 +197,16 @@ class ClusterClient:
 
 
 def start(options: StartOptions, address: str | None = None, simulated_gpus: int | None = None) -> ClusterClient:
-    """Starts a scheduler, and before it, on this machine, a cluster with simulated GPUs where they are asked for.
+    """Starts a scheduler, and before it, where they are asked for, a cluster with simulated GPUs on this machine,
+    beside others that run here. Later commands of this user find the scheduler without an address.
 
     Raises:
         ClusterError: nobody answers at the address, a scheduler runs there already, or there are no GPUs.
         ValueError: there is no such policy.
     """
     make_policy(options.policy, options.seed)
-    if simulated_gpus is not None:
-        command = ["start", "--head", f"--num-gpus={simulated_gpus}", "--disable-usage-stats"]
-        started = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", *command], capture_output=True, text=True, check=False
-        )
-        if started.returncode != 0:
-            raise ClusterError(f"Ray did not start: {started.stdout[-500:]}{started.stderr[-500:]}")
-    _connect(address)
+    cluster = None if simulated_gpus is None else _start_simulated(simulated_gpus, address)
+    _connect(address if cluster is None else cluster.address)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(SchedulerService)
     try:
         ray.get_actor(_NAME, NAMESPACE)
@@ -214,17 +216,50 @@ def start(options: StartOptions, address: str | None = None, simulated_gpus: int
             ray.get(service.about.remote(), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayActorError as error:
             raise ClusterError(f"the scheduler ended as it began: {error}") from error
+        note_cluster(cluster or KnownCluster(ray.get_runtime_context().gcs_address))
         return ClusterClient(address)
     raise ClusterError("a scheduler runs on this cluster already; `patrickstar ones status` shows its jobs")
 
 
+def stop() -> None:
+    """Ends the cluster with simulated GPUs that :func:`start` has started, and all jobs on it; no other cluster.
+
+    Raises:
+        ClusterError: it does not run.
+    """
+    cluster = known_cluster()
+    if cluster is None or not cluster.is_own:
+        raise ClusterError(
+            "no cluster that `patrickstar ones start --simulated-gpus` has started runs here; others end as they were "
+            "started, with `ray stop` on their nodes"
+        )
+    end_local_cluster(cluster)
+
+
+def _start_simulated(num_gpus: int, address: str | None) -> KnownCluster:
+    if address is not None:
+        raise ClusterError(f"simulated GPUs are of a cluster of their own; leave --address {address} out")
+    before = known_cluster()
+    if before is not None and before.is_own:
+        raise ClusterError(
+            f"a cluster with simulated GPUs runs here already, at {before.address}; `patrickstar ones stop` ends it"
+        )
+    try:
+        return start_local_cluster(num_gpus)
+    except RuntimeError as error:
+        raise ClusterError(str(error)) from error
+
+
 def _connect(address: str | None) -> None:
+    """To the cluster at an address; None: to that of the last ``start``, else to the one that Ray finds."""
     if ray.is_initialized():
         return
+    known = known_cluster() if address is None else None
+    where = known.address if known is not None else address or "auto"
     try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=where, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         raise ClusterError(
-            f"no Ray cluster answers at {address or 'this machine'}; start one with `ray start --head`, or simulated "
+            f"no Ray cluster answers at {address or 'this machine'}; start one with `ray start --head`, or simulate "
             "GPUs with `patrickstar ones start --simulated-gpus 4`"
         ) from error
