@@ -48,6 +48,8 @@ Event ChunkMemory::upload_to(ArrayId id, void* to, const Slot& slot) {
     // Where it is an update's (backend.waits_on_host), this thread waits, and compute with it.
     const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
     backend().wait(Queue::kUpload, record.host_ready);
+    // Its writing back (engine/disk_states.h) is over with this upload, whose event takes its place below.
+    if (record.on_disk) backend().wait(Queue::kUpload, record.block_busy_until);
   }
   {
     const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
@@ -64,11 +66,14 @@ void ChunkMemory::download(ArrayId id) {
   const int64_t num_bytes = store_.num_bytes(id);
   backend().wait(Queue::kDownload, record.device_ready);
   backend().wait(Queue::kDownload, backend().record(Queue::kCompute));
-  if (record.block_busy_until != nullptr) {
-    // A gradient's own place, which the last update of states may still read.
+  // A gradient's own place, which the last update of states may still read, or memory that is lent (disk_states.h),
+  // which was another chunk's before.
+  for (const Event& event : {record.block_busy_until, record.host_ready}) {
+    if (event == nullptr) continue;
     const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostUpdate, id});
-    backend().wait(Queue::kDownload, std::exchange(record.block_busy_until, nullptr));
+    backend().wait(Queue::kDownload, event);
   }
+  record.block_busy_until = nullptr;
   {
     const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
     backend().copy(Queue::kDownload, record.block.data, record.slot.data, num_bytes);

@@ -64,7 +64,7 @@ void DiskStates::open() {
 
 void DiskStates::close() {
   for (Set& set : sets_) {
-    if (set.chunk >= 0) take_back(set);
+    take_back(set);
     for (const Event& event : set.busy) memory_.backend().settle(event);
   }
   for (const Event& event : {reads_.record(), writes_.record()}) memory_.backend().settle(event);
@@ -79,32 +79,30 @@ DiskStates::Set* DiskStates::find(ChunkId chunk) {
   return found == sets_.end() ? nullptr : &*found;
 }
 
-void DiskStates::fetch(ChunkId chunk) {
+void DiskStates::fetch(ChunkId chunk) { fetched(chunk); }
+
+DiskStates::Set& DiskStates::fetched(ChunkId chunk) {
   Set* set = find(chunk);
   if (set == nullptr) {
     set = &vacate_one();
-    set->chunk = chunk;
-    read(chunk, *set);
+    lend(*set, chunk);
   }
   set->last_use = ++clock_;
+  return *set;
 }
 
-// One that an update is to come for goes last.
 DiskStates::Set& DiskStates::vacate_one() {
   Set& oldest = *std::min_element(sets_.begin(), sets_.end(), [](const Set& a, const Set& b) {
-    return std::make_pair(a.is_expected, a.last_use) < std::make_pair(b.is_expected, b.last_use);
+    return std::make_pair(a.use, a.last_use) < std::make_pair(b.use, b.last_use);
   });
-  vacate(oldest);
+  if (oldest.use != Use::kFree) store(oldest.chunk);
+  take_back(oldest);
   return oldest;
 }
 
-void DiskStates::vacate(Set& set) {
-  if (set.chunk < 0) return;
-  store(set.chunk);
-  take_back(set);
-}
-
 void DiskStates::take_back(Set& set) {
+  if (set.use == Use::kFree) return;
+  set.busy.reserve(set.busy.size() + 2 * kMostStates);  // nothing below throws
   for (ArrayKind kind : states_of(set.chunk)) {
     ArrayRecord& record = memory_.array({set.chunk, kind});
     set.blocks[index_of(kind)] = std::move(record.block);
@@ -113,41 +111,45 @@ void DiskStates::take_back(Set& set) {
     record.on_host = false;
   }
   set.chunk = -1;
-  set.is_expected = false;
+  set.use = Use::kFree;
 }
 
-DiskStates::Piece DiskStates::piece(ArrayId id) {
+DiskStates::Piece DiskStates::piece(ArrayId id, const HostBlock& block) {
   Extent& extent = extents_[static_cast<size_t>(id.chunk)][index_of(id.kind)];
-  const int64_t num_bytes = DiskFile::round_up(memory_.layout().num_bytes(id));
-  return {id, {memory_.array(id).block.data, extent.offset, num_bytes}, &extent};
+  return {id, {block.data, extent.offset, DiskFile::round_up(memory_.layout().num_bytes(id))}, &extent};
 }
 
-void DiskStates::read(ChunkId chunk, Set& set) {
+void DiskStates::lend(Set& set, ChunkId chunk) {
   std::vector<Piece> pieces;
   std::vector<Event> written;
   int64_t num_bytes = 0;
   for (ArrayKind kind : states_of(chunk)) {
-    ArrayRecord& record = memory_.array({chunk, kind});
-    record.block = std::move(set.blocks[index_of(kind)]);
-    record.block.zeroed = false;
-    if (!record.on_disk) continue;
-    record.on_host = true;
-    pieces.push_back(piece({chunk, kind}));
+    if (!memory_.array({chunk, kind}).on_disk) continue;
+    pieces.push_back(piece({chunk, kind}, set.blocks[index_of(kind)]));
     written.push_back(pieces.back().extent->written);
     num_bytes += pieces.back().range.num_bytes;
   }
-  memory_.counters().disk_read_bytes += num_bytes;
   const SpanLabel label{
       Track::kDiskRead, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
   const std::shared_ptr<HostSpan> span = num_bytes > 0 ? memory_.tracer().open_host_span(label, nullptr) : nullptr;
-  const Event ready = reads_.submit([this, pieces, written, span, busy = std::exchange(set.busy, {})] {
+  const Event ready = reads_.submit([this, pieces, written, span, busy = set.busy] {
     const HostSpanEnd end(span.get());
     for (const Event& event : busy) memory_.backend().settle(event);
     for (const Event& event : written) memory_.backend().synchronize(event);
     const HostSpanScope scope(span.get());
     noting_failures([&] { run_read(pieces); });
   });
-  for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).host_ready = ready;
+  set.busy.clear();
+  set.chunk = chunk;
+  set.use = Use::kLent;
+  memory_.counters().disk_read_bytes += num_bytes;
+  for (ArrayKind kind : states_of(chunk)) {
+    ArrayRecord& record = memory_.array({chunk, kind});
+    record.block = std::move(set.blocks[index_of(kind)]);
+    record.block.zeroed = false;
+    record.on_host = record.on_disk;
+    record.host_ready = ready;
+  }
 }
 
 void DiskStates::run_read(const std::vector<Piece>& pieces) {
@@ -167,21 +169,19 @@ void DiskStates::run_read(const std::vector<Piece>& pieces) {
 }
 
 void DiskStates::store(ChunkId chunk) {
-  Set* set = find(chunk);
-  if (set == nullptr) return;
+  if (find(chunk) == nullptr) return;
   std::vector<Piece> pieces;
   std::vector<Event> after;
   int64_t num_bytes = 0;
   for (ArrayKind kind : states_of(chunk)) {
-    ArrayRecord& record = memory_.array({chunk, kind});
+    const ArrayRecord& record = memory_.array({chunk, kind});
     if (!record.on_host || record.on_disk) continue;
-    pieces.push_back(piece({chunk, kind}));
+    pieces.push_back(piece({chunk, kind}, record.block));
     after.push_back(record.host_ready);
     after.push_back(record.block_busy_until);
     num_bytes += pieces.back().range.num_bytes;
   }
   if (pieces.empty()) return;
-  memory_.counters().disk_written_bytes += num_bytes;
   const SpanLabel label{
       Track::kDiskWrite, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
   const std::shared_ptr<HostSpan> span = memory_.tracer().open_host_span(label, nullptr);
@@ -191,6 +191,7 @@ void DiskStates::store(ChunkId chunk) {
     const HostSpanScope scope(span.get());
     noting_failures([&] { run_write(pieces); });
   });
+  memory_.counters().disk_written_bytes += num_bytes;
   for (const Piece& piece : pieces) {
     ArrayRecord& record = memory_.array(piece.id);
     record.on_disk = true;
@@ -209,28 +210,30 @@ void DiskStates::run_write(const std::vector<Piece>& pieces) {
 void DiskStates::store_updated(ChunkId chunk) {
   store(chunk);
   running_order_.push_back(chunk);
-  if (Set* set = find(chunk)) set->is_expected = false;
+  if (Set* set = find(chunk)) set->use = Use::kLent;
   const auto found = std::find(order_.begin(), order_.end(), chunk);
   const auto ahead = static_cast<std::ptrdiff_t>(sets_.size());
-  if (order_.end() - found > ahead && is_home_of(found[ahead])) {
-    fetch(found[ahead]);
-    find(found[ahead])->is_expected = true;
-  }
+  if (order_.end() - found > ahead && is_home_of(found[ahead])) fetched(found[ahead]).use = Use::kExpected;
 }
 
 void DiskStates::expect_updates() {
   if (sets_.empty()) return;
   if (!running_order_.empty()) order_ = std::exchange(running_order_, {});
-  for (Set& set : sets_) set.is_expected = false;
+  expect_nothing();
   const size_t count = std::min(sets_.size(), order_.size());
   // None of them makes room for another one.
   for (size_t i = 0; i < count; ++i) {
-    if (Set* set = find(order_[i])) set->is_expected = true;
+    if (Set* set = find(order_[i])) set->use = Use::kExpected;
   }
   for (size_t i = 0; i < count; ++i) {
-    if (!is_home_of(order_[i])) continue;
-    fetch(order_[i]);
-    find(order_[i])->is_expected = true;
+    if (is_home_of(order_[i])) fetched(order_[i]).use = Use::kExpected;
+  }
+}
+
+void DiskStates::expect_nothing() {
+  running_order_.clear();
+  for (Set& set : sets_) {
+    if (set.use == Use::kExpected) set.use = Use::kLent;
   }
 }
 

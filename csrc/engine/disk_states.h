@@ -15,6 +15,10 @@
 //   ... submit an update that waits for host_ready and sets it ...
 //   disk.store(chunk);      // written back behind that; the set goes to the next chunk when it is
 //
+// [Note: lent memory] A set has one chunk at a time. The next one gets it while transfers and updates of the last one
+// still run: host_ready of its records is complete when they are over, also where nothing is read for it. So whoever
+// writes a block waits for host_ready and block_busy_until, be it a read, an update or what comes down from the device.
+//
 // The file has no room for other bytes than these: a chunk has its extents there from open() on. What was written is
 // checked when it is read, by a CRC-32C that stays in memory. What fails throws DiskError, to whoever waits for the
 // states ([Note: failures travel with events]), and from check() to the next step.
@@ -64,6 +68,9 @@ class DiskStates {
   void store_updated(ChunkId chunk);
   // Updates come, in the order of the last step: the first ones' states are fetched.
   void expect_updates();
+  // They do not come: a backward was given up, or its gradients were. What is read for them stays until others need the
+  // memory.
+  void expect_nothing();
   // They are not at home here any more: their values are elsewhere or not wanted, and their blocks come back.
   void forget(ChunkId chunk);
   // They are at home on the host from now on, in these blocks: one for each of the chunk's states.
@@ -78,12 +85,17 @@ class DiskStates {
   std::string how() const { return file_ == nullptr ? std::string() : file_->how(); }
 
  private:
+  enum class Use : uint8_t {
+    kFree,      // no chunk has it
+    kLent,      // a chunk has it
+    kExpected,  // a chunk has it whose update is to come: it makes room for another one last
+  };
   struct Set {
-    std::array<HostBlock, 3> blocks;  // for each of optimizer_arrays(), while no chunk has it
-    ChunkId chunk = -1;
+    std::array<HostBlock, 3> blocks;  // for each of optimizer_arrays(), while it is free
+    Use use = Use::kFree;
+    ChunkId chunk = -1;       // that has it
     std::vector<Event> busy;  // what may still use its memory, of chunks that had it before
     int64_t last_use = 0;
-    bool is_expected = false;  // fetched for an update that is to come
   };
   // What the disk has of an array.
   struct Extent {
@@ -98,14 +110,15 @@ class DiskStates {
   };
 
   StateKinds states_of(ChunkId chunk) const { return memory_.layout().chunk(chunk).state_kinds(); }
-  Piece piece(ArrayId id);
+  Piece piece(ArrayId id, const HostBlock& block);
   Set* find(ChunkId chunk);
-  // The one that was used longest ago, without a chunk.
+  // The chunk's set, which it gets if it has none.
+  Set& fetched(ChunkId chunk);
+  // The one that was used longest ago, free.
   Set& vacate_one();
-  void vacate(Set& set);
   // Its blocks back from the chunk that has it.
   void take_back(Set& set);
-  void read(ChunkId chunk, Set& set);
+  void lend(Set& set, ChunkId chunk);
   void run_read(const std::vector<Piece>& pieces);
   void run_write(const std::vector<Piece>& pieces);
   // The same, but that what it throws is known to check().

@@ -276,7 +276,7 @@ bool Pager::push_out(ArrayId id, HostRoom room) {
   if (!array.on_device) return true;
   if (!array.on_host) {
     if (!reserve_value_of(id, room) || !reserve_rest_of(id, room) || !reserve_block(id, room)) return false;
-    memory_.download(id);
+    if (!array.on_host) memory_.download(id);  // else the disk has it
   }
   memory_.leave_device(id);
   return true;

@@ -560,6 +560,7 @@ void Runtime::abort_backward() {
   open->updates.forget_committed();
   open->updates.cancel_all();
   open->flow.abort_backward();
+  open->disk.expect_nothing();
 }
 
 double Runtime::prepare_step(std::vector<ParamId> left_out) {
@@ -606,6 +607,7 @@ void Runtime::clear_gradients() {
   open->updates.check_nothing_committed("gradients were to be forgotten");
   open->updates.cancel_all();
   open->flow.clear();
+  open->disk.expect_nothing();
   forget_running_step(*open);
 }
 

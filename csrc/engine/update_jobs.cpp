@@ -174,7 +174,8 @@ Event HostUpdates::submit(HostUpdate update) {
 bool HostUpdates::is_ready(const HostUpdate& update) const {
   const auto is_over = [this](const Event& event) { return backend_.is_over(event); };
   return update.is_cancelled() ||
-         (std::all_of(update.after.begin(), update.after.end(), is_over) && is_over(update.states));
+         (std::all_of(update.after.begin(), update.after.end(), is_over) &&
+          std::all_of(update.states.begin(), update.states.end(), is_over));
 }
 
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
@@ -209,9 +210,9 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
 }
 
 void HostUpdates::await_states(const HostUpdate& update) {
-  if (update.states == nullptr) return;
+  if (update.states.empty()) return;
   const TraceClock::time_point begin = TraceClock::now();
-  backend_.synchronize(update.states);
+  for (const Event& event : update.states) backend_.synchronize(event);
   waited_nanoseconds_ += std::chrono::nanoseconds(TraceClock::now() - begin).count();
 }
 

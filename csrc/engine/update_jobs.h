@@ -109,7 +109,7 @@ struct HostUpdate {
   std::vector<Restore> restores;
   std::vector<Carry> carries;
   std::vector<Event> after;                            // downloads of the gradients, updates before it
-  Event states;                                        // read from the disk; null: they were there
+  std::vector<Event> states;                           // read from the disk, or on their way down
   std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
 
   bool is_cancelled() const { return cancelled != nullptr && *cancelled; }

@@ -368,9 +368,9 @@ void Updates::bring_states_to_host(ChunkId chunk, HostUpdate& update) {
       pager_.bring_to_host(id);
       continue;
     }
-    ArrayRecord& record = memory_.array(id);
-    update.after.push_back(std::exchange(record.block_busy_until, nullptr));
-    if (record.host_ready != nullptr) update.states = record.host_ready;
+    const ArrayRecord& record = memory_.array(id);
+    update.after.push_back(record.block_busy_until);
+    if (record.host_ready != nullptr) update.states.push_back(record.host_ready);
   }
 }
 

@@ -141,6 +141,37 @@ def test_random_delays(seed, speculation, tmp_path):
     check_passed_through(run.report)
 
 
+def test_states_that_come_back_from_the_device(tmp_path):
+    """A forward without a backward, and a backward that is interrupted, leave the plan: gradients find no room on the
+    host, and chunks are updated on the device. Their states come down into memory whose last chunk a slow disk is still
+    writing.
+    """
+    expected = train(GPT2, config_of(), steps=STEPS + 1)
+    device_bytes = least_device_memory(GPT2, config_of(), steps=2) + needed(GPT2, "bf16")[0] // 2
+    batch = token_batch(torch.Generator().manual_seed(0))
+
+    def interfere(engine, step):
+        engine._session.runtime.disk_faults.seconds_per_piece = 2e-3
+        if step == 2:
+            engine(**batch)
+        if step == 3:
+            interrupt_backward(engine, engine(**batch)["loss"])
+
+    run = train(GPT2, on_disk(tmp_path, device_memory=device_bytes), steps=STEPS + 1, before_step=interfere)
+    assert_same(run, expected)
+    assert run.report["num_pressure_evictions"] > 0
+
+
+def interrupt_backward(engine, loss):
+    def interrupt(_gradient):
+        raise KeyboardInterrupt
+
+    handle = engine.module.transformer.h[6].mlp.c_fc.weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(loss)
+    handle.remove()
+
+
 def test_three_tiers(tmp_path):
     """With room on the device states move there, and others from the disk to where these were."""
     expected = train(GPT2, config_of(), steps=STEPS)
