@@ -66,13 +66,15 @@ class Backend : public DeviceAllocator {
   // Later work of `queue` starts after `event`. On the CPU's compute queue, and for an event of the host's on CUDA,
   // this blocks the caller, and throws what the work before the event has failed with.
   virtual void wait(Queue queue, const Event& event) = 0;
-  // These three may be called by any thread at any time. Blocks until the work before `event` is done; throws what it
+  // These four may be called by any thread at any time. Blocks until the work before `event` is done; throws what it
   // has failed with.
   virtual void synchronize(const Event& event) = 0;
   // Blocks until that work is over, however it ended: its memory may be used again ([Note: failures travel with
   // events]).
   virtual void settle(const Event& event) noexcept = 0;
   virtual bool is_over(const Event& event) = 0;
+  // Blocks until all work of the queue is over, and needs no memory for that (QueueGuard).
+  virtual void drain(Queue queue) noexcept = 0;
   // Whether wait(kUpload or kDownload, event) would block the caller until the event's work is over: on CUDA, when it
   // is the host's (a stream cannot wait for it).
   virtual bool waits_on_host(const Event& event) = 0;
@@ -125,6 +127,31 @@ class Backend : public DeviceAllocator {
   virtual bool may_exceed_limit() const = 0;
   virtual void set_limit_policy(LimitPolicy policy) = 0;
   virtual void set_pressure_handler(PressureHandler* handler) = 0;
+};
+
+// Around calls on one queue that use memory whose owner learns of them by an event at the end: where one throws before
+// that, what was enqueued is over when this is destroyed.
+class QueueGuard {
+ public:
+  QueueGuard(Backend& backend, Queue queue) : backend_(&backend), queue_(queue) {}
+  ~QueueGuard() {
+    if (backend_ != nullptr) backend_->drain(queue_);
+  }
+  QueueGuard(const QueueGuard&) = delete;
+  QueueGuard& operator=(const QueueGuard&) = delete;
+
+  // The event, which ends this.
+  Event record() {
+    Event event = backend_->record(queue_);
+    release();
+    return event;
+  }
+  // Another queue's event waits for this one's work.
+  void release() { backend_ = nullptr; }
+
+ private:
+  Backend* backend_;
+  Queue queue_;
 };
 
 // `limit_bytes` may be kUnlimited. Throws SystemError when the device cannot be used. On the simulated device

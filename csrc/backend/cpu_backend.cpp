@@ -46,6 +46,8 @@ class SimulatedQueue {
     });
   }
 
+  void drain() { queue_.drain(); }
+
  private:
   std::exception_ptr failure_;  // of the worker's thread
   WorkQueue queue_;
@@ -64,12 +66,12 @@ class CpuBackend final : public Backend {
 
   void* allocate(int64_t num_bytes) override {
     if (!meter_->try_add_slot(num_bytes)) return nullptr;
-    return allocate_memory(num_bytes);
+    return allocate_slot(num_bytes);
   }
   void* allocate_over_limit(int64_t num_bytes) override {
     if (meter_->policy_ == LimitPolicy::kEnforce) return nullptr;
     meter_->add_slot_over_limit(num_bytes);
-    return allocate_memory(num_bytes);
+    return allocate_slot(num_bytes);
   }
   void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
     settle(busy.copied);
@@ -82,8 +84,9 @@ class CpuBackend final : public Backend {
 
   void* allocate_of_tide(int64_t num_bytes, BusyUntil&) override {
     if (lent_tide_bytes_ + num_bytes > left_by_tide_bytes_) return nullptr;
+    void* data = allocate_memory(num_bytes);
     lent_tide_bytes_ += num_bytes;
-    return allocate_memory(num_bytes);
+    return data;
   }
   void free_of_tide(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
     settle(busy.copied);
@@ -123,6 +126,9 @@ class CpuBackend final : public Backend {
     if (event != nullptr) static_cast<HostEvent&>(*event).settle();
   }
   bool is_over(const Event& event) override { return event == nullptr || static_cast<HostEvent&>(*event).is_over(); }
+  void drain(Queue queue) noexcept override {
+    if (queue != Queue::kCompute) worker(queue).drain();
+  }
 
   bool waits_on_host(const Event&) override { return false; }
 
@@ -172,6 +178,15 @@ class CpuBackend final : public Backend {
              " bytes for the simulated device: ", std::strerror(error), "; lower device_memory");
     if (alignment == kHugePage) madvise(pointer, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint
     return pointer;
+  }
+
+  void* allocate_slot(int64_t num_bytes) {
+    try {
+      return allocate_memory(num_bytes);
+    } catch (...) {
+      meter_->subtract_slot(num_bytes);
+      throw;
+    }
   }
 
   SimulatedQueue& worker(Queue queue) { return workers_[static_cast<size_t>(queue) - 1]; }

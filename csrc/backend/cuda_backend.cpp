@@ -251,6 +251,7 @@ class CudaBackend final : public Backend {
     if (is_running) cudaGetLastError();  // the next launch of this thread would take it for its own
     return !is_running;
   }
+  void drain(Queue queue) noexcept override { cudaStreamSynchronize(stream(queue)); }
   bool waits_on_host(const Event& event) override {
     HostEvent* host = event == nullptr ? nullptr : host_event(event);
     return host != nullptr && !host->is_over();

@@ -59,6 +59,7 @@ class DelayingBackend final : public Backend {
   void wait(Queue queue, const Event& event) override { inner_->wait(queue, event); }
   void settle(const Event& event) noexcept override { inner_->settle(event); }
   bool is_over(const Event& event) override { return inner_->is_over(event); }
+  void drain(Queue queue) noexcept override { inner_->drain(queue); }
   bool waits_on_host(const Event& event) override { return inner_->waits_on_host(event); }
   Mark mark(Queue queue) override { return inner_->mark(queue); }
   double seconds_between(const Mark& begin, const Mark& end) override { return inner_->seconds_between(begin, end); }

@@ -77,6 +77,11 @@ void register_options(py::module_& module) {
       .value("AGAIN", Attempt::kAgain)
       .value("LAST", Attempt::kLast)
       .value("ONLY", Attempt::kOnly);
+  py::enum_<StepProgress>(module, "StepProgress", "How far a step that has failed had come (engine/runtime.h).")
+      .value("UNTOUCHED", StepProgress::kUntouched)
+      .value("IN_PART", StepProgress::kInPart)
+      .value("TORN", StepProgress::kTorn)
+      .value("ENDING", StepProgress::kEnding);
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
@@ -445,6 +450,7 @@ void register_runtime(py::module_& module) {
       .def("prepare_step", &Runtime::prepare_step, py::arg("left_out") = std::vector<ParamId>(), ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())
       .def("skip_step", &Runtime::skip_step, ReleaseGil())
+      .def("drop_step", &Runtime::drop_step, ReleaseGil())
       .def("clear_gradients", &Runtime::clear_gradients, ReleaseGil())
       .def("forget_plan", &Runtime::forget_plan, ReleaseGil())
       .def("clear_gradient", &Runtime::clear_gradient, ReleaseGil())
@@ -463,6 +469,7 @@ void register_runtime(py::module_& module) {
           "disk_faults", [](Runtime& self) { return without_gil(self, &Runtime::disk_faults); },
           "What a test makes the disk do.")
       .def_property_readonly("closed", [](Runtime& self) { return without_gil(self, &Runtime::closed); })
+      .def_property_readonly("step_progress", [](Runtime& self) { return without_gil(self, &Runtime::step_progress); })
       .def_property_readonly("num_committed", [](Runtime& self) { return without_gil(self, &Runtime::num_committed); })
       .def_property_readonly(
           "replays", [](Runtime& self) { return without_gil(self, &Runtime::replays); },

@@ -43,29 +43,36 @@ ThreadPool::~ThreadPool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::parallel_for(int64_t size, int64_t grain, const std::function<void(int64_t, int64_t)>& fn,
-                              Priority priority) {
+void ThreadPool::Loops::add(Loop& loop) {
+  Loop** end = &oldest;
+  while (*end != nullptr) end = &(*end)->younger;
+  *end = &loop;
+}
+
+void ThreadPool::Loops::remove(Loop& loop) {
+  Loop** place = &oldest;
+  while (*place != &loop) place = &(*place)->younger;
+  *place = loop.younger;
+}
+
+void ThreadPool::run(int64_t size, int64_t grain, Body body, Priority priority) {
   if (size <= 0) return;
   grain = std::max<int64_t>(grain, 1);
-  if (workers_.empty() || size <= grain) {
-    fn(0, size);
-    return;
-  }
+  if (workers_.empty() || size <= grain) return body(0, size);
   const int64_t grains = (size + grain - 1) / grain;
   const bool is_urgent = priority == Priority::kUrgent;
   const int64_t pieces = is_urgent ? std::min(grains, kPiecesPerThread * num_threads()) : grains;
-  Loop loop{fn, priority, size, (grains + pieces - 1) / pieces * grain};
-  Loops::iterator place;
+  Loop loop{body, priority, size, (grains + pieces - 1) / pieces * grain};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    place = loops(priority).insert(loops(priority).end(), &loop);
+    loops(priority).add(loop);
     num_urgent_ += is_urgent ? 1 : 0;
   }
   changed_.notify_all();
   while (run_piece(loop)) {
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  loops(priority).erase(place);
+  loops(priority).remove(loop);
   num_urgent_ -= is_urgent ? 1 : 0;
   left_.wait(lock, [&loop] { return loop.num_helpers == 0; });
   if (loop.error) std::rethrow_exception(loop.error);
@@ -73,7 +80,7 @@ void ThreadPool::parallel_for(int64_t size, int64_t grain, const std::function<v
 
 ThreadPool::Loop* ThreadPool::choose_loop() {
   for (const Loops& loops : loops_) {
-    for (Loop* loop : loops) {
+    for (Loop* loop = loops.oldest; loop != nullptr; loop = loop->younger) {
       if (loop->next < loop->size) return loop;
     }
   }
@@ -99,7 +106,7 @@ bool ThreadPool::run_piece(Loop& loop) {
   const int64_t begin = loop.next.fetch_add(loop.piece);
   if (begin >= loop.size) return false;
   try {
-    loop.fn(begin, std::min(begin + loop.piece, loop.size));
+    loop.body(begin, std::min(begin + loop.piece, loop.size));
   } catch (...) {
     keep_error(loop);
   }

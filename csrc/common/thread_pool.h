@@ -10,6 +10,8 @@
 // first touch of host memory, which may take seconds) only while there is no urgent one, and return to look for one
 // after each piece, which is of one grain.
 //
+// A loop allocates nothing, so that what has begun is not left half done where memory has run out.
+//
 // Workers may be pinned, each to a CPU (common/host_threads.h chooses them); callers are left where they are. A CPU
 // that the system refuses leaves its worker free.
 //
@@ -22,8 +24,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <functional>
-#include <list>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -50,21 +50,41 @@ class ThreadPool {
 
   // Calls fn(begin, end) on disjoint ranges that cover [0, size); each range starts at a multiple of `grain`. Returns
   // when all are done. What fn throws first is rethrown, and pieces that nobody has taken by then are left out.
-  void parallel_for(int64_t size, int64_t grain, const std::function<void(int64_t, int64_t)>& fn,
-                    Priority priority = Priority::kUrgent);
+  template <typename Function>
+  void parallel_for(int64_t size, int64_t grain, const Function& fn, Priority priority = Priority::kUrgent) {
+    run(size, grain,
+        {&fn, [](const void* function, int64_t begin,
+                 int64_t end) { (*static_cast<const Function*>(function))(begin, end); }},
+        priority);
+  }
 
  private:
+  // A caller's function, which it keeps.
+  struct Body {
+    const void* function;
+    void (*call)(const void* function, int64_t begin, int64_t end);
+
+    void operator()(int64_t begin, int64_t end) const { call(function, begin, end); }
+  };
   struct Loop {
-    const std::function<void(int64_t, int64_t)>& fn;
+    Body body;
     Priority priority;
     int64_t size;
-    int64_t piece;                       // elements that a thread takes at a time
-    std::atomic<int64_t> next{0};        // where the next piece starts
-    int num_helpers = 0;                 // workers that may be in fn; guarded by mutex_
-    std::exception_ptr error = nullptr;  // guarded by mutex_
+    int64_t piece;                 // elements that a thread takes at a time
+    std::atomic<int64_t> next{0};  // where the next piece starts
+    int num_helpers = 0;           // workers that may be in body; guarded by mutex_, as the following
+    std::exception_ptr error = nullptr;
+    Loop* younger = nullptr;  // of the same priority
   };
-  using Loops = std::list<Loop*>;
+  // Loops of one priority, the oldest first.
+  struct Loops {
+    Loop* oldest = nullptr;
 
+    void add(Loop& loop);
+    void remove(Loop& loop);
+  };
+
+  void run(int64_t size, int64_t grain, Body body, Priority priority);
   void work();
   // The loop that a worker should help, or null. The lock is held.
   Loop* choose_loop();

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "common/event.h"
@@ -113,6 +114,23 @@ class HostSpanEnd {
   HostSpan* span_;
 };
 
+// Around handing a task over: where that fails no task ends its span.
+class UnsubmittedSpan {
+ public:
+  explicit UnsubmittedSpan(HostSpan* span) : span_(span) {}
+  ~UnsubmittedSpan() {
+    if (span_ != nullptr) span_->done.complete();
+  }
+  UnsubmittedSpan(const UnsubmittedSpan&) = delete;
+  UnsubmittedSpan& operator=(const UnsubmittedSpan&) = delete;
+
+  // The task's own HostSpanEnd ends it.
+  void submitted() { span_ = nullptr; }
+
+ private:
+  HostSpan* span_;
+};
+
 class Tracer {
  public:
   virtual ~Tracer() = default;
@@ -121,15 +139,15 @@ class Tracer {
 
   // A moment begins: what it waits for from here on is its own.
   void begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
-    if (on_) do_begin_moment(phase, acquired);
+    if (on_) observe([&] { do_begin_moment(phase, acquired); });
   }
   // Its arrays are there; memory counts as the moment's from here on.
   void settle_moment() {
-    if (on_) do_settle_moment();
+    if (on_) observe([&] { do_settle_moment(); });
   }
   // Device memory changed hands.
   void sample_memory() {
-    if (on_) do_sample_memory();
+    if (on_) observe([&] { do_sample_memory(); });
   }
   // Null when nobody wants to know. `dropped` may be null; true by the end means that the result was not used.
   virtual std::shared_ptr<HostSpan> open_host_span(const SpanLabel& label,
@@ -137,6 +155,17 @@ class Tracer {
 
  protected:
   friend class TraceScope;
+  // Runs `function`; where there is no memory for a trace, the traced work goes on without one.
+  template <typename Function>
+  void observe(const Function& function) {
+    try {
+      function();
+    } catch (const std::bad_alloc&) {
+      give_up();
+    }
+  }
+  // The trace of the running step.
+  virtual void give_up() = 0;
   virtual void do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) = 0;
   virtual void do_settle_moment() = 0;
   virtual void do_sample_memory() = 0;
@@ -151,7 +180,7 @@ class TraceScope {
  public:
   TraceScope(Tracer& tracer, const SpanLabel& label)
       : tracer_(tracer.is_on() ? &tracer : nullptr), track_(label.track) {
-    if (tracer_ != nullptr) tracer_->begin_span(label);
+    if (tracer_ != nullptr) tracer_->observe([&] { tracer_->begin_span(label); });
   }
   ~TraceScope() {
     if (tracer_ == nullptr) return;

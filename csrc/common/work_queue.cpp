@@ -26,6 +26,11 @@ Event WorkQueue::submit(std::function<void()> task, std::optional<Need> need) {
   return done;
 }
 
+void WorkQueue::drain() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  task_over_.wait(lock, [this] { return tasks_.empty() && !running_; });
+}
+
 int64_t WorkQueue::num_over() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return num_over_;

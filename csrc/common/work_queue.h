@@ -45,6 +45,8 @@ class WorkQueue {
   Event record() {
     return submit([] {});
   }
+  // Returns when all tasks are over.
+  void drain();
   // Of all tasks so far.
   int64_t num_over();
   // Returns when more than `num_seen` tasks are over; false where none is left that could be.

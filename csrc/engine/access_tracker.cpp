@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "common/check.h"
+#include "common/reserve.h"
 
 namespace patrickstar {
 
@@ -13,11 +15,12 @@ AccessTracker::AccessTracker(Pager& pager, GradientFlow& gradients, RankTurns& t
 
 Tick AccessTracker::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
   release_transient();
+  std::vector<ParamId> held = params;
+  reserve_one(scopes_);  // what is acquired has its holder, whatever fails
   acquire(params);
   const Tick begin = tick();
-  const bool transient = until == HoldUntil::kNextEvent;
-  if (transient) transient_ = params;
-  scopes_.push_back({begin, transient ? std::vector<ParamId>{} : params, until});
+  if (until == HoldUntil::kNextEvent) transient_.swap(held);
+  scopes_.push_back({begin, std::move(held), until});
   return begin;
 }
 
@@ -35,7 +38,12 @@ Tick AccessTracker::touch(const std::vector<ParamId>& params) {
     acquire_in_turn(params);
     const bool transient = scopes_.empty() || scopes_.back().until == HoldUntil::kNextEvent;
     auto& holder = transient ? transient_ : scopes_.back().params;
-    holder.insert(holder.end(), params.begin(), params.end());
+    try {
+      holder.insert(holder.end(), params.begin(), params.end());
+    } catch (...) {
+      release(params, forward_release_state());
+      throw;
+    }
   }
   return tick();
 }
@@ -52,20 +60,30 @@ void AccessTracker::acquire_in_turn(const std::vector<ParamId>& params) {
 
 void AccessTracker::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
   release_transient();
-  std::vector<Hold> over;
-  const auto still_open =
-      std::stable_partition(backward_.begin(), backward_.end(), [end](const Hold& hold) { return hold.begin <= end; });
-  std::move(still_open, backward_.end(), std::back_inserter(over));
-  backward_.erase(still_open, backward_.end());
-  for (const Hold& hold : over) release(hold.params, State::kHoldAfterBwd);
+  Hold hold{begin, params, HoldUntil::kScopeEnd};
+  reserve_one(backward_);
+  const auto first_over =
+      std::stable_partition(backward_.begin(), backward_.end(), [end](const Hold& held) { return held.begin <= end; });
+  const std::vector<Hold> over(std::make_move_iterator(first_over), std::make_move_iterator(backward_.end()));
+  backward_.erase(first_over, backward_.end());
+  release(over);
+  retire(over);
   acquire(params);
-  backward_.push_back({begin, params, HoldUntil::kScopeEnd});
+  backward_.push_back(std::move(hold));
 }
 
 void AccessTracker::release_all() {
   release_transient();
   while (!scopes_.empty()) close_scope();
-  for (const Hold& hold : std::exchange(backward_, {})) release(hold.params, State::kHoldAfterBwd);
+  const std::vector<Hold> over = std::exchange(backward_, {});
+  release(over);
+  retire(over);
+}
+
+void AccessTracker::abandon_all() {
+  release_transient();
+  while (!scopes_.empty()) close_scope();
+  release(std::exchange(backward_, {}));
 }
 
 void AccessTracker::release_transient() {
@@ -120,16 +138,23 @@ void AccessTracker::bring(const std::vector<ArrayId>& arrays) {
 }
 
 void AccessTracker::release(const std::vector<ParamId>& params, State to) {
-  const auto chunk_of = [this](ParamId param) { return store_.layout().placement(param).chunk; };
   for (ParamId param : params) {
-    --store_.array({chunk_of(param), ArrayKind::kParam}).holds;
+    --store_.array({store_.layout().placement(param).chunk, ArrayKind::kParam}).holds;
     if (--store_.uses(param) == 0) store_.move_param(param, to);
   }
-  if (to != State::kHoldAfterBwd) return;
-  ChunkId last = -1;
-  for (ParamId param : params) {
-    const ChunkId chunk = chunk_of(param);
-    if (chunk != std::exchange(last, chunk)) gradients_.retire_if_complete(chunk);
+}
+
+void AccessTracker::release(const std::vector<Hold>& holds) {
+  for (const Hold& hold : holds) release(hold.params, State::kHoldAfterBwd);
+}
+
+void AccessTracker::retire(const std::vector<Hold>& holds) {
+  for (const Hold& hold : holds) {
+    ChunkId last = -1;
+    for (ParamId param : hold.params) {
+      const ChunkId chunk = store_.layout().placement(param).chunk;
+      if (chunk != std::exchange(last, chunk)) gradients_.retire_if_complete(chunk);
+    }
   }
 }
 

@@ -58,8 +58,10 @@ class AccessTracker {
 
   // The backward of a use that ran in [begin, end] is about to start.
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params);
-  // Releases everything: the end of a forward, a backward, or an error.
+  // Releases everything: the end of a forward or a backward.
   void release_all();
+  // The same after an error: what is complete does not retire, so that no update begins.
+  void abandon_all();
   // Releases what is held until the next event only.
   void release_transient();
 
@@ -75,6 +77,8 @@ class AccessTracker {
   // As acquire(); where there is no room, the user's own earlier accesses make it.
   void acquire_in_turn(const std::vector<ParamId>& params);
   void release(const std::vector<ParamId>& params, State to);
+  void release(const std::vector<Hold>& holds);
+  void retire(const std::vector<Hold>& holds);
   State forward_release_state() const;
 
   Pager& pager_;

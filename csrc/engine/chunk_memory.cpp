@@ -43,6 +43,7 @@ void ChunkMemory::upload(ArrayId id) {
 Event ChunkMemory::upload_to(ArrayId id, void* to, const Slot& slot) {
   ArrayRecord& record = array(id);
   const int64_t num_bytes = store_.num_bytes(id);
+  QueueGuard uploads(backend(), Queue::kUpload);
   await_slot(Queue::kUpload, slot);
   {
     // Where it is an update's (backend.waits_on_host), this thread waits, and compute with it.
@@ -55,7 +56,7 @@ Event ChunkMemory::upload_to(ArrayId id, void* to, const Slot& slot) {
     const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
     backend().copy(Queue::kUpload, to, record.block.data, num_bytes);
   }
-  record.block_busy_until = backend().record(Queue::kUpload);
+  record.block_busy_until = uploads.record();
   counters_.uploaded_bytes += num_bytes;
   return record.block_busy_until;
 }
@@ -64,6 +65,7 @@ void ChunkMemory::download(ArrayId id) {
   ArrayRecord& record = array(id);
   PS_CHECK(record.on_device && record.block, StateError, store_.describe(id), " has nothing to download or no block");
   const int64_t num_bytes = store_.num_bytes(id);
+  QueueGuard downloads(backend(), Queue::kDownload);
   backend().wait(Queue::kDownload, record.device_ready);
   backend().wait(Queue::kDownload, backend().record(Queue::kCompute));
   // A gradient's own place, which the last update of states may still read, or memory that is lent (disk_states.h),
@@ -73,12 +75,12 @@ void ChunkMemory::download(ArrayId id) {
     const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostUpdate, id});
     backend().wait(Queue::kDownload, event);
   }
-  record.block_busy_until = nullptr;
   {
     const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
     backend().copy(Queue::kDownload, record.block.data, record.slot.data, num_bytes);
   }
-  record.host_ready = backend().record(Queue::kDownload);
+  record.host_ready = downloads.record();
+  record.block_busy_until = nullptr;
   record.slot.busy.copied = record.host_ready;
   record.on_host = true;
   counters_.downloaded_bytes += num_bytes;

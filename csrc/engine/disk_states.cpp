@@ -119,30 +119,41 @@ DiskStates::Piece DiskStates::piece(ArrayId id, const HostBlock& block) {
   return {id, {block.data, extent.offset, DiskFile::round_up(memory_.layout().num_bytes(id))}, &extent};
 }
 
+DiskStates::Passage DiskStates::prepare(DiskDirection direction, std::vector<Piece> pieces) {
+  std::vector<DiskRange> ranges;
+  Passage passage;
+  for (const Piece& piece : pieces) {
+    ranges.push_back(piece.range);
+    passage.num_bytes += piece.range.num_bytes;
+  }
+  passage.transfer = file_->prepare(direction, ranges);
+  passage.pieces = std::move(pieces);
+  return passage;
+}
+
 void DiskStates::lend(Set& set, ChunkId chunk) {
   std::vector<Piece> pieces;
   std::vector<Event> written;
-  int64_t num_bytes = 0;
   for (ArrayKind kind : states_of(chunk)) {
     if (!memory_.array({chunk, kind}).on_disk) continue;
     pieces.push_back(piece({chunk, kind}, set.blocks[index_of(kind)]));
     written.push_back(pieces.back().extent->written);
-    num_bytes += pieces.back().range.num_bytes;
   }
-  const SpanLabel label{
-      Track::kDiskRead, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
-  const std::shared_ptr<HostSpan> span = num_bytes > 0 ? memory_.tracer().open_host_span(label, nullptr) : nullptr;
-  const Event ready = reads_.submit([this, pieces, written, span, busy = set.busy] {
+  const Passage passage = prepare(DiskDirection::kRead, std::move(pieces));
+  const std::shared_ptr<HostSpan> span = open_span(Track::kDiskRead, chunk, passage);
+  UnsubmittedSpan unsubmitted(span.get());
+  const Event ready = reads_.submit([this, passage, written, span, busy = set.busy] {
     const HostSpanEnd end(span.get());
     for (const Event& event : busy) memory_.backend().settle(event);
     for (const Event& event : written) memory_.backend().synchronize(event);
     const HostSpanScope scope(span.get());
-    noting_failures([&] { run_read(pieces); });
+    noting_failures([&] { run_read(passage); });
   });
+  unsubmitted.submitted();
   set.busy.clear();
   set.chunk = chunk;
   set.use = Use::kLent;
-  memory_.counters().disk_read_bytes += num_bytes;
+  memory_.counters().disk_read_bytes += passage.num_bytes;
   for (ArrayKind kind : states_of(chunk)) {
     ArrayRecord& record = memory_.array({chunk, kind});
     record.block = std::move(set.blocks[index_of(kind)]);
@@ -152,17 +163,21 @@ void DiskStates::lend(Set& set, ChunkId chunk) {
   }
 }
 
-void DiskStates::run_read(const std::vector<Piece>& pieces) {
-  if (pieces.empty()) return;
-  std::vector<DiskRange> ranges;
-  for (const Piece& piece : pieces) ranges.push_back(piece.range);
-  const std::vector<uint32_t> crcs = file_->read(ranges);
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const uint32_t expected = pieces[i].extent->crc;
+std::shared_ptr<HostSpan> DiskStates::open_span(Track track, ChunkId chunk, const Passage& passage) {
+  if (passage.num_bytes == 0) return nullptr;
+  const SpanLabel label{
+      track, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, passage.num_bytes};
+  return memory_.tracer().open_host_span(label, nullptr);
+}
+
+void DiskStates::run_read(const Passage& passage) {
+  const std::vector<uint32_t> crcs = file_->run(*passage.transfer);
+  for (size_t i = 0; i < crcs.size(); ++i) {
+    const Piece& piece = passage.pieces[i];
     PS_CHECK(
-        crcs[i] == expected, DiskError, "disk_memory: ", memory_.store().describe(pieces[i].id), ": the ",
-        ranges[i].num_bytes, " bytes that were read in ", options_.folder, " are not those that were written (",
-        "CRC-32C ", crcs[i], " instead of ", expected,
+        crcs[i] == piece.extent->crc, DiskError, "disk_memory: ", memory_.store().describe(piece.id), ": the ",
+        piece.range.num_bytes, " bytes that were read in ", options_.folder, " are not those that were written (",
+        "CRC-32C ", crcs[i], " instead of ", piece.extent->crc,
         "): the disk, its controller or memory is faulty; set disk_memory.path to a folder on another disk, and go "
         "on from the last checkpoint, which this does not touch");
   }
@@ -172,27 +187,26 @@ void DiskStates::store(ChunkId chunk) {
   if (find(chunk) == nullptr) return;
   std::vector<Piece> pieces;
   std::vector<Event> after;
-  int64_t num_bytes = 0;
   for (ArrayKind kind : states_of(chunk)) {
     const ArrayRecord& record = memory_.array({chunk, kind});
     if (!record.on_host || record.on_disk) continue;
     pieces.push_back(piece({chunk, kind}, record.block));
     after.push_back(record.host_ready);
     after.push_back(record.block_busy_until);
-    num_bytes += pieces.back().range.num_bytes;
   }
   if (pieces.empty()) return;
-  const SpanLabel label{
-      Track::kDiskWrite, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
-  const std::shared_ptr<HostSpan> span = memory_.tracer().open_host_span(label, nullptr);
-  const Event written = writes_.submit([this, pieces, after, span] {
+  const Passage passage = prepare(DiskDirection::kWrite, std::move(pieces));
+  const std::shared_ptr<HostSpan> span = open_span(Track::kDiskWrite, chunk, passage);
+  UnsubmittedSpan unsubmitted(span.get());
+  const Event written = writes_.submit([this, passage, after, span] {
     const HostSpanEnd end(span.get());
     for (const Event& event : after) memory_.backend().synchronize(event);
     const HostSpanScope scope(span.get());
-    noting_failures([&] { run_write(pieces); });
+    noting_failures([&] { run_write(passage); });
   });
-  memory_.counters().disk_written_bytes += num_bytes;
-  for (const Piece& piece : pieces) {
+  unsubmitted.submitted();
+  memory_.counters().disk_written_bytes += passage.num_bytes;
+  for (const Piece& piece : passage.pieces) {
     ArrayRecord& record = memory_.array(piece.id);
     record.on_disk = true;
     record.block_busy_until = written;
@@ -200,11 +214,9 @@ void DiskStates::store(ChunkId chunk) {
   }
 }
 
-void DiskStates::run_write(const std::vector<Piece>& pieces) {
-  std::vector<DiskRange> ranges;
-  for (const Piece& piece : pieces) ranges.push_back(piece.range);
-  const std::vector<uint32_t> crcs = file_->write(ranges);
-  for (size_t i = 0; i < pieces.size(); ++i) pieces[i].extent->crc = crcs[i];
+void DiskStates::run_write(const Passage& passage) {
+  const std::vector<uint32_t> crcs = file_->run(*passage.transfer);
+  for (size_t i = 0; i < crcs.size(); ++i) passage.pieces[i].extent->crc = crcs[i];
 }
 
 void DiskStates::store_updated(ChunkId chunk) {

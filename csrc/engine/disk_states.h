@@ -68,8 +68,8 @@ class DiskStates {
   void store_updated(ChunkId chunk);
   // Updates come, in the order of the last step: the first ones' states are fetched.
   void expect_updates();
-  // They do not come: a backward was given up, or its gradients were. What is read for them stays until others need the
-  // memory.
+  // Updates do not come: a backward was given up, or its gradients were. States read for them stay until others need
+  // the memory.
   void expect_nothing();
   // They are not at home here any more: their values are elsewhere or not wanted, and their blocks come back.
   void forget(ChunkId chunk);
@@ -108,6 +108,12 @@ class DiskStates {
     DiskRange range;
     Extent* extent;
   };
+  // Transfers between a set and the disk that run at once, without more memory.
+  struct Passage {
+    std::vector<Piece> pieces;
+    std::shared_ptr<DiskFile::Transfer> transfer;
+    int64_t num_bytes = 0;
+  };
 
   StateKinds states_of(ChunkId chunk) const { return memory_.layout().chunk(chunk).state_kinds(); }
   Piece piece(ArrayId id, const HostBlock& block);
@@ -119,8 +125,11 @@ class DiskStates {
   // Its blocks back from the chunk that has it.
   void take_back(Set& set);
   void lend(Set& set, ChunkId chunk);
-  void run_read(const std::vector<Piece>& pieces);
-  void run_write(const std::vector<Piece>& pieces);
+  Passage prepare(DiskDirection direction, std::vector<Piece> pieces);
+  // Null where nobody wants to know, or nothing passes.
+  std::shared_ptr<HostSpan> open_span(Track track, ChunkId chunk, const Passage& passage);
+  void run_read(const Passage& passage);
+  void run_write(const Passage& passage);
   // The same, but that what it throws is known to check().
   template <typename Task>
   void noting_failures(const Task& task);

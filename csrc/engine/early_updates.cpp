@@ -2,10 +2,12 @@
 
 #include <utility>
 
+#include "common/reserve.h"
+
 namespace patrickstar {
 
 EarlyUpdates::EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates,
-                           Speculation& speculation, UpdateJobs& jobs, UpdateArrays& arrays)
+                           Speculation& speculation, UpdateJobs& jobs, UpdateArrays& arrays, UpdateProgress& progress)
     : pager_(pager),
       memory_(pager.memory()),
       store_(pager.store()),
@@ -14,7 +16,8 @@ EarlyUpdates::EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates
       host_updates_(host_updates),
       speculation_(speculation),
       jobs_(jobs),
-      arrays_(arrays) {}
+      arrays_(arrays),
+      progress_(progress) {}
 
 void EarlyUpdates::start(ChunkId chunk) {
   const ArrayId grad = arrays_.grad_of(chunk);
@@ -79,9 +82,11 @@ bool EarlyUpdates::put_values(ChunkId chunk, const std::vector<GroupOptions>& gr
   values.is_settled = scales.is_exact();
   values.place = &param;
   values.put = update.jobs;
+  speculation_.start(chunk, std::move(update), std::move(values));
+  param.host_ready = nullptr;
+  param.block_busy_until = nullptr;
   param.on_host = false;
   ++num_put_;
-  speculation_.start(chunk, std::move(update), std::move(values));
   return true;
 }
 
@@ -113,23 +118,16 @@ void EarlyUpdates::cancel_all() {
 }
 
 void EarlyUpdates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
-  NewValues values = speculation_.take(chunk);
-  if (values.are_in_place()) return take_over_in_place(chunk, values, groups, grad_scale);
-  if (values.has_states()) {
-    take_over_states(chunk, values);
-  } else {
-    take_over_params(chunk, values, groups, grad_scale);
-  }
+  const NewValues& values = speculation_.pending(chunk);
+  if (values.are_in_place()) return take_over_in_place(chunk, groups, grad_scale);
   arrays_.discard_values(chunk);
-  ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
-  param.block = std::move(values.param);
-  param.host_ready = values.done;
-  param.set_on_host();
-  arrays_.note_new_values(chunk);
-  jobs_.count_step(chunk);
+  if (values.has_states()) return take_over_states(chunk);
+  take_over_params(chunk, groups, grad_scale);
 }
 
-void EarlyUpdates::take_over_states(ChunkId chunk, NewValues& values) {
+void EarlyUpdates::take_over_states(ChunkId chunk) {
+  NewValues values = speculation_.take(chunk);
+  progress_.finish(chunk);
   auto block = values.states.begin();
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
     ArrayRecord& record = memory_.array({chunk, kind});
@@ -137,62 +135,76 @@ void EarlyUpdates::take_over_states(ChunkId chunk, NewValues& values) {
     record.host_ready = values.done;
   }
   speculation_.free_after(arrays_.take_gradient(chunk), values.done);
+  take_over_param(chunk, std::move(values.param), values.done);
 }
 
-void EarlyUpdates::take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
-                                    float grad_scale) {
+void EarlyUpdates::take_over_params(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  const NewValues& started = speculation_.pending(chunk);
   const ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
   UpdateTarget target{};
   target.grad = grad.block.data;
   target.grad_dtype = store_.chunk(chunk).dtype;
-  target.param = values.param.data;
-  StatesPass rest;
-  rest.chunks = {chunk};
-  jobs_.add(chunk, target, groups, grad_scale, rest.update.jobs);
-  if (!values.is_settled) {
+  target.param = started.param.data;
+  std::vector<optim::UpdateJob> jobs;
+  jobs_.add(chunk, target, groups, grad_scale, jobs);
+  StatesPass rest = make_pass({chunk}, jobs);
+  Event done = started.done;
+  if (!started.is_settled) {
     HostUpdate open;
     open.chunk = chunk;
     open.pass = Pass::kOpen;
     open.turn = Turn::kOfNeed;
-    open.jobs = rest.update.jobs;
+    open.jobs = std::move(jobs);
     speculation_.keep_open(chunk, open.jobs);
-    open.after = {values.done};
-    values.done = host_updates_.submit(std::move(open));
+    open.after = {started.done};
+    done = host_updates_.submit(std::move(open));
     ++memory_.counters().num_settled_updates;
   }
-  rest.update.after = {grad.host_ready, values.done};
+  NewValues values = speculation_.take(chunk);
+  progress_.finish(chunk);
+  rest.update->after.push_back(grad.host_ready);
+  rest.update->after.push_back(done);
   rest.gradients.push_back(arrays_.take_gradient(chunk));
-  states_passes_.push_back(std::move(rest));
+  add(std::move(rest));
+  take_over_param(chunk, std::move(values.param), done);
+}
+
+void EarlyUpdates::take_over_param(ChunkId chunk, HostBlock block, const Event& done) {
+  ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
+  param.block = std::move(block);
+  param.host_ready = done;
+  param.set_on_host();
+  jobs_.count_step(chunk);
+  arrays_.note_new_values(chunk);
 }
 
 // What was left open is made now, and the states behind it.
-void EarlyUpdates::take_over_in_place(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
-                                      float grad_scale) {
+void EarlyUpdates::take_over_in_place(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  const NewValues& started = speculation_.pending(chunk);
   ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
   HostUpdate open;
   open.chunk = chunk;
   open.pass = Pass::kPutOpen;
   open.turn = Turn::kOfNeed;
-  open.after = {values.done};
+  open.after = {started.done};
   UpdateTarget target{};
   target.grad = memory_.array(arrays_.grad_of(chunk)).block.data;
   target.grad_dtype = store_.chunk(chunk).dtype;
   target.param = param.block.data;
   jobs_.add(chunk, target, groups, grad_scale, open.jobs);
-  for (size_t i = 0; i < open.jobs.size(); ++i) open.jobs[i].least_grad_scale = values.put[i].least_grad_scale;
+  for (size_t i = 0; i < open.jobs.size(); ++i) open.jobs[i].least_grad_scale = started.put[i].least_grad_scale;
   speculation_.keep_open(chunk, open.jobs);
-  StatesPass rest;
-  rest.chunks = {chunk};
-  rest.update.pass = Pass::kPutStates;
-  rest.update.jobs = open.jobs;
+  StatesPass rest = make_pass({chunk}, open.jobs);
+  rest.update->pass = Pass::kPutStates;
   param.host_ready = host_updates_.submit(std::move(open));
+  progress_.finish(chunk);
   param.set_on_host();
-  rest.update.after = {param.host_ready};
+  rest.update->after.push_back(param.host_ready);
   memory_.array(arrays_.grad_of(chunk)).on_host = false;
-  states_passes_.push_back(std::move(rest));
-  if (!values.is_settled) ++memory_.counters().num_settled_updates;
-  arrays_.note_new_values(chunk);
+  add(std::move(rest));
+  if (!speculation_.take(chunk).is_settled) ++memory_.counters().num_settled_updates;
   jobs_.count_step(chunk);
+  arrays_.note_new_values(chunk);
 }
 
 bool EarlyUpdates::start_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
@@ -202,30 +214,48 @@ bool EarlyUpdates::start_after_all(ChunkId chunk, const std::vector<GroupOptions
   return put_values(chunk, groups, {grad_scale, grad_scale});
 }
 
+StatesPass EarlyUpdates::make_pass(const std::vector<ChunkId>& chunks, const std::vector<optim::UpdateJob>& jobs) {
+  StatesPass pass;
+  pass.chunks = chunks;
+  pass.update = std::make_shared<HostUpdate>();
+  pass.update->chunk = chunks.front();
+  pass.update->pass = Pass::kStates;
+  pass.update->jobs = jobs;
+  pass.update->after.reserve(2);
+  pass.gradients.reserve(chunks.size());
+  reserve_one(states_passes_);
+  return pass;
+}
+
 // The next backward reaches the last chunks first.
 void EarlyUpdates::submit_states_passes() {
-  for (auto pass = states_passes_.rbegin(); pass != states_passes_.rend(); ++pass) {
-    pass->update.chunk = pass->chunks.front();
-    if (pass->update.pass != Pass::kPutStates) {
-      pass->update.pass = Pass::kStates;
-      for (optim::UpdateJob& job : pass->update.jobs) job.range.param = nullptr;
+  for (; !states_passes_.empty(); states_passes_.pop_back()) {
+    StatesPass& pass = states_passes_.back();
+    if (pass.update->pass == Pass::kStates) {
+      for (optim::UpdateJob& job : pass.update->jobs) job.range.param = nullptr;
     }
-    const Event done = host_updates_.submit(std::move(pass->update));
-    for (ChunkId chunk : pass->chunks) {
+    const Event done = host_updates_.submit(pass.update);
+    for (ChunkId chunk : pass.chunks) {
       arrays_.set_states_ready(chunk, done);
       ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
       if (sum.block) sum.block_busy_until = done;
       if (store_.chunk(chunk).keeps_gradient()) arrays_.leave_gradient(chunk, done);
     }
-    for (HostBlock& block : pass->gradients) speculation_.free_after(std::move(block), done);
+    for (HostBlock& block : pass.gradients) speculation_.free_after(std::move(block), done);
     ++memory_.counters().num_states_passes;
   }
-  states_passes_.clear();
 }
 
 void EarlyUpdates::end_step() {
   submit_states_passes();
   num_put_ = 0;
+}
+
+void EarlyUpdates::drop_states_passes() {
+  for (const StatesPass& pass : states_passes_) {
+    for (const Event& event : pass.update->after) memory_.backend().settle(event);
+  }
+  states_passes_.clear();
 }
 
 }  // namespace patrickstar

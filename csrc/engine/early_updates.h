@@ -5,11 +5,13 @@
 //                                  in place, as far as there is memory for them
 //   begin_step(groups, grad_scale) whether the step is what was expected; else what was started is dropped
 //   take_over(chunk, ...)          the new values become the chunk's
-//   add(pass), end_step()          states behind new parameters ([Note: parameters first], engine/update_jobs.h)
+//   make_pass(), add(pass), end_step()
+//                                  states behind new parameters ([Note: parameters first], engine/update_jobs.h)
 //
 // Guarded by the engine's lock.
 #pragma once
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -18,20 +20,21 @@
 #include "engine/speculation.h"
 #include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
+#include "engine/update_progress.h"
 
 namespace patrickstar {
 
 // The second pass of chunks whose new parameters are computed, or being so.
 struct StatesPass {
   std::vector<ChunkId> chunks;
-  HostUpdate update;
+  std::shared_ptr<HostUpdate> update;
   std::vector<HostBlock> gradients;  // that end with it, but those that have a place of their own
 };
 
 class EarlyUpdates {
  public:
   EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation,
-               UpdateJobs& jobs, UpdateArrays& arrays);
+               UpdateJobs& jobs, UpdateArrays& arrays, UpdateProgress& progress);
 
   // The chunk's gradient is complete, or on its way to the host: its update starts if it has all that it takes.
   void start(ChunkId chunk);
@@ -45,23 +48,29 @@ class EarlyUpdates {
   // Drops what was started for nothing, which may have to be waited for. Whether nothing was.
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   bool has(ChunkId chunk) const { return speculation_.has(chunk); }
-  // The chunk's new values become its values.
+  // The chunk's new values become its values. Where it throws they are what was started, or nothing is.
   void take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   // What was begun for another factor, or not at all: its values in place, to be taken over, and its states behind.
   // False: it has not all that it takes.
   bool start_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  // One that updates the states of these jobs, once what its `after` gets besides is over. All that it takes is there:
+  // add() does not throw.
+  StatesPass make_pass(const std::vector<ChunkId>& chunks, const std::vector<optim::UpdateJob>& jobs);
   void add(StatesPass pass) { states_passes_.push_back(std::move(pass)); }
-  // New parameters are nothing without new states, whatever else has failed.
+  // New parameters are nothing without new states, whatever else has failed. Where it throws the rest is kept.
   void submit_states_passes();
   void end_step();
+  // The step is given up, with all values.
+  void drop_states_passes();
 
  private:
   // [Note: values in place]: of a chunk whose gradient is on the host. False: it has not all that it takes.
   bool put_values(ChunkId chunk, const std::vector<GroupOptions>& groups, const ScaleBounds& scales);
-  void take_over_states(ChunkId chunk, NewValues& values);
+  void take_over_states(ChunkId chunk);
   // The states behind the new parameters, of which those that are open are made now.
-  void take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups, float grad_scale);
-  void take_over_in_place(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups, float grad_scale);
+  void take_over_params(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  void take_over_in_place(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  void take_over_param(ChunkId chunk, HostBlock block, const Event& done);
 
   Pager& pager_;
   ChunkMemory& memory_;
@@ -72,6 +81,7 @@ class EarlyUpdates {
   Speculation& speculation_;
   UpdateJobs& jobs_;
   UpdateArrays& arrays_;
+  UpdateProgress& progress_;
   std::vector<StatesPass> states_passes_;  // of the step that is being applied
   int num_put_ = 0;                        // in place, of the running step
 };

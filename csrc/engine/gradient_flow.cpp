@@ -38,11 +38,11 @@ GradientFlow::GradientFlow(Pager& pager, Gradients& gradients, Updates& updates,
 }
 
 void GradientFlow::begin_backward() {
-  in_backward_ = true;
   if (num_backwards_ > 0) {
     accumulates_ = true;
     add_to_sums();
   }
+  in_backward_ = true;
   ++num_backwards_;
   for (ChunkProgress& chunk : progress_) {
     chunk.folds = 0;
@@ -59,8 +59,9 @@ void GradientFlow::fold(ParamId param, const void* data) {
   const Placement place = store_.layout().placement(param);
   const ChunkSpec& chunk = store_.chunk(place.chunk);
   const ArrayId grad{place.chunk, ArrayKind::kGrad};
-  PS_CHECK(in_backward_, StateError,
-           "loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and gathered");
+  PS_CHECK(in_backward_, StateError, store_.param_name(param), " gets a gradient outside of its engine's ",
+           "backward: loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and ",
+           "gathered. A loss that comes of several engines is made, and its backward called, on one thread");
   PS_CHECK(chunk.trainable, StateError, store_.param_name(param),
            " gets a gradient, but its chunk has no optimizer states yet; set requires_grad before the forward begins");
   ArrayRecord& record = memory_.array(grad);

@@ -34,6 +34,7 @@ class GradientFlow {
  public:
   GradientFlow(Pager& pager, Gradients& gradients, Updates& updates, Recorder& recorder, Collectives& collectives);
 
+  // Where it throws none has begun, and all gradients so far are kept.
   void begin_backward();
   // `data` is a device pointer to the parameter's gradient in the chunk's dtype, in the memory order of the parameter.
   // It may be freed after the call (in the order of the compute queue).

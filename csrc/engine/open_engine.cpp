@@ -105,8 +105,8 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
 
 void OpenEngine::shut_down() {
   EveryStep steps;
-  steps.then([this] { tracker.release_all(); })
-      .then([this] { updates.forget_committed(); })
+  steps.then([this] { tracker.abandon_all(); })
+      .then([this] { updates.drop_step(); })
       .then([this] { stash.drop_all(); })
       .then([this] { speculation.release_memory(); })
       .then([this] { updates.release_device_memory(); })

@@ -52,6 +52,13 @@ struct EngineOptions {
   int64_t ample_extra_bytes = 0;
 };
 
+// How far a call of the optimizer's step has come; it may fail anywhere.
+enum class StepStage : uint8_t {
+  kToCome,
+  kUpdating,  // it has failed when it had updated a part
+  kEnding,    // it has failed when all was updated, or the step skipped
+};
+
 struct OpenEngine {
   // Throws MemoryBudgetError when the model cannot fit. `module_params` lists the parameters that each module owns;
   // `kept` is host memory of an engine before this one, or null.
@@ -89,6 +96,7 @@ struct OpenEngine {
   Residency residency;
   StepPlanner planner;
   Unfreezing unfreezing;
+  StepStage step_stage = StepStage::kToCome;
   bool warmed_up = false;
   bool has_new_states = false;  // of unfrozen chunks, which no complete step has placed yet
 };

@@ -16,6 +16,20 @@ void forget_running_step(OpenEngine& open) {
   open.memory.tracer().abandon();
 }
 
+LimitPolicy policy_between_calls(const OpenEngine& open) {
+  return open.warmed_up ? LimitPolicy::kEnforce : LimitPolicy::kMeasure;
+}
+
+// An exception left a forward or a backward.
+void abandon_call(OpenEngine& open) {
+  open.pager.set_running(false);
+  open.tracker.abandon_all();
+  open.tracker.set_tracking(Tracking::kUntracked);
+  open.flow.forget_complete();
+  open.backend().set_limit_policy(policy_between_calls(open));
+  forget_running_step(open);
+}
+
 // Nothing is trained: no step of an optimizer ends one of its own.
 bool is_frozen(const Layout& layout) {
   const auto& chunks = layout.chunks();
@@ -29,10 +43,6 @@ Timeline with_tides(Timeline timeline, const std::vector<int64_t>& tides) {
     peak = std::max(peak, tides[t]);
   }
   return timeline;
-}
-
-LimitPolicy policy_between_calls(const OpenEngine& open) {
-  return open.warmed_up ? LimitPolicy::kEnforce : LimitPolicy::kMeasure;
 }
 
 int64_t largest_whole_chunk_bytes(const Layout& layout) {
@@ -86,13 +96,18 @@ void choose_speculation(OpenEngine& open) {
   open.updates.choose_speculation();
 }
 
-void finish_step(OpenEngine& open, StepOutcome outcome) {
+// Gradients are over, and values are live again.
+void end_gradients(OpenEngine& open) {
   open.flow.clear();
   for (ParamId param = 0; param < open.layout().num_params(); ++param) {
     const bool exists = open.memory.store().array({open.layout().placement(param).chunk, ArrayKind::kParam}).exists();
     if (open.memory.store().param_state(param) != State::kFree || exists)
       open.memory.store().move_param(param, exists ? State::kHold : State::kFree);
   }
+}
+
+void finish_step(OpenEngine& open, StepOutcome outcome) {
+  end_gradients(open);
   // Of several ranks one that used no chunk takes part in what all of them decide.
   const bool any_moment = open.recorder.position() >= 0;
   if (!any_moment && !open.layout().is_sharded()) return open.memory.tracer().abandon();
@@ -288,7 +303,7 @@ void Runtime::copy_on_device(void* to, const void* from, int64_t num_bytes) {
 
 void Runtime::leave_stored(ChunkId chunk) {
   const Entry open = compute();
-  open->tracker.release_all();
+  open->tracker.abandon_all();
   open->updates.forget_committed();
   open->updates.cancel(chunk);
   for (int kind = 0; kind < kNumArrayKinds; ++kind) open->memory.discard({chunk, static_cast<ArrayKind>(kind)});
@@ -297,7 +312,7 @@ void Runtime::leave_stored(ChunkId chunk) {
 
 ValueRanges::SetAside Runtime::set_aside(const std::vector<ValueRange>& ranges) {
   const Entry open = compute();
-  open->tracker.release_all();
+  open->tracker.abandon_all();
   open->updates.forget_committed();
   open->updates.cancel_all();
   auto free = std::make_shared<KeptRegions>();
@@ -350,7 +365,7 @@ void Runtime::train(const std::vector<ParamId>& params) {
 
 void Runtime::release_chunk(ChunkId chunk) {
   const Entry open(*this);
-  open->tracker.release_all();
+  open->tracker.abandon_all();
   open->updates.forget_committed();
   open->updates.cancel(chunk);
   open->disk.forget(chunk);
@@ -444,8 +459,13 @@ void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, d
   open->tracker.set_tracking(Tracking::kTraining);
   open->tracker.set_phase(Phase::kBackward);
   open->backend().set_limit_policy(LimitPolicy::kMeasure);
-  open->turns.begin_backward();
-  open->flow.begin_backward();
+  try {
+    open->turns.begin_backward();
+    open->flow.begin_backward();
+  } catch (...) {
+    abandon_call(*open);
+    throw;
+  }
 }
 
 void Runtime::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
@@ -546,21 +566,18 @@ void Runtime::set_visits(const std::vector<bool>& chunks, int64_t piece_numel) {
 
 void Runtime::abort_forward() {
   const Entry open(*this);
-  open->pager.set_running(false);
-  open->tracker.release_all();
-  open->tracker.set_tracking(Tracking::kUntracked);
-  open->flow.forget_complete();
-  open->backend().set_limit_policy(policy_between_calls(*open));
-  forget_running_step(*open);
+  abandon_call(*open);
 }
 
-void Runtime::abort_backward() {
-  abort_forward();
+int Runtime::abort_backward() {
   const Entry open(*this);
+  abandon_call(*open);
+  const int num_committed = open->updates.num_committed() + (open->updates.is_torn() ? 1 : 0);
   open->updates.forget_committed();
   open->updates.cancel_all();
   open->flow.abort_backward();
   open->disk.expect_nothing();
+  return num_committed;
 }
 
 double Runtime::prepare_step(std::vector<ParamId> left_out) {
@@ -588,17 +605,56 @@ double Runtime::prepare_step(std::vector<ParamId> left_out) {
 
 void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
   const Entry open = compute();
-  open->updates.apply(groups, grad_scale, clip_ratio);
-  ++open->memory.counters().num_steps;
+  if (open->step_stage == StepStage::kToCome) open->updates.check_step(groups, grad_scale);
+  if (open->step_stage != StepStage::kEnding) {
+    try {
+      open->updates.apply(groups, grad_scale, clip_ratio);
+    } catch (...) {
+      const bool is_touched = open->updates.num_committed() > 0 || open->updates.is_torn();
+      open->step_stage = is_touched ? StepStage::kUpdating : StepStage::kToCome;
+      throw;
+    }
+    open->updates.forget_committed();
+    ++open->memory.counters().num_steps;
+    open->step_stage = StepStage::kEnding;
+  }
   finish_step(*open, StepOutcome::kApplied);
+  open->step_stage = StepStage::kToCome;
 }
 
 void Runtime::skip_step() {
   const Entry open = compute();
-  open->updates.check_nothing_committed("a skipped step");
-  ++open->memory.counters().num_skipped_steps;
-  open->updates.cancel_all();
+  if (open->step_stage == StepStage::kToCome) {
+    open->updates.check_nothing_committed("a skipped step");
+    open->updates.cancel_all();
+    ++open->memory.counters().num_skipped_steps;
+    open->step_stage = StepStage::kEnding;
+  }
   finish_step(*open, StepOutcome::kSkipped);
+  open->step_stage = StepStage::kToCome;
+}
+
+StepProgress Runtime::step_progress() {
+  const Entry open(*this);
+  if (open->updates.is_torn()) return StepProgress::kTorn;
+  switch (open->step_stage) {
+    case StepStage::kToCome:
+      break;
+    case StepStage::kUpdating:
+      return StepProgress::kInPart;
+    case StepStage::kEnding:
+      return StepProgress::kEnding;
+  }
+  return StepProgress::kUntouched;
+}
+
+void Runtime::drop_step() {
+  const Entry open = compute();
+  open->step_stage = StepStage::kToCome;
+  open->updates.drop_step();
+  end_gradients(*open);
+  open->disk.expect_nothing();
+  forget_running_step(*open);
 }
 
 void Runtime::clear_gradients() {
@@ -661,39 +717,7 @@ std::optional<StepTrace> Runtime::take_trace(TraceReader reader) {
   return open->traces.take(reader);
 }
 
-RuntimeReport Runtime::report() {
-  const Entry open(*this);
-  RuntimeReport report;
-  report.device_budget_bytes = open->backend().limit_bytes();
-  report.device_peak_bytes = open->backend().peak_bytes();
-  report.device_tide_bytes = open->backend().tide_bytes();
-  report.device_payload_bytes = open->memory.slots().used_bytes();
-  report.host_budget_bytes = open->memory.arena().limit_bytes();
-  report.host_bytes = open->memory.arena().mapped_bytes();
-  report.host_peak_bytes = open->memory.arena().peak_mapped_bytes();
-  report.predicted_host_peak_bytes = open->residency.predicted_host_peak_bytes();
-  report.counters = open->memory.counters();
-  report.interleaved_nodes = open->device->interleaved_nodes();
-  report.pinned_cpus = open->device->pool().pinned_cpus();
-  report.num_host_threads = open->device->pool().num_threads();
-  report.num_chunks = open->layout().num_chunks();
-  report.chunk_numel = open->layout().chunk_numel();
-  for (const ChunkSpec& chunk : open->layout().chunks()) report.num_chunk_elements += chunk.numel;
-  for (ChunkId chunk = 0; chunk < open->layout().num_chunks(); ++chunk) {
-    int& count = open->layout().chunk(chunk).is_quantized() ? report.num_device_quantized_chunks
-                                                            : report.num_device_state_chunks;
-    count += open->memory.store().has_states_on_device(chunk) ? 1 : 0;
-    report.num_disk_chunks += open->disk.is_home_of(chunk) ? 1 : 0;
-  }
-  report.planned_uploaded_bytes = open->pager.plan().uploaded_bytes;
-  report.planned_downloaded_bytes = open->pager.plan().downloaded_bytes;
-  report.disk_bytes = open->disk.num_bytes();
-  report.disk_io = open->disk.how();
-  report.num_values_in_place = open->speculation.num_values_in_place();
-  report.disk_wait_seconds = open->disk_updates.waited_seconds();
-  if (open->planner.predicted()) report.predicted_step_seconds = open->planner.predicted()->seconds;
-  return report;
-}
+RuntimeReport Runtime::report() { return report_of(*Entry(*this)); }
 
 void Runtime::reset_report() {
   const Entry open(*this);

@@ -20,37 +20,17 @@
 
 #include "common/process_fork.h"
 #include "engine/open_engine.h"
+#include "engine/runtime_report.h"
 #include "engine/use_listener.h"
 
 namespace patrickstar {
 
-// The figures of a runtime at one moment; totals and peaks since reset_report().
-struct RuntimeReport {
-  int64_t device_budget_bytes = 0;
-  int64_t device_peak_bytes = 0;
-  int64_t device_tide_bytes = 0;
-  int64_t device_payload_bytes = 0;
-  int64_t host_budget_bytes = 0;
-  int64_t host_bytes = 0;
-  int64_t host_peak_bytes = 0;
-  int64_t predicted_host_peak_bytes = 0;
-  Counters counters;
-  std::vector<int> interleaved_nodes;
-  std::vector<int> pinned_cpus;
-  int num_host_threads = 0;
-  int num_chunks = 0;
-  int64_t chunk_numel = 0;
-  int64_t num_chunk_elements = 0;  // padding included
-  int num_device_state_chunks = 0;
-  int num_device_quantized_chunks = 0;  // whose codes and scales are on the device
-  int num_disk_chunks = 0;              // whose states are on the disk
-  int64_t disk_bytes = 0;               // of the file
-  std::string disk_io;                  // DiskFile::how
-  int64_t num_values_in_place = 0;      // that took the old ones' place before the norm, since the engine was opened
-  double disk_wait_seconds = 0;         // that updates waited for states to be read, since the engine was opened
-  int64_t planned_uploaded_bytes = 0;
-  int64_t planned_downloaded_bytes = 0;
-  double predicted_step_seconds = 0;  // 0: no step was measured
+// How far a step that has failed had come.
+enum class StepProgress : uint8_t {
+  kUntouched,  // nothing is updated
+  kInPart,     // some chunks are; the same call finishes it
+  kTorn,       // a chunk is neither updated nor as it was
+  kEnding,     // all are, or the step is skipped; the same call finishes it
 };
 
 class Runtime final : public UseListener {
@@ -128,7 +108,7 @@ class Runtime final : public UseListener {
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) override;
   void fold_gradient(ParamId param, const void* data);
   void end_backward();
-  // The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/session.py):
+  // The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/joint_backward.py):
   // whether it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
   bool keep_joint_backward();
   // Within a forward or a backward, at a point where all ranks come to wait for each other by other means than the
@@ -158,14 +138,19 @@ class Runtime final : public UseListener {
   void vacate_device(Vacate what);
   // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
   void abort_forward();
-  // An exception left the backward: what it held is released, its gradients are forgotten.
-  void abort_backward();
+  // An exception left the backward: what it held is released, its gradients are forgotten. Returns how many chunks it
+  // had updated for good ([Note: committed updates]).
+  int abort_backward();
 
   // Step.
   // The gradients' sum of squares, but for those of `left_out`, which ranks beyond these have too and count.
   double prepare_step(std::vector<ParamId> left_out = {});
+  // Where these throw they may be called again, with the same, as step_progress() says.
   void apply_step(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
   void skip_step();
+  StepProgress step_progress();
+  // A step that has failed is given up with its gradients; values are as they are, of several steps.
+  void drop_step();
   void clear_gradients();
   // Goes back to fetching on demand until the next step is over (what changes is time, not numbers).
   void forget_plan();

@@ -44,6 +44,7 @@ std::unique_ptr<quant::Compute> make_device_quantizer(const DeviceOptions& optio
 }
 
 struct Registry {
+  std::mutex opening;  // one device is made at a time
   std::mutex mutex;
   std::map<int, std::weak_ptr<SharedDevice>> devices;  // by cuda_device
 };
@@ -65,6 +66,7 @@ std::shared_ptr<SharedDevice> SharedDevice::find(int cuda_device) {
 }
 
 std::shared_ptr<SharedDevice> SharedDevice::open(const DeviceOptions& options) {
+  const std::lock_guard<std::mutex> opening(registry().opening);
   std::shared_ptr<SharedDevice> device = find(options.cuda_device);
   if (device != nullptr) {
     device->check_same(options);

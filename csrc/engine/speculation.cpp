@@ -1,6 +1,7 @@
 #include "engine/speculation.h"
 
 #include <algorithm>
+#include <new>
 #include <numeric>
 
 namespace patrickstar {
@@ -117,16 +118,15 @@ void Speculation::prepare_open() {
 void Speculation::free_open() {
   if (open_.is_empty()) return;
   Event after;
-  for (HostBlock& block : open_.give_back(after)) leaving_.emplace_back(after, std::move(block));
+  for (HostBlock& block : open_.give_back(after)) free_after(std::move(block), after);
 }
 
 void Speculation::start(ChunkId chunk, HostUpdate update, NewValues values) {
-  Pending& pending = pending_[static_cast<size_t>(chunk)];
-  pending.cancelled = std::make_shared<std::atomic<bool>>(false);
-  update.cancelled = pending.cancelled;
+  auto cancelled = std::make_shared<std::atomic<bool>>(false);
+  update.cancelled = cancelled;
   update.chunk = chunk;
   values.done = updates_.submit(std::move(update));
-  pending.values = std::move(values);
+  pending_[static_cast<size_t>(chunk)] = {std::move(values), std::move(cancelled)};
 }
 
 bool Speculation::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
@@ -152,18 +152,18 @@ void Speculation::cancel(ChunkId chunk) {
   if (!has(chunk)) return;
   pending_[static_cast<size_t>(chunk)].cancelled->store(true);
   NewValues values = take(chunk);
-  if (values.are_in_place()) return take_back(chunk, std::move(values));
+  if (values.are_in_place()) return take_back(std::move(values));
   backend_.settle(values.done);
 }
 
-// Behind what put them there, on the queue of updates: where that did not run, all of them are open, and nothing is
-// written.
-void Speculation::take_back(ChunkId chunk, NewValues values) {
+// On this thread, so that it needs no memory. Where what put them there did not run, all of them are open, and nothing
+// is written.
+void Speculation::take_back(NewValues values) {
+  backend_.settle(values.done);
   HostUpdate back;
-  back.chunk = chunk;
   back.pass = Pass::kTakeBack;
   back.jobs = std::move(values.put);
-  backend_.settle(updates_.submit(std::move(back)));
+  updates_.run_here(back);
   values.place->on_host = true;
   values.place->host_ready = nullptr;
 }
@@ -175,8 +175,13 @@ void Speculation::cancel_all() {
   for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(pending_.size()); ++chunk) cancel(chunk);
 }
 
-void Speculation::free_after(HostBlock block, Event after) {
-  if (block) leaving_.emplace_back(std::move(after), std::move(block));
+void Speculation::free_after(HostBlock block, const Event& after) noexcept {
+  if (!block) return;
+  try {
+    leaving_.emplace_back(after, std::move(block));
+  } catch (const std::bad_alloc&) {
+    backend_.settle(after);
+  }
 }
 
 // Updates end in another order than that in which their blocks were left here.

@@ -93,12 +93,14 @@ class Speculation {
   bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  // New values that were started for the chunk. They stay pending until take().
+  const NewValues& pending(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].values; }
   NewValues take(ChunkId chunk);
   // Drops what was started; returns when nothing of it runs any more.
   void cancel(ChunkId chunk);
   void cancel_all();
   // Frees `block` once `after` is complete.
-  void free_after(HostBlock block, Event after);
+  void free_after(HostBlock block, const Event& after) noexcept;
   // Those of completed ones.
   void free_completed();
   // Waits until the next of those blocks is free. False: there is none.
@@ -119,7 +121,7 @@ class Speculation {
   void reserve(std::vector<int64_t> blocks);
   void free_open();
   // Returns when the parameters are the old ones again.
-  void take_back(ChunkId chunk, NewValues values);
+  void take_back(NewValues values);
 
   HostArena& arena_;
   HostUpdates& updates_;

@@ -16,6 +16,7 @@ Stash::Ticket Stash::put(const void* data, int64_t num_bytes) {
   HostBlock block = pager_.try_allocate_guest(num_bytes);
   if (!block) return kNoRoom;
   Backend& backend = memory().backend();
+  QueueGuard downloads(backend, Queue::kDownload);
   backend.wait(Queue::kDownload, backend.record(Queue::kCompute));
   {
     const TraceScope span(memory().tracer(), {Track::kDownload, StallCause::kNone, kNoArray, num_bytes});
@@ -23,7 +24,9 @@ Stash::Ticket Stash::put(const void* data, int64_t num_bytes) {
   }
   memory().counters().stashed_bytes += num_bytes;
   recorder_.note_copies({num_bytes, 0, 0});
-  entries_[next_ticket_] = {std::move(block), backend.record(Queue::kDownload), nullptr};
+  Entry& stashed = entries_[next_ticket_];
+  stashed.block = std::move(block);
+  stashed.put = downloads.record();
   return next_ticket_++;
 }
 
@@ -42,13 +45,14 @@ void Stash::finish(Ticket ticket) {
 void Stash::fetch(Ticket ticket, void* to) {
   Backend& backend = memory().backend();
   Entry& stashed = entry(ticket);
+  QueueGuard uploads(backend, Queue::kUpload);
   backend.wait(Queue::kUpload, stashed.put);
   backend.wait(Queue::kUpload, backend.record(Queue::kCompute));
   {
     const TraceScope span(memory().tracer(), {Track::kUpload, StallCause::kNone, kNoArray, stashed.block.num_bytes});
     backend.copy(Queue::kUpload, to, stashed.block.data, stashed.block.num_bytes);
   }
-  stashed.fetched = backend.record(Queue::kUpload);
+  stashed.fetched = uploads.record();
   set_absent(stashed, false);
   recorder_.note_copies({0, stashed.block.num_bytes, 0});
 }

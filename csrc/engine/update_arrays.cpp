@@ -41,8 +41,8 @@ void UpdateArrays::bring_value_to_host(ChunkId chunk, std::vector<Event>& events
   const ArrayId id = param_of(chunk);
   ArrayRecord& param = memory_.array(id);
   if (!param.on_host) pager_.bring_to_host(id);
-  events.push_back(std::exchange(param.host_ready, nullptr));
-  events.push_back(std::exchange(param.block_busy_until, nullptr));
+  events.push_back(param.host_ready);
+  events.push_back(param.block_busy_until);
 }
 
 void UpdateArrays::discard_values(ChunkId chunk) {

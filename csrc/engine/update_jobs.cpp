@@ -157,25 +157,26 @@ SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim
   return label;
 }
 
-Event HostUpdates::submit(HostUpdate update) {
-  const SpanLabel label = update_label(track_of(update.pass, track_), update.chunk, update.jobs);
-  const std::shared_ptr<HostSpan> span = tracer_.open_host_span(label, update.cancelled);
-  const auto shared = std::make_shared<const HostUpdate>(std::move(update));
+Event HostUpdates::submit(std::shared_ptr<const HostUpdate> update) {
+  const SpanLabel label = update_label(track_of(update->pass, track_), update->chunk, update->jobs);
+  const std::shared_ptr<HostSpan> span = tracer_.open_host_span(label, update->cancelled);
+  UnsubmittedSpan unsubmitted(span.get());
   std::optional<Need> need;
-  if (shared->turn == Turn::kOfNeed) need = Need{shared->chunk, [this, shared] { return is_ready(*shared); }};
-  return queue_.submit(
-      [this, span, shared] {
+  if (update->turn == Turn::kOfNeed) need = Need{update->chunk, [this, update] { return is_ready(*update); }};
+  Event done = queue_.submit(
+      [this, span, update] {
         const HostSpanEnd end(span.get());
-        if (!shared->is_cancelled()) run(*shared, span.get());
+        if (!update->is_cancelled()) run(*update, span.get());
       },
       std::move(need));
+  unsubmitted.submitted();
+  return done;
 }
 
 bool HostUpdates::is_ready(const HostUpdate& update) const {
   const auto is_over = [this](const Event& event) { return backend_.is_over(event); };
-  return update.is_cancelled() ||
-         (std::all_of(update.after.begin(), update.after.end(), is_over) &&
-          std::all_of(update.states.begin(), update.states.end(), is_over));
+  return update.is_cancelled() || (std::all_of(update.after.begin(), update.after.end(), is_over) &&
+                                   std::all_of(update.states.begin(), update.states.end(), is_over));
 }
 
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {

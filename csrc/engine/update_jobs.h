@@ -147,8 +147,11 @@ class HostUpdates {
   HostUpdates(Backend& backend, optim::HostCompute& compute, Tracer& tracer, Track track = Track::kHostAdam)
       : backend_(backend), compute_(compute), tracer_(tracer), track_(track) {}
 
-  // Complete when the update is.
-  Event submit(HostUpdate update);
+  // Complete when the update is. Where it throws nothing was submitted.
+  Event submit(HostUpdate update) { return submit(std::make_shared<const HostUpdate>(std::move(update))); }
+  Event submit(std::shared_ptr<const HostUpdate> update);
+  // Returns when the update is made, on this thread.
+  void run_here(const HostUpdate& update) { run(update, nullptr); }
   // What other passes than updates need on the queue, in its order.
   Event submit_task(std::function<void()> task) { return queue_.submit(std::move(task)); }
   // As the queue's.

@@ -13,9 +13,9 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
+#include "engine/chunk_updates.h"
 #include "engine/early_updates.h"
 #include "engine/gradients.h"
 #include "engine/pager.h"
@@ -50,7 +50,11 @@ class Updates {
   void fetch_gradients();
   // It is decided anew, since there are more states.
   void forget_choice() { speculation_.forget_choice(); }
-  // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
+  // Throws StateError where updates were committed that such a step would not make.
+  void check_step(const std::vector<GroupOptions>& groups, double grad_scale) const;
+  // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first. Where it throws
+  // it can be called again, with the same ([Note: all or nothing], engine/update_progress.h): chunks that were updated
+  // are left alone.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
 
   // [Note: updates that wait] (plan/plan_choice.h): updates on the host that could start in backward, but wait for the
@@ -58,7 +62,7 @@ class Updates {
   void delay_from(ChunkId first_late) { speculation_.delay_from(first_late); }
   // [Note: visits] (engine/visits.h): whose updates the device makes for the host, by chunk; empty: nobody's.
   void visit(std::vector<uint8_t> chunks, int64_t piece_numel = kVisitingPiece) {
-    visits_.choose(std::move(chunks), piece_numel);
+    chunk_updates_.visits().choose(std::move(chunks), piece_numel);
   }
   // Whether any may: where updates are committed in backward.
   bool may_visit() const { return speculation_.is_committing(); }
@@ -85,15 +89,19 @@ class Updates {
   void check_nothing_committed(const char* what) const;
   // The same for a use of these parameters, whose values are those of the next step by now.
   void check_not_committed(const std::vector<ParamId>& params) const;
-  int num_committed() const { return num_committed_; }
+  int num_committed() const { return progress_.num_made(); }
+  // An update has begun and not been made: its chunk is neither the old nor the new one.
+  bool is_torn() const { return progress_.is_torn(); }
   void forget_committed();
+  // A step that has failed is given up, and all values with it.
+  void drop_step();
   void cancel_all() { early_.cancel_all(); }
   // Old values that new ones have taken the place of are to be read: of these parameters, of one chunk, or all.
   void restore_values(const std::vector<ParamId>& params) { early_.restore_values(params); }
   void restore_values(ChunkId chunk) { early_.restore_values(chunk); }
   void restore_values() { early_.restore_values(); }
   void release_host_memory() { speculation_.release_memory(); }
-  void release_device_memory() { visits_.leave_room(); }
+  void release_device_memory() { chunk_updates_.visits().leave_room(); }
 
  private:
   // Chunks whose updates wait for the norm, by where their states are.
@@ -107,39 +115,24 @@ class Updates {
   void choose_chunks();
   void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
   void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
-  void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  bool can_visit(ChunkId chunk) const;
-  void apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  // Several chunks that are at home on the host, or one whose states are on the disk.
-  void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
-  // Memory for the chunks' new parameters apart from their gradients; nothing when there is none for one of them, or
-  // they are to wait and be made in one pass. The chunks whose gradient is another array need none.
-  std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
-  // All of the chunk's states come into host memory, those that do not exist as zeros: here, or where they are on the
-  // disk as events that `update` waits for.
-  void bring_states_to_host(ChunkId chunk, HostUpdate& update);
-  UpdateTarget open_target(ChunkId chunk, bool on_device);
-  void close_target(ChunkId chunk, const UpdateTarget& target);
   // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
   void commit_on_device(ChunkId chunk);
   void commit(ChunkId chunk);
-  bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
+  const char* how_committed() const;
+  void submit_what_is_left() noexcept;
 
   Pager& pager_;
   ChunkMemory& memory_;
   ChunkStore& store_;
   const Gradients& gradients_;
   DiskStates& disk_;
-  HostUpdates& host_updates_;
-  HostUpdates& disk_updates_;
   Speculation& speculation_;
-  Visits visits_;
   UpdateArrays arrays_;
   UpdateJobs jobs_;
+  UpdateProgress progress_;
   EarlyUpdates early_;
+  ChunkUpdates chunk_updates_;
   ScaleForecast forecast_;
-  std::vector<uint8_t> committed_;  // by chunk
-  int num_committed_ = 0;
   ChunkId held_back_ = -1;
 };
 

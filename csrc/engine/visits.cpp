@@ -130,6 +130,9 @@ void Visits::update_piece(const Visit& visit, int64_t first, int64_t last) {
 
 VisitEvents Visits::update(const Visit& visit) {
   Backend& backend = memory_.backend();
+  QueueGuard up(backend, Queue::kVisitUp);
+  QueueGuard updates(backend, Queue::kVisitUpdate);
+  QueueGuard down(backend, Queue::kVisitDown);
   for (const Event& event : visit.after) backend.wait(Queue::kVisitUp, event);
   {
     const TraceScope span(memory_.tracer(), update_label(Track::kVisit, visit.chunk, visit.jobs));
@@ -141,7 +144,9 @@ VisitEvents Visits::update(const Visit& visit) {
     }
   }
   ++memory_.counters().num_visits;
-  return {backend.record(Queue::kVisitUpdate), backend.record(Queue::kVisitDown)};
+  VisitEvents events{updates.record(), down.record()};
+  up.release();
+  return events;
 }
 
 }  // namespace patrickstar

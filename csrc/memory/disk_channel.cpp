@@ -2,14 +2,15 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <mutex>
+#include <thread>
 
 #include "common/check.h"
-#include "common/work_queue.h"
 
 namespace patrickstar {
 
@@ -20,29 +21,67 @@ constexpr int kNumThreads = 4;
 
 class ThreadChannel final : public DiskChannel {
  public:
-  explicit ThreadChannel(int fd) : fd_(fd), queues_(kNumThreads) {}
+  explicit ThreadChannel(int fd) : fd_(fd) {
+    try {
+      for (Slot& slot : slots_) slot.thread = std::thread([this, &slot] { work(slot); });
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+  ~ThreadChannel() override { stop(); }
+  ThreadChannel(const ThreadChannel&) = delete;
+  ThreadChannel& operator=(const ThreadChannel&) = delete;
 
   std::string name() const override { return "threads"; }
   int depth() const override { return kNumThreads; }
 
   void start(const DiskTransfer& transfer, uint64_t tag) override {
-    queues_[next_++ % queues_.size()].submit([this, transfer, tag] {
-      const int64_t result = run(transfer);
-      const std::lock_guard<std::mutex> lock(mutex_);
-      completions_.push_back({tag, result});
-      changed_.notify_one();
-    });
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Slot& slot = *find(Stage::kFree);
+    slot.transfer = transfer;
+    slot.completion.tag = tag;
+    slot.stage = Stage::kStarted;
+    started_.notify_all();
   }
 
   Completion wait() override {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !completions_.empty(); });
-    const Completion completion = completions_.front();
-    completions_.pop_front();
-    return completion;
+    Slot* over = nullptr;
+    ended_.wait(lock, [&] { return (over = find(Stage::kOver)) != nullptr; });
+    over->stage = Stage::kFree;
+    return over->completion;
   }
 
  private:
+  enum class Stage : uint8_t { kFree, kStarted, kOver };
+  // A thread, and the transfer that it makes.
+  struct Slot {
+    Stage stage = Stage::kFree;
+    DiskTransfer transfer;
+    Completion completion;
+    std::thread thread;
+  };
+
+  Slot* find(Stage stage) {
+    const auto found =
+        std::find_if(slots_.begin(), slots_.end(), [=](const Slot& slot) { return slot.stage == stage; });
+    return found == slots_.end() ? nullptr : &*found;
+  }
+
+  void work(Slot& slot) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      started_.wait(lock, [&] { return stopping_ || slot.stage == Stage::kStarted; });
+      if (stopping_) return;
+      lock.unlock();
+      slot.completion.result = run(slot.transfer);
+      lock.lock();
+      slot.stage = Stage::kOver;
+      ended_.notify_one();
+    }
+  }
+
   int64_t run(const DiskTransfer& transfer) const {
     const auto size = static_cast<size_t>(transfer.num_bytes);
     ssize_t result = -1;
@@ -53,12 +92,23 @@ class ThreadChannel final : public DiskChannel {
     return result < 0 ? -static_cast<int64_t>(errno) : result;
   }
 
+  void stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    started_.notify_all();
+    for (Slot& slot : slots_) {
+      if (slot.thread.joinable()) slot.thread.join();
+    }
+  }
+
   const int fd_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Completion> completions_;
-  size_t next_ = 0;
-  std::vector<WorkQueue> queues_;  // ends before what it uses
+  std::condition_variable started_;
+  std::condition_variable ended_;
+  bool stopping_ = false;
+  std::array<Slot, kNumThreads> slots_;
 };
 
 }  // namespace

@@ -9,8 +9,8 @@
 // system lets this process lock so much (RLIMIT_MEMLOCK), so that its pages are looked up and pinned once instead of at
 // every transfer. Other memory can be used all the same.
 //
-// A channel is used by one thread at a time. Whoever has started a transfer waits for it, also when another one failed:
-// until then the system may write the memory.
+// A channel is used by one thread at a time, and allocates nothing. Whoever has started a transfer waits for it, also
+// when another one failed: until then the system may write the memory.
 #pragma once
 
 #include <cstdint>

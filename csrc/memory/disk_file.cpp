@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -62,7 +63,7 @@ bool is_over(std::atomic<int64_t>& countdown) {
 class DiskFile::Transfer {
  public:
   Transfer(const std::vector<DiskRange>& ranges, DiskDirection direction, DiskChannel& channel, DiskFaults* faults)
-      : direction_(direction), channel_(channel), faults_(faults), crcs_(ranges.size(), 0) {
+      : ranges_(ranges), direction_(direction), channel_(channel), faults_(faults), crcs_(ranges.size(), 0) {
     for (size_t i = 0; i < ranges.size(); ++i) {
       for (int64_t begin = 0; begin < ranges[i].num_bytes; begin += kPieceBytes) {
         const int64_t num_bytes = std::min(kPieceBytes, ranges[i].num_bytes - begin);
@@ -87,7 +88,13 @@ class DiskFile::Transfer {
     }
   }
 
-  std::vector<uint32_t> checksums() { return std::move(crcs_); }
+  DiskDirection direction() const { return direction_; }
+  const std::vector<DiskRange>& ranges() const { return ranges_; }
+  int64_t num_bytes() const {
+    return std::accumulate(ranges_.begin(), ranges_.end(), int64_t{0},
+                           [](int64_t sum, const DiskRange& range) { return sum + range.num_bytes; });
+  }
+  std::vector<uint32_t> take_checksums() { return std::move(crcs_); }
 
  private:
   struct Piece {
@@ -143,6 +150,7 @@ class DiskFile::Transfer {
     crcs_[piece.range] = crc32c(crcs_[piece.range], piece.data, static_cast<size_t>(piece.num_bytes));
   }
 
+  const std::vector<DiskRange> ranges_;
   const DiskDirection direction_;
   DiskChannel& channel_;
   DiskFaults* const faults_;
@@ -202,29 +210,35 @@ void DiskFile::allocate() {
            "; ", remedy(error), ". Nothing was trained yet");
 }
 
-std::vector<uint32_t> DiskFile::read(const std::vector<DiskRange>& ranges) { return run(reads_, ranges); }
+std::vector<uint32_t> DiskFile::read(const std::vector<DiskRange>& ranges) {
+  return run(*prepare(DiskDirection::kRead, ranges));
+}
 
-std::vector<uint32_t> DiskFile::write(const std::vector<DiskRange>& ranges) { return run(writes_, ranges); }
+std::vector<uint32_t> DiskFile::write(const std::vector<DiskRange>& ranges) {
+  return run(*prepare(DiskDirection::kWrite, ranges));
+}
 
-std::vector<uint32_t> DiskFile::run(Lane& lane, const std::vector<DiskRange>& ranges) {
-  const std::lock_guard<std::mutex> lock(lane.mutex);
-  int64_t total = 0;
+std::shared_ptr<DiskFile::Transfer> DiskFile::prepare(DiskDirection direction, const std::vector<DiskRange>& ranges) {
   for (const DiskRange& range : ranges) {
     const bool is_aligned = range.offset % kAlignment == 0 && range.num_bytes % kAlignment == 0 &&
                             reinterpret_cast<uintptr_t>(range.data) % kAlignment == 0;
     PS_CHECK(is_aligned && range.offset >= 0 && range.offset + range.num_bytes <= num_bytes_, ArgumentError,
              "a range of ", range.num_bytes, " bytes at ", range.offset, " is not in a file of ", num_bytes_,
              " bytes, or no multiple of ", kAlignment);
-    total += range.num_bytes;
   }
-  Transfer transfer(ranges, lane.direction, *lane.channel, options_.faults.get());
+  return std::make_shared<Transfer>(ranges, direction, *lane(direction).channel, options_.faults.get());
+}
+
+std::vector<uint32_t> DiskFile::run(Transfer& transfer) {
+  const DiskDirection direction = transfer.direction();
+  const std::lock_guard<std::mutex> lock(lane(direction).mutex);
   const int error = transfer.run();
-  PS_CHECK(error == 0, DiskError, "disk_memory: ", doing(lane.direction), " ", total, " bytes of optimizer states in ",
-           folder_, " failed: ", std::strerror(error), "; ", remedy(error));
+  PS_CHECK(error == 0, DiskError, "disk_memory: ", doing(direction), " ", transfer.num_bytes(),
+           " bytes of optimizer states in ", folder_, " failed: ", std::strerror(error), "; ", remedy(error));
   if (!is_direct_) {
-    for (const DiskRange& range : ranges) drop_from_cache(lane.direction, range);
+    for (const DiskRange& range : transfer.ranges()) drop_from_cache(direction, range);
   }
-  return transfer.checksums();
+  return transfer.take_checksums();
 }
 
 // The cache keeps what is not on the disk yet, so that is written first.

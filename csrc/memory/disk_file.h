@@ -13,6 +13,11 @@
 //   uint32_t crc = file.write({{data, offset, num_bytes}}).front();
 //   file.read({{data, offset, num_bytes}}).front() == crc
 //
+// A transfer that is prepared needs no memory to run, so that on a thread of its own it fails for the disk alone:
+//
+//   const auto transfer = file.prepare(DiskDirection::kRead, ranges);
+//   std::vector<uint32_t> crcs = file.run(*transfer);   // once
+//
 // One thread may write while another one reads, other ranges. Offsets, lengths and addresses are multiples of
 // kAlignment.
 #pragma once
@@ -62,9 +67,14 @@ class DiskFile {
   DiskFile(const DiskFile&) = delete;
   DiskFile& operator=(const DiskFile&) = delete;
 
+  class Transfer;
+
   // The ranges' CRC-32C each. Throw DiskError.
   std::vector<uint32_t> read(const std::vector<DiskRange>& ranges);
   std::vector<uint32_t> write(const std::vector<DiskRange>& ranges);
+  // The same in two parts.
+  std::shared_ptr<Transfer> prepare(DiskDirection direction, const std::vector<DiskRange>& ranges);
+  std::vector<uint32_t> run(Transfer& transfer);
 
   const std::string& folder() const { return folder_; }
   int64_t num_bytes() const { return num_bytes_; }
@@ -78,12 +88,10 @@ class DiskFile {
     std::mutex mutex;
     std::unique_ptr<DiskChannel> channel;
   };
-  class Transfer;
-
   bool is_plain() const;
   void open();
   void allocate();
-  std::vector<uint32_t> run(Lane& lane, const std::vector<DiskRange>& ranges);
+  Lane& lane(DiskDirection direction) { return direction == DiskDirection::kRead ? reads_ : writes_; }
   void drop_from_cache(DiskDirection direction, const DiskRange& range);
 
   const std::string folder_;

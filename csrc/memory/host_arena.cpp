@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/reserve.h"
 #include "memory/host_mapping.h"
 
 namespace patrickstar {
@@ -88,6 +89,7 @@ std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_byte
 
 HostArena::Region* HostArena::reuse_region(int64_t needed_bytes, int64_t spare_bytes) {
   if (reused_ == nullptr) return nullptr;
+  reserve_one(regions_);
   const KeptRegions::Region kept = reused_->take(needed_bytes, unreserved_bytes() - spare_bytes);
   if (kept.data == nullptr) return nullptr;
   auto region = std::make_unique<Region>();
@@ -146,14 +148,14 @@ void HostArena::prepare_ahead() {
   for (const auto& region : regions_) {
     if (region->prepared || region->ahead != nullptr) continue;
     if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
-    region->ahead = std::make_shared<Region::Ahead>();
+    auto ahead = std::make_shared<Region::Ahead>();
     // Where it fails whoever needs the region tries again, and gets the error.
-    region->ahead->done =
-        preparer_->submit([this, ahead = region->ahead, data = region->data, num_bytes = region->num_bytes] {
-          if (ahead->is_taken.exchange(true)) return;
-          hooks_.prepare(data, num_bytes);
-          ahead->is_prepared = true;
-        });
+    ahead->done = preparer_->submit([this, ahead, data = region->data, num_bytes = region->num_bytes] {
+      if (ahead->is_taken.exchange(true)) return;
+      hooks_.prepare(data, num_bytes);
+      ahead->is_prepared = true;
+    });
+    region->ahead = std::move(ahead);
   }
 }
 
@@ -215,7 +217,7 @@ HostBlock HostArena::allocate_in_new_region(int64_t num_bytes) {
 HostBlock HostArena::find_block(int64_t num_bytes, Search search) {
   const int64_t size = round_up(num_bytes, kBlockAlignment);
   Region* best = nullptr;
-  std::map<int64_t, int64_t>::iterator best_range;
+  FreeRanges::iterator best_range;
   for (auto& region : regions_) {
     if (region->prepared == (search == Search::kUnprepared)) continue;
     if (search == Search::kPreparedOnDemand && region->origin == Region::Origin::kReserved) continue;
@@ -231,12 +233,20 @@ HostBlock HostArena::find_block(int64_t num_bytes, Search search) {
   return take(*best, best_range, num_bytes);
 }
 
-HostBlock HostArena::take(Region& region, std::map<int64_t, int64_t>::iterator range, int64_t num_bytes) {
+HostBlock HostArena::take(Region& region, FreeRanges::iterator range, int64_t num_bytes) {
   const int64_t size = round_up(num_bytes, kBlockAlignment);
   const int64_t offset = range->first;
   const int64_t left = range->second - size;
-  region.free.erase(range);
-  if (left > 0) region.free.emplace(offset + size, left);
+  if (left > 0) {
+    FreeRanges made;
+    made.emplace(0, 0);
+    reserve_one(region.free_nodes);
+    region.free_nodes.push_back(made.extract(made.begin()));
+    put(region, region.free.extract(range), offset + size, left);
+  } else {
+    reserve_one(region.free_nodes);
+    region.free_nodes.push_back(region.free.extract(range));
+  }
   const bool zeroed = offset >= region.touched;
   region.touched = std::max(region.touched, offset + size);
   used_bytes_ += size;
@@ -249,8 +259,16 @@ HostArena::Region& HostArena::region_of(const void* data) {
   });
 }
 
-void HostArena::free(void* data, int64_t num_bytes) {
+void HostArena::put(Region& region, FreeNode node, int64_t offset, int64_t size) {
+  node.key() = offset;
+  node.mapped() = size;
+  region.free.insert(std::move(node));
+}
+
+void HostArena::free(void* data, int64_t num_bytes) noexcept {
   Region& region = region_of(data);
+  FreeNode node = std::move(region.free_nodes.back());
+  region.free_nodes.pop_back();
   int64_t offset = static_cast<char*>(data) - region.data;
   int64_t size = round_up(num_bytes, kBlockAlignment);
   used_bytes_ -= size;
@@ -266,7 +284,7 @@ void HostArena::free(void* data, int64_t num_bytes) {
       return;
     }
   }
-  region.free.emplace(offset, size);
+  put(region, std::move(node), offset, size);
 }
 
 void HostArena::trim() {
@@ -277,6 +295,7 @@ void HostArena::trim() {
 }
 
 HostArena::Region& HostArena::add_region(int64_t num_bytes, Region::Origin origin) {
+  reserve_one(regions_);
   auto region = std::make_unique<Region>();
   region->num_bytes = round_up(num_bytes, kPage);
   region->origin = origin;

@@ -174,6 +174,8 @@ class HostArena {
  private:
   friend class HostBlock;
 
+  using FreeRanges = std::map<int64_t, int64_t>;
+  using FreeNode = FreeRanges::node_type;
   struct Region {
     enum class Origin : uint8_t { kReserved, kOnDemand };
     // What the arena's own thread has to do with it.
@@ -187,9 +189,10 @@ class HostArena {
     int64_t num_bytes = 0;
     Origin origin = Origin::kOnDemand;
     bool prepared = false;
-    int64_t touched = 0;              // bytes below were handed out before
-    std::map<int64_t, int64_t> free;  // offset -> size
-    std::shared_ptr<Ahead> ahead;     // null until asked for
+    int64_t touched = 0;               // bytes below were handed out before
+    FreeRanges free;                   // offset -> size
+    std::vector<FreeNode> free_nodes;  // for blocks that are not free yet: to free one allocates nothing
+    std::shared_ptr<Ahead> ahead;      // null until asked for
 
     bool is_free() const { return free.size() == 1 && free.begin()->second == num_bytes; }
   };
@@ -205,10 +208,11 @@ class HostArena {
   // Takes over what the arena's own thread has prepared by now.
   void add_prepared();
   HostBlock find_block(int64_t num_bytes, Search search);
-  HostBlock take(Region& region, std::map<int64_t, int64_t>::iterator range, int64_t num_bytes);
+  HostBlock take(Region& region, FreeRanges::iterator range, int64_t num_bytes);
+  static void put(Region& region, FreeNode node, int64_t offset, int64_t size);
   HostBlock allocate_in_new_region(int64_t num_bytes);
   Region& region_of(const void* data);
-  void free(void* data, int64_t num_bytes);
+  void free(void* data, int64_t num_bytes) noexcept;
   void note_mapped(int64_t num_bytes);
   void note_reserved(int64_t num_bytes);
   void unmap(Region& region);

@@ -1,5 +1,6 @@
 #include "memory/slot_pool.h"
 
+#include <new>
 #include <utility>
 
 namespace patrickstar {
@@ -43,15 +44,30 @@ Slot SlotPool::hand_out_idle(IdleSlots::iterator found) {
 }
 
 Slot SlotPool::hand_out(void* data, int64_t num_bytes, BusyUntil busy) {
+  try {
+    ++num_of_size_[num_bytes];
+  } catch (...) {
+    allocator_.free(data, num_bytes, busy);
+    throw;
+  }
   used_bytes_ += num_bytes;
-  ++num_of_size_[num_bytes];
   return {*this, data, num_bytes, std::move(busy)};
 }
 
-void SlotPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) {
+void SlotPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept {
   used_bytes_ -= num_bytes;
-  idle_bytes_ += num_bytes;
-  idle_.emplace(num_bytes, Idle{data, std::move(busy)});
+  try {
+    idle_.emplace(num_bytes, Idle{data, busy});
+    idle_bytes_ += num_bytes;
+  } catch (const std::bad_alloc&) {
+    forget_one(num_bytes);
+    allocator_.free(data, num_bytes, busy);
+  }
+}
+
+void SlotPool::forget_one(int64_t size) {
+  const auto found = num_of_size_.find(size);
+  if (--found->second == 0) num_of_size_.erase(found);
 }
 
 SlotPool::IdleSlots::iterator SlotPool::most_common() {
@@ -70,7 +86,7 @@ int64_t SlotPool::trim(int64_t num_bytes) {
     const Idle idle = std::move(next->second);
     idle_.erase(next);
     idle_bytes_ -= size;
-    if (--num_of_size_[size] == 0) num_of_size_.erase(size);
+    forget_one(size);
     freed += size;
     allocator_.free(idle.data, size, idle.busy);
   }

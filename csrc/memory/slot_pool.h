@@ -23,7 +23,7 @@ namespace patrickstar {
 
 class SlotOwner {
  public:
-  virtual void take_back(void* data, int64_t num_bytes, BusyUntil busy) = 0;
+  virtual void take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept = 0;
 
  protected:
   ~SlotOwner() = default;
@@ -111,7 +111,9 @@ class SlotPool final : public SlotOwner {
   IdleSlots::iterator find_idle(int64_t num_bytes, double waste_ratio);
   Slot hand_out_idle(IdleSlots::iterator found);
   Slot hand_out(void* data, int64_t num_bytes, BusyUntil busy);
-  void take_back(void* data, int64_t num_bytes, BusyUntil busy) override;
+  // Where there is no memory to note it, it goes back to the allocator.
+  void take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept override;
+  void forget_one(int64_t size);
   // Of the idle slots, of which there are some: one of the most common size, the larger of two.
   IdleSlots::iterator most_common();
 

@@ -42,7 +42,7 @@ class TideMemory final : public SlotOwner {
   int64_t room_bytes() const { return room_bytes_; }
 
  private:
-  void take_back(void* data, int64_t num_bytes, BusyUntil busy) override {
+  void take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept override {
     allocator_.free_of_tide(data, num_bytes, busy);
   }
 

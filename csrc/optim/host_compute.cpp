@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <new>
+#include <optional>
 #include <variant>
 
 #include "common/check.h"
@@ -30,11 +32,16 @@ float* scales_at(float* scales, int64_t index) { return scales == nullptr ? null
 // Of one thread, for one piece at a time.
 class OpenScratch {
  public:
-  OpenValues values() const { return OpenValues::in(memory_.get(), kCapacity); }
+  // None where there is no memory for it.
+  std::optional<OpenValues> values() {
+    if (memory_ == nullptr) memory_.reset(new (std::nothrow) char[static_cast<size_t>(kCapacity * OpenValues::kBytes)]);
+    if (memory_ == nullptr) return std::nullopt;
+    return OpenValues::in(memory_.get(), kCapacity);
+  }
 
  private:
   static constexpr int64_t kCapacity = kOpenPiece / 16;
-  const std::unique_ptr<char[]> memory_{new char[static_cast<size_t>(kCapacity * OpenValues::kBytes)]};
+  std::unique_ptr<char[]> memory_;
 };
 
 // The passes of one rule.
@@ -66,11 +73,13 @@ class PoolCompute final : public HostCompute {
       static thread_local OpenScratch scratch;
       OpenValues* kept = job.open + first / kOpenPiece;
       for_pieces(range, [&](const AdamRange& piece) {
-        OpenValues open = scratch.values();
-        with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
-          kernels.param_between(piece, scalars, job.most_grad_scale, &open);
-        });
-        *kept++ = job.store->keep(open);
+        std::optional<OpenValues> open = scratch.values();
+        if (open) {
+          with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
+            kernels.param_between(piece, scalars, job.most_grad_scale, &*open);
+          });
+        }
+        *kept++ = open ? job.store->keep(*open) : OpenValues{OpenValues::kAll};
       });
     });
   }
@@ -89,13 +98,15 @@ class PoolCompute final : public HostCompute {
     for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, OpenValues& kept) {
       static thread_local OpenScratch scratch;
       const auto& scalars = std::get<AdamScalars>(job.scalars);
-      OpenValues open = scratch.values();
-      kernels_.adam_put_values(piece, scalars, job.most_grad_scale, &open);
-      kept = job.store->keep(open);
+      std::optional<OpenValues> open = scratch.values();
+      kept = {OpenValues::kAll};
+      if (!open) return;
+      kernels_.adam_put_values(piece, scalars, job.most_grad_scale, &*open);
+      kept = job.store->keep(*open);
       if (kept.count != OpenValues::kAll) {
         job.store->note_in_place(piece.numel - kept.count);
-      } else if (open.count != OpenValues::kAll) {  // no room to keep them
-        kernels_.adam_take_values_back(piece, scalars, open);
+      } else if (open->count != OpenValues::kAll) {  // no room to keep them
+        kernels_.adam_take_values_back(piece, scalars, *open);
       }
     });
   }
@@ -186,19 +197,15 @@ class PoolCompute final : public HostCompute {
   // split evenly, so that many small ones still keep all threads busy.
   template <typename Kernel>
   void run(const std::vector<UpdateJob>& jobs, int64_t unit, const Kernel& kernel) {
-    std::vector<int64_t> starts;
+    const auto length = [unit](const UpdateJob& job) { return (job.range.numel + unit - 1) / unit * unit; };
     int64_t total = 0;
-    for (const UpdateJob& job : jobs) {
-      starts.push_back(total);
-      total += (job.range.numel + unit - 1) / unit * unit;
-    }
+    for (const UpdateJob& job : jobs) total += length(job);
     pool_.parallel_for(total, kGrain, [&](int64_t begin, int64_t end) {
-      auto index = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1);
-      for (; index < jobs.size() && starts[index] < end; ++index) {
-        const AdamRange& range = jobs[index].range;
-        const int64_t from = std::max(begin - starts[index], int64_t{0});
-        const int64_t to = std::min(end - starts[index], range.numel);
-        if (from < to) kernel(subrange(range, from, to), jobs[index], from);
+      int64_t start = 0;
+      for (auto job = jobs.begin(); job != jobs.end() && start < end; start += length(*job++)) {
+        const int64_t from = std::max(begin - start, int64_t{0});
+        const int64_t to = std::min(end - start, job->range.numel);
+        if (from < to) kernel(subrange(job->range, from, to), *job, from);
       }
     });
   }

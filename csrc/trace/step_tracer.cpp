@@ -69,9 +69,9 @@ void StepTracer::begin_optimizer() {
 
 void StepTracer::end_step(const Timeline& timeline, StepOutcome outcome) {
   if (!on_) return;
+  end_ = backend_.mark(Queue::kCompute);
   on_ = false;
   stage_ = Stage::kComplete;
-  end_ = backend_.mark(Queue::kCompute);
   if (optimizer_ == nullptr) optimizer_sample_ = samples_.size();
   outcome_ = outcome;
   const size_t known = std::min(moments_.size(), timeline.moments.size());
@@ -79,7 +79,10 @@ void StepTracer::end_step(const Timeline& timeline, StepOutcome outcome) {
 }
 
 void StepTracer::abandon() {
-  if (stage_ != Stage::kTracing) return;
+  if (stage_ == Stage::kTracing) give_up();
+}
+
+void StepTracer::give_up() {
   clear();
   stage_ = Stage::kArmed;
 }
@@ -87,8 +90,12 @@ void StepTracer::abandon() {
 std::shared_ptr<HostSpan> StepTracer::open_host_span(const SpanLabel& label,
                                                      std::shared_ptr<const std::atomic<bool>> dropped) {
   if (stage_ != Stage::kArmed && stage_ != Stage::kTracing) return nullptr;
-  auto span = std::make_shared<HostSpan>();
-  host_spans_.push_back({label, span, std::move(dropped), on_ ? SpanOwner::kThisStep : SpanOwner::kStepBefore});
+  std::shared_ptr<HostSpan> span;
+  observe([&] {
+    auto made = std::make_shared<HostSpan>();
+    host_spans_.push_back({label, made, std::move(dropped), on_ ? SpanOwner::kThisStep : SpanOwner::kStepBefore});
+    span = std::move(made);
+  });
   return span;
 }
 

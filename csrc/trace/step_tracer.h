@@ -102,6 +102,7 @@ class StepTracer final : public Tracer {
                                            std::shared_ptr<const std::atomic<bool>> dropped) override;
 
  protected:
+  void give_up() override;
   void do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) override;
   void do_settle_moment() override;
   void do_sample_memory() override;

@@ -1,4 +1,4 @@
-"""Closing an engine: the order in which it is undone, and the host memory that a module's own parameters need.
+"""Whether host memory holds a module's own parameters when its engine closes.
 
 [Note: room to close] An engine's values lie on the device and the host together, in 16 bits and fewer bytes than a
 module has: one of 30 B parameters in float32 takes 114 GiB of the host alone when it is whole again. Where that does
@@ -8,9 +8,6 @@ chunks whose states are on the host are given back first, which makes room for t
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 from patrickstar import _C
 from patrickstar.engine.rank_sync import failed_ranks
 from patrickstar.machine.host_memory import available_bytes
@@ -18,33 +15,7 @@ from patrickstar.module.adoption import AdoptedParams
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.sizes import show_size
 
-logger = logging.getLogger("patrickstar")
-
 _RESERVE_BYTES = 2**30  # for what a process takes meanwhile
-
-
-class Teardown:
-    """Calls that closing makes, the last added first, each also when another one fails."""
-
-    def __init__(self) -> None:
-        self._parts: list[Callable[[], object]] = []
-
-    def callback(self, undo: Callable[[], object]) -> None:
-        """Adds a call to what :meth:`close` does, before those that were added earlier."""
-        self._parts.append(undo)
-
-    def close(self) -> None:
-        """Does all of it. Raises the first failure; those after it, which may come of it, are logged."""
-        first: BaseException | None = None
-        while self._parts:
-            try:
-                self._parts.pop()()
-            except BaseException as error:
-                if first is not None:
-                    logger.warning("closing the engine failed further: %s: %s", type(error).__name__, error)
-                first = first or error
-        if first is not None:
-            raise first
 
 
 def lack_of_room_to_close(params: AdoptedParams | None, held_bytes: int, ranks: RankGroups) -> str:

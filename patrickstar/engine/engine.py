@@ -25,8 +25,7 @@ from patrickstar.engine.resize_plan import Carried, ResizeOptions
 from patrickstar.engine.resizing import resize_session
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.engine.session import Session
-from patrickstar.engine.whole_values import load_whole_state, whole_state
-from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.engine.whole_values import load_whole_state, own_state, whole_state
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
@@ -194,6 +193,14 @@ class Engine(nn.Module):
         """Forgets all gradients since the last step."""
         self._session.zero_grad()
 
+    def accept_mixed_state(self) -> None:
+        """Goes on with parameters and optimizer states as they are where they are not all of one step or checkpoint: a
+        backward that had updated a part for good has failed, ``optimizer.step()`` in the middle of an update, or
+        ``load_checkpoint``. Until then, or until a checkpoint is loaded, all that would train or save is refused.
+        Gradients are dropped. With several ranks all must call it.
+        """
+        self._session.accept_mixed_state()
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -212,24 +219,11 @@ class Engine(nn.Module):
         Frozen parameters give their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
         call it, and names and tensors are those of the model before it was divided, the parameters first.
         """
-        if self._session.matrices.names is not None:
-            with self._session.guard("state_dict"):
-                self._session.ranks.meet()
-                return whole_state(self._session, prefix)
-        params = dict(self.module.named_parameters(remove_duplicate=False))
-        values: dict[nn.Parameter, torch.Tensor] = {}
-        with self._session.guard("state_dict"), torch.no_grad():
+        with self._session.guard("state_dict"):
             self._session.ranks.meet()
-            result = self.module.state_dict(prefix=prefix, keep_vars=True)
-            for key, value in result.items():
-                param = params.get(key.removeprefix(prefix))
-                if isinstance(param, ChunkedParameter):
-                    if param not in values:
-                        values[param] = self._session.observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
-                    result[key] = values[param]
-                elif isinstance(value, torch.Tensor):
-                    result[key] = value.detach() if not keep_vars else value
-        return result
+            if self._session.matrices.names is not None:
+                return whole_state(self._session, prefix)
+            return own_state(self._session, prefix, keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads values under the module's original names, of any float dtype and device.

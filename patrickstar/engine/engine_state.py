@@ -30,6 +30,7 @@ from patrickstar.engine.engine_shards import (
 )
 from patrickstar.engine.session import Session, Stage
 from patrickstar.engine.state_parts import Frozen, LoadOptions, Names, Part, leave_out_others
+from patrickstar.engine.wholeness import State
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.optimizer.state import checked_group
 
@@ -123,7 +124,9 @@ def load_session(
             _check_state(session, checkpoint, state, lr_scheduler, options)
             same_ranks = peers.size == checkpoint.manifest.num_ranks
             rng = checkpoint.rng_states(peers.rank) if same_ranks else {}
-        session.loaded_in_part = str(checkpoint.path)
+        if session.whole.state is not State.WHOLE:
+            session.give_up_step()
+        session.whole.break_up(f"load_checkpoint left a mixed state: {checkpoint.path} was loaded in part")
         with phase(peers, f"{checkpoint.path} was loaded in part, and the engine's state is mixed; load another one"):
             own = block_sink(session, options.part, checkpoint.described_blocks)
             if own is None or options.names is Names.COMMON:
@@ -141,7 +144,7 @@ def load_session(
                 set_rng_states(rng, session.device)
             elif goes_on:
                 logger.info("%s: random numbers go on as they are, the number of ranks is another", checkpoint.path)
-        session.loaded_in_part = None
+        session.whole.mend()
         if goes_on:
             session.run_log.resume()
         if peers.rank == 0:
@@ -153,9 +156,10 @@ def load_session(
 
 
 def check_between_steps(session: Session, call: str) -> None:
-    """Raises StateError when there are gradients that no step has used."""
+    """Raises StateError when there are gradients that no step has used; those of a failed one count for nothing."""
     session.check_open()
-    if session.stage is Stage.BACKWARDED or session.runtime.gradients_pending():
+    has_gradients = session.stage is Stage.BACKWARDED or session.runtime.gradients_pending()
+    if has_gradients and session.whole.state is State.WHOLE:
         raise _C.StateError(
             f"{call} between backward and step: gradients are not part of a checkpoint; call it after "
             "optimizer.step() or optimizer.zero_grad()"

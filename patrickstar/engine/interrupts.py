@@ -29,9 +29,10 @@ ignored, stay so.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -132,13 +133,25 @@ class deferred_signals:  # noqa: N801 (used as a function)
                 _give_back_handlers()
             finally:
                 if _state.waiting:
-                    _deliver()
+                    with _notes_of(error):
+                        _deliver()
         elif _state.waiting:
             _C.set_interrupt_waiting(_state.is_open)
 
     def allowed(self) -> _Allowed:
         """Signals come at hooks within it; those that are waiting come as it begins."""
         return _Allowed()
+
+
+@contextlib.contextmanager
+def _notes_of(error: BaseException | None) -> Iterator[None]:
+    """A signal that takes the place of ``error`` says what that said."""
+    try:
+        yield
+    except BaseException as signal_error:
+        for note in getattr(error, "__notes__", ()):
+            signal_error.add_note(note)
+        raise
 
 
 class _Allowed:

@@ -6,6 +6,7 @@ Several may be open at once (teacher and student, policy and reference, two adve
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -17,18 +18,21 @@ if TYPE_CHECKING:
     from patrickstar.engine.session import Session
 
 _sessions: list[weakref.ref[Session]] = []  # in the order of their opening
+_lock = threading.RLock()  # of that list; a signal's handler may come in between
 
 
 def note_open_session(session: Session) -> None:
     """``session`` is one of them from now on."""
-    _sessions.append(weakref.ref(session))
+    with _lock:
+        _sessions.append(weakref.ref(session))
 
 
 def open_sessions() -> list[Session]:
     """Those that are open, in the order of their opening."""
-    found = [session for session in (reference() for reference in _sessions) if session is not None]
-    found = [session for session in found if not session.closed]
-    _sessions[:] = [weakref.ref(session) for session in found]
+    with _lock:
+        found = [session for session in (reference() for reference in _sessions) if session is not None]
+        found = [session for session in found if not session.closed]
+        _sessions[:] = [weakref.ref(session) for session in found]
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
+from patrickstar.engine.wholeness import State
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.optimizer.core_options import CoreOptions
@@ -86,14 +87,17 @@ class HybridOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """Updates the parameters with the gradients of the backwards since the last step, then forgets the gradients.
 
+        One that raised, for want of memory for example, when a part was updated, is finished by the next call, with the
+        options that it began with ([Note: a step that fails], ``optimizer_step.py``).
+
         With loss scaling, a step whose gradients are not finite is skipped and the scale lowered; without it such a
         step is skipped too, with a warning, since it would destroy the parameters.
 
         Args:
-            closure: runs forward and ``model.backward`` and returns the loss.
+            closure: runs forward and ``model.backward`` and returns the loss; not called to finish a step.
         """
         loss = None
-        if closure is not None:
+        if closure is not None and self._session.whole.state is not State.IN_STEP:
             with torch.enable_grad():
                 loss = closure()
         self._session.step(self.param_groups, self._group_options())

@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import enum
 import logging
-import math
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,22 +23,26 @@ from patrickstar.engine.activation_keepers import keeper_of_activations
 from patrickstar.engine.activations import ActivationRemedies, change_activations, check_activations
 from patrickstar.engine.axes import make_calls
 from patrickstar.engine.calls import Calls, OwnCalls
-from patrickstar.engine.closing import Teardown, lack_of_room_to_close
+from patrickstar.engine.closing import lack_of_room_to_close
 from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.divided_matrices import Matrices
-from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
+from patrickstar.engine.error_texts import explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.gradient_reads import GradientReads
 from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.joint_backward import run_backward
 from patrickstar.engine.kept_plan import Inputs, NoKeptPlan, adopt_plan, make_kept_plan
 from patrickstar.engine.losses import check_loss, has_forwards_in_backward, no_gradients_came
 from patrickstar.engine.notebook import running_statement
-from patrickstar.engine.open_session import note_open_session, open_sessions
+from patrickstar.engine.one_thread import OneThread
+from patrickstar.engine.open_session import note_open_session
+from patrickstar.engine.optimizer_step import Decision, OptimizerStep, StepOutcome
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.run_log import NoRunLog
 from patrickstar.engine.step_gradients import StepGradients
 from patrickstar.engine.teardown import Teardown
 from patrickstar.engine.trained_params import TrainedParams
+from patrickstar.engine.wholeness import State, Wholeness
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.adoption import AdoptedParams, FormerHandle, MovedRest
@@ -84,16 +88,6 @@ class Stage(enum.Enum):
     IDLE = "before the first forward of a step"
     FORWARDED = "after a forward, before its backward"
     BACKWARDED = "after a backward, before the step"
-
-
-@dataclasses.dataclass
-class StepOutcome:
-    """What the last step did."""
-
-    grad_norm: float = 0.0
-    """Global L2 norm of the unscaled gradients before clipping; not finite when the step was skipped."""
-    applied: bool = True
-    """Whether parameters were updated; so it is taken to be before the first step, and after loading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +152,10 @@ class Session:
         self.closed = False
         self.survey = Survey()
         """Findings about the module, made before it was rewritten."""
-        self.loaded_in_part: str | None = None
-        """The checkpoint whose loading ended half way, until one is loaded to its end."""
+        self.whole = Wholeness()
+        self._step = OptimizerStep(self)
+        self._thread = OneThread()
+        self._thread_of_step = 0  # the one whose forward or backward was the last
         self.expected_options: Callable[[], list[CoreOptions]] = list
         """The options that the next step is expected to use (none: not known)."""
         self.read_groups: Callable[[], list[dict[str, Any]]] = list
@@ -337,7 +333,7 @@ class Session:
         )
         self._teardown.callback(self._trained.remove)
         self._trained.attach()
-        self._gradient_reads = GradientReads(
+        self.gradient_reads = GradientReads(
             module,
             self.observer,
             self.states,
@@ -383,9 +379,14 @@ class Session:
         """The optimizer's, as they are now."""
         return self.read_groups()
 
-    def guard(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Around a call in which all ranks take part (:meth:`patrickstar.ranks.distributed.RankGroups.guard`)."""
-        return self.ranks.guard(f"{call} of step {self.num_steps + 1}")
+    @contextlib.contextmanager
+    def guard(self, call: str) -> Iterator[None]:
+        """Around a call in which one thread of each rank takes part
+        (:meth:`patrickstar.ranks.distributed.RankGroups.guard`).
+        """
+        call = f"{call} of step {self.num_steps + 1}"
+        with self._thread.hold(call), self.ranks.guard(call):
+            yield
 
     # Forward and backward.
 
@@ -395,6 +396,8 @@ class Session:
         Tensors in tuples, lists and dicts are moved to the device, floating point ones cast to the compute dtype. That
         is part of the forward: one whose inputs found no room is run again with an emptier device.
         """
+        if self._inside is not Inside.NOTHING:
+            self._thread.check_inside()
         if self._inside is Inside.FORWARD:
             with self.calls.call(args, kwargs) as call:
                 return call.result(run(*call.args, **call.kwargs))
@@ -431,7 +434,7 @@ class Session:
         kind = "forward" if training else "evaluation forward"
         with deferred_signals() as signals:
             if training:
-                self._gradient_reads.forget()
+                self.gradient_reads.forget()
                 self._trained.follow(lambda: self.guard(kind))
             with self.guard(kind):
                 if training:
@@ -500,7 +503,7 @@ class Session:
         finally:
             self._inside = Inside.NOTHING
         if training:
-            self.stage = Stage.FORWARDED
+            self._note_stage(Stage.FORWARDED)
         return result
 
     def _explain_lack_of_memory(self, error: torch.OutOfMemoryError, once: str) -> None:
@@ -512,78 +515,81 @@ class Session:
 
     @outside_of_graphs
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Scales ``loss`` and runs its backward; gradients end up in chunks.
-
-        [Note: joint backward] The loss may come of several engines' modules (a generator's, through the discriminator).
-        So every engine that is between a forward and its step takes part; one that gets no gradient is as it was.
-        """
+        """Scales ``loss`` and runs its backward ([Note: joint backward]); gradients end up in chunks."""
         self.check_whole()
         comes_first = self.stage is not Stage.FORWARDED and has_forwards_in_backward(loss, self.has_param)
         check_loss(loss, has_forward=comes_first or self.stage is not Stage.IDLE)
         check_no_compiled_autograd()
         if comes_first:  # [Note: forwards in backward]
             self.forward(lambda: None)
-        scale = self.loss_scale
-        sessions = [self, *(other for other in open_sessions() if other is not self and other.stage is not Stage.IDLE)]
-        for session in sessions:
-            session._check_scale(scale)
-        with deferred_signals() as signals, contextlib.ExitStack() as guards:
-            for session in sessions:
-                guards.enter_context(session.guard("backward"))
-            try:
-                for session in sessions:
-                    session._begin_backward(scale, self.expected_options() if session is self else [])
-                with signals.allowed():
-                    (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
-                for session in sessions:
-                    session.runtime.end_backward()
-                    session._activations.end_backward()
-            except BaseException as error:
-                explain_failed_backward(error, sum(session._abort_backward() for session in sessions))
-                raise
-            finally:
-                for session in sessions:
-                    session._inside = Inside.NOTHING
-            if comes_first and not (self.runtime.keep_joint_backward() or self.managed.has_gradients):
-                self.stage = Stage.IDLE
-                raise no_gradients_came()
-            self._end_backward(scale)
-            for other in sessions[1:]:
-                if other.runtime.keep_joint_backward():
-                    other._end_backward(scale)
-            self.run_log.note_backward(loss)
+        run_backward(self, loss, kwargs)
+        if comes_first and not (self.runtime.keep_joint_backward() or self.managed.has_gradients):
+            self._forget_gradients()
+            raise no_gradients_came()
+        self.run_log.note_backward(loss)
 
-    def _check_scale(self, scale: float) -> None:
+    @property
+    def is_in_step_here(self) -> bool:
+        """True between a forward and its step, where this thread made the last call."""
+        return self.stage is not Stage.IDLE and self._thread_of_step == threading.get_ident()
+
+    def check_scale(self, scale: float) -> None:
+        """Raises StateError when gradients since the last step were scaled by another loss scale."""
         if self._gradient_scale not in (None, scale):
             raise _C.StateError(
                 f"gradients were scaled by {self._gradient_scale:g} so far and would be by {scale:g} in this backward "
                 "(float16: each engine has a loss scale of its own); step or zero_grad between them, or train in bf16"
             )
 
-    def _begin_backward(self, scale: float, expected_options: list[CoreOptions]) -> None:
+    def begin_backward(self, scale: float, expected_options: list[CoreOptions]) -> None:
+        """Autograd's gradients are taken from now on, until :meth:`end_backward` or :meth:`abort_backward`. Where it
+        raises, nothing has begun.
+        """
         if self._profiler is not None:
             self._profiler.begin_backward()
         self.gradients.forget()
-        self._gradient_reads.forget()
+        self.gradient_reads.forget()
         self._trained.drop_left_gradients()
         self.managed.keep_gradients()
         if self.config.optimizer.speculation is Speculation.COMMIT:
             self.observer.overwritten.forget()
-        self.runtime.begin_backward(expected_options, self.gradients.chunk_factor / scale)
+        try:
+            self.runtime.begin_backward(expected_options, self.gradients.chunk_factor / scale)
+        except BaseException:
+            self.managed.restore_gradients()
+            raise
         self._inside = Inside.BACKWARD
 
-    def _end_backward(self, scale: float) -> None:
-        self._gradient_scale = scale
-        self.stage = Stage.BACKWARDED
+    def end_backward(self) -> None:
+        """Autograd is done."""
+        self.runtime.end_backward()
+        self._activations.end_backward()
+        self._inside = Inside.NOTHING
 
-    def _abort_backward(self) -> int:
-        """How many chunks were updated for good already."""
-        committed = self.runtime.num_committed
+    def keep_backward(self, scale: float) -> None:
+        """Its gradients, which were scaled by ``scale``, are there for the step."""
+        self._gradient_scale = scale
+        self._note_stage(Stage.BACKWARDED)
+
+    def abort_backward(self) -> int:
+        """Undoes a backward that failed. Chunks that were updated for good stay so; their number is returned."""
+        self._inside = Inside.NOTHING
         self.observer.uses.forget_scopes()
-        self.runtime.abort_backward()
-        self._trained.drop_left_gradients()
-        self.managed.restore_gradients()
-        return committed
+        try:
+            num_committed = self.runtime.abort_backward()
+        finally:
+            self._activations.finish()
+            self._trained.drop_left_gradients()
+            self.managed.restore_gradients()
+        if num_committed > 0:
+            self.whole.break_up(
+                f"a backward failed when {num_committed} chunks had been updated (optimizer.speculation is "
+                '"commit"): the model is updated in part'
+            )
+        return num_committed
+
+    def _note_stage(self, stage: Stage) -> None:
+        self.stage, self._thread_of_step = stage, threading.get_ident()
 
     # The step.
 
@@ -614,49 +620,58 @@ class Session:
         return self.gradient_scale
 
     def step(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> None:
-        """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``. A signal
-        that comes meanwhile is delivered when the step is over.
+        """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``
+        ([Note: a step that fails]). A signal that comes meanwhile is delivered when the step is over.
         """
-        self.check_whole()
+        self.check_open()
+        self.whole.check_step()
         with deferred_signals(), self.guard("step"):
-            self._step(param_groups, options)
+            decision = self._step.run(param_groups, options)
+            if decision is not None:
+                self._end_step(decision)
 
-    def _step(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> None:
-        if not self.runtime.gradients_pending():
-            return
-        scale = self.gradient_scale
-        norm = self.gradients.norm(scale)
-        finite = math.isfinite(norm)
-        ratio = self.gradients.clip_ratio(scale)
-        clip = min(1.0, ratio)
-        self._gradient_reads.keep(scale, clip if finite else 1.0)
-        committed = self.config.optimizer.speculation is Speculation.COMMIT
-        self.outcome = StepOutcome(grad_norm=norm, applied=finite or committed)
-        if committed and not finite:
-            logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
-        if self.outcome.applied:
-            self.managed.step(param_groups, clip / scale)
-            self.runtime.apply_step(options, clip * self.gradients.chunk_factor / scale, ratio)
-            self.observer.overwritten.forget()
-        else:
-            self.runtime.skip_step()
+    def _end_step(self, decision: Decision) -> None:
+        self.outcome = decision.outcome
+        if not decision.outcome.applied:
             if self.scaler is None:
                 logger.warning("the gradients are not finite: this step is skipped, nothing was updated")
             elif self.scaler.is_at_minimum:
-                logger.warning("gradients overflow at the least loss scale, %g: this step is skipped", scale)
+                logger.warning(
+                    "gradients overflow at the least loss scale, %g: this step is skipped", decision.loss_scale
+                )
         if self.scaler is not None:
-            self.scaler.update(overflow=not finite)
+            self.scaler.update(overflow=not decision.is_finite)
         self.num_steps += 1
         self._gradient_scale = None
         self.gradients.end_step()
+        self.stage = Stage.IDLE
         if self._hooks.is_learning:
             self._hooks.finish_learning(self._trained.got_gradient() | self._trained.untrained_at_first)
-        self.stage = Stage.IDLE
         self._log_pressure()
         self._kept_plan.end_step()
         if self._profiler is not None:
             self._profiler.end_step()
-        self.run_log.end_step(param_groups[0]["lr"])
+        self.run_log.end_step(decision.param_groups[0]["lr"])
+
+    def _forget_gradients(self) -> None:
+        self._gradient_scale = None
+        self.gradients.end_step()
+        self.gradient_reads.forget()
+        self.managed.zero_grad()
+        self.stage = Stage.IDLE
+
+    def give_up_step(self) -> None:
+        """Gradients of a step that has failed are dropped, and its values stay mixed, until a checkpoint is loaded."""
+        self._step.give_up()
+        self._forget_gradients()
+
+    def accept_mixed_state(self) -> None:
+        """Values are taken as they are, whatever they are of."""
+        self.check_open()
+        if self.whole.state is not State.WHOLE:
+            with deferred_signals(), self._thread.hold("accept_mixed_state"):
+                self.give_up_step()
+                self.whole.mend()
 
     def _log_pressure(self) -> None:
         count = self.runtime.num_pressure_evictions
@@ -670,17 +685,15 @@ class Session:
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
-        self.check_open()
-        with deferred_signals():
+        self.check_whole()
+        with deferred_signals(), self._thread.hold("zero_grad"):
             self._trained.drop_left_gradients()
             self.runtime.clear_gradients()
-            self._gradient_scale = None
-            self.gradients.end_step()
-            self._gradient_reads.forget()
-            self.managed.zero_grad()
+            stage = self.stage
+            self._forget_gradients()
+            if stage is Stage.FORWARDED:
+                self.stage = stage
             self.run_log.note_zero_grad()
-            if self.stage is Stage.BACKWARDED:
-                self.stage = Stage.IDLE
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict."""
@@ -709,7 +722,7 @@ class Session:
         if self.closed:
             return
         self._check_process()
-        with deferred_signals():
+        with deferred_signals(), self._thread.hold("close"):
             try:
                 self._kept_plan.close()
                 with self.guard("close"):
@@ -774,13 +787,9 @@ class Session:
         _ = self.runtime.closed  # raises in a fork
 
     def check_whole(self) -> None:
-        """Raises StateError when it is closed, or when its values are some of a checkpoint's and some its own."""
+        """Raises StateError when it is closed, or when its values are not all of one step."""
         self.check_open()
-        if self.loaded_in_part is not None:
-            raise _C.StateError(
-                f"load_checkpoint left a mixed state: {self.loaded_in_part} was loaded in part; load a checkpoint to "
-                "its end before going on"
-            )
+        self.whole.check()
 
 
 def _is_no_plain_container(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Whole values of an engine whose matrices ranks share, by the names of the model before it was divided.
+"""Whole values of an engine: of its module, or where ranks share its matrices of the model before it was divided.
 
-Values go through the mesh a parameter at a time: ranks that share chunks give their shards of a block, all ranks get
-the blocks of all, and make of them what the model had.
+The latter go through the mesh a parameter at a time: ranks that share chunks give their shards of a block, all ranks
+get the blocks of all, and make of them what the model had.
 """
 
 from __future__ import annotations
@@ -19,6 +19,24 @@ from patrickstar.checkpoint.shards import Kind, TensorShard
 from patrickstar.engine.divided_values import DividedNames, DividedPart
 from patrickstar.engine.engine_shards import kind_of, persistent_buffers
 from patrickstar.engine.session import Session
+from patrickstar.module.chunked_parameter import ChunkedParameter
+
+
+@torch.no_grad()
+def own_state(session: Session, prefix: str, keep_vars: bool) -> OrderedDict[str, torch.Tensor]:
+    """The module's ``state_dict``, with parameters in chunks in float32 on the CPU."""
+    params = dict(session.module.named_parameters(remove_duplicate=False))
+    values: dict[nn.Parameter, torch.Tensor] = {}
+    result = session.module.state_dict(prefix=prefix, keep_vars=True)
+    for key, value in result.items():
+        param = params.get(key.removeprefix(prefix))
+        if isinstance(param, ChunkedParameter):
+            if param not in values:
+                values[param] = session.observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
+            result[key] = values[param]
+        elif isinstance(value, torch.Tensor):
+            result[key] = value.detach() if not keep_vars else value
+    return result
 
 
 def names_of(session: Session) -> DividedNames:

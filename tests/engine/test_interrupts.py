@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar import _C, torch_scope
-from patrickstar.engine.interrupts import deferred_signals
+from patrickstar import torch_scope
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 
@@ -257,8 +255,8 @@ def test_what_a_handler_raises_comes_out_of_saving_and_loading(tmp_path):
 
     class Scheduler:
         def state_dict(self):
-            come(signal.SIGUSR1)
-            come(signal.SIGUSR1)  # at once
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)  # at once
             return {}
 
         def load_state_dict(self, _):
@@ -278,6 +276,38 @@ def test_what_a_handler_raises_comes_out_of_saving_and_loading(tmp_path):
     engine.close()
 
 
+def interrupt(_gradient):
+    raise KeyboardInterrupt
+
+
+def test_activations_of_an_interrupted_backward_leave_the_device():
+    """Autograd's queue does not keep them: they go once nothing of the user's refers to them."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x).tanh()  # two ways to each layer: a queue with several nodes
+            return x.square().mean()
+
+    engine, optimizer = initialize_engine(Deep, 0, {})
+    x = torch.randn(256, 32)
+    with engine:
+        engine.backward(engine(x))
+        optimizer.step()
+        tide = engine.report()["device_tide_bytes"]
+        for layer in (5, 3, 0):
+            handle = engine.module.layers[layer].weight.register_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.backward(engine(x))
+            handle.remove()
+            assert engine.report()["device_tide_bytes"] <= tide
+            optimizer.zero_grad()
+
+
 class Interrupting:
     """The core, with a Ctrl-C in the middle of each step."""
 
@@ -288,163 +318,3 @@ class Interrupting:
         if name in ("apply_step", "skip_step"):
             signal.raise_signal(signal.SIGINT)
         return getattr(self.runtime, name)
-
-
-# The deferral itself.
-
-
-class NoListener(_C.UseListener):
-    def open_scope(self, params, until):
-        return 0
-
-
-OBSERVER = _C.UseObserver(NoListener(), lambda result: None)
-
-
-def come(signum=signal.SIGINT):
-    signal.raise_signal(signum)
-
-
-def test_signals_wait_until_the_block_ends():
-    done = []
-    with pytest.raises(KeyboardInterrupt), deferred_signals():
-        come()
-        come()
-        done.append("all of it")
-    assert done == ["all of it"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def hook():
-    """What hooks of modules and gradients do."""
-    _C.ModuleHook(OBSERVER).before_forward(None, None)
-
-
-def test_allowed_signals_come_at_hooks_and_what_cleans_up_is_not_interrupted():
-    done = []
-    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
-        hook()
-        try:
-            with signals.allowed():
-                hook()
-                come()
-                done.append("until the next hook")
-                hook()
-                done.append("never")
-        except KeyboardInterrupt:
-            come()
-            hook()
-            done.append("cleaned up")
-            raise
-    assert done == ["until the next hook", "cleaned up"]
-    hook()
-
-
-def test_a_second_signal_comes_at_once():
-    done = []
-    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
-        try:
-            with signals.allowed():
-                come()
-                done.append("waiting")
-                come()
-                done.append("never")
-        except KeyboardInterrupt:
-            done.append("cleaned up")
-            raise
-    assert done == ["waiting", "cleaned up"]
-
-
-def test_without_a_hook_the_call_ends_and_then_the_block():
-    done = []
-    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
-        with signals.allowed():
-            come()
-        done.append("ended")
-    assert done == ["ended"]
-
-
-def test_what_came_before_an_allowed_block_comes_at_its_beginning():
-    done = []
-    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
-        come()
-        with signals.allowed():
-            done.append("never")
-    assert done == []
-
-
-def test_blocks_nest():
-    order = []
-    with pytest.raises(KeyboardInterrupt), deferred_signals() as outer:
-        try:
-            with outer.allowed():
-                with deferred_signals():
-                    come()
-                    hook()
-                    order.append("inner")
-                order.append("outer")
-                hook()
-                order.append("never")
-        except KeyboardInterrupt:
-            order.append("at the first hook after the inner block")
-            raise
-    assert order == ["inner", "outer", "at the first hook after the inner block"]
-    with pytest.raises(KeyboardInterrupt):
-        come()
-
-
-def test_a_handler_that_does_not_raise_is_called_at_each_hook():
-    calls = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(len(calls)))
-    try:
-        with deferred_signals() as signals:
-            come(signal.SIGUSR1)
-            assert calls == []
-            with signals.allowed():
-                assert calls == [0]
-                for _ in range(2):
-                    come(signal.SIGUSR1)
-                    hook()
-                assert calls == [0, 1, 2]
-                come(signal.SIGUSR1)
-            assert calls == [0, 1, 2]
-        assert calls == [0, 1, 2, 3]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_hooks_on_other_threads_deliver_nothing():
-    """As autograd's, on a GPU: the backward goes on to its end."""
-    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
-        with signals.allowed():
-            come()
-            thread = threading.Thread(target=hook)
-            thread.start()
-            thread.join()
-        done = True
-    assert done
-
-
-def test_a_handler_that_is_set_meanwhile_stays():
-    def mine(*_):
-        raise NotImplementedError
-
-    with deferred_signals() as signals, signals.allowed():
-        signal.signal(signal.SIGINT, mine)
-    try:
-        assert signal.getsignal(signal.SIGINT) is mine
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_other_threads_are_left_alone():
-    found = []
-
-    def use():
-        with deferred_signals() as signals, signals.allowed():
-            found.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert found == [signal.default_int_handler]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -146,3 +148,133 @@ def test_loss_scales_of_a_joint_backward():
         maker_optimizer.step()
         judge_optimizer.step()
         assert maker.report()["num_steps"] == judge.report()["num_steps"] == 1
+
+
+class Towers(nn.Module):
+    """Long enough for threads to meet in the middle of it. ``within`` is called there."""
+
+    def __init__(self, within=lambda: None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+        self.within = within
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index == 6:
+                self.within()
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def train_towers(engine, optimizer, steps=6):
+    losses = []
+    for step in range(steps):
+        loss = engine(torch.randn(4, 16, generator=torch.Generator().manual_seed(step)))
+        engine.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def towers(within=lambda: None, **options):
+    torch.manual_seed(0)
+    return initialize_engine(lambda: Towers(within), 0, make_config(default_chunk_size=1024, **options))
+
+
+def test_a_thread_for_each_engine():
+    """Backwards of one thread leave the other's engine alone, wherever its step is just then: they take turns in the
+    middle of each forward.
+    """
+    engine, optimizer = towers()
+    with engine:
+        expected = train_towers(engine, optimizer)
+        state = engine.state_dict()
+    turns = threading.Barrier(2)
+    pairs = [towers(lambda: turns.wait(20), device_memory=60_000) for _ in range(2)]
+    found, failures = [None, None], []
+
+    def run(index):
+        try:
+            found[index] = train_towers(*pairs[index])
+        except BaseException as error:
+            failures.append(error)
+            turns.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for (engine, _), losses in zip(pairs, found, strict=True):
+        assert losses == expected
+        assert_same_bits(engine.state_dict(), state)
+        engine.close()
+
+
+def on_a_thread(call):
+    """The result or the exception of ``call`` on a thread of its own."""
+    result = []
+
+    def run():
+        try:
+            result.append(call())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+    thread.join()
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+def test_threads_that_take_turns_with_one_engine():
+    """Callbacks of data loaders and servers make each call on another thread."""
+    engine, optimizer = towers()
+    other, other_optimizer = towers()
+    with engine, other:
+        expected = train_towers(engine, optimizer)
+        losses = []
+        for step in range(len(expected)):
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            loss = on_a_thread(lambda batch=batch: other(batch))
+            on_a_thread(lambda loss=loss: other.backward(loss))
+            on_a_thread(other_optimizer.step)
+            losses.append(loss.item())
+        assert losses == expected
+        assert_same_bits(other.state_dict(), engine.state_dict())
+
+
+def test_two_threads_in_one_engine_are_refused():
+    """The second one at once, whichever call it makes; the first one's goes on."""
+    messages = []
+
+    def use_at_once():
+        for call in (lambda: engine(x), lambda: engine.module(x), optimizer.zero_grad, engine.state_dict, engine.close):
+            with pytest.raises(StateError, match="on thread 'other', while this engine's forward of step 1") as raised:
+                on_a_thread(call)
+            messages.append(str(raised.value))
+
+    x = torch.ones(4, 16)
+    engine, optimizer = towers(use_at_once)
+    with engine:
+        engine.backward(engine(x))
+        optimizer.step()
+        assert len(messages) == 5
+        assert all("put a lock around its calls" in message for message in messages)
+
+
+def test_a_loss_of_two_threads_is_refused():
+    """No gradient of it is taken for another one's."""
+    maker, maker_optimizer = initialize_engine(Generator, 0, make_config("fp32"))
+    judge, _ = initialize_engine(Discriminator, 0, make_config("fp32"))
+    with maker, judge:
+        made = on_a_thread(lambda: maker(torch.ones(4, 8)))
+        with pytest.raises(StateError, match="outside of its engine's backward.* on one thread"):
+            judge.backward(judge(made).mean())
+        maker.zero_grad()
+        judge.zero_grad()
+        maker.backward(maker(torch.ones(4, 8)).mean())
+        maker_optimizer.step()

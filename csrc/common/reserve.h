@@ -1,0 +1,18 @@
+// Room in a vector for one more element, so that what is done before it is added need not be undone when there is no
+// memory for it:
+//
+//   reserve_one(holders);
+//   acquire(thing);
+//   holders.push_back(thing);   // does not throw
+#pragma once
+
+#include <vector>
+
+namespace patrickstar {
+
+template <typename T>
+void reserve_one(std::vector<T>& elements) {
+  if (elements.size() == elements.capacity()) elements.reserve(2 * elements.size() + 4);
+}
+
+}  // namespace patrickstar

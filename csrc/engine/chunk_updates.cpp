@@ -1,0 +1,275 @@
+#include "engine/chunk_updates.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace patrickstar {
+
+ChunkUpdates::ChunkUpdates(const UpdateParts& parts)
+    : pager_(parts.pager),
+      memory_(parts.pager.memory()),
+      store_(parts.pager.store()),
+      gradients_(parts.gradients),
+      disk_(parts.pager.disk()),
+      host_updates_(parts.host_updates),
+      disk_updates_(parts.disk_updates),
+      speculation_(parts.speculation),
+      arrays_(parts.arrays),
+      jobs_(parts.jobs),
+      early_(parts.early),
+      progress_(parts.progress),
+      visits_(parts.pager) {}
+
+void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) used.push_back({chunk, kind});
+  if (store_.chunk(chunk).keeps_param()) used.push_back(arrays_.param_of(chunk));
+  std::vector<ScopedHold> holds;
+  for (ArrayId id : used) holds.emplace_back(memory_.array(id));
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
+  for (ArrayId id : used) pager_.bring(id);
+  const UpdateTarget target = open_target(chunk, /*on_device=*/true);
+  std::vector<optim::UpdateJob> jobs;
+  jobs_.add(chunk, target, groups, grad_scale, jobs);
+  const std::vector<Restore> restores = jobs_.restores(chunk, target);
+  {
+    const TraceScope span(memory_.tracer(), update_label(Track::kDeviceAdam, chunk, jobs));
+    progress_.begin(chunk);
+    for (const Restore& restore : restores) {
+      memory_.device_compute().cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+    }
+    memory_.device_compute().update(jobs);
+    progress_.finish(chunk);
+  }
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).set_on_device();
+  holds.clear();
+  close_target(chunk, target);
+}
+
+// Not where a parameter without a gradient has its new value made of its master.
+bool ChunkUpdates::can_visit(ChunkId chunk) const {
+  if (!visits_.is_chosen(chunk) || disk_.is_home_of(chunk)) return false;
+  const ArrayId grad = arrays_.grad_of(chunk);
+  if (gradients_.source(chunk) != grad.kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const auto has_gradient = [this](ParamId param) { return gradients_.has(param); };
+  const bool is_whole = spec.keeps_param() || std::all_of(spec.params.begin(), spec.params.end(), has_gradient);
+  return is_whole;
+}
+
+void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const ArrayId param_id = arrays_.param_of(chunk);
+  ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
+  ArrayRecord& param = memory_.array(param_id);
+  const ScopedHold hold(grad);
+  Visit visit;
+  visit.chunk = chunk;
+  visit.grad = grad.slot.data;
+  const bool is_computed = !store_.layout().is_sharded();  // else it was scattered
+  visit.grad_ready = is_computed ? memory_.backend().record(Queue::kCompute) : grad.device_ready;
+  for (ArrayKind kind : spec.state_kinds()) {
+    const ArrayRecord& state = memory_.array({chunk, kind});
+    visit.after.push_back(state.host_ready);
+    visit.after.push_back(state.block_busy_until);
+  }
+  if (spec.keeps_param()) {
+    arrays_.bring_value_to_host(chunk, visit.after);
+    if (param.on_device) {
+      visit.value = param.slot.data;
+      visit.value_ready = param.device_ready;
+    }
+  } else {
+    memory_.discard(param_id);
+    pager_.ensure_block(param_id);
+  }
+  if (param_id.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
+  visit.param = param.block.data;
+  UpdateTarget target{};
+  target.grad = visit.grad;
+  target.grad_dtype = spec.dtype;
+  target.param = visit.param;
+  jobs_.add(chunk, target, groups, grad_scale, visit.jobs);
+  progress_.begin(chunk);
+  const VisitEvents events = visits_.update(visit);
+  progress_.finish(chunk);
+  for (ArrayKind kind : spec.state_kinds()) {
+    ArrayRecord& state = memory_.array({chunk, kind});
+    state.host_ready = events.down;
+    state.block_busy_until = nullptr;
+  }
+  param.host_ready = events.down;
+  param.block_busy_until = nullptr;
+  if (visit.value != nullptr) param.slot.busy.copied = events.used;
+  grad.slot.busy.copied = events.used;
+  jobs_.count_step(chunk);
+  memory_.discard(arrays_.grad_of(chunk));
+  if (spec.keeps_param()) memory_.drop_slot(param_id);
+  param.set_on_host();
+  arrays_.note_new_values(chunk);
+}
+
+std::optional<std::vector<HostBlock>> ChunkUpdates::new_params(const std::vector<ChunkId>& chunks) {
+  if (!speculation_.allows_passes() || disk_.is_home_of(chunks.front())) return std::nullopt;
+  if (speculation_.is_late(chunks.front())) return std::nullopt;
+  const bool any_in_place = std::any_of(chunks.begin(), chunks.end(),
+                                        [this](ChunkId chunk) { return store_.chunk(chunk).puts_values_in_place(); });
+  if (any_in_place) return std::nullopt;
+  std::vector<HostBlock> blocks(chunks.size());
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (gradients_.source(chunks[i]) != arrays_.grad_of(chunks[i]).kind) continue;
+    blocks[i] = speculation_.try_allocate_param(store_.num_bytes(arrays_.param_of(chunks[i])));
+    if (!blocks[i]) return std::nullopt;
+  }
+  return blocks;
+}
+
+void ChunkUpdates::on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
+                           float grad_scale) {
+  Prepared prepared = prepare_on_host(chunks, groups, grad_scale);
+  const bool on_disk = disk_.is_home_of(chunks.front());
+  const Event done = (on_disk ? disk_updates_ : host_updates_).submit(std::move(prepared.update));
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const ChunkId chunk = chunks[i];
+    const UpdateTarget& target = prepared.targets[i];
+    progress_.finish(chunk);
+    close_target(chunk, target);
+    note_on_host(prepared, chunk, target, done);
+    if (target.place != ParamPlace::kNew) continue;
+    memory_.array(arrays_.param_of(chunk)).block = std::move((*prepared.params)[i]);
+    prepared.rest.gradients.push_back(arrays_.take_gradient(chunk));
+  }
+  if (prepared.params) {
+    prepared.rest.update->after.push_back(done);
+    early_.add(std::move(prepared.rest));
+  }
+  if (on_disk) disk_.store_updated(chunks.front());
+}
+
+ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>& chunks,
+                                                     const std::vector<GroupOptions>& groups, float grad_scale) {
+  Prepared prepared;
+  HostUpdate& update = prepared.update;
+  prepared.params = new_params(chunks);
+  update.chunk = chunks.front();
+  // Updates with states on the disk pass through sets of memory in turn.
+  update.turn = disk_.is_home_of(chunks.front()) ? Turn::kInOrder : Turn::kOfNeed;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const ChunkId chunk = chunks[i];
+    const ArrayId grad{chunk, gradients_.source(chunk)};
+    pager_.send_to_host(grad);
+    bring_states_to_host(chunk, update);
+    update.after.push_back(memory_.array(grad).host_ready);
+    if (store_.chunk(chunk).keeps_param()) arrays_.bring_value_to_host(chunk, update.after);
+    UpdateTarget target = open_target(chunk, /*on_device=*/false);
+    if (prepared.params && (*prepared.params)[i]) {
+      target.param = (*prepared.params)[i].data;
+      target.place = ParamPlace::kNew;
+    }
+    for (const Restore& restore : jobs_.restores(chunk, target)) update.restores.push_back(restore);
+    jobs_.add(chunk, target, groups, grad_scale, update.jobs);
+    prepared.targets.push_back(target);
+  }
+  if (prepared.params) {
+    update.pass = Pass::kParam;
+    prepared.rest = early_.make_pass(chunks, update.jobs);
+  }
+  return prepared;
+}
+
+void ChunkUpdates::note_on_host(const Prepared& prepared, ChunkId chunk, const UpdateTarget& target,
+                                const Event& done) {
+  memory_.array(arrays_.param_of(chunk)).host_ready = done;
+  if (prepared.params) return;  // the states are another pass's
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
+    memory_.array({chunk, kind}).host_ready = done;
+    memory_.array({chunk, kind}).set_on_host();
+  }
+  if (gradients_.source(chunk) == ArrayKind::kGradSum) {
+    memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
+  } else if (target.place == ParamPlace::kOwn) {
+    arrays_.leave_gradient(chunk, done);
+  }
+}
+
+void ChunkUpdates::bring_states_to_host(ChunkId chunk, HostUpdate& update) {
+  const bool on_disk = disk_.is_home_of(chunk);
+  if (on_disk) disk_.fetch(chunk);
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
+    const ArrayId id{chunk, kind};
+    pager_.ensure_state(id, Tier::kHost);
+    if (!on_disk) {
+      pager_.bring_to_host(id);
+      continue;
+    }
+    const ArrayRecord& record = memory_.array(id);
+    update.after.push_back(record.block_busy_until);
+    if (record.host_ready != nullptr) update.states.push_back(record.host_ready);
+  }
+}
+
+UpdateTarget ChunkUpdates::open_target(ChunkId chunk, bool on_device) {
+  const ArrayId grad{chunk, gradients_.source(chunk)};
+  const ArrayId param = arrays_.param_of(chunk);
+  const ArrayRecord& record = memory_.array(grad);
+  const bool is_own = grad.kind == arrays_.grad_of(chunk).kind;
+  UpdateTarget target{};
+  target.on_device = on_device;
+  target.place = is_own && !store_.chunk(chunk).keeps_param() ? ParamPlace::kGradient : ParamPlace::kOwn;
+  target.grad_dtype = is_own ? store_.chunk(chunk).dtype : DType::kFloat32;
+  target.grad = on_device ? record.slot.data : record.block.data;
+  if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
+  if (target.place == ParamPlace::kGradient) {
+    memory_.discard(param);
+    target.param = const_cast<void*>(target.grad);
+  } else {
+    target.param = own_place(param, on_device);
+  }
+  return target;
+}
+
+// A value that does not exist is derived from the master, until the new one is made.
+void* ChunkUpdates::own_place(ArrayId param, bool on_device) {
+  ArrayRecord& record = memory_.array(param);
+  const bool keeps = store_.chunk(param.chunk).keeps_param();
+  if (on_device && (keeps || record.on_device)) return pager_.open_for_write(param);
+  if (on_device) {
+    memory_.drop_block(param);
+    pager_.ensure_slot(param);
+    memory_.await_slot(Queue::kCompute, record.slot);
+    return record.slot.data;
+  }
+  memory_.drop_slot(param);
+  pager_.ensure_block(param);
+  if (!keeps) memory_.await_on_host(param);  // else the update does
+  return record.block.data;
+}
+
+void ChunkUpdates::close_target(ChunkId chunk, const UpdateTarget& target) {
+  jobs_.count_step(chunk);
+  const ArrayId param_id = arrays_.param_of(chunk);
+  ArrayRecord& param = memory_.array(param_id);
+  ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
+  const bool in_gradient = target.place == ParamPlace::kGradient;
+  if (in_gradient && target.on_device) {
+    param.slot = std::exchange(grad.slot, {});
+    param.device_ready = std::exchange(grad.device_ready, nullptr);
+    grad.on_device = false;
+  } else if (in_gradient) {
+    param.block = std::exchange(grad.block, {});
+    grad.host_ready = nullptr;
+    grad.on_host = false;
+  }
+  if (target.on_device && store_.layout().is_sharded() && !store_.chunk(chunk).keeps_param()) {
+    memory_.discard(param_id);  // gathers take it from the master
+  } else if (target.on_device) {
+    param.set_on_device();
+    if (param_id.kind == ArrayKind::kParam) memory_.attach(chunk);
+    if (target.place == ParamPlace::kOwn) memory_.discard(arrays_.grad_of(chunk));
+  } else {
+    param.set_on_host();
+  }
+  arrays_.note_new_values(chunk);
+}
+
+}  // namespace patrickstar

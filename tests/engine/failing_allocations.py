@@ -1,0 +1,215 @@
+"""One allocation of the core after the other fails; whoever repeats what failed has the bits of a run without failures.
+
+Run by ``test_failing_allocations.py`` with ``failing_new.cpp`` preloaded, since ``operator new`` of the process must
+ask whether to fail:
+
+    LD_PRELOAD=failing_new.so python -m tests.engine.failing_allocations stride first scenario ...
+
+In each step of a run one allocation of its forward, one of its backward and one of its optimizer's step fails, each
+``stride`` further than in the step before, until there are no more. Prints how often it failed, by call and by what
+became of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from patrickstar import _C, StateError
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+
+TOKENS = 31
+STEPS_BEFORE = 2
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 2 * hidden)
+        self.down = nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, hidden=32):
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, hidden)
+        self.blocks = nn.Sequential(*(Block(hidden) for _ in range(3)))
+        self.head = nn.Linear(hidden, TOKENS)
+
+    def forward(self, tokens):
+        logits = self.head(self.blocks(self.embed(tokens)))
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1).flatten())
+
+
+def config(*, on_device=True, speculation="auto", **more):
+    return {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 2e-3, "weight_decay": 0.01, "use_hybrid_adam": on_device},
+            "speculation": speculation,
+        },
+        "default_chunk_size": 2048,
+        **more,
+    }
+
+
+BF16 = {"bf16": {"enabled": True}}
+ON_HOST = {"on_device": False, **BF16}
+SCENARIOS = {
+    "device": config(**BF16),
+    "scarce": config(device_memory=110_000),
+    "host": config(on_device=False),
+    "ahead": config(speculation="always", **ON_HOST),
+    "settled": config(speculation="always", gradient_clipping=0.05, **ON_HOST),
+    "commit": config(speculation="commit", **ON_HOST),
+    "commit on device": config(speculation="commit", **BF16),
+    "disk": config(on_device=False, device_memory=200_000, host_memory=200_000),
+}
+
+
+class Run:
+    """A training run that repeats what failed, from a checkpoint where the model is updated in part."""
+
+    def __init__(self, scenario: str, folder: Path):
+        options = dict(SCENARIOS[scenario])
+        if scenario == "disk":
+            (folder / "disk").mkdir(parents=True, exist_ok=True)
+            options["disk_memory"] = {"path": str(folder / "disk"), "size": "1GiB", "io": "threads"}
+        torch.manual_seed(1)
+        self.engine, self.optimizer = initialize_engine(Net, 0, options)
+        self.checkpoint = folder / "checkpoint" if options["optimizer"]["speculation"] == "commit" else None
+        self.losses: list[str] = []
+        self.outcomes: collections.Counter[str] = collections.Counter()
+
+    def step(self, step: int, failing: Failing) -> None:
+        batch = torch.randint(0, TOKENS, (2, 4), generator=torch.Generator().manual_seed(step))
+        if self.checkpoint is not None:
+            self.engine.save_checkpoint(self.checkpoint, tag="last")
+        loss = self._repeat("forward", failing, lambda: self.engine(batch))
+        self.losses.append(loss.item().hex())
+        self._repeat("backward", failing, lambda: self.engine.backward(loss), lambda: self._redo(batch))
+        self._repeat("step", failing, self.optimizer.step)
+        self.optimizer.zero_grad()
+        states = {
+            self.engine._session.runtime.chunk_state(chunk) for chunk in range(self.engine.report()["num_chunks"])
+        }
+        assert states <= {"HOLD", "FREE"}, states
+
+    def _repeat(self, what: str, failing: Failing, call, again=None):
+        try:
+            with failing.one_of(what):
+                return call()
+        except (MemoryError, RuntimeError):
+            pass
+        try:
+            result, outcome = (again or call)(), "repeated"
+        except StateError as error:
+            assert "had been updated" in str(error), error
+            self.engine.load_checkpoint(self.checkpoint)
+            result, outcome = (again or call)(), "refused until a checkpoint was loaded"
+        self.outcomes[f"{what} {outcome}"] += 1
+        return result
+
+    def _redo(self, batch):
+        self.optimizer.zero_grad()
+        self.engine.backward(self.engine(batch))
+
+    def end(self):
+        state = {"model": self.engine.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
+        assert self.engine.report()["num_steps"] == self.engine._session.num_steps == len(self.losses)
+        self.engine.close()
+        return self.losses, state
+
+
+class Failing:
+    """Makes one allocation fail within a block, ``stride`` further each time, until there are no more."""
+
+    def __init__(self, stride: int, first: int):
+        self._process = ctypes.CDLL(None)
+        self._process.fail_nth.argtypes = [ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t]
+        self._process.stop_failing.restype = ctypes.c_int64
+        self._code = _code_of(_C.__file__)
+        self._stride = stride
+        self._next = {"forward": first, "backward": first, "step": first}
+        self._what = ""
+
+    @property
+    def is_over(self) -> bool:
+        return not self._next
+
+    def one_of(self, what: str) -> Failing:
+        self._what = what
+        return self
+
+    def __enter__(self) -> None:
+        if self._what in self._next:
+            self._process.fail_nth(self._next[self._what], *self._code)
+
+    def __exit__(self, *_error: object) -> None:
+        num_asked = self._process.stop_failing()
+        if self._what in self._next:
+            if num_asked < self._next[self._what]:
+                del self._next[self._what]
+            else:
+                self._next[self._what] += self._stride
+
+
+class Never:
+    def one_of(self, _what: str) -> Never:
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+def _code_of(library: str) -> tuple[int, int]:
+    """Where the library's instructions are."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, mode, *_, path = line.split()
+        if path == library and "x" in mode:
+            begin, end = addresses.split("-")
+            return int(begin, 16), int(end, 16)
+    raise AssertionError(f"{library} is not loaded")
+
+
+def fail_each(scenario: str, stride: int, first: int, folder: Path) -> dict[str, int]:
+    run = Run(scenario, folder / "run")
+    for step in range(STEPS_BEFORE):
+        run.step(step, Never())
+    failing, step = Failing(stride, first), STEPS_BEFORE
+    while not failing.is_over:
+        run.step(step, failing)
+        step += 1
+    found = run.end()
+    expected = Run(scenario, folder / "expected")
+    for index in range(step):
+        expected.step(index, Never())
+    assert_same_bits(found, expected.end(), scenario)
+    return dict(run.outcomes)
+
+
+def main() -> None:
+    stride, first = map(int, sys.argv[1:3])
+    with tempfile.TemporaryDirectory() as folder:
+        results = {name: fail_each(name, stride, first, Path(folder) / name) for name in sys.argv[3:] or SCENARIOS}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
