@@ -9,7 +9,7 @@ the shell is. The first failure is the last command. Blocks of other languages s
 `<!-- newcomer: GPU -->` before it needs a GPU; it is listed and not run, and so is one with `<!-- not run: reason -->`.
 
 The home is empty, and so is the environment, but for PATH, the language, and what leads pip to its index (PIP_*,
-proxies, certificates). Standard library only.
+proxies, certificates). `python3` is a fresh one, without the packages of this machine's. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,28 +143,31 @@ def git(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedPr
     return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=check)
 
 
-def newcomers_environment(home: Path, page: str, cloned: Path) -> dict[str, str]:
-    """What a newcomer's shell has; the README's address leads git to `cloned`."""
+def newcomers_environment(folder: Path, page: str, cloned: Path) -> dict[str, str]:
+    """Variables of a newcomer's shell, with the home and the Python of `folder`; the README's address leads git to
+    `cloned`.
+    """
     kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
     active = os.environ.get("VIRTUAL_ENV")
-    if active:
-        kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != f"{active}/bin")
+    path = [part for part in kept["PATH"].split(os.pathsep) if not active or part != f"{active}/bin"]
+    kept["PATH"] = os.pathsep.join([str(folder / "python" / "bin"), *path])
     settings = {f"url.{cloned.as_uri()}.insteadOf": address for address in _CLONE.findall(page)[:1]}
     if not settings:
         sys.exit(f"newcomer: {README} has no `git clone ADDRESS`, with which everything begins")
     for number, (name, value) in enumerate(settings.items()):
         kept |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
-    return kept | {"HOME": str(home), "GIT_CONFIG_COUNT": str(len(settings))}
+    return kept | {"HOME": str(folder / "home"), "GIT_CONFIG_COUNT": str(len(settings))}
 
 
 def run(folder: Path, minutes: float) -> int:
     """Takes all steps in `folder`; the exit status."""
     for name in ("home", "work", "blocks"):
         (folder / name).mkdir(parents=True)
+    venv.create(folder / "python", with_pip=True)
     cloned = origin(folder)
     page = git(cloned, "show", f"HEAD:{README}").stdout
     todo = list(steps(page))
-    environment = newcomers_environment(folder / "home", page, cloned)
+    environment = newcomers_environment(folder, page, cloned)
     file = folder / "blocks" / "readme.sh"
     file.write_text(script(todo, folder / "blocks"), encoding="utf-8")
     print(f"newcomer: {len(todo)} steps of {README} in {folder / 'work'}; PATH={environment['PATH']}", flush=True)

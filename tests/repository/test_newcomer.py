@@ -94,8 +94,8 @@ def test_nothing_but_the_way_to_packages_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/env/bin:/usr/bin:/bin")
     page = "```bash\ngit clone --depth 1 https://example.com/a.git && cd a\n```\n"
     kept = newcomer.newcomers_environment(tmp_path, page, newcomer.ROOT)
-    assert kept["PIP_INDEX_URL"] and kept["https_proxy"] and kept["HOME"] == str(tmp_path)
-    assert kept["PATH"] == "/usr/bin:/bin" and not {"PYTHONPATH", "VIRTUAL_ENV"} & kept.keys()
+    assert kept["PIP_INDEX_URL"] and kept["https_proxy"] and kept["HOME"] == str(tmp_path / "home")
+    assert kept["PATH"] == f"{tmp_path}/python/bin:/usr/bin:/bin" and not {"PYTHONPATH", "VIRTUAL_ENV"} & kept.keys()
     asked = ["git", "config", "--get-regexp", "^url"]
     told = subprocess.run(asked, env=kept, cwd=tmp_path, capture_output=True, text=True).stdout
     name, address = told.split()
