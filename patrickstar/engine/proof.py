@@ -226,7 +226,7 @@ def _compute_on_rank(
     mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
     matrices = make_matrices(config, mesh)
     matrices.divide(module)
-    change_activations(module, config.activations)
+    change_activations(module, config.activations, len(ranks.members))
     calls = make_calls(module, config, mesh, matrices, lambda: None, lambda: 0, survey)
     model = _model_of(module)
 

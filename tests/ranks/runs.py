@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -301,12 +302,12 @@ class RunsOut(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
         self.failures = failures
-        self.calls = 0
+        self.calls = itertools.count(1)  # it goes on where a forward is run again, as an attribute would not
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        call = next(self.calls)
         x = nn.functional.dropout(self.layers[1](torch.relu(self.layers[0](x))), 0.2)
-        if self.calls in self.failures:
+        if call in self.failures:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.07 GiB.")
         return self.layers[3](torch.relu(self.layers[2](x))).square().mean()
 
@@ -335,7 +336,7 @@ def run_out(failures_of_last: set[int], limit: int | None, plans: str | bool = F
         return {
             "losses": losses,
             "state": engine.state_dict(),
-            "calls": engine.module.calls,
+            "calls": next(engine.module.calls) - 1,
             "replayed": engine.report()["num_replayed_moments"],
         }
 
