@@ -27,30 +27,26 @@ MODELS = {
 }
 
 
-def case_of(name):
+def case_of(name, shape=SHAPE, tokens_per_sample=64):
     import transformers
 
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
 
     def build():
         torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")(config(**SHAPE, **MODELS[name]))
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**shape, **MODELS[name]))
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
     def batch(generator):
-        tokens = torch.randint(3, SHAPE["vocab_size"], (2, 64), generator=generator)
+        tokens = torch.randint(3, shape["vocab_size"], (2, tokens_per_sample), generator=generator)
         return {"input_ids": tokens, "labels": tokens}
 
     return Case(build, batch)
 
 
-@pytest.mark.parametrize("loss", ["whole", "fused"])
-@pytest.mark.parametrize("name", MODELS)
-def test_they_fit_where_training_fits(name, loss):
-    case = case_of(name)
-    config = make_config("bf16", default_chunk_size=16384, activations={"loss": loss})
-    budget = least_device_memory(case, config, steps=2)
+def check_fits(case, config, budget):
+    """Trains, evaluates and generates in turn within ``budget``."""
     batch = case.batch(torch.Generator().manual_seed(1))
     engine, optimizer = initialize_engine(case.build, 0, {**config, "device_memory": budget})
     with engine:
@@ -61,6 +57,15 @@ def test_they_fit_where_training_fits(name, loss):
             optimizer.zero_grad()
             with torch.no_grad():
                 assert engine.eval()(**batch).loss.isfinite()
-            tokens = engine.module.generate(batch["input_ids"][:, :8], max_new_tokens=3, do_sample=False)
+            prompt = batch["input_ids"][:, :8].to(engine.device)
+            tokens = engine.module.generate(prompt, max_new_tokens=3, do_sample=False)
             assert tokens.shape == (2, 11)
         assert engine.report()["device_peak_bytes"] <= budget
+
+
+@pytest.mark.parametrize("loss", ["whole", "fused"])
+@pytest.mark.parametrize("name", MODELS)
+def test_they_fit_where_training_fits(name, loss):
+    case = case_of(name)
+    config = make_config("bf16", default_chunk_size=16384, activations={"loss": loss})
+    check_fits(case, config, least_device_memory(case, config, steps=2))
