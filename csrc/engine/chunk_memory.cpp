@@ -49,7 +49,7 @@ Event ChunkMemory::upload_to(ArrayId id, void* to, const Slot& slot) {
     // Where it is an update's (backend.waits_on_host), this thread waits, and compute with it.
     const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
     backend().wait(Queue::kUpload, record.host_ready);
-    // Its writing back (engine/disk_states.h) is over with this upload, whose event takes its place below.
+    // Its writing back ([Note: lent memory], disk_states.h) is over with this upload, whose event takes its place.
     if (record.on_disk) backend().wait(Queue::kUpload, record.block_busy_until);
   }
   {
@@ -68,7 +68,7 @@ void ChunkMemory::download(ArrayId id) {
   QueueGuard downloads(backend(), Queue::kDownload);
   backend().wait(Queue::kDownload, record.device_ready);
   backend().wait(Queue::kDownload, backend().record(Queue::kCompute));
-  // A gradient's own place, which the last update of states may still read, or memory that is lent (disk_states.h),
+  // A gradient's own place, which the last update of states may still read, or lent memory (disk_states.h),
   // which was another chunk's before.
   for (const Event& event : {record.block_busy_until, record.host_ready}) {
     if (event == nullptr) continue;

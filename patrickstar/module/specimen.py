@@ -15,6 +15,8 @@ of layers.
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,7 +70,68 @@ def copy_specimen(specimen: nn.Module) -> nn.Module:
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy with parameters in the same memory; ``memo`` is ``copy.deepcopy``'s."""
     params = {id(param): _with_value(param, param.detach()) for param in module.parameters() if _is_plain(param)}
-    return copy.deepcopy(module, {**memo, **params})
+    copies = {**memo, **params}
+    copied = copy.deepcopy(module, copies)
+    rebind = _Rebinding(copies)
+    for child in copied.modules():
+        for name, value in list(vars(child).items()):
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                vars(child)[name] = rebind(value)
+    return copied
+
+
+class _Rebinding:
+    """Copies functions that close over a module that was copied, so that they call the copy.
+
+    ``copy.deepcopy`` takes functions as they are. A ``forward`` that was assigned to a module and calls the former one
+    (TRL's trainers) would compute with the module itself.
+
+    Args:
+        copies: what was copied, by id (``copy.deepcopy``'s memo).
+    """
+
+    def __init__(self, copies: dict[int, Any]):
+        self._copies = copies
+        self._functions: dict[int, types.FunctionType] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self._copies.get(id(value), value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(self(value.__func__), self(value.__self__))
+        if isinstance(value, functools.partial):
+            named = {name: self(argument) for name, argument in value.keywords.items()}
+            return functools.partial(self(value.func), *map(self, value.args), **named)
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            return self._function(value)
+        return value
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        if id(function) not in self._functions:
+            self._functions[id(function)] = function  # where it closes over itself
+            contents = [_content(cell) for cell in function.__closure__ or ()]
+            rebound = [self(content) for content in contents]
+            if any(new is not old and new != old for new, old in zip(rebound, contents, strict=True)):
+                cells = tuple(
+                    types.CellType(content) if content is not _EMPTY else types.CellType() for content in rebound
+                )
+                made = types.FunctionType(
+                    function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+                )
+                made.__kwdefaults__ = function.__kwdefaults__
+                made.__dict__.update(function.__dict__)
+                self._functions[id(function)] = made
+        return self._functions[id(function)]
+
+
+_EMPTY = object()
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
 
 
 def _with_value(param: nn.Parameter, value: torch.Tensor) -> nn.Parameter:

@@ -1,5 +1,8 @@
 """A copy of a module to try something out on: few layers, float32, no dropout; the module is as it was."""
 
+import functools
+import types
+
 import torch
 from torch import nn
 
@@ -83,3 +86,21 @@ def test_half_precision_and_the_meta_device_get_values_of_their_own():
     assert all(param.isfinite().all() and param.std() > 0 for param in specimen.parameters())
     assert specimen.head.weight is specimen.embed.weight
     assert all(param.is_meta for param in meta.parameters())
+
+
+def test_a_forward_that_was_assigned_computes_with_the_copy():
+    """Also one that calls the class's through what it closes over, as TRL's does."""
+    model = Model([Layer(0), Layer(1)])
+    former = model.forward
+
+    def forward(self, tokens, scale):
+        return scale * former(tokens)
+
+    model.forward = functools.partial(types.MethodType(forward, model), scale=2)
+    tokens = torch.arange(8).view(2, 4)
+    specimen = take_specimen(model)
+    for copied in (specimen, copy_specimen(specimen)):
+        called = []
+        copied.layers[0].register_forward_hook(lambda *_, called=called: called.append("the copy"))
+        copied(tokens)
+        assert called == ["the copy"] and model.count == 0
