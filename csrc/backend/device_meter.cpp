@@ -156,8 +156,8 @@ c10::DataPtr MeteredAllocator::allocate(size_t num_bytes) {
   meter_->make_room_for_tide(bytes);
   c10::DataPtr memory = base_->allocate(num_bytes);
   if (!memory.compare_exchange_deleter(base_->raw_deleter(), &free_metered)) return memory;  // not plain memory
+  metered_table().insert(memory.get(), {bytes, meter_});  // where it throws nothing is counted
   meter_->add_tide(bytes);
-  metered_table().insert(memory.get(), {bytes, meter_});
   return memory;
 }
 

@@ -128,8 +128,10 @@ class Run:
         self.engine.backward(self.engine(batch))
 
     def end(self):
+        report = self.engine.report()
+        assert report["num_steps"] == self.engine._session.num_steps == len(self.losses)
+        assert report["device_tide_bytes"] == 0  # nothing that failed is counted still
         state = {"model": self.engine.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
-        assert self.engine.report()["num_steps"] == self.engine._session.num_steps == len(self.losses)
         self.engine.close()
         return self.losses, state
 
