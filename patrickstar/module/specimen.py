@@ -10,6 +10,9 @@ writes; all else is copied, and what is on the meta device gets values that nobo
 same shapes, and the same numbers and words as attributes, an index aside. The copy has the first layers until it has
 one of each kind, and two at least; so a layer has the same index in it, and time and memory do not grow with the number
 of layers.
+
+[Note: matrices of zeros] A matrix that is zero at first, such as LoRA's B, hides what it multiplies and takes the
+gradients of what lies before it. In the copy it has random values.
 """
 
 from __future__ import annotations
@@ -207,10 +210,14 @@ class _RandomValues:
 
     def read(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
-        values = torch.randn(shape, generator=self._generator)
         if len(shape) == 1:
+            values = torch.randn(shape, generator=self._generator)
             return 0.1 * values + (1.0 if name.endswith("weight") else 0.0)
-        return values * shape[-1] ** -0.5
+        return _random_matrix(shape, self._generator)
+
+
+def _random_matrix(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
 
 def _give_values(specimen: nn.Module) -> None:
@@ -222,17 +229,26 @@ def _give_values(specimen: nn.Module) -> None:
 
 
 def _bring(specimen: nn.Module) -> None:
-    """Moves parameters and buffers to the CPU, in float32."""
+    """Moves parameters and buffers to the CPU, in float32; makes values of [Note: matrices of zeros]."""
     brought: dict[nn.Parameter, nn.Parameter] = {}
+    generator = torch.Generator().manual_seed(0)
     for child in specimen.modules():
         for name, param in child._parameters.items():
             if param is not None and _is_plain(param):
                 if param not in brought:
-                    brought[param] = _with_value(param, _brought(param.detach()))
+                    value = _brought(param.detach())
+                    if _is_matrix_of_zeros(value):
+                        value = _random_matrix(value.shape, generator)
+                    brought[param] = _with_value(param, value)
                 child._parameters[name] = brought[param]
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = _brought(buffer)
+
+
+def _is_matrix_of_zeros(value: torch.Tensor) -> bool:
+    """[Note: matrices of zeros]. Most matrices are told by their first row, of which an embedding may have zeros."""
+    return value.dim() > 1 and value.is_floating_point() and value.numel() > 0 and not (value[0].any() or value.any())
 
 
 def _brought(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,15 @@ def test_layers_until_there_is_one_of_each_kind():
     assert len(take_specimen(Model([Layer(i) for i in range(5)]), all_layers=True).layers) == 5
 
 
+def test_matrices_of_zeros_get_values():
+    model = Model([Layer(i) for i in range(2)])
+    nn.init.zeros_(model.layers[1].linear.weight)
+    nn.init.zeros_(model.layers[1].linear.bias)
+    specimen = take_specimen(model)
+    assert specimen.layers[1].linear.weight.std() > 0 and not specimen.layers[1].linear.bias.any()
+    assert not model.layers[1].linear.weight.any()
+
+
 def test_half_precision_and_the_meta_device_get_values_of_their_own():
     half = Model([Layer(i) for i in range(4)]).bfloat16()
     specimen = take_specimen(half)
