@@ -70,8 +70,9 @@ class Layer2D(nn.Module):
         keeps its values, if they are on the meta device.
 
         Raises:
-            ValueError: shapes do not fit.
+            ValueError: shapes do not fit, or some are trained and others frozen.
         """
+        self._check_trained(theirs)
         wholes = [whole.t() if is_transposed and whole.dim() == 2 else whole for whole in theirs.values()]
         self.sources[name] = Source(
             names=tuple(theirs),
@@ -82,6 +83,15 @@ class Layer2D(nn.Module):
         if not any(whole.is_meta for whole in wholes):
             self.load_whole({name: torch.cat([whole.detach() for whole in wholes])})
         self.get_parameter(name).requires_grad_(all(whole.requires_grad for whole in theirs.values()))
+
+    def _check_trained(self, theirs: Mapping[str, torch.Tensor]) -> None:
+        frozen = [name for name, whole in theirs.items() if not whole.requires_grad]
+        trained = [name for name, whole in theirs.items() if whole.requires_grad]
+        if frozen and trained:
+            raise ValueError(
+                f"{', '.join(frozen)} is frozen and {', '.join(trained)} is trained, and they become one parameter of "
+                f"a {type(self).__name__}; train or freeze all of them"
+            )
 
     @torch.no_grad()
     def load_whole(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ how products on several rows and columns are made, and how embeddings send rows;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -171,6 +171,14 @@ class PartialSums:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of what is added up: float32 for types of 16 bits, else the operands' own."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def save_operands(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+    """For the backward of a product, whose first two arguments they are: each is kept where the other one's gradient is
+    wanted, so that a frozen weight keeps no activations.
+    """
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
 def check_operands(what: str, a: torch.Tensor, b: torch.Tensor, group: MeshGroup, same: tuple[int, int]) -> None:

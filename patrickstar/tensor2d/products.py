@@ -41,6 +41,7 @@ from patrickstar.tensor2d.panels import (
     check_bias,
     check_divides,
     check_operands,
+    save_operands,
     sum_dtype,
     travelling,
 )
@@ -116,7 +117,7 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: MeshGroup
     ) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
+        save_operands(ctx, a, b)
         ctx.group = group
         out = a.new_empty(a.shape[0], b.shape[1])
         if group.place.size == 1:
@@ -148,7 +149,7 @@ class _MultiplyTransposed(torch.autograd.Function):
     def forward(
         ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: MeshGroup
     ) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
+        save_operands(ctx, a, b)
         ctx.group = group
         place, count = group.place, group.place.num_panels
         out = a.new_empty(a.shape[0], b.shape[0] * place.rows // place.columns)
@@ -181,7 +182,7 @@ class _MultiplyTransposed(torch.autograd.Function):
 class _TransposedMultiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group: MeshGroup) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
+        save_operands(ctx, a, b)
         ctx.group = group
         place, count = group.place, group.place.num_panels
         out = a.new_empty(a.shape[1] * place.columns // place.rows, b.shape[1])

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.local_products import tokens_into, tokens_onto
 from patrickstar.tensor2d.orders import SUMS, Shares, arriving, begin_gathering, cut, scattered
+from patrickstar.tensor2d.panels import save_operands
 
 TOKENS = 1
 """The dimension of activations that is sharded."""
@@ -51,7 +52,7 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, line: Line
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
+        save_operands(ctx, hidden, weight)
         ctx.line = line
         batch, length, _ = hidden.shape
         out = hidden.new_empty(batch, length * line.size, weight.shape[0])
@@ -84,7 +85,7 @@ class _RowProduct(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, line: Line
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
+        save_operands(ctx, hidden, weight)
         ctx.line = line
         return _scattered_product(hidden, weight, line, bias)
 
@@ -94,7 +95,9 @@ class _RowProduct(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         line = ctx.line
-        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
+        grad_hidden = None
+        if needs_hidden:
+            grad_hidden = grad.new_empty(grad.shape[0], grad.shape[TOKENS] * line.size, weight.shape[0])
         parts = {}
         if needs_hidden or needs_weight:
             for rank, tokens, shares in arriving(grad, line):
