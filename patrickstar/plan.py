@@ -273,8 +273,8 @@ def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -
     others = [flag for flag, is_given in beside.items() if is_given]
     if others:
         raise ValueError(
-            f"--tensor-parallel is given with {', '.join(others)}, which no engine takes together: blocks of matrices "
-            "are trained, in the compute dtype; leave out one of them"
+            f"--tensor-parallel is given with {', '.join(others)}, which is planned for whole matrices alone; leave "
+            "out one of them"
         )
     if args.sequence_parallel > 1:
         if mode is Mode.ONE:

@@ -33,8 +33,10 @@ from patrickstar.config import Config, MatrixMode
 from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.divided_values import DividedNames, divide_attached_values
 from patrickstar.engine.matrix_ways import ChosenWay, choose_way
+from patrickstar.module.adapters import draw_adapters
 from patrickstar.module.aliases import find_aliases
 from patrickstar.module.first_rank_values import digest
+from patrickstar.module.materialize import attached_values
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
@@ -198,13 +200,15 @@ class DividedMatrices:
         if self._config.use_cpu_embedding:
             logger.info("use_cpu_embedding: tables that ranks share are divided over them, and stay in chunks")
         before = dict(module.named_parameters(remove_duplicate=False))
+        values = attached_values(module)
+        draw_adapters(module)
         self._digests = "; ".join(f"{name} {_digest(param)}" for name, param in module.named_parameters())
         self._chosen = choose_way(self._config, self._mesh, self._group, model)
         way = self._chosen.way
         self._module = module
         way.divide(model)
         self.names = DividedNames.of(module, model, before, way.group)
-        divide_attached_values(module, self.names)
+        divide_attached_values(module, self.names, values)
         replaced = {before[name]: part.param for part in self.names.parts for name in part.sources}
         for old in replaced:
             if not old.is_meta:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.module.materialize import TensorValues, attach_values, attached_values
+from patrickstar.module.materialize import TensorValues, attach_values
 from patrickstar.tensor2d import Layer2D, MeshGroup, Placement
 from patrickstar.tensor2d.layer import Source
 
@@ -145,13 +145,12 @@ class _DividedValues:
         return next((name for name in (source, *self._further.get(source, ())) if name in self._values), "")
 
 
-def divide_attached_values(module: nn.Module, names: DividedNames) -> None:
-    """Values that were attached to ``module`` before it was divided are read by blocks.
+def divide_attached_values(module: nn.Module, names: DividedNames, values: TensorValues | None) -> None:
+    """Values that were attached to ``module`` before it was divided, by its names then, are read by blocks.
 
     Raises:
         ValueError: some of its parameters are on the meta device, and have no values.
     """
-    values = attached_values(module)
     if values is not None:
         divided = _DividedValues(values, names)
         attach_values(module, divided)

@@ -39,7 +39,14 @@ from patrickstar.integrations.trainer_arguments import (
     settled_config,
     without_optimizer,
 )
-from patrickstar.integrations.weights import adapter_state, export_into, exports_as_it_is, load_into
+from patrickstar.integrations.weights import (
+    adapter_state,
+    export_into,
+    exports_as_it_is,
+    has_divided_matrices,
+    load_adapter,
+    load_into,
+)
 from patrickstar.lr_schedules import make_scheduler
 from patrickstar.module.pretrained import weight_files
 from patrickstar.monitor import StallSampler
@@ -256,7 +263,7 @@ class PatrickStarTrainerMixin:
         super().log(logs, *args, **kwargs)
 
     # Saving and loading. Adapters and what else leaves most of the model frozen are saved as the Trainer does: all of
-    # the base would be in the engine's checkpoint.
+    # the base would be in the engine's checkpoint. It is where ranks share matrices, each of which has other states.
 
     @property
     def _is_adapted(self) -> bool:
@@ -291,7 +298,7 @@ class PatrickStarTrainerMixin:
                 self._save(folder, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_adapted:
+        if self._is_adapted and not has_divided_matrices(self.engine):
             state = self.optimizer.state_dict()
             if self.args.should_save:
                 torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
@@ -326,11 +333,13 @@ class PatrickStarTrainerMixin:
         )
 
     def _load_weights(self, folder: str, load_otherwise: Any) -> None:
-        if self._is_adapted or not weight_files(folder):
+        if self._is_adapted and self.accelerator.has_engine and has_divided_matrices(self.engine):
+            load_adapter(self.engine, folder)
+        elif self._is_adapted or not weight_files(folder):
             load_otherwise(folder)
-            return
-        self._ensure_engine()  # values go straight into chunks, also those of a model on the meta device
-        self._issue_warnings_after_load(load_into(self.model, folder))
+        else:
+            self._ensure_engine()  # values go straight into chunks, also those of a model on the meta device
+            self._issue_warnings_after_load(load_into(self.model, folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

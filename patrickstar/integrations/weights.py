@@ -5,9 +5,11 @@ With several ranks every rank calls these, in the same order.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,9 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
+from patrickstar.checkpoint.shards import TensorShard
 from patrickstar.engine.engine import Engine
+from patrickstar.engine.whole_values import names_of, whole_shards
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 from patrickstar.module.pretrained import SINGLE_NAME, SafetensorsFolder
 
@@ -94,26 +98,77 @@ def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
     return LoadedKeys(missing, [name for name in values if name not in targets])
 
 
+def has_divided_matrices(engine: Engine) -> bool:
+    """Whether ranks share the matrices of its module (``tensor_parallel``)."""
+    return engine._session.matrices.names is not None
+
+
 def adapter_state(engine: Engine) -> dict[str, Any]:
     """A state dict of the engine's PEFT model for ``save_pretrained(state_dict=...)``: what PEFT picks of it for its
-    adapters is on the CPU, the base model on the meta device, so that it is never whole in host memory.
+    adapters is whole and on the CPU, the base model on the meta device, so that it is never whole in host memory.
     """
     from peft import get_peft_model_state_dict
 
     model = engine.module
-    held = model.state_dict(keep_vars=True)
-    probes = {name: _probe(tensor) for name, tensor in held.items()}
+    held = _held_tensors(engine)
+    probes = {name: tensor.probe for name, tensor in held.items()}
     names = {id(probe): name for name, probe in probes.items()}
     picked: set[str] = set()
     for adapter in model.peft_config:
         for tensor in get_peft_model_state_dict(model, state_dict=probes, adapter_name=adapter).values():
             if tensor.device.type == "meta":
                 picked |= {names[id(tensor)]} if id(tensor) in names else set(probes)  # or made of some of them
-    return {name: _value(engine, held[name]) if name in picked else probe for name, probe in probes.items()}
+    return {name: tensor.read() if name in picked else tensor.probe for name, tensor in held.items()}
+
+
+def load_adapter(engine: Engine, folder: str | os.PathLike[str]) -> None:
+    """Reads the adapter that PEFT has saved in ``folder`` into the first one of an engine whose ranks share matrices.
+
+    Raises:
+        ValueError: the folder's tensors are not those of that adapter; nothing was loaded then.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    model = engine.module
+    adapter = next(iter(model.peft_config))
+    probes = {name: tensor.probe for name, tensor in _held_tensors(engine).items()}
+    names = {id(probe): name for name, probe in probes.items()}
+    places = get_peft_model_state_dict(model, state_dict=probes, adapter_name=adapter)
+    values = load_peft_weights(os.fspath(folder), device="cpu")
+    if values.keys() != places.keys():
+        odd = sorted(values.keys() ^ places.keys())
+        raise ValueError(f"{os.fspath(folder)}: {odd[0]} is in the folder or in adapter {adapter!r}, not in both")
+    engine.load_state_dict({names[id(places[name])]: value for name, value in values.items()}, strict=False)
+
+
+class _HeldTensor(NamedTuple):
+    """A tensor of an engine's module as it was before it was divided."""
+
+    probe: torch.Tensor
+    """Its shape and dtype, on the meta device."""
+    read: Callable[[], torch.Tensor]
+    """Its values on the CPU; all ranks call it together."""
+
+
+def _held_tensors(engine: Engine) -> dict[str, _HeldTensor]:
+    if has_divided_matrices(engine):
+        held = {}
+        for shard in whole_shards(engine._session):
+            probe = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+            held[shard.name] = _HeldTensor(probe, functools.partial(_read_whole, shard))
+        return {**held, **{name: held[known] for name, known in names_of(engine._session).tied.items()}}
+    return {
+        name: _HeldTensor(_probe(tensor), functools.partial(_value, engine, tensor))
+        for name, tensor in engine.module.state_dict(keep_vars=True).items()
+    }
 
 
 def _probe(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _read_whole(shard: TensorShard) -> torch.Tensor:
+    return shard.read().view(shard.shape)
 
 
 def _value(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar import _C
+
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether PEFT has put it in the place of another one, which is its ``base_layer``."""
@@ -80,6 +82,22 @@ def draw_values(root: nn.Module, layer: nn.Module, configs: Mapping[str, Any]) -
         elif init is not True and str(init).lower() != "gaussian":
             raise _without_values(root, layer, f"init_lora_weights={init!r} of adapter {adapter!r}")
         layer.reset_lora_parameters(adapter, init)
+
+
+def draw_adapters(root: nn.Module) -> None:
+    """Gives LoRA on the meta device memory on the CPU and the values that PEFT would give it there.
+
+    Raises:
+        ValueError: as :func:`draw_values`.
+    """
+    configs = adapter_configs(root)
+    for layer in [module for module in root.modules() if is_adapted(module)]:
+        leaves = [leaf for leaf in adapter_modules(layer) if any(param.is_meta for param in leaf.parameters(False))]
+        if leaves:
+            with _C.HostAllocations():
+                for leaf in leaves:
+                    leaf.to_empty(device="cpu", recurse=False)
+                draw_values(root, layer, configs)
 
 
 def _without_values(root: nn.Module, layer: nn.Module, what: str) -> ValueError:

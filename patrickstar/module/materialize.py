@@ -60,8 +60,37 @@ def attach_values(module: nn.Module, values: TensorValues) -> None:
 
 
 def attached_values(module: nn.Module) -> TensorValues | None:
-    """Those that :func:`attach_values` gave ``module``."""
-    return _attached[module].values if module in _attached else None
+    """Those that :func:`attach_values` gave ``module`` and modules inside, by the names that ``module`` has now; None:
+    there are none.
+    """
+    sources = _sources_of(module)
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = {name: sources[tensor] for name, tensor in tensors if tensor in sources}
+    return _NamedValues(named) if named else None
+
+
+def _sources_of(module: nn.Module) -> dict[torch.Tensor, tuple[TensorValues, str]]:
+    """Of tensors that had values attached: where they are, and under which name."""
+    found = {}
+    for child in module.modules():
+        if child in _attached:
+            attached = _attached[child]
+            found |= {tensor: (attached.values, key) for tensor, key in attached.keys.items()}
+    return found
+
+
+class _NamedValues:
+    """Values of several sources, by names of their own."""
+
+    def __init__(self, sources: Mapping[str, tuple[TensorValues, str]]):
+        self._sources = sources
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def read(self, name: str) -> torch.Tensor:
+        values, key = self._sources[name]
+        return values.read(key)
 
 
 class DeferredInit:
@@ -174,12 +203,8 @@ class DeferredInit:
                 target.data.copy_(values.read(key))
 
     def _find_sources(self) -> dict[torch.Tensor, tuple[TensorValues, str]]:
-        sources = {}
-        for child in self._module.modules():
-            if child in _attached:
-                attached = _attached[child]
-                for tensor, key in attached.keys.items():
-                    sources[self.replaced.get(tensor, tensor)] = (attached.values, key)
+        attached = _sources_of(self._module)
+        sources = {self.replaced.get(tensor, tensor): source for tensor, source in attached.items()}
         copies = {copy: sources[tensor] for copy, tensor in copies_of_tensors(self._module) if tensor in sources}
         return {**copies, **sources}
 

@@ -28,6 +28,8 @@ from torch import nn
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.sequence.tiling import in_tiles
 from patrickstar.tensor2d import Linear2D
+from patrickstar.tensor2d.adapters import AdaptedParts, GivenProduct
+from patrickstar.tensor2d.low_rank import Narrow2D, Widen2D
 from patrickstar.tensor2d.one_dimension import ColumnLinear1D, RowLinear1D
 
 PROPOSED_TILE_TOKENS = 4096
@@ -42,7 +44,7 @@ _ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU,
     nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
 )  # fmt: skip
-_DIVIDED = (Linear2D, ColumnLinear1D, RowLinear1D)
+_DIVIDED = (Linear2D, ColumnLinear1D, RowLinear1D, Narrow2D, Widen2D, AdaptedParts, GivenProduct)
 """Of a tile each rank has as many tokens, and gets those that it sent back in their order."""
 _TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, *_DIVIDED, *_ACTIVATIONS)
 

@@ -16,11 +16,19 @@ from typing import Any
 
 from torch import nn
 
+from patrickstar.tensor2d.adapters import check_adapters, keep_places
 from patrickstar.tensor2d.embedding import Embedding2D
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.hugging_face import PLANS, CausalLoss, TokenLoss
 from patrickstar.tensor2d.styles import TWO_DIMENSIONS, Pairs, Spot, Style
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 _LOSSES: dict[str | None, type[TokenLoss]] = {
     "ForCausalLM": CausalLoss,
     "ForMaskedLM": TokenLoss,
@@ -56,7 +64,7 @@ def replace_modules(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style
     """Replaces what ``plan`` names, and gives the heads among what was made. Raises ValueError as
     :func:`parallelize` does.
     """
-    check_no_adapters(model)
+    check_adapters(model)
     styles = _styles(model, plan)
     _check_covered(model, styles)
     tables: dict[int, Embedding2D] = {}
@@ -71,7 +79,10 @@ def replace_modules(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style
             heads.append(made)
         if isinstance(made, (Embedding2D, pairs.head)):
             replaced += [(old, made.get_parameter(key)) for key, old in module.named_parameters(recurse=False)]
+        keep_places(made, module)
         made.train(module.training)
+        for hooks in _HOOKS:  # the dictionaries themselves, by which handles remove hooks
+            setattr(made, hooks, getattr(module, hooks))
         model.set_submodule(name, made)
     _tie_again(model, {id(old): new for old, new in replaced})
     return heads
@@ -90,17 +101,6 @@ def plan_for(model: nn.Module) -> Mapping[str, Style]:
             f"{', '.join(sorted(PLANS))}: give one as `plan`"
         )
     return PLANS[kind]
-
-
-def check_no_adapters(model: nn.Module) -> None:
-    """Raises ValueError where a layer of ``model`` has an adapter (PEFT's LoRA and the like)."""
-    for name, module in model.named_modules():
-        if hasattr(module, "base_layer"):
-            raise ValueError(
-                f"{name} ({type(module).__module__}.{type(module).__name__}) has an adapter, and adapters have no form "
-                "over a mesh; train them without tensor_parallel, where a frozen base may leave the GPU, or put them "
-                "into the weights first (merge_and_unload())"
-            )
 
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from patrickstar.tensor2d.adapters import base_name, base_of, is_adapted, with_adapters
 from patrickstar.tensor2d.embedding import Embedding2D, SmallEmbedding2D
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
@@ -72,7 +73,7 @@ class Summa2D:
     """Linear layers, norms and embeddings of PyTorch and of Hugging Face (``Conv1D``, ``…RMSNorm``), by their class."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
-        if isinstance(module, nn.Linear) or _is_conv1d(module):
+        if _is_linear(module):
             return _linear([module], [spot.name], spot, Linear2D)
         if isinstance(module, nn.Embedding):
             return _embedding(module, spot, Embedding2D)
@@ -110,6 +111,8 @@ class Head2D:
     """The linear layer that gives logits; it shares its table with the embedding that it was tied to."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        if is_adapted(module):
+            raise spot.refused(module, "the output layer cannot have an adapter there; leave it out of target_modules")
         if not isinstance(module, nn.Linear):
             raise spot.refused(module, "Head2D divides linear layers")
         tied = spot.tables.get(id(module.weight))
@@ -144,11 +147,11 @@ class Head(LMHead2D):
 TWO_DIMENSIONS = Pairs(Linear2D, Linear2D, Head, "columns")
 
 
-def first_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: list[int] | None = None) -> Layer2D:
+def first_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: list[int] | None = None) -> nn.Module:
     """The first layer of a pair, of several layers of the same input, or of one.
 
     Args:
-        modules: linear layers.
+        modules: linear layers, with adapters or without.
         names: of them in the model.
         spot: where they are.
         parts: what the output consists of, of which each rank gets some; None: the output of each module.
@@ -159,37 +162,45 @@ def first_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: 
     return _linear(modules, names, spot, spot.pairs.first, parts)
 
 
-def second_linear(module: nn.Module, name: str, spot: Spot) -> Layer2D:
+def second_linear(module: nn.Module, name: str, spot: Spot) -> nn.Module:
     """The second layer of a pair."""
     return _linear([module], [name], spot, spot.pairs.second)
 
 
 def _linear(
     modules: list[nn.Module], names: list[str], spot: Spot, kind: type[Layer2D], parts: list[int] | None = None
-) -> Layer2D:
+) -> nn.Module:
     for module in modules:
-        if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+        if not _is_linear(module):
             raise spot.refused(module, "it is no linear layer")
-    parts = [_features(module)[1] for module in modules] if parts is None else parts
-    biases = {f"{name}.bias": module.bias for name, module in zip(names, modules, strict=True)}
+    bases = {base_name(module, name): base_of(module) for name, module in zip(names, modules, strict=True)}
+    parts = [_features(base)[1] for base in bases.values()] if parts is None else parts
+    biases = {f"{name}.bias": base.bias for name, base in bases.items()}
     has_bias = {bias is not None for bias in biases.values()}
     if len(has_bias) > 1:
         raise spot.refused(modules[0], f"some of {', '.join(names)} have a bias, and some have none")
-    first = modules[0].weight
+    first = base_of(modules[0])
     made = kind(
-        _features(modules[0])[0],
+        _features(first)[0],
         sum(parts),
         spot.group,
         bias=has_bias == {True},
-        dtype=first.dtype,
-        device=first.device,
+        dtype=first.weight.dtype,
+        device=first.weight.device,
         **({"parts": parts} if len(parts) > 1 else {}),
     )
-    weights = {f"{name}.weight": module.weight for name, module in zip(names, modules, strict=True)}
-    made.take("weight", weights, is_transposed=_is_conv1d(modules[0]))  # type: ignore[arg-type]
+    weights = {f"{name}.weight": base.weight for name, base in bases.items()}
+    made.take("weight", weights, is_transposed=_is_conv1d(first))
     if made.bias is not None:
-        made.take("bias", biases)  # type: ignore[arg-type]
-    return made
+        made.take("bias", biases)
+    made.train(first.training)
+    return with_adapters(made, modules, names, parts)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """With an adapter or without."""
+    base = base_of(module)
+    return isinstance(base, nn.Linear) or _is_conv1d(base)
 
 
 def _features(module: nn.Module) -> tuple[int, int]:

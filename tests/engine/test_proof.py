@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,6 +15,7 @@ from patrickstar.engine.proof import prove_rewrites
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence import fused_loss
 from patrickstar.sequence.survey import Survey
+from patrickstar.tensor2d.low_rank import Narrow2D
 from tests.bits import assert_same_bits
 from tests.text_models import build
 
@@ -54,6 +56,27 @@ def test_models_without_a_loss_and_on_the_meta_device():
     prove(build("LlamaForCausalLM").model, SHARED | TILES)
     prove(build("LlamaForCausalLM").model, MESH)
     prove(build("LlamaForCausalLM").bfloat16(), MESH, MatrixMode.ONE)
+
+
+def with_lora(model):
+    return get_peft_model(model, LoraConfig(target_modules="all-linear"))
+
+
+def test_adapters_that_change_nothing_yet():
+    """LoRA's B is zero at first, in a model; not in the copy that is compared."""
+    model = with_lora(build("LlamaForCausalLM"))
+    for mode in (MatrixMode.TWO, MatrixMode.ONE):
+        prove(model, MESH, mode)
+    prove(with_lora(build("GPT2LMHeadModel")), {"tensor_parallel": {"rows": 2, "columns": 2}})
+    assert not any(param.any() for name, param in model.named_parameters() if "lora_B" in name)
+
+
+def test_adapters_that_lose_a_gradient_behind_what_is_zero(monkeypatch):
+    right = Narrow2D.forward
+    monkeypatch.setattr(Narrow2D, "forward", lambda self, hidden: right(self, hidden.detach()))
+    for mode in (MatrixMode.TWO, MatrixMode.ONE):
+        with pytest.raises(ValueError, match="gradients differ: .*lora_"):
+            prove(with_lora(build("LlamaForCausalLM")), MESH, mode)
 
 
 class LocalAttention(nn.Module):

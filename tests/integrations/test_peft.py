@@ -177,6 +177,18 @@ def test_two_ranks(two_ranks):
             assert_same_bits(value, run.state[name], name)
 
 
+def test_two_ranks_that_share_matrices(two_ranks):
+    """Under the Trainer: adapters are saved whole in PEFT's form, the best one is loaded, and runs are resumed."""
+    for rank in two_ranks:
+        (best, state), (_, resumed) = rank["lora_on_a_mesh"]["runs"]
+        folder = rank["lora_on_a_mesh"]["folder"]
+        first, last = (PeftModel.from_pretrained(gpt2(), folder / f"checkpoint-{step}").state_dict() for step in (2, 6))
+        assert Path(best).name == "checkpoint-2"
+        assert any(not torch.equal(first[name], last[name]) for name in first)
+        assert_same_bits(dict(state), {name: first[name] for name in state})
+        assert_same_bits(dict(resumed), {name: last[name] for name in resumed})
+
+
 def test_the_page_says_what_these_tests_show():
     assert PAGE.read_text() == page(), "run python -m tests.integrations.compatibility"
     assert all(test in globals() for _, _, test in MORE if test)

@@ -32,6 +32,7 @@ def run_all(folder: Path) -> dict[str, Any]:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     results = {"trainer": trainers(folder), "loops": test_accelerate.run_pair(folder / "accelerate")}
     results |= {"generated": generated(folder / "generated"), "lora": lora(folder / "lora")}
+    results["lora_on_a_mesh"] = lora_on_a_mesh(folder / "lora_on_a_mesh")
     results["first_rank"] = first_rank.run(folder / "first_rank")
     results["trl"] = trl_runs.run_shared(folder / "trl")
     dist.barrier()
@@ -95,3 +96,30 @@ def lora(folder: Path) -> dict[str, Any]:
     loaded = PeftModel.from_pretrained(gpt2(), folder / "checkpoint-3").state_dict()
     files = sorted(path.name for path in (folder / "checkpoint-3").iterdir())
     return {"runs": runs, "loaded": loaded, "files": files}
+
+
+def lora_on_a_mesh(folder: Path) -> dict[str, Any]:
+    """The best adapter, which is not the last one, of matrices that both ranks share; then resumed."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    runs = []
+    for resume in (None, str(folder / "checkpoint-2")):
+        torch.manual_seed(1)
+        model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True))
+        more = {
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "num_train_epochs": 3,
+            **(best if not resume else {}),
+        }
+        config = engine_config(device_memory=400_000, tensor_parallel={"columns": 2})
+        trainer = PatrickStarTrainer(
+            model,
+            arguments(folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, **more),
+            train_dataset=Tokens(8, 1),
+            eval_dataset=Tokens(4, 1),
+            patrickstar_config=config,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((trainer.state.best_model_checkpoint, trainer.engine.state_dict()))
+        trainer.close()
+    return {"runs": runs, "folder": folder}

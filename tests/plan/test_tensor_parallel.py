@@ -212,7 +212,10 @@ def test_what_would_fit_is_planned_on_the_mesh(capsys):
             ["--tensor-parallel", "2", "--tensor-mode", "1d", "--sequence-parallel", "2"],
             "give --tensor-mode 2d, or leave out --sequence-parallel",
         ),
-        (["--tensor-parallel", "2x2", "--lora-rank", "8"], "with --lora-rank, which no engine takes together"),
+        (
+            ["--tensor-parallel", "2x2", "--lora-rank", "8"],
+            "with --lora-rank, which is planned for whole matrices alone",
+        ),
         (["--tensor-parallel", "1x3", "--gpus-per-node", "3"], "features: 256 cannot be cut into 3 columns"),
         (["--tensor-parallel", "3", "--gpus-per-node", "3"], "cannot be divided among 3 ranks"),
         (

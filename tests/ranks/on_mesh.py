@@ -224,12 +224,13 @@ def outgrow(run: MeshRun, budgets: tuple[int | None, ...]) -> list[str]:
 
 
 def checkpointed(
-    folder: str, model: str, rows: int, columns: int, mode: str = "2d", sequence: int = 1
+    folder: str, model: str | Model, rows: int, columns: int, mode: str = "2d", sequence: int = 1
 ) -> dict[str, Any]:
     """Four steps on a mesh, saved in the middle; what is there is gone on from."""
     from patrickstar.checkpoint import latest_tag
 
-    run, made_whole, state = MeshRun(Model(model), rows, columns, mode, sequence, steps=4), False, {}
+    model = Model(model) if isinstance(model, str) else model
+    run, made_whole, state = MeshRun(model, rows, columns, mode, sequence, steps=4), False, {}
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(run.model.build, 0, run.config())
     with engine:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from patrickstar.tensor2d import (
@@ -15,7 +14,6 @@ from patrickstar.tensor2d import (
     parallelize,
     whole_logits,
 )
-from patrickstar.tensor2d.hugging_face import PLANS
 from patrickstar.tensor2d.layer import source_values
 from tests.tensor2d.models import GPT2, LLAMA, VOCABULARY, batch, exact_norms
 from tests.tensor2d.on_meshes import gap, on_mesh, open_mesh
@@ -120,11 +118,6 @@ def test_what_has_no_plan_is_refused_by_name():
     model = transformers.AutoModelForCausalLM.from_config(LLAMA, attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="layers.0.self_attn .*'flex_attention'.*attn_implementation='sdpa'"):
         parallelize(model, group)
-    for adapt in (lambda model, lora: model.add_adapter(lora), get_peft_model):
-        model = build("llama")
-        model = adapt(model, LoraConfig(target_modules=["q_proj"])) or model
-        with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj \(peft.* has an adapter.*merge_and_unload"):
-            parallelize(model, group, PLANS["llama"])
     model = build("bert")
     model.loss_type = "ForQuestionAnswering"
     parallelize(model, group)
