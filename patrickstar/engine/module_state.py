@@ -1,7 +1,8 @@
 """State of a module that a forward may change beside parameters and buffers: attributes, random number generators.
 
 Attributes are a module's own: values that are assigned to it, and lists, dicts, sets and deques that it holds. Tensors
-among them are watched by their versions. Other objects are not looked into.
+among them are watched by their versions. Other objects are not looked into. PyTorch's own modules (``torch.nn``)
+change none of their attributes in a forward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ModuleState:
     """Attributes and generators of ``module`` and the modules inside it, and ``params``, which PyTorch keeps."""
 
     def __init__(self, module: nn.Module, params: Iterable[nn.Parameter]):
-        self._owners = [child.__dict__ for child in module.modules()]
+        self._owners = [child.__dict__ for child in module.modules() if not _is_pytorchs(child)]
         self._containers: list[Any] = []
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._generators: dict[int, Any] = {}
@@ -94,6 +95,10 @@ class NotedState:
         for restore in self._generators:
             if restore is not None:
                 restore()
+
+
+def _is_pytorchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
 
 
 def _changed_names(owner: dict[str, Any], noted: dict[str, Any]) -> list[str]:
