@@ -148,6 +148,8 @@ class FailureWatch:
 
     def announce(self, text: str) -> str:
         """Posts a failure of this rank, or of one it misses; returns the notice that stands when others know it."""
+        with contextlib.suppress(*_STORE_ERRORS):  # the thread may not have come to it
+            self._store.set(self._key(self._rank), f"0 {self.activity}")
         first = self.failure or self.notice.post(text)
         time.sleep(_LINGER_SECONDS)
         return first
