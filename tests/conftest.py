@@ -40,3 +40,11 @@ def _collect_engines():
     drop_unreachable_sessions()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def open_umask():
+    """Files get the mode that they are made with."""
+    before = os.umask(0)
+    yield
+    os.umask(before)

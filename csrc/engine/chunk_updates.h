@@ -40,7 +40,7 @@ class ChunkUpdates {
   explicit ChunkUpdates(const UpdateParts& parts);
 
   void on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  // Several chunks that are at home on the host, or one whose states are on the disk.
+  // Several chunks whose optimizer states are on the host, or one whose states are on the disk.
   void on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
   // [Note: visits] (engine/visits.h)
   bool can_visit(ChunkId chunk) const;

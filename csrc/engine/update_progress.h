@@ -1,7 +1,7 @@
 // Which chunks' updates of the step are made for good: by the step itself, or in backward ([Note: committed updates],
 // engine/updates.h).
 //
-//   progress.begin(chunk);    // from here on it cannot be taken back
+//   progress.begin(chunk);    // from here on it cannot be undone
 //   ... launch its update ...
 //   progress.finish(chunk);   // made, or on its way to be
 //   progress.forget();        // the step is over

@@ -99,7 +99,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
 
 
 def has_divided_matrices(engine: Engine) -> bool:
-    """Whether ranks share the matrices of its module (``tensor_parallel``)."""
+    """True where ``tensor_parallel`` divides the matrices of the engine's module."""
     return engine._session.matrices.names is not None
 
 

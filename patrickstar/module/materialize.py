@@ -60,8 +60,10 @@ def attach_values(module: nn.Module, values: TensorValues) -> None:
 
 
 def attached_values(module: nn.Module) -> TensorValues | None:
-    """Those that :func:`attach_values` gave ``module`` and modules inside, by the names that ``module`` has now; None:
-    there are none.
+    """Values that :func:`attach_values` gave to ``module`` and the modules inside it, by their present names.
+
+    Returns:
+        None where no value is attached.
     """
     sources = _sources_of(module)
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -70,7 +72,7 @@ def attached_values(module: nn.Module) -> TensorValues | None:
 
 
 def _sources_of(module: nn.Module) -> dict[torch.Tensor, tuple[TensorValues, str]]:
-    """Of tensors that had values attached: where they are, and under which name."""
+    """Maps each tensor with an attached value to the collection that has it and its name there."""
     found = {}
     for child in module.modules():
         if child in _attached:

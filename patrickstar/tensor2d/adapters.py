@@ -31,7 +31,7 @@ _PAIRS: dict[type[Layer2D], tuple[type[Layer2D], type[Layer2D]]] = {
     ColumnLinear1D: (Narrow2D, ColumnLinear1D),
     RowLinear1D: (RowLinear1D, Widen2D),
 }
-"""What A and B become beside a layer."""
+"""The classes of A and B, by the class of the base layer."""
 _ELSE = "or train it without tensor_parallel, where a frozen base may leave the GPU"
 
 
@@ -52,7 +52,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it is PEFT's LoRA of a linear layer."""
+    """True for PEFT's LoRA of a linear layer."""
     return (type(module).__module__, type(module).__name__) == _LORA
 
 
@@ -126,7 +126,7 @@ class AdaptedParts(nn.Module):
         self.adapted = nn.ModuleDict({str(index): module for index, module in adapted.items()})
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the base."""
+        """The output of ``base`` with each adapter's added to its part; shapes are those of ``base``."""
         product = self.base(hidden)
         ranks = sum(self.parts) // product.shape[-1]
         found = list(product.split([size // ranks for size in self.parts], dim=-1))
@@ -136,10 +136,10 @@ class AdaptedParts(nn.Module):
 
 
 class GivenProduct(nn.Module):
-    """In the place of a base whose product is there already: PEFT's layer hands its arguments down."""
+    """A base layer that returns a product computed before; PEFT's layer passes it on as a keyword."""
 
     def forward(self, hidden: torch.Tensor, *, product: torch.Tensor) -> torch.Tensor:
-        """``product``, which is that of ``hidden``."""
+        """``product``, computed of ``hidden`` by the joined base."""
         return product
 
 

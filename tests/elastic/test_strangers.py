@@ -1,12 +1,10 @@
-"""Who may give orders to an elastic run, what an invitation may make a process do, and who may read the run's files."""
+"""Access to an elastic run: orders, invitations and the run's files."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import socket
-import stat
 import subprocess
 import sys
 
@@ -26,19 +24,8 @@ from patrickstar.ranks.authenticated_store import _pack, _Request
 from patrickstar.ranks.run_secret import write_secret
 from patrickstar.runtime import initialize_engine
 from tests.elastic.runs import NUM_SAMPLES, build
+from tests.ranks.test_run_secret import mode
 from tests.training import make_config
-
-
-def mode(path):
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-@pytest.fixture
-def open_umask():
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
 
 # Orders.
 

@@ -248,8 +248,6 @@ class Preempted(Exception):  # noqa: N818 (it is no error)
 
 
 def test_what_a_handler_raises_comes_out_of_saving_and_loading(tmp_path):
-    """And not as an error of the checkpoint's."""
-
     def preempt(*_):
         raise Preempted
 

@@ -120,7 +120,7 @@ def test_a_mixed_state_that_is_accepted():
 
 
 def test_a_step_whose_torch_optimizer_fails():
-    """What PyTorch's own optimizer updates of parameters that stay with it, nobody knows."""
+    """The state is mixed: PyTorch's optimizer does not say which of its parameters it has updated."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -31,7 +31,7 @@ class Managed(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.averaged(torch.relu(self.chunked(self.embedding(tokens))))
         hidden = torch.fft.irfft(torch.fft.rfft(hidden) * self.modes)
-        # What each rank's own layer makes of it must not reach the others' gradients.
+        # Detached, since the layer differs on each rank and gradients of the rest must not.
         return hidden.square().mean() + self.own(hidden.detach()).square().mean()
 
 

@@ -30,7 +30,7 @@ class Adapted(Model):
 
 @dataclasses.dataclass(frozen=True)
 class FromFiles(Adapted):
-    """Whose base is read from Hugging Face's files by blocks, and whose adapters have no values before."""
+    """LoRA on a base that ranks read from Hugging Face's files by blocks; adapters are drawn afterwards."""
 
     folder: str = ""
 

@@ -1,4 +1,4 @@
-"""Who may read a run's secret, where a run listens, and which hosts its messages may name."""
+"""A run's secret is its user's alone, servers listen where they are told, and hosts in messages are checked."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ from patrickstar.ranks.run_secret import RunSecret, SecretError, default_secret_
 
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
-
-
-@pytest.fixture
-def open_umask():
-    before = os.umask(0)
-    yield
-    os.umask(before)
 
 
 @pytest.mark.usefixtures("open_umask")

@@ -66,7 +66,7 @@ def exact_loss(model, logits, ids):
 
 
 def on_threads(rows, columns, mode, build):
-    """What each rank has trained: losses, the whole of all parameters by PEFT's names, and the divided model."""
+    """Results of each rank: losses, whole parameters by PEFT's names, and the divided model."""
 
     def train_here(ranks):
         group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(rows=rows, columns=columns)))
