@@ -112,6 +112,8 @@ class ActivationStash:
         return needed <= on_device + max(self.runtime.host_room_of_activations(), 0)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
+        if tensor.grad_fn is not None:
+            tensor = tensor.detach()  # an operation's output would keep the graph that saves it, if its backward fails
         if not self._may_leave(tensor):
             return tensor
         storage = tensor.untyped_storage()

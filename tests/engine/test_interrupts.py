@@ -278,8 +278,11 @@ def interrupt(_gradient):
     raise KeyboardInterrupt
 
 
-def test_activations_of_an_interrupted_backward_leave_the_device():
-    """Autograd's queue does not keep them: they go once nothing of the user's refers to them."""
+@pytest.mark.parametrize("offload", ["never", "always"])
+def test_activations_of_an_interrupted_backward_leave_the_device(offload):
+    """Autograd's queue does not keep them, nor does an operation's own output (tanh saves it): they go once nothing of
+    the user's refers to them. Nor do those of a loss that gets no backward stay.
+    """
 
     class Deep(nn.Module):
         def __init__(self):
@@ -291,7 +294,7 @@ def test_activations_of_an_interrupted_backward_leave_the_device():
                 x = x + layer(x).tanh()  # two ways to each layer: a queue with several nodes
             return x.square().mean()
 
-    engine, optimizer = initialize_engine(Deep, 0, {})
+    engine, optimizer = initialize_engine(Deep, 0, {"activations": {"offload": offload}})
     x = torch.randn(256, 32)
     with engine:
         engine.backward(engine(x))
@@ -304,6 +307,8 @@ def test_activations_of_an_interrupted_backward_leave_the_device():
             handle.remove()
             assert engine.report()["device_tide_bytes"] <= tide
             optimizer.zero_grad()
+        engine(x)
+        assert engine.report()["device_tide_bytes"] <= tide
 
 
 class Interrupting:
