@@ -124,6 +124,21 @@ class Vacate(_Enum):
     EVERYTHING: ClassVar[Vacate]
 
 @final
+class Mechanism(_Enum):
+    """What steps can be measured without (csrc/common/ablation.h)."""
+
+    WHOLE_UPDATES_AHEAD: ClassVar[Mechanism]
+    PARAMETERS_FIRST: ClassVar[Mechanism]
+    SETTLED_VALUES: ClassVar[Mechanism]
+    WAITING_UPDATES: ClassVar[Mechanism]
+    ORDER_OF_NEED: ClassVar[Mechanism]
+    HOMES_IN_TURN: ClassVar[Mechanism]
+    VISITS: ClassVar[Mechanism]
+    FRAGMENTS: ClassVar[Mechanism]
+    RARE_SIZES: ClassVar[Mechanism]
+    EXACT_SLOTS: ClassVar[Mechanism]
+    WANTED_TIDE: ClassVar[Mechanism]
+
 class Tier(_Enum):
     """Where memory is."""
 
@@ -384,6 +399,9 @@ def nodes_to_interleave(nodes: Sequence[int]) -> list[int]:
 
 def interleave_pages(data: int, num_bytes: int, nodes: Sequence[int]) -> bool:
     """Spreads untouched pages from address ``data`` on over NUMA nodes; whether the system agreed."""
+
+def leave_out(mechanisms: Sequence[Mechanism]) -> None:
+    """Engines built from now on work without these, and with all others."""
 
 def check_transition(from_: str, to: str, /) -> None:
     """Raises StateError when a parameter may not go from one state to the other."""

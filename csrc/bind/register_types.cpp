@@ -1,6 +1,11 @@
+#include <pybind11/stl.h>
+
+#include <vector>
+
 #include "bind/bind.h"
 #include "chunk/chunk_store.h"
 #include "chunk/layout.h"
+#include "common/ablation.h"
 #include "common/check.h"
 #include "common/dtype.h"
 #include "common/types.h"
@@ -16,6 +21,29 @@ State parse_state(const std::string& name) {
     if (name == state_name(static_cast<State>(state))) return static_cast<State>(state);
   }
   throw ArgumentError("there is no state " + name);
+}
+
+void register_ablation(py::module_& module) {
+  py::enum_<Mechanism>(module, "Mechanism", "What steps can be measured without (common/ablation.h).")
+      .value("WHOLE_UPDATES_AHEAD", Mechanism::kWholeUpdatesAhead)
+      .value("PARAMETERS_FIRST", Mechanism::kParametersFirst)
+      .value("SETTLED_VALUES", Mechanism::kSettledValues)
+      .value("WAITING_UPDATES", Mechanism::kWaitingUpdates)
+      .value("ORDER_OF_NEED", Mechanism::kOrderOfNeed)
+      .value("HOMES_IN_TURN", Mechanism::kHomesInTurn)
+      .value("VISITS", Mechanism::kVisits)
+      .value("FRAGMENTS", Mechanism::kFragments)
+      .value("RARE_SIZES", Mechanism::kRareSizes)
+      .value("EXACT_SLOTS", Mechanism::kExactSlots)
+      .value("WANTED_TIDE", Mechanism::kWantedTide);
+  module.def(
+      "leave_out",
+      [](const std::vector<Mechanism>& mechanisms) {
+        uint32_t bits = 0;
+        for (Mechanism mechanism : mechanisms) bits |= uint32_t{1} << static_cast<uint32_t>(mechanism);
+        set_left_out(bits);
+      },
+      py::arg("mechanisms"), "Engines built from now on work without these, and with all others.");
 }
 
 }  // namespace
@@ -63,6 +91,7 @@ void register_types(py::module_& module) {
       .value("HOST", Tier::kHost)
       .value("DEVICE", Tier::kDevice)
       .value("DISK", Tier::kDisk);
+  register_ablation(module);
   module.def(
       "check_transition",
       [](const std::string& from, const std::string& to) {

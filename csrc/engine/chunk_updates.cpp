@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/ablation.h"
+
 namespace patrickstar {
 
 ChunkUpdates::ChunkUpdates(const UpdateParts& parts)
@@ -111,7 +113,7 @@ void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& grou
 
 std::optional<std::vector<HostBlock>> ChunkUpdates::new_params(const std::vector<ChunkId>& chunks) {
   if (!speculation_.allows_passes() || disk_.is_home_of(chunks.front())) return std::nullopt;
-  if (speculation_.is_late(chunks.front())) return std::nullopt;
+  if (speculation_.is_late(chunks.front()) || is_left_out(Mechanism::kParametersFirst)) return std::nullopt;
   const bool any_in_place = std::any_of(chunks.begin(), chunks.end(),
                                         [this](ChunkId chunk) { return store_.chunk(chunk).puts_values_in_place(); });
   if (any_in_place) return std::nullopt;

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "common/ablation.h"
 #include "common/reserve.h"
 
 namespace patrickstar {
@@ -33,7 +34,7 @@ void EarlyUpdates::start(ChunkId chunk) {
     return;
   }
   NewValues values = speculation_.try_allocate(chunk, new_bytes(store_.layout(), chunk));
-  if (!values.param) return;
+  if (!values.param || (!values.has_states() && is_left_out(Mechanism::kParametersFirst))) return;
   values.is_settled = scales.is_exact();
   UpdateTarget target{};
   target.grad = record.block.data;

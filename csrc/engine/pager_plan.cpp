@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/ablation.h"
 #include "engine/pager.h"
 
 namespace patrickstar {
@@ -72,6 +73,7 @@ int64_t Pager::tide_of_running_moment() {
 
 int64_t Pager::take_worthwhile_tide() {
   const int64_t wanted = memory_.backend().take_wanted_tide();
+  if (is_left_out(Mechanism::kWantedTide)) return 0;
   if (wanted == 0 || num_tide_raises_ == kMostTideRaises || payload_limit_bytes_ == INT64_MAX) return 0;
   const int64_t states = state_bytes();
   const auto kept = static_cast<double>(payload_limit_bytes_ - states) * kShareKeptByRaise;

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "common/ablation.h"
 #include "common/check.h"
 #include "plan/host_demand.h"
 
@@ -43,7 +44,7 @@ int64_t Residency::limit_within_slack() const {
   if (device.is_cuda()) {
     slack = share(device_limit(), kCudaSlackRatio);
     const std::optional<int64_t> fragments = fragment_bytes();
-    if (fragments) {
+    if (fragments && !is_left_out(Mechanism::kFragments)) {
       slack = std::min(slack, kFragmentsToCome * *fragments + device.options().limit_rounding_bytes);
     }
   }

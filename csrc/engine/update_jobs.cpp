@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "common/ablation.h"
 #include "common/check.h"
 
 namespace patrickstar {
@@ -162,7 +163,8 @@ Event HostUpdates::submit(std::shared_ptr<const HostUpdate> update) {
   const std::shared_ptr<HostSpan> span = tracer_.open_host_span(label, update->cancelled);
   UnsubmittedSpan unsubmitted(span.get());
   std::optional<Need> need;
-  if (update->turn == Turn::kOfNeed) need = Need{update->chunk, [this, update] { return is_ready(*update); }};
+  if (update->turn == Turn::kOfNeed && !is_left_out(Mechanism::kOrderOfNeed))
+    need = Need{update->chunk, [this, update] { return is_ready(*update); }};
   Event done = queue_.submit(
       [this, span, update] {
         const HostSpanEnd end(span.get());

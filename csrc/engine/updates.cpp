@@ -4,6 +4,7 @@
 #include <exception>
 #include <utility>
 
+#include "common/ablation.h"
 #include "common/check.h"
 
 namespace patrickstar {
@@ -40,6 +41,7 @@ void Updates::expect(const std::vector<GroupOptions>& groups, double full_scale)
 }
 
 bool Updates::settles_values() const {
+  if (is_left_out(Mechanism::kSettledValues)) return false;
   const std::vector<ChunkSpec>& chunks = store_.layout().chunks();
   return !speculation_.is_committing() && std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
     return chunk.trainable && chunk.dtype != DType::kFloat32;

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/ablation.h"
 #include "engine/chunk_updates.h"
 #include "engine/early_updates.h"
 #include "engine/gradients.h"
@@ -65,7 +66,7 @@ class Updates {
     chunk_updates_.visits().choose(std::move(chunks), piece_numel);
   }
   // Whether any may: where updates are committed in backward.
-  bool may_visit() const { return speculation_.is_committing(); }
+  bool may_visit() const { return speculation_.is_committing() && !is_left_out(Mechanism::kVisits); }
   // Whether the device makes the chunk's update as soon as its gradient is complete, for which that stays there. Takes
   // the memory that visits need, where it is not there yet.
   bool visits_early(ChunkId chunk);

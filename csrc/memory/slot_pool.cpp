@@ -3,10 +3,12 @@
 #include <new>
 #include <utility>
 
+#include "common/ablation.h"
+
 namespace patrickstar {
 
 Slot SlotPool::acquire(int64_t num_bytes, SlotFit fit, OverLimit over_limit) {
-  const double most_waste = fit == SlotFit::kLoose ? max_waste_ratio_ : 0.0;
+  const double most_waste = fit == SlotFit::kLoose || is_left_out(Mechanism::kExactSlots) ? max_waste_ratio_ : 0.0;
   const bool ample = used_bytes_ + idle_bytes_ + num_bytes <= ample_bytes_;
   const auto found = find_idle(num_bytes, most_waste);
   const bool fits = found != idle_.end();
@@ -14,7 +16,7 @@ Slot SlotPool::acquire(int64_t num_bytes, SlotFit fit, OverLimit over_limit) {
     if (void* data = allocator_.allocate(num_bytes)) return hand_out(data, num_bytes, {});
   }
   if (fits) return hand_out_idle(found);
-  if (!ample && most_waste > 0) {
+  if (!ample && most_waste > 0 && !is_left_out(Mechanism::kRareSizes)) {
     const auto larger = find_idle(num_bytes, kMostSlotWaste);
     if (larger != idle_.end()) return hand_out_idle(larger);
   }
@@ -72,6 +74,7 @@ void SlotPool::forget_one(int64_t size) {
 
 SlotPool::IdleSlots::iterator SlotPool::most_common() {
   auto best = idle_.begin();
+  if (is_left_out(Mechanism::kRareSizes)) return best;
   for (auto next = best; next != idle_.end(); next = idle_.upper_bound(next->first)) {
     if (num_of_size_[next->first] >= num_of_size_[best->first]) best = next;
   }

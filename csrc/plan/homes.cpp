@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "common/ablation.h"
 #include "memory/host_arena.h"
 
 namespace patrickstar {
@@ -123,7 +124,8 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
   result.homes.assign(layout.chunks().size(), Tier::kHost);
   if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
   int64_t room = device_room_bytes;
-  if (updates_bound_backward(layout)) room = spread_over_device(layout, host_limit_bytes, room, backwards, result);
+  const bool in_turn = updates_bound_backward(layout) && !is_left_out(Mechanism::kHomesInTurn);
+  if (in_turn) room = spread_over_device(layout, host_limit_bytes, room, backwards, result);
   for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
     const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
     const int64_t bytes = held_bytes(layout, chunk, backwards);

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <numeric>
 
+#include "common/ablation.h"
 #include "memory/host_arena.h"
 
 namespace patrickstar {
@@ -31,9 +32,18 @@ AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room) {
     return true;
   };
   choice.chosen.assign(sizes.size(), Ahead::kNothing);
+  if (is_left_out(Mechanism::kParametersFirst)) {
+    for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
+      std::vector<int64_t> blocks = sizes[chunk].states;
+      blocks.push_back(sizes[chunk].param);
+      if (!sizes[chunk].states.empty() && take(blocks)) choice.chosen[chunk] = Ahead::kEverything;
+    }
+    return choice;
+  }
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
     if (take(std::array{sizes[chunk].param})) choice.chosen[chunk] = Ahead::kParam;
   }
+  if (is_left_out(Mechanism::kWholeUpdatesAhead)) return choice;
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
     if (choice.chosen[chunk] == Ahead::kNothing || sizes[chunk].states.empty()) continue;
     if (!take(sizes[chunk].states)) break;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "common/ablation.h"
 #include "common/check.h"
 #include "memory/slot_pool.h"
 
@@ -96,6 +97,7 @@ int64_t usual_prefetch_bytes(const Layout& layout, int64_t values) {
 // The size above which arrays of compute values are rare, and too large for slots of the others: INT64_MAX where sizes
 // are too different for that.
 int64_t rare_above(const Layout& layout) {
+  if (is_left_out(Mechanism::kRareSizes)) return INT64_MAX;
   std::vector<int64_t> sizes;
   for (const ChunkSpec& chunk : layout.chunks()) sizes.push_back(chunk.num_bytes(ArrayKind::kParam));
   if (sizes.empty()) return INT64_MAX;

@@ -6,6 +6,8 @@
 #include <tuple>
 #include <utility>
 
+#include "common/ablation.h"
+
 namespace patrickstar {
 
 namespace {
@@ -140,6 +142,7 @@ std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, 
 // Of those that are as short as the shortest, the one that is where everything beside compute takes longer; of several,
 // the most updates in backward.
 ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates& rates, const StepShape& earliest) {
+  if (is_left_out(Mechanism::kWaitingUpdates)) return static_cast<ChunkId>(earliest.updates.size());
   problem.prefetch_bytes = with.prefetch_bytes;
   const std::vector<Delayed> played = play_delayed(problem, with.plan, rates, earliest);
   if (played.size() == 1) return played.front().first_late;

@@ -1,0 +1,28 @@
+"""Mechanisms that a measurement leaves out (csrc/common/ablation.h): the same bits without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from patrickstar import _C
+from tests.models import MODELS
+from tests.training import assert_same, make_host_config, train
+
+
+@pytest.fixture
+def left_out():
+    """``left_out(mechanisms)``, until the test is over."""
+    yield _C.leave_out
+    _C.leave_out([])
+
+
+@pytest.mark.parametrize("speculation", ["always", "commit"])
+def test_bits_do_not_depend_on_a_mechanism(left_out, speculation):
+    clipping = {"gradient_clipping": 0.1} if speculation == "always" else {}
+    config = make_host_config("bf16", device_memory=2**20, default_chunk_size=2048, **clipping)
+    config["optimizer"]["speculation"] = speculation
+    expected = train(MODELS["llama"], config, steps=4)
+    assert expected.report["num_updates_taken_over"] + expected.report["num_committed_updates"] > 0
+    for mechanism in _C.Mechanism.__members__.values():
+        left_out([mechanism])
+        assert_same(train(MODELS["llama"], config, steps=4), expected)
