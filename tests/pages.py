@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
-_FENCE = re.compile(r"^```(\S*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```(\S*)[^`\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)
 
 
@@ -21,7 +21,7 @@ class Block:
     """A fenced block."""
 
     language: str
-    """What stands behind the opening fence; empty where nothing does."""
+    """The first word behind the opening fence; empty where there is none."""
     text: str
     line: int
     """Of its first line in the page, from 1."""

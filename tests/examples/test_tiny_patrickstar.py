@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from examples import tiny_patrickstar as tiny
-from tests.examples.example_runs import EXAMPLES
+from tests.pages import DOCS, Page, shows
 
 CHUNK_NUMEL = 1728  # of the largest weights, so that their biases are in the next chunk
 SLOT = 4 * CHUNK_NUMEL
@@ -192,7 +194,13 @@ def test_an_instruction_that_reads_a_missing_array_is_refused():
         clock.run([(tiny.Op.FETCH, 0), (tiny.Op.EVICT, 0), (tiny.Op.FORWARD, 0)])
 
 
-def test_main_trains_to_the_same_bits_within_300_lines(capsys):
+def test_main_prints_what_the_page_says_within_300_lines(capsys):
+    page = Page(DOCS / "architecture.md")
     tiny.main()
-    assert "bitwise equal to torch.optim.AdamW: True" in capsys.readouterr().out
-    assert len((EXAMPLES / "tiny_patrickstar.py").read_text(encoding="utf-8").splitlines()) <= 300
+    printed = capsys.readouterr().out
+    (block,) = page.blocks("")
+    assert block.text.endswith("bitwise equal to torch.optim.AdamW: True\n")
+    assert shows(printed, block.text.partition("\n")[2])
+    rows = re.findall(r"^\| ([0-9 |]+) \|$", page.text, re.MULTILINE)
+    assert len(rows) == 4 and all(row.replace(" | ", "\t") in printed.splitlines() for row in rows)
+    assert len(Path(tiny.__file__).read_text(encoding="utf-8").splitlines()) <= 300
