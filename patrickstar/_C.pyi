@@ -261,10 +261,10 @@ class StepOutcome(_Enum):
 
 UNLIMITED: int
 """The limit of a budget without one, in bytes."""
-"""Of a device limit, what optimizer states may take before the tide is known."""
 CUDA_SLACK_RATIO: float
 """Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment."""
-"""Gradients on their way that speculation leaves room for on the host."""
+PREDICTION_TOLERANCE: float
+"""Steps whose predictions differ by less, of their length, are as short as each other."""
 
 def build_info() -> dict[str, Any]:
     """What this module was compiled with: ``compiler``, ``cplusplus``, ``torch``, and ``cuda`` and ``nccl`` or None."""
@@ -460,9 +460,6 @@ def gradient_room_bytes(layout: Layout, homes: Sequence[Tier], host_limit_bytes:
 def visit_costs(layout: Layout) -> list[tuple[int, int, int]]:
     """By chunk, the bytes that go up and down where its states visit the device for an update."""
 
-def visitor_bytes(layout: Layout) -> int:
-    """Of the device, what chunks take that visit it."""
-
 def chunks_that_move_in(layout: Layout, count: int, states_on_device: Sequence[bool]) -> list[int]:
     """Of the first ``count`` chunks, those whose states move to the device beside those that are there."""
 
@@ -483,6 +480,18 @@ def home_from_disk(layout: Layout, homes: Sequence[Tier], room_bytes: int) -> li
 
 def disk_set_bytes(layout: Layout, homes: Sequence[Tier]) -> int:
     """Of host memory, what states on their way from the disk and back pass through."""
+
+@final
+class Ahead(_Enum):
+    """How much of a chunk's update is made ahead of the step."""
+
+    NOTHING: ClassVar[Ahead]
+    PARAM: ClassVar[Ahead]
+    """The new parameters; the states follow behind the step."""
+    EVERYTHING: ClassVar[Ahead]
+
+def choose_ahead(layout: Layout, homes: Sequence[Tier], room_bytes: int) -> list[Ahead]:
+    """By chunk, how much of its update so much of the host allows to be made ahead of the step."""
 
 def host_peak_bytes(
     layout: Layout,
@@ -518,6 +527,35 @@ class UpdateAt(_Enum):
     DISK_AT_RETIRE: ClassVar[UpdateAt]
     DISK_AFTER_NORM: ClassVar[UpdateAt]
     DEVICE_AFTER_NORM: ClassVar[UpdateAt]
+
+@final
+class UpdateStart(_Enum):
+    """When updates on the host may start at the earliest."""
+
+    AFTER_NORM: ClassVar[UpdateStart]
+    SPECULATIVE: ClassVar[UpdateStart]
+    """In backward, as far as there is memory for new values; undone where the step is another one."""
+    COMMITTED: ClassVar[UpdateStart]
+    """In backward and for good."""
+
+@final
+class ExpectedScale(_Enum):
+    """The scale of gradients that speculative updates are made for."""
+
+    EXACT: ClassVar[ExpectedScale]
+    """One number: clipping does not act."""
+    BETWEEN: ClassVar[ExpectedScale]
+    """One of several, since it does."""
+
+def update_at(
+    trainable: bool,
+    dtype: DType,
+    states: Tier,
+    start: UpdateStart,
+    ahead: Ahead = Ahead.NOTHING,
+    scale: ExpectedScale = ExpectedScale.EXACT,
+) -> UpdateAt:
+    """Where and when a chunk is updated whose optimizer states are on this tier."""
 
 class Rates:
     """How fast a machine is (csrc/plan/simulator.h)."""
@@ -590,6 +628,23 @@ def choose_plan(
 
     ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, ``predicted`` as ``simulate`` gives
     it, and ``updates`` by chunk: those given, of which some wait for the norm; ``visits`` by chunk, or none.
+    """
+
+def choose_step(
+    layout: Layout,
+    moments: list[dict[str, Any]],
+    states_on_device: Sequence[bool],
+    budget: DeviceBudget,
+    rates: Rates,
+    *,
+    compute_seconds: Sequence[float],
+    updates: Sequence[UpdateAt],
+    start: UpdateStart,
+    activations: Sequence[Sequence[int]] = [],
+    dequantized_bytes: Sequence[int] = [],
+) -> dict[str, Any]:
+    """``choose_plan`` for a layout, as an engine chooses that has measured these times: its result, and ``problem``.
+    Chunks visit the device where updates are committed in backward.
     """
 
 def set_interrupt_delivery(function: Callable[[], object]) -> None:

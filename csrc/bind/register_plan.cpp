@@ -73,8 +73,6 @@ void register_placement(py::module_& module) {
       py::arg("layout"),
       "By chunk, the bytes that go up and down where its states visit the device for an update, and of those up "
       "the compute value's, which need not go where the device has it.");
-  module.def("visitor_bytes", &visitor_bytes, py::arg("layout"),
-             "Of the device, what chunks take that visit it (plan/chunk_bytes.h).");
   module.def(
       "chunks_that_move_in",
       [](const Layout& layout, int count, const std::vector<bool>& states_on_device) {
@@ -103,6 +101,17 @@ void register_placement(py::module_& module) {
       [](const Layout& layout, const std::vector<Tier>& homes) { return disk_sets(layout, homes).num_bytes(); },
       py::arg("layout"), py::arg("homes"),
       "Of host memory, what states on their way from the disk and back pass through (plan/chunk_bytes.h).");
+  py::enum_<Ahead>(module, "Ahead", "How much of a chunk's update is made ahead of the step (plan/host_demand.h).")
+      .value("NOTHING", Ahead::kNothing)
+      .value("PARAM", Ahead::kParam)
+      .value("EVERYTHING", Ahead::kEverything);
+  module.def(
+      "choose_ahead",
+      [](const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes) {
+        return choose_ahead(new_bytes_on_host(layout, homes), {room_bytes, room_bytes}).chosen;
+      },
+      py::arg("layout"), py::arg("homes"), py::arg("room_bytes"),
+      "By chunk, how much of its update so much of the host allows to be made ahead of the step (plan/host_demand.h).");
   module.def(
       "host_peak_bytes",
       [](const Layout& layout, const std::vector<Tier>& homes, const std::vector<bool>& states_on_device,

@@ -5,8 +5,10 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "plan/placement.h"
 #include "plan/plan_choice.h"
 #include "plan/simulator.h"
+#include "plan/update_times.h"
 
 namespace py = pybind11;
 
@@ -49,6 +51,16 @@ std::vector<VisitCost> parse_visits(const VisitCosts& costs) {
   return result;
 }
 
+py::dict describe_choice(const PlanChoice& choice) {
+  py::dict result;
+  result["plan"] = describe_plan(choice.plan);
+  result["prefetch_bytes"] = choice.prefetch_bytes;
+  result["predicted"] = describe_step(choice.predicted);
+  result["updates"] = choice.updates;
+  result["visits"] = std::vector<bool>(choice.visits.begin(), choice.visits.end());
+  return result;
+}
+
 void register_choice(py::module_& module) {
   module.def(
       "choose_plan",
@@ -63,14 +75,7 @@ void register_choice(py::module_& module) {
             prefetch_bytes, std::move(idle_bytes),        gradient_room_bytes, parse_visits(visit_costs)};
         StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           {}, num_ranks,
                         parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
-        const PlanChoice choice = choose_plan(problem, rates, shape, visitor_bytes);
-        py::dict result;
-        result["plan"] = describe_plan(choice.plan);
-        result["prefetch_bytes"] = choice.prefetch_bytes;
-        result["predicted"] = describe_step(choice.predicted);
-        result["updates"] = choice.updates;
-        result["visits"] = std::vector<bool>(choice.visits.begin(), choice.visits.end());
-        return result;
+        return describe_choice(choose_plan(problem, rates, shape, visitor_bytes));
       },
       py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
       py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
@@ -80,6 +85,51 @@ void register_choice(py::module_& module) {
       py::arg("gradient_room_bytes") = INT64_MAX, py::arg("visit_costs") = VisitCosts{}, py::arg("visitor_bytes") = 0,
       "The plan of the least predicted step, over how much room prefetches get and which updates begin in backward "
       "or are made on the device (plan/plan_choice.h).");
+  module.def(
+      "choose_step",
+      [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
+         const DeviceBudget& budget, const Rates& rates, std::vector<double> compute_seconds,
+         std::vector<UpdateAt> updates, UpdateStart start, const CopiesByMoment& activations,
+         std::vector<int64_t> dequantized_bytes) {
+        const Timeline timeline = parse_timeline(moments);
+        PlanProblem problem =
+            pose_problem(layout, timeline, {states_on_device.begin(), states_on_device.end()}, budget);
+        StepShape shape;
+        shape.compute_seconds = std::move(compute_seconds);
+        shape.updates = std::move(updates);
+        shape.activations = parse_copies(activations);
+        shape.dequantized_bytes = std::move(dequantized_bytes);
+        describe_updates(layout, shape);
+        const PlanChoice choice =
+            choose_plan(problem, rates, shape, start == UpdateStart::kCommitted ? visitor_bytes(layout) : 0);
+        problem.prefetch_bytes = choice.prefetch_bytes;
+        py::dict result = describe_choice(choice);
+        result["problem"] = describe_problem(problem);
+        return result;
+      },
+      py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"), py::arg("rates"),
+      py::kw_only(), py::arg("compute_seconds"), py::arg("updates"), py::arg("start"),
+      py::arg("activations") = CopiesByMoment{}, py::arg("dequantized_bytes") = std::vector<int64_t>{},
+      "choose_plan for a layout, as an engine chooses that has measured these times: its result, and the problem. "
+      "Chunks visit the device where updates are committed in backward.");
+}
+
+void register_update_times(py::module_& module) {
+  module.attr("PREDICTION_TOLERANCE") = kPredictionTolerance;
+  py::enum_<UpdateStart>(module, "UpdateStart", "When updates on the host may start (plan/update_times.h).")
+      .value("AFTER_NORM", UpdateStart::kAfterNorm)
+      .value("SPECULATIVE", UpdateStart::kSpeculative)
+      .value("COMMITTED", UpdateStart::kCommitted);
+  py::enum_<ExpectedScale>(module, "ExpectedScale", "Scale of gradients in speculative updates (plan/update_times.h).")
+      .value("EXACT", ExpectedScale::kExact)
+      .value("BETWEEN", ExpectedScale::kBetween);
+  module.def(
+      "update_at",
+      [](bool trainable, DType dtype, Tier states, UpdateStart start, Ahead ahead, ExpectedScale scale) {
+        return update_at({trainable, dtype, states, ahead}, start, scale);
+      },
+      py::arg("trainable"), py::arg("dtype"), py::arg("states"), py::arg("start"), py::arg("ahead") = Ahead::kNothing,
+      py::arg("scale") = ExpectedScale::kExact, "Where and when a chunk is updated (plan/update_times.h).");
 }
 
 }  // namespace
@@ -145,6 +195,7 @@ void register_simulator(py::module_& module) {
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels, "
       "disk_bytes, dequantized_bytes, visit_costs (bytes up and down, and of those up the value's) and visits: by "
       "chunk.");
+  register_update_times(module);
   register_choice(module);
 }
 

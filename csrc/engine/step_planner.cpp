@@ -168,17 +168,9 @@ PlanProblem StepPlanner::problem() const {
 }
 
 std::vector<UpdateAt> StepPlanner::update_times() const {
+  const UpdateStart start = gradients_.accumulates() ? UpdateStart::kAfterNorm : updates_.earliest_start();
   std::vector<UpdateAt> result;
-  const Layout& layout = store_.layout();
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (!layout.chunk(chunk).trainable) {
-      result.push_back(UpdateAt::kNever);
-    } else if (store_.has_states_on_device(chunk)) {
-      result.push_back(UpdateAt::kDeviceAfterNorm);
-    } else {
-      result.push_back(gradients_.accumulates() ? updates_.late_update_at(chunk) : updates_.host_update_at(chunk));
-    }
-  }
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) result.push_back(updates_.update_at(chunk, start));
   return result;
 }
 
@@ -194,13 +186,7 @@ void StepPlanner::make_next_plan() {
     StepShape& shape = times_->shape;
     if (num_steps_ > 0) shape.updates = agreed_updates_;
     planned_updates_ = shape.updates;
-    shape.num_ranks = store_.layout().sharding().num_ranks;
-    shape.numels.clear();
-    shape.disk_bytes.clear();
-    for (const ChunkSpec& chunk : store_.layout().chunks()) {
-      shape.numels.push_back(chunk.shard_numel);
-      shape.disk_bytes.push_back(disk_bytes(chunk));
-    }
+    describe_updates(store_.layout(), shape);
     const bool may_visit = updates_.may_visit() && !gradients_.accumulates();
     const int64_t visitors = !may_visit ? 0 : visitor_bytes(store_.layout());
     PlanChoice choice = choose_plan(untimed, times_->rates, shape, visitors);

@@ -55,22 +55,23 @@ void Updates::choose_speculation() {
 
 void Updates::choose_chunks() {
   const Layout& layout = store_.layout();
-  std::vector<NewBytes> sizes(static_cast<size_t>(layout.num_chunks()));
-  bool any = false;
+  std::vector<Tier> states;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (disk_.is_home_of(chunk) || !arrays_.has_states(chunk, Tier::kHost)) continue;
-    sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
-    any = true;
+    const Tier on = arrays_.has_states(chunk, Tier::kHost) ? Tier::kHost : Tier::kDevice;
+    states.push_back(disk_.is_home_of(chunk) ? Tier::kDisk : on);
   }
-  if (any) speculation_.choose(layout, sizes);
+  const bool any = std::find(states.begin(), states.end(), Tier::kHost) != states.end();
+  if (any) speculation_.choose(layout, new_bytes_on_host(layout, states));
 }
 
-UpdateAt Updates::host_update_at(ChunkId chunk) const {
-  if (speculation_.commits()) return disk_.is_home_of(chunk) ? UpdateAt::kDiskAtRetire : UpdateAt::kHostAtRetire;
-  if (disk_.is_home_of(chunk)) return UpdateAt::kDiskAfterNorm;
-  if (!speculation_.succeeds(chunk)) return UpdateAt::kHostAfterNorm;
-  const bool everything = speculation_.ahead(chunk) == Ahead::kEverything && speculation_.expected_scales().is_exact();
-  return everything ? UpdateAt::kHostAtRetire : UpdateAt::kHostParamFirst;
+UpdateAt Updates::update_at(ChunkId chunk, UpdateStart start) const {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const Tier off_device = disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost;
+  const Tier states = store_.has_states_on_device(chunk) ? Tier::kDevice : off_device;
+  const Ahead ahead = speculation_.succeeds(chunk) ? speculation_.ahead(chunk) : Ahead::kNothing;
+  const bool is_exact = speculation_.expected_scales().is_exact();
+  return patrickstar::update_at({spec.trainable, spec.dtype, states, ahead}, start,
+                                is_exact ? ExpectedScale::kExact : ExpectedScale::kBetween);
 }
 
 void Updates::start_early(ChunkId chunk) {

@@ -26,6 +26,7 @@
 #include "engine/update_jobs.h"
 #include "engine/visits.h"
 #include "plan/simulator.h"
+#include "plan/update_times.h"
 
 namespace patrickstar {
 
@@ -70,12 +71,12 @@ class Updates {
   // Whether the device makes the chunk's update as soon as its gradient is complete, for which that stays there. Takes
   // the memory that visits need, where it is not there yet.
   bool visits_early(ChunkId chunk);
-  // When the chunk's updates on the host can start, from step to step: as early as there is memory for it.
-  UpdateAt host_update_at(ChunkId chunk) const;
-  // Where they start when the norm is known.
-  UpdateAt late_update_at(ChunkId chunk) const {
-    return disk_.is_home_of(chunk) ? UpdateAt::kDiskAfterNorm : UpdateAt::kHostAfterNorm;
+  // The earliest start of updates on the host in a step of one backward.
+  UpdateStart earliest_start() const {
+    return speculation_.commits() ? UpdateStart::kCommitted : UpdateStart::kSpeculative;
   }
+  // When the chunk's update starts, from step to step: not before `start`, and as early as there is memory for it.
+  UpdateAt update_at(ChunkId chunk, UpdateStart start) const;
 
   void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
   int64_t step_count(ParamId param) const { return jobs_.step_count(param); }

@@ -18,6 +18,15 @@ NewBytes new_bytes(const Layout& layout, ChunkId chunk) {
   return result;
 }
 
+std::vector<NewBytes> new_bytes_on_host(const Layout& layout, const std::vector<Tier>& states) {
+  std::vector<NewBytes> sizes(layout.chunks().size());
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool on_host = states[static_cast<size_t>(chunk)] == Tier::kHost;
+    if (on_host && layout.chunk(chunk).trainable) sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
+  }
+  return sizes;
+}
+
 AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room) {
   AheadChoice choice;
   const auto take = [&](const auto& blocks) {

@@ -26,6 +26,8 @@ struct NewBytes {
   int64_t param = 0;            // or what is left open of values in place
 };
 NewBytes new_bytes(const Layout& layout, ChunkId chunk);
+// By chunk; `states`: where its optimizer states are.
+std::vector<NewBytes> new_bytes_on_host(const Layout& layout, const std::vector<Tier>& states);
 
 // Host memory for new values.
 struct AheadRoom {

@@ -26,8 +26,6 @@ from patrickstar.sizes import enough_size, show_shortage, show_size, size_in_wor
 # Of choosing a plan and learning what it takes of the host's memory.
 _ROUNDS = 4
 _ONE_GPU = Cluster()
-# Steps that differ by less are as short as each other (csrc/plan/plan_choice.h, kPredictionTolerance).
-_SAME = 0.005
 # Numbers of chunks with states on the device that are tried: the same whatever the budgets are, so that more memory has
 # all that less has. After so many that made the step no shorter no further ones are. And, of the other chunks, shares
 # that are updated as a whole in backward, the rest parameters first.
@@ -35,8 +33,7 @@ _COUNTS = (*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 12
 _PATIENCE = 2
 _SHARES_WHOLE = (0.0, 0.25, 0.5, 0.75)
 _HALVINGS = 12
-_AHEAD = (_C.UpdateAt.HOST_AT_RETIRE, _C.UpdateAt.HOST_PARAM_FIRST)
-_EARLY = {at.name for at in (*_AHEAD, _C.UpdateAt.DISK_AT_RETIRE)}
+_EARLY = {"HOST_AT_RETIRE", "HOST_PARAM_FIRST", "DISK_AT_RETIRE"}  # of _C.UpdateAt: begin in backward
 _EXACT = 128  # the least device memory with which activations leave is found to one part in so many
 
 
@@ -60,11 +57,12 @@ def predict(
         ValueError: sizes do not agree or a rate is not positive.
     """
     count = len(plan.chunks) if num_speculated_chunks is None else num_speculated_chunks
-    ahead = [
-        _C.UpdateAt.HOST_AT_RETIRE if index < count and not chunk.disk_bytes else None
-        for index, chunk in enumerate(plan.chunks)
+    ahead = [_C.Ahead.EVERYTHING if index < count else _C.Ahead.NOTHING for index in range(len(plan.chunks))]
+    updates = [
+        _C.update_at(chunk.trainable, _C.DType.__members__[chunk.dtype], chunk.tier, _C.UpdateStart.SPECULATIVE, part)
+        for chunk, part in zip(plan.chunks, ahead, strict=True)
     ]
-    return _simulated(plan, compute_seconds, rates, _updates(plan.chunks, ahead))
+    return _simulated(plan, compute_seconds, rates, updates)
 
 
 def _simulated(
@@ -128,12 +126,20 @@ class Setting:
         return _C.Backwards.SEVERAL if self.accumulation > 1 else _C.Backwards.ONE
 
     @property
-    def updates_take_memory(self) -> bool:
-        """Whether updates on the host start during backward beside the old values; never while gradients add up, or of
-        what has no master.
+    def update_start(self) -> _C.UpdateStart:
+        """When updates on the host may start: after the norm where gradients add up, or parameters have no master, but
+        for committed ones.
         """
-        ahead = self.speculation in (Speculation.AUTO, Speculation.ALWAYS)
-        return ahead and self.accumulation == 1 and self.master is not Master.STOCHASTIC
+        if self.accumulation > 1 or self.speculation is Speculation.NEVER:
+            return _C.UpdateStart.AFTER_NORM
+        if self.speculation is Speculation.COMMIT:
+            return _C.UpdateStart.COMMITTED
+        return _C.UpdateStart.AFTER_NORM if self.master is Master.STOCHASTIC else _C.UpdateStart.SPECULATIVE
+
+    @property
+    def updates_take_memory(self) -> bool:
+        """Whether updates on the host start during backward beside the old values."""
+        return self.update_start == _C.UpdateStart.SPECULATIVE
 
 
 class DoesNotFitError(_C.MemoryBudgetError):
@@ -283,17 +289,23 @@ class Predictor:
         stashed_bytes = 0 if later is None else self._tides(later).away_bytes
         room -= stashed_bytes + _C.leaving_gradient_bytes(layout, timed.moments, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
-        ahead = _ahead(setting, chunks, homes, room)
+        ahead = _C.choose_ahead(layout, homes, room)
         rates = self._update_rates(setting.optimizer, on_device)
 
-        def play(updates: Sequence[_C.UpdateAt]) -> Plan:
-            choose = functools.partial(_choose_plan, layout, timed, on_device, on_disk, budget, updates)
+        def play(scale: _C.ExpectedScale) -> Plan:
+            updates = [
+                _C.update_at(chunk["trainable"], chunk["dtype"], home, setting.update_start, part, scale)
+                for chunk, home, part in zip(chunks, homes, ahead, strict=True)
+            ]
+            choose = functools.partial(
+                _choose_plan, layout, timed, on_device, on_disk, budget, updates, setting.update_start
+            )
             return _shared_host_plan(choose, self._machine, self._cluster, planned, rates)
 
         def step_of(plan: Plan) -> Prediction:
             return _accumulated(plan, setting.accumulation)
 
-        plan = play(_updates(planned, ahead))
+        plan = play(_C.ExpectedScale.EXACT)
         assert plan.times is not None
         if plan.least_limit_bytes > budget.limit_bytes:
             raise DoesNotFitError(
@@ -332,7 +344,7 @@ class Predictor:
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
             step=step_of(plan),
-            play_clipped=lambda: step_of(play(_updates(planned, _settled(chunks, ahead)))),
+            play_clipped=lambda: step_of(play(_C.ExpectedScale.BETWEEN)),
             find_least_device=lambda: self.least_device_bytes(setting),
         )
 
@@ -351,7 +363,8 @@ class Predictor:
         """
         cases = [self.predict(setting)]
         step = cases[0].step
-        if setting.hybrid_adam and step.seconds > (1 + _SAME) * step.compute_seconds:  # else all is hidden already
+        is_hidden = step.seconds <= (1 + _C.PREDICTION_TOLERANCE) * step.compute_seconds
+        if setting.hybrid_adam and not is_hidden:
             usual, most = self._state_counts(setting)
             fewer = (self._with_fewer(setting, count) for count in reversed(_COUNTS) if count < usual)
             more = (self._with_less_host(setting, count, 0) for count in (*_COUNTS, most) if usual < count <= most)
@@ -361,7 +374,7 @@ class Predictor:
             cases += self._descend(filter(self._is_for, more), cases[0], _PATIENCE)
             cases += self._descend(filter(self._is_for, whole), cases[0], len(whole))
         shortest = min(case.step.seconds for case in cases)
-        return next(case for case in cases if case.step.seconds <= shortest * (1 + _SAME))
+        return next(case for case in cases if case.step.seconds <= shortest * (1 + _C.PREDICTION_TOLERANCE))
 
     def _is_for(self, setting: Setting | None) -> bool:
         """Whether an engine that is given less host memory, as here, stores states as this layout does."""
@@ -608,96 +621,39 @@ def _choose_plan(
     on_disk: Sequence[bool],
     budget: _C.DeviceBudget,
     updates: Sequence[_C.UpdateAt],
+    start: _C.UpdateStart,
     rates: _C.Rates,
 ) -> Plan:
     """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h)."""
-    problem = _C.pose_problem(layout, timed.moments, on_device, budget)
-    chunks = planned_chunks(layout, on_device, on_disk)
-    commits = not budget.keeps_gradients and budget.backwards == _C.Backwards.ONE
-    visits = _C.visit_costs(layout) if commits else []
-    choice = _C.choose_plan(
+    activations = [copies.as_core() for copies in timed.copies]
+    choice = _C.choose_step(
+        layout,
         timed.moments,
-        rates=rates,
+        on_device,
+        budget,
+        rates,
         compute_seconds=timed.seconds,
-        updates=list(updates),
-        numels=[chunk.shard_numel for chunk in chunks],
-        num_ranks=layout.num_ranks,
-        disk_bytes=[chunk.disk_bytes for chunk in chunks],
-        dequantized_bytes=_dequantized_bytes(chunks, rates),
-        activations=[copies.as_core() for copies in timed.copies],
-        gradient_room_bytes=budget.gradient_room_bytes,
-        visit_costs=visits,
-        visitor_bytes=_C.visitor_bytes(layout) if visits else 0,
-        **problem,
+        updates=updates,
+        start=start,
+        activations=activations,
+        dequantized_bytes=_dequantized_bytes(planned_chunks(layout, on_device), rates),
     )
+    times = {
+        "rates": rates,
+        "compute_seconds": timed.seconds,
+        "updates": choice["updates"],
+        "activations": activations,
+    }
     return plan_of(
         layout,
         timed.moments,
         on_device,
-        {**problem, "prefetch_bytes": choice["prefetch_bytes"]},
+        choice["problem"],
         choice["plan"],
-        StepTimes.of_core(
-            {
-                "rates": rates,
-                "compute_seconds": timed.seconds,
-                "updates": choice["updates"],
-                "activations": [copies.as_core() for copies in timed.copies],
-            }
-        ),
+        StepTimes.of_core(times),
         Prediction(**choice["predicted"]),
         on_disk,
     )
-
-
-def _ahead(
-    setting: Setting, chunks: Sequence[Mapping[str, Any]], homes: Sequence[_C.Tier], room: int
-) -> list[_C.UpdateAt | None]:
-    """By chunk, how much of its update on the host is made during backward, None for nothing: as
-    csrc/engine/speculation.cpp chooses with ``room`` bytes of host memory. In place needs none.
-    """
-    updated = [i for i, chunk in enumerate(chunks) if chunk["trainable"] and homes[i] != _C.Tier.DEVICE]
-    ahead: list[_C.UpdateAt | None] = [None] * len(chunks)
-    if setting.speculation is Speculation.COMMIT:
-        return [_C.UpdateAt.HOST_AT_RETIRE if i in updated else None for i in range(len(chunks))]
-    if not setting.updates_take_memory:
-        return ahead
-    updated = [index for index in updated if homes[index] == _C.Tier.HOST]
-    for index in updated:
-        if chunks[index]["new_value_bytes"] <= room:
-            room -= chunks[index]["new_value_bytes"]
-            ahead[index] = _C.UpdateAt.HOST_PARAM_FIRST
-    for index in updated:
-        if ahead[index] is None or chunks[index]["states"].gradient == _C.GradientPlace.OWN:
-            continue
-        if _state_bytes(chunks[index]) > room:
-            break
-        room -= _state_bytes(chunks[index])
-        ahead[index] = _C.UpdateAt.HOST_AT_RETIRE
-    return ahead
-
-
-def _settled(chunks: Sequence[Mapping[str, Any]], ahead: Sequence[_C.UpdateAt | None]) -> list[_C.UpdateAt | None]:
-    """What begins during backward where clipping acts: values that are rounded to 16 bits ([Note: settled values],
-    csrc/optim/kernels.h).
-    """
-    first = _C.UpdateAt.HOST_PARAM_FIRST
-    settle = [at in _AHEAD and chunk["dtype"] != _C.DType.FLOAT32 for chunk, at in zip(chunks, ahead, strict=True)]
-    return [first if settles else None for settles in settle]
-
-
-def _updates(chunks: Sequence[PlannedChunk], ahead: Sequence[_C.UpdateAt | None]) -> list[_C.UpdateAt]:
-    """By chunk, where and when it is updated; ``ahead`` is what begins during backward."""
-    updates = []
-    for chunk, early in zip(chunks, ahead, strict=True):
-        if not chunk.trainable:
-            updates.append(_C.UpdateAt.NEVER)
-        elif chunk.states_on_device:
-            updates.append(_C.UpdateAt.DEVICE_AFTER_NORM)
-        elif chunk.disk_bytes:
-            updates.append(_C.UpdateAt.DISK_AFTER_NORM if early is None else _C.UpdateAt.DISK_AT_RETIRE)
-        else:
-            updates.append(_C.UpdateAt.HOST_AFTER_NORM if early is None else early)
-    return updates
 
 
 def _accumulated(plan: Plan, accumulation: int) -> Prediction:

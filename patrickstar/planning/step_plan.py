@@ -42,6 +42,13 @@ class PlannedChunk:
     """What optimizer states take on the disk; 0: they are not there."""
 
     @property
+    def tier(self) -> _C.Tier:
+        """Where its optimizer states are."""
+        if self.states_on_device:
+            return _C.Tier.DEVICE
+        return _C.Tier.DISK if self.disk_bytes else _C.Tier.HOST
+
+    @property
     def dequantized_bytes(self) -> int:
         """Of device memory, read and written to make its values from codes; 0 where it has none."""
         if self.quantization not in _CODE_BYTES:
