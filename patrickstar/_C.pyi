@@ -475,8 +475,19 @@ def initial_placement(
 ) -> tuple[list[Tier], int, int]:
     """By chunk, where its states are before the tide is known, and the bytes that takes on the host and on the disk."""
 
-def home_from_disk(layout: Layout, homes: Sequence[Tier], room_bytes: int) -> list[int]:
-    """The chunks whose states come from the disk to the host when it has so much room."""
+def later_homes(
+    layout: Layout,
+    first_homes: Sequence[Tier],
+    states_on_device: Sequence[bool],
+    host_limit_bytes: int,
+    backwards: Backwards = Backwards.ONE,
+) -> list[Tier]:
+    """By chunk, where its states are once the tide is known: what left the host makes room there for states on the
+    disk.
+    """
+
+def bytes_on_host(layout: Layout, homes: Sequence[Tier], backwards: Backwards = Backwards.ONE) -> int:
+    """Bytes of the host that chunks with these homes take, but for what states on the disk pass through."""
 
 def disk_set_bytes(layout: Layout, homes: Sequence[Tier]) -> int:
     """Of host memory, what states on their way from the disk and back pass through."""

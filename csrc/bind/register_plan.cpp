@@ -94,8 +94,20 @@ void register_placement(py::module_& module) {
       py::arg("backwards") = Backwards::kOne, py::arg("disk_limit_bytes") = 0,
       "By chunk, where its states are before the tide is known, and the bytes that this takes on the host, more than "
       "its limit where all together are too small, and on the disk (plan/homes.h).");
-  module.def("home_from_disk", &home_from_disk, py::arg("layout"), py::arg("homes"), py::arg("room_bytes"),
-             "The chunks whose states come from the disk to the host when it has so much room (plan/homes.h).");
+  module.def(
+      "later_homes",
+      [](const Layout& layout, const std::vector<Tier>& first_homes, const std::vector<bool>& states_on_device,
+         int64_t host_limit_bytes, Backwards backwards) {
+        const std::vector<uint8_t> on_device(states_on_device.begin(), states_on_device.end());
+        return later_homes(layout, first_homes, on_device, host_limit_bytes, backwards);
+      },
+      py::arg("layout"), py::arg("first_homes"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
+      py::arg("backwards") = Backwards::kOne,
+      "By chunk, where its states are once the tide is known: what left the host makes room there for states on the "
+      "disk (plan/homes.h).");
+  module.def("bytes_on_host", &bytes_on_host, py::arg("layout"), py::arg("homes"),
+             py::arg("backwards") = Backwards::kOne,
+             "Bytes of the host that chunks with these homes take, but for what states on the disk pass through.");
   module.def(
       "disk_set_bytes",
       [](const Layout& layout, const std::vector<Tier>& homes) { return disk_sets(layout, homes).num_bytes(); },

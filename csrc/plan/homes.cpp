@@ -117,11 +117,8 @@ std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier
 InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                    Backwards backwards, int64_t disk_limit_bytes) {
   InitialPlacement result;
-  result.host_bytes = spare_bytes(layout);
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    result.host_bytes += held_bytes(layout, chunk, backwards);
-  }
   result.homes.assign(layout.chunks().size(), Tier::kHost);
+  result.host_bytes = spare_bytes(layout) + bytes_on_host(layout, result.homes, backwards);
   if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
   int64_t room = device_room_bytes;
   const bool in_turn = updates_bound_backward(layout) && !is_left_out(Mechanism::kHomesInTurn);
@@ -143,15 +140,35 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
   return result;
 }
 
-int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes) {
-  if (!updates_bound_backward(layout)) return INT64_MAX;
-  int64_t room = host_limit_bytes - disk_sets(layout, homes).num_bytes();
+std::vector<Tier> later_homes(const Layout& layout, const std::vector<Tier>& first_homes,
+                              const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes,
+                              Backwards backwards) {
+  std::vector<Tier> homes = first_homes;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool moves = states_on_device[static_cast<size_t>(chunk)] != 0 && !layout.chunk(chunk).is_quantized();
+    if (moves) homes[static_cast<size_t>(chunk)] = Tier::kDevice;
+  }
+  const int64_t taken = disk_sets(layout, first_homes).num_bytes() + bytes_on_host(layout, homes, backwards);
+  for (ChunkId chunk : home_from_disk(layout, homes, host_limit_bytes - taken - spare_bytes(layout))) {
+    homes[static_cast<size_t>(chunk)] = Tier::kHost;
+  }
+  return homes;
+}
+
+int64_t bytes_on_host(const Layout& layout, const std::vector<Tier>& homes, Backwards backwards) {
+  int64_t bytes = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const Tier home = homes[static_cast<size_t>(chunk)];
-    if (home == Tier::kHost) room -= home_bytes(layout.chunk(chunk));
-    if (home == Tier::kDisk) room -= bytes_beside_disk(layout, chunk, Backwards::kOne);
+    if (home == Tier::kHost) bytes += held_bytes(layout, chunk, backwards);
+    if (home == Tier::kDisk) bytes += bytes_beside_disk(layout, chunk, backwards);
   }
-  return std::max<int64_t>(room, 0);
+  return bytes;
+}
+
+int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes) {
+  if (!updates_bound_backward(layout)) return INT64_MAX;
+  const int64_t taken = disk_sets(layout, homes).num_bytes() + bytes_on_host(layout, homes, Backwards::kOne);
+  return std::max<int64_t>(host_limit_bytes - taken, 0);
 }
 
 }  // namespace patrickstar

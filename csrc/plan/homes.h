@@ -28,6 +28,15 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
 // next forward waits for.
 std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes);
 
+// Where chunks belong once the tide is known. States on the device are at home there, and the first ones of the disk
+// come to the host where others left room within `host_limit_bytes`. Quantised chunks keep their place on the host.
+std::vector<Tier> later_homes(const Layout& layout, const std::vector<Tier>& first_homes,
+                              const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes,
+                              Backwards backwards);
+
+// Bytes of the host that chunks with these homes take, without what states on the disk pass through.
+int64_t bytes_on_host(const Layout& layout, const std::vector<Tier>& homes, Backwards backwards);
+
 // What chunks with these homes leave of so much host memory to gradients that have memory there only until their
 // update; unlimited where all gradients have a place.
 int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes);

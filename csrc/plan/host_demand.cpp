@@ -64,37 +64,33 @@ AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room) {
 int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_homes,
                         const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes, NewValuesAhead ahead,
                         Backwards backwards) {
-  int64_t mapped = 0;  // for homes
-  int64_t left = 0;    // of that, by states that have moved
+  const std::vector<Tier> homes = later_homes(layout, first_homes, states_on_device, host_limit_bytes, Backwards::kOne);
+  int64_t mapped = 0;    // for homes
+  int64_t left = 0;      // of that, by states that have moved
+  int64_t returned = 0;  // from the disk
   int64_t accumulated = 0;
   int64_t largest = 0;
-  std::vector<NewBytes> sizes(layout.chunks().size());
-  std::vector<Tier> homes = first_homes;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
-    const bool moved = states_on_device[static_cast<size_t>(chunk)] != 0;
-    if (homes[static_cast<size_t>(chunk)] == Tier::kDevice) continue;
-    const bool on_disk = homes[static_cast<size_t>(chunk)] == Tier::kDisk;
-    mapped += on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : home_bytes(spec);
+    const Tier first = first_homes[static_cast<size_t>(chunk)];
+    if (first == Tier::kDevice) continue;
+    const bool on_disk = first == Tier::kDisk;
+    const int64_t bytes = on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : home_bytes(spec);
+    mapped += bytes;
+    if (states_on_device[static_cast<size_t>(chunk)] != 0) left += bytes;
+    if (on_disk && homes[static_cast<size_t>(chunk)] == Tier::kHost) returned += optimizer_bytes(spec);
     if (backwards == Backwards::kSeveral) accumulated += accumulation_bytes(layout, chunk);
     if (spec.trainable) largest = std::max(largest, spec.num_bytes(layout.grad_home()));
-    if (moved) left += on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : home_bytes(spec);
-    if (moved) homes[static_cast<size_t>(chunk)] = Tier::kDevice;
-    if (!moved && spec.trainable && !on_disk) sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
   }
   if (mapped == 0) return 0;
-  mapped += disk_sets(layout, first_homes).num_bytes();
-  for (ChunkId chunk : home_from_disk(layout, homes, host_limit_bytes - mapped - spare_bytes(layout) + left)) {
-    const int64_t bytes = optimizer_bytes(layout.chunk(chunk));
-    const int64_t in_places_left = std::min(bytes, left);
-    left -= in_places_left;
-    mapped += bytes - in_places_left;
-    sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
-  }
+  const int64_t in_places_left = std::min(returned, left);
+  left -= in_places_left;
+  mapped += disk_sets(layout, first_homes).num_bytes() + returned - in_places_left;
   int64_t peak = mapped + accumulated + largest + HostArena::most_rounding_bytes(mapped);
   if (ahead == NewValuesAhead::kWhereThereIsRoom && backwards == Backwards::kOne) {
     const int64_t reserved = reserved_gradient_bytes(layout);
-    const AheadChoice choice = choose_ahead(sizes, {host_limit_bytes - mapped + left - reserved, left});
+    const AheadRoom room{host_limit_bytes - mapped + left - reserved, left};
+    const AheadChoice choice = choose_ahead(new_bytes_on_host(layout, homes), room);
     peak += std::accumulate(choice.blocks.begin(), choice.blocks.end(), int64_t{0}) + reserved;
   }
   return std::min(peak, host_limit_bytes);

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from patrickstar import _C
@@ -18,7 +18,7 @@ from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
-from patrickstar.planning.timeline import Accesses, TimedTimeline, itemsize, play_accesses
+from patrickstar.planning.timeline import Accesses, TimedTimeline, play_accesses
 from patrickstar.planning.update_costs import UpdateRates, costs_of_chunks
 from patrickstar.planning.uses import StepUses
 from patrickstar.sizes import enough_size, show_shortage, show_size, size_in_words
@@ -278,9 +278,9 @@ class Predictor:
                 least_device_bytes=least,
             )
         first, on_device = self._place(setting, budget)
-        homes = self._later_homes(setting, first, on_device)
+        homes = _C.later_homes(layout, first, on_device, setting.host_bytes, setting.backwards)
         on_disk = [home == _C.Tier.DISK for home in homes]
-        host_bytes = self._bytes_on_host(setting, homes) + _C.disk_set_bytes(layout, first)
+        host_bytes = _C.bytes_on_host(layout, homes, setting.backwards) + _C.disk_set_bytes(layout, first)
         budget.gradient_room_bytes = _C.gradient_room_bytes(layout, homes, setting.host_bytes)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         later = self._later_device(setting, room)
@@ -318,10 +318,8 @@ class Predictor:
             chunk_numel=layout.chunk_numel,
             setting=setting,
             plan=plan,
-            num_device_state_chunks=sum(chunk["trainable"] and at for chunk, at in zip(chunks, on_device, strict=True)),
-            num_device_quantized_chunks=sum(
-                _is_quantized(chunk) and at for chunk, at in zip(chunks, on_device, strict=True)
-            ),
+            num_device_state_chunks=sum(chunk.trainable and chunk.states_on_device for chunk in planned),
+            num_device_quantized_chunks=sum(c.quantization != "NONE" and c.states_on_device for c in planned),
             num_speculated_chunks=sum(name in _EARLY for name in plan.times.updates),
             num_parameters_first=plan.times.updates.count(_C.UpdateAt.HOST_PARAM_FIRST.name),
             num_disk_chunks=sum(on_disk),
@@ -439,7 +437,8 @@ class Predictor:
         on_host = [chunk for chunk in self._chunks[count:] if chunk["trainable"]]
         later = self._later_device(setting, setting.host_bytes)
         guests = 0 if later is None else self._tides(later).away_bytes
-        num_bytes = size_in_words(self._bytes_ahead(count) + guests + sum(map(_state_bytes, on_host[:num_whole])))
+        states = sum(chunk["home_bytes"] - chunk["param_bytes"] for chunk in on_host[:num_whole])
+        num_bytes = size_in_words(self._bytes_ahead(count) + guests + states)
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
     def _bytes_ahead(self, first: int) -> int:
@@ -510,35 +509,12 @@ class Predictor:
         )
 
     def _initial_placement(self, setting: Setting) -> tuple[list[_C.Tier], int, int]:
-        room = self._budget(setting).limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in self._chunks)
+        room = max(self._budget(setting).limit_bytes - self._largest_module_bytes, 0)
         return _C.initial_placement(self._layout, setting.host_bytes, room, setting.backwards, setting.disk_bytes)
 
     def _least_host_bytes(self, setting: Setting) -> int:
         limit = 0 if setting.disk_bytes else _C.UNLIMITED
         return _C.initial_placement(self._layout, limit, 0, setting.backwards, setting.disk_bytes)[1]
-
-    def _later_homes(self, setting: Setting, first: Sequence[_C.Tier], on_device: Sequence[bool]) -> Sequence[_C.Tier]:
-        """When states have moved to the device, and others from the disk to where these were on the host. Frozen values
-        and codes that are on the device keep their place on the host; that updates ahead may have it is not counted.
-        """
-        moved = (at and not _is_quantized(chunk) for chunk, at in zip(self._chunks, on_device, strict=True))
-        homes = [_C.Tier.DEVICE if at else home for home, at in zip(first, moved, strict=True)]
-        if _C.Tier.DISK not in homes:
-            return homes
-        room = setting.host_bytes - self._initial_placement(setting)[1]
-        room += self._bytes_on_host(setting, first) - self._bytes_on_host(setting, homes)
-        back = _C.home_from_disk(self._layout, homes, room)
-        return [_C.Tier.HOST if index in back else home for index, home in enumerate(homes)]
-
-    def _bytes_on_host(self, setting: Setting, homes: Sequence[_C.Tier]) -> int:
-        """Of chunks that are at home there, and of those on the disk what is left there."""
-        num_bytes = 0
-        for chunk, home in zip(self._chunks, homes, strict=True):
-            if home == _C.Tier.HOST:
-                num_bytes += _held_bytes(chunk, setting)
-            elif home == _C.Tier.DISK:
-                num_bytes += _bytes_beside_disk(chunk, setting)
-        return num_bytes
 
     def _budget(self, setting: Setting) -> _C.DeviceBudget:
         budget = _C.DeviceBudget()
@@ -562,15 +538,15 @@ class Predictor:
         """By chunk, where its states are at first, and whether they are on the device then: what host and disk cannot
         hold, and what the margin has room for.
         """
-        chunks = self._chunks
         first, host_bytes, _ = self._initial_placement(setting)
         if host_bytes > setting.host_bytes:
             once = "parameters and optimizer states"
             what = once if setting.accumulation == 1 else "parameters, optimizer states and gradients that accumulate"
             least = self._least_host_from(setting, host_bytes)
+            on_host = [_C.Tier.HOST] * len(first)
             raise DoesNotFitError(
                 f"host_memory: {show_shortage(least, setting.host_bytes)}; {what} take "
-                f"{show_size(sum(_held_bytes(chunk, setting) for chunk in chunks))}; raise host_memory to "
+                f"{show_size(_C.bytes_on_host(self._layout, on_host, setting.backwards))}; raise host_memory to "
                 f"{enough_size(least)}, or device_memory",
                 least_host_bytes=least,
             )
@@ -688,27 +664,3 @@ def _with_guests(peak_bytes: int, stashed_bytes: int, limit_bytes: int) -> int:
 def _dequantized_bytes(chunks: Sequence[PlannedChunk], rates: _C.Rates) -> list[int]:
     """By chunk; none where moments' times hold what it takes, as those that an engine has measured do."""
     return [chunk.dequantized_bytes for chunk in chunks] if rates.device_memory_gbps > 0 else []
-
-
-def _is_quantized(chunk: Mapping) -> bool:
-    return chunk["quantization"] != _C.QuantType.NONE
-
-
-def _grad_bytes(chunk: Mapping) -> int:
-    return chunk["shard_numel"] * itemsize(chunk)
-
-
-def _state_bytes(chunk: Mapping) -> int:
-    return chunk["home_bytes"] - _grad_bytes(chunk)
-
-
-def _bytes_beside_disk(chunk: Mapping, setting: Setting) -> int:
-    """What of a chunk is on the host where its states are on the disk (csrc/plan/chunk_bytes.h)."""
-    num_bytes = _held_bytes(chunk, setting) - _state_bytes(chunk)
-    return num_bytes + (_grad_bytes(chunk) if chunk["states"].master != _C.StateType.FLOAT32 else 0)
-
-
-def _held_bytes(chunk: Mapping, setting: Setting) -> int:
-    """What a chunk takes where it is at home, with its gradient and the sum in float32 where gradients accumulate."""
-    accumulates = chunk["trainable"] and setting.accumulation > 1
-    return chunk["home_bytes"] + (_grad_bytes(chunk) + 4 * chunk["shard_numel"] if accumulates else 0)

@@ -182,11 +182,19 @@ def test_large_chunks_stay_where_others_suffice():
 
 def test_the_first_come_home_from_the_disk(layout):
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
-    found, _, _ = _C.initial_placement(layout, everything - 20 * STATES, 0, _C.Backwards.ONE, 2**40)
+    found, taken, _ = _C.initial_placement(layout, everything - 20 * STATES, 0, _C.Backwards.ONE, 2**40)
     first = found.index(_C.Tier.DISK)
-    assert _C.home_from_disk(layout, found, 0) == []
-    assert _C.home_from_disk(layout, found, 3 * (STATES + 8192)) == [first, first + 1, first + 2]
-    assert _C.home_from_disk(layout, found, 2**40) == list(range(first, NUM_CHUNKS))
+
+    def first_on_disk(host_bytes, num_moved=0):
+        moved = [index < num_moved for index in range(NUM_CHUNKS)]
+        there = [home == _C.Tier.DISK for home in _C.later_homes(layout, found, moved, host_bytes)]
+        assert there == sorted(there)
+        return there.index(True) if any(there) else NUM_CHUNKS
+
+    assert first_on_disk(taken) == first
+    assert first_on_disk(taken + 3 * (STATES + 8192)) == first + 3
+    assert first_on_disk(2**40) == NUM_CHUNKS
+    assert first_on_disk(taken, num_moved=8) == first + 8 * HOME // (STATES + 8192)
 
 
 HEAD = 10 * VALUES
