@@ -403,6 +403,9 @@ def interleave_pages(data: int, num_bytes: int, nodes: Sequence[int]) -> bool:
 def leave_out(mechanisms: Sequence[Mechanism]) -> None:
     """Engines built from now on work without these, and with all others."""
 
+def state_bytes(type: StateType, numel: int) -> int:
+    """Bytes of an optimizer state of so many elements, scales of blocks included."""
+
 def check_transition(from_: str, to: str, /) -> None:
     """Raises StateError when a parameter may not go from one state to the other."""
 
@@ -462,6 +465,9 @@ def visit_costs(layout: Layout) -> list[tuple[int, int, int]]:
 
 def chunks_that_move_in(layout: Layout, count: int, states_on_device: Sequence[bool]) -> list[int]:
     """Of the first ``count`` chunks, those whose states move to the device beside those that are there."""
+
+def puts_values_in_place(layout: Layout) -> bool:
+    """Whether new values of any chunk take the old ones' place."""
 
 def reserved_gradient_bytes(layout: Layout) -> int:
     """Of host memory, what updates ahead of the step leave to gradients that come down."""

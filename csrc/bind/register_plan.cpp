@@ -80,6 +80,14 @@ void register_placement(py::module_& module) {
       },
       py::arg("layout"), py::arg("count"), py::arg("states_on_device"),
       "Of the first count chunks, those whose states move to the device beside those that are there.");
+  module.def(
+      "puts_values_in_place",
+      [](const Layout& layout) {
+        const auto& chunks = layout.chunks();
+        return std::any_of(chunks.begin(), chunks.end(),
+                           [](const ChunkSpec& chunk) { return chunk.puts_values_in_place(); });
+      },
+      py::arg("layout"), "Whether new values of any chunk take the old ones' place ([Note: values in place]).");
   module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),
              "Of host memory, what updates ahead of the step leave to gradients that come down.");
   module.def(

@@ -92,6 +92,8 @@ void register_types(py::module_& module) {
       .value("DEVICE", Tier::kDevice)
       .value("DISK", Tier::kDisk);
   register_ablation(module);
+  module.def("state_bytes", &state_bytes, py::arg("type"), py::arg("numel"),
+             "Bytes of an optimizer state of so many elements, scales of blocks included (common/dtype.h).");
   module.def(
       "check_transition",
       [](const std::string& from, const std::string& to) {

@@ -98,17 +98,6 @@ def may_put_values_in_place(layout: _C.Layout, optimizer: OptimizerConfig) -> bo
     return is_adam and is_exact and any_in_16_bits and layout.num_ranks == 1
 
 
-def puts_values_in_place(layout: _C.Layout) -> bool:
-    """Whether any chunk's new parameters take the old ones' place."""
-    formats = (layout.chunk(index) for index in range(layout.num_chunks))
-    return any(
-        chunk["trainable"]
-        and chunk["states"].master == _C.StateType.LOWER_HALF
-        and chunk["states"].gradient == _C.GradientPlace.OWN
-        for chunk in formats
-    )
-
-
 def lacks_room_ahead(layout: _C.Layout, *, device_bytes: int, host_bytes: int) -> bool:
     """Whether the host's part of the chunks leaves no room for new parameters beside them, when the device has what
     most of it can hold.

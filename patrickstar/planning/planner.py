@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar import _C
 from patrickstar.config import (
     ActivationOffload,
     LossComputation,
@@ -19,7 +20,7 @@ from patrickstar.config import (
     Speculation,
     States,
 )
-from patrickstar.machine.state_scheme import choose_layout, puts_values_in_place, state_scheme
+from patrickstar.machine.state_scheme import choose_layout, state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
@@ -348,17 +349,16 @@ class Planner:
 
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
-        num_ranks = cluster.chunk_ranks
         setting = question.setting
         optimizer = setting.optimizer_config()
         layout = choose_layout(
-            lambda scheme: make_layout(trace.params, size, num_ranks, scheme=scheme),
+            lambda scheme: make_layout(trace.params, size, cluster.chunk_ranks, scheme=scheme),
             optimizer,
             updates_begin_early=setting.updates_take_memory and not setting.disk_bytes,
             device_bytes=setting.device_bytes if setting.hybrid_adam else 0,
             host_bytes=setting.host_bytes,
         )
-        in_place = puts_values_in_place(layout)
+        in_place = _C.puts_values_in_place(layout)
         key = (question.workload, question.machine, cluster, size, state_scheme(optimizer), in_place)
         if key not in self._predictors:
             self._predictors[key] = Predictor(trace.uses, layout, question.machine, cluster)

@@ -11,7 +11,7 @@ from typing import Any
 
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
-from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place, puts_values_in_place
+from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place
 from patrickstar.planning.activation_rules import DeviceShares
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
@@ -231,7 +231,7 @@ class Predictor:
             )
         self._uses, self._layout, self._machine, self._cluster = uses, layout, machine, cluster
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-        self._in_place = puts_values_in_place(layout)
+        self._in_place = _C.puts_values_in_place(layout)
         self._timelines: dict[tuple[Device | None, Device | None, tuple[bool, ...]], TimedTimeline] = {}
         self._accesses: dict[tuple[bool, ...], Accesses] = {}
         self._leaving: dict[Device, Tides] = {}

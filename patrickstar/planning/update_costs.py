@@ -15,8 +15,6 @@ from patrickstar import _C
 from patrickstar.config import OptimizerType
 
 _TYPES = _C.StateType
-_BYTES = {_TYPES.FLOAT32: 4.0, _TYPES.LOWER_HALF: 2.0, _TYPES.BFLOAT16: 2.0, _TYPES.NONE: 0.0}
-_EIGHT_BIT_BYTES = 1 + 4 / _C.optim.STATE_BLOCK  # a code, and its part of the block's float32 scale
 # Of one core of those that update, 1e-9 seconds per parameter, by `benchmark schemes` (AVX-512): an update of float32
 # states, and what it takes more without a master, on two cores of a Xeon (benchmark/results/cpu-schemes.json); and for
 # each moment in 8 bits, on the 15 hyper-threads beside an H200, of which it takes 2.2, 2.2 and 1.4 in all for Adam, for
@@ -33,7 +31,7 @@ _NO_MASTER_NANOSECONDS, _EIGHT_BIT_NANOSECONDS = 0.140, 0.55
 
 def state_bytes(kind: _C.StateType) -> float:
     """Of one element of an optimizer state, its part of a block's scale included."""
-    return _BYTES.get(kind, _EIGHT_BIT_BYTES)
+    return _C.state_bytes(kind, _C.optim.STATE_BLOCK) / _C.optim.STATE_BLOCK
 
 
 def traffic_bytes(states: _C.StateFormat, compute_bytes: int = 2) -> float:
