@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from patrickstar import _C
-from patrickstar.planning.activation_rules import FETCHED_AHEAD, MOST_LEAVING, DeviceShares, SeenStep
+from patrickstar.planning.activation_rules import MOST_LEAVING, DeviceShares, SeenStep, comes_ahead
 
 
 class ActivationStash:
@@ -107,9 +107,9 @@ class ActivationStash:
         self.working.measure()
         if self.working.seen is None:
             return False
-        on_device = self._shares.room_bytes(self.working.held_bytes, self.working.seen)
         needed = num_bytes + self._inputs.outstanding_bytes() + self._missed_bytes
-        return needed <= on_device + max(self.runtime.host_room_of_activations(), 0)
+        host_bytes = self.runtime.host_room_of_activations()
+        return self._shares.has_room(needed, self.working.held_bytes, host_bytes, self.working.seen)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
         if tensor.grad_fn is not None:
@@ -194,7 +194,7 @@ class ActivationStash:
         while self._away:
             kept = self._away[-1]()
             if kept is not None and kept.number < used.number:
-                if used.number - kept.number <= FETCHED_AHEAD and kept.place is Place.AWAY:
+                if comes_ahead(kept.number, used.number) and kept.place is Place.AWAY:
                     self._away.pop()
                     kept.fetch()
                 return

@@ -20,16 +20,20 @@ LEAST_SHARE = 4096
 """Tensors of less than the device's memory divided by this stay, so that hooks cost little."""
 MOST_LEAVING = 2
 """Tensors whose copies to the host run: so far may the launching thread be ahead of the device."""
-FETCHED_AHEAD = 3
-"""How many tensors before its use the copy back of one begins."""
 LEAST_ATTENTION_TOKENS = 32768
 """Of fewer tokens attention is computed again unless the configuration says "always": host memory is worth more for
 updates that start early then, and the link more for chunks.
 """
 
+_FETCHED_AHEAD = 3  # how many tensors before its use the copy back of one begins
 _FIRST_DIVISOR = 2  # of the device, what activations may take before anything is known of them
 _KEPT_DIVISOR = 3  # of it, what is kept may take whatever is computed beside
 _CHUNKS_DIVISOR = 6  # of it, what chunks have at least, and what PyTorch's cache wastes
+
+
+def comes_ahead(number: int, used: int) -> bool:
+    """Whether the copy back of a tensor begins when another one is used, by their numbers in forward's order."""
+    return 0 < used - number <= _FETCHED_AHEAD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,9 @@ class DeviceShares:
         needed = held_bytes + seen.working_bytes
         return max(needed - self.most_bytes(seen.working_bytes), min(needed - seen.highest_bytes, beyond_bytes))
 
-    def room_bytes(self, held_bytes: int, seen: SeenStep) -> int:
-        """What more of the device there is for what autograd does not save by itself."""
-        return max(seen.highest_bytes - seen.working_bytes - held_bytes, 0)
+    def has_room(self, num_bytes: int, held_bytes: int, host_bytes: int, seen: SeenStep) -> bool:
+        """Whether so many bytes may be kept that autograd does not save by itself: on the device beside ``held_bytes``,
+        and on the host where ``host_bytes`` are free.
+        """
+        on_device = seen.highest_bytes - seen.working_bytes - held_bytes
+        return num_bytes <= max(on_device, 0) + max(host_bytes, 0)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.planning.activation_rules import FETCHED_AHEAD, MOST_LEAVING, DeviceShares, SeenStep
+from patrickstar.planning.activation_rules import MOST_LEAVING, DeviceShares, SeenStep, comes_ahead
 
 
 class Fate(enum.Enum):
@@ -297,7 +297,7 @@ class _Played:
             else:
                 self._in_use.put(event.number, in_use)
             before = self._away.newest
-            if before is not None and event.number - FETCHED_AHEAD <= before < event.number:
+            if before is not None and comes_ahead(before, event.number):
                 self._fetch(before)
         elif event.fate is Fate.GONE:
             self._take(event.number)
@@ -323,7 +323,7 @@ class _Played:
         if self._seen is None:
             return False
         needed = num_bytes + self._num_inputs * self._input_bytes
-        return needed <= self._shares.room_bytes(self._held_bytes, self._seen) + self._room_bytes
+        return self._shares.has_room(needed, self._held_bytes, self._room_bytes, self._seen)
 
     def _excess_bytes(self) -> int:
         if self._seen is None:
