@@ -8,23 +8,7 @@ from typing import Any
 
 from patrickstar import _C
 
-_RATES = (
-    "upload_gbps",
-    "download_gbps",
-    "transfer_latency_seconds",
-    "gather_gbps",
-    "scatter_gbps",
-    "collective_latency_seconds",
-    "host_adam_params_per_second",
-    "param_pass",
-    "states_pass",
-    "device_adam_params_per_second",
-    "synchronize_seconds",
-    "launch_ahead_seconds",
-    "device_memory_gbps",
-    "disk_read_gbps",
-    "disk_write_gbps",
-)
+_RATES = tuple(name for name, member in vars(_C.Rates).items() if isinstance(member, property))
 _EARLIER_RATES = {"device_memory_gbps": 0.0}
 """Of what plans of earlier versions do not name."""
 
