@@ -31,7 +31,7 @@ from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.machines import H200
 from patrickstar.planning.models import model_config
 from patrickstar.planning.planner import Answer, Planner, Question, Workload
-from patrickstar.planning.prediction import Setting
+from patrickstar.planning.setting import Setting
 from patrickstar.tensor2d.cost import Mode
 
 _PAPER = {4: 0.86, 16: 1.41 / 1.38, 36: 1.48, 64: 1.48}

@@ -353,7 +353,7 @@ def _planned(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     from benchmark.systems.weights import build_meta_model
     from patrickstar.config import LossComputation, QuantizationType
     from patrickstar.planning.planner import Planner, Question, Workload
-    from patrickstar.planning.prediction import Setting
+    from patrickstar.planning.setting import Setting
 
     machine = MACHINES[args.machine or _machine_name()]
     try:

@@ -70,8 +70,11 @@ from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
 from patrickstar.planning.models import model_config
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
-from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
+from patrickstar.planning.predicted_step import Prediction
+from patrickstar.planning.prediction import predict_case
 from patrickstar.planning.proposals import LORA_RANK
+from patrickstar.planning.setting import DoesNotFitError, Setting
+from patrickstar.planning.simulation import predict
 from patrickstar.planning.step_plan import Plan
 from patrickstar.tensor2d.cost import Mode
 

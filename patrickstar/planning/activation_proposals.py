@@ -12,8 +12,9 @@ from patrickstar.config import LossComputation
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable
 from patrickstar.planning.models import build_model
 from patrickstar.planning.planner import Planner, Question
-from patrickstar.planning.prediction import Case, DoesNotFitError
+from patrickstar.planning.prediction import Case
 from patrickstar.planning.proposals import Proposal, more_host_memory, other_setting, other_work, recomputed
+from patrickstar.planning.setting import DoesNotFitError
 from patrickstar.sequence.fused_loss import check_fusable
 
 _LEAST_TOKENS = 2 * PROPOSED_TILE_TOKENS

@@ -16,7 +16,6 @@ from patrickstar.planning.activation_proposals import (
 )
 from patrickstar.planning.divided import CannotDivideError
 from patrickstar.planning.planner import Answer, Planner, Question
-from patrickstar.planning.prediction import DoesNotFitError
 from patrickstar.planning.proposals import (
     Proposal,
     adapters_alone,
@@ -30,6 +29,7 @@ from patrickstar.planning.proposals import (
     recomputed,
     without_masters,
 )
+from patrickstar.planning.setting import DoesNotFitError
 from patrickstar.sizes import size_in_words
 from patrickstar.tensor2d.cost import Mode
 

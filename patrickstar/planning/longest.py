@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from patrickstar.planning.planner import Answer, Planner, Question
-from patrickstar.planning.prediction import DoesNotFitError
+from patrickstar.planning.setting import DoesNotFitError
 
 LENGTH_UNIT = 1024
 """Lengths are multiples of it, or where no such length fits of :data:`SMALL_UNIT`."""

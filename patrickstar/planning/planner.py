@@ -27,7 +27,9 @@ from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.divided_matrices import MatrixMesh, PlannedMatrices, SharedMatrices
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import PlannedModel, SharedSequences, build_model
-from patrickstar.planning.prediction import Case, DoesNotFitError, Predictor, Setting
+from patrickstar.planning.prediction import Case, Predictor
+from patrickstar.planning.setting import DoesNotFitError, Setting
+from patrickstar.planning.shortest_step import ShortestStep, shortest_cases
 from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sequence.choice import Choice, Links
 from patrickstar.sequence.fused_loss import fuse_loss
@@ -242,7 +244,7 @@ class Planner:
         for size in self._sizes(question, trace):
             predictor = self._predictor(question, trace, size)
             try:
-                cases.append(predictor.choose(question.setting))
+                cases.append(ShortestStep(predictor).choose(question.setting))
             except DoesNotFitError as refusal:
                 refusals.append(refusal)
         if not cases:
@@ -349,8 +351,7 @@ class Planner:
 
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
-        setting = question.setting
-        optimizer = setting.optimizer_config()
+        setting, optimizer = question.setting, question.setting.optimizer_config()
         layout = choose_layout(
             lambda scheme: make_layout(trace.params, size, cluster.chunk_ranks, scheme=scheme),
             optimizer,
@@ -409,6 +410,5 @@ def _as_written(num_bytes: int) -> int | str:
 
 
 def _best(cases: list[Case]) -> Case:
-    """The least waste among those whose steps are as short as any, as far as the simulator can tell (0.5 %)."""
-    shortest = min(case.step.seconds for case in cases)
-    return min((c for c in cases if c.step.seconds <= 1.005 * shortest), key=lambda case: case.waste_bytes)
+    """The least waste among those whose steps are as short as any, as far as the simulator can tell."""
+    return min(shortest_cases(cases), key=lambda case: case.waste_bytes)

@@ -17,7 +17,7 @@ from patrickstar.planning.activation_proposals import (
 )
 from patrickstar.planning.advice import advise, rescue
 from patrickstar.planning.planner import Planner, Workload
-from patrickstar.planning.prediction import DoesNotFitError
+from patrickstar.planning.setting import DoesNotFitError
 from tests.plan.test_advice import ask
 
 

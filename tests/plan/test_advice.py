@@ -17,7 +17,7 @@ from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.machines import MACHINES, given_gpu, given_host
 from patrickstar.planning.models import build_model
 from patrickstar.planning.planner import Planner, Question, Workload
-from patrickstar.planning.prediction import DoesNotFitError, Setting
+from patrickstar.planning.setting import DoesNotFitError, Setting
 
 MIB = 2**20
 # A small model on a small GPU behaves as a large one on a large one: slow host and link, few operations at a time.

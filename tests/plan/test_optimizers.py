@@ -11,7 +11,7 @@ from patrickstar.config import OptimizerType, States
 from patrickstar.machine.state_scheme import state_scheme
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import main
-from patrickstar.planning.prediction import Setting
+from patrickstar.planning.setting import Setting
 from tests.models import gpt2
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from patrickstar.plan import main
-from patrickstar.planning import prediction
+from patrickstar.planning import simulation
 from patrickstar.planning.machines import H200
 
 MODEL = ["--model", "gpt:512x8", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB", "--no-advice"]
@@ -38,7 +38,7 @@ def test_dequantisation_takes_time(capsys, monkeypatch):
     question = ["--device-memory", "192MiB", "--chunk-numel", "524288", "--lora-rank", "8", "--gpu", "h200"]
     question += ["--quantization", "nf4"]
     busy = [planned(capsys, *question)["roofline_seconds"]]
-    monkeypatch.setattr(prediction, "_dequantized_bytes", lambda chunks, rates: [])
+    monkeypatch.setattr(simulation, "_dequantized_bytes", lambda chunks, rates: [])
     busy.append(planned(capsys, *question)["roofline_seconds"])
     more = sum(busy[0][queue] - busy[1][queue] for queue in ("compute", "upload"))
     once = (2 + 0.5159) * LINEAR / H200.gpu.memory_gbps / 1e9

@@ -1,0 +1,134 @@
+"""The shortest step within budgets: an engine may be given less memory than there is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from patrickstar import _C
+from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place
+from patrickstar.planning.prediction import Case, Predictor
+from patrickstar.planning.setting import DoesNotFitError, Setting
+from patrickstar.sizes import size_in_words
+
+# Numbers of chunks with states on the device that are tried: the same whatever the budgets are, so that more memory has
+# all that less has. After so many that made the step no shorter no further ones are. And, of the other chunks, shares
+# that are updated as a whole in backward, the rest parameters first.
+_STATE_COUNTS = (*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
+_PATIENCE = 2
+_SHARES_WHOLE = (0.0, 0.25, 0.5, 0.75)
+_HALVINGS = 12
+
+
+def shortest_cases(cases: Sequence[Case]) -> list[Case]:
+    """Those whose steps are as short as any, as far as the simulator can tell."""
+    longest = min(case.step.seconds for case in cases) * (1 + _C.PREDICTION_TOLERANCE)
+    return [case for case in cases if case.step.seconds <= longest]
+
+
+class ShortestStep:
+    """Searches the budgets that an engine with one layout may be given."""
+
+    def __init__(self, predictor: Predictor):
+        self._predictor = predictor
+
+    def choose(self, setting: Setting) -> Case:
+        """The shortest step with at most these budgets, so that more memory makes no step longer.
+
+        How many chunks have their states on the device follows from memory alone (csrc/plan/placement.h,
+        num_margin_chunks), and more or fewer of them may take less time: an engine with ample ``host_memory`` leaves
+        states on the host that the next forward waits for; one with an ample device updates there, between two steps,
+        what the host would update beside it. And with ample ``host_memory`` the next forward waits for whole updates,
+        where with less it waits for parameters alone. So less ``host_memory`` and a lower ``margin_use_ratio`` are
+        tried too.
+
+        Raises:
+            DoesNotFitError: it does not fit.
+        """
+        cases = [self._predictor.predict(setting)]
+        step = cases[0].step
+        is_hidden = step.seconds <= (1 + _C.PREDICTION_TOLERANCE) * step.compute_seconds
+        if setting.hybrid_adam and not is_hidden:
+            usual, most = self._state_counts(setting)
+            fewer = (self._with_fewer(setting, count) for count in reversed(_STATE_COUNTS) if count < usual)
+            more = (
+                self._with_less_host(setting, count, 0) for count in (*_STATE_COUNTS, most) if usual < count <= most
+            )
+            num_others = len(self._predictor.chunks) - usual
+            whole = [self._with_less_host(setting, usual, int(share * num_others)) for share in _SHARES_WHOLE]
+            cases += self._descend(fewer, cases[0], _PATIENCE)
+            cases += self._descend(filter(self._is_for, more), cases[0], _PATIENCE)
+            cases += self._descend(filter(self._is_for, whole), cases[0], len(whole))
+        return shortest_cases(cases)[0]
+
+    def _is_for(self, setting: Setting | None) -> bool:
+        """Whether an engine that is given less host memory, as here, stores states as this layout does."""
+        layout = self._predictor.layout
+        if setting is None:
+            return False
+        if _C.puts_values_in_place(layout) or not may_put_values_in_place(layout, setting.optimizer_config()):
+            return True
+        return not lacks_room_ahead(layout, device_bytes=setting.device_bytes, host_bytes=setting.host_bytes)
+
+    def _descend(self, settings: Iterable[Setting | None], begin: Case, patience: int) -> list[Case]:
+        """Cases of settings in their order, None passed over, until so many in a row made the step no shorter."""
+        cases, shortest, worse = [], begin.step.seconds, 0
+        for setting in settings:
+            if setting is None:
+                continue
+            with contextlib.suppress(DoesNotFitError):
+                cases.append(self._predictor.predict(setting))
+                worse = worse + 1 if cases[-1].step.seconds >= shortest else 0
+                shortest = min(shortest, cases[-1].step.seconds)
+            if worse == patience:
+                break
+        return cases
+
+    def _state_counts(self, setting: Setting) -> tuple[int, int]:
+        """How many chunks, from the first on, an engine has on the device with their states: with these budgets, and
+        with so little host memory that no update could begin in backward otherwise.
+        """
+        budget = self._predictor.device_budget(setting)
+        usual = self._predictor.num_state_chunks(setting, budget)
+        if not setting.updates_take_memory:
+            return usual, usual
+        budget.host_limit_bytes = 0
+        return usual, self._predictor.num_state_chunks(setting, budget)
+
+    def _with_fewer(self, setting: Setting, count: int) -> Setting | None:
+        """The largest ``margin_use_ratio`` that leaves so many chunks' states to the device, or None."""
+        budget = self._predictor.device_budget(setting)
+        budget.host_limit_bytes = 2**62
+        low, high = 0.0, setting.margin_use_ratio
+        for _ in range(_HALVINGS):
+            budget.margin_use_ratio = (low + high) / 2
+            low, high = (
+                (low, budget.margin_use_ratio)
+                if self._predictor.num_state_chunks(setting, budget) > count
+                else ((low + high) / 2, high)
+            )
+        for ratio in (math.floor(low * 1000) / 1000, low):  # one to read where it does as well
+            budget.margin_use_ratio = ratio
+            if ratio > 0.0 and self._predictor.num_state_chunks(setting, budget) == count:
+                return dataclasses.replace(setting, margin_use_ratio=ratio)
+        return None
+
+    def _with_less_host(self, setting: Setting, count: int, num_whole: int) -> Setting | None:
+        """The ``host_memory`` that makes an engine have so many chunks' states on the device, and of the others update
+        so many as a whole in backward and the rest parameters first; None where that is not less.
+        """
+        if not setting.updates_take_memory:
+            return None
+        on_host = [chunk for chunk in self._predictor.chunks[count:] if chunk["trainable"]]
+        states = sum(chunk["home_bytes"] - chunk["param_bytes"] for chunk in on_host[:num_whole])
+        num_bytes = size_in_words(self._bytes_ahead(count) + self._predictor.away_bytes(setting) + states)
+        return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
+
+    def _bytes_ahead(self, first: int) -> int:
+        """What the chunks from ``first`` on take on the host with new compute values beside the old ones."""
+        rest = self._predictor.chunks[first:]
+        new_values = sum(chunk["new_value_bytes"] for chunk in rest if chunk["trainable"])
+        homes = sum(chunk["home_bytes"] for chunk in rest)
+        return _C.reserved_gradient_bytes(self._predictor.layout) + homes + new_values

@@ -1,0 +1,167 @@
+"""Plans that the simulator (csrc/plan/simulator.h) chooses, and steps that it plays of given plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from patrickstar import _C
+from patrickstar.planning.cluster import Cluster, HostTraffic
+from patrickstar.planning.machines import Machine
+from patrickstar.planning.predicted_step import Prediction, StepTimes
+from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
+from patrickstar.planning.timeline import TimedTimeline
+from patrickstar.planning.update_costs import UpdateRates
+
+# Rounds of choosing a plan and learning what it takes of the host's memory.
+_ROUNDS = 4
+
+
+def predict(
+    plan: Plan,
+    compute_seconds: Sequence[float],
+    rates: _C.Rates,
+    *,
+    num_speculated_chunks: int | None = None,
+) -> Prediction:
+    """The steady step that ``plan`` gives.
+
+    Args:
+        plan: of an engine (``engine.plan()``), of a file, or made here.
+        compute_seconds: by moment of ``plan.timeline``: the device's work until the next moment, without waiting.
+        rates: of the machine.
+        num_speculated_chunks: how many chunks, from the first on, are updated during backward if their states are on
+            the host (csrc/engine/speculation.h); None: all. The others' updates start when the norm is known.
+
+    Raises:
+        ValueError: sizes do not agree or a rate is not positive.
+    """
+    count = len(plan.chunks) if num_speculated_chunks is None else num_speculated_chunks
+    ahead = [_C.Ahead.EVERYTHING if index < count else _C.Ahead.NOTHING for index in range(len(plan.chunks))]
+    updates = [
+        _C.update_at(chunk.trainable, _C.DType.__members__[chunk.dtype], chunk.tier, _C.UpdateStart.SPECULATIVE, part)
+        for chunk, part in zip(plan.chunks, ahead, strict=True)
+    ]
+    return _simulated(plan, compute_seconds, rates, updates)
+
+
+def _simulated(
+    plan: Plan, compute_seconds: Sequence[float], rates: _C.Rates, updates: Sequence[_C.UpdateAt]
+) -> Prediction:
+    problem = plan.problem
+    step = _C.simulate(
+        plan.timeline,
+        problem["costs"],
+        plan.as_core(),
+        rates,
+        compute_seconds=list(compute_seconds),
+        updates=list(updates),
+        numels=[chunk.shard_numel for chunk in plan.chunks],
+        num_ranks=plan.num_ranks,
+        disk_bytes=[chunk.disk_bytes for chunk in plan.chunks],
+        dequantized_bytes=_dequantized_bytes(plan.chunks, rates),
+        **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes", "idle_bytes")},
+    )
+    return Prediction(**step)
+
+
+def shared_host_plan(
+    choose: Callable[[_C.Rates], Plan],
+    machine: Machine,
+    cluster: Cluster,
+    chunks: Sequence[PlannedChunk],
+    updates: UpdateRates,
+) -> Plan:
+    """What ``choose`` makes of the rates that are left when all GPUs of a node do the same: how fast transfers and
+    updates are depends on how much of the host's memory bandwidth they take, and that on the step. A few rounds settle
+    it.
+    """
+    updated = sum(c.shard_numel for c in chunks if c.trainable and not c.states_on_device)
+    traffic = HostTraffic()
+    for _ in range(1 if cluster.gpus_per_node == 1 else _ROUNDS):
+        plan = choose(cluster.rates(machine, traffic, updates))
+        step = plan.prediction
+        assert step is not None
+        per_second = 1e-9 / step.seconds
+        traffic = HostTraffic(
+            upload_gbps=step.uploaded_bytes * per_second,
+            download_gbps=step.downloaded_bytes * per_second,
+            adam_gbps=updated * updates.host_bytes * per_second,
+        )
+    if cluster.gpus_per_node == 1:
+        return plan
+    moved = step.uploaded_bytes + step.downloaded_bytes + updated * updates.host_bytes
+    busy = moved / (cluster.host_gbps(machine) * 1e9)
+    return dataclasses.replace(plan, prediction=dataclasses.replace(step, host_memory_seconds=busy))
+
+
+def choose_plan(
+    layout: _C.Layout,
+    timed: TimedTimeline,
+    on_device: Sequence[bool],
+    on_disk: Sequence[bool],
+    budget: _C.DeviceBudget,
+    updates: Sequence[_C.UpdateAt],
+    start: _C.UpdateStart,
+    rates: _C.Rates,
+) -> Plan:
+    """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h)."""
+    activations = [copies.as_core() for copies in timed.copies]
+    choice = _C.choose_step(
+        layout,
+        timed.moments,
+        on_device,
+        budget,
+        rates,
+        compute_seconds=timed.seconds,
+        updates=updates,
+        start=start,
+        activations=activations,
+        dequantized_bytes=_dequantized_bytes(planned_chunks(layout, on_device), rates),
+    )
+    times = {
+        "rates": rates,
+        "compute_seconds": timed.seconds,
+        "updates": choice["updates"],
+        "activations": activations,
+    }
+    return plan_of(
+        layout,
+        timed.moments,
+        on_device,
+        choice["problem"],
+        choice["plan"],
+        StepTimes.of_core(times),
+        Prediction(**choice["predicted"]),
+        on_disk,
+    )
+
+
+def accumulated(plan: Plan, accumulation: int) -> Prediction:
+    """The step of ``plan`` after so many backwards less one that only add to the gradients: their transfers and
+    operations are as the last one's, and nothing is updated. What adding up takes of the host's time is not counted.
+    """
+    last, times = plan.prediction, plan.times
+    assert last is not None and times is not None
+    if accumulation == 1:
+        return last
+    core = times.as_core()
+    core["rates"].synchronize_seconds = 0.0
+    never = [_C.UpdateAt.NEVER] * len(plan.chunks)
+    other = _simulated(plan, core["compute_seconds"], core["rates"], never)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Prediction):
+        one, more = getattr(last, field.name), getattr(other, field.name)
+        if field.name == "stall_seconds":
+            values[field.name] = {cause: seconds + (accumulation - 1) * more[cause] for cause, seconds in one.items()}
+        elif field.name == "peak_bytes":
+            values[field.name] = max(one, more)
+        else:
+            values[field.name] = one + (accumulation - 1) * more
+    return Prediction(**values)
+
+
+def _dequantized_bytes(chunks: Sequence[PlannedChunk], rates: _C.Rates) -> list[int]:
+    """By chunk; none where moments' times hold what it takes, as those that an engine has measured do."""
+    return [chunk.dequantized_bytes for chunk in chunks] if rates.device_memory_gbps > 0 else []
