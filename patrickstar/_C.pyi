@@ -139,6 +139,7 @@ class Mechanism(_Enum):
     EXACT_SLOTS: ClassVar[Mechanism]
     WANTED_TIDE: ClassVar[Mechanism]
 
+@final
 class Tier(_Enum):
     """Where memory is."""
 
@@ -185,13 +186,17 @@ class Attempt(_Enum):
     ONLY: ClassVar[Attempt]
 
 @final
-class StepProgress(_Enum):
-    """How far a step that has failed had come (engine/runtime.h)."""
+class StepState(_Enum):
+    """State of an engine's step (csrc/engine/step_state.h)."""
 
-    UNTOUCHED: ClassVar[StepProgress]
-    IN_PART: ClassVar[StepProgress]
-    TORN: ClassVar[StepProgress]
-    ENDING: ClassVar[StepProgress]
+    READY: ClassVar[StepState]
+    GRADIENTS: ClassVar[StepState]
+    FORWARD: ClassVar[StepState]
+    EVALUATION: ClassVar[StepState]
+    BACKWARD: ClassVar[StepState]
+    UPDATING: ClassVar[StepState]
+    TORN: ClassVar[StepState]
+    ENDING: ClassVar[StepState]
 
 @final
 class HoldUntil(_Enum):
@@ -1052,7 +1057,7 @@ class Collectives:
     def num_ranks(self) -> int: ...
 
 class Runtime(UseListener):
-    """The core's façade (csrc/engine/runtime.h says what each call does and in which order they come)."""
+    """The core's façade (csrc/engine/runtime.h; the course of a step: csrc/engine/step_course.h)."""
 
     def __init__(
         self,
@@ -1124,7 +1129,7 @@ class Runtime(UseListener):
     @property
     def closed(self) -> bool: ...
     @property
-    def step_progress(self) -> StepProgress: ...
+    def step_state(self) -> StepState: ...
     @property
     def num_committed(self) -> int: ...
     @property

@@ -37,6 +37,7 @@ void register_memory(pybind11::module_& module);
 void register_disk(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
 void register_observer(pybind11::module_& module);
+void register_engine_options(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_gradient_hook(pybind11::module_& module);
 

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, module) {
   bind::register_disk(module);
   bind::register_trace(module);
   bind::register_observer(module);
+  bind::register_engine_options(module);
   bind::register_runtime(module);
   bind::register_gradient_hook(module);
   bind::register_interrupts(module);

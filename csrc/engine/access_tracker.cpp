@@ -10,8 +10,8 @@
 
 namespace patrickstar {
 
-AccessTracker::AccessTracker(Pager& pager, GradientFlow& gradients, RankTurns& turns)
-    : pager_(pager), store_(pager.store()), gradients_(gradients), turns_(turns) {}
+AccessTracker::AccessTracker(Pager& pager, GradientFlow& gradients, RankTurns& turns, const Step& step)
+    : pager_(pager), store_(pager.store()), gradients_(gradients), turns_(turns), step_(step) {}
 
 Tick AccessTracker::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
   release_transient();
@@ -90,9 +90,7 @@ void AccessTracker::release_transient() {
   if (!transient_.empty()) release(std::exchange(transient_, {}), forward_release_state());
 }
 
-State AccessTracker::forward_release_state() const {
-  return tracking_ == Tracking::kTraining ? State::kHoldAfterFwd : State::kHold;
-}
+State AccessTracker::forward_release_state() const { return step_.is_recorded() ? State::kHoldAfterFwd : State::kHold; }
 
 void AccessTracker::acquire(const std::vector<ParamId>& params) {
   if (params.empty()) return;
@@ -126,9 +124,10 @@ void AccessTracker::acquire(const std::vector<ParamId>& params) {
 }
 
 void AccessTracker::bring(const std::vector<ArrayId>& arrays) {
-  const bool is_moment = tracking_ == Tracking::kTraining;
-  if (is_moment) turns_.follow_plan(phase_, arrays);
-  is_moment ? pager_.begin_moment(phase_, arrays) : pager_.begin_untracked_use();
+  const bool is_moment = step_.is_recorded();
+  const Phase phase = step_.is(StepState::kBackward) ? Phase::kBackward : Phase::kForward;
+  if (is_moment) turns_.follow_plan(phase, arrays);
+  is_moment ? pager_.begin_moment(phase, arrays) : pager_.begin_untracked_use();
   const bool is_planned = is_moment && pager_.replays();
   for (ArrayId id : arrays) {
     if (!is_planned && pager_.needs_gather(id)) turns_.need(id.chunk);

@@ -21,14 +21,10 @@
 #include "engine/gradient_flow.h"
 #include "engine/pager.h"
 #include "engine/rank_turns.h"
+#include "engine/step_state.h"
 #include "engine/use_listener.h"
 
 namespace patrickstar {
-
-enum class Tracking {
-  kTraining,   // recorded, replayed, held for backward
-  kUntracked,  // evaluation or the user's own access: on demand, leaves the trace alone
-};
 
 // Of a forward.
 enum class Attempt : uint8_t {
@@ -40,12 +36,9 @@ enum class Attempt : uint8_t {
 
 class AccessTracker {
  public:
-  AccessTracker(Pager& pager, GradientFlow& gradients, RankTurns& turns);
+  AccessTracker(Pager& pager, GradientFlow& gradients, RankTurns& turns, const Step& step);
 
   Tick tick() { return ++clock_; }
-  Tracking tracking() const { return tracking_; }
-  void set_tracking(Tracking tracking) { tracking_ = tracking; }
-  void set_phase(Phase phase) { phase_ = phase; }
 
   // Begins a scope that acquires `params`. Returns its begin tick.
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until);
@@ -85,8 +78,7 @@ class AccessTracker {
   ChunkStore& store_;
   GradientFlow& gradients_;
   RankTurns& turns_;
-  Tracking tracking_ = Tracking::kUntracked;
-  Phase phase_ = Phase::kForward;
+  const Step& step_;
   Tick clock_ = 0;
   std::vector<Hold> scopes_;
   std::vector<Hold> backward_;

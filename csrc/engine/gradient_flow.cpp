@@ -21,7 +21,7 @@ const void* offset_bytes(const void* data, int64_t elements, DType dtype) {
 }  // namespace
 
 GradientFlow::GradientFlow(Pager& pager, Gradients& gradients, Updates& updates, Recorder& recorder,
-                           Collectives& collectives)
+                           Collectives& collectives, const Step& step)
     : pager_(pager),
       memory_(pager.memory()),
       store_(pager.store()),
@@ -29,6 +29,7 @@ GradientFlow::GradientFlow(Pager& pager, Gradients& gradients, Updates& updates,
       updates_(updates),
       recorder_(recorder),
       collectives_(collectives),
+      step_(step),
       statistics_(pager, collectives),
       in_slot_(static_cast<size_t>(store_.layout().num_params()), 0),
       progress_(static_cast<size_t>(store_.num_chunks())) {
@@ -42,7 +43,6 @@ void GradientFlow::begin_backward() {
     accumulates_ = true;
     add_to_sums();
   }
-  in_backward_ = true;
   ++num_backwards_;
   for (ChunkProgress& chunk : progress_) {
     chunk.folds = 0;
@@ -59,7 +59,8 @@ void GradientFlow::fold(ParamId param, const void* data) {
   const Placement place = store_.layout().placement(param);
   const ChunkSpec& chunk = store_.chunk(place.chunk);
   const ArrayId grad{place.chunk, ArrayKind::kGrad};
-  PS_CHECK(in_backward_, StateError, store_.param_name(param), " gets a gradient outside of its engine's ",
+  PS_CHECK(step_.is(StepState::kBackward), StateError, store_.param_name(param),
+           " gets a gradient outside of its engine's ",
            "backward: loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and ",
            "gathered. A loss that comes of several engines is made, and its backward called, on one thread");
   PS_CHECK(chunk.trainable, StateError, store_.param_name(param),
@@ -134,7 +135,6 @@ void GradientFlow::send_home(ChunkId chunk, Extent extent) {
 }
 
 void GradientFlow::complete_backward() {
-  in_backward_ = false;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     const ArrayRecord& grad = memory_.array({chunk, ArrayKind::kGrad});
     if (!store_.chunk(chunk).trainable || !grad.exists()) continue;
@@ -313,7 +313,6 @@ bool GradientFlow::keep_backward() {
 }
 
 void GradientFlow::abort_backward() {
-  in_backward_ = false;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     updates_.cancel(chunk);
     discard_gradients(chunk);

@@ -32,7 +32,8 @@ namespace patrickstar {
 
 class GradientFlow {
  public:
-  GradientFlow(Pager& pager, Gradients& gradients, Updates& updates, Recorder& recorder, Collectives& collectives);
+  GradientFlow(Pager& pager, Gradients& gradients, Updates& updates, Recorder& recorder, Collectives& collectives,
+               const Step& step);
 
   // Where it throws none has begun, and all gradients so far are kept.
   void begin_backward();
@@ -118,14 +119,14 @@ class GradientFlow {
   Updates& updates_;
   Recorder& recorder_;
   Collectives& collectives_;
+  const Step& step_;
   GradientStatistics statistics_;
   std::vector<uint8_t> in_slot_;  // by parameter: kGrad has a gradient of it
   std::vector<ChunkProgress> progress_;
   std::vector<ChunkId> complete_here_;
-  int64_t num_done_ = 0;   // in this backward, counted each time
-  Event last_scatter_;     // when the gradients of all scatters so far are there
-  int num_backwards_ = 0;  // since the last clear()
-  bool in_backward_ = false;
+  int64_t num_done_ = 0;      // in this backward, counted each time
+  Event last_scatter_;        // when the gradients of all scatters so far are there
+  int num_backwards_ = 0;     // since the last clear()
   bool accumulates_ = false;  // the step before had several micro-batches
 };
 

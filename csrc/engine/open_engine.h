@@ -2,6 +2,7 @@
 // they need each other ([Note: who calls whom], docs/design.md). Closing the engine is destroying this, after
 // shut_down().
 //
+//   step          its state, which all others only read
 //   device        shared with other engines of the process (engine/shared_device.h)
 //   memory        chunks, slots and blocks, and how payloads move
 //   disk          optimizer states below the host
@@ -33,6 +34,7 @@
 #include "engine/shared_device.h"
 #include "engine/stash.h"
 #include "engine/step_planner.h"
+#include "engine/step_state.h"
 #include "engine/unfreezing.h"
 #include "engine/updates.h"
 #include "engine/value_ranges.h"
@@ -52,11 +54,11 @@ struct EngineOptions {
   int64_t ample_extra_bytes = 0;
 };
 
-// How far a call of the optimizer's step has come; it may fail anywhere.
-enum class StepStage : uint8_t {
-  kToCome,
-  kUpdating,  // it has failed when it had updated a part
-  kEnding,    // it has failed when all was updated, or the step skipped
+// Optimizer states and where they belong. Placed when a step's tide is known.
+enum class StatesPlacing : uint8_t {
+  kFirst,       // no step is over yet
+  kOfUnfrozen,  // unfrozen chunks have states that no step has placed
+  kDone,
 };
 
 struct OpenEngine {
@@ -77,6 +79,7 @@ struct OpenEngine {
   const EngineOptions options;
   const std::shared_ptr<SharedDevice> device;
   const std::shared_ptr<Collectives> collectives;
+  Step step;
   ChunkMemory memory;
   TraceRequests traces;
   Recorder recorder;
@@ -96,9 +99,7 @@ struct OpenEngine {
   Residency residency;
   StepPlanner planner;
   Unfreezing unfreezing;
-  StepStage step_stage = StepStage::kToCome;
-  bool warmed_up = false;
-  bool has_new_states = false;  // of unfrozen chunks, which no complete step has placed yet
+  StatesPlacing placing = StatesPlacing::kFirst;
 };
 
 }  // namespace patrickstar

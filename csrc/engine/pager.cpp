@@ -28,12 +28,13 @@ bool is_optimizer_state(ArrayKind kind) {
 }  // namespace
 
 Pager::Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder,
-             Collectives& collectives)
+             Collectives& collectives, const Step& step)
     : memory_(memory),
       disk_(disk),
       speculation_(speculation),
       recorder_(recorder),
       collectives_(collectives),
+      step_(step),
       keeps_place_(static_cast<size_t>(memory.layout().num_chunks()), 0) {
   memory_.device().join(*this);
 }

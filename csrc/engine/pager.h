@@ -32,6 +32,7 @@
 #include "engine/disk_states.h"
 #include "engine/plan_replay.h"
 #include "engine/speculation.h"
+#include "engine/step_state.h"
 #include "plan/planner.h"
 #include "trace/recorder.h"
 
@@ -52,7 +53,8 @@ enum class RoomFor : uint8_t {
 
 class Pager final : public Tenant {
  public:
-  Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder, Collectives& collectives);
+  Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder, Collectives& collectives,
+        const Step& step);
   ~Pager() override;
 
   ChunkMemory& memory() { return memory_; }
@@ -143,12 +145,10 @@ class Pager final : public Tenant {
   void vacate(Vacate what);
   // Frees what the device has and could have again from other arrays or ranks.
   void drop_derivable();
-  // A forward or a backward begins or ends.
-  void set_running(bool running) { running_ = running; }
 
   int64_t trim(int64_t num_bytes) override;
   int64_t give_up(int64_t num_bytes, Vacate what) override;
-  bool is_running() const override { return running_; }
+  bool is_running() const override { return step_.is_running(); }
   int64_t state_bytes() const override;
   int64_t value_bytes() const override;
 
@@ -207,9 +207,9 @@ class Pager final : public Tenant {
   Speculation& speculation_;
   Recorder& recorder_;
   Collectives& collectives_;
+  const Step& step_;
   PlanReplay replay_;
-  bool moment_is_planned_ = false;  // the running one
-  bool running_ = false;
+  bool moment_is_planned_ = false;    // the running one
   std::vector<ArrayId> postponed_;    // prefetches that came too early
   std::vector<ArrayId> outlived_;     // has_outlived_plan()
   std::vector<uint8_t> keeps_place_;  // by chunk: on the host

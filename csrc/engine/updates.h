@@ -97,7 +97,10 @@ class Updates {
   void forget_committed();
   // A step that has failed is given up, and all values with it.
   void drop_step();
-  void cancel_all() { early_.cancel_all(); }
+  void cancel_all() {
+    held_back_ = -1;
+    early_.cancel_all();
+  }
   // Old values that new ones have taken the place of are to be read: of these parameters, of one chunk, or all.
   void restore_values(const std::vector<ParamId>& params) { early_.restore_values(params); }
   void restore_values(ChunkId chunk) { early_.restore_values(chunk); }

@@ -39,7 +39,7 @@ class Stage(enum.Enum):
     """The part of a step that is done."""
 
     CHUNKS = enum.auto()
-    """Chunks are updated; how many, the core says (``_C.StepProgress``)."""
+    """Chunks are updated; how many, the core says (``_C.StepState``)."""
     MANAGED = enum.auto()
     """All chunks; PyTorch's optimizer has begun with the parameters that it keeps."""
 
@@ -121,14 +121,14 @@ class OptimizerStep:
         session = self._session
         if session.runtime.closed:
             return
-        progress = session.runtime.step_progress
-        if decision.stage is Stage.MANAGED or progress == _C.StepProgress.TORN:
+        state = session.runtime.step_state
+        if decision.stage is Stage.MANAGED or state == _C.StepState.TORN:
             session.whole.break_up(f"optimizer.step() failed in the middle of an update ({error})")
-        elif progress == _C.StepProgress.IN_PART:
+        elif state == _C.StepState.UPDATING:
             self._failed = decision
             session.whole.interrupt_step(
                 f"optimizer.step() failed when {session.runtime.num_committed} chunks had been updated ({error})"
             )
-        elif progress == _C.StepProgress.ENDING:
+        elif state == _C.StepState.ENDING:
             self._failed = decision
             session.whole.interrupt_step(f"optimizer.step() failed at its end ({error})")

@@ -1,0 +1,84 @@
+// Methods of Python's Runtime, made of a call's rule and a function of the open engine or of one of its parts. Each
+// takes the device's lock and runs without the interpreter; arguments and results are copied.
+//
+//   .def("home", bound<Call::kInspect>(+[](OpenEngine& open, ChunkId chunk) { return open.memory.store().home(chunk); }))
+//   .def("is_stashed", bound<Call::kInspect>(&OpenEngine::stash, &Stash::is_over))
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include "engine/runtime.h"
+
+namespace patrickstar::bind {
+
+// Closed without the interpreter where nobody has closed it.
+struct DeleteWithoutGil {
+  void operator()(Runtime* runtime) const {
+    const pybind11::gil_scoped_release release;
+    delete runtime;
+  }
+};
+using RuntimeHolder = std::unique_ptr<Runtime, DeleteWithoutGil>;
+using RuntimeClass = pybind11::class_<Runtime, UseListener, RuntimeHolder>;
+
+void register_runtime_values(RuntimeClass& runtime);
+
+// What `work(open)` gives, without the interpreter.
+template <Call call, typename Work>
+auto without_gil(Runtime& self, const Work& work) -> std::decay_t<decltype(work(std::declval<OpenEngine&>()))> {
+  const pybind11::gil_scoped_release release;
+  const Runtime::Entry open = self.enter(call);
+  return work(*open);
+}
+
+template <Call call, typename Result, typename... Args>
+auto bound(Result (*function)(OpenEngine&, Args...)) {
+  return [function](Runtime& self, Args... args) -> std::decay_t<Result> {
+    return without_gil<call>(
+        self, [&](OpenEngine& open) -> std::decay_t<Result> { return function(open, std::move(args)...); });
+  };
+}
+
+template <Call call, typename Part, typename Result, typename... Args>
+auto bound(Part OpenEngine::* part, Result (Part::*method)(Args...)) {
+  return [part, method](Runtime& self, Args... args) -> std::decay_t<Result> {
+    return without_gil<call>(self, [&](OpenEngine& open) -> std::decay_t<Result> {
+      return (open.*part.*method)(std::forward<Args>(args)...);
+    });
+  };
+}
+
+template <Call call, typename Part, typename Result, typename... Args>
+auto bound(Part OpenEngine::* part, Result (Part::*method)(Args...) const) {
+  return [part, method](Runtime& self, Args... args) -> std::decay_t<Result> {
+    return without_gil<call>(self, [&](OpenEngine& open) -> std::decay_t<Result> {
+      return (open.*part.*method)(std::forward<Args>(args)...);
+    });
+  };
+}
+
+// The same of a call that concerns the chunk of its first argument, a parameter.
+template <Call call, typename Result, typename... Args>
+auto bound_to_param(Result (*function)(OpenEngine&, ParamId, Args...)) {
+  return [function](Runtime& self, ParamId param, Args... args) -> std::decay_t<Result> {
+    const pybind11::gil_scoped_release release;
+    const Runtime::Entry open = self.enter(call, param);
+    return function(*open, param, std::move(args)...);
+  };
+}
+
+// The same of a call that concerns its first argument, a chunk.
+template <Call call, typename Result>
+auto bound_to_chunk(Result (*function)(OpenEngine&, ChunkId)) {
+  return [function](Runtime& self, ChunkId chunk) -> std::decay_t<Result> {
+    const pybind11::gil_scoped_release release;
+    const Runtime::Entry open = self.enter(call, CallChunks::of(chunk));
+    return function(*open, chunk);
+  };
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,342 @@
+#include "engine/step_course.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+void forget_running_step(OpenEngine& open) {
+  open.pager.replay().end_step();
+  open.recorder.abandon_step();
+  open.memory.tracer().abandon();
+}
+
+LimitPolicy policy_between_calls(const OpenEngine& open) {
+  return open.placing != StatesPlacing::kFirst ? LimitPolicy::kEnforce : LimitPolicy::kMeasure;
+}
+
+// An exception left a forward or a backward, whose holds are abandoned.
+void abandon_call(OpenEngine& open) {
+  open.step.go_back();
+  open.flow.forget_complete();
+  open.backend().set_limit_policy(policy_between_calls(open));
+  forget_running_step(open);
+}
+
+// Nothing is trained: no step of an optimizer ends one of its own.
+bool is_frozen(const Layout& layout) {
+  const auto& chunks = layout.chunks();
+  return std::none_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) { return chunk.trainable; });
+}
+
+// The timeline, with its tides where `tides` are lower.
+Timeline with_tides(Timeline timeline, const std::vector<int64_t>& tides) {
+  for (size_t t = 0; t < tides.size(); ++t) {
+    int64_t& peak = timeline.moments[t].tide_peak_bytes;
+    peak = std::max(peak, tides[t]);
+  }
+  return timeline;
+}
+
+int64_t largest_whole_chunk_bytes(const Layout& layout) {
+  int64_t most = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    most = std::max(most, layout.num_bytes({chunk, ArrayKind::kParam}));
+  }
+  return most;
+}
+
+// [Note: the least limit] An error that names the memory to raise the budget to must name enough. So on the simulated
+// device what exceeds the limit passes (LimitPolicy::kMeasure) wherever the call cannot be made again with an emptier
+// device, and is refused here, when the whole is known; before anything is updated, and on all ranks.
+void check_least_limit(OpenEngine& open, const char* what) {
+  if (!open.backend().may_exceed_limit()) return;
+  int64_t least = open.backend().least_limit_bytes();
+  if (open.layout().is_sharded()) least = open.collectives->max_over_ranks(least);
+  const int64_t limit = open.options.device.device_limit_bytes;
+  if (least <= limit) return;
+  if (open.layout().is_sharded())
+    least += largest_whole_chunk_bytes(open.layout());  // gathered ahead, as a plan may say
+  if (least >= open.options.ample_limit_bytes) least += open.options.ample_extra_bytes;
+  open.backend().reset_least_limit();
+  PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", what, " needs ", least,
+           " bytes at its peak even with every idle chunk evicted; raise device_memory to at least ", least,
+           " bytes, or lower the batch size or default_chunk_size",
+           open.updates.num_committed() > 0 ? "" : ". Nothing was updated");
+}
+
+void fill_margin(OpenEngine& open, const Timeline& step) {
+  if (open.updates.num_committed() > 0) return;  // updates are under way; states stay on the host
+  open.updates.cancel_all();
+  open.residency.fill_margin(step);
+  open.updates.forget_choice();
+}
+
+// A step's tide is known. States of before the first step, of a checkpoint or of other ranks, are read by updates that
+// began in its backward, which are of no use where the states move.
+void place_states(OpenEngine& open, const Timeline& step) {
+  if (open.placing == StatesPlacing::kOfUnfrozen) {
+    open.placing = StatesPlacing::kDone;
+    return fill_margin(open, step);
+  }
+  open.updates.cancel_all();
+  open.residency.place_in_margin(step);
+}
+
+void leave_to_gradients(OpenEngine& open) {
+  open.updates.leave_to_gradients(open.residency.leaving_gradient_bytes(open.recorder.last()));
+}
+
+void choose_speculation(OpenEngine& open) {
+  if (open.updates.must_choose_speculation()) leave_to_gradients(open);
+  open.updates.choose_speculation();
+}
+
+// Gradients are over, and values are live again.
+void end_gradients(OpenEngine& open) {
+  open.flow.clear();
+  for (ParamId param = 0; param < open.layout().num_params(); ++param) {
+    const bool exists = open.memory.store().array({open.layout().placement(param).chunk, ArrayKind::kParam}).exists();
+    if (open.memory.store().param_state(param) != State::kFree || exists)
+      open.memory.store().move_param(param, exists ? State::kHold : State::kFree);
+  }
+}
+
+void finish_step(OpenEngine& open, StepOutcome outcome) {
+  end_gradients(open);
+  // Of several ranks one that used no chunk takes part in what all of them decide.
+  const bool any_moment = open.recorder.position() >= 0;
+  if (!any_moment && !open.layout().is_sharded()) return open.memory.tracer().abandon();
+  const bool first = open.placing == StatesPlacing::kFirst;
+  Timeline previous = open.recorder.last();
+  const PlanReplay::Course course = open.pager.replay().course();
+  const bool is_exact = any_moment && (!open.pager.replays() || course == PlanReplay::Course::kExact);
+  std::vector<int64_t> planned_tides = open.pager.replay().tides();
+  std::vector<int64_t>* const followed = open.pager.replays() ? &planned_tides : nullptr;
+  open.pager.replay().end_step();
+  // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
+  // optimizer states would be taken for tide.
+  open.recorder.finish_step();
+  if (first) {
+    open.placing = StatesPlacing::kDone;
+    open.backend().set_limit_policy(LimitPolicy::kEnforce);
+    open.updates.forget_choice();  // of what was unfrozen before
+    choose_speculation(open);
+  }
+  Timeline last = open.recorder.last();
+  const PlanVote mine = open.planner.vote(previous, is_exact ? StepWay::kAsRecorded : StepWay::kAsBefore);
+  const StepAgreement agreement = open.collectives->agree_on(last, followed, packed(mine));
+  std::vector<PlanVote> votes;
+  for (const std::string& note : agreement.notes) {
+    votes.push_back(unpacked_vote(note, static_cast<size_t>(open.layout().num_chunks())));
+  }
+  const PlanVote all = agreed(votes);
+  if (agreement.ways == StepAgreement::Ways::kAsPlanned) last = with_tides(previous, planned_tides);
+  open.recorder.set_last(std::move(last));
+  is_exact ? open.memory.tracer().end_step(open.recorder.last(), outcome) : open.memory.tracer().abandon();
+  open.residency.set_ranks_fragments(all.fragment_bytes);
+  open.residency.limit_payloads(open.recorder.last());
+  if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // all ranks found so
+  const bool holds = open.planner.end_step(previous, all);
+  if (!holds) leave_to_gradients(open);  // the tide may have risen
+  if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
+}
+
+void settle(OpenEngine& open) { open.step.move(open.flow.pending() ? StepState::kGradients : StepState::kReady); }
+
+}  // namespace
+
+void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt) {
+  open.disk.check();
+  if (tracking == Tracking::kTraining && is_frozen(open.layout())) forget_running_step(open);
+  if (open.recorder.position() < 0) open.backend().reset_least_limit();
+  open.step.move(tracking == Tracking::kTraining ? StepState::kForward : StepState::kEvaluation);
+  const bool first = attempt == Attempt::kFirst || attempt == Attempt::kOnly;
+  const bool begins_step = open.recorder.position() < 0 && !open.pager.replays();
+  if (tracking == Tracking::kTraining && begins_step && first) {
+    open.device->take_tide_peak(open.pager);
+    open.pager.restart_replay();
+    open.memory.arena().release_reused();
+    open.memory.arena().prepare_ahead();  // momentum and variance, beside the first step
+    open.planner.begin_step();
+    open.memory.tracer().begin_step();
+  }
+  if (!first) open.device->take_tide_peak(open.pager);
+  if (tracking == Tracking::kTraining) {
+    open.recorder.begin_forward();
+    open.turns.begin_forward(attempt == Attempt::kOnly ? CallSharing::kShared : CallSharing::kOwn);
+  }
+  // With a plan of several ranks, chunks can make room by the host: what is missing is measured.
+  const bool has_plan = open.pager.replay().course() != PlanReplay::Course::kNone;
+  const bool last = attempt == Attempt::kLast || attempt == Attempt::kOnly || (open.layout().is_sharded() && has_plan);
+  open.backend().set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(open));
+}
+
+void end_forward(OpenEngine& open) {
+  const bool training = open.step.is(StepState::kForward);
+  if (training) {
+    if (!open.turns.finish_forward()) open.memory.tracer().abandon();
+    open.recorder.end_phase();
+  } else if (open.layout().is_sharded()) {
+    open.turns.finish_phase();
+  }
+  open.step.go_back();
+  open.backend().set_limit_policy(training ? LimitPolicy::kMeasure : policy_between_calls(open));
+  if (!training) check_least_limit(open, "this forward pass");
+}
+
+void undo_forward(OpenEngine& open) {
+  open.backend().reclaim();
+  if (open.step.is(StepState::kForward)) {
+    open.turns.undo_forward();
+    open.recorder.undo_forward();
+    open.memory.tracer().abandon();
+  }
+  open.step.go_back();
+}
+
+void abort_forward(OpenEngine& open) { abandon_call(open); }
+
+void begin_backward(OpenEngine& open, const std::vector<GroupOptions>& expected_groups, double expected_grad_scale) {
+  open.updates.expect(expected_groups, expected_grad_scale);
+  if (!open.flow.pending()) {
+    choose_speculation(open);
+    open.disk.expect_updates();
+  }
+  open.step.move(StepState::kBackward);
+  open.backend().set_limit_policy(LimitPolicy::kMeasure);
+  try {
+    open.turns.begin_backward();
+    open.flow.begin_backward();
+  } catch (...) {
+    open.tracker.abandon_all();
+    abandon_call(open);
+    throw;
+  }
+}
+
+void end_backward(OpenEngine& open) {
+  open.flow.complete_backward();
+  open.turns.finish_backward();
+  open.recorder.end_phase();
+  open.updates.fetch_gradients();
+  open.step.move(StepState::kGradients);
+  open.backend().set_limit_policy(policy_between_calls(open));
+  check_least_limit(open, "this step");
+}
+
+bool keep_joint_backward(OpenEngine& open) {
+  if (open.flow.keep_backward()) return true;
+  if (is_frozen(open.layout())) {
+    open.recorder.note_tide(open.pager.tide_of_running_moment());
+    finish_step(open, StepOutcome::kSkipped);
+  }
+  settle(open);
+  return false;
+}
+
+int abort_backward(OpenEngine& open) {
+  abandon_call(open);
+  const int num_committed = open.updates.num_committed() + (open.updates.is_torn() ? 1 : 0);
+  open.updates.forget_committed();
+  open.updates.cancel_all();
+  open.flow.abort_backward();
+  settle(open);
+  open.disk.expect_nothing();
+  return num_committed;
+}
+
+void meet_ranks(OpenEngine& open) {
+  const bool is_planned = open.pager.replays() && open.step.is_recorded();
+  if (open.layout().is_sharded() && !is_planned) open.turns.finish_phase();
+}
+
+double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
+  std::sort(left_out.begin(), left_out.end());
+  open.memory.tracer().begin_optimizer();
+  const double sum = open.flow.sum_of_squares(left_out);
+  open.recorder.note_tide(open.pager.tide_of_running_moment());
+  const bool is_time_to_return = open.residency.is_time_to_return();
+  if (open.recorder.position() < 0 && !open.layout().is_sharded()) return sum;
+  if (open.placing != StatesPlacing::kDone) {
+    Timeline timeline = open.recorder.running();
+    open.collectives->agree_on(timeline, nullptr);
+    place_states(open, timeline);
+  } else if (open.residency.is_settling()) {
+    Timeline timeline = open.recorder.running();
+    open.collectives->agree_on(timeline, nullptr);
+    if (open.residency.has_room_for_more(timeline)) fill_margin(open, timeline);
+  } else if (is_time_to_return) {
+    fill_margin(open, open.recorder.running());
+  }
+  return sum;
+}
+
+void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
+  const bool is_new = !open.step.is(StepState::kUpdating) && !open.step.is(StepState::kEnding);
+  if (is_new) open.updates.check_step(groups, grad_scale);
+  if (!open.step.is(StepState::kEnding)) {
+    try {
+      open.updates.apply(groups, grad_scale, clip_ratio);
+    } catch (...) {
+      if (open.updates.is_torn()) {
+        open.step.move(StepState::kTorn);
+      } else if (open.updates.num_committed() > 0) {
+        open.step.move(StepState::kUpdating);
+      }
+      throw;
+    }
+    open.updates.forget_committed();
+    ++open.memory.counters().num_steps;
+    open.step.move(StepState::kEnding);
+  }
+  finish_step(open, StepOutcome::kApplied);
+  open.step.move(StepState::kReady);
+}
+
+void skip_step(OpenEngine& open) {
+  if (!open.step.is(StepState::kEnding)) {
+    open.updates.cancel_all();
+    ++open.memory.counters().num_skipped_steps;
+    open.step.move(StepState::kEnding);
+  }
+  finish_step(open, StepOutcome::kSkipped);
+  open.step.move(StepState::kReady);
+}
+
+void drop_step(OpenEngine& open) {
+  open.step.move(StepState::kReady);
+  open.updates.drop_step();
+  end_gradients(open);
+  open.disk.expect_nothing();
+  forget_running_step(open);
+}
+
+void clear_gradients(OpenEngine& open) {
+  if (!open.flow.pending()) return;
+  open.updates.cancel_all();
+  open.flow.clear();
+  open.step.move(StepState::kReady);
+  open.disk.expect_nothing();
+  forget_running_step(open);
+}
+
+void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes> times) {
+  PS_CHECK(open.placing == StatesPlacing::kFirst && open.recorder.position() < 0, StateError,
+           "a plan is adopted before the first step only");
+  open.recorder.set_last(std::move(timeline));
+  open.residency.place_in_margin(open.recorder.last());
+  open.residency.limit_payloads(open.recorder.last());
+  open.planner.adopt(std::move(times));
+}
+
+void train(OpenEngine& open, const std::vector<ParamId>& params) {
+  open.unfreezing.train(params);
+  if (open.placing == StatesPlacing::kDone) open.placing = StatesPlacing::kOfUnfrozen;
+}
+
+}  // namespace patrickstar
