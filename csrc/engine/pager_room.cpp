@@ -1,0 +1,174 @@
+// The part of the pager that makes room on the device (engine/pager.h).
+#include <algorithm>
+
+#include "common/check.h"
+#include "engine/pager.h"
+
+namespace patrickstar {
+
+namespace {
+
+struct Victim {
+  ArrayId id;
+  int64_t farness;  // moments until its next use, at most; larger ones leave first
+  uint64_t last_use;
+};
+
+// [Note: what leaves first] Below that of any value.
+constexpr int64_t kStateFarness = 0;
+constexpr int64_t kLeadingStateFarness = -1;
+
+}  // namespace
+
+Slot Pager::acquire(int64_t num_bytes, SlotFit fit) {
+  Slot slot = memory_.slots().acquire(num_bytes, fit);
+  if (slot || memory_.device().take_from_others(*this, num_bytes, Vacate::kValues) == 0) return slot;
+  return memory_.slots().acquire(num_bytes, fit);
+}
+
+Slot Pager::take_slot(int64_t num_bytes, ArrayId what, SlotFit fit) {
+  SlotPool& slots = memory_.slots();
+  Backend& backend = memory_.backend();
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, what});
+  // More than the limit is no shortage yet: updates ahead of the step keep their memory.
+  while (slots.used_bytes() + num_bytes > payload_limit_bytes_ &&
+         evict_one(Vacate::kEverything, HostRoom::kFree, RoomFor::kLimit)) {
+  }
+  Slot slot = acquire(num_bytes, fit);
+  while (!slot && evict_one(Vacate::kEverything, HostRoom::kFree)) slot = slots.acquire(num_bytes, fit);
+  if (!slot && backend.reclaimable_bytes() >= num_bytes) {
+    backend.reclaim();
+    slot = slots.acquire(num_bytes, fit);
+  }
+  while (!slot && evict_one(Vacate::kEverything, HostRoom::kOfUpdatesAhead)) slot = slots.acquire(num_bytes, fit);
+  if (!slot) {
+    memory_.device().take_from_others(*this, num_bytes, Vacate::kEverything);
+    backend.reclaim();
+    slot = slots.acquire(num_bytes, fit);
+  }
+  // What is held does not fit together with the tide. The backend's policy decides: a warm-up measures how much
+  // would be needed, later it is an error that says it.
+  if (!slot) slot = slots.acquire(num_bytes, fit, OverLimit::kAllow);
+  PS_CHECK(slot, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
+           slots.used_bytes(), " bytes of chunks are in use and ", backend.tide_bytes(), " bytes of activations, of ",
+           backend.limit_bytes(), "; raise device_memory or lower the batch size");
+  return slot;
+}
+
+Slot Pager::try_take_slot(int64_t num_bytes) {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
+  Slot slot = acquire(num_bytes);
+  while (!slot && evict_one(Vacate::kValues, HostRoom::kFree)) slot = memory_.slots().acquire(num_bytes);
+  return slot;
+}
+
+bool Pager::is_evictable(ArrayId id) const {
+  const ArrayRecord& array = memory_.array(id);
+  return array.slot && array.on_device && array.holds == 0;
+}
+
+// What would need a copy for which the host has no room is passed over at once: on a full device this runs for each
+// slot.
+bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
+  const auto num_moments = static_cast<int64_t>(plan().moments.size());
+  const int64_t guest_room = room == HostRoom::kFree ? memory_.arena().free_bytes() - promised_host_bytes() : INT64_MAX;
+  std::vector<Victim> victims;
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    const bool is_state = is_placed_on_device(id);
+    if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
+    const ArrayRecord& array = memory_.array(id);
+    if (room_for != RoomFor::kActivations && array.slot.belongs_to(memory_.tide_memory())) continue;
+    const bool dirty = !array.on_host && !can_be_had_again(id);
+    // [Note: whole values on the host]
+    if (dirty && room_for == RoomFor::kLimit && layout().is_sharded() && replays()) continue;
+    if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
+    int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
+    if (dirty) farness = std::min(farness, num_moments);
+    const bool leads = id.kind == store().chunk(id.chunk).leading_state();
+    if (is_state) farness = leads ? kLeadingStateFarness : kStateFarness;
+    victims.push_back({id, farness, array.last_use});
+  }
+  std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
+    return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
+  });
+  // One that cannot leave (host memory is full and it is dirty) does not save the others.
+  return std::any_of(victims.begin(), victims.end(), [&](const Victim& victim) { return evict(victim.id, room); });
+}
+
+// [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not
+// once more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the
+// whole values to its host and fetches them from there; they end when the plan would have them leave the device. It
+// does so for want of memory alone, and with whole gradients too, not where payloads are over their limit
+// (RoomFor::kLimit): slots are larger than what they hold ([Note: rare sizes], memory/slot_pool.h), so where a plan
+// fills the limit nearly every new slot exceeds it by a little. Nearly every value went down just before the plan
+// dropped it, and gradients between two of their parts; in the host's memory they took the room of complete gradients,
+// which then filled the device. A gather ahead that finds no room waits for a later moment, in turn ([Note: the same
+// order on every rank]).
+bool Pager::evict(ArrayId id, HostRoom room) {
+  if (!is_evictable(id)) return false;
+  if (can_be_had_again(id)) {
+    memory_.drop_slot(id);
+  } else if (!push_out(id, room)) {
+    return false;
+  }
+  ++memory_.counters().num_evictions;
+  return true;
+}
+
+void Pager::vacate(Vacate what) {
+  memory_.device().take_from_others(*this, INT64_MAX, what);
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (what == Vacate::kEverything || !is_placed_on_device(id)) evict(id, HostRoom::kOfUpdatesAhead);
+  }
+  memory_.slots().trim(INT64_MAX);
+  memory_.backend().reclaim();
+}
+
+void Pager::drop_derivable() {
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (!is_placed_on_device(id) && is_evictable(id) && can_be_had_again(id)) memory_.drop_slot(id);
+  }
+  memory_.slots().trim(INT64_MAX);
+}
+
+int64_t Pager::trim(int64_t num_bytes) {
+  const int64_t freed = memory_.slots().trim(num_bytes);
+  memory_.tracer().sample_memory();
+  return freed;
+}
+
+int64_t Pager::give_up(int64_t num_bytes, Vacate what) {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
+  const auto leaves = [&](HostRoom room) { return evict_one(what, room, RoomFor::kActivations); };
+  int64_t freed = 0;
+  int64_t lent = memory_.tide_memory().lent_bytes();
+  while (freed < num_bytes && (leaves(HostRoom::kFree) || leaves(HostRoom::kOfUpdatesAhead))) {
+    ++memory_.counters().num_pressure_evictions;
+    freed += lent - memory_.tide_memory().lent_bytes();
+    lent = memory_.tide_memory().lent_bytes();
+    freed += memory_.slots().trim(num_bytes - freed);
+  }
+  memory_.tracer().sample_memory();
+  return freed;
+}
+
+int64_t Pager::state_bytes() const {
+  int64_t bytes = 0;
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (is_placed_on_device(id)) bytes += memory_.array(id).slot.num_bytes;
+  }
+  return bytes;
+}
+
+int64_t Pager::value_bytes() const {
+  int64_t bytes = 0;
+  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk)
+    bytes += layout().num_bytes({chunk, ArrayKind::kParam});
+  return bytes;
+}
+
+}  // namespace patrickstar
