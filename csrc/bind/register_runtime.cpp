@@ -252,7 +252,8 @@ void register_inspection(RuntimeClass& runtime) {
 }  // namespace
 
 void register_runtime(py::module_& module) {
-  RuntimeClass runtime(module, "Runtime", "The core's façade (engine/runtime.h; the course of a step: engine/step_course.h).");
+  RuntimeClass runtime(module, "Runtime",
+                       "The core's façade (engine/runtime.h; the course of a step: engine/step_course.h).");
   runtime
       .def(py::init([](Layout layout, std::vector<std::string> param_names,
                        const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
