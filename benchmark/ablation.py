@@ -96,7 +96,7 @@ def _measure(args: argparse.Namespace, largest_norm: float, without: str | None)
     seconds = []
     losses = []
     init_seconds = time.perf_counter() - begin
-    with engine:
+    try:
         for step in range(args.warmup + args.steps):
             tokens = {name: value.to(device) for name, value in token_batch(job.shape, job.batch, generator).items()}
             before = counts(engine)
@@ -113,7 +113,9 @@ def _measure(args: argparse.Namespace, largest_norm: float, without: str | None)
                 seconds.append(time.perf_counter() - begin)
         found = since(before, counts(engine)) | levels(engine)
         found |= {"predicted": engine.report()["predicted_step_seconds"], "norm": engine.report()["grad_norm"]}
-    _C.leave_out([])
+    finally:
+        engine.discard()
+        _C.leave_out([])
     low, median, high = statistics.quantiles(seconds, n=4)
     spread = {"seconds": median, "low": low, "high": high, "all_seconds": seconds}
     return {"init_seconds": init_seconds, **spread, "losses": losses, **found}
@@ -124,10 +126,15 @@ def _without_values_in_place() -> Any:
 
 
 def _line(row: dict[str, Any]) -> str:
-    what = f"clipping {row['clipping']}, " + (f"without {row['without']}" if row["without"] else "all mechanisms")
+    without = f"without {row['without']}" if row["without"] else "all mechanisms"
     ratio = f", {row['ratio']:.3f} x" if "ratio" in row else ""
-    told = f"{what}: {row['seconds']:.3f} s ({row['low']:.3f} to {row['high']:.3f}){ratio}"
-    return ", ".join([told, f"predicted {row['predicted']:.3f}", f"loss {row['losses'][-1]:.6f}", *in_words(row)])
+    parts = [
+        f"clipping {row['clipping']}, {without}: {row['seconds']:.3f} s ({row['low']:.3f} to {row['high']:.3f}){ratio}",
+        f"initialised in {row['init_seconds']:.1f} s",
+        f"predicted {row['predicted']:.3f}",
+        f"loss {row['losses'][-1]:.6f}",
+    ]
+    return ", ".join([*parts, *in_words(row)])
 
 
 def format_table(result: dict[str, Any]) -> str:
