@@ -1,4 +1,4 @@
-"""What each mechanism of the core buys: steps without it beside steps with all, in turns, in one process.
+"""Gain of each mechanism of the core: steps without it beside steps with all, in turns, in one process.
 
 The benchmark's model, batches and optimizer, as in ``benchmark.steps``. Each engine is built anew, trains ``--warmup``
 steps in which it measures and plans, and is timed over ``--steps``. One engine before them is not counted, since a

@@ -125,7 +125,7 @@ class Vacate(_Enum):
 
 @final
 class Mechanism(_Enum):
-    """What steps can be measured without (csrc/common/ablation.h)."""
+    """Mechanisms that a measurement can leave out (csrc/common/ablation.h)."""
 
     WHOLE_UPDATES_AHEAD: ClassVar[Mechanism]
     PARAMETERS_FIRST: ClassVar[Mechanism]

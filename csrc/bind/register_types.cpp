@@ -24,7 +24,7 @@ State parse_state(const std::string& name) {
 }
 
 void register_ablation(py::module_& module) {
-  py::enum_<Mechanism>(module, "Mechanism", "What steps can be measured without (common/ablation.h).")
+  py::enum_<Mechanism>(module, "Mechanism", "Mechanisms that a measurement can leave out (common/ablation.h).")
       .value("WHOLE_UPDATES_AHEAD", Mechanism::kWholeUpdatesAhead)
       .value("PARAMETERS_FIRST", Mechanism::kParametersFirst)
       .value("SETTLED_VALUES", Mechanism::kSettledValues)

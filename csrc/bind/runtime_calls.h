@@ -27,7 +27,7 @@ using RuntimeClass = pybind11::class_<Runtime, UseListener, RuntimeHolder>;
 
 void register_runtime_values(RuntimeClass& runtime);
 
-// What `work(open)` gives, without the interpreter.
+// Result of `work(open)`, which runs without the interpreter.
 template <Call call, typename Work>
 auto without_gil(Runtime& self, const Work& work) -> std::decay_t<decltype(work(std::declval<OpenEngine&>()))> {
   const pybind11::gil_scoped_release release;

@@ -8,7 +8,7 @@ namespace {
 
 enum class Order : uint8_t { kAny, kAfterCompute };
 
-// What becomes of parameters that are held.
+// Fate of parameters that are held.
 enum class Holds : uint8_t {
   kStay,
   kTransientEnd,  // those of the user's own accesses
@@ -16,7 +16,7 @@ enum class Holds : uint8_t {
   kAbandoned,     // and those of modules; none retires
 };
 
-// What becomes of updates that were made for good.
+// Fate of updates that were made for good.
 enum class Committed : uint8_t {
   kStay,
   kRefuse,        // where there are any
@@ -24,7 +24,7 @@ enum class Committed : uint8_t {
   kForgotten,
 };
 
-// What becomes of updates that began ahead of the step.
+// Fate of updates that began ahead of the step.
 enum class Early : uint8_t {
   kStay,
   kValuesRestored,  // old values that new ones have taken the place of

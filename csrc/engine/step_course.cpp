@@ -108,7 +108,7 @@ void end_gradients(OpenEngine& open) {
 
 void finish_step(OpenEngine& open, StepOutcome outcome) {
   end_gradients(open);
-  // Of several ranks one that used no chunk takes part in what all of them decide.
+  // With several ranks, one that used no chunk takes part in what all of them decide.
   const bool any_moment = open.recorder.position() >= 0;
   if (!any_moment && !open.layout().is_sharded()) return open.memory.tracer().abandon();
   const bool first = open.placing == StatesPlacing::kFirst;

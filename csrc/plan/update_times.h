@@ -35,7 +35,7 @@ struct UpdatedChunk {
 
 UpdateAt update_at(const UpdatedChunk& chunk, UpdateStart start, ExpectedScale scale);
 
-// What the simulator takes of a layout: ranks that share a chunk, and by chunk the elements of an update and its bytes
+// The simulator's view of a layout: ranks that share a chunk, and by chunk the elements of an update and its bytes
 // on the disk.
 void describe_updates(const Layout& layout, StepShape& shape);
 

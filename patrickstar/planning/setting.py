@@ -1,4 +1,4 @@
-"""What an engine is given, and that a model does not fit it."""
+"""Budgets and options of an engine that is planned for, and the error of a model that does not fit them."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from patrickstar.config import ActivationOffload, Master, OptimizerConfig, Optim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an engine is given, on each rank."""
+    """Budgets and options of an engine, on each rank."""
 
     device_bytes: int
     """Budget of device memory in bytes, the configuration's ``device_memory``."""
     host_bytes: int
     """Budget of host memory in bytes, the configuration's ``host_memory``."""
     disk_bytes: int = 0
-    """What of a disk optimizer states may take, the configuration's ``disk_memory.size``; 0: there is none."""
+    """Bytes of a disk for optimizer states, the configuration's ``disk_memory.size``; 0: there is none."""
     margin_use_ratio: float = 1.0
     """Share of the device memory left after compute copies and the tide that optimizer states may take
     (``client.mem_tracer.margin_use_ratio``).
     """
     hybrid_adam: bool = True
-    """Whether optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
+    """True: optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
-    """Whether updates on the host start during backward (``optimizer.speculation``)."""
+    """Start of updates on the host, during backward or after it (``optimizer.speculation``)."""
     optimizer: OptimizerType = OptimizerType.ADAMW
-    """Which rule updates (``optimizer.type``)."""
+    """Update rule (``optimizer.type``)."""
     states: States = States.FP32
-    """What momentum and variance are stored in (``optimizer.states``)."""
+    """Storage of momentum and variance (``optimizer.states``)."""
     master: Master = Master.EXACT
-    """What parameters are updated from (``optimizer.master``)."""
+    """Master weights, from which parameters are updated (``optimizer.master``)."""
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
     offload: ActivationOffload = ActivationOffload.AUTO
     """Whose activations may leave the device between forward and backward (``activations.offload``)."""
 
     def optimizer_config(self) -> OptimizerConfig:
-        """What the configuration's section ``optimizer`` says of it."""
+        """The same as the configuration's section ``optimizer``."""
         return OptimizerConfig(
             type=self.optimizer, speculation=self.speculation, states=self.states, master=self.master
         )
 
     @property
     def backwards(self) -> _C.Backwards:
-        """What the engine knows of them (``gradient_accumulation_steps``)."""
+        """Backwards of a step, as the engine counts them (``gradient_accumulation_steps``)."""
         return _C.Backwards.SEVERAL if self.accumulation > 1 else _C.Backwards.ONE
 
     @property
@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def updates_take_memory(self) -> bool:
-        """Whether updates on the host start during backward beside the old values."""
+        """True where updates on the host start during backward, beside the old values."""
         return self.update_start == _C.UpdateStart.SPECULATIVE
 
 
