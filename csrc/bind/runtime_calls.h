@@ -1,7 +1,7 @@
 // Methods of Python's Runtime, made of a call's rule and a function of the open engine or of one of its parts. Each
 // takes the device's lock and runs without the interpreter; arguments and results are copied.
 //
-//   .def("home", bound<Call::kInspect>(+[](OpenEngine& open, ChunkId chunk) { return open.memory.store().home(chunk); }))
+//   .def("tide_bytes", bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().tide_bytes(); }))
 //   .def("is_stashed", bound<Call::kInspect>(&OpenEngine::stash, &Stash::is_over))
 #pragma once
 
