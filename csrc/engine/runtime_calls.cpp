@@ -101,7 +101,9 @@ Rule rule_of(Call call) {
 }
 
 const char* remedy(StepState state) {
-  return kRunning.has(state) ? "; call it when that is over" : "; call optimizer.step() again, or load a checkpoint";
+  if (kRunning.has(state)) return "; call it when that is over";
+  if (state == StepState::kTorn) return "; load a checkpoint";
+  return kBetweenCalls.has(state) ? "; none is running" : "; call optimizer.step() again, or load a checkpoint";
 }
 
 void check_committed(const OpenEngine& open, const Rule& rule, const CallChunks& chunks) {

@@ -47,12 +47,13 @@ def test_calls_out_of_order_are_refused_and_change_nothing():
             seen.add(runtime.step_state)
             forward = runtime.step_state != _C.StepState.BACKWARD
             other = "end_backward" if forward else "end_forward"
-            refuse(runtime, [*within, other], "within a forward" if forward else "within a backward")
+            where = "within a forward" if forward else "within a backward"
+            refuse(runtime, [*within, other], f"{where}; call it when that is over")
 
     def between_steps(new_engine, _):
         nonlocal engine
         engine = new_engine
-        refuse(engine._session.runtime, ends, "between steps")
+        refuse(engine._session.runtime, ends, "to end between steps; none is running")
         if not seen:
             engine.module.get_submodule("model.layers.0").register_forward_hook(look)
             engine.module.get_submodule("lm_head").weight.register_hook(look)
