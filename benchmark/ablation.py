@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -23,11 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmark.common import SHAPES, provenance, synchronize, token_batch
+from benchmark.common import provenance, token_batch
 from benchmark.step_counts import counts, in_words, levels, since
+from benchmark.steps import add_engine_arguments, make_job, timed_step
 from patrickstar import _C
-from patrickstar.command.flags import memory_size
-from patrickstar.config import Master, Speculation, States
 
 # Its switch is the choice of the layout.
 _IN_PLACE = "values_in_place"
@@ -35,16 +33,9 @@ _MECHANISMS = [*(name.lower() for name in _C.Mechanism.__members__), _IN_PLACE]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    add_engine_arguments(parser)
     parser.add_argument("--warmup", type=int, default=7, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
-    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
-    parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
-    parser.add_argument("--speculation", choices=[member.value for member in Speculation], default="auto")
-    parser.add_argument("--states", choices=[member.value for member in States], default="fp32")
-    parser.add_argument("--master", choices=[member.value for member in Master], default="exact")
-    parser.add_argument("--further", type=json.loads, default={}, metavar="JSON", help="keys of the configuration")
     parser.add_argument("--without", nargs="*", choices=_MECHANISMS, default=_MECHANISMS, metavar="MECHANISM")
     parser.add_argument("--clip-acting", nargs="*", choices=_MECHANISMS, metavar="MECHANISM",
                         help="these once more, where clipping acts")  # fmt: skip
@@ -73,17 +64,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(args: argparse.Namespace, largest_norm: float, without: str | None) -> dict[str, Any]:
-    from benchmark.systems import Job
     from benchmark.systems.device import training_device
     from benchmark.systems.patrickstar import training_options
     from benchmark.systems.weights import build_job_model
     from patrickstar.runtime import initialize_engine
 
-    job = Job(
-        system="patrickstar", model=args.model, ranks=1, length=SHAPES[args.model].length, batch=args.batch_size,
-        clipping=largest_norm, speculation=args.speculation, states=args.states, master=args.master,
-        gpu_bytes=args.device_memory, host_bytes=args.host_memory, warmup=0, steps=args.steps,
-    )  # fmt: skip
+    job = make_job(args, largest_norm)
     config = training_options(job).engine_config() | args.further
     device = training_device()
     member = _C.Mechanism.__members__.get((without or "").upper())
@@ -100,17 +86,10 @@ def _measure(args: argparse.Namespace, largest_norm: float, without: str | None)
         for step in range(args.warmup + args.steps):
             tokens = {name: value.to(device) for name, value in token_batch(job.shape, job.batch, generator).items()}
             before = counts(engine)
-            synchronize()
-            begin = time.perf_counter()
-            optimizer.zero_grad()
-            loss = engine(**tokens).loss
-            engine.backward(loss)
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            synchronize()
+            duration, loss = timed_step(engine, optimizer, tokens)
+            losses.append(loss)
             if step >= args.warmup:
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(duration)
         found = since(before, counts(engine)) | levels(engine)
         found |= {"predicted": engine.report()["predicted_step_seconds"], "norm": engine.report()["grad_norm"]}
     finally:

@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,37 +24,65 @@ from benchmark.step_counts import counts, in_words, levels, since
 from patrickstar.command.flags import memory_size
 from patrickstar.config import Master, Speculation, States
 
+if TYPE_CHECKING:
+    from benchmark.systems import Job
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    add_engine_arguments(parser)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients, 0: no clipping")
+    parser.add_argument(
+        "--trace", type=int, nargs="*", default=[], metavar="STEP", help="say what bounds these, from 0"
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of a model, its batches and its engine, for :func:`make_job`."""
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
     parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
     parser.add_argument("--speculation", choices=[member.value for member in Speculation], default="auto")
     parser.add_argument("--states", choices=[member.value for member in States], default="fp32")
     parser.add_argument("--master", choices=[member.value for member in Master], default="exact")
     parser.add_argument("--further", type=json.loads, default={}, metavar="JSON", help="keys of the configuration")
-    parser.add_argument(
-        "--trace", type=int, nargs="*", default=[], metavar="STEP", help="say what bounds these, from 0"
-    )
+
+
+def make_job(args: argparse.Namespace, clipping: float) -> Job:
+    """The job of :func:`add_engine_arguments`'s flags on one rank."""
+    from benchmark.systems import Job
+
+    return Job(
+        system="patrickstar", model=args.model, ranks=1, length=SHAPES[args.model].length, batch=args.batch_size,
+        clipping=clipping, speculation=args.speculation, states=args.states, master=args.master,
+        gpu_bytes=args.device_memory, host_bytes=args.host_memory, warmup=0, steps=args.steps,
+    )  # fmt: skip
+
+
+def timed_step(engine: Any, optimizer: Any, tokens: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Seconds of one training step, with a synchronisation before and after it, and its loss."""
+    synchronize()
+    begin = time.perf_counter()
+    optimizer.zero_grad()
+    loss = engine(**tokens).loss
+    engine.backward(loss)
+    value = loss.item()
+    del loss
+    optimizer.step()
+    synchronize()
+    return time.perf_counter() - begin, value
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains; the rows are steps."""
-    from benchmark.systems import Job
     from benchmark.systems.device import training_device
     from benchmark.systems.patrickstar import training_options
     from benchmark.systems.weights import build_job_model
     from patrickstar.profiling.summary import summarize
     from patrickstar.runtime import initialize_engine
 
-    job = Job(
-        system="patrickstar", model=args.model, ranks=1, length=SHAPES[args.model].length, batch=args.batch_size,
-        clipping=args.clip, speculation=args.speculation, states=args.states, master=args.master,
-        gpu_bytes=args.device_memory, host_bytes=args.host_memory, warmup=0, steps=args.steps,
-    )  # fmt: skip
+    job = make_job(args, args.clip)
     config = training_options(job).engine_config() | args.further
     device = training_device()
     begin = time.perf_counter()
@@ -70,16 +98,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         tokens = {name: value.to(device) for name, value in token_batch(job.shape, job.batch, generator).items()}
         if step in args.trace:
             engine._session.runtime.start_trace()
-        synchronize()
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        loss = engine(**tokens).loss
-        engine.backward(loss)
-        value = loss.item()
-        del loss
-        optimizer.step()
-        synchronize()
-        row = {"step": step, "seconds": time.perf_counter() - begin, "loss": value}
+        seconds, value = timed_step(engine, optimizer, tokens)
+        row = {"step": step, "seconds": seconds, "loss": value}
         trace = engine._session.runtime.take_trace()
         now, report = counts(engine), engine.report()
         row |= {"predicted": report["predicted_step_seconds"], "norm": report["grad_norm"]}

@@ -46,8 +46,8 @@ Slot Pager::take_slot(int64_t num_bytes, ArrayId what, SlotFit fit) {
     backend.reclaim();
     slot = slots.acquire(num_bytes, fit);
   }
-  // What is held does not fit together with the tide. The backend's policy decides: a warm-up measures how much
-  // would be needed, later it is an error that says it.
+  // Chunks in use and activations together exceed the limit. The backend's policy decides: the first step measures how
+  // much is needed, later steps fail with an error that names it.
   if (!slot) slot = slots.acquire(num_bytes, fit, OverLimit::kAllow);
   PS_CHECK(slot, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
            slots.used_bytes(), " bytes of chunks are in use and ", backend.tide_bytes(), " bytes of activations, of ",
@@ -67,8 +67,8 @@ bool Pager::is_evictable(ArrayId id) const {
   return array.slot && array.on_device && array.holds == 0;
 }
 
-// What would need a copy for which the host has no room is passed over at once: on a full device this runs for each
-// slot.
+// Arrays whose copy would find no room on the host are passed over before candidates are sorted: on a full device this
+// runs for each slot.
 bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
   const auto num_moments = static_cast<int64_t>(plan().moments.size());
   const int64_t guest_room = room == HostRoom::kFree ? memory_.arena().free_bytes() - promised_host_bytes() : INT64_MAX;

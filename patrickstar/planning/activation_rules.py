@@ -32,7 +32,9 @@ _CHUNKS_DIVISOR = 6  # of it, what chunks have at least, and what PyTorch's cach
 
 
 def comes_ahead(number: int, used: int) -> bool:
-    """Whether the copy back of a tensor begins when another one is used, by their numbers in forward's order."""
+    """True where the copy of tensor ``number`` to the device begins when tensor ``used`` is used in backward. Numbers
+    count kept tensors in the order of the forward.
+    """
     return 0 < used - number <= _FETCHED_AHEAD
 
 
@@ -85,8 +87,8 @@ class DeviceShares:
         return max(needed - self.most_bytes(seen.working_bytes), min(needed - seen.highest_bytes, beyond_bytes))
 
     def has_room(self, num_bytes: int, held_bytes: int, host_bytes: int, seen: SeenStep) -> bool:
-        """Whether so many bytes may be kept that autograd does not save by itself: on the device beside ``held_bytes``,
-        and on the host where ``host_bytes`` are free.
+        """True where device and host can keep ``num_bytes`` that autograd would not save: the device beside
+        ``held_bytes``, the host in ``host_bytes`` that are free.
         """
         on_device = seen.highest_bytes - seen.working_bytes - held_bytes
         return num_bytes <= max(on_device, 0) + max(host_bytes, 0)

@@ -28,14 +28,14 @@ _EXACT = 128  # the least device memory with which activations leave is found to
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What becomes of one chunk size."""
+    """Plan and placement for one chunk size."""
 
     chunk_numel: int
     """Elements in a chunk of this size."""
     setting: Setting
-    """What it was planned with: the shortest step may take less than was given (planning/shortest_step.py)."""
+    """Budgets of the plan; the shortest step may take less than was given (planning/shortest_step.py)."""
     plan: Plan
-    """What an engine with such chunks would move when."""
+    """Transfers of an engine with such chunks."""
     num_device_state_chunks: int
     """Chunks with optimizer states on the device."""
     num_device_quantized_chunks: int
@@ -300,7 +300,7 @@ class Predictor:
         return _C.initial_placement(self.layout, limit, 0, setting.backwards, setting.disk_bytes)[1]
 
     def device_budget(self, setting: Setting) -> _C.DeviceBudget:
-        """What placement and planner are told of the device, as csrc/engine/residency.cpp tells them."""
+        """Budget of the device for placement and planner, made as in csrc/engine/residency.cpp."""
         budget = _C.DeviceBudget()
         budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
         budget.margin_use_ratio = setting.margin_use_ratio

@@ -35,7 +35,7 @@ class Setting:
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
     offload: ActivationOffload = ActivationOffload.AUTO
-    """Whose activations may leave the device between forward and backward (``activations.offload``)."""
+    """Activation offload between forward and backward (``activations.offload``)."""
 
     def optimizer_config(self) -> OptimizerConfig:
         """The same as the configuration's section ``optimizer``."""

@@ -23,7 +23,7 @@ _HALVINGS = 12
 
 
 def shortest_cases(cases: Sequence[Case]) -> list[Case]:
-    """Those whose steps are as short as any, as far as the simulator can tell."""
+    """Cases whose predicted steps differ from the shortest by no more than the simulator's tolerance."""
     longest = min(case.step.seconds for case in cases) * (1 + _C.PREDICTION_TOLERANCE)
     return [case for case in cases if case.step.seconds <= longest]
 
@@ -64,7 +64,7 @@ class ShortestStep:
         return shortest_cases(cases)[0]
 
     def _is_for(self, setting: Setting | None) -> bool:
-        """Whether an engine that is given less host memory, as here, stores states as this layout does."""
+        """True where an engine with the budgets of ``setting`` would choose this layout."""
         layout = self._predictor.layout
         if setting is None:
             return False
@@ -127,7 +127,7 @@ class ShortestStep:
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
     def _bytes_ahead(self, first: int) -> int:
-        """What the chunks from ``first`` on take on the host with new compute values beside the old ones."""
+        """Host bytes of the chunks from ``first`` on, with new compute values beside the old ones."""
         rest = self._predictor.chunks[first:]
         new_values = sum(chunk["new_value_bytes"] for chunk in rest if chunk["trainable"])
         homes = sum(chunk["home_bytes"] for chunk in rest)

@@ -73,9 +73,8 @@ def shared_host_plan(
     chunks: Sequence[PlannedChunk],
     updates: UpdateRates,
 ) -> Plan:
-    """What ``choose`` makes of the rates that are left when all GPUs of a node do the same: how fast transfers and
-    updates are depends on how much of the host's memory bandwidth they take, and that on the step. A few rounds settle
-    it.
+    """The plan of ``choose`` at the rates that each GPU has when all GPUs of a node run the same step. Rates of
+    transfers and updates depend on the host memory bandwidth that the step takes, so a few rounds are made.
     """
     updated = sum(c.shard_numel for c in chunks if c.trainable and not c.states_on_device)
     traffic = HostTraffic()
