@@ -1,12 +1,12 @@
 """Gain of each mechanism of the core: steps without it beside steps with all, in turns, in one process.
 
-The benchmark's model, batches and optimizer, as in ``benchmark.steps``. Each engine is built anew, trains ``--warmup``
-steps in which it measures and plans, and is timed over ``--steps``. One engine before them is not counted, since a
-process's first steps are slower. The first and the last one have all mechanisms: how far they differ is the noise.
-``--clip-acting`` runs a second round in which clipping acts in every step.
+The benchmark's model, batches and optimizer, as in ``benchmark.steps``. One engine trains ``--warmup`` steps, in which
+it measures and plans, and then a series for each mechanism: the plan is made without it, ``--settling`` steps follow,
+and ``--steps`` are timed. Series with all mechanisms come first, last, and between: how far they differ is the noise.
+``--clip-acting`` does the same with an engine of its own, where clipping acts in every step.
 
 * seconds: median of the timed steps, with a synchronisation at the end of each; spread: their quartiles.
-* ratio: to the mean of the engines that have all mechanisms; above 1, the mechanism makes steps shorter.
+* ratio: to the mean of the series with all mechanisms; above 1, the mechanism makes steps shorter.
 * up, down, early, behind ...: of the last step, as ``benchmark.step_counts`` counts them.
 """
 
@@ -16,9 +16,8 @@ import argparse
 import contextlib
 import statistics
 import sys
-import time
 import unittest.mock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +26,9 @@ from benchmark.step_counts import counts, in_words, levels, since
 from benchmark.steps import add_engine_arguments, make_job, timed_step
 from patrickstar import _C
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 # Its switch is the choice of the layout.
 _IN_PLACE = "values_in_place"
 _MECHANISMS = [*(name.lower() for name in _C.Mechanism.__members__), _IN_PLACE]
@@ -34,36 +36,87 @@ _MECHANISMS = [*(name.lower() for name in _C.Mechanism.__members__), _IN_PLACE]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
-    parser.add_argument("--warmup", type=int, default=7, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
+    parser.add_argument("--warmup", type=int, default=8, help="steps of an engine before the first series")
+    parser.add_argument("--settling", type=int, default=4, help="steps of a series before those that are timed")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a series that are timed")
+    parser.add_argument("--base-every", type=int, default=4, help="series without one, between those with all")
     parser.add_argument("--without", nargs="*", choices=_MECHANISMS, default=_MECHANISMS, metavar="MECHANISM")
     parser.add_argument("--clip-acting", nargs="*", choices=_MECHANISMS, metavar="MECHANISM",
                         help="these once more, where clipping acts")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains; the rows are engines."""
-    rows = []
-    _measure(args, 1e6, None)
+    """Trains; the rows are series of steps."""
     rounds = [("harmless", 1e6, args.without)]
     if args.clip_acting is not None:
         rounds.append(("acting", 1e-3, args.clip_acting))
+    rows = []
     for clipping, largest_norm, mechanisms in rounds:
-        base = []
-        measured = []
-        for without in [None, *mechanisms, None]:
-            row = {"clipping": clipping, "without": without} | _measure(args, largest_norm, without)
-            (measured if without else base).append(row)
-            print(_line(row), file=sys.stderr, flush=True)
-        mean = statistics.fmean(row["seconds"] for row in base)
-        rows += [row | {"ratio": row["seconds"] / mean} for row in [*base, *measured]]
+        with _engine(args, largest_norm) as steps:
+            steps.take(args.warmup)
+            for without in _in_turns(mechanisms, args.base_every):
+                rows.append({"clipping": clipping, "without": without} | steps.measure(without))
+                print(_line(rows[-1]), file=sys.stderr, flush=True)
+        if _IN_PLACE in mechanisms:
+            with _without_values_in_place(), _engine(args, largest_norm) as steps:
+                steps.take(args.warmup)
+                rows.append({"clipping": clipping, "without": _IN_PLACE} | steps.measure(None))
+                print(_line(rows[-1]), file=sys.stderr, flush=True)
+        base = [row["seconds"] for row in rows if row["clipping"] == clipping and not row["without"]]
+        for row in rows:
+            if row["clipping"] == clipping:
+                row["ratio"] = row["seconds"] / statistics.fmean(base)
     return {
         "case": "ablation", "model": args.model, "batch": args.batch_size, "device_memory": args.device_memory,
         "host_memory": args.host_memory, "rows": rows, **provenance(),
     }  # fmt: skip
 
 
-def _measure(args: argparse.Namespace, largest_norm: float, without: str | None) -> dict[str, Any]:
+def _in_turns(mechanisms: list[str], base_every: int) -> list[str | None]:
+    """All mechanisms first and last, and again after so many."""
+    series: list[str | None] = [None]
+    for number, name in enumerate((name for name in mechanisms if name != _IN_PLACE), 1):
+        series += [name, None] if number % base_every == 0 else [name]
+    return series if series[-1] is None else [*series, None]
+
+
+class _Steps:
+    """Training steps of one engine."""
+
+    def __init__(self, args: argparse.Namespace, engine: Any, optimizer: Any, job: Any, device: torch.device) -> None:
+        self.args, self.engine, self.optimizer, self.job, self.device = args, engine, optimizer, job, device
+        self.generator = torch.Generator().manual_seed(1)
+        self.loss = 0.0
+
+    def take(self, count: int) -> list[float]:
+        """Seconds of each of so many steps."""
+        seconds = []
+        for _ in range(count):
+            batch = token_batch(self.job.shape, self.job.batch, self.generator)
+            tokens = {name: value.to(self.device) for name, value in batch.items()}
+            duration, self.loss = timed_step(self.engine, self.optimizer, tokens)
+            seconds.append(duration)
+        return seconds
+
+    def measure(self, without: str | None) -> dict[str, Any]:
+        """Steps without one mechanism, once the plan is made without it."""
+        _C.leave_out([_C.Mechanism.__members__[without.upper()]] if without else [])
+        try:
+            self.engine._session.runtime.plan_anew()
+            self.take(self.args.settling)
+            before = counts(self.engine)
+            seconds = self.take(self.args.steps)
+            found = since(before, counts(self.engine)) | levels(self.engine)
+            report = self.engine.report()
+        finally:
+            _C.leave_out([])
+        low, median, high = statistics.quantiles(seconds, n=4)
+        found |= {"predicted": report["predicted_step_seconds"], "norm": report["grad_norm"], "loss": self.loss}
+        return {"seconds": median, "low": low, "high": high, "least": min(seconds), "all_seconds": seconds} | found
+
+
+@contextlib.contextmanager
+def _engine(args: argparse.Namespace, largest_norm: float) -> Iterator[_Steps]:
     from benchmark.systems.device import training_device
     from benchmark.systems.patrickstar import training_options
     from benchmark.systems.weights import build_job_model
@@ -72,32 +125,12 @@ def _measure(args: argparse.Namespace, largest_norm: float, without: str | None)
     job = make_job(args, largest_norm)
     config = training_options(job).engine_config() | args.further
     device = training_device()
-    member = _C.Mechanism.__members__.get((without or "").upper())
-    _C.leave_out([] if member is None else [member])
-    begin = time.perf_counter()
-    with _without_values_in_place() if without == _IN_PLACE else contextlib.nullcontext():
-        engine, optimizer = initialize_engine(lambda: build_job_model(job), device.index or 0, config)
+    engine, optimizer = initialize_engine(lambda: build_job_model(job), device.index or 0, config)
     engine.train()
-    generator = torch.Generator().manual_seed(1)
-    seconds = []
-    losses = []
-    init_seconds = time.perf_counter() - begin
     try:
-        for step in range(args.warmup + args.steps):
-            tokens = {name: value.to(device) for name, value in token_batch(job.shape, job.batch, generator).items()}
-            before = counts(engine)
-            duration, loss = timed_step(engine, optimizer, tokens)
-            losses.append(loss)
-            if step >= args.warmup:
-                seconds.append(duration)
-        found = since(before, counts(engine)) | levels(engine)
-        found |= {"predicted": engine.report()["predicted_step_seconds"], "norm": engine.report()["grad_norm"]}
+        yield _Steps(args, engine, optimizer, job, device)
     finally:
         engine.discard()
-        _C.leave_out([])
-    low, median, high = statistics.quantiles(seconds, n=4)
-    spread = {"seconds": median, "low": low, "high": high, "all_seconds": seconds}
-    return {"init_seconds": init_seconds, **spread, "losses": losses, **found}
 
 
 def _without_values_in_place() -> Any:
@@ -109,9 +142,9 @@ def _line(row: dict[str, Any]) -> str:
     ratio = f", {row['ratio']:.3f} x" if "ratio" in row else ""
     parts = [
         f"clipping {row['clipping']}, {without}: {row['seconds']:.3f} s ({row['low']:.3f} to {row['high']:.3f}){ratio}",
-        f"initialised in {row['init_seconds']:.1f} s",
+        f"least {row['least']:.3f}",
         f"predicted {row['predicted']:.3f}",
-        f"loss {row['losses'][-1]:.6f}",
+        f"loss {row['loss']:.6f}",
     ]
     return ", ".join([*parts, *in_words(row)])
 

@@ -107,6 +107,12 @@ PlanProblem plan_problem(OpenEngine& open) {
   return problem;
 }
 
+// For measurements (benchmark/ablation.py): mechanisms were left out or are back.
+void plan_anew(OpenEngine& open) {
+  open.updates.forget_choice();
+  open.planner.plan_anew();
+}
+
 void set_visits(OpenEngine& open, const std::vector<bool>& chunks, int64_t piece_numel) {
   PS_CHECK(chunks.empty() || static_cast<int>(chunks.size()) == open.layout().num_chunks(), ArgumentError,
            chunks.size(), " chunks visit the device or do not, of ", open.layout().num_chunks(), "; give all or none");
@@ -153,6 +159,7 @@ void register_course(RuntimeClass& runtime) {
       .def("drop_step", bound<Call::kDropStep>(&drop_step))
       .def("clear_gradients", bound<Call::kClearGradients>(&clear_gradients))
       .def("forget_plan", bound<Call::kInspect>(&OpenEngine::planner, &StepPlanner::forget_plan))
+      .def("plan_anew", bound<Call::kInspect>(&plan_anew))
       .def("adopt_timeline", &adopt, py::arg("moments"), py::arg("times") = py::none())
       .def("make_states", bound<Call::kChangeChunks>(&OpenEngine::unfreezing, &Unfreezing::make_states))
       .def("discard_states", bound<Call::kDevice>(&OpenEngine::unfreezing, &Unfreezing::discard_states))

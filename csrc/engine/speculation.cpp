@@ -59,7 +59,9 @@ void Speculation::leave(int64_t num_bytes) {
 void Speculation::choose(const Layout& layout, const std::vector<NewBytes>& sizes) {
   free_completed();
   const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
-  AheadChoice choice = choose_ahead(sizes, {room_bytes(), spare});
+  // Blocks of the last step count as free: the choice depends on sizes, not on how far its updates are.
+  const int64_t leaving = leaving_bytes();
+  AheadChoice choice = choose_ahead(sizes, {room_bytes() + leaving, spare + leaving});
   chosen_ = std::move(choice.chosen);
   chosen_numel_ = 0;
   apart_bytes_ = 0;
@@ -72,6 +74,12 @@ void Speculation::choose(const Layout& layout, const std::vector<NewBytes>& size
     any_in_place_ = any_in_place_ || spec.puts_values_in_place();
   }
   reserve(std::move(choice.blocks));
+}
+
+int64_t Speculation::leaving_bytes() const {
+  int64_t num_bytes = 0;
+  for (const auto& [event, block] : leaving_) num_bytes += block.num_bytes;
+  return num_bytes;
 }
 
 // As many of them, from the first on, as there is room for.
@@ -110,8 +118,7 @@ NewValues Speculation::try_allocate(ChunkId chunk, const NewBytes& size) {
 
 void Speculation::prepare_open() {
   if (!active_ || (scales_.is_exact() && !any_in_place_) || chosen_.empty()) return free_open();
-  int64_t left = room_bytes() - apart_bytes_;
-  for (const auto& [event, block] : leaving_) left += block.num_bytes;
+  const int64_t left = room_bytes() + leaving_bytes() - apart_bytes_;
   open_.take(std::max<int64_t>(left, 0), chosen_numel_, any_in_place_ ? kElementsPerOpenInPlace : kElementsPerOpen);
 }
 

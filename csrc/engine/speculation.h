@@ -118,6 +118,8 @@ class Speculation {
   // Of host memory, beside what is left to others.
   int64_t room_bytes() const { return arena_.free_bytes() - reserve_bytes_ - left_bytes_; }
   bool allows(int64_t num_bytes) const { return num_bytes <= room_bytes(); }
+  // Blocks that are freed when what reads them is complete.
+  int64_t leaving_bytes() const;
   void reserve(std::vector<int64_t> blocks);
   void free_open();
   // Returns when the parameters are the old ones again.

@@ -58,6 +58,8 @@ class StepPlanner {
   void adopt(std::optional<StepTimes> times);
   // The next step fetches on demand.
   void forget_plan();
+  // The next step follows the plan, and the one after it a plan that is made anew.
+  void plan_anew() { planned_updates_.clear(); }
   // The same, and there was no last step either.
   void forget_step();
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import PRECISIONS, WIDE
-from tests.models import MODELS, VARIED
+from tests.models import MODELS, VARIED, Case
 from tests.training import assert_same, least_device_memory, make_config, train
 
 
@@ -272,6 +274,30 @@ def test_it_comes_back_after_memory_was_needed():
     assert counts[4] == counts[6] < counts[10]
     assert_same(run, train(WIDE, never, steps=16))
     assert run.report["num_device_state_chunks"] > 0  # which have come back by now
+
+
+def test_choice_of_chunks_follows_from_sizes():
+    """Chosen anew while the last step's passes over states run, which hold gradients: as many chunks as before."""
+    counts = []
+
+    def choose_anew(engine, step):
+        counts.append(engine.report()["num_speculated_updates"])
+        if step >= 5:
+            engine._session.runtime.plan_anew()
+
+    # Forwards of one row are shorter than passes over states.
+    case = Case(
+        lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))),
+        lambda generator: {"input": torch.randn(1, 1024, generator=generator)},
+        lambda output: output.square().mean(),
+    )
+    never = on_host("fp32", "never", default_chunk_size=2**20)
+    plain = train(case, never, steps=2).report
+    budget = plain["host_peak_bytes"] + 8 * plain["num_chunk_elements"]
+    always = on_host("fp32", "always", host_memory=budget, default_chunk_size=2**20)
+    train(case, always, steps=12, before_step=choose_anew)
+    started = [after - before for before, after in itertools.pairwise(counts)]
+    assert set(started[4:]) == {started[3]} != {0}, started
 
 
 @pytest.mark.parametrize("name", VARIED)
