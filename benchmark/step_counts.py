@@ -21,16 +21,18 @@ from patrickstar import _C
 
 _COUNTERS = {
     "early": "num_speculated_updates",
-    "kept": "num_updates_taken_over",
     "settled": "num_settled_updates",
-    "behind": "num_states_passes",
-    "visits": "num_visits",
+    "visits": "num_updates_visit",
     "in place": "num_values_in_place",
     "pressed": "num_pressure_evictions",
     "on demand": "num_on_demand_fetches",
     "plans": "num_plans",
     "up": "uploaded_bytes",
     "down": "downloaded_bytes",
+}
+_SUMS = {
+    "kept": ("num_updates_host_ahead", "num_updates_host_two_passes_ahead"),
+    "behind": ("num_updates_host_two_passes_ahead", "num_updates_host_two_passes"),
 }
 _LEVELS = ("states", "planned", "fixed", "tide", "peak", "reserved")
 _IN_BYTES = ("up", "down", *_LEVELS[1:])
@@ -40,6 +42,7 @@ def counts(engine: Any) -> dict[str, int]:
     """Since the engine began."""
     report = engine.report()
     found = {name: report[key] for name, key in _COUNTERS.items()}
+    found |= {name: sum(report[key] for key in keys) for name, keys in _SUMS.items()}
     if torch.cuda.is_available():
         found["returned"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     return found
@@ -68,7 +71,7 @@ def levels(engine: Any) -> dict[str, int]:
 
 def in_words(counted: Mapping[str, Any]) -> list[str]:
     """Those that are not 0."""
-    names = [name for name in (*_COUNTERS, "returned", *_LEVELS) if counted.get(name)]
+    names = [name for name in (*_COUNTERS, *_SUMS, "returned", *_LEVELS) if counted.get(name)]
     return [
         f"{name} {counted[name] / 1e9:.1f} GB" if name in _IN_BYTES else f"{name} {counted[name]}" for name in names
     ]

@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> dict:
                 "num_prefetch_hits",
                 "num_on_demand_fetches",
                 "num_speculated_updates",
-                "num_updates_taken_over",
+                "num_updates_host_ahead",
+                "num_updates_host_two_passes_ahead",
             )
         },
         "uploaded_bytes_per_step": report["uploaded_bytes"] // args.steps,

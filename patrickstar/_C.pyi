@@ -539,16 +539,30 @@ def pose_problem(
     """The planner's problem for a timeline: the arguments of ``make_plan``."""
 
 @final
-class UpdateAt(_Enum):
-    """Where and when a chunk is updated."""
+class Recipe(_Enum):
+    """A way in which a chunk is updated (csrc/plan/recipe.h)."""
 
-    NEVER: ClassVar[UpdateAt]
-    HOST_AT_RETIRE: ClassVar[UpdateAt]
-    HOST_PARAM_FIRST: ClassVar[UpdateAt]
-    HOST_AFTER_NORM: ClassVar[UpdateAt]
-    DISK_AT_RETIRE: ClassVar[UpdateAt]
-    DISK_AFTER_NORM: ClassVar[UpdateAt]
-    DEVICE_AFTER_NORM: ClassVar[UpdateAt]
+    NEVER: ClassVar[Recipe]
+    HOST_PROMISED: ClassVar[Recipe]
+    """In backward and for good."""
+    VISIT: ClassVar[Recipe]
+    """On the device, for which states come from the host."""
+    HOST_AHEAD: ClassVar[Recipe]
+    """In backward; undone where the step is another one."""
+    HOST_TWO_PASSES_AHEAD: ClassVar[Recipe]
+    """New values in backward, states behind them."""
+    HOST_TWO_PASSES: ClassVar[Recipe]
+    HOST: ClassVar[Recipe]
+    DISK_PROMISED: ClassVar[Recipe]
+    DISK: ClassVar[Recipe]
+    DEVICE_PROMISED: ClassVar[Recipe]
+    DEVICE: ClassVar[Recipe]
+    @property
+    def states(self) -> Tier:
+        """Home of the chunk's optimizer states."""
+    @property
+    def starts_in_backward(self) -> bool:
+        """True where it begins before the norm of all gradients is known."""
 
 @final
 class UpdateStart(_Enum):
@@ -569,15 +583,15 @@ class ExpectedScale(_Enum):
     BETWEEN: ClassVar[ExpectedScale]
     """One of several, since it does."""
 
-def update_at(
+def earliest_recipe(
     trainable: bool,
     dtype: DType,
     states: Tier,
     start: UpdateStart,
     ahead: Ahead = Ahead.NOTHING,
     scale: ExpectedScale = ExpectedScale.EXACT,
-) -> UpdateAt:
-    """Where and when a chunk is updated whose optimizer states are on this tier."""
+) -> Recipe:
+    """The recipe that begins earliest of those that there is memory for."""
 
 class Rates:
     """How fast a machine is (csrc/plan/simulator.h)."""
@@ -606,7 +620,7 @@ def simulate(
     rates: Rates,
     *,
     compute_seconds: Sequence[float],
-    updates: Sequence[UpdateAt],
+    updates: Sequence[Recipe],
     numels: Sequence[int],
     limit_bytes: int,
     least_tide_bytes: int = 0,
@@ -617,7 +631,6 @@ def simulate(
     dequantized_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
     visit_costs: Sequence[tuple[int, int, int]] = [],
-    visits: Sequence[bool] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
@@ -630,7 +643,7 @@ def choose_plan(
     rates: Rates,
     *,
     compute_seconds: Sequence[float],
-    updates: Sequence[UpdateAt],
+    updates: Sequence[Recipe],
     numels: Sequence[int],
     limit_bytes: int,
     least_tide_bytes: int = 0,
@@ -649,7 +662,7 @@ def choose_plan(
     are made on the device.
 
     ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, ``predicted`` as ``simulate`` gives
-    it, and ``updates`` by chunk: those given, of which some wait for the norm; ``visits`` by chunk, or none.
+    it, and ``updates`` by chunk: those given, of which some wait for the norm or visit the device.
     """
 
 def choose_step(
@@ -660,7 +673,7 @@ def choose_step(
     rates: Rates,
     *,
     compute_seconds: Sequence[float],
-    updates: Sequence[UpdateAt],
+    updates: Sequence[Recipe],
     start: UpdateStart,
     activations: Sequence[Sequence[int]] = [],
     dequantized_bytes: Sequence[int] = [],
@@ -1188,6 +1201,8 @@ class Runtime(UseListener):
     def has_gradient(self, param: int, /) -> bool: ...
     def gradients_pending(self) -> bool: ...
     def forget_plan(self) -> None: ...
+    def plan_anew(self) -> None:
+        """For measurements: the next step chooses its updates anew, and the one after it follows a new plan."""
     def set_group(self, param: int, group: int, /) -> None: ...
     def step_count(self, param: int, /) -> int: ...
     def set_step_count(self, param: int, count: int, /) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -153,3 +154,24 @@ def relative_error(run: Run, reference: Run) -> float:
     difference = sum(float((run.state[n].double() - reference.state[n].double()).square().sum()) for n in names)
     total = sum(float(reference.state[n].double().square().sum()) for n in names)
     return (difference / total) ** 0.5
+
+
+def promised(report: Mapping[str, Any]) -> int:
+    """Updates that were made in backward for good."""
+    ways = ("host_promised", "visit", "disk_promised", "device_promised")
+    return sum(report[f"num_updates_{way}"] for way in ways)
+
+
+def taken_over(report: Mapping[str, Any]) -> int:
+    """Updates that began in backward and were what the step made of them."""
+    return report["num_updates_host_ahead"] + report["num_updates_host_two_passes_ahead"]
+
+
+def two_passes(report: Mapping[str, Any]) -> int:
+    """Updates whose states came behind the new values."""
+    return report["num_updates_host_two_passes_ahead"] + report["num_updates_host_two_passes"]
+
+
+def visits(report: Mapping[str, Any]) -> int:
+    """Updates that the device made for the host."""
+    return report["num_updates_visit"]

@@ -14,7 +14,7 @@ namespace patrickstar::bind {
 namespace {
 
 std::map<std::string, py::bytes> example_messages(int num_chunks) {
-  const std::vector<UpdateAt> updates(static_cast<size_t>(num_chunks), UpdateAt::kHostAtRetire);
+  const std::vector<Recipe> updates(static_cast<size_t>(num_chunks), Recipe::kHostAhead);
   const StepTimes times{Rates{}, {{0.5, 0.25, 0.0}, {}, {}}};
   return {{"request", packed(ChunkRequest{0, {num_chunks - 1}})},
           {"summary", packed(StepSummary{7, {0, 1 << 20, 3}, true, {5, 0}, "note"})},

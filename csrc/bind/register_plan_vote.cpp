@@ -17,7 +17,7 @@ PlanVote parse_vote(const py::dict& fields) {
   PlanVote vote;
   vote.can_measure = fields["can_measure"].cast<bool>();
   vote.has_plan = fields["has_plan"].cast<bool>();
-  vote.updates = fields["updates"].cast<std::vector<UpdateAt>>();
+  vote.updates = fields["updates"].cast<std::vector<Recipe>>();
   vote.fragment_bytes = fields["fragment_bytes"].cast<std::optional<int64_t>>();
   if (!fields["rates"].is_none()) {
     vote.times =

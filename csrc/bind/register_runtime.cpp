@@ -1,7 +1,10 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cctype>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "bind/bind.h"
@@ -42,13 +45,14 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_replayed_moments"] = counters.num_replayed_moments;
   result["num_plans"] = counters.num_plans;
   result["num_speculated_updates"] = counters.num_speculated_updates;
-  result["num_committed_updates"] = counters.num_committed_updates;
-  result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_settled_updates"] = counters.num_settled_updates;
   result["num_values_in_place"] = report.num_values_in_place;
   result["stashed_bytes"] = counters.stashed_bytes;
-  result["num_states_passes"] = counters.num_states_passes;
-  result["num_visits"] = counters.num_visits;
+  for (size_t recipe = 1; recipe < kNumRecipes; ++recipe) {
+    std::string name = kRecipes[recipe].name;
+    std::transform(name.begin(), name.end(), name.begin(), [](unsigned char letter) { return std::tolower(letter); });
+    result[("num_updates_" + name).c_str()] = counters.updates[recipe];
+  }
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
   result["gathered_bytes"] = counters.gathered_bytes;
@@ -76,7 +80,7 @@ py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(co
   return trace ? py::object(describe(*trace)) : py::none();
 }
 
-// {"rates": Rates, "compute_seconds": [float], "updates": [UpdateAt], "activations": [(int, int, int)]}: the
+// {"rates": Rates, "compute_seconds": [float], "updates": [Recipe], "activations": [(int, int, int)]}: the
 // simulator's arguments.
 py::object describe_times(const std::optional<StepTimes>& times) {
   if (!times) return py::none();
@@ -92,9 +96,8 @@ void adopt(Runtime& self, const py::list& moments, const py::object& times) {
   Timeline timeline = parse_timeline(moments);
   std::optional<StepTimes> parsed;
   if (!times.is_none()) {
-    parsed = {
-        times["rates"].cast<Rates>(),
-        {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<UpdateAt>>(), {}}};
+    parsed = {times["rates"].cast<Rates>(),
+              {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<Recipe>>(), {}}};
     parsed->shape.activations = parse_copies(times["activations"].cast<CopiesByMoment>());
   }
   without_gil<Call::kDevice>(self,
@@ -116,7 +119,11 @@ void plan_anew(OpenEngine& open) {
 void set_visits(OpenEngine& open, const std::vector<bool>& chunks, int64_t piece_numel) {
   PS_CHECK(chunks.empty() || static_cast<int>(chunks.size()) == open.layout().num_chunks(), ArgumentError,
            chunks.size(), " chunks visit the device or do not, of ", open.layout().num_chunks(), "; give all or none");
-  open.updates.visit({chunks.begin(), chunks.end()}, piece_numel);
+  std::vector<Recipe> recipes;
+  for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(chunks.size()); ++chunk) {
+    recipes.push_back(chunks[static_cast<size_t>(chunk)] ? Recipe::kVisit : Recipe::kHostPromised);
+  }
+  open.updates.follow(std::move(recipes), piece_numel);
 }
 
 std::shared_ptr<KeptRegions> keep_memory(OpenEngine& open) {

@@ -8,7 +8,6 @@
 #include "plan/placement.h"
 #include "plan/plan_choice.h"
 #include "plan/simulator.h"
-#include "plan/update_times.h"
 
 namespace py = pybind11;
 
@@ -56,8 +55,7 @@ py::dict describe_choice(const PlanChoice& choice) {
   result["plan"] = describe_plan(choice.plan);
   result["prefetch_bytes"] = choice.prefetch_bytes;
   result["predicted"] = describe_step(choice.predicted);
-  result["updates"] = choice.updates;
-  result["visits"] = std::vector<bool>(choice.visits.begin(), choice.visits.end());
+  result["updates"] = choice.recipes;
   return result;
 }
 
@@ -65,7 +63,7 @@ void register_choice(py::module_& module) {
   module.def(
       "choose_plan",
       [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
-         std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
+         std::vector<Recipe> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
          int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations,
          std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int64_t> idle_bytes,
          int64_t gradient_room_bytes, const VisitCosts& visit_costs, int64_t visitor_bytes) {
@@ -73,7 +71,7 @@ void register_choice(py::module_& module) {
         const PlanProblem problem{
             &timeline,      parse_costs(costs, timeline), limit_bytes,         least_tide_bytes,         fixed_bytes,
             prefetch_bytes, std::move(idle_bytes),        gradient_room_bytes, parse_visits(visit_costs)};
-        StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           {}, num_ranks,
+        StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           num_ranks,
                         parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
         return describe_choice(choose_plan(problem, rates, shape, visitor_bytes));
       },
@@ -89,7 +87,7 @@ void register_choice(py::module_& module) {
       "choose_step",
       [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
          const DeviceBudget& budget, const Rates& rates, std::vector<double> compute_seconds,
-         std::vector<UpdateAt> updates, UpdateStart start, const CopiesByMoment& activations,
+         std::vector<Recipe> updates, UpdateStart start, const CopiesByMoment& activations,
          std::vector<int64_t> dequantized_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem =
@@ -114,35 +112,35 @@ void register_choice(py::module_& module) {
       "Chunks visit the device where updates are committed in backward.");
 }
 
-void register_update_times(py::module_& module) {
+void register_recipes(py::module_& module) {
   module.attr("PREDICTION_TOLERANCE") = kPredictionTolerance;
-  py::enum_<UpdateStart>(module, "UpdateStart", "When updates on the host may start (plan/update_times.h).")
+  py::enum_<UpdateStart>(module, "UpdateStart", "When updates on the host may start (plan/recipe.h).")
       .value("AFTER_NORM", UpdateStart::kAfterNorm)
       .value("SPECULATIVE", UpdateStart::kSpeculative)
       .value("COMMITTED", UpdateStart::kCommitted);
-  py::enum_<ExpectedScale>(module, "ExpectedScale", "Scale of gradients in speculative updates (plan/update_times.h).")
+  py::enum_<ExpectedScale>(module, "ExpectedScale", "Scale of gradients in speculative updates (plan/recipe.h).")
       .value("EXACT", ExpectedScale::kExact)
       .value("BETWEEN", ExpectedScale::kBetween);
   module.def(
-      "update_at",
+      "earliest_recipe",
       [](bool trainable, DType dtype, Tier states, UpdateStart start, Ahead ahead, ExpectedScale scale) {
-        return update_at({trainable, dtype, states, ahead}, start, scale);
+        return earliest_recipe({trainable, dtype, states, ahead}, start, scale);
       },
       py::arg("trainable"), py::arg("dtype"), py::arg("states"), py::arg("start"), py::arg("ahead") = Ahead::kNothing,
-      py::arg("scale") = ExpectedScale::kExact, "Where and when a chunk is updated (plan/update_times.h).");
+      py::arg("scale") = ExpectedScale::kExact,
+      "The recipe that begins earliest of those that there is memory for (plan/recipe.h).");
 }
 
 }  // namespace
 
 void register_simulator(py::module_& module) {
-  py::enum_<UpdateAt>(module, "UpdateAt", "Where and when a chunk is updated (plan/simulator.h).")
-      .value("NEVER", UpdateAt::kNever)
-      .value("HOST_AT_RETIRE", UpdateAt::kHostAtRetire)
-      .value("HOST_PARAM_FIRST", UpdateAt::kHostParamFirst)
-      .value("HOST_AFTER_NORM", UpdateAt::kHostAfterNorm)
-      .value("DISK_AT_RETIRE", UpdateAt::kDiskAtRetire)
-      .value("DISK_AFTER_NORM", UpdateAt::kDiskAfterNorm)
-      .value("DEVICE_AFTER_NORM", UpdateAt::kDeviceAfterNorm);
+  py::enum_<Recipe> recipes(module, "Recipe", "A way in which a chunk is updated (plan/recipe.h).");
+  for (size_t index = 0; index < kNumRecipes; ++index) recipes.value(kRecipes[index].name, static_cast<Recipe>(index));
+  recipes.def_property_readonly(
+      "states", [](Recipe recipe) { return row_of(recipe).states; }, "Home of the chunk's optimizer states.");
+  recipes.def_property_readonly(
+      "starts_in_backward", [](Recipe recipe) { return starts_in_backward(row_of(recipe)); },
+      "True where it begins before the norm of all gradients is known.");
   py::class_<Rates>(module, "Rates", "How fast a machine is (plan/simulator.h).")
       .def(py::init<>())
       .def_readwrite("upload_gbps", &Rates::upload_gbps)
@@ -163,10 +161,10 @@ void register_simulator(py::module_& module) {
   module.def(
       "simulate",
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
-         std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
+         std::vector<double> compute_seconds, std::vector<Recipe> updates, std::vector<int64_t> numels,
          int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
          const CopiesByMoment& activations, std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes,
-         int64_t gradient_room_bytes, const VisitCosts& visit_costs, const std::vector<bool>& visits) {
+         int64_t gradient_room_bytes, const VisitCosts& visit_costs) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -176,14 +174,8 @@ void register_simulator(py::module_& module) {
         problem.fixed_bytes = fixed_bytes;
         problem.gradient_room_bytes = gradient_room_bytes;
         problem.visits = parse_visits(visit_costs);
-        StepShape shape{std::move(compute_seconds),
-                        std::move(updates),
-                        std::move(numels),
-                        {visits.begin(), visits.end()},
-                        num_ranks,
-                        parse_copies(activations),
-                        std::move(disk_bytes),
-                        std::move(dequantized_bytes)};
+        StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           num_ranks,
+                        parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
         return describe_step(simulate(problem, parse_plan(plan), rates, shape));
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
@@ -191,11 +183,10 @@ void register_simulator(py::module_& module) {
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
-      py::arg("visit_costs") = VisitCosts{}, py::arg("visits") = std::vector<bool>{},
+      py::arg("visit_costs") = VisitCosts{},
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels, "
-      "disk_bytes, dequantized_bytes, visit_costs (bytes up and down, and of those up the value's) and visits: by "
-      "chunk.");
-  register_update_times(module);
+      "disk_bytes, dequantized_bytes and visit_costs (bytes up and down, and of those up the value's): by chunk.");
+  register_recipes(module);
   register_choice(module);
 }
 

@@ -11,6 +11,7 @@
 // Owned by the engine's open state (engine/open_engine.h), guarded by its lock.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -23,9 +24,12 @@
 #include "memory/slot_pool.h"
 #include "memory/tide_memory.h"
 #include "optim/compute.h"
+#include "plan/recipe.h"
 #include "trace/step_tracer.h"
 
 namespace patrickstar {
+
+using RecipeCounts = std::array<int64_t, kNumRecipes>;
 
 // Everything that an engine counts; Python's report() is made of it.
 struct Counters {
@@ -43,14 +47,13 @@ struct Counters {
   int64_t num_steps = 0;
   int64_t num_skipped_steps = 0;
   int64_t num_speculated_updates = 0;  // of chunks, started on the host before the step was decided
-  int64_t num_committed_updates = 0;   // of chunks, made on the host before the step, for good
-  int64_t num_updates_taken_over = 0;  // of those, as the step turned out to be
   int64_t num_settled_updates = 0;     // of those, computed for all factors near the last one
-  int64_t num_visits = 0;              // updates that the device made for the host
-  int64_t num_states_passes = 0;       // updates of states after those of their parameters
+  RecipeCounts updates{};              // of chunks, by the recipe that was carried out
   int64_t stashed_bytes = 0;           // of activations, that left the device
   int64_t disk_read_bytes = 0;         // of optimizer states
   int64_t disk_written_bytes = 0;
+
+  void count_update(Recipe recipe) { ++updates[static_cast<size_t>(recipe)]; }
 };
 
 class ChunkMemory {

@@ -50,7 +50,7 @@ void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& gro
 
 // Not where a parameter without a gradient has its new value made of its master.
 bool ChunkUpdates::can_visit(ChunkId chunk) const {
-  if (!visits_.is_chosen(chunk) || disk_.is_home_of(chunk)) return false;
+  if (disk_.is_home_of(chunk)) return false;
   const ArrayId grad = arrays_.grad_of(chunk);
   if (gradients_.source(chunk) != grad.kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
   const ChunkSpec& spec = store_.chunk(chunk);
@@ -113,7 +113,7 @@ void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& grou
 
 std::optional<std::vector<HostBlock>> ChunkUpdates::new_params(const std::vector<ChunkId>& chunks) {
   if (!speculation_.allows_passes() || disk_.is_home_of(chunks.front())) return std::nullopt;
-  if (speculation_.is_late(chunks.front()) || is_left_out(Mechanism::kParametersFirst)) return std::nullopt;
+  if (is_left_out(Mechanism::kParametersFirst)) return std::nullopt;
   const bool any_in_place = std::any_of(chunks.begin(), chunks.end(),
                                         [this](ChunkId chunk) { return store_.chunk(chunk).puts_values_in_place(); });
   if (any_in_place) return std::nullopt;
@@ -126,9 +126,9 @@ std::optional<std::vector<HostBlock>> ChunkUpdates::new_params(const std::vector
   return blocks;
 }
 
-void ChunkUpdates::on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
-                           float grad_scale) {
-  Prepared prepared = prepare_on_host(chunks, groups, grad_scale);
+Passes ChunkUpdates::on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
+                             float grad_scale) {
+  Prepared prepared = prepare_on_host(chunks, passes, groups, grad_scale);
   const bool on_disk = disk_.is_home_of(chunks.front());
   const Event done = (on_disk ? disk_updates_ : host_updates_).submit(std::move(prepared.update));
   for (size_t i = 0; i < chunks.size(); ++i) {
@@ -141,18 +141,18 @@ void ChunkUpdates::on_host(const std::vector<ChunkId>& chunks, const std::vector
     memory_.array(arrays_.param_of(chunk)).block = std::move((*prepared.params)[i]);
     prepared.rest.gradients.push_back(arrays_.take_gradient(chunk));
   }
-  if (prepared.params) {
-    prepared.rest.update->after.push_back(done);
-    early_.add(std::move(prepared.rest));
-  }
   if (on_disk) disk_.store_updated(chunks.front());
+  if (!prepared.params) return Passes::kOne;
+  prepared.rest.update->after.push_back(done);
+  early_.add(std::move(prepared.rest));
+  return Passes::kTwo;
 }
 
-ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>& chunks,
+ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>& chunks, Passes passes,
                                                      const std::vector<GroupOptions>& groups, float grad_scale) {
   Prepared prepared;
   HostUpdate& update = prepared.update;
-  prepared.params = new_params(chunks);
+  if (passes == Passes::kTwo) prepared.params = new_params(chunks);
   update.chunk = chunks.front();
   // Updates with states on the disk pass through sets of memory in turn.
   update.turn = disk_.is_home_of(chunks.front()) ? Turn::kInOrder : Turn::kOfNeed;

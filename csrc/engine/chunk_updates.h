@@ -40,8 +40,10 @@ class ChunkUpdates {
   explicit ChunkUpdates(const UpdateParts& parts);
 
   void on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  // Several chunks whose optimizer states are on the host, or one whose states are on the disk.
-  void on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
+  // Several chunks whose optimizer states are on the host, or one whose states are on the disk. In two passes where
+  // `passes` and memory allow it; returns in how many.
+  Passes on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
+                 float grad_scale);
   // [Note: visits] (engine/visits.h)
   bool can_visit(ChunkId chunk) const;
   void by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
@@ -56,10 +58,10 @@ class ChunkUpdates {
     StatesPass rest;                               // where there are such
   };
 
-  Prepared prepare_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
+  Prepared prepare_on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
                            float grad_scale);
-  // Memory for the chunks' new parameters apart from their gradients; nothing when there is none for one of them, or
-  // they are to wait and be made in one pass. The chunks whose gradient is another array need none.
+  // Memory for the chunks' new parameters apart from their gradients; nothing when there is none for one of them. The
+  // chunks whose gradient is another array need none.
   std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
   // All of the chunk's states come into host memory, those that do not exist as zeros: here, or where they are on the
   // disk as events that `update` waits for.

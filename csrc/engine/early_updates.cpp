@@ -20,20 +20,18 @@ EarlyUpdates::EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates
       arrays_(arrays),
       progress_(progress) {}
 
-void EarlyUpdates::start(ChunkId chunk) {
+void EarlyUpdates::start(ChunkId chunk, Passes passes) {
   const ArrayId grad = arrays_.grad_of(chunk);
   ArrayRecord& record = memory_.array(grad);
-  if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
-  if (disk_.is_home_of(chunk)) return;
+  if (!speculation_.is_active() || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
   if (!record.on_host || !gradients_.has_any(chunk) || !arrays_.has_states(chunk, Tier::kHost)) return;
   const ScaleBounds& scales = speculation_.expected_scales();
   const ChunkSpec& spec = store_.chunk(chunk);
-  if (!scales.is_exact() && spec.dtype == DType::kFloat32) return;
   if (spec.puts_values_in_place()) {
     if (put_values(chunk, speculation_.expected_groups(), scales)) ++memory_.counters().num_speculated_updates;
     return;
   }
-  NewValues values = speculation_.try_allocate(chunk, new_bytes(store_.layout(), chunk));
+  NewValues values = speculation_.try_allocate(new_bytes(store_.layout(), chunk), passes);
   if (!values.param || (!values.has_states() && is_left_out(Mechanism::kParametersFirst))) return;
   values.is_settled = scales.is_exact();
   UpdateTarget target{};
@@ -118,12 +116,19 @@ void EarlyUpdates::cancel_all() {
   num_put_ = 0;
 }
 
-void EarlyUpdates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+Passes EarlyUpdates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   const NewValues& values = speculation_.pending(chunk);
-  if (values.are_in_place()) return take_over_in_place(chunk, groups, grad_scale);
+  if (values.are_in_place()) {
+    take_over_in_place(chunk, groups, grad_scale);
+    return Passes::kTwo;
+  }
   arrays_.discard_values(chunk);
-  if (values.has_states()) return take_over_states(chunk);
+  if (values.has_states()) {
+    take_over_states(chunk);
+    return Passes::kOne;
+  }
   take_over_params(chunk, groups, grad_scale);
+  return Passes::kTwo;
 }
 
 void EarlyUpdates::take_over_states(ChunkId chunk) {
@@ -210,7 +215,7 @@ void EarlyUpdates::take_over_in_place(ChunkId chunk, const std::vector<GroupOpti
 
 bool EarlyUpdates::start_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   if (!store_.chunk(chunk).puts_values_in_place() || disk_.is_home_of(chunk)) return false;
-  if (!speculation_.allows_passes() || speculation_.is_late(chunk)) return false;
+  if (!speculation_.allows_passes()) return false;
   if (gradients_.source(chunk) != arrays_.grad_of(chunk).kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
   return put_values(chunk, groups, {grad_scale, grad_scale});
 }
@@ -243,7 +248,6 @@ void EarlyUpdates::submit_states_passes() {
       if (store_.chunk(chunk).keeps_gradient()) arrays_.leave_gradient(chunk, done);
     }
     for (HostBlock& block : pass.gradients) speculation_.free_after(std::move(block), done);
-    ++memory_.counters().num_states_passes;
   }
 }
 

@@ -36,8 +36,9 @@ class EarlyUpdates {
   EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation,
                UpdateJobs& jobs, UpdateArrays& arrays, UpdateProgress& progress);
 
-  // The chunk's gradient is complete, or on its way to the host: its update starts if it has all that it takes.
-  void start(ChunkId chunk);
+  // The chunk's gradient is complete, or on its way to the host: its update starts if it has all that it takes. In one
+  // pass where `passes` and memory allow it.
+  void start(ChunkId chunk, Passes passes);
   // Old values that new ones have taken the place of are to be read, and are written again: of these parameters'
   // chunks, of one, or of all.
   void restore_values(const std::vector<ParamId>& params);
@@ -48,8 +49,9 @@ class EarlyUpdates {
   // Drops what was started for nothing, which may have to be waited for. Whether nothing was.
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   bool has(ChunkId chunk) const { return speculation_.has(chunk); }
-  // The chunk's new values become its values. Where it throws they are what was started, or nothing is.
-  void take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  // The chunk's new values become its values. Returns in how many passes. Where it throws they are what was started, or
+  // nothing is.
+  Passes take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   // What was begun for another factor, or not at all: its values in place, to be taken over, and its states behind.
   // False: it has not all that it takes.
   bool start_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);

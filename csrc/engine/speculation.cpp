@@ -29,7 +29,6 @@ Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates,
       mode_(mode),
       reserve_bytes_(reserve_bytes),
       pending_(static_cast<size_t>(num_chunks)),
-      first_late_(num_chunks),
       open_(num_chunks, arena, updates) {}
 
 Speculation::~Speculation() { release_memory(); }
@@ -102,11 +101,10 @@ HostBlock Speculation::try_allocate_param(int64_t num_bytes) {
   return allows(num_bytes) ? arena_.try_allocate_prepared(num_bytes) : HostBlock{};
 }
 
-NewValues Speculation::try_allocate(ChunkId chunk, const NewBytes& size) {
+NewValues Speculation::try_allocate(const NewBytes& size, Passes passes) {
   NewValues values;
   values.param = try_allocate_param(size.param);
-  const bool is_sure = scales_.is_exact() && failures_ == 0;
-  const bool everything = ahead(chunk) == Ahead::kEverything && is_sure &&
+  const bool everything = passes == Passes::kOne && failures_ == 0 &&
                           allows(std::accumulate(size.states.begin(), size.states.end(), int64_t{0}));
   if (!values.param || !everything) return values;
   for (int64_t num_bytes : size.states) values.states.push_back(arena_.try_allocate_prepared(num_bytes));

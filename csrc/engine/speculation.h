@@ -36,6 +36,7 @@
 #include "engine/update_jobs.h"
 #include "memory/host_arena.h"
 #include "plan/host_demand.h"
+#include "plan/recipe.h"
 
 namespace patrickstar {
 
@@ -66,14 +67,12 @@ class Speculation {
   void forget_choice();
   // So much more is left to others than what always is; where that is more than before, the next choice is made anew.
   void leave(int64_t num_bytes);
-  bool wants(ChunkId chunk) const { return active_ && !is_late(chunk) && ahead(chunk) != Ahead::kNothing; }
-  // [Note: updates that wait] (plan/plan_choice.h): from this chunk on nothing starts early, though there is memory.
-  void delay_from(ChunkId first_late) { first_late_ = first_late; }
-  bool is_late(ChunkId chunk) const { return chunk >= first_late_; }
-  // Whether the chunk's updates can start early from step to step: chosen, and nothing keeps it from succeeding.
-  bool succeeds(ChunkId chunk) const { return is_on() && backwards_to_wait_ == 0 && ahead(chunk) != Ahead::kNothing; }
+  // True in a backward whose step is expected.
+  bool is_active() const { return active_; }
+  // True while expectations that failed, or a shortage of memory, keep updates from starting.
+  bool is_paused() const { return backwards_to_wait_ > 0; }
   // How much of the chunk's update there is memory for.
-  Ahead ahead(ChunkId chunk) const { return chosen_.empty() ? Ahead::kNothing : chosen_[static_cast<size_t>(chunk)]; }
+  Ahead ahead(ChunkId chunk) const { return allows_passes() ? chosen_[static_cast<size_t>(chunk)] : Ahead::kNothing; }
 
   // Whether memory may be used to compute parameters first. Only after choose(): before, what is free may be meant for
   // states that are still to be made.
@@ -81,7 +80,7 @@ class Speculation {
   // Memory for the new parameters of a chunk: an empty block when there is none, or not yet.
   HostBlock try_allocate_param(int64_t num_bytes);
   // Memory for as many of a chunk's new values as are to be computed ahead; the same.
-  NewValues try_allocate(ChunkId chunk, const NewBytes& size);
+  NewValues try_allocate(const NewBytes& size, Passes passes);
   void start(ChunkId chunk, HostUpdate update, NewValues values);
   // Before a backward, when chunks were chosen: memory for values that are open, where there are any.
   void prepare_open();
@@ -136,7 +135,6 @@ class Speculation {
   int64_t chosen_numel_ = 0;      // of these
   int64_t apart_bytes_ = 0;       // of their new parameters that have memory of their own
   bool any_in_place_ = false;
-  ChunkId first_late_;
   OpenMemory open_;
   std::vector<std::pair<Event, HostBlock>> leaving_;
   std::vector<GroupOptions> groups_;

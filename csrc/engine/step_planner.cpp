@@ -77,7 +77,7 @@ void StepPlanner::begin_step() {
 PlanVote StepPlanner::vote(const Timeline& previous, StepWay way) {
   const bool alike = way == StepWay::kAsBefore || same_way(previous, recorder_.last());
   measure(alike);
-  return {can_measure(alike), !pager_.plan().moments.empty(), update_times(),
+  return {can_measure(alike), !pager_.plan().moments.empty(), earliest_recipes(),
           pager_.memory().backend().fragment_bytes(), own_times_};
 }
 
@@ -124,14 +124,18 @@ bool StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
 
 void StepPlanner::adopt(std::optional<StepTimes> times) {
   if (times && residency_.prefetches_far()) {
-    std::vector<UpdateAt> now = update_times();
-    std::vector<UpdateAt>& then = times->shape.updates;
+    const std::vector<Recipe> now = earliest_recipes();
+    std::vector<Recipe>& then = times->shape.updates;
     PS_CHECK(now.size() == then.size(), ArgumentError, "the plan has updates of ", then.size(), " chunks, the layout ",
              now.size(), " chunks; make the plan again");
     // Where the states are is known; whether updates start ahead of the step was seen by the plan's run alone.
     for (size_t chunk = 0; chunk < now.size(); ++chunk) {
-      const bool started = then[chunk] == UpdateAt::kHostAtRetire || then[chunk] == UpdateAt::kHostParamFirst;
-      if (now[chunk] != UpdateAt::kHostAfterNorm || !started) then[chunk] = now[chunk];
+      const RecipeRow& known = row_of(now[chunk]);
+      const RecipeRow& seen = row_of(then[chunk]);
+      const bool on_host = known.states == Tier::kHost && seen.states == Tier::kHost;
+      const bool may_start = on_host && known.start == Start::kAfterNorm && starts_in_backward(seen);
+      if (!may_start) then[chunk] = now[chunk];
+      if (is_visit(row_of(then[chunk]))) then[chunk] = Recipe::kHostPromised;  // chosen anew
     }
     times_ = std::move(times);
   }
@@ -150,12 +154,12 @@ void StepPlanner::forget_step() {
 
 PlanProblem StepPlanner::untimed_problem() const {
   std::vector<uint8_t> states_on_device;
-  for (UpdateAt where : agreed_updates_.empty() ? update_times() : agreed_updates_) {
+  for (Recipe recipe : agreed_updates_.empty() ? earliest_recipes() : agreed_updates_) {
     const auto chunk = static_cast<ChunkId>(states_on_device.size());
     // Where quantised values belong follows from what all ranks have agreed on as well.
     const bool is_quantized = store_.chunk(chunk).is_quantized();
     states_on_device.push_back(is_quantized ? store_.home(chunk) == Tier::kDevice
-                                            : where == UpdateAt::kDeviceAfterNorm);
+                                            : row_of(recipe).states == Tier::kDevice);
   }
   return residency_.plan_problem(recorder_.last(), states_on_device);
 }
@@ -167,10 +171,10 @@ PlanProblem StepPlanner::problem() const {
   return problem;
 }
 
-std::vector<UpdateAt> StepPlanner::update_times() const {
+std::vector<Recipe> StepPlanner::earliest_recipes() const {
   const UpdateStart start = gradients_.accumulates() ? UpdateStart::kAfterNorm : updates_.earliest_start();
-  std::vector<UpdateAt> result;
-  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) result.push_back(updates_.update_at(chunk, start));
+  std::vector<Recipe> result;
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) result.push_back(updates_.earliest(chunk, start));
   return result;
 }
 
@@ -179,8 +183,7 @@ void StepPlanner::make_next_plan() {
   const PlanProblem untimed = untimed_problem();
   predicted_.reset();
   Plan plan;
-  ChunkId first_late = store_.num_chunks();
-  std::vector<uint8_t> visits;
+  std::vector<Recipe> recipes;
   visitor_bytes_ = 0;
   if (times_) {
     StepShape& shape = times_->shape;
@@ -191,17 +194,17 @@ void StepPlanner::make_next_plan() {
     const int64_t visitors = !may_visit ? 0 : visitor_bytes(store_.layout());
     PlanChoice choice = choose_plan(untimed, times_->rates, shape, visitors);
     plan = std::move(choice.plan);
-    shape.updates = std::move(choice.updates);
-    first_late = choice.first_late;
-    visits = std::move(choice.visits);
-    visitor_bytes_ = visits.empty() ? 0 : visitors;
+    recipes = choice.recipes;
+    shape.updates = std::move(choice.recipes);
+    const bool any_visits =
+        std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
+    visitor_bytes_ = any_visits ? visitors : 0;
     prefetch_bytes_ = choice.prefetch_bytes;
     predicted_ = choice.predicted;
   } else {
     plan = make_plan(untimed);
   }
-  updates_.delay_from(first_late);
-  if (times_) updates_.visit(std::move(visits));
+  updates_.follow(std::move(recipes));
   collectives_.check_same_plan(fingerprint(plan));
   pager_.set_plan(std::move(plan), NextUse(last, store_.num_arrays()));
 }

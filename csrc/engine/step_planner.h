@@ -81,8 +81,8 @@ class StepPlanner {
   void measure(bool alike);
   void forget_times();
   bool can_measure(bool alike) const;
-  // As early as things here allow.
-  std::vector<UpdateAt> update_times() const;
+  // By chunk, as early as things here allow.
+  std::vector<Recipe> earliest_recipes() const;
   PlanProblem untimed_problem() const;
   void make_next_plan();
 
@@ -97,8 +97,8 @@ class StepPlanner {
   Stage stage_ = Stage::kUnmeasured;
   int64_t num_steps_ = 0;
   bool all_can_measure_ = false;            // in the next step
-  std::vector<UpdateAt> agreed_updates_;    // by chunk, as early as all ranks can; none before the first step
-  std::vector<UpdateAt> planned_updates_;   // those that the present plan was chosen for
+  std::vector<Recipe> agreed_updates_;      // by chunk, as early as all ranks can; none before the first step
+  std::vector<Recipe> planned_updates_;     // those that the present plan was chosen for
   std::optional<StepTimes> own_times_;      // until all ranks have theirs
   std::optional<StepTimes> times_;          // of all ranks
   std::optional<SimulatedStep> predicted_;  // of the present plan

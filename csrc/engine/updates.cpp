@@ -64,20 +64,36 @@ void Updates::choose_chunks() {
   if (any) speculation_.choose(layout, new_bytes_on_host(layout, states));
 }
 
-UpdateAt Updates::update_at(ChunkId chunk, UpdateStart start) const {
+Recipe Updates::earliest(ChunkId chunk, UpdateStart start) const {
   const ChunkSpec& spec = store_.chunk(chunk);
   const Tier off_device = disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost;
   const Tier states = store_.has_states_on_device(chunk) ? Tier::kDevice : off_device;
-  const Ahead ahead = speculation_.succeeds(chunk) ? speculation_.ahead(chunk) : Ahead::kNothing;
   const bool is_exact = speculation_.expected_scales().is_exact();
-  return patrickstar::update_at({spec.trainable, spec.dtype, states, ahead}, start,
-                                is_exact ? ExpectedScale::kExact : ExpectedScale::kBetween);
+  const Recipe recipe = earliest_recipe({spec.trainable, spec.dtype, states, speculation_.ahead(chunk)}, start,
+                                        is_exact ? ExpectedScale::kExact : ExpectedScale::kBetween);
+  return speculation_.is_paused() ? after_norm(recipe) : recipe;
+}
+
+Recipe Updates::recipe(ChunkId chunk) const {
+  const Recipe possible = earliest(chunk, earliest_start());
+  return planned_.empty() ? possible : later_of(planned_[static_cast<size_t>(chunk)], possible);
+}
+
+Passes Updates::passes_after_norm(ChunkId chunk) const { return row_of(after_norm(recipe(chunk))).passes; }
+
+void Updates::follow(std::vector<Recipe> recipes, int64_t piece_numel) {
+  planned_ = std::move(recipes);
+  const bool any_visits =
+      std::any_of(planned_.begin(), planned_.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
+  if (!any_visits) chunk_updates_.visits().leave_room();
+  chunk_updates_.visits().set_piece_numel(piece_numel);
 }
 
 void Updates::start_early(ChunkId chunk) {
-  if (!speculation_.commits()) return early_.start(chunk);
-  if (arrays_.has_states(chunk, Tier::kDevice)) return commit_on_device(chunk);
-  commit(chunk);
+  const RecipeRow& row = row_of(recipe(chunk));
+  if (row.start == Start::kAhead) return early_.start(chunk, row.passes);
+  if (row.start != Start::kPromised) return;
+  arrays_.has_states(chunk, Tier::kDevice) ? commit_on_device(chunk) : commit(chunk);
 }
 
 void Updates::commit_on_device(ChunkId chunk) {
@@ -96,14 +112,15 @@ void Updates::commit(ChunkId chunk) {
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (arrays_.has_states(chunk, Tier::kDevice)) {
     chunk_updates_.on_device(chunk, speculation_.expected_groups(), scale);
-  } else if (grad.on_device && chunk_updates_.can_visit(chunk) && chunk_updates_.visits().take_room()) {
+    memory_.counters().count_update(Recipe::kDevicePromised);
+  } else if (grad.on_device && is_visit(row_of(recipe(chunk))) && chunk_updates_.can_visit(chunk) &&
+             chunk_updates_.visits().take_room()) {
     chunk_updates_.by_visit(chunk, speculation_.expected_groups(), scale);
+    memory_.counters().count_update(Recipe::kVisit);
   } else if (arrays_.has_states(chunk, Tier::kHost) && grad.on_host) {
-    chunk_updates_.on_host({chunk}, speculation_.expected_groups(), scale);
-  } else {
-    return;
+    chunk_updates_.on_host({chunk}, Passes::kOne, speculation_.expected_groups(), scale);
+    memory_.counters().count_update(disk_.is_home_of(chunk) ? Recipe::kDiskPromised : Recipe::kHostPromised);
   }
-  ++memory_.counters().num_committed_updates;
 }
 
 const char* Updates::how_committed() const {
@@ -186,12 +203,14 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     if (!gradients_.has_any(chunk) || progress_.is_made(chunk)) continue;
     if (as_expected && early_.has(chunk)) {
-      early_.take_over(chunk, groups, grad_scale);
-      ++memory_.counters().num_updates_taken_over;
+      const Passes passes = early_.take_over(chunk, groups, grad_scale);
+      memory_.counters().count_update(passes == Passes::kOne ? Recipe::kHostAhead : Recipe::kHostTwoPassesAhead);
     } else if (arrays_.belongs_on_device(chunk) || !pager_.push_out({chunk, gradients_.source(chunk)})) {
       chunk_updates_.on_device(chunk, groups, grad_scale);
-    } else if (early_.start_after_all(chunk, groups, grad_scale)) {
+      memory_.counters().count_update(Recipe::kDevice);
+    } else if (passes_after_norm(chunk) == Passes::kTwo && early_.start_after_all(chunk, groups, grad_scale)) {
       early_.take_over(chunk, groups, grad_scale);
+      memory_.counters().count_update(Recipe::kHostTwoPasses);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
       (disk_.is_home_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
@@ -204,22 +223,30 @@ void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions
   std::vector<ChunkId> batch;
   int64_t numel = 0;
   const auto apply_batch = [&] {
-    if (!batch.empty()) chunk_updates_.on_host(std::exchange(batch, {}), groups, grad_scale);
+    if (batch.empty()) return;
+    const Passes passes = chunk_updates_.on_host(batch, passes_after_norm(batch.front()), groups, grad_scale);
+    const Recipe made = passes == Passes::kOne ? Recipe::kHost : Recipe::kHostTwoPasses;
+    for (size_t i = 0; i < batch.size(); ++i) memory_.counters().count_update(made);
+    batch.clear();
     numel = 0;
   };
   for (ChunkId chunk : late.on_host) {
-    if (!batch.empty() && speculation_.is_late(chunk) != speculation_.is_late(batch.front())) apply_batch();
+    if (!batch.empty() && passes_after_norm(chunk) != passes_after_norm(batch.front())) apply_batch();
     batch.push_back(chunk);
     numel += store_.chunk(chunk).numel;
     if (numel >= kBatchNumel) apply_batch();
   }
   apply_batch();
-  for (ChunkId chunk : late.on_disk) chunk_updates_.on_host({chunk}, groups, grad_scale);
+  for (ChunkId chunk : late.on_disk) {
+    chunk_updates_.on_host({chunk}, Passes::kOne, groups, grad_scale);
+    memory_.counters().count_update(Recipe::kDisk);
+  }
 }
 
 bool Updates::visits_early(ChunkId chunk) {
   const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
-  return speculation_.commits() && is_dead && chunk_updates_.can_visit(chunk) && chunk_updates_.visits().take_room();
+  return is_dead && is_visit(row_of(recipe(chunk))) && chunk_updates_.can_visit(chunk) &&
+         chunk_updates_.visits().take_room();
 }
 
 }  // namespace patrickstar

@@ -25,8 +25,7 @@
 #include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
 #include "engine/visits.h"
-#include "plan/simulator.h"
-#include "plan/update_times.h"
+#include "plan/recipe.h"
 
 namespace patrickstar {
 
@@ -59,24 +58,20 @@ class Updates {
   // are left alone.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
 
-  // [Note: updates that wait] (plan/plan_choice.h): updates on the host that could start in backward, but wait for the
-  // norm, from this chunk on.
-  void delay_from(ChunkId first_late) { speculation_.delay_from(first_late); }
-  // [Note: visits] (engine/visits.h): whose updates the device makes for the host, by chunk; empty: nobody's.
-  void visit(std::vector<uint8_t> chunks, int64_t piece_numel = kVisitingPiece) {
-    chunk_updates_.visits().choose(std::move(chunks), piece_numel);
-  }
-  // Whether any may: where updates are committed in backward.
+  // Recipes of a plan, by chunk; none: the earliest ones. Chunks that visit do so in pieces of `piece_numel`, whole
+  // kStateBlocks.
+  void follow(std::vector<Recipe> recipes, int64_t piece_numel = kVisitingPiece);
+  // False where no update may be made by a visit (Recipe::kVisit).
   bool may_visit() const { return speculation_.is_committing() && !is_left_out(Mechanism::kVisits); }
-  // Whether the device makes the chunk's update as soon as its gradient is complete, for which that stays there. Takes
-  // the memory that visits need, where it is not there yet.
+  // True where the device makes the chunk's update as soon as its gradient is complete, for which that stays there.
+  // Takes the memory that visits need, where it is not there yet.
   bool visits_early(ChunkId chunk);
   // The earliest start of updates on the host in a step of one backward.
   UpdateStart earliest_start() const {
     return speculation_.commits() ? UpdateStart::kCommitted : UpdateStart::kSpeculative;
   }
-  // When the chunk's update starts, from step to step: not before `start`, and as early as there is memory for it.
-  UpdateAt update_at(ChunkId chunk, UpdateStart start) const;
+  // The chunk's recipe from step to step: not before `start`, and as early as there is memory for it.
+  Recipe earliest(ChunkId chunk, UpdateStart start) const;
 
   void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
   int64_t step_count(ParamId param) const { return jobs_.step_count(param); }
@@ -115,6 +110,10 @@ class Updates {
     std::vector<ChunkId> on_disk;
   };
 
+  // The plan's recipe, or a later one where it cannot be followed.
+  Recipe recipe(ChunkId chunk) const;
+  // Passes of a chunk that is updated after the norm, whenever its update was to begin.
+  Passes passes_after_norm(ChunkId chunk) const;
   // In 32 bits nearly no value is settled: those of the scale where clipping does not act are computed ahead, or none.
   bool settles_values() const;
   void choose_chunks();
@@ -138,6 +137,7 @@ class Updates {
   EarlyUpdates early_;
   ChunkUpdates chunk_updates_;
   ScaleForecast forecast_;
+  std::vector<Recipe> planned_;  // by chunk; none without a plan
   ChunkId held_back_ = -1;
 };
 

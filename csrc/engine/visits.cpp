@@ -70,12 +70,6 @@ void Visits::leave_room() {
   for (Slot& slot : slots_) slot.reset();
 }
 
-void Visits::choose(std::vector<uint8_t> chunks, int64_t piece_numel) {
-  if (chunks.empty()) leave_room();
-  chosen_ = std::move(chunks);
-  piece_numel_ = piece_numel;
-}
-
 // States first, then the value, then the gradient, which stays where it is.
 std::vector<VisitingPart> Visits::parts_of(const Visit& visit, int64_t first, int64_t last, char* place) const {
   const ChunkSpec& spec = memory_.store().chunk(visit.chunk);
@@ -143,7 +137,6 @@ VisitEvents Visits::update(const Visit& visit) {
       update_piece(visit, first, std::min(first + piece_numel_, numel));
     }
   }
-  ++memory_.counters().num_visits;
   VisitEvents events{updates.record(), down.record()};
   up.release();
   return events;

@@ -58,9 +58,8 @@ class Visits {
  public:
   explicit Visits(Pager& pager) : pager_(pager), memory_(pager.memory()) {}
 
-  // Of which chunks, from now on; empty: of none. Pieces are of whole kStateBlocks.
-  void choose(std::vector<uint8_t> chunks, int64_t piece_numel = kVisitingPiece);
-  bool is_chosen(ChunkId chunk) const { return !chosen_.empty() && chosen_[static_cast<size_t>(chunk)] != 0; }
+  // Elements of a piece, whole kStateBlocks.
+  void set_piece_numel(int64_t numel) { piece_numel_ = numel; }
   // Device memory for visits, unless it is there. False: what is of use would have to leave for it.
   bool take_room();
   void leave_room();
@@ -73,7 +72,6 @@ class Visits {
 
   Pager& pager_;
   ChunkMemory& memory_;
-  std::vector<uint8_t> chosen_;  // by chunk
   int64_t piece_numel_ = kVisitingPiece;
   std::array<Slot, kNumVisitors> slots_;
   size_t next_ = 0;  // of these, the one that was used longest ago

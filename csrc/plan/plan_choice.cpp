@@ -111,6 +111,14 @@ Predicted choose_room(PlanProblem problem, const std::vector<RoomPlan>& plans, c
                            [&rank](const Predicted& a, const Predicted& b) { return rank(a) < rank(b); });
 }
 
+// `recipes`, of which those from `first_late` on that would begin ahead of the norm wait for it.
+std::vector<Recipe> delayed_updates(std::vector<Recipe> recipes, ChunkId first_late) {
+  for (auto chunk = static_cast<size_t>(first_late); chunk < recipes.size(); ++chunk) {
+    if (row_of(recipes[chunk]).start == Start::kAhead) recipes[chunk] = Recipe::kHost;
+  }
+  return recipes;
+}
+
 // What is played where updates wait from `first_late` on.
 struct Delayed {
   ChunkId first_late = 0;
@@ -124,7 +132,8 @@ std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, 
   std::vector<ChunkId> in_two_passes;
   const auto num_chunks = static_cast<ChunkId>(earliest.updates.size());
   for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) {
-    if (earliest.updates[static_cast<size_t>(chunk)] == UpdateAt::kHostParamFirst) in_two_passes.push_back(chunk);
+    const RecipeRow& row = row_of(earliest.updates[static_cast<size_t>(chunk)]);
+    if (row.start == Start::kAhead && row.passes == Passes::kTwo) in_two_passes.push_back(chunk);
   }
   std::vector<Delayed> played;
   for (size_t part = kParts + 1; part-- > 0;) {
@@ -166,20 +175,20 @@ constexpr int kMostVisiting = 12;
 // What a step must gain, of its length, for the device to make updates of the host's.
 constexpr double kWorthVisiting = 0.02;
 
-// Of the host's updates that begin whole in backward, every so many that `part` of kParts of their parameters visit the
-// device.
-std::vector<uint8_t> spread_visits(const StepShape& shape, int part) {
-  std::vector<uint8_t> visits(shape.updates.size(), 0);
+// Of the host's updates that are promised, every so many that `part` of kParts of their parameters visit the device.
+std::vector<Recipe> spread_visits(const StepShape& shape, int part) {
+  std::vector<Recipe> recipes = shape.updates;
   double due = 0;
-  for (size_t chunk = 0; chunk < visits.size(); ++chunk) {
-    if (shape.updates[chunk] != UpdateAt::kHostAtRetire) continue;
+  for (size_t chunk = 0; chunk < recipes.size(); ++chunk) {
+    const RecipeRow& row = row_of(recipes[chunk]);
+    if (row.start != Start::kPromised || row.states != Tier::kHost) continue;
     const auto numel = static_cast<double>(shape.numels[chunk]);
     due += numel * part / kParts;
     if (due < numel / 2) continue;
     due -= numel;
-    visits[chunk] = 1;
+    recipes[chunk] = Recipe::kVisit;
   }
-  return visits;
+  return recipes;
 }
 
 // Nothing where it is not worth it, or the device has no room for visitors. `without`: the step in which none visits.
@@ -189,33 +198,25 @@ std::optional<PlanChoice> choose_visits(PlanProblem problem, const Predicted& wi
   problem.fixed_bytes += visitor_bytes;
   problem.prefetch_bytes = without.with->prefetch_bytes;
   double least = worth;
-  std::vector<uint8_t> best;
+  const StepShape at_home = shape;
+  std::vector<Recipe> best;
   for (int part = 1; part <= kMostVisiting; ++part) {
-    shape.visits = spread_visits(shape, part);
+    shape.updates = spread_visits(at_home, part);
     const double seconds = simulate(problem, without.with->plan, rates, shape).seconds;
     if (seconds >= least) continue;
     least = seconds * (1 - kPredictionTolerance);
-    best = shape.visits;
+    best = shape.updates;
   }
   if (best.empty()) return std::nullopt;
-  shape.visits = std::move(best);
+  shape.updates = std::move(best);
   std::vector<RoomPlan> plans = plans_by_room(problem);
   const Predicted predicted = choose_room(problem, plans, rates, shape);
   RoomPlan& with = plans[static_cast<size_t>(predicted.with - plans.data())];
   if (with.plan.least_limit_bytes > problem.limit_bytes || predicted.step.seconds > worth) return std::nullopt;
-  return PlanChoice{std::move(with.plan),     with.prefetch_bytes,    predicted.step, 0,
-                    std::move(shape.updates), std::move(shape.visits)};
+  return PlanChoice{std::move(with.plan), with.prefetch_bytes, predicted.step, std::move(shape.updates)};
 }
 
 }  // namespace
-
-std::vector<UpdateAt> delayed_updates(std::vector<UpdateAt> updates, ChunkId first_late) {
-  for (auto chunk = static_cast<size_t>(first_late); chunk < updates.size(); ++chunk) {
-    const bool is_early = updates[chunk] == UpdateAt::kHostAtRetire || updates[chunk] == UpdateAt::kHostParamFirst;
-    if (is_early) updates[chunk] = UpdateAt::kHostAfterNorm;
-  }
-  return updates;
-}
 
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
   const int64_t spare = spare_bytes(problem);
@@ -242,13 +243,10 @@ PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape&
   }
   if (visitor_bytes > 0) {
     std::optional<PlanChoice> with_visits = choose_visits(problem, predicted, rates, chosen, visitor_bytes);
-    if (with_visits) {
-      with_visits->first_late = first_late;
-      return *std::move(with_visits);
-    }
+    if (with_visits) return *std::move(with_visits);
   }
   RoomPlan& with = plans[static_cast<size_t>(predicted.with - plans.data())];
-  return {std::move(with.plan), with.prefetch_bytes, predicted.step, first_late, std::move(chosen.updates), {}};
+  return {std::move(with.plan), with.prefetch_bytes, predicted.step, std::move(chosen.updates)};
 }
 
 }  // namespace patrickstar

@@ -18,7 +18,7 @@
 //
 //   PlanChoice choice = choose_plan(problem, rates, shape);   // measured rates and times of moments
 //   choice.plan, choice.predicted.seconds
-//   choice.first_late                                         // that chunk's updates, and those after it, wait
+//   choice.recipes                                            // by chunk; those of updates that wait, and of visits
 //
 // Nothing here is shared; any thread may call it.
 #pragma once
@@ -38,21 +38,16 @@ struct PlanChoice {
   Plan plan;
   int64_t prefetch_bytes = 0;  // of the problem that the plan solves
   SimulatedStep predicted;
-  ChunkId first_late = 0;         // the number of chunks where none waits that need not
-  std::vector<UpdateAt> updates;  // by chunk, with these late
-  std::vector<uint8_t> visits;    // by chunk, or none: the device makes the host's update
+  std::vector<Recipe> recipes;  // by chunk
 };
-
-// `updates`, of which those on the host begin when the norm is known from `first_late` on.
-std::vector<UpdateAt> delayed_updates(std::vector<UpdateAt> updates, ChunkId first_late);
 
 // The rooms to try, ascending: none; one, two, four, ... of the largest array that can be fetched; all that no moment
 // needs for itself; and problem.prefetch_bytes, so that the choice is, with caution, never slower than the problem as
 // it is.
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem);
 
-// `shape.updates` are as early as there is memory for them. Rooms are compared with caution (transfers and updates that
-// take half as long again), numbers of updates without, and what is predicted is without. Throws ArgumentError as
+// `shape.updates` begin as early as there is memory for them. Rooms are compared with caution (transfers and updates
+// that take half as long again), numbers of updates without, and what is predicted is without. Throws ArgumentError as
 // simulate() does.
 // `visitor_bytes`: what chunks take that visit the device; 0: none may.
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes = 0);

@@ -63,7 +63,7 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
   PlanVote vote;
   vote.can_measure = reader.next<uint8_t>() != 0;
   vote.has_plan = reader.next<uint8_t>() != 0;
-  vote.updates = reader.next_list<UpdateAt>(num_chunks);
+  vote.updates = reader.next_list<Recipe>(num_chunks);
   const auto fragments = reader.next_list<int64_t>();
   const auto rates = reader.next_list<Rates>();
   const auto compute_seconds = reader.next_list<double>();
@@ -71,7 +71,9 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
   reader.finish();
   reader.check(rates.size() <= 1, "several rates");
   reader.check(fragments.empty() || (fragments.size() == 1 && fragments.front() >= 0), "fragments of no size");
-  for (UpdateAt update : vote.updates) reader.check(update <= kLastUpdateAt, "an update at no known time");
+  for (Recipe recipe : vote.updates) {
+    reader.check(static_cast<size_t>(recipe) < kNumRecipes, "an update by no known recipe");
+  }
   reader.check(activations.empty() || activations.size() == compute_seconds.size(), "activations of other moments");
   if (!fragments.empty()) vote.fragment_bytes = fragments.front();
   if (rates.empty()) return vote;

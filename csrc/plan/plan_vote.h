@@ -28,9 +28,9 @@ struct StepTimes {
 };
 
 struct PlanVote {
-  bool can_measure = false;       // the next step may be traced here, or was already
-  bool has_plan = false;          // that the last step replayed, or could have
-  std::vector<UpdateAt> updates;  // by chunk, as things are
+  bool can_measure = false;     // the next step may be traced here, or was already
+  bool has_plan = false;        // that the last step replayed, or could have
+  std::vector<Recipe> updates;  // by chunk, the earliest that there is memory for
   // Of the device, beside the tide; none where that was not seen yet ([Note: fragments], backend/cuda_pressure.cpp).
   std::optional<int64_t> fragment_bytes;
   // Of a traced step, until all ranks have them; `shape` says compute_seconds and activations.

@@ -77,9 +77,8 @@ class Player {
 
   struct EarlyUpdate {
     ChunkId chunk = 0;
-    double ready = 0;  // its gradient is on the host
-    double share = 1;
-    int64_t gradient_bytes = 0;
+    double ready = 0;            // its gradient is on the host
+    int64_t gradient_bytes = 0;  // that end with it
   };
 
   void play_moment(size_t t);
@@ -87,13 +86,14 @@ class Player {
   void send_activations(const ActivationCopies& copies);
   void finish_step();
   void update(ChunkId chunk);
-  void update_on_host(ChunkId chunk, double begin, double share = 1);
+  // The pass that makes the new compute value.
+  void update_on_host(ChunkId chunk, double begin);
   // Of updates that begin in backward, in the order in which the host makes them.
   void update_in_order_of_need();
   void update_most_needed();
   // The launching thread waits until updates have left so much to a gradient.
   void await_gradient_room(int64_t num_bytes);
-  bool visits(ChunkId chunk) const { return !shape_.visits.empty() && shape_.visits[static_cast<size_t>(chunk)] != 0; }
+  const RecipeRow& recipe(ChunkId chunk) const { return row_of(shape_.updates[static_cast<size_t>(chunk)]); }
   // [Note: visits] Returns when the gradient is used.
   double visit(ChunkId chunk, double begin);
   // [Note: states on the disk] Reads begin when a set is free, from the beginning of backward on.
@@ -292,9 +292,10 @@ void Player::send_activations(const ActivationCopies& copies) {
 void Player::retire(ArrayId id, size_t moment) {
   const int grad = id.index();
   const int param = ArrayId{id.chunk, ArrayKind::kParam}.index();
-  const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
+  const RecipeRow& recipe = this->recipe(id.chunk);
+  const bool is_early = starts_in_backward(recipe);
   const bool is_dead = times(param).on_device && last_use_[static_cast<size_t>(param)] <= moment;
-  if (where == UpdateAt::kHostAtRetire && visits(id.chunk) && times(grad).on_device) {
+  if (is_visit(recipe) && times(grad).on_device) {
     const double used = visit(id.chunk, is_sharded() ? scatter(grad) : compute_end_);
     if (is_dead) release(param, is_sharded() ? compute_end_ : used);
     release(grad, used);
@@ -303,7 +304,8 @@ void Player::retire(ArrayId id, size_t moment) {
   if (is_dead) release(param, compute_end_);
   if (!times(grad).on_device) return;
   const int64_t num_bytes = cost(grad).retire_bytes;
-  if (where == UpdateAt::kHostAtRetire) await_gradient_room(num_bytes);
+  const bool is_whole = is_early && recipe.states == Tier::kHost && recipe.passes == Passes::kOne;
+  if (is_whole) await_gradient_room(num_bytes);
   if (is_sharded()) {
     const double mean_at = scatter(grad);
     release(grad, mean_at);
@@ -312,12 +314,11 @@ void Player::retire(ArrayId id, size_t moment) {
     release(grad, num_bytes > 0 ? download(grad, num_bytes, launch_.at) : compute_end_);
   }
   const double ready = times(grad).on_host_at.at;
-  if (where == UpdateAt::kHostAtRetire) {
-    early_updates_.push_back({id.chunk, ready, 1, num_bytes});
-    waiting_gradient_bytes_ += num_bytes;
+  if (is_early && recipe.states == Tier::kHost) {
+    early_updates_.push_back({id.chunk, ready, is_whole ? num_bytes : 0});
+    waiting_gradient_bytes_ += early_updates_.back().gradient_bytes;
   }
-  if (where == UpdateAt::kHostParamFirst) early_updates_.push_back({id.chunk, ready, rates_.param_pass});
-  if (where == UpdateAt::kDiskAtRetire) update_through_disk(id.chunk, ready);
+  if (is_early && recipe.states == Tier::kDisk) update_through_disk(id.chunk, ready);
 }
 
 // The norm, then Updates::apply: values that were updated on the host are not on the device any more.
@@ -329,9 +330,7 @@ void Player::finish_step() {
   for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) update(chunk);
   // States behind parameters, in the order in which the next backward needs them.
   for (ChunkId chunk = num_chunks - 1; chunk >= 0; --chunk) {
-    if (shape_.updates[static_cast<size_t>(chunk)] == UpdateAt::kHostParamFirst) {
-      run_host_adam(chunk, launch_.at, rates_.states_pass);
-    }
+    if (recipe(chunk).passes == Passes::kTwo) run_host_adam(chunk, launch_.at, rates_.states_pass);
   }
   for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
     if (times(array).on_device && !cost(array).survives_step) release(array, compute_end_);
@@ -339,14 +338,16 @@ void Player::finish_step() {
 }
 
 void Player::update(ChunkId chunk) {
-  const UpdateAt where = shape_.updates[static_cast<size_t>(chunk)];
+  const RecipeRow& recipe = this->recipe(chunk);
+  if (recipe.start == Start::kNever) return;
   const int grad = ArrayId{chunk, ArrayKind::kGrad}.index();
   const int param = ArrayId{chunk, ArrayKind::kParam}.index();
-  if (where == UpdateAt::kHostAfterNorm || where == UpdateAt::kDiskAfterNorm) {
+  if (recipe.states != Tier::kDevice) {
+    if (recipe.start != Start::kAfterNorm) return;
     if (times(grad).on_device) release(grad, download(grad, cost(grad).retire_bytes));
     const double begin = std::max(launch_.at, times(grad).on_host_at.at);
-    where == UpdateAt::kHostAfterNorm ? update_on_host(chunk, begin) : update_through_disk(chunk, begin);
-  } else if (where == UpdateAt::kDeviceAfterNorm) {
+    recipe.states == Tier::kHost ? update_on_host(chunk, begin) : update_through_disk(chunk, begin);
+  } else {
     wait(launch_);
     const bool comes_back = std::exchange(times(grad).has_left, false) && !times(grad).on_device;
     if (comes_back) {
@@ -375,7 +376,7 @@ void Player::make_room(int64_t num_bytes) {
       problem_.limit_bytes - problem_.fixed_bytes - tide(problem_, plan_.moments.size() - 1) - num_bytes;
   for (auto chunk = static_cast<ChunkId>(shape_.updates.size()); chunk-- > 0 && used_bytes_ > most;) {
     const int param = ArrayId{chunk, ArrayKind::kParam}.index();
-    const bool is_copy = shape_.updates[static_cast<size_t>(chunk)] != UpdateAt::kDeviceAfterNorm;
+    const bool is_copy = recipe(chunk).states != Tier::kDevice;
     if (is_copy && times(param).on_device) release(param, compute_end_);
   }
 }
@@ -386,8 +387,8 @@ void Player::run_host_adam(ChunkId chunk, double begin, double share) {
   step_.host_adam_seconds += seconds;
 }
 
-void Player::update_on_host(ChunkId chunk, double begin, double share) {
-  run_host_adam(chunk, begin, share);
+void Player::update_on_host(ChunkId chunk, double begin) {
+  run_host_adam(chunk, begin, recipe(chunk).passes == Passes::kOne ? 1 : rates_.param_pass);
   ArrayTimes& param = times(ArrayId{chunk, ArrayKind::kParam}.index());
   param.on_host_at = {host_adam_end_, kOnHostUpdate};
   param.is_visitor = false;
@@ -423,7 +424,7 @@ void Player::update_most_needed() {
                                 [now](const EarlyUpdate& update) { return update.ready > now; });
   const auto most_needed = std::min_element(
       early_updates_.begin(), end, [](const EarlyUpdate& a, const EarlyUpdate& b) { return a.chunk < b.chunk; });
-  update_on_host(most_needed->chunk, most_needed->ready, most_needed->share);
+  update_on_host(most_needed->chunk, most_needed->ready);
   waiting_gradient_bytes_ -= most_needed->gradient_bytes;
   early_updates_.erase(most_needed);
 }
@@ -588,10 +589,11 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
       shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
       ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
       problem.arrays.size() / kNumArrayKinds, " chunks; give one of each per chunk");
-  PS_CHECK(shape.visits.empty() ||
-               (shape.visits.size() == shape.updates.size() && problem.visits.size() == shape.updates.size()),
-           ArgumentError, shape.visits.size(), " chunks visit the device or do not, and what that moves is known of ",
-           problem.visits.size(), " of ", shape.updates.size(), "; give one of each per chunk");
+  const bool any_visits =
+      std::any_of(shape.updates.begin(), shape.updates.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
+  PS_CHECK(!any_visits || problem.visits.size() == shape.updates.size(), ArgumentError,
+           "chunks visit the device, and what that moves is known of ", problem.visits.size(), " of ",
+           shape.updates.size(), "; give one of each per chunk");
   PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&
                rates.device_adam_params_per_second > 0,
            ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,
@@ -599,9 +601,8 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
            " (device) parameters per second");
   PS_CHECK(rates.param_pass > 0 && rates.states_pass > 0, ArgumentError, "passes over parameters and over states take ",
            rates.param_pass, " and ", rates.states_pass, " of an update in one pass; give more than 0");
-  const bool any_on_disk = std::any_of(shape.updates.begin(), shape.updates.end(), [](UpdateAt at) {
-    return at == UpdateAt::kDiskAtRetire || at == UpdateAt::kDiskAfterNorm;
-  });
+  const bool any_on_disk = std::any_of(shape.updates.begin(), shape.updates.end(),
+                                       [](Recipe recipe) { return row_of(recipe).states == Tier::kDisk; });
   PS_CHECK(!any_on_disk || (shape.disk_bytes.size() == shape.updates.size() && rates.disk_read_gbps > 0 &&
                             rates.disk_write_gbps > 0),
            ArgumentError, "states are on the disk, which reads ", rates.disk_read_gbps, " GB/s and writes ",
@@ -620,6 +621,16 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
 }
 
 }  // namespace
+
+void describe_updates(const Layout& layout, StepShape& shape) {
+  shape.num_ranks = layout.sharding().num_ranks;
+  shape.numels.clear();
+  shape.disk_bytes.clear();
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    shape.numels.push_back(chunk.shard_numel);
+    shape.disk_bytes.push_back(disk_bytes(chunk));
+  }
+}
 
 SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   check(problem, plan, rates, shape);

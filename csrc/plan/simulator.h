@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "plan/planner.h"
+#include "plan/recipe.h"
 
 namespace patrickstar {
 
@@ -48,23 +49,10 @@ struct Rates {
   double launch_ahead_seconds = 0;  // of device work that may be queued before the launching thread waits
 };
 
-// Where a chunk is updated, and when its update may start; later ones last.
-enum class UpdateAt : uint8_t {
-  kNever,           // frozen
-  kHostAtRetire,    // on the host as soon as its gradient is there (speculation)
-  kHostParamFirst,  // then its compute value alone, and its states behind the step ([Note: parameters first])
-  kHostAfterNorm,   // on the host when the norm is known
-  kDiskAtRetire,    // the same two of a chunk whose states come from the disk and go back there
-  kDiskAfterNorm,
-  kDeviceAfterNorm,  // on the device
-};
-constexpr UpdateAt kLastUpdateAt = UpdateAt::kDeviceAfterNorm;
-
 struct StepShape {
   std::vector<double> compute_seconds;          // by moment: device work until the next one begins, without waiting
-  std::vector<UpdateAt> updates;                // by chunk
+  std::vector<Recipe> updates;                  // by chunk
   std::vector<int64_t> numels;                  // by chunk: what this rank updates
-  std::vector<uint8_t> visits{};                // by chunk: the device makes the host's update; empty: it makes none
   int num_ranks = 1;                            // that share each chunk
   std::vector<ActivationCopies> activations{};  // by moment; empty: none leave
   std::vector<int64_t> disk_bytes{};            // by chunk: what its states take on the disk, where they are there
@@ -104,6 +92,10 @@ struct SimulatedStep {
   int64_t disk_written_bytes = 0;
   int64_t peak_bytes = 0;  // of the device: tide, states and payloads
 };
+
+// Fills what of `shape` follows from a layout: ranks that share a chunk, and by chunk the elements of an update and its
+// bytes on the disk.
+void describe_updates(const Layout& layout, StepShape& shape);
 
 // Throws ArgumentError when sizes do not agree or a rate is not positive.
 SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape);

@@ -100,7 +100,7 @@ class StepTimes:
     compute_seconds: list[float]
     """By moment: the device's work until the next one, without waiting."""
     updates: list[str]
-    """By chunk, where and when it is updated: names of ``_C.UpdateAt``."""
+    """By chunk, how it is updated: names of ``_C.Recipe``."""
     activations: list[Sequence[int]] = dataclasses.field(default_factory=list)
     """By moment, bytes of activations that leave the device, that come back, and of these that the moment needs; empty:
     none leave.
@@ -123,7 +123,7 @@ class StepTimes:
         rates, known = _C.Rates(), {**_EARLIER_RATES, **self.rates}
         for name in _RATES:
             setattr(rates, name, float(known[name]))
-        updates = [_C.UpdateAt.__members__[name] for name in self.updates]
+        updates = [_C.Recipe.__members__[name] for name in self.updates]
         return {
             "rates": rates,
             "compute_seconds": self.compute_seconds,

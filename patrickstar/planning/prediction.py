@@ -22,7 +22,6 @@ from patrickstar.planning.uses import StepUses
 from patrickstar.sizes import enough_size, show_shortage, show_size
 
 _ONE_GPU = Cluster()
-_EARLY = {"HOST_AT_RETIRE", "HOST_PARAM_FIRST", "DISK_AT_RETIRE"}  # of _C.UpdateAt: begin in backward
 _EXACT = 128  # the least device memory with which activations leave is found to one part in so many
 
 
@@ -161,12 +160,12 @@ class Predictor:
         stashed_bytes = 0 if later is None else self._tides(later).away_bytes
         room -= stashed_bytes + _C.leaving_gradient_bytes(layout, timed.moments, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
-        ahead = _C.choose_ahead(layout, homes, room)
+        ahead = _C.choose_ahead(layout, homes, room if setting.updates_take_memory else 0)
         rates = self._update_rates(setting.optimizer, on_device)
 
         def play(scale: _C.ExpectedScale) -> Plan:
             updates = [
-                _C.update_at(chunk["trainable"], chunk["dtype"], home, setting.update_start, part, scale)
+                _C.earliest_recipe(chunk["trainable"], chunk["dtype"], home, setting.update_start, part, scale)
                 for chunk, home, part in zip(chunks, homes, ahead, strict=True)
             ]
             choose = functools.partial(
@@ -194,8 +193,8 @@ class Predictor:
             num_device_quantized_chunks=sum(
                 chunk.quantization != "NONE" and chunk.states_on_device for chunk in planned
             ),
-            num_speculated_chunks=sum(name in _EARLY for name in plan.times.updates),
-            num_parameters_first=plan.times.updates.count(_C.UpdateAt.HOST_PARAM_FIRST.name),
+            num_speculated_chunks=sum(_starts_in_backward(name) for name in plan.times.updates),
+            num_parameters_first=plan.times.updates.count(_C.Recipe.HOST_TWO_PASSES_AHEAD.name),
             num_disk_chunks=sum(on_disk),
             disk_bytes=sum(chunk.disk_bytes for chunk in planned),
             host_bytes=host_bytes,
@@ -338,6 +337,11 @@ class Predictor:
         on_device = [home == _C.Tier.DEVICE for home in first]
         moved_in = set(_C.chunks_that_move_in(self.layout, count, on_device))
         return first, [at or index in moved_in for index, at in enumerate(on_device)]
+
+
+def _starts_in_backward(recipe: str) -> bool:
+    member: _C.Recipe = _C.Recipe.__members__[recipe]
+    return member.starts_in_backward and member.states != _C.Tier.DEVICE
 
 
 def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:

@@ -39,15 +39,16 @@ def predict(
     """
     count = len(plan.chunks) if num_speculated_chunks is None else num_speculated_chunks
     ahead = [_C.Ahead.EVERYTHING if index < count else _C.Ahead.NOTHING for index in range(len(plan.chunks))]
+    start = _C.UpdateStart.SPECULATIVE
     updates = [
-        _C.update_at(chunk.trainable, _C.DType.__members__[chunk.dtype], chunk.tier, _C.UpdateStart.SPECULATIVE, part)
+        _C.earliest_recipe(chunk.trainable, _C.DType.__members__[chunk.dtype], chunk.tier, start, part)
         for chunk, part in zip(plan.chunks, ahead, strict=True)
     ]
     return _simulated(plan, compute_seconds, rates, updates)
 
 
 def _simulated(
-    plan: Plan, compute_seconds: Sequence[float], rates: _C.Rates, updates: Sequence[_C.UpdateAt]
+    plan: Plan, compute_seconds: Sequence[float], rates: _C.Rates, updates: Sequence[_C.Recipe]
 ) -> Prediction:
     problem = plan.problem
     step = _C.simulate(
@@ -101,7 +102,7 @@ def choose_plan(
     on_device: Sequence[bool],
     on_disk: Sequence[bool],
     budget: _C.DeviceBudget,
-    updates: Sequence[_C.UpdateAt],
+    updates: Sequence[_C.Recipe],
     start: _C.UpdateStart,
     rates: _C.Rates,
 ) -> Plan:
@@ -147,7 +148,7 @@ def accumulated(plan: Plan, accumulation: int) -> Prediction:
         return last
     core = times.as_core()
     core["rates"].synchronize_seconds = 0.0
-    never = [_C.UpdateAt.NEVER] * len(plan.chunks)
+    never = [_C.Recipe.NEVER] * len(plan.chunks)
     other = _simulated(plan, core["compute_seconds"], core["rates"], never)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Prediction):

@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.sizes import show_size
 
-VERSION = 5
+VERSION = 6
 _FORMAT = "patrickstar.plan"
 
 

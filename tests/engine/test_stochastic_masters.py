@@ -14,7 +14,7 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import WIDE
 from tests.models import MODELS, gpt2, token_batch
-from tests.training import Run, assert_same, go_on, least_device_memory, make_config, train
+from tests.training import Run, assert_same, go_on, least_device_memory, make_config, promised, train
 
 LION = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
 STEPS = 6
@@ -49,7 +49,7 @@ def test_budgets_and_sides(states, lion):
         {"device_memory": 2 * least(states), "delays": delays},
     ):
         run = train(WIDE, config_of(states, lion=lion, **more), steps=STEPS)
-        assert run.report["num_committed_updates"] == STEPS * run.report["num_chunks"]
+        assert promised(run.report) == STEPS * run.report["num_chunks"]
         assert_same(run, expected(states, lion))
 
 
@@ -59,7 +59,7 @@ def test_gradients_that_wait():
     """
     for more in ({}, {"on_device": False, "default_chunk_size": 4096, "device_memory": least("8bit")}):
         run = train(WIDE, config_of(speculation="auto", **more), steps=STEPS)
-        assert run.report["num_committed_updates"] == 0
+        assert promised(run.report) == 0
         assert_same(run, expected())
     clipped = functools.partial(config_of, speculation="auto", gradient_clipping=0.05)
     roomy = train(WIDE, clipped(), accumulate=2, steps=STEPS)

@@ -8,7 +8,7 @@ import pytest
 
 from patrickstar import _C
 from tests.engine.test_equality import WIDE
-from tests.training import assert_same, least_device_memory, make_config, train
+from tests.training import assert_same, least_device_memory, make_config, train, visits
 
 STEPS = 4
 PIECE = 1024  # elements, of chunks of 4096
@@ -54,7 +54,7 @@ def test_no_number_changes(way):
     for choose in (ALL, IN_TURN):
         run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=choose)
         assert_same(run, settled)
-        assert run.report["num_visits"] > STEPS
+        assert visits(run.report) > STEPS
 
 
 @pytest.mark.parametrize("way", ["split masters", "8 bits"])
@@ -66,7 +66,7 @@ def test_values_that_the_device_has_do_not_go_up(way):
         ALL(engine, step)
 
     run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=visit)
-    assert run.report["num_visits"] == (STEPS - 1) * len(costs)
+    assert visits(run.report) == (STEPS - 1) * len(costs)
     states = sum(up_bytes - value_bytes for up_bytes, _, value_bytes in costs)
     values = expected(**WAYS[way]).report["uploaded_bytes"]
     assert run.report["uploaded_bytes"] == values + (STEPS - 1) * states
@@ -83,7 +83,7 @@ def test_rules_with_one_moment(optimizer):
 
     run = train(WIDE, config(), steps=STEPS, before_step=ALL)
     assert_same(run, train(WIDE, config(), steps=STEPS))
-    assert run.report["num_visits"] > STEPS
+    assert visits(run.report) > STEPS
 
 
 @pytest.mark.parametrize("way", ["float32", "8 bits"])
@@ -97,7 +97,7 @@ def test_updates_behind_the_norm_are_made_at_home():
     clipped = {"speculation": "never", "gradient_clipping": 0.05}
     run = train(WIDE, config_of(**clipped), steps=STEPS, before_step=ALL)
     assert_same(run, expected(**clipped))
-    assert run.report["num_visits"] == 0
+    assert visits(run.report) == 0
 
 
 def test_where_the_device_has_no_room_the_host_updates():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.test_visits import WAYS, config_of, visiting
 from tests.gpu.test_equality import MIB, WIDE
-from tests.training import assert_same, train
+from tests.training import assert_same, train, visits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -23,4 +23,4 @@ def test_no_number_changes(way):
     for choose, memory in ((ALL, None), (IN_TURN, SCARCE.get(way, 448 * MIB))):
         run = train(WIDE, config | {"device_memory": memory}, steps=STEPS, before_step=choose)
         assert_same(run, at_home)
-        assert run.report["num_visits"] > STEPS
+        assert visits(run.report) > STEPS

@@ -6,8 +6,8 @@ import pytest
 
 from patrickstar import _C
 
-NEVER, AT_RETIRE = _C.UpdateAt.NEVER, _C.UpdateAt.HOST_AT_RETIRE
-AFTER_NORM, ON_DEVICE = _C.UpdateAt.HOST_AFTER_NORM, _C.UpdateAt.DEVICE_AFTER_NORM
+NEVER, AT_RETIRE = _C.Recipe.NEVER, _C.Recipe.HOST_AHEAD
+AFTER_NORM, ON_DEVICE = _C.Recipe.HOST, _C.Recipe.DEVICE
 LOWER_IS_SLOWER = ("upload_gbps", "download_gbps", "host_adam_params_per_second", "device_adam_params_per_second",
                    "launch_ahead_seconds")  # fmt: skip
 HIGHER_COUNTS = ("transfer_latency_seconds", "collective_latency_seconds", "synchronize_seconds", "gather_gbps",

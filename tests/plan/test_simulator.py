@@ -13,10 +13,10 @@ from patrickstar import _C
 PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
 READ, WRITE, RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
 FORWARD, BACKWARD = _C.Phase.FORWARD, _C.Phase.BACKWARD
-AT_RETIRE, AFTER_NORM = _C.UpdateAt.HOST_AT_RETIRE, _C.UpdateAt.HOST_AFTER_NORM
-PARAM_FIRST = _C.UpdateAt.HOST_PARAM_FIRST
-ON_DISK_AFTER_NORM, ON_DISK_AT_RETIRE = _C.UpdateAt.DISK_AFTER_NORM, _C.UpdateAt.DISK_AT_RETIRE
-NEVER, ON_DEVICE = _C.UpdateAt.NEVER, _C.UpdateAt.DEVICE_AFTER_NORM
+AT_RETIRE, AFTER_NORM = _C.Recipe.HOST_AHEAD, _C.Recipe.HOST
+PARAM_FIRST = _C.Recipe.HOST_TWO_PASSES_AHEAD
+ON_DISK_AFTER_NORM, ON_DISK_AT_RETIRE = _C.Recipe.DISK, _C.Recipe.DISK_PROMISED
+NEVER, ON_DEVICE = _C.Recipe.NEVER, _C.Recipe.DEVICE
 GB = 10**9  # a rate of 1 GB/s and chunks of 1 GB make bytes seconds
 FAST = 1e9
 
@@ -468,11 +468,11 @@ THERE_AND_BACK = [
 ]
 
 
-def there_and_back(rates, **options):
-    """Three chunks: a second of forward each, a backward that takes no time, updates that begin there."""
+def there_and_back(rates, update=AT_RETIRE, **options):
+    """Three chunks: a second of forward each, a backward that takes no time, and updates."""
     costs, limits = costs_of(3), {"limit_bytes": _C.UNLIMITED, "fixed_bytes": 0}
     plan = _C.make_plan(THERE_AND_BACK, costs, **limits, prefetch_bytes=0)
-    given = {"compute_seconds": [1.0] * 3 + [0.0] * 3, "updates": [AT_RETIRE] * 3, "numels": [GB] * 3}
+    given = {"compute_seconds": [1.0] * 3 + [0.0] * 3, "updates": [update] * 3, "numels": [GB] * 3}
     return _C.simulate(THERE_AND_BACK, costs, plan, rates, **given, **limits, **options)
 
 
@@ -492,15 +492,24 @@ def test_a_gradient_waits_for_host_memory_that_an_update_leaves():
         assert step["seconds"] == pytest.approx(seconds)
 
 
+def test_two_passes_after_the_norm():
+    """The forward waits for the first pass alone; the second is made beside it, in the order of the next backward."""
+    one, two = (there_and_back(rates_of(adam=1), recipe) for recipe in (AFTER_NORM, _C.Recipe.HOST_TWO_PASSES))
+    assert one["host_adam_seconds"] == pytest.approx(3) and one["seconds"] == pytest.approx(1 + 3)
+    assert two["host_adam_seconds"] == pytest.approx(3 * (16 + 26) / 28)
+    assert two["seconds"] == pytest.approx(two["host_adam_seconds"])
+
+
 def test_updates_that_the_device_makes_for_the_host():
     """Up and down at 2 GB/s, the way up of one beside the way down of another. A value that the device has need not
     go up."""
     for value, uploaded in ((0, 9), (GB // 2, 7.5)):
-        visits = {"visit_costs": [(2 * GB, 2 * GB, value)] * 3, "visits": [True] * 3}
-        step = there_and_back(rates_of(adam=0.1, upload=2, download=2), gradient_room_bytes=GB, **visits)
+        costs = [(2 * GB, 2 * GB, value)] * 3
+        rates = rates_of(adam=0.1, upload=2, download=2)
+        step = there_and_back(rates, _C.Recipe.VISIT, gradient_room_bytes=GB, visit_costs=costs)
         assert step["host_adam_seconds"] == 0
         assert step["visit_seconds"] == pytest.approx(3)
         assert step["downloaded_bytes"] == 6 * GB and step["uploaded_bytes"] == uploaded * GB
         assert step["seconds"] < 10
     with pytest.raises(ValueError, match="visit"):
-        there_and_back(rates_of(), visits=[True])
+        there_and_back(rates_of(), _C.Recipe.VISIT)

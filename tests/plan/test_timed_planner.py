@@ -12,7 +12,7 @@ from patrickstar.plan import Plan, predict
 from patrickstar.runtime import initialize_engine
 from tests.engine.test_stashed_activations import DEEP, least, stashing
 from tests.models import MODELS, Case, gpt2, token_batch
-from tests.training import assert_same, least_device_memory, make_config, train
+from tests.training import assert_same, least_device_memory, make_config, train, two_passes
 
 STEPS = 6
 MEASURED = 1  # the second step
@@ -69,15 +69,15 @@ def test_no_number_depends_on_it_with_updates_in_backward(budget, speculation, a
     config = linked(device_memory=budget, speculation=speculation)
     run, plans = plans_of(LAYERS, config, steps=STEPS - 1, accumulate=accumulate)
     assert_same(run, expected)
-    early = accumulate == 1
-    assert set(plans[-1].times.updates) == {"HOST_AT_RETIRE" if early else "HOST_AFTER_NORM"}
+    early = {"always": "HOST_AHEAD", "commit": "HOST_PROMISED"}[speculation]
+    assert set(plans[-1].times.updates) == {early if accumulate == 1 else "HOST_TWO_PASSES"}
 
 
 def test_clipping_that_always_acts_is_planned_for(budget):
     """New parameters are computed in backward, for all factors near the last one, and states behind the step."""
     config = linked(device_memory=budget, speculation="always", gradient_clipping=1e-3)
     run, plans = plans_of(LAYERS, config)
-    assert set(plans[-1].times.updates) == {"HOST_PARAM_FIRST"}
+    assert set(plans[-1].times.updates) == {"HOST_TWO_PASSES_AHEAD"}
     assert_same(run, train(LAYERS, make_config("bf16", gradient_clipping=1e-3), steps=STEPS + 1))
 
 
@@ -98,8 +98,8 @@ def test_updates_that_wait_change_no_number(budget, tmp_path):
     def look(engine, step):
         if step > 0:
             plan, report = engine.plan(), engine.report()
-            early = plan.times.updates.count("HOST_PARAM_FIRST")
-            seen.append((early, report["num_speculated_updates"], report["num_states_passes"]))
+            early = plan.times.updates.count("HOST_TWO_PASSES_AHEAD")
+            seen.append((early, report["num_speculated_updates"], two_passes(report)))
 
     run = train(LAYERS, {**config, "plan": str(path)}, steps=STEPS + 1, before_step=look)
     assert_same(run, expected)

@@ -1,4 +1,4 @@
-"""When the update of each chunk starts: one rule for engines and for plans (csrc/plan/update_times.h)."""
+"""Recipes of updates: one table for engines, plans and the simulator (csrc/plan/recipe.h)."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ SCALES = (_C.ExpectedScale.EXACT, _C.ExpectedScale.BETWEEN)
 
 
 def starts(states, start, scale, dtype=_C.DType.BFLOAT16):
-    """Names of updates, by how much there is memory for."""
-    return [_C.update_at(True, dtype, states, start, ahead, scale).name for ahead in AHEADS]
+    """Names of recipes, by how much there is memory for."""
+    return [_C.earliest_recipe(True, dtype, states, start, ahead, scale).name for ahead in AHEADS]
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_what_does_not_depend_on_memory(scale):
     host, disk, after = _C.Tier.HOST, _C.Tier.DISK, _C.UpdateStart.AFTER_NORM
     for start in (after, _C.UpdateStart.SPECULATIVE, _C.UpdateStart.COMMITTED):
-        assert starts(_C.Tier.DEVICE, start, scale) == ["DEVICE_AFTER_NORM"] * 3
-        frozen = _C.update_at(False, _C.DType.BFLOAT16, host, start, _C.Ahead.EVERYTHING, scale)
-        assert frozen == _C.UpdateAt.NEVER
-    assert starts(host, after, scale) == ["HOST_AFTER_NORM"] * 3
-    assert starts(disk, after, scale) == starts(disk, _C.UpdateStart.SPECULATIVE, scale) == ["DISK_AFTER_NORM"] * 3
-    assert starts(host, _C.UpdateStart.COMMITTED, scale) == ["HOST_AT_RETIRE"] * 3
-    assert starts(disk, _C.UpdateStart.COMMITTED, scale) == ["DISK_AT_RETIRE"] * 3
+        on_device = "DEVICE_PROMISED" if start == _C.UpdateStart.COMMITTED else "DEVICE"
+        assert starts(_C.Tier.DEVICE, start, scale) == [on_device] * 3
+        frozen = _C.earliest_recipe(False, _C.DType.BFLOAT16, host, start, _C.Ahead.EVERYTHING, scale)
+        assert frozen == _C.Recipe.NEVER
+    assert starts(host, after, scale) == ["HOST", "HOST_TWO_PASSES", "HOST_TWO_PASSES"]
+    assert starts(disk, after, scale) == starts(disk, _C.UpdateStart.SPECULATIVE, scale) == ["DISK"] * 3
+    assert starts(host, _C.UpdateStart.COMMITTED, scale) == ["HOST_PROMISED"] * 3
+    assert starts(disk, _C.UpdateStart.COMMITTED, scale) == ["DISK_PROMISED"] * 3
 
 
 def test_speculative_updates_begin_as_far_as_there_is_memory():
     exact, between = ((_C.Tier.HOST, _C.UpdateStart.SPECULATIVE, scale) for scale in SCALES)
-    assert starts(*exact) == ["HOST_AFTER_NORM", "HOST_PARAM_FIRST", "HOST_AT_RETIRE"]
-    assert starts(*between) == ["HOST_AFTER_NORM", "HOST_PARAM_FIRST", "HOST_PARAM_FIRST"]
+    assert starts(*exact) == ["HOST", "HOST_TWO_PASSES_AHEAD", "HOST_AHEAD"]
+    assert starts(*between) == ["HOST", "HOST_TWO_PASSES_AHEAD", "HOST_TWO_PASSES_AHEAD"]
 
 
 def test_in_32_bits_none_begins_while_clipping_acts():
     """Nearly every value differs between two scales, so none could be kept."""
     exact, between = ((_C.Tier.HOST, _C.UpdateStart.SPECULATIVE, scale) for scale in SCALES)
     assert starts(*exact, _C.DType.FLOAT32) == starts(*exact)
-    assert starts(*between, _C.DType.FLOAT32) == ["HOST_AFTER_NORM"] * 3
+    assert starts(*between, _C.DType.FLOAT32) == ["HOST", "HOST_TWO_PASSES", "HOST_TWO_PASSES"]
 
 
 def test_new_parameters_of_all_come_before_new_states_of_any():

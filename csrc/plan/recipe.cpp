@@ -1,0 +1,33 @@
+#include "plan/recipe.h"
+
+#include <algorithm>
+
+namespace patrickstar {
+
+Recipe later_of(Recipe planned, Recipe possible) {
+  return row_of(planned).states == row_of(possible).states ? std::max(planned, possible) : possible;
+}
+
+Recipe after_norm(Recipe recipe) {
+  const RecipeRow& row = row_of(recipe);
+  if (!starts_in_backward(row)) return recipe;
+  if (row.states == Tier::kDevice) return Recipe::kDevice;
+  if (row.states == Tier::kDisk) return Recipe::kDisk;
+  return row.start == Start::kAhead ? Recipe::kHostTwoPasses : Recipe::kHost;
+}
+
+Recipe earliest_recipe(const UpdatedChunk& chunk, UpdateStart start, ExpectedScale scale) {
+  if (!chunk.trainable) return Recipe::kNever;
+  const bool commits = start == UpdateStart::kCommitted;
+  if (chunk.states == Tier::kDevice) return commits ? Recipe::kDevicePromised : Recipe::kDevice;
+  if (chunk.states == Tier::kDisk) return commits ? Recipe::kDiskPromised : Recipe::kDisk;
+  if (commits) return Recipe::kHostPromised;
+  if (chunk.ahead == Ahead::kNothing) return Recipe::kHost;
+  if (start == UpdateStart::kAfterNorm) return Recipe::kHostTwoPasses;
+  const bool is_exact = scale == ExpectedScale::kExact;
+  if (is_exact && chunk.ahead == Ahead::kEverything) return Recipe::kHostAhead;
+  // In 32 bits nearly no value is the same for several scales.
+  return is_exact || chunk.dtype != DType::kFloat32 ? Recipe::kHostTwoPassesAhead : Recipe::kHostTwoPasses;
+}
+
+}  // namespace patrickstar

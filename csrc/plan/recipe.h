@@ -1,0 +1,108 @@
+// Recipes: all ways in which a chunk may be updated, as rows of one table. Planner and engine choose a recipe for each
+// chunk, the engine carries it out, and the simulator times it; all three read the row's fields.
+//
+//   const RecipeRow& row = row_of(recipe);
+//   row.start == Start::kAhead   // begins in backward, and is undone where the step is another one
+//
+// How new values are undone follows from the layout: memory of their own is freed, values in place are written again
+// ([Note: values in place], optim/kernels.h). Pure functions of sizes.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/types.h"
+#include "plan/host_demand.h"
+
+namespace patrickstar {
+
+// When an update begins.
+enum class Start : uint8_t {
+  kNever,
+  kPromised,   // in backward and for good, as an optimizer in backward does ([Note: committed updates])
+  kAhead,      // in backward, before the norm is known ([Note: exact speculation])
+  kAfterNorm,  // when the norm of all gradients is known
+};
+
+enum class Passes : uint8_t {
+  kOne,
+  kTwo,  // the new compute value first, and states behind it ([Note: parameters first], engine/update_jobs.h)
+};
+
+struct RecipeRow {
+  const char* name;
+  Start start;
+  Tier states;   // home of the chunk's optimizer states
+  Tier updater;  // side that computes: kHost or kDevice
+  Passes passes;
+};
+
+// Rows. Within one home of states a later row begins later; ranks agree on the latest one ([Note: one plan on all
+// ranks]).
+enum class Recipe : uint8_t {
+  kNever,  // frozen
+  kHostPromised,
+  kVisit,  // states go to the device and come back ([Note: visits])
+  kHostAhead,
+  kHostTwoPassesAhead,
+  kHostTwoPasses,
+  kHost,
+  kDiskPromised,
+  kDisk,
+  kDevicePromised,
+  kDevice,
+};
+constexpr size_t kNumRecipes = 11;
+
+constexpr std::array<RecipeRow, kNumRecipes> kRecipes{{
+    {"NEVER", Start::kNever, Tier::kHost, Tier::kHost, Passes::kOne},
+    {"HOST_PROMISED", Start::kPromised, Tier::kHost, Tier::kHost, Passes::kOne},
+    {"VISIT", Start::kPromised, Tier::kHost, Tier::kDevice, Passes::kOne},
+    {"HOST_AHEAD", Start::kAhead, Tier::kHost, Tier::kHost, Passes::kOne},
+    {"HOST_TWO_PASSES_AHEAD", Start::kAhead, Tier::kHost, Tier::kHost, Passes::kTwo},
+    {"HOST_TWO_PASSES", Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo},
+    {"HOST", Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kOne},
+    {"DISK_PROMISED", Start::kPromised, Tier::kDisk, Tier::kHost, Passes::kOne},
+    {"DISK", Start::kAfterNorm, Tier::kDisk, Tier::kHost, Passes::kOne},
+    {"DEVICE_PROMISED", Start::kPromised, Tier::kDevice, Tier::kDevice, Passes::kOne},
+    {"DEVICE", Start::kAfterNorm, Tier::kDevice, Tier::kDevice, Passes::kOne},
+}};
+
+constexpr const RecipeRow& row_of(Recipe recipe) { return kRecipes[static_cast<size_t>(recipe)]; }
+constexpr bool starts_in_backward(const RecipeRow& row) {
+  return row.start == Start::kPromised || row.start == Start::kAhead;
+}
+constexpr bool is_visit(const RecipeRow& row) { return row.states == Tier::kHost && row.updater == Tier::kDevice; }
+
+// The later of two, or `possible` where the states have moved since `planned` was chosen.
+Recipe later_of(Recipe planned, Recipe possible);
+// Recipe of a chunk whose update was to begin in backward and did not, or must not.
+Recipe after_norm(Recipe recipe);
+
+// The earliest start of updates in a step.
+enum class UpdateStart : uint8_t {
+  kAfterNorm,
+  kSpeculative,  // Start::kAhead, as far as there is memory for new values
+  kCommitted,    // Start::kPromised
+};
+
+// The scale of gradients that speculative updates are made for.
+enum class ExpectedScale : uint8_t {
+  kExact,    // one number: clipping has not acted of late
+  kBetween,  // one of several, since it has: values in 16 bits that are the same for all ([Note: settled values])
+};
+
+// A chunk before a step.
+struct UpdatedChunk {
+  bool trainable = true;
+  DType dtype = DType::kFloat32;  // compute dtype
+  Tier states = Tier::kHost;      // home of its optimizer states
+  Ahead ahead = Ahead::kNothing;  // new values for which there is memory
+};
+
+// The recipe that begins earliest of those that there is memory for.
+Recipe earliest_recipe(const UpdatedChunk& chunk, UpdateStart start, ExpectedScale scale);
+
+}  // namespace patrickstar
