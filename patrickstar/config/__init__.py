@@ -9,6 +9,14 @@ other_keys.md, which the models are completed from.
 from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from patrickstar.config.checks import check_loss_scaler_state, make_loss_scaler
 from patrickstar.config.dialects import Dialect
+from patrickstar.config.optimizer import (
+    Master,
+    OptimizerConfig,
+    OptimizerParams,
+    OptimizerType,
+    Speculation,
+    States,
+)
 from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.quantization import QuantizationConfig, QuantizationType
 from patrickstar.config.root import Config
@@ -26,18 +34,12 @@ from patrickstar.config.schema import (
     HostThreadsConfig,
     KeepAttention,
     LossComputation,
-    Master,
     MemTracerConfig,
-    OptimizerConfig,
-    OptimizerParams,
-    OptimizerType,
     OptsConfig,
     ProfileConfig,
     RankReduction,
     SequenceMode,
     SequenceParallelConfig,
-    Speculation,
-    States,
     profile_of_environment,
 )
 from patrickstar.config.spellings import auto_keys, fill_auto

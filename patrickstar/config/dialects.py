@@ -8,8 +8,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from patrickstar.config.optimizer import OptimizerType
 from patrickstar.config.root import Config
-from patrickstar.config.schema import OptimizerType
 from patrickstar.config.update_rules import with_own_defaults
 
 

@@ -15,6 +15,7 @@ from patrickstar.config.monitors import (
     TensorBoardConfig,
     WandbConfig,
 )
+from patrickstar.config.optimizer import OptimizerConfig
 from patrickstar.config.other_keys import with_other_keys
 from patrickstar.config.quantization import QuantizationConfig
 from patrickstar.config.schedulers import SchedulerConfig
@@ -26,7 +27,6 @@ from patrickstar.config.schema import (
     DiskMemoryConfig,
     Fp16Config,
     HostThreadsConfig,
-    OptimizerConfig,
     ProfileConfig,
     RankReduction,
     SequenceParallelConfig,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from patrickstar.config.schema import OptimizerParams, OptimizerType
+from patrickstar.config.optimizer import OptimizerParams, OptimizerType
 from patrickstar.config.shown import shown
 
 

@@ -1,0 +1,186 @@
+"""The section ``optimizer`` of the configuration. The text under each key is its meaning."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from patrickstar.config.fates import HONOURED, mapped, no_effect, refused
+from patrickstar.config.nearest import slip_of
+from patrickstar.config.values import (
+    Betas,
+    Fraction,
+    NonNegative,
+    Section,
+    Switch,
+    Text,
+    ignoring_case,
+    unexpected,
+)
+
+
+class OptimizerType(enum.Enum):
+    """The rule that updates parameters; Adam and AdamW differ in where weight decay goes."""
+
+    ADAM = "Adam"
+    ADAMW = "AdamW"
+    LION = "Lion"
+    SGD = "SGD"
+
+
+class Speculation(enum.Enum):
+    """When updates on the host start."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+    COMMIT = "commit"
+
+
+class States(enum.Enum):
+    """What momentum and variance are stored in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    EIGHT_BIT = "8bit"
+
+
+class Master(enum.Enum):
+    """What a 16-bit parameter is updated from."""
+
+    EXACT = "exact"
+    STOCHASTIC = "stochastic"
+
+
+_INSTEAD_OF_OPTIMIZERS = {
+    "onebitadam": "compressed gradients change the numbers: use Adam",
+    "zerooneadam": "compressed gradients change the numbers: use Adam",
+    "onebitlamb": "compressed gradients change the numbers: use AdamW",
+    "fusedadam": "all updates are fused: use Adam",
+    "deepspeedcpuadam": "states live where there is room: use Adam",
+    "fusedlion": "all updates are fused: use Lion",
+    "deepspeedcpulion": "states live where there is room: use Lion",
+    "muadam": "mup's learning rates are those of its parameter groups: pass these, with Adam",
+    "muadamw": "mup's learning rates are those of its parameter groups: pass these, with AdamW",
+}
+
+
+def _optimizer_type(value: object) -> object:
+    found = ignoring_case(OptimizerType)(value)
+    if isinstance(found, OptimizerType):
+        return found
+    names = {member.value.lower(): member.value for member in OptimizerType}
+    near = slip_of(str(value).lower(), names, 0.7)
+    instead = "use AdamW" if near is None else f"did you mean {names[near]!r}?"
+    instead = _INSTEAD_OF_OPTIMIZERS.get(str(value).lower(), instead)
+    *others, last = names.values()
+    raise unexpected(f"PatrickStar has {', '.join(others)} and {last}: {instead}")
+
+
+class OptimizerParams(Section):
+    """``optimizer.params``: the defaults of every parameter group. What ``type`` does not have is refused beside it."""
+
+    lr: Annotated[NonNegative, HONOURED] = 1e-3
+    """The learning rate, at least 0."""
+    betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
+    """Decay rates of momentum and variance, each in [0, 1), of Adam and AdamW. Lion has two rates for its one momentum,
+    of what it steps by and of what it keeps, by default (0.9, 0.99).
+    """
+    eps: Annotated[NonNegative, HONOURED] = 1e-8
+    """Number that is added to the denominator of the update of Adam and AdamW, at least 0."""
+    weight_decay: Annotated[NonNegative, HONOURED] = 0.0
+    """Factor of weight decay, at least 0: an L2 term with Adam and SGD, decoupled with AdamW and Lion."""
+    momentum: Annotated[NonNegative, HONOURED] = 0.0
+    """What SGD's momentum is multiplied by in each step, at least 0, as ``torch.optim.SGD`` has it."""
+    dampening: Annotated[Fraction, HONOURED] = 0.0
+    """The share of a gradient that does not go into SGD's momentum, from 0 to 1; all of the first one does."""
+    nesterov: Annotated[Switch, HONOURED] = False
+    """Whether SGD's momentum is Nesterov's, which needs a ``momentum`` and no ``dampening``."""
+    use_hybrid_adam: Annotated[Switch, HONOURED] = True
+    """Whether optimizer states may live on the device where its memory has a margin; else all are on the host."""
+    adam_w_mode: Annotated[
+        Switch | None, mapped("optimizer.type", "``True`` makes Adam AdamW; AdamW is AdamW with either value")
+    ] = None
+    """Whether weight decay is decoupled, as in AdamW; None: as ``type`` says."""
+    torch_adam: Annotated[
+        Switch,
+        mapped(
+            "optimizer.params.weight_decay",
+            "formulas are those of ``torch.optim`` in either case; with ``True``, AdamW's default decay is too (0.01)",
+        ),
+    ] = False
+    """Whether PyTorch's Adam is used instead of DeepSpeed's."""
+    bias_correction: Annotated[Switch, HONOURED] = True
+    """Whether the bias of momentum and variance in the first steps is corrected, as ``torch.optim`` does."""
+    amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
+    """Whether Adam's AMSGrad variant is used."""
+    fp32_optimizer_states: Annotated[
+        Switch, refused('what momentum and variance are stored in is optimizer.states: give "bf16" there', only=(True,))
+    ] = True
+    """Whether momentum and variance are float32; else they have the parameters' dtype."""
+    max_grad_norm: Annotated[
+        NonNegative | None,
+        refused("it is no option of the optimizer; give gradient_clipping at top level", only=(None,)),
+    ] = None
+    """Largest norm of the gradients, for scripts that give it here instead of as ``gradient_clipping``."""
+
+
+_IN_PARAMS = no_effect("as in DeepSpeed, it counts in ``optimizer.params`` alone")
+
+
+class OptimizerConfig(Section):
+    """The section ``optimizer``: which rule, its options, when it updates, and what its states are stored in."""
+
+    type: Annotated[OptimizerType, BeforeValidator(_optimizer_type), HONOURED] = OptimizerType.ADAM
+    """``"Adam"``, ``"AdamW"``, ``"Lion"`` (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms") or
+    ``"SGD"`` (that of ``torch.optim``), in any case. The latter two keep a momentum and no variance, which takes 4
+    bytes per parameter less. With ``patrickstar.initialize``, Adam is AdamW too unless ``params.adam_w_mode`` is
+    ``False``, as with DeepSpeed.
+    """
+    params: OptimizerParams = Field(default_factory=OptimizerParams)
+    """Options of the optimizer: the defaults of every parameter group."""
+    speculation: Annotated[Speculation, HONOURED] = Speculation.AUTO
+    """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
+    memory of their own (up to 14 bytes per parameter, within ``host_memory``; where there is less, 2 for the new
+    parameters, with the states updated behind), and are done again where one did: ``"auto"`` (with a GPU),
+    ``"always"`` or ``"never"``. It changes no number.
+
+    ``"commit"`` starts them in backward in place, which needs no memory, and is for good; so are then the updates of
+    chunks whose states are on the device. It is a promise: every backward is followed by exactly one step with the
+    options it began with (no accumulation, no values read or written in between; what would break the promise is
+    refused), there is neither clipping nor loss scaling, and gradients that are not finite are applied as
+    ``torch.optim`` applies them. A backward that fails half way leaves a model that is updated in part: go on from a
+    checkpoint. On one GPU with ``bf16`` parameters and states then take 12 bytes per parameter instead of 14.
+    """
+    states: Annotated[States, HONOURED] = States.FP32
+    """What momentum and variance are stored in between updates, which compute in float32 in any case: ``"fp32"`` (14
+    bytes per parameter in 16-bit training, with the parameter and its float32 master), ``"bf16"``, rounded
+    stochastically (10 bytes), or ``"8bit"``, in blocks of 256 with a scale (8 bytes; Dettmers et al. 2021, "8-bit
+    Optimizers via Block-wise Quantization"). With ``"8bit"`` embeddings, parameters of fewer than two dimensions and
+    those of fewer than 4,096 elements keep float32, as there. A loss of precision that is yours to accept: the guide
+    ``docs/guides/fewer_bytes.md`` says what it costs. For given states results are bitwise the same for any budget.
+    """
+    master: Annotated[Master, HONOURED] = Master.EXACT
+    """What parameters are updated from: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the bfloat16
+    parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less (2 where
+    masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16``. Where ``speculation`` is not
+    ``"commit"`` a gradient waits for the norm in 2 bytes of its own. A loss of precision that is yours to accept, as
+    with ``states``.
+    """
+    streaming: Annotated[
+        Text,
+        refused(
+            "states on the host are updated by its threads: passing them through the GPU moves the same bytes of host "
+            "memory, and was slower wherever it was measured; leave it out",
+            only=("never",),
+        ),
+    ] = "never"
+    """When the GPU updates states that stay in host memory, as version 0.6 and older could."""
+    torch_adam: Annotated[Switch, _IN_PARAMS] = False
+    """``params.torch_adam``, for scripts that give it here."""
+    adam_w_mode: Annotated[Switch | None, _IN_PARAMS] = None
+    """``params.adam_w_mode``, for scripts that give it here."""
+    legacy_fusion: Annotated[Switch, no_effect("all updates are fused")] = False
+    """Whether DeepSpeed's float16 optimizer uses its older code for fused Adam."""
