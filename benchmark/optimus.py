@@ -30,7 +30,8 @@ from patrickstar.planning.cluster import LINKS, Cluster
 from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.machines import H200
 from patrickstar.planning.models import model_config
-from patrickstar.planning.planner import Answer, Planner, Question, Workload
+from patrickstar.planning.planner import Answer, Planner
+from patrickstar.planning.question import Question, Workload
 from patrickstar.planning.setting import Setting
 from patrickstar.tensor2d.cost import Mode
 

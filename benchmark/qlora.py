@@ -352,7 +352,8 @@ def _planned(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """What a plan for the chunks and budgets that the engine had says of its step, or why there is none."""
     from benchmark.systems.weights import build_meta_model
     from patrickstar.config import LossComputation, QuantizationType
-    from patrickstar.planning.planner import Planner, Question, Workload
+    from patrickstar.planning.planner import Planner
+    from patrickstar.planning.question import Question, Workload
     from patrickstar.planning.setting import Setting
 
     machine = MACHINES[args.machine or _machine_name()]

@@ -69,10 +69,11 @@ from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
 from patrickstar.planning.models import model_config
-from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
+from patrickstar.planning.planner import Answer, Planner
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.prediction import predict_case
 from patrickstar.planning.proposals import LORA_RANK
+from patrickstar.planning.question import DTYPES, Question, Workload, check_precision
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.simulation import predict
 from patrickstar.planning.step_plan import Plan

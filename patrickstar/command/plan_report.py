@@ -7,8 +7,9 @@ from typing import Any
 
 from patrickstar.config import LossComputation
 from patrickstar.planning.advice import Advice
-from patrickstar.planning.planner import Answer, Question
+from patrickstar.planning.planner import Answer
 from patrickstar.planning.prediction import Case
+from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size

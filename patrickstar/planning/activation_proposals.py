@@ -11,9 +11,10 @@ from torch import nn
 from patrickstar.config import LossComputation
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable
 from patrickstar.planning.models import build_model
-from patrickstar.planning.planner import Planner, Question
+from patrickstar.planning.planner import Planner
 from patrickstar.planning.prediction import Case
 from patrickstar.planning.proposals import Proposal, more_host_memory, other_setting, other_work, recomputed
+from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError
 from patrickstar.sequence.fused_loss import check_fusable
 

@@ -15,7 +15,7 @@ from patrickstar.planning.activation_proposals import (
     tiles,
 )
 from patrickstar.planning.divided import CannotDivideError
-from patrickstar.planning.planner import Answer, Planner, Question
+from patrickstar.planning.planner import Answer, Planner
 from patrickstar.planning.proposals import (
     Proposal,
     adapters_alone,
@@ -29,6 +29,7 @@ from patrickstar.planning.proposals import (
     recomputed,
     without_masters,
 )
+from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError
 from patrickstar.sizes import size_in_words
 from patrickstar.tensor2d.cost import Mode

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from patrickstar.planning.planner import Answer, Planner, Question
+from patrickstar.planning.planner import Answer, Planner
+from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError
 
 LENGTH_UNIT = 1024

@@ -7,123 +7,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-from torch import nn
-
 from patrickstar import _C
-from patrickstar.config import (
-    ActivationOffload,
-    LossComputation,
-    Master,
-    QuantizationConfig,
-    QuantizationType,
-    Speculation,
-    States,
-)
+from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Speculation, States
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
-from patrickstar.module.tiled_modules import tile_modules
-from patrickstar.planning.cluster import Cluster
-from patrickstar.planning.divided_matrices import MatrixMesh, PlannedMatrices, SharedMatrices
-from patrickstar.planning.machines import H200, Machine
-from patrickstar.planning.models import PlannedModel, SharedSequences, build_model
+from patrickstar.planning.divided_matrices import PlannedMatrices
+from patrickstar.planning.models import PlannedModel, build_model
 from patrickstar.planning.prediction import Case, Predictor
+from patrickstar.planning.question import DTYPES, Question
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.shortest_step import ShortestStep, shortest_cases
 from patrickstar.planning.uses import StepUses, trace_uses
-from patrickstar.sequence.choice import Choice, Links
-from patrickstar.sequence.fused_loss import fuse_loss
+from patrickstar.sequence.choice import Choice
 from patrickstar.sizes import enough_size, parse_size
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What one GPU computes in a forward and its backward, or several that share sequences."""
-
-    model: str
-    """As ``--model`` takes it."""
-    batch: int
-    """Sequences."""
-    length: int
-    """Tokens of each."""
-    checkpointing: bool = False
-    """Whether activations are computed again in backward."""
-    lora_rank: int = 0
-    """Of the adapters that alone are trained; 0: everything is."""
-    quantization: QuantizationType | None = None
-    """What frozen weights of linear layers are stored in (``quantization.type``); None: the compute dtype."""
-    precision: str = "bf16"
-    """Of compute, a key of :data:`DTYPES`."""
-    loss: LossComputation = LossComputation.WHOLE
-    """How much of the logits exists at a time (``activations.loss``)."""
-    tile_tokens: int = 0
-    """Of each tile in which MLPs and norms are computed (``activations.tile_tokens``); 0: all tokens at once."""
-    sequence_ranks: int = 1
-    """GPUs that share each sequence (``sequence_parallel.size``), neighbours."""
-    mesh: MatrixMesh | None = None
-    """GPUs that share matrices (``tensor_parallel``), neighbours; None: each has whole ones."""
-
-    @property
-    def batch_unit(self) -> int:
-        """What batches are multiples of."""
-        return 1 if self.mesh is None else self.mesh.rows
-
-    @property
-    def sharing_ranks(self) -> int:
-        """GPUs that compute the same batch together."""
-        return self.sequence_ranks * (1 if self.mesh is None else self.mesh.size)
-
-    def change(self, module: nn.Module) -> None:
-        """Makes of ``module``, whose matrices are divided, what an engine makes of it
-        (``patrickstar/engine/activations.py``).
-
-        Raises:
-            ValueError: its loss cannot be fused, or nothing of it can be computed in tiles.
-        """
-        if self.loss is LossComputation.FUSED and self.mesh is None:  # [Note: a divided loss]
-            fuse_loss(module)
-        if self.tile_tokens:
-            tile_modules(module, self.tile_tokens)
-
-    def activations(self) -> dict[str, Any]:
-        """The configuration's section ``activations``; empty where nothing differs from its defaults."""
-        section: dict[str, Any] = {}
-        if self.loss is not LossComputation.WHOLE:
-            section["loss"] = self.loss.value
-        if self.tile_tokens:
-            section["tile_tokens"] = self.tile_tokens
-        return section
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
-    """All that an answer depends on."""
-
-    workload: Workload
-    machine: Machine
-    setting: Setting
-    """Budgets of one GPU."""
-    cluster: Cluster = dataclasses.field(default_factory=Cluster)
-    chunk_numel: int | None = None
-    """Elements per chunk; None: the best."""
-    clipping: float = 0.0
-    """The largest global norm of gradients; 0: they are not clipped."""
-
-    @property
-    def chunk_cluster(self) -> Cluster:
-        """The cluster, in which only ranks with the same of each matrix share chunks."""
-        mesh = self.workload.mesh
-        return self.cluster if mesh is None else dataclasses.replace(self.cluster, matrix_ranks=mesh.size)
-
-    @property
-    def tokens(self) -> int:
-        """Of one step, on all GPUs."""
-        workload = self.workload
-        groups = self.cluster.num_ranks // workload.sharing_ranks
-        return workload.batch * workload.length * self.setting.accumulation * groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +137,7 @@ class Planner:
 
     def _answer(self, question: Question) -> Answer:
         workload = question.workload
-        trace = self._checked_trace(question)
+        trace = self._trace(question)
         cases, refusals = [], []
         for size in self._sizes(question, trace):
             predictor = self._predictor(question, trace, size)
@@ -251,11 +149,13 @@ class Planner:
             raise refusals[0]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
         division = trace.model.division
+        # The least waste among those whose steps are as short as any, as far as the simulator can tell.
+        chosen = min(shortest_cases(cases), key=lambda case: case.waste_bytes)
         return Answer(
             question=question,
             num_params=trace.model.num_params,
             num_trained=trace.model.num_trained,
-            chosen=_best(cases),
+            chosen=chosen,
             cases=cases,
             model_flops=flops / workload.sharing_ranks,
             num_positions=trace.model.num_positions,
@@ -269,7 +169,7 @@ class Planner:
         Raises:
             ValueError: as :meth:`answer`.
         """
-        trace = self._checked_trace(question)
+        trace = self._trace(question)
         refusals = []
         for size in self._sizes(question, trace):
             try:
@@ -283,7 +183,7 @@ class Planner:
         """What its activations and the largest moment's chunks need of the device, of the chunk size that needs least:
         at most its ``device_memory`` where it fits.
         """
-        trace = self._checked_trace(question)
+        trace = self._trace(question)
         sizes = self._sizes(question, trace)
         return min(self._predictor(question, trace, size).needed_device_bytes(question.setting) for size in sizes)
 
@@ -291,32 +191,11 @@ class Planner:
         """Of its model's sequences, where positions are rows of a table."""
         return build_model(question.workload.model, 1, 1, checkpointing=False).most_tokens
 
-    def _checked_trace(self, question: Question) -> _Trace:
-        check_precision(question.workload.precision, question.machine)
-        size, num_ranks = question.workload.sequence_ranks, question.cluster.num_ranks
-        if num_ranks % size:
-            raise ValueError(
-                f"--sequence-parallel is {size}, but there are {num_ranks} GPUs, which are not groups of {size}; give "
-                f"--gpus-per-node {size}, or another size"
-            )
-        mesh = question.workload.mesh
-        if mesh is not None and num_ranks % mesh.size:
-            raise ValueError(
-                f"--tensor-parallel is {mesh.rows}x{mesh.columns}, but there are {num_ranks} GPUs, which are not "
-                f"groups of {mesh.size}; give --gpus-per-node {mesh.size}, or another mesh"
-            )
-        together = question.workload.sharing_ranks
-        if mesh is not None and num_ranks % together:
-            raise ValueError(
-                f"--tensor-parallel {mesh.rows}x{mesh.columns} and --sequence-parallel {size} take {together} GPUs "
-                f"together, but there are {num_ranks}; give --gpus-per-node {together}, or less of one of them"
-            )
-        return self._trace(question)
-
     def _trace(self, question: Question) -> _Trace:
+        question.check()
         workload, gpu = question.workload, question.machine.gpu
         asked = CHUNK_SIZES if question.chunk_numel is None else (question.chunk_numel,)
-        shared, matrices = shared_sequences(question), shared_matrices(question)
+        shared, matrices = question.shared_sequences(), question.shared_matrices()
         key = (workload, gpu, asked, shared, matrices)
         if key not in self._traces:
             model = build_model(
@@ -366,49 +245,13 @@ class Planner:
         return self._predictors[key]
 
 
-def shared_sequences(question: Question) -> SharedSequences | None:
-    """The ranks that share a sequence, with the rates of the machine; None: each has its own."""
-    workload = question.workload
-    if workload.sequence_ranks == 1:
-        return None
-    gpu, dtype = question.machine.gpu, DTYPES[workload.precision]
-    tflops = Links.attention_tflops * gpu.attention_tflops / H200.gpu.attention_tflops
-    links = Links(
-        attention_tflops=min(tflops, gpu.matmul_flops(dtype) / 1e12),
-        gbps=question.cluster.pass_on_gbps(
-            question.machine, workload.sequence_ranks, 1 if workload.mesh is None else workload.mesh.size
-        ),
-    )
-    return SharedSequences(size=workload.sequence_ranks, links=links)
-
-
-def shared_matrices(question: Question) -> SharedMatrices | None:
-    """The ranks that share matrices, with the rates of the machine; None: each has whole ones."""
-    mesh = question.workload.mesh
-    return None if mesh is None else SharedMatrices.on(mesh, question.machine, question.cluster)
-
-
 def _exchanged(matrices: PlannedMatrices | None) -> Exchanged | None:
     if matrices is None:
         return None
     return Exchanged(sum(matrices.received_bytes.values()), matrices.link_seconds, matrices.exposed_seconds)
 
 
-def check_precision(precision: str, machine: Machine) -> None:
-    """Raises ValueError where the GPU does not compute in it."""
-    if DTYPES[precision] not in machine.compute_dtypes:
-        there = [name for name, dtype in DTYPES.items() if dtype in machine.compute_dtypes]
-        raise ValueError(
-            f"--precision is {precision}, which {machine.name} does not compute in; give one of {', '.join(there)}"
-        )
-
-
 def _as_written(num_bytes: int) -> int | str:
     """As a text where that is exact."""
     text = enough_size(num_bytes)
     return text if parse_size(text) == num_bytes else num_bytes
-
-
-def _best(cases: list[Case]) -> Case:
-    """The least waste among those whose steps are as short as any, as far as the simulator can tell."""
-    return min(shortest_cases(cases), key=lambda case: case.waste_bytes)

@@ -16,7 +16,8 @@ from patrickstar.planning.activation_proposals import (
     tiles,
 )
 from patrickstar.planning.advice import advise, rescue
-from patrickstar.planning.planner import Planner, Workload
+from patrickstar.planning.planner import Planner
+from patrickstar.planning.question import Workload
 from patrickstar.planning.setting import DoesNotFitError
 from tests.plan.test_advice import ask
 

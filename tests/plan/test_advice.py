@@ -16,7 +16,8 @@ from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.machines import MACHINES, given_gpu, given_host
 from patrickstar.planning.models import build_model
-from patrickstar.planning.planner import Planner, Question, Workload
+from patrickstar.planning.planner import Planner
+from patrickstar.planning.question import Question, Workload
 from patrickstar.planning.setting import DoesNotFitError, Setting
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from patrickstar.plan import main
 from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS, DeviceShares
 from patrickstar.planning.leaving import Device
 from patrickstar.planning.machines import H200
-from patrickstar.planning.planner import Workload
+from patrickstar.planning.question import Workload
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine

@@ -1,0 +1,161 @@
+"""Questions to a planner: what is trained, on which machine, within which budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.config import LossComputation, QuantizationType
+from patrickstar.module.tiled_modules import tile_modules
+from patrickstar.planning.cluster import Cluster
+from patrickstar.planning.divided_matrices import MatrixMesh, SharedMatrices
+from patrickstar.planning.machines import H200, Machine
+from patrickstar.planning.models import SharedSequences
+from patrickstar.planning.setting import Setting
+from patrickstar.sequence.choice import Links
+from patrickstar.sequence.fused_loss import fuse_loss
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The forward and backward of one GPU, or of several that share sequences or matrices."""
+
+    model: str
+    """The model's name or path, as ``--model`` takes it."""
+    batch: int
+    """Sequences."""
+    length: int
+    """Tokens of each."""
+    checkpointing: bool = False
+    """Recomputation of activations in backward."""
+    lora_rank: int = 0
+    """Rank of the adapters, which alone are trained; 0: everything is."""
+    quantization: QuantizationType | None = None
+    """Format of frozen weights of linear layers (``quantization.type``); None: the compute dtype."""
+    precision: str = "bf16"
+    """Dtype of compute, a key of :data:`DTYPES`."""
+    loss: LossComputation = LossComputation.WHOLE
+    """How much of the logits exists at a time (``activations.loss``)."""
+    tile_tokens: int = 0
+    """Tokens of a tile in which MLPs and norms are computed (``activations.tile_tokens``); 0: all tokens at once."""
+    sequence_ranks: int = 1
+    """GPUs that share each sequence (``sequence_parallel.size``), neighbours."""
+    mesh: MatrixMesh | None = None
+    """GPUs that share matrices (``tensor_parallel``), neighbours; None: each has whole ones."""
+
+    @property
+    def batch_unit(self) -> int:
+        """The number that batches are multiples of."""
+        return 1 if self.mesh is None else self.mesh.rows
+
+    @property
+    def sharing_ranks(self) -> int:
+        """GPUs that compute the same batch together."""
+        return self.sequence_ranks * (1 if self.mesh is None else self.mesh.size)
+
+    def change(self, module: nn.Module) -> None:
+        """Makes of ``module``, whose matrices are divided, what an engine makes of it
+        (``patrickstar/engine/activations.py``).
+
+        Raises:
+            ValueError: its loss cannot be fused, or nothing of it can be computed in tiles.
+        """
+        if self.loss is LossComputation.FUSED and self.mesh is None:  # [Note: a divided loss]
+            fuse_loss(module)
+        if self.tile_tokens:
+            tile_modules(module, self.tile_tokens)
+
+    def activations(self) -> dict[str, Any]:
+        """The configuration's section ``activations``; empty where nothing differs from its defaults."""
+        section: dict[str, Any] = {}
+        if self.loss is not LossComputation.WHOLE:
+            section["loss"] = self.loss.value
+        if self.tile_tokens:
+            section["tile_tokens"] = self.tile_tokens
+        return section
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """All that an answer depends on."""
+
+    workload: Workload
+    machine: Machine
+    setting: Setting
+    """Budgets of one GPU."""
+    cluster: Cluster = dataclasses.field(default_factory=Cluster)
+    chunk_numel: int | None = None
+    """Elements per chunk; None: the best."""
+    clipping: float = 0.0
+    """The largest global norm of gradients; 0: they are not clipped."""
+
+    @property
+    def chunk_cluster(self) -> Cluster:
+        """The cluster, in which only ranks with the same of each matrix share chunks."""
+        mesh = self.workload.mesh
+        return self.cluster if mesh is None else dataclasses.replace(self.cluster, matrix_ranks=mesh.size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, on all GPUs."""
+        workload = self.workload
+        groups = self.cluster.num_ranks // workload.sharing_ranks
+        return workload.batch * workload.length * self.setting.accumulation * groups
+
+    def check(self) -> None:
+        """Raises ValueError where the GPU does not compute in the precision, or GPUs cannot be grouped as the workload
+        shares sequences and matrices.
+        """
+        check_precision(self.workload.precision, self.machine)
+        size, num_ranks = self.workload.sequence_ranks, self.cluster.num_ranks
+        if num_ranks % size:
+            raise ValueError(
+                f"--sequence-parallel is {size}, but there are {num_ranks} GPUs, which are not groups of {size}; give "
+                f"--gpus-per-node {size}, or another size"
+            )
+        mesh = self.workload.mesh
+        if mesh is not None and num_ranks % mesh.size:
+            raise ValueError(
+                f"--tensor-parallel is {mesh.rows}x{mesh.columns}, but there are {num_ranks} GPUs, which are not "
+                f"groups of {mesh.size}; give --gpus-per-node {mesh.size}, or another mesh"
+            )
+        together = self.workload.sharing_ranks
+        if mesh is not None and num_ranks % together:
+            raise ValueError(
+                f"--tensor-parallel {mesh.rows}x{mesh.columns} and --sequence-parallel {size} take {together} GPUs "
+                f"together, but there are {num_ranks}; give --gpus-per-node {together}, or less of one of them"
+            )
+
+    def shared_sequences(self) -> SharedSequences | None:
+        """The ranks that share a sequence, with the rates of the machine; None: each has its own."""
+        workload = self.workload
+        if workload.sequence_ranks == 1:
+            return None
+        gpu, dtype = self.machine.gpu, DTYPES[workload.precision]
+        tflops = Links.attention_tflops * gpu.attention_tflops / H200.gpu.attention_tflops
+        links = Links(
+            attention_tflops=min(tflops, gpu.matmul_flops(dtype) / 1e12),
+            gbps=self.cluster.pass_on_gbps(
+                self.machine, workload.sequence_ranks, 1 if workload.mesh is None else workload.mesh.size
+            ),
+        )
+        return SharedSequences(size=workload.sequence_ranks, links=links)
+
+    def shared_matrices(self) -> SharedMatrices | None:
+        """The ranks that share matrices, with the rates of the machine; None: each has whole ones."""
+        mesh = self.workload.mesh
+        return None if mesh is None else SharedMatrices.on(mesh, self.machine, self.cluster)
+
+
+def check_precision(precision: str, machine: Machine) -> None:
+    """Raises ValueError where the GPU does not compute in it."""
+    if DTYPES[precision] not in machine.compute_dtypes:
+        there = [name for name, dtype in DTYPES.items() if dtype in machine.compute_dtypes]
+        raise ValueError(
+            f"--precision is {precision}, which {machine.name} does not compute in; give one of {', '.join(there)}"
+        )
