@@ -12,15 +12,13 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from patrickstar import _C
 from patrickstar.module.checkpointed_layers import is_checkpointing
@@ -44,47 +42,16 @@ from patrickstar.planning.leaving import (
 from patrickstar.planning.machines import Gpu
 from patrickstar.planning.meta_observer import MetaObserver
 from patrickstar.planning.meta_operations import MetaOperations
+from patrickstar.planning.operation_costs import (
+    FUSED_ATTENTION,
+    FusedAttention,
+    FusedKernel,
+    OperationCosts,
+    tensors_in,
+)
 from patrickstar.sequence.tiling import equal_tiles_once
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
-_aten = torch.ops.aten
-_FREE = {
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-    _aten._unsafe_view,
-    _aten.promote_types,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _FusedKernel:
-    """Where its arguments have the queries, with the keys after them, whether it is causal, and dropout; and its
-    products of queries x keys x head_dim, 2 in forward.
-    """
-
-    query: int
-    causal: int
-    dropout: int
-    products: int
-
-
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention: _FusedKernel(0, 4, 3, 2),
-    _aten._scaled_dot_product_flash_attention_backward: _FusedKernel(1, 11, 10, 5),
-    _aten._scaled_dot_product_efficient_attention: _FusedKernel(0, 6, 5, 2),
-    _aten._scaled_dot_product_efficient_attention_backward: _FusedKernel(1, 11, 9, 5),
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Cost:
-    """Of one operation."""
-
-    seconds: float
-    flops: float = 0.0
 
 
 class Call(enum.Enum):
@@ -195,12 +162,11 @@ class UseRecorder(_C.UseListener):
 class _CostMode(TorchDispatchMode):
     """Adds what operations cost, and the memory that is alive, to the recorder's last use."""
 
-    def __init__(self, recorder: UseRecorder, gpu: Gpu, operations: MetaOperations):
+    def __init__(self, recorder: UseRecorder, costs: OperationCosts, operations: MetaOperations):
         super().__init__()
         self._recorder = recorder
         self._operations = operations
-        self._costs: dict[Hashable, _Cost] = {}
-        self._gpu = gpu
+        self._costs = costs
         self._alive: dict[int, weakref.ref] = {}
         self._bytes = 0
         self._ignored: set[int] = set()
@@ -242,10 +208,10 @@ class _CostMode(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is _aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1
         out, key = self._operations.run(func, args, kwargs)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        outputs = tensors_in(out)
         if outputs and all(tensor.device.type == "cpu" for tensor in outputs):  # states of random numbers
             return out
         for tensor in outputs:
@@ -255,23 +221,19 @@ class _CostMode(TorchDispatchMode):
             use = self._recorder.uses[-1]
             span = use.spans[-1]
             span.peak_bytes = max(span.peak_bytes, self._bytes)
-            if not (func.is_view or func.overloadpacket in _FREE):
-                cost = self._costs.get(key)
-                if cost is None:
-                    cost = self._cost(func.overloadpacket, args, kwargs, out, outputs)
-                    if key is not None:
-                        self._costs[key] = cost
+            cost = self._costs.find(func, key, args, kwargs, out)
+            if cost is not None:
                 seconds = self._count * cost.seconds
                 self.num_operations += self._count
                 self.flops += self._count * cost.flops
                 self._spend(seconds)
-                if func.overloadpacket in _ATTENTION and self._kept is not None:
-                    self._note_attention(self._kept, _ATTENTION[func.overloadpacket], args, outputs, seconds)
+                if func.overloadpacket in FUSED_ATTENTION and self._kept is not None:
+                    self._note_attention(self._kept, FUSED_ATTENTION[func.overloadpacket], args, outputs, seconds)
         return out
 
     @staticmethod
     def _note_attention(
-        kept: KeptTensors, kernel: _FusedKernel, args: Any, outputs: list[torch.Tensor], seconds: float
+        kept: KeptTensors, kernel: FusedKernel, args: Any, outputs: list[torch.Tensor], seconds: float
     ) -> None:
         dropout_p = args[kernel.dropout] if len(args) > kernel.dropout else 0.0
         if dropout_p or args[kernel.query].shape[-2] < LEAST_ATTENTION_TOKENS:
@@ -280,27 +242,6 @@ class _CostMode(TorchDispatchMode):
             kept.note_attention(sum(out.nbytes for out in outputs), seconds)
         else:
             kept.end_attention()
-
-    def _cost(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> _Cost:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        num_bytes = sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in [*inputs, *outputs])
-        seconds = max(num_bytes / self._gpu.memory_bytes_per_second, self._gpu.launch_seconds)
-        if packet in _ATTENTION:
-            attention = self._attention_cost(_ATTENTION[packet], args, kwargs)
-            return _Cost(max(seconds, attention.seconds), attention.flops)
-        count = flop_registry.get(packet)
-        if count is None or not inputs:
-            return _Cost(seconds)
-        args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of products that are not summed in their own
-        flops = float(count(*args, **kwargs, out_val=out))
-        narrowest = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)  # sums may be wider
-        return _Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
-
-    def _attention_cost(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> _Cost:
-        query, key = args[kernel.query], args[kernel.query + 1]
-        causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
-        flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
-        return _Cost(flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal), flops)
 
     def charge(self, seconds: float, flops: float) -> None:
         """Adds what no operation shows."""
@@ -327,36 +268,6 @@ class _CostMode(TorchDispatchMode):
         self._bytes += num_bytes
 
 
-class _FusedAttention(TorchFunctionMode):
-    """The meta device would take attention apart into matrix products; a GPU has a fused kernel."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return _attention(*args, **kwargs)
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if attn_mask is None and query.itemsize == 2:  # which has fewer heads of keys as they are
-        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    bias = attn_mask
-    if bias is not None:
-        bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
-
-
 def trace_uses(
     module: nn.Module,
     params: SortedParams,
@@ -371,7 +282,7 @@ def trace_uses(
 
     Args:
         module: built on the meta device (``with torch.device("meta")``).
-        plan: which parameters go into chunks.
+        params: which parameters go into chunks.
         compute_dtype: of the step.
         inputs: keyword arguments of the module's forward; tensors of any device.
         gpu: what operations cost.
@@ -392,9 +303,9 @@ def trace_uses(
             got_gradient.add(index)
     hooks = ModuleHooks(module, observer)
     inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
-    operations = MetaOperations()
+    operations, costs_on_gpu = MetaOperations(), OperationCosts(gpu)
     for _ in range(2):
-        costs = _CostMode(recorder, gpu, operations)
+        costs = _CostMode(recorder, costs_on_gpu, operations)
         for spec in params.chunked:
             costs.ignore(spec.param)
         recorder.clear()
@@ -402,7 +313,7 @@ def trace_uses(
             division.trace(costs)
         kept = KeptTensors(costs.meet, costs.is_ignored)
         costs.tell_attention(kept)
-        with _FusedAttention(), costs, equal_tiles_once(costs.count):
+        with FusedAttention(), costs, equal_tiles_once(costs.count):
             with kept.keeping():
                 out = module(**inputs)
             value = loss(out)

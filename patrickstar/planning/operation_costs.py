@@ -1,0 +1,134 @@
+"""Costs of operations on a GPU, by its rates, and the fused attention that it has where the meta device has none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from patrickstar.planning.machines import Gpu
+
+_aten = torch.ops.aten
+_FREE = {  # launch no kernel, beside views
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten._unsafe_view,
+    _aten.promote_types,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedKernel:
+    """A kernel of fused attention: where its arguments are, and how much it computes."""
+
+    query: int
+    """Index of the queries; the keys are after them."""
+    causal: int
+    dropout: int
+    products: int
+    """Products of queries x keys x head_dim: 2 in forward, 5 in backward."""
+
+
+FUSED_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention: FusedKernel(0, 4, 3, 2),
+    _aten._scaled_dot_product_flash_attention_backward: FusedKernel(1, 11, 10, 5),
+    _aten._scaled_dot_product_efficient_attention: FusedKernel(0, 6, 5, 2),
+    _aten._scaled_dot_product_efficient_attention_backward: FusedKernel(1, 11, 9, 5),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one operation."""
+
+    seconds: float
+    flops: float = 0.0
+
+
+class OperationCosts:
+    """The costs of operations on one GPU."""
+
+    def __init__(self, gpu: Gpu):
+        self._gpu = gpu
+        self._known: dict[Hashable, Cost] = {}
+
+    def find(self, func: Any, key: Hashable, args: Any, kwargs: Any, out: Any) -> Cost | None:
+        """The cost of one call of ``func``; None: it launches no kernel.
+
+        Args:
+            key: of what decides the cost; None: the cost is not remembered.
+            out: what ``func`` returned.
+        """
+        if func.is_view or func.overloadpacket in _FREE:
+            return None
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._count(func.overloadpacket, args, kwargs, out)
+            if key is not None:
+                self._known[key] = cost
+        return cost
+
+    def _count(self, packet: Any, args: Any, kwargs: Any, out: Any) -> Cost:
+        inputs = tensors_in((args, kwargs))
+        num_bytes = sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in [*inputs, *tensors_in(out)])
+        seconds = max(num_bytes / self._gpu.memory_bytes_per_second, self._gpu.launch_seconds)
+        if packet in FUSED_ATTENTION:
+            attention = self._count_attention(FUSED_ATTENTION[packet], args, kwargs)
+            return Cost(max(seconds, attention.seconds), attention.flops)
+        count = flop_registry.get(packet)
+        if count is None or not inputs:
+            return Cost(seconds)
+        args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of products that are not summed in their own
+        flops = float(count(*args, **kwargs, out_val=out))
+        narrowest = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)  # sums may be wider
+        return Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
+
+    def _count_attention(self, kernel: FusedKernel, args: Any, kwargs: Any) -> Cost:
+        query, key = args[kernel.query], args[kernel.query + 1]
+        causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
+        flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
+        return Cost(flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal), flops)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results of an operation."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class FusedAttention(TorchFunctionMode):
+    """The meta device would take attention apart into matrix products; a GPU has a fused kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return _attention(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if attn_mask is None and query.itemsize == 2:  # which has fewer heads of keys as they are
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    bias = attn_mask
+    if bias is not None:
+        bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
