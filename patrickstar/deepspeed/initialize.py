@@ -32,7 +32,7 @@ from patrickstar.engine.start import opening, start_session
 from patrickstar.module.preprocess import ModelSource
 from patrickstar.monitor import MonitorOptions, show_log
 from patrickstar.optimizer.groups import ModelParameters
-from patrickstar.ranks.distributed import num_ranks_to_come
+from patrickstar.ranks.world import num_ranks_to_come
 
 logger = logging.getLogger("patrickstar")
 

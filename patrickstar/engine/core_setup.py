@@ -17,7 +17,8 @@ from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import DistributedContext, RankGroups
+from patrickstar.ranks.context import DistributedContext
+from patrickstar.ranks.distributed import RankGroups
 
 logger = logging.getLogger("patrickstar")
 

@@ -29,9 +29,10 @@ from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.planning.step_plan import timeline_from_json
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import RankGroups, move_to_world, open_ranks
+from patrickstar.ranks.distributed import RankGroups, open_ranks
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
+from patrickstar.ranks.world import move_to_world
 
 
 def check_supported(session: Session, call: str) -> None:

@@ -17,9 +17,9 @@ from patrickstar.engine.resize_room import MemoryFacts
 from patrickstar.engine.session import Session
 from patrickstar.planning.step_plan import timeline_to_json
 from patrickstar.ranks.addresses import LOOPBACK, split_address
-from patrickstar.ranks.distributed import Place
 from patrickstar.ranks.passing import PassingPlace
 from patrickstar.ranks.run_secret import RunSecret
+from patrickstar.ranks.world import Place
 from patrickstar.ranks.world_store import serve_world
 
 MEMORY = "memory"

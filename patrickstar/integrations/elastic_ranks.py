@@ -11,7 +11,7 @@ from patrickstar._C import StateError
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.ranks.distributed import DistributedContext
+from patrickstar.ranks.context import DistributedContext
 
 
 class ElasticRanks:

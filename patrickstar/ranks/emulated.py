@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from patrickstar import _C
-from patrickstar.ranks.distributed import DistributedContext, RankGroups
+from patrickstar.ranks.context import DistributedContext
+from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.exchanges import Addresses
 
 _T = TypeVar("_T")

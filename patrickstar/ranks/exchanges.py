@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
-from patrickstar.ranks.distributed import DistributedContext
+from patrickstar.ranks.context import DistributedContext
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Contiguous tensors with the rank of the group that each goes to or comes from; what two ranks send each other is

@@ -23,7 +23,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from patrickstar import _C
-from patrickstar.ranks.distributed import DistributedContext, RankGroups
+from patrickstar.ranks.context import DistributedContext
+from patrickstar.ranks.distributed import RankGroups
 
 _SHOWN_MESHES = 3
 

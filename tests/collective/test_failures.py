@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from patrickstar import _C
-from patrickstar.ranks.distributed import describe_disagreement, format_ranks, open_ranks
+from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.failures import DisagreementError, abort_all
+from patrickstar.ranks.wording import describe_disagreement, format_ranks
 from tests.distributed import rank_outcomes, run_ranks
 
 TIMEOUT_SECONDS = 6

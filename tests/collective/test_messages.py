@@ -25,7 +25,8 @@ from patrickstar.engine import rank_sync
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.first_rank_values import FirstRankValues, digest, share_rest
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import DistributedContext, RankGroups
+from patrickstar.ranks.context import DistributedContext
+from patrickstar.ranks.distributed import RankGroups
 
 FLIPS = 400  # of one message: all of a shorter one
 SLACK_BYTES = 16 * 2**20

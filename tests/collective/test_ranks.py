@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
-from patrickstar.ranks import distributed
-from patrickstar.ranks.distributed import DistributedContext, open_ranks
+from patrickstar.ranks import connections, distributed
+from patrickstar.ranks.context import DistributedContext, host_name, make_context
+from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.passing import PassingPlace, connect_ahead, exchange
 from patrickstar.ranks.run_secret import write_secret
 from patrickstar.ranks.world_store import serve_world
@@ -86,6 +87,12 @@ def test_local_ranks_are_found_out_where_the_environment_has_none():
     assert [(context.local_rank, context.local_world_size) for context in contexts] == [(0, 2), (1, 2)]
     contexts = run_ranks(2, context_by_environment, 5, environment=lambda rank: unset)
     assert [(context.local_rank, context.local_world_size) for context in contexts] == [(5, 2), (5, 2)]
+
+
+def test_local_ranks_of_some_ranks_are_counted_among_them(no_ranks):
+    nodes = {2: host_name(), 3: "another node", 5: host_name()}
+    context = make_context(5, 6, lambda: nodes, local_rank=None, device_type="cpu", device_index=None)
+    assert (context.local_rank, context.local_world_size) == (1, 2)
 
 
 def where_the_store_listens():
@@ -181,7 +188,7 @@ def share_gpus(gpus):
         made.append(device)
         return _C.collective.make_c10d_communicator(group_name, members)
 
-    distributed._gpu_in_use = lambda device: gpus[int(os.environ["RANK"])]
+    connections._gpu_in_use = lambda device: gpus[int(os.environ["RANK"])]
     distributed.warm_up = lambda gather, scatter, device: None
     _C.collective.make_cuda_staged_communicator = make_staged
     with open_ranks(device_type="cuda", device_index=0, timeout_seconds=60) as ranks:

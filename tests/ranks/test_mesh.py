@@ -188,9 +188,10 @@ def test_a_rank_that_dies_along_one_axis_ends_all():
 def train_with_data_alone():
     """A mesh of data only opens nothing: as many groups of torch.distributed as without one."""
     with open_ranks(timeout_seconds=60) as everybody:
-        before = len(everybody._groups), len(everybody._further)
+        opened = everybody._connections
+        before = len(opened._groups), len(opened._communicators)
         assert MeshRanks(everybody, Mesh(data=2)).along("sequence").size == 1
-        return before, (len(everybody._groups), len(everybody._further))
+        return before, (len(opened._groups), len(opened._communicators))
 
 
 def test_a_mesh_opens_nothing_by_itself():

@@ -9,7 +9,8 @@ import torch
 
 from patrickstar.config import parse_config
 from patrickstar.engine import start as session_start
-from patrickstar.ranks.distributed import DistributedContext, RankGroups
+from patrickstar.ranks.context import DistributedContext
+from patrickstar.ranks.distributed import RankGroups
 from tests.bits import assert_same_bits, first_difference
 from tests.distributed import rank_outcomes, run_ranks
 from tests.ranks.managed import train_managed, train_managed_plain
