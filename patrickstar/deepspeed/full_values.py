@@ -44,7 +44,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """
     session = session_of(param)
     session.grad_norm()
-    return session.states.gradient(param, session.gradient_scale) if session.states.is_trained(param) else None
+    return session.states.gradient(param, session.gradients.scale) if session.states.is_trained(param) else None
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _check_shape(param, value)
     session = session_of(param)
     session.grad_norm()
-    session.states.set_gradient(param, value, session.gradient_scale)
+    session.states.set_gradient(param, value, session.gradients.scale)
     session.gradients.note_change()
 
 
@@ -75,11 +75,11 @@ def safe_update_full_grad_vectorized(
     for session in dict.fromkeys(sessions.values()):
         session.grad_norm()
     for param, session in sessions.items():
-        gradient = session.states.gradient(param, session.gradient_scale) if session.states.is_trained(param) else None
+        gradient = session.states.gradient(param, session.gradients.scale) if session.states.is_trained(param) else None
         if gradient is not None:
             value = update_func(gradient, param)
             _check_shape(param, value)
-            session.states.set_gradient(param, value, session.gradient_scale)
+            session.states.set_gradient(param, value, session.gradients.scale)
     for session in dict.fromkeys(sessions.values()):
         session.gradients.note_change()
 

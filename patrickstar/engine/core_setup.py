@@ -13,6 +13,7 @@ from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.engine_options import make_engine_options
 from patrickstar.machine.state_scheme import StateScheme, choose_layout, state_scheme
+from patrickstar.module.adoption import FormerHandle
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout, owned_params
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
@@ -35,6 +36,18 @@ class Core:
     """The size of chunks that the layout was made with, in elements."""
     largest_module_bytes: int
     """What the largest module's chunks and their gradients take of the device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vacated:
+    """Remains of a session between two cores."""
+
+    params: list[FormerHandle]
+    """Parameters in chunks as they were, by id."""
+    memory: _C.KeptRegions
+    """Host memory of the former core, for the next one; given back to the system when nobody has it."""
+    segments: ExpandableSegments
+    """The allocator's mode, until the next core has it: what PyTorch's cache holds stays there."""
 
 
 def build_core(

@@ -46,7 +46,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = session.module
         self._session = session
-        session.face = weakref.ref(self)
+        session.owner.face = weakref.ref(self)
         self._call = knowing_caller(self._call_module)
 
     @property
@@ -425,13 +425,13 @@ class Engine(nn.Module):
             MemoryBudgetError: host memory does not hold the module's own parameters ([Note: room to close]); nothing is
                 changed, and the engine stays open.
         """
-        self._session.close()
+        self._session.closing.close()
 
     def discard(self) -> None:
         """Frees all chunks; the module's parameters have no elements afterwards. For the end of a run whose model would
         not fit into host memory once per rank: what is wanted of it was saved or exported before. May be called twice.
         """
-        self._session.discard()
+        self._session.closing.discard()
 
     def __getattr__(self, name: str) -> Any:
         """What is not the engine's is the module's: ``generate``, ``save_pretrained``, ``config`` …"""
@@ -461,4 +461,4 @@ class Engine(nn.Module):
         if error is None or len(self._session.ranks.members) == 1:
             self.close()
         else:  # what the other ranks hold of the module cannot be had any more
-            self._session.abandon(error)
+            self._session.closing.abandon(error)

@@ -153,7 +153,7 @@ class EngineSink:
 
     def _write_own(self, wanted: TensorRange, values: torch.Tensor) -> None:
         handle = self._params[wanted.name]._patrickstar
-        if handle.id in self._session.quantized:
+        if handle.id in self._session.plan_of_params.quantized:
             self._check_own(handle, wanted, values)
             return
         values = values.to(torch.float32).contiguous()

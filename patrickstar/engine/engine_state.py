@@ -28,8 +28,9 @@ from patrickstar.engine.engine_shards import (
     state_kinds,
     step_count,
 )
-from patrickstar.engine.session import Session, Stage
+from patrickstar.engine.session import Session
 from patrickstar.engine.state_parts import Frozen, LoadOptions, Names, Part, leave_out_others
+from patrickstar.engine.step_stage import Stage
 from patrickstar.engine.wholeness import State
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.optimizer.state import checked_group
@@ -179,7 +180,7 @@ def _describe_groups(session: Session) -> list[dict[str, Any]]:
             "params": [name for param in group["params"] for name in names[param]],
             "options": {key: value for key, value in group.items() if key != "params"},
         }
-        for group in session.param_groups
+        for group in session.optimizer.read_groups()
     ]
 
 
@@ -243,7 +244,7 @@ def _warn_of_frozen(session: Session, checkpoint: Checkpoint, state: TrainingSta
 
 
 def _set_state(session: Session, state: TrainingState, part: Part) -> None:
-    session.stage = Stage.IDLE
+    session.course.end()
     if part is not Part.MODULE:
         session.num_steps = state.num_steps
     if part is Part.EVERYTHING:
@@ -254,7 +255,7 @@ def _set_state(session: Session, state: TrainingState, part: Part) -> None:
 
 
 def _set_optimizer(session: Session, state: TrainingState) -> None:
-    for group, saved in zip(session.param_groups, state.groups, strict=True):
+    for group, saved in zip(session.optimizer.read_groups(), state.groups, strict=True):
         group.update({key: value for key, value in saved["options"].items() if key != "params"})
     if session.scaler is not None and state.loss_scaler is not None:
         session.scaler.set_state(**state.loss_scaler)

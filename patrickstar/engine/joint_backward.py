@@ -31,21 +31,21 @@ def run_backward(session: Session, loss: torch.Tensor, kwargs: dict[str, Any]) -
     (:class:`patrickstar.engine.wholeness.Wholeness`).
     """
     scale = session.loss_scale
-    sessions = [session, *(other for other in open_sessions() if other is not session and other.is_in_step_here)]
+    sessions = [session, *(other for other in open_sessions() if other is not session and other.course.is_here)]
     for each in sessions:
-        each.check_scale(scale)
+        each.gradients.check_scale(scale)
     with deferred_signals() as signals, contextlib.ExitStack() as guards:
         for each in sessions:
             guards.enter_context(each.guard("backward"))
         begun: list[Session] = []
         try:
             for each in sessions:
-                each.begin_backward(scale, session.expected_options() if each is session else [])
+                each.backwards.begin(scale, session.optimizer.expected_options() if each is session else [])
                 begun.append(each)
             with signals.allowed():
                 (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
             for each in sessions:
-                each.end_backward()
+                each.backwards.end()
         except BaseException as error:
             explain_failed_backward(error, _abort(begun))
             _forget_nodes_of_failed_backwards()
@@ -61,7 +61,13 @@ def _abort(sessions: Sequence[Session]) -> int:
     num_committed = 0
     for session in sessions:
         try:
-            num_committed += session.abort_backward()
+            committed = session.backwards.abort()
+            num_committed += committed
+            if committed > 0:
+                session.whole.break_up(
+                    f"a backward failed when {committed} chunks had been updated (optimizer.speculation is "
+                    '"commit"): the model is updated in part'
+                )
         except Exception as error:
             logger.warning("what a failed backward had begun was not undone: %s: %s", type(error).__name__, error)
             session.whole.break_up(f"a backward failed, and what it had begun could not be undone ({error})")

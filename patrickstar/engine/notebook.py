@@ -58,8 +58,8 @@ def close_engine_of_cell() -> None:
     if statement is None:
         return
     for session in open_sessions():
-        face = session.face
-        if face is not None and statement.repeats(session.made_by) and len(session.ranks.members) == 1:
+        face = session.owner.face
+        if face is not None and statement.repeats(session.owner.made_by) and len(session.ranks.members) == 1:
             _close_unless_kept(session, face, statement)
 
 
@@ -80,7 +80,7 @@ def _close_unless_kept(session: Session, face: Callable[[], Any], statement: Cel
         names.update(dict.fromkeys(held_by, engine))
         return
     logger.info("the engine that %s was is closed, since its cell is run again", " and ".join(held_by))
-    session.close()
+    session.closing.close()
 
 
 def _forget_last_error() -> None:

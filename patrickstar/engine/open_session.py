@@ -5,17 +5,33 @@ Several may be open at once (teacher and student, policy and reference, two adve
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from patrickstar import _C
 
 if TYPE_CHECKING:
+    from patrickstar.engine.notebook import CellStatement
     from patrickstar.engine.session import Session
+
+
+@dataclasses.dataclass
+class Owner:
+    """Who has a session, for what closes it or changes its ranks."""
+
+    made_by: CellStatement | None
+    """The statement of a notebook's cell."""
+    face: Callable[[], Any] | None = None
+    """Gives the engine that was made of the session, as long as somebody has it; None before it is made."""
+    keeps_ranks: str | None = None
+    """Why its ranks cannot change, and what to do instead, where the host that made it says so."""
+
 
 _sessions: list[weakref.ref[Session]] = []  # in the order of their opening
 _lock = threading.RLock()  # of that list; a signal's handler may come in between
@@ -49,7 +65,7 @@ def close_open_engine() -> None:
     is left of, such as one that was made in a notebook's cell which then raised.
     """
     for session in reversed(open_sessions()):
-        session.close()
+        session.closing.close()
 
 
 def close_lost_engine(module: nn.Module) -> None:
@@ -58,9 +74,10 @@ def close_lost_engine(module: nn.Module) -> None:
     close its own.
     """
     for session in open_sessions():
-        is_lost = session.face is not None and session.face() is None and len(session.ranks.members) == 1
+        face = session.owner.face
+        is_lost = face is not None and face() is None and len(session.ranks.members) == 1
         if is_lost and any(session.has_param(param) for param in module.parameters()):
-            session.close()
+            session.closing.close()
 
 
 def find_session(param: nn.Parameter) -> Session | None:

@@ -14,6 +14,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
+from patrickstar.engine.optimizer_step import OptimizerLink
 from patrickstar.engine.wholeness import State
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
 from patrickstar.module.compiled.dynamo import outside_of_graphs
@@ -44,9 +45,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             group_options(self._type, {**defaults, **group}, f"model_parameters[{index}]")
         super().__init__(groups, defaults)
         self._built = True
-        session.expected_options = self._group_options
-        session.read_groups = lambda: self.param_groups
-        session.tell_groups = self._tell_groups
+        session.optimizer = OptimizerLink(self._group_options, lambda: self.param_groups, self._tell_groups)
         self._tell_groups()
 
     def _core_options(self, group: Mapping[str, Any]) -> CoreOptions:

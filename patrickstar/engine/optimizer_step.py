@@ -13,16 +13,28 @@ import dataclasses
 import enum
 import logging
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from patrickstar import _C
-from patrickstar.config import Speculation
 from patrickstar.optimizer.core_options import CoreOptions
 
 if TYPE_CHECKING:
     from patrickstar.engine.session import Session
 
 logger = logging.getLogger("patrickstar")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerLink:
+    """Requests of a session to its optimizer; without one there are no groups."""
+
+    expected_options: Callable[[], list[CoreOptions]] = list
+    """The options that the next step is expected to use (none: not known)."""
+    read_groups: Callable[[], list[dict[str, Any]]] = list
+    """Gives the optimizer's groups; a host may put another list in their place."""
+    tell_groups: Callable[[], None] = lambda: None
+    """Tells the core, and what stays with PyTorch, which parameter is in which of the optimizer's groups."""
 
 
 @dataclasses.dataclass
@@ -69,14 +81,14 @@ class OptimizerStep:
         self._session = session
         self._failed: Decision | None = None
 
-    def run(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> Decision | None:
-        """Does one step with these options, or what is left of one that has failed with its own. None: there are no
-        gradients.
+    def run(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> None:
+        """Does one step with these options, or what is left of one that has failed with its own. Without gradients
+        nothing happens.
         """
         decision = self._failed
         if decision is None:
             if not self._session.runtime.gradients_pending():
-                return None
+                return
             decision = self._decide(param_groups, options)
         try:
             self._carry_out(decision)
@@ -85,7 +97,7 @@ class OptimizerStep:
             raise
         self._failed = None
         self._session.whole.end_step()
-        return decision
+        self._end(decision)
 
     def give_up(self) -> None:
         """Drops the gradients of a step that has failed. Values stay mixed."""
@@ -94,14 +106,14 @@ class OptimizerStep:
 
     def _decide(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> Decision:
         session = self._session
-        scale = session.gradient_scale
-        norm = session.gradients.norm(scale)
+        scale = session.gradients.scale
+        norm = session.gradients.norm()
         finite = math.isfinite(norm)
-        committed = session.config.optimizer.speculation is Speculation.COMMIT
+        committed = session.gradients.are_committed
         if committed and not finite:
             logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
         outcome = StepOutcome(grad_norm=norm, applied=finite or committed)
-        ratio = session.gradients.clip_ratio(scale)
+        ratio = session.gradients.clip_ratio()
         session.gradient_reads.keep(scale, min(1.0, ratio) if finite else 1.0)
         return Decision(outcome, param_groups, options, scale, ratio)
 
@@ -116,6 +128,20 @@ class OptimizerStep:
         session.observer.overwritten.forget()
         decision.stage = Stage.MANAGED
         session.managed.step(decision.param_groups, clip / decision.loss_scale)
+
+    def _end(self, decision: Decision) -> None:
+        session, scaler = self._session, self._session.scaler
+        session.outcome = decision.outcome
+        if not decision.outcome.applied:
+            if scaler is None:
+                logger.warning("the gradients are not finite: this step is skipped, nothing was updated")
+            elif scaler.is_at_minimum:
+                logger.warning(
+                    "gradients overflow at the least loss scale, %g: this step is skipped", decision.loss_scale
+                )
+        if scaler is not None:
+            scaler.update(overflow=not decision.is_finite)
+        session.end_step(decision.param_groups[0]["lr"])
 
     def _note_failure(self, decision: Decision, error: BaseException) -> None:
         session = self._session

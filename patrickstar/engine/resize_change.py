@@ -39,15 +39,15 @@ def check_supported(session: Session, call: str) -> None:
     """Raises StateError where an engine of this kind cannot be resized."""
     session.check_whole()
     config = session.config
-    if session.keeps_ranks is not None:
-        raise _C.StateError(f"{call}: {session.keeps_ranks}")
+    if session.owner.keeps_ranks is not None:
+        raise _C.StateError(f"{call}: {session.owner.keeps_ranks}")
     if len(session.chunk_ranks.members) != len(session.ranks.members) or config.sequence_parallel.size > 1:
         raise _C.StateError(f"{call} with tensor_parallel or sequence_parallel is not supported yet; save a checkpoint")
     if session.matrices.names is not None:
         raise _C.StateError(f"{call} with tensor_parallel is not supported yet; save a checkpoint")
     if len(open_sessions()) > 1:
         raise _C.StateError(f"{call} while {len(open_sessions())} engines are open in this process; close the others")
-    if session.quantized:
+    if session.plan_of_params.quantized:
         raise _C.StateError(f"{call} with quantised weights is not supported yet; save a checkpoint")
     if session.compiled.is_compiled:
         raise _C.StateError(f"{call} of a compiled module is not supported yet; save a checkpoint, or do not compile")
@@ -83,7 +83,7 @@ def change(
         vacated = session.vacate(lambda: held.set_aside(session))
         total = shards.num_bytes(shards.moves)
         if new is None:
-            session.closed = True
+            session.closing.leave()
             return Resized(
                 membership=Membership.LEFT, rank=-1, num_ranks=len(plan.former), received_bytes=0, total_bytes=total
             )
@@ -142,7 +142,7 @@ def change(
         shards.remove()  # nobody can go on with them
         if connected is not None:
             connected.close()
-        session.abandon(error)
+        session.closing.abandon(error)
         raise
     received = [move for move in shards.moves if move.target == new]
     return Resized(

@@ -44,7 +44,7 @@ def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) ->
         "num_steps": session.num_steps,
         "outcome": dataclasses.asdict(session.outcome),
         "scaler": dict(session.scaler.state()) if session.scaler is not None else None,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in session.param_groups],
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in session.optimizer.read_groups()],
         "managed": managed_states(session),
         "rng": rng_states(session.device),
         "carried": {name: item.state_dict() for name, item in carried.items()},
@@ -81,7 +81,7 @@ def take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Ca
     session.outcome = type(session.outcome)(**state["outcome"])
     if session.scaler is not None:
         session.scaler.set_state(**state["scaler"])
-    for group, saved in zip(session.param_groups, state["groups"], strict=True):
+    for group, saved in zip(session.optimizer.read_groups(), state["groups"], strict=True):
         group.update(saved)
     for name, item in carried.items():
         item.load_state_dict(state["carried"][name])

@@ -13,9 +13,10 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, rule_of
+from patrickstar.engine.activations import check_activations
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.core_setup import load_plan
-from patrickstar.engine.divided_matrices import make_matrices
+from patrickstar.engine.divided_matrices import Matrices, make_matrices
 from patrickstar.engine.error_texts import explain_other_engines
 from patrickstar.engine.notebook import close_engine_of_cell
 from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
@@ -30,9 +31,11 @@ from patrickstar.engine.rank_sync import (
 )
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
+from patrickstar.module.compiled.units import check_compiled
 from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import ModelSource, build_module
+from patrickstar.module.quantization import is_quantized
 from patrickstar.optimizer.groups import ModelParameters, make_groups
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, join_ranks
@@ -73,9 +76,11 @@ def start_session(
             options = rule_of(config.optimizer.type).options
             groups = make_groups(built.module, model_parameters, _replaced(divided, deferred), options=options)
             in_groups = {param for group in groups for param in group["params"]}
-            session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups)
-            session.check_plan(saved_plan)
-            values = FirstRankValues(chunk_ranks, session.adopt(deferred))
+            _check_module(built.module, config, matrices)
+            session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
+            if saved_plan is not None:
+                saved_plan.check_layout(session.layout, str(config.plan))
+            values = FirstRankValues(chunk_ranks, session.params)
             # What takes memory that was not taken before goes into chunks before the next rank of this machine builds.
             if built.is_new and deferred is None and chunk_ranks.rank > 0:
                 values.take_all()
@@ -89,7 +94,7 @@ def start_session(
             session.complete(saved_plan)
     except BaseException as error:
         if session is not None:
-            session.abandon(error)
+            session.closing.abandon(error)
         else:
             ranks.leave(error)
         explain_other_engines(error, len(open_sessions()))
@@ -97,6 +102,17 @@ def start_session(
             deferred.undo()
         raise
     return session, groups
+
+
+def _check_module(module: nn.Module, config: Config, matrices: Matrices) -> None:
+    """Raises ValueError where the module cannot be trained so."""
+    check_compiled(module)
+    check_activations(module, config.activations)
+    if matrices.names is not None and is_quantized(module, config.quantization):
+        raise ValueError(
+            "quantization is not supported with tensor_parallel: blocks of matrices keep the compute dtype; leave "
+            "out one of them"
+        )
 
 
 def _replaced(
@@ -125,10 +141,10 @@ def opening(session: Session) -> Iterator[None]:
         with session.ranks.guard("opening the engine"):
             failed = failed_ranks(session.ranks, failure)
     except BaseException as error:
-        session.abandon(error)
+        session.closing.abandon(error)
         raise
     if failed:
-        session.revert()
+        session.closing.revert()
         raise failure if failure is not None else _C.RankFailure(f"the engine was not opened: {failed}")
 
 

@@ -35,26 +35,48 @@ class StepGradients:
         config: Config,
         left_out: Sequence[int],
         total: Callable[[float], float],
+        loss_scale: Callable[[], float],
     ):
         """``left_out``: parameters in chunks that other ranks count in the norm; ``total``: sums squares over ranks
-        that have other blocks (:class:`~patrickstar.engine.divided_matrices.Matrices`).
+        that have other blocks (:class:`~patrickstar.engine.divided_matrices.Matrices`); ``loss_scale``: the next
+        backward's.
         """
         self._runtime = runtime
         self._managed = managed
         self._ranks = ranks
         self._configured_max_norm = config.gradient_clipping
         self._max_norm: float | None = None
-        self._may_clip = config.optimizer.speculation is not Speculation.COMMIT
+        self.are_committed = config.optimizer.speculation is Speculation.COMMIT
+        """Updates are made for good in backward, which uses gradients up."""
         self._left_out = list(left_out)
         self._total = total
         num_ranks = ranks.size
         by_mean = config.sequence_parallel.size  # [Note: gradients of a divided sequence]
         self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else by_mean
         """What gradients in chunks are multiplied by ([Note: sums over ranks])."""
+        self._loss_scale = loss_scale
+        self._scale: float | None = None  # of the gradients that wait for the step; None: there are none
         self._norm: float | None = None
         self._is_combined = False
 
-    def norm(self, loss_scale: float) -> float:
+    @property
+    def scale(self) -> float:
+        """The loss scale of the gradients since the last step: that of the engine whose backward made them."""
+        return self._loss_scale() if self._scale is None else self._scale
+
+    def keep(self, scale: float) -> None:
+        """A backward has left gradients for the step, which were scaled by ``scale``."""
+        self._scale = scale
+
+    def check_scale(self, scale: float) -> None:
+        """Raises StateError when the gradients that wait were scaled by another loss scale."""
+        if self._scale not in (None, scale):
+            raise _C.StateError(
+                f"gradients were scaled by {self._scale:g} so far and would be by {scale:g} in this backward (float16: "
+                "each engine has a loss scale of its own); step or zero_grad between them, or train in bf16"
+            )
+
+    def norm(self) -> float:
         """Global L2 norm of all gradients without the loss scale, before clipping; NaN when one is not finite."""
         if self._norm is None:
             if not self._is_combined:
@@ -64,7 +86,7 @@ class StepGradients:
             managed_squares = self._managed.sum_of_squares()
             own = self._runtime.prepare_step(self._left_out) * self.chunk_factor**2 + managed_squares
             squares = self._total(own)
-            self._norm = math.sqrt(squares) / loss_scale if math.isfinite(squares) else math.nan
+            self._norm = math.sqrt(squares) / self.scale if math.isfinite(squares) else math.nan
         return self._norm
 
     def clip(self, max_norm: float) -> None:
@@ -74,19 +96,19 @@ class StepGradients:
         Raises:
             StateError: updates are committed in backward, before the norm is known.
         """
-        if max_norm > 0 and not self._may_clip:
+        if max_norm > 0 and self.are_committed:
             raise _C.StateError(
                 f'gradients were to be clipped to {max_norm}, but optimizer.speculation is "commit", which updates in '
                 'backward, before their norm is known; set optimizer.speculation to "auto", or do not clip'
             )
         self._max_norm = max_norm
 
-    def clip_ratio(self, loss_scale: float) -> float:
+    def clip_ratio(self) -> float:
         """The largest norm allowed over the norm, infinite where nothing is clipped: what gradients are multiplied by
         where it is below 1, as ``torch.nn.utils.clip_grad_norm_`` does.
         """
         max_norm = self._configured_max_norm if self._max_norm is None else self._max_norm
-        return max_norm / (self.norm(loss_scale) + _CLIP_EPS) if max_norm > 0 else math.inf
+        return max_norm / (self.norm() + _CLIP_EPS) if max_norm > 0 else math.inf
 
     def note_change(self) -> None:
         """A chunk's gradient was rewritten: the norm is another one."""
@@ -100,4 +122,5 @@ class StepGradients:
     def end_step(self) -> None:
         """After the step, or when its gradients are dropped."""
         self.forget()
+        self._scale = None
         self._max_norm = None

@@ -74,7 +74,7 @@ class TrainerAccelerator(PatrickStarAccelerator):
 
     def _open(self, *args: Any) -> Any:
         optimizer = super()._open(*args)
-        self.engine._session.keeps_ranks = self.keeps_ranks
+        self.engine._session.owner.keeps_ranks = self.keeps_ranks
         return optimizer
 
     def _check_loaders(self, call: str) -> None:

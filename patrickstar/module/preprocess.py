@@ -106,6 +106,11 @@ class SortedParams:
         ties = (param for spec in self.chunked for param in spec.ties)
         return {*ties, *(spec.param for spec in self.chunked), *(spec.param for spec in self.managed)}
 
+    @property
+    def quantized(self) -> set[int]:
+        """Ids of the parameters in chunks that are stored in fewer bits."""
+        return {index for index, spec in enumerate(self.chunked) if spec.quantization is not _C.QuantType.NONE}
+
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that returns one."""

@@ -90,4 +90,4 @@ def test_a_rank_uses_the_host_memory_of_its_former_core(tmp_path):
         optimizer.step()
         free = engine._session.vacate(engine._session.runtime.keep_memory).memory
         assert free.num_bytes >= 12 * sum(param.numel() for param in layers[0].parameters()) * 4
-        engine._session.abandon(RuntimeError("the test ends"))
+        engine._session.closing.abandon(RuntimeError("the test ends"))

@@ -52,7 +52,7 @@ def close_with_less_room_on_rank_1():
     rank, _ = rank_and_size()
     engine, optimizer = initialize_engine(CASE.build, 0, make_config("bf16"))
     step(engine, optimizer, 1, rows)
-    params = engine._session._params
+    params = engine._session.params
     if rank == 1:
         params.host_bytes_when_released = lambda: 2**60
     try:

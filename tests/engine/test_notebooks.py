@@ -69,7 +69,7 @@ def test_a_cell_that_is_run_again(cell, run):
         names = run(STEP)
         with pytest.raises(ValueError, match="the loss has shape"):
             run("engine.backward(torch.ones(2))")  # its traceback leads to the engine
-    assert open_sessions()[0].face() is names["engine"]
+    assert open_sessions()[0].owner.face() is names["engine"]
 
 
 def test_another_budget_in_the_same_cell(run):

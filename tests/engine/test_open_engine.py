@@ -136,7 +136,7 @@ def close_with_failures(failing):
     before = module.layer.weight.detach().clone()
     engine, _ = initialize_engine(lambda: module, 0, make_config("bf16"))
     engine(torch.ones(2, 8))
-    parts = engine._session._teardown._parts
+    parts = engine._session.closing.teardown._parts
     num_parts = len(parts)
     done = []
 

@@ -222,7 +222,7 @@ class PatrickStarStrategy(RankedStrategy):
             (lambda _: configured.taken.groups) if configured is not None else None,
         )
         self._engine = engine
-        engine._session.keeps_ranks = _KEEPS_RANKS
+        engine._session.owner.keeps_ranks = _KEEPS_RANKS
         if self._compiled_steps is not None:
             engine.compile_parts(self._compiled_steps.compiler)
         precision.attach(engine)
