@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
@@ -21,12 +18,10 @@ from patrickstar.engine.engine_export import export_session
 from patrickstar.engine.engine_state import Scheduler, load_session, save_session
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.joining import join_session
+from patrickstar.engine.module_face import ModuleFace
 from patrickstar.engine.resize_plan import Carried, ResizeOptions
 from patrickstar.engine.resizing import resize_session
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
-from patrickstar.engine.session import Session
-from patrickstar.engine.whole_values import load_whole_state, own_state, whole_state
-from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
@@ -34,7 +29,7 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 _T = TypeVar("_T")
 
 
-class Engine(nn.Module):
+class Engine(ModuleFace):
     """Trains the user's module, which stays available as ``module``.
 
     The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the
@@ -42,36 +37,10 @@ class Engine(nn.Module):
     into an ordinary module again.
     """
 
-    def __init__(self, session: Session):
-        super().__init__()
-        self.module = session.module
-        self._session = session
-        session.owner.face = weakref.ref(self)
-        self._call = knowing_caller(self._call_module)
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the module computes on this rank."""
-        return self._session.device
-
     @property
     def rank_timeout_seconds(self) -> float:
         """The configuration's ``rank_timeout_seconds``."""
         return self._session.config.rank_timeout_seconds
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; the same as calling :attr:`module`.
-
-        Tensors in tuples, lists and dicts are moved to the engine's device, floating point ones cast to the compute
-        dtype.
-        """
-        return self._call(*args, **kwargs)
-
-    def _call_module(self, caller: Any, *args: Any, **kwargs: Any) -> Any:
-        self._session.check_open()
-        if caller is not None:
-            self._session.compiled.note_caller(caller)
-        return self.module(*args, **kwargs)
 
     def run_forward(self, call: Callable[[], _T]) -> _T:
         """Runs ``call`` as one forward of the module and returns what it returns: for a step that is more than one call
@@ -102,47 +71,6 @@ class Engine(nn.Module):
             StateError: the model was not called yet.
         """
         return self._session.calls.gather_tokens(tensor, dim)
-
-    def compile(  # type: ignore[override]
-        self,
-        backend: str | Callable[..., Any] | None = None,
-        compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-        **options: Any,
-    ) -> None:
-        """Compiles the module with ``torch.compile``, from the next forward on: block by block, where it repeats blocks
-        (docs/guides/compile.md). The module keeps its class, and is an ordinary one again after :meth:`close`.
-
-        Args:
-            backend: of ``torch.compile``.
-            compile_kwargs: other options of ``torch.compile``, which may be given as keywords as well.
-            schedule: DeepSpeed's passes over graphs, which do not exist here: None.
-            compiled_autograd_enabled: False.
-
-        Raises:
-            ValueError: CUDA graphs are asked for, a schedule, or compiled autograd.
-            StateError: within a forward.
-        """
-        if schedule is not None or compiled_autograd_enabled:
-            raise ValueError(
-                "compile(schedule=..., compiled_autograd_enabled=True) is not supported; leave them out: transfers are "
-                "planned from the first step, and compiled modules have a compiled backward"
-            )
-        options = {**(compile_kwargs or {}), **options}
-        compiler = make_compiler(options if backend is None else {"backend": backend, **options})
-        if compiler is not None:
-            self._session.compile(self.module, compiler)
-
-    def compile_parts(self, compiler: Compiler) -> None:
-        """The same for a module that is not called itself, but uses those it holds: each of them is compiled."""
-        for child in self.module.children():
-            self._session.compile(child, compiler)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the module, or a part of it, is compiled."""
-        return self._session.compiled.is_compiled
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate
@@ -182,13 +110,6 @@ class Engine(nn.Module):
         with _C.HostAllocations():
             return torch.tensor(norm)
 
-    def full_value(self, param: nn.Parameter) -> torch.Tensor:
-        """The value of one of the module's parameters, whole and of the dtype that the user's module has, as a new
-        tensor on the CPU. With several ranks every rank calls it, in the same order.
-        """
-        self._session.check_open()
-        return self._session.states.user_value(param)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""
         self._session.zero_grad()
@@ -200,45 +121,6 @@ class Engine(nn.Module):
         Gradients are dropped. With several ranks all must call it.
         """
         self._session.accept_mixed_state()
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters under their original names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's buffers under their original names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> OrderedDict[str, torch.Tensor]:  # type: ignore[override]
-        """Full tensors under the module's original names: parameters in float32 on the CPU, buffers as they are.
-
-        Frozen parameters give their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
-        call it, and names and tensors are those of the model before it was divided, the parameters first.
-        """
-        with self._session.guard("state_dict"):
-            self._session.ranks.meet()
-            if self._session.matrices.names is not None:
-                return whole_state(self._session, prefix)
-            return own_state(self._session, prefix, keep_vars)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads values under the module's original names, of any float dtype and device.
-
-        Raises:
-            ValueError: ``assign=True``, which would replace the parameters.
-            RuntimeError: keys or shapes do not match, as ``nn.Module.load_state_dict`` raises it.
-        """
-        if assign:
-            raise ValueError(
-                "load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out"
-            )
-        if self._session.matrices.names is not None:
-            return load_whole_state(self._session, state_dict, strict)
-        return self.module.load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(
         self,
@@ -432,27 +314,6 @@ class Engine(nn.Module):
         not fit into host memory once per rank: what is wanted of it was saved or exported before. May be called twice.
         """
         self._session.closing.discard()
-
-    def __getattr__(self, name: str) -> Any:
-        """What is not the engine's is the module's: ``generate``, ``save_pretrained``, ``config`` …"""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("_"):
-                raise
-            return getattr(unwrapped(module), name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """An engine has threads and memory of its own.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "an engine cannot be copied or pickled; copy engine.module, save engine.state_dict(), or call "
-            "engine.save_checkpoint(folder)"
-        )
 
     def __enter__(self) -> Engine:
         return self
