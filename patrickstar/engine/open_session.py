@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Owner:
-    """Who has a session, for what closes it or changes its ranks."""
+    """The owner of a session, for calls that close it or change its ranks."""
 
     made_by: CellStatement | None
     """The statement of a notebook's cell."""
