@@ -356,8 +356,8 @@ def _tell(args: argparse.Namespace) -> int:
     if lengths and isinstance(lengths[-1][1], Answer):
         question = lengths[-1][1].question
     others = _others(args, question)
-    found = lengths[-1][1] if lengths else _ask(planner, question)
-    also = [_ask(planner, other) for other in others]
+    found = lengths[-1][1] if lengths else planner.try_answer(question)
+    also = [planner.try_answer(other) for other in others]
     advice: list[Advice] = []
     if args.advice:
         is_refused = isinstance(found, DoesNotFitError)
@@ -391,13 +391,6 @@ def _longest(planner: Planner, question: Question) -> list[tuple[int, Answer | D
         except DoesNotFitError as refusal:
             found.append((size, refusal))
     return found
-
-
-def _ask(planner: Planner, question: Question) -> Answer | DoesNotFitError:
-    try:
-        return planner.answer(question)
-    except DoesNotFitError as refusal:
-        return refusal
 
 
 if __name__ == "__main__":

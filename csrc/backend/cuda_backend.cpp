@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/cuda_allocator_limit.h"
 #include "backend/cuda_check.h"
 #include "backend/cuda_delay.h"
 #include "backend/cuda_event_pool.h"
@@ -77,27 +78,6 @@ std::atomic<int64_t>& taken_bytes(int device) {
 
 HostEvent* host_event(const Event& event) { return dynamic_cast<HostEvent*>(event.get()); }
 cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*event).event; }
-
-// Reserved memory of PyTorch's allocator never exceeds the limit while this lives: it refuses what would.
-class AllocatorLimit {
- public:
-  AllocatorLimit(c10::DeviceIndex device, int64_t limit_bytes, int64_t total_bytes) : device_(device) {
-    c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
-    c10::cuda::CUDACachingAllocator::setMemoryFraction(
-        static_cast<double>(limit_bytes) / static_cast<double>(total_bytes), device_);
-  }
-  ~AllocatorLimit() {
-    try {
-      c10::cuda::CUDACachingAllocator::setMemoryFraction(1.0, device_);
-    } catch (const std::exception&) {  // the device has failed
-    }
-  }
-  AllocatorLimit(const AllocatorLimit&) = delete;
-  AllocatorLimit& operator=(const AllocatorLimit&) = delete;
-
- private:
-  c10::DeviceIndex device_;
-};
 
 class CudaBackend final : public Backend {
  public:

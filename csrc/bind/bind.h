@@ -27,6 +27,8 @@ void register_optim(pybind11::module_& module);
 void register_momentum_rule(pybind11::module_& module);
 void register_momentum_kernels(pybind11::module_& module);
 void register_values_in_place(pybind11::module_& module);
+void register_cuda_kernels(pybind11::module_& module);  // of a build with CUDA
+void register_loss_scaler(pybind11::module_& module);
 void register_quant(pybind11::module_& module);
 void register_plan(pybind11::module_& module);
 void register_simulator(pybind11::module_& module);

@@ -170,4 +170,11 @@ inline void check_half(DType grad_dtype, DType param_dtype) {
            "values are settled in 16 bits alone; give grad and param of bfloat16, or both of float16");
 }
 
+inline constexpr const char* kAdamDoc =
+    "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32 "
+    "or a StateArray each, grad and param of their dtypes; param may be grad, or 0. threads: a ThreadPool, or a number "
+    "of threads. Keyword "
+    "arguments: the fields of AdamScalars, all of them. "
+    "Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another size.";
+
 }  // namespace patrickstar::bind

@@ -11,6 +11,10 @@
 
 namespace patrickstar {
 
+// Elements of a parameter that pass through host memory at a time.
+constexpr int64_t kPieceNumel = int64_t{1} << 20;
+inline int64_t float_bytes(int64_t numel) { return numel * static_cast<int64_t>(sizeof(float)); }
+
 // float32 values of one parameter, in its memory order.
 struct ParamValues {
   const float* data;

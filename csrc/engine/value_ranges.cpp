@@ -48,8 +48,6 @@ bool same_array(const ValueRange& one, const ValueRange& other) {
   return one.param == other.param && one.kind == other.kind;
 }
 
-int64_t float_bytes(int64_t numel) { return numel * static_cast<int64_t>(sizeof(float)); }
-
 }  // namespace
 
 // Device memory on its way to files and memory: while one piece is filled, the other one is copied on.

@@ -135,6 +135,13 @@ class Planner:
             self._answers[question] = self._answer(question)
         return self._answers[question]
 
+    def try_answer(self, question: Question) -> Answer | DoesNotFitError:
+        """:meth:`answer`, or its refusal."""
+        try:
+            return self.answer(question)
+        except DoesNotFitError as refusal:
+            return refusal
+
     def _answer(self, question: Question) -> Answer:
         workload = question.workload
         trace = self._trace(question)
