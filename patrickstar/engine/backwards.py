@@ -78,6 +78,10 @@ class Backwards:
         self._runtime.end_backward()
         self._activations.end_backward()
 
+    def gave_gradients(self) -> bool:
+        """After :meth:`end`. False: no parameter has a gradient, and the core has forgotten this backward."""
+        return self._managed.has_gradients or self._runtime.keep_joint_backward()
+
     def abort(self) -> int:
         """Undoes a backward that failed. Chunks that were updated for good stay so; their number is returned."""
         self._observer.uses.forget_scopes()

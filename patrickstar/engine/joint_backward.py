@@ -52,7 +52,7 @@ def run_backward(session: Session, loss: torch.Tensor, kwargs: dict[str, Any]) -
             raise
         session.keep_backward(scale)
         for other in sessions[1:]:
-            if other.runtime.keep_joint_backward():
+            if other.backwards.gave_gradients():
                 other.keep_backward(scale)
 
 

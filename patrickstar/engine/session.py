@@ -304,7 +304,7 @@ class Session:
         if comes_first:  # [Note: forwards in backward]
             self.forward(lambda: None)
         run_backward(self, loss, kwargs)
-        if comes_first and not (self.runtime.keep_joint_backward() or self.managed.has_gradients):
+        if comes_first and not self.backwards.gave_gradients():
             self.backwards.forget()
             self.course.end()
             raise no_gradients_came()

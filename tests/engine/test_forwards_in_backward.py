@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar import StateError
+from patrickstar import StateError, torch_scope
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.training import ADAM, make_config, make_host_config
@@ -93,3 +93,23 @@ def test_other_losses_than_these_are_refused():
             engine.backward(late)
         engine.backward(cached_loss(engine, INPUTS[0]))
         optimizer.step()
+
+
+def build_kept():
+    """Only the last layer is trained, which stays with PyTorch."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(8, 64), nn.Tanh()).requires_grad_(False)
+    with torch_scope():
+        return nn.Sequential(body, nn.Linear(64, 4))
+
+
+def test_parameters_that_stay_with_pytorch_alone():
+    plain = build_kept()
+    train(
+        plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAM), torch.Tensor.backward, 1
+    )
+    engine, optimizer = initialize_engine(build_kept, 0, make_config())
+    with engine:
+        train(engine, optimizer, engine.backward, 1)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(engine.state_dict()[name], value, rtol=1e-4, atol=1e-6)

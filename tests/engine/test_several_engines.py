@@ -65,6 +65,27 @@ def test_operations_on_parameters_of_several_engines():
         assert engine.grad_norm() > 0
 
 
+def test_parameters_that_stay_with_pytorch_alone():
+    """An engine that has part in another's backward, and of whose parameters only such get gradients."""
+
+    def build_head():
+        torch.manual_seed(1)
+        with patrickstar.torch_scope():
+            return nn.Linear(8, 4)
+
+    head = build_head()
+    body, optimizer = initialize_engine(lambda: nn.Linear(8, 8), 0, make_config())
+    kept, kept_optimizer = initialize_engine(build_head, 0, make_config())
+    with body, kept:
+        x = torch.randn(2, 8)
+        body.backward(kept(body(x)).square().mean())
+        head(body(x).detach()).square().mean().backward()
+        torch.testing.assert_close(kept.module.weight.grad, head.weight.grad)
+        optimizer.step()
+        kept_optimizer.step()
+        assert not torch.equal(kept.state_dict()["weight"], head.weight)
+
+
 def test_budgets_are_one():
     """What a later engine does not give is that of the first; what it gives otherwise is refused."""
     first, _ = initialize_engine(Generator, 0, make_config("bf16", device_memory="1MB", host_memory="64MB"))
