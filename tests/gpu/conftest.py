@@ -33,6 +33,21 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
+# Workspaces of cuBLAS that stay, of a handle and its streams.
+MOST_LEFT_BYTES = 96 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_memory():
+    """What a test leaves on the GPU is taken from the budgets of all tests after it in its process."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    yield
+    gc.collect()
+    left = torch.cuda.memory_allocated() - before
+    assert left <= MOST_LEFT_BYTES, f"{left / 2**20:.0f} MiB of GPU memory are left"
+
+
 @pytest.fixture
 def deterministic():
     """For one test."""

@@ -21,7 +21,7 @@ def test_sides_and_budgets(rule, states, precision):
     on_cpu = train(WIDE, rules.config_of(rule, precision, on_device=False, default_chunk_size=4 * MIB, **options))
     assert on_gpu.report["num_device_state_chunks"] > 0 == on_cpu.report["num_device_state_chunks"]
     assert_same(on_gpu, on_cpu)
-    budget = on_gpu.report["num_parameters"] * (14 if precision == "bf16" else 20) // 4  # of 4 and 8 bytes of values
+    budget = on_gpu.report["num_parameters"] * 14 // 4
     assert_same(train(WIDE, rules.config_of(rule, precision, device_memory=budget, **options)), on_gpu)
 
 
