@@ -60,7 +60,7 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
   }
 }
 
-// Of arrays in host memory, by all threads.
+// Splits a master whose arrays are in host memory, with all threads.
 void ChunkValues::split_in_place(ChunkId chunk, const ParamShard& shard, ParamValues values) {
   const Layout& layout = store_.layout();
   const auto place = [&](ArrayKind kind) {
@@ -109,7 +109,7 @@ void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
   }
 }
 
-// What the compute value holds of it is all that is kept: rounded to nearest even, as any cast.
+// Values of a parameter without a master are rounded to nearest even, as any cast, and nothing else is kept of them.
 void ChunkValues::write_bare(ParamId param, ParamValues values, Tier home) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;

@@ -196,9 +196,7 @@ void StepPlanner::make_next_plan() {
     plan = std::move(choice.plan);
     recipes = choice.recipes;
     shape.updates = std::move(choice.recipes);
-    const bool any_visits =
-        std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
-    visitor_bytes_ = any_visits ? visitors : 0;
+    visitor_bytes_ = any_visits(recipes) ? visitors : 0;
     prefetch_bytes_ = choice.prefetch_bytes;
     predicted_ = choice.predicted;
   } else {

@@ -83,9 +83,7 @@ Passes Updates::passes_after_norm(ChunkId chunk) const { return row_of(after_nor
 
 void Updates::follow(std::vector<Recipe> recipes, int64_t piece_numel) {
   planned_ = std::move(recipes);
-  const bool any_visits =
-      std::any_of(planned_.begin(), planned_.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
-  if (!any_visits) chunk_updates_.visits().leave_room();
+  if (!any_visits(planned_)) chunk_updates_.visits().leave_room();
   chunk_updates_.visits().set_piece_numel(piece_numel);
 }
 

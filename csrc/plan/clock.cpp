@@ -65,7 +65,7 @@ std::vector<double> Clock::under_way() const {
     result.push_back(record.on_host_at.at);
     if (record.on_device) result.push_back(record.on_device_at.at);
   }
-  // What is over does not matter.
+  // Times that have passed are all the same to the next step.
   for (double& end : result) end = std::max(end - step_end(), 0.0);
   result.push_back(static_cast<double>(used_bytes_));
   return result;

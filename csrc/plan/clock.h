@@ -27,7 +27,7 @@ class Room {
  public:
   explicit Room(int64_t num_bytes) : free_bytes_(num_bytes) {}
 
-  // When the memory is there. What was promised beyond the room counts as there.
+  // Time at which the memory is free. Bytes beyond all that will be free count as free.
   When take(int64_t num_bytes) {
     const int64_t now = std::min(num_bytes, free_bytes_);
     free_bytes_ -= now;
@@ -58,7 +58,8 @@ class Clock {
   SimulatedStep play_step();
   // When the launching thread knew the norm of the last step.
   double step_end() const { return launch_.at; }
-  // What the next step follows from: when all that is under way ends, from step_end() on, and the memory in use.
+  // The state that the next step begins with: seconds after step_end() at which each queue and each array is free, and
+  // the device memory in use.
   std::vector<double> under_way() const;
 
  private:
@@ -83,7 +84,7 @@ class Clock {
   void update(ChunkId chunk);
   // The pass that makes the new compute value.
   void update_on_host(ChunkId chunk, double begin);
-  // Of updates that begin in backward, in the order in which the host makes them.
+  // Updates that begin in backward, in the order in which the host makes them.
   void update_in_order_of_need();
   void update_most_needed();
   // The launching thread waits until updates have left so much to a gradient.
@@ -110,8 +111,8 @@ class Clock {
   void release(int array, double at);
   void wait(When when);
   void run(double seconds) { compute_end_ += seconds; }
-  // What a queue that is busy until `end` does next. Whoever waits for it waits for what held it up, where that takes
-  // longer than the thing itself.
+  // Appends work to a queue that is busy until `end`. The result's cause is what held the work up, where that takes
+  // longer than the work.
   When enqueue(When& end, When begin, double seconds, Shortage cause) const;
   bool is_sharded() const { return shape_.num_ranks > 1; }
   int64_t others_bytes(int array) const { return cost(array).num_bytes / shape_.num_ranks * (shape_.num_ranks - 1); }

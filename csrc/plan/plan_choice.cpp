@@ -175,7 +175,7 @@ constexpr int kMostVisiting = 12;
 // What a step must gain, of its length, for the device to make updates of the host's.
 constexpr double kWorthVisiting = 0.02;
 
-// Of the host's updates that are promised, every so many that `part` of kParts of their parameters visit the device.
+// Recipes in which updates with `part` of kParts of the promised host updates' parameters are visits, evenly spread.
 std::vector<Recipe> spread_visits(const StepShape& shape, int part) {
   std::vector<Recipe> recipes = shape.updates;
   double due = 0;

@@ -4,6 +4,10 @@
 
 namespace patrickstar {
 
+bool any_visits(const std::vector<Recipe>& recipes) {
+  return std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
+}
+
 Recipe later_of(Recipe planned, Recipe possible) {
   return row_of(planned).states == row_of(possible).states ? std::max(planned, possible) : possible;
 }

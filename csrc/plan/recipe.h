@@ -11,6 +11,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "common/dtype.h"
 #include "common/types.h"
@@ -76,6 +77,8 @@ constexpr bool starts_in_backward(const RecipeRow& row) {
 }
 constexpr bool is_visit(const RecipeRow& row) { return row.states == Tier::kHost && row.updater == Tier::kDevice; }
 
+// True where any chunk's update is a visit.
+bool any_visits(const std::vector<Recipe>& recipes);
 // The later of two, or `possible` where the states have moved since `planned` was chosen.
 Recipe later_of(Recipe planned, Recipe possible);
 // Recipe of a chunk whose update was to begin in backward and did not, or must not.

@@ -33,9 +33,7 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
       shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
       ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
       problem.arrays.size() / kNumArrayKinds, " chunks; give one of each per chunk");
-  const bool any_visits =
-      std::any_of(shape.updates.begin(), shape.updates.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
-  PS_CHECK(!any_visits || problem.visits.size() == shape.updates.size(), ArgumentError,
+  PS_CHECK(!any_visits(shape.updates) || problem.visits.size() == shape.updates.size(), ArgumentError,
            "chunks visit the device, and what that moves is known of ", problem.visits.size(), " of ",
            shape.updates.size(), "; give one of each per chunk");
   PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&

@@ -40,7 +40,7 @@ class Speculation(enum.Enum):
 
 
 class States(enum.Enum):
-    """What momentum and variance are stored in."""
+    """Types in which momentum and variance are stored."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -48,7 +48,7 @@ class States(enum.Enum):
 
 
 class Master(enum.Enum):
-    """What a 16-bit parameter is updated from."""
+    """Values from which a 16-bit parameter is updated."""
 
     EXACT = "exact"
     STOCHASTIC = "stochastic"
@@ -93,17 +93,17 @@ class OptimizerParams(Section):
     weight_decay: Annotated[NonNegative, HONOURED] = 0.0
     """Factor of weight decay, at least 0: an L2 term with Adam and SGD, decoupled with AdamW and Lion."""
     momentum: Annotated[NonNegative, HONOURED] = 0.0
-    """What SGD's momentum is multiplied by in each step, at least 0, as ``torch.optim.SGD`` has it."""
+    """Factor of SGD's momentum in each step, at least 0, as ``torch.optim.SGD`` has it."""
     dampening: Annotated[Fraction, HONOURED] = 0.0
     """The share of a gradient that does not go into SGD's momentum, from 0 to 1; all of the first one does."""
     nesterov: Annotated[Switch, HONOURED] = False
-    """Whether SGD's momentum is Nesterov's, which needs a ``momentum`` and no ``dampening``."""
+    """True where SGD's momentum is Nesterov's, which needs a ``momentum`` and no ``dampening``."""
     use_hybrid_adam: Annotated[Switch, HONOURED] = True
-    """Whether optimizer states may live on the device where its memory has a margin; else all are on the host."""
+    """True where optimizer states may live on the device where its memory has a margin; else all are on the host."""
     adam_w_mode: Annotated[
         Switch | None, mapped("optimizer.type", "``True`` makes Adam AdamW; AdamW is AdamW with either value")
     ] = None
-    """Whether weight decay is decoupled, as in AdamW; None: as ``type`` says."""
+    """True where weight decay is decoupled, as in AdamW; None: as ``type`` says."""
     torch_adam: Annotated[
         Switch,
         mapped(
@@ -111,15 +111,15 @@ class OptimizerParams(Section):
             "formulas are those of ``torch.optim`` in either case; with ``True``, AdamW's default decay is too (0.01)",
         ),
     ] = False
-    """Whether PyTorch's Adam is used instead of DeepSpeed's."""
+    """True where PyTorch's Adam is used instead of DeepSpeed's."""
     bias_correction: Annotated[Switch, HONOURED] = True
-    """Whether the bias of momentum and variance in the first steps is corrected, as ``torch.optim`` does."""
+    """True where the bias of momentum and variance in the first steps is corrected, as ``torch.optim`` does."""
     amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
-    """Whether Adam's AMSGrad variant is used."""
+    """True where Adam's AMSGrad variant is used."""
     fp32_optimizer_states: Annotated[
         Switch, refused('what momentum and variance are stored in is optimizer.states: give "bf16" there', only=(True,))
     ] = True
-    """Whether momentum and variance are float32; else they have the parameters' dtype."""
+    """True where momentum and variance are float32; else they have the parameters' dtype."""
     max_grad_norm: Annotated[
         NonNegative | None,
         refused("it is no option of the optimizer; give gradient_clipping at top level", only=(None,)),
@@ -142,7 +142,7 @@ class OptimizerConfig(Section):
     params: OptimizerParams = Field(default_factory=OptimizerParams)
     """Options of the optimizer: the defaults of every parameter group."""
     speculation: Annotated[Speculation, HONOURED] = Speculation.AUTO
-    """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
+    """When updates on the host start: during backward, expecting that neither clipping nor an overflow will act, into
     memory of their own (up to 14 bytes per parameter, within ``host_memory``; where there is less, 2 for the new
     parameters, with the states updated behind), and are done again where one did: ``"auto"`` (with a GPU),
     ``"always"`` or ``"never"``. It changes no number.
@@ -155,7 +155,7 @@ class OptimizerConfig(Section):
     checkpoint. On one GPU with ``bf16`` parameters and states then take 12 bytes per parameter instead of 14.
     """
     states: Annotated[States, HONOURED] = States.FP32
-    """What momentum and variance are stored in between updates, which compute in float32 in any case: ``"fp32"`` (14
+    """Types of momentum and variance between updates, which compute in float32 in any case: ``"fp32"`` (14
     bytes per parameter in 16-bit training, with the parameter and its float32 master), ``"bf16"``, rounded
     stochastically (10 bytes), or ``"8bit"``, in blocks of 256 with a scale (8 bytes; Dettmers et al. 2021, "8-bit
     Optimizers via Block-wise Quantization"). With ``"8bit"`` embeddings, parameters of fewer than two dimensions and
@@ -163,9 +163,9 @@ class OptimizerConfig(Section):
     ``docs/guides/fewer_bytes.md`` says what it costs. For given states results are bitwise the same for any budget.
     """
     master: Annotated[Master, HONOURED] = Master.EXACT
-    """What parameters are updated from: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the bfloat16
-    parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less (2 where
-    masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16``. Where ``speculation`` is not
+    """Values from which parameters are updated: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the
+    bfloat16 parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less
+    (2 where masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16``. Where ``speculation`` is not
     ``"commit"`` a gradient waits for the norm in 2 bytes of its own. A loss of precision that is yours to accept, as
     with ``states``.
     """
@@ -183,4 +183,4 @@ class OptimizerConfig(Section):
     adam_w_mode: Annotated[Switch | None, _IN_PARAMS] = None
     """``params.adam_w_mode``, for scripts that give it here."""
     legacy_fusion: Annotated[Switch, no_effect("all updates are fused")] = False
-    """Whether DeepSpeed's float16 optimizer uses its older code for fused Adam."""
+    """True where DeepSpeed's float16 optimizer uses its older code for fused Adam."""
