@@ -3,7 +3,8 @@
 The benchmark's model, batches and optimizer, as in ``benchmark.steps``. One engine trains ``--warmup`` steps, in which
 it measures and plans, and then a series for each mechanism: the plan is made without it, ``--settling`` steps follow,
 and ``--steps`` are timed. Series with all mechanisms come first, last, and between: how far they differ is the noise.
-``--clip-acting`` does the same with an engine of its own, where clipping acts in every step.
+``--clip-acting`` does the same with an engine of its own, where clipping acts in every step. ``--from-start`` leaves a
+mechanism out of all steps of an engine of its own: some act before the first series.
 
 * seconds: median of the timed steps, with a synchronisation at the end of each; spread: their quartiles.
 * ratio: to the mean of the series with all mechanisms; above 1, the mechanism makes steps shorter.
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 # Its switch is the choice of the layout.
 _IN_PLACE = "values_in_place"
-_MECHANISMS = [*(name.lower() for name in _C.Mechanism.__members__), _IN_PLACE]
+_SWITCHES = [name.lower() for name in _C.Mechanism.__members__]
+_MECHANISMS = [*_SWITCHES, _IN_PLACE]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settling", type=int, default=4, help="steps of a series before those that are timed")
     parser.add_argument("--steps", type=int, default=8, help="steps of a series that are timed")
     parser.add_argument("--base-every", type=int, default=4, help="series without one, between those with all")
-    parser.add_argument("--without", nargs="*", choices=_MECHANISMS, default=_MECHANISMS, metavar="MECHANISM")
-    parser.add_argument("--clip-acting", nargs="*", choices=_MECHANISMS, metavar="MECHANISM",
+    parser.add_argument("--without", nargs="*", choices=_SWITCHES, default=_SWITCHES, metavar="MECHANISM")
+    parser.add_argument("--from-start", nargs="*", choices=_MECHANISMS, default=[_IN_PLACE], metavar="MECHANISM")
+    parser.add_argument("--clip-acting", nargs="*", choices=_SWITCHES, metavar="MECHANISM",
                         help="these once more, where clipping acts")  # fmt: skip
 
 
@@ -57,10 +60,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for without in _in_turns(mechanisms, args.base_every):
                 rows.append({"clipping": clipping, "without": without} | steps.measure(without))
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
-        if _IN_PLACE in mechanisms:
-            with _without_values_in_place(), _engine(args, largest_norm) as steps:
+        for without in args.from_start:
+            with _left_out(without), _engine(args, largest_norm) as steps:
                 steps.take(args.warmup)
-                rows.append({"clipping": clipping, "without": _IN_PLACE} | steps.measure(None))
+                rows.append({"clipping": clipping, "without": without} | steps.measure(without))
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
         base = [row["seconds"] for row in rows if row["clipping"] == clipping and not row["without"]]
         for row in rows:
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _in_turns(mechanisms: list[str], base_every: int) -> list[str | None]:
     """All mechanisms first and last, and again after so many."""
     series: list[str | None] = [None]
-    for number, name in enumerate((name for name in mechanisms if name != _IN_PLACE), 1):
+    for number, name in enumerate(mechanisms, 1):
         series += [name, None] if number % base_every == 0 else [name]
     return series if series[-1] is None else [*series, None]
 
@@ -100,16 +103,13 @@ class _Steps:
 
     def measure(self, without: str | None) -> dict[str, Any]:
         """Steps without one mechanism, once the plan is made without it."""
-        _C.leave_out([_C.Mechanism.__members__[without.upper()]] if without else [])
-        try:
+        with _left_out(without):
             self.engine._session.runtime.plan_anew()
             self.take(self.args.settling)
             before = counts(self.engine)
             seconds = self.take(self.args.steps)
             found = since(before, counts(self.engine)) | levels(self.engine)
             report = self.engine.report()
-        finally:
-            _C.leave_out([])
         low, median, high = statistics.quantiles(seconds, n=4)
         found |= {"predicted": report["predicted_step_seconds"], "norm": report["grad_norm"], "loss": self.loss}
         return {"seconds": median, "low": low, "high": high, "least": min(seconds), "all_seconds": seconds} | found
@@ -133,8 +133,18 @@ def _engine(args: argparse.Namespace, largest_norm: float) -> Iterator[_Steps]:
         engine.discard()
 
 
-def _without_values_in_place() -> Any:
-    return unittest.mock.patch("patrickstar.machine.state_scheme.may_put_values_in_place", lambda *_: False)
+@contextlib.contextmanager
+def _left_out(mechanism: str | None) -> Iterator[None]:
+    """Within the block; None: nothing. Values in place are left out of engines that are made within it alone."""
+    in_place = "patrickstar.machine.state_scheme.may_put_values_in_place"
+    others = [] if mechanism in (None, _IN_PLACE) else [_C.Mechanism.__members__[mechanism.upper()]]
+    patch: Any = unittest.mock.patch(in_place, lambda *_: False) if mechanism == _IN_PLACE else contextlib.nullcontext()
+    _C.leave_out(others)
+    try:
+        with patch:
+            yield
+    finally:
+        _C.leave_out([])
 
 
 def _line(row: dict[str, Any]) -> str:

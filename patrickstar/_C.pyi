@@ -429,6 +429,8 @@ def make_plan(
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
     idle_bytes: Sequence[int] = [],
+    gradient_room_bytes: int = 9223372036854775807,
+    visit_costs: Sequence[tuple[int, int, int]] = [],
 ) -> dict[str, Any]:
     """The plan for a timeline.
 
@@ -565,6 +567,22 @@ class Recipe(_Enum):
         """True where it begins before the norm of all gradients is known."""
 
 @final
+class Lane(_Enum):
+    """The queue or worker that is busy with an instruction (csrc/plan/program.h)."""
+
+    LAUNCH: ClassVar[Lane]
+    COMPUTE: ClassVar[Lane]
+    UPLOAD: ClassVar[Lane]
+    DOWNLOAD: ClassVar[Lane]
+    GATHER: ClassVar[Lane]
+    SCATTER: ClassVar[Lane]
+    HOST: ClassVar[Lane]
+    DISK_READ: ClassVar[Lane]
+    DISK_HOST: ClassVar[Lane]
+    DISK_WRITE: ClassVar[Lane]
+    VISIT: ClassVar[Lane]
+
+@final
 class UpdateStart(_Enum):
     """When updates on the host may start at the earliest."""
 
@@ -635,6 +653,31 @@ def simulate(
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
     moment needs; empty: none.
+    """
+
+def play_program(
+    moments: list[dict[str, Any]],
+    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
+    plan: dict[str, Any],
+    rates: Rates,
+    *,
+    compute_seconds: Sequence[float],
+    updates: Sequence[Recipe],
+    numels: Sequence[int],
+    limit_bytes: int,
+    least_tide_bytes: int = 0,
+    fixed_bytes: int = 0,
+    num_ranks: int = 1,
+    activations: Sequence[Sequence[int]] = [],
+    disk_bytes: Sequence[int] = [],
+    dequantized_bytes: Sequence[int] = [],
+    gradient_room_bytes: int = 9223372036854775807,
+    visit_costs: Sequence[tuple[int, int, int]] = [],
+) -> list[dict[str, Any]]:
+    """The instructions of the step that ``simulate`` gives, in the order in which they are issued.
+
+    Each is ``{"op": str, "lane": Lane, "moment": int | None, "chunk": int | None, "kind": ArrayKind | None, "amount",
+    "begin_seconds", "seconds"}``; amounts are bytes, or parameters of updates.
     """
 
 def choose_plan(

@@ -47,8 +47,10 @@ from patrickstar.command.plan_report import (
     answer_as_dict,
     answer_lines,
     comparison_lines,
+    configuration_lines,
     length_as_dict,
     length_lines,
+    program_lines,
     refusal_lines,
 )
 from patrickstar.config import (
@@ -208,6 +210,9 @@ def _parser(prog: str) -> CommandParser:
     )
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--save", metavar="PATH", help="also write the plan there")
+    output.add_argument(
+        "--listing", action="store_true", help="also print the step's program: its instructions, and when each is done"
+    )
     return parser
 
 
@@ -376,7 +381,7 @@ def _tell(args: argparse.Namespace) -> int:
         lines += advice_lines(advice, found) if args.advice else []
         lines += comparison_lines([found, *also], [question, *others]) if also else []
         if isinstance(found, Answer):
-            lines += ["configuration (the learning rate is yours):", json.dumps(found.config(), indent=2)]
+            lines += configuration_lines(found) + (program_lines(found) if args.listing else [])
         print("\n".join(lines))
     return 0 if isinstance(found, Answer) else 1
 

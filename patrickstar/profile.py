@@ -43,9 +43,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     began = time.time_ns()
     with _requested(f"{options.step},{folder}"):
         status = run_script(script, options.args)
-    summaries = [file for file in folder.glob("step*.txt") if file.stat().st_mtime_ns >= began - 10**7]
+    written = [file for file in folder.glob("step*.txt") if file.stat().st_mtime_ns >= began - 10**7]
+    summaries = [file for file in written if not file.stem.endswith(".program")]
     for file in summaries:
         print(file.read_text(encoding="utf-8"), end="")
+        program = file.with_suffix(".program.txt")
+        if program in written:
+            print("  program      " + program.read_text(encoding="utf-8").splitlines()[0])
         print("  files        " + ", ".join(map(str, sorted(folder.glob(f"{file.stem}.*")))))
     if not summaries:
         print(f"no step was profiled: the script ran no engine for {options.step} steps", file=sys.stderr)

@@ -56,6 +56,9 @@ Plan parse_plan(const pybind11::dict& plan);
 // {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}
 using CostMap = std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
 std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline);
+// By chunk: as in VisitCost.
+using VisitCosts = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
+std::vector<VisitCost> parse_visits(const VisitCosts& costs);
 // By moment: bytes of activations that leave, that come back, and of these that are needed.
 using CopiesByMoment = std::vector<std::array<int64_t, 3>>;
 std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments);

@@ -206,6 +206,16 @@ py::dict describe_problem(const PlanProblem& problem) {
   result["fixed_bytes"] = problem.fixed_bytes;
   result["prefetch_bytes"] = problem.prefetch_bytes;
   result["idle_bytes"] = problem.idle_bytes;
+  result["gradient_room_bytes"] = problem.gradient_room_bytes;
+  VisitCosts visits;
+  for (const VisitCost& cost : problem.visits) visits.emplace_back(cost.up_bytes, cost.down_bytes, cost.value_bytes);
+  result["visit_costs"] = visits;
+  return result;
+}
+
+std::vector<VisitCost> parse_visits(const VisitCosts& costs) {
+  std::vector<VisitCost> result;
+  for (const auto& [up_bytes, down_bytes, value_bytes] : costs) result.push_back({up_bytes, down_bytes, value_bytes});
   return result;
 }
 
@@ -298,7 +308,8 @@ void register_plan(py::module_& module) {
   module.def(
       "make_plan",
       [](const py::list& moments, const CostMap& costs, int64_t limit_bytes, int64_t least_tide_bytes,
-         int64_t fixed_bytes, int64_t prefetch_bytes, std::vector<int64_t> idle_bytes) {
+         int64_t fixed_bytes, int64_t prefetch_bytes, std::vector<int64_t> idle_bytes, int64_t gradient_room_bytes,
+         const VisitCosts& visit_costs) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -308,10 +319,13 @@ void register_plan(py::module_& module) {
         problem.fixed_bytes = fixed_bytes;
         problem.prefetch_bytes = prefetch_bytes;
         problem.idle_bytes = std::move(idle_bytes);
+        problem.gradient_room_bytes = gradient_room_bytes;
+        problem.visits = parse_visits(visit_costs);
         return describe_plan(make_plan(problem));
       },
       py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("idle_bytes") = std::vector<int64_t>{},
+      py::arg("gradient_room_bytes") = INT64_MAX, py::arg("visit_costs") = VisitCosts{},
       "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
       "survives_step)}, but of those that take nothing. idle_bytes: by moment, or none.");
   register_placement(module);

@@ -42,14 +42,6 @@ py::dict describe_step(const SimulatedStep& step) {
 
 namespace {
 
-using VisitCosts = std::vector<std::tuple<int64_t, int64_t, int64_t>>;  // by chunk: as in VisitCost
-
-std::vector<VisitCost> parse_visits(const VisitCosts& costs) {
-  std::vector<VisitCost> result;
-  for (const auto& [up_bytes, down_bytes, value_bytes] : costs) result.push_back({up_bytes, down_bytes, value_bytes});
-  return result;
-}
-
 py::dict describe_choice(const PlanChoice& choice) {
   py::dict result;
   result["plan"] = describe_plan(choice.plan);
@@ -112,6 +104,64 @@ void register_choice(py::module_& module) {
       "Chunks visit the device where updates are committed in backward.");
 }
 
+// {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"} of each instruction; None where it has
+// none.
+py::list describe_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
+  const PlayedProgram played = play_program(problem, plan, rates, shape);
+  py::object moment = py::none();
+  py::list result;
+  for (size_t index = 0; index < played.spans.size(); ++index) {
+    const Instruction& instruction = played.program.instructions[index];
+    const OpRow& row = row_of(instruction.op);
+    if (instruction.op == Op::kBegin) moment = py::int_(instruction.operand);
+    if (instruction.op == Op::kNorm) moment = py::none();
+    py::dict fields;
+    fields["op"] = row.name;
+    fields["lane"] = row.lane;
+    fields["moment"] = moment;
+    fields["chunk"] = row.operand == Operand::kArray || row.operand == Operand::kChunk
+                          ? py::object(py::int_(instruction.chunk()))
+                          : py::object(py::none());
+    fields["kind"] = row.operand == Operand::kArray ? py::cast(ArrayId::from_index(instruction.operand).kind)
+                                                    : py::object(py::none());
+    fields["amount"] = amount_of(instruction, problem, shape);
+    fields["begin_seconds"] = played.spans[index].begin;
+    fields["seconds"] = played.spans[index].end - played.spans[index].begin;
+    result.append(fields);
+  }
+  return result;
+}
+
+template <class Describe>
+void define_played(py::module_& module, const char* name, const Describe& describe, const char* text) {
+  module.def(
+      name,
+      [describe](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
+                 std::vector<double> compute_seconds, std::vector<Recipe> updates, std::vector<int64_t> numels,
+                 int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
+                 const CopiesByMoment& activations, std::vector<int64_t> disk_bytes,
+                 std::vector<int64_t> dequantized_bytes, int64_t gradient_room_bytes, const VisitCosts& visit_costs) {
+        const Timeline timeline = parse_timeline(moments);
+        PlanProblem problem;
+        problem.timeline = &timeline;
+        problem.arrays = parse_costs(costs, timeline);
+        problem.limit_bytes = limit_bytes;
+        problem.least_tide_bytes = least_tide_bytes;
+        problem.fixed_bytes = fixed_bytes;
+        problem.gradient_room_bytes = gradient_room_bytes;
+        problem.visits = parse_visits(visit_costs);
+        const StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           num_ranks,
+                              parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
+        return describe(problem, parse_plan(plan), rates, shape);
+      },
+      py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
+      py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
+      py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
+      py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
+      py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
+      py::arg("visit_costs") = VisitCosts{}, text);
+}
+
 void register_recipes(py::module_& module) {
   module.attr("PREDICTION_TOLERANCE") = kPredictionTolerance;
   py::enum_<UpdateStart>(module, "UpdateStart", "When updates on the host may start (plan/recipe.h).")
@@ -141,6 +191,18 @@ void register_simulator(py::module_& module) {
   recipes.def_property_readonly(
       "starts_in_backward", [](Recipe recipe) { return starts_in_backward(row_of(recipe)); },
       "True where it begins before the norm of all gradients is known.");
+  py::enum_<Lane>(module, "Lane", "The queue or worker that is busy with an instruction (plan/program.h).")
+      .value("LAUNCH", Lane::kLaunch)
+      .value("COMPUTE", Lane::kCompute)
+      .value("UPLOAD", Lane::kUpload)
+      .value("DOWNLOAD", Lane::kDownload)
+      .value("GATHER", Lane::kGather)
+      .value("SCATTER", Lane::kScatter)
+      .value("HOST", Lane::kHost)
+      .value("DISK_READ", Lane::kDiskRead)
+      .value("DISK_HOST", Lane::kDiskHost)
+      .value("DISK_WRITE", Lane::kDiskWrite)
+      .value("VISIT", Lane::kVisit);
   py::class_<Rates>(module, "Rates", "How fast a machine is (plan/simulator.h).")
       .def(py::init<>())
       .def_readwrite("upload_gbps", &Rates::upload_gbps)
@@ -158,34 +220,16 @@ void register_simulator(py::module_& module) {
       .def_readwrite("disk_write_gbps", &Rates::disk_write_gbps)
       .def_readwrite("synchronize_seconds", &Rates::synchronize_seconds)
       .def_readwrite("launch_ahead_seconds", &Rates::launch_ahead_seconds);
-  module.def(
-      "simulate",
-      [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
-         std::vector<double> compute_seconds, std::vector<Recipe> updates, std::vector<int64_t> numels,
-         int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
-         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes,
-         int64_t gradient_room_bytes, const VisitCosts& visit_costs) {
-        const Timeline timeline = parse_timeline(moments);
-        PlanProblem problem;
-        problem.timeline = &timeline;
-        problem.arrays = parse_costs(costs, timeline);
-        problem.limit_bytes = limit_bytes;
-        problem.least_tide_bytes = least_tide_bytes;
-        problem.fixed_bytes = fixed_bytes;
-        problem.gradient_room_bytes = gradient_room_bytes;
-        problem.visits = parse_visits(visit_costs);
-        StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           num_ranks,
-                        parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
-        return describe_step(simulate(problem, parse_plan(plan), rates, shape));
+  define_played(
+      module, "simulate",
+      [](const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
+        return describe_step(simulate(problem, plan, rates, shape));
       },
-      py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
-      py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
-      py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
-      py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
-      py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
-      py::arg("visit_costs") = VisitCosts{},
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels, "
       "disk_bytes, dequantized_bytes and visit_costs (bytes up and down, and of those up the value's): by chunk.");
+  define_played(module, "play_program", &describe_program,
+                "The instructions of that step in the order in which they are issued, and when each is carried out "
+                "(plan/program.h).");
   register_recipes(module);
   register_choice(module);
 }

@@ -11,6 +11,8 @@ double collective_seconds(const Rates& rates, int64_t num_bytes, double gbps) {
   return rates.collective_latency_seconds + (gbps > 0 ? static_cast<double>(num_bytes) / (gbps * 1e9) : 0);
 }
 
+bool is_param(int array) { return ArrayId::from_index(array).kind == ArrayKind::kParam; }
+
 // Room of payloads that are not fixed where the tide is lowest; the plan itself keeps to the tide.
 int64_t largest_room(const PlanProblem& problem) {
   if (problem.limit_bytes == INT64_MAX) return INT64_MAX;
@@ -26,31 +28,26 @@ double shared_seconds(double begin, double seconds, double others_end) {
   return seconds + together / 2;
 }
 
-int64_t tide(const PlanProblem& problem, size_t t) {
-  return std::max(problem.timeline->moments[t].tide_peak_bytes, problem.least_tide_bytes);
-}
-
-Clock::Clock(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape)
+Clock::Clock(const PlanProblem& problem, const Program& program, const Rates& rates, const StepShape& shape)
     : problem_(problem),
-      plan_(plan),
+      program_(program),
       rates_(rates),
       shape_(shape),
       arrays_(problem.arrays.size()),
-      last_use_(problem.arrays.size(), 0),
+      spans_(program.instructions.size()),
       room_(largest_room(problem)) {
-  for (size_t t = 0; t < problem.timeline->moments.size(); ++t) {
-    for (const Access& access : problem.timeline->moments[t].accesses) {
-      if (access.mode != AccessMode::kRetire) last_use_[static_cast<size_t>(access.array.index())] = t;
-    }
-  }
+  for (int array : program.resident) allocate(array);
 }
 
 SimulatedStep Clock::play_step() {
   step_ = {};
+  step_begin_ = launch_.at;
   postponed_.clear();
   activations_.clear();
-  for (size_t t = 0; t < plan_.moments.size(); ++t) play_moment(t);
-  finish_step();
+  for (size_t index = 0; index < program_.instructions.size(); ++index) {
+    const bool waits = at(index).issue == Issue::kAhead && row_of(at(index).op).operand == Operand::kArray;
+    waits ? postponed_.push_back(index) : issue(index);
+  }
   step_.compute_seconds += std::accumulate(shape_.compute_seconds.begin(), shape_.compute_seconds.end(), 0.0);
   return step_;
 }
@@ -71,54 +68,112 @@ std::vector<double> Clock::under_way() const {
   return result;
 }
 
-// In the order of Pager::begin_moment, then what the moment computes, then GradientFlow::retire.
-void Clock::play_moment(size_t t) {
-  const MomentPlan& planned = plan_.moments[t];
-  const auto& accesses = problem_.timeline->moments[t].accesses;
-  if (compute_end_ - rates_.launch_ahead_seconds > launch_.at)
-    launch_ = {compute_end_ - rates_.launch_ahead_seconds, kOnLaunch};
-  const bool begins_backward = problem_.timeline->moments[t].phase == Phase::kBackward &&
-                               (t == 0 || problem_.timeline->moments[t - 1].phase == Phase::kForward);
-  if (begins_backward) backward_begin_ = launch_.at;
-  for (ArrayId id : planned.evict) evict(id.index());
-  for (const Access& access : accesses) {
-    if (access.mode != AccessMode::kRead) continue;
-    if (is_sharded()) bring_postponed(access.array.index());
-    bring(access.array.index());
-  }
-  for (ArrayId id : planned.evict_ahead) evict(id.index());
-  prefetch(planned.prefetch);
-  if (!shape_.activations.empty()) bring_activations(shape_.activations[t]);
-  wait(launch_);
-  for (const Access& access : accesses) {
-    const int array = access.array.index();
-    if (access.mode == AccessMode::kRetire) continue;
-    if (access.mode == AccessMode::kWrite && !times(array).on_device) {
-      const bool fetched = std::find(planned.fetch.begin(), planned.fetch.end(), access.array) != planned.fetch.end();
-      if (fetched) {
-        bring(array);
-      } else {
-        times(array).on_device = true;
-        times(array).on_device_at = room_.take(cost(array).num_bytes);
-        used_bytes_ += cost(array).num_bytes;
-      }
-    }
-    wait(times(array).on_device_at);
-  }
-  step_.peak_bytes = std::max(step_.peak_bytes, used_bytes_ + problem_.fixed_bytes + tide(problem_, t));
-  run(shape_.compute_seconds[t]);
-  if (!shape_.activations.empty()) send_activations(shape_.activations[t]);
-  for (const Access& access : accesses) {
-    if (access.mode == AccessMode::kRetire) retire(access.array, t);
+void Clock::issue(size_t index) {
+  const Instruction& instruction = at(index);
+  if (instruction.issue == Issue::kAhead && row_of(instruction.op).operand == Operand::kChunk) {
+    const ChunkId chunk = instruction.operand;
+    const int grad = ArrayId{chunk, ArrayKind::kGrad}.index();
+    const int64_t gradient_bytes = instruction.op == Op::kUpdateHost ? cost(grad).retire_bytes : 0;
+    early_updates_.push_back({index, chunk, times(grad).on_host_at.at, gradient_bytes});
+    waiting_gradient_bytes_ += gradient_bytes;
+  } else {
+    spans_[index] = run(instruction);
   }
 }
 
+Busy Clock::run(const Instruction& instruction) {
+  const int operand = instruction.operand;
+  const auto moment = static_cast<size_t>(operand);
+  switch (instruction.op) {
+    case Op::kBegin:
+      return begin_moment(moment);
+    case Op::kRecall:
+      return recall(shape_.activations[moment]);
+    case Op::kCompute:
+      return compute(moment);
+    case Op::kOffload:
+      return offload(shape_.activations[moment]);
+    case Op::kAllocate:
+      // What was put off comes before what is needed now, since all ranks gather in one order (Pager::gather_in_turn).
+      if (instruction.issue == Issue::kNow && is_sharded() && is_param(operand)) await(operand);
+      return allocate(operand);
+    case Op::kFetch:
+      return fetch(operand);
+    case Op::kCast:
+      return cast(operand);
+    case Op::kDequantize:
+      return dequantize(operand);
+    case Op::kGather:
+      return gather(operand);
+    case Op::kAwait:
+      await(operand);
+      break;
+    case Op::kEvict:
+      return is_postponed(operand) ? Busy{launch_.at, launch_.at} : download(operand, cost(operand).evict_bytes, 0);
+    case Op::kScatter:
+      return scatter(operand);
+    case Op::kAwaitRoom:
+      await_gradient_room(cost(operand).retire_bytes);
+      break;
+    case Op::kToHost:
+      return download(operand, cost(operand).retire_bytes, std::max(times(operand).busy_until, launch_.at));
+    case Op::kInherit:
+      return inherit(operand);
+    case Op::kFree:
+      return free(operand);
+    case Op::kNorm:
+      return norm();
+    case Op::kUpdateHost:
+      return update_on_host(operand, std::max(launch_.at, grad(operand).on_host_at.at), 1);
+    case Op::kUpdateHostParam:
+      return update_on_host(operand, std::max(launch_.at, grad(operand).on_host_at.at), rates_.param_pass);
+    case Op::kUpdateHostStates:
+      return run_host_adam(operand, launch_.at, rates_.states_pass);
+    case Op::kUpdateDevice:
+      return update_on_device(operand);
+    case Op::kLoad:
+      return load(operand);
+    case Op::kUpdateDisk:
+      return update_from_disk(operand);
+    case Op::kStore:
+      return store(operand);
+    case Op::kVisitUp:
+      return visit_up(operand);
+    case Op::kVisitDown:
+      return visit_down(operand);
+  }
+  return {launch_.at, launch_.at};
+}
+
+Busy Clock::begin_moment(size_t t) {
+  if (compute_end_ - rates_.launch_ahead_seconds > launch_.at)
+    launch_ = {compute_end_ - rates_.launch_ahead_seconds, kOnLaunch};
+  const std::vector<Moment>& moments = problem_.timeline->moments;
+  const bool begins_backward =
+      moments[t].phase == Phase::kBackward && (t == 0 || moments[t - 1].phase == Phase::kForward);
+  if (begins_backward) backward_begin_ = launch_.at;
+  return {launch_.at, launch_.at};
+}
+
+Busy Clock::compute(size_t t) {
+  issue_postponed();
+  wait(launch_);
+  for (const Access& access : problem_.timeline->moments[t].accesses) {
+    if (access.mode != AccessMode::kRetire) wait(times(access.array.index()).on_device_at);
+  }
+  step_.peak_bytes = std::max(step_.peak_bytes, used_bytes_ + problem_.fixed_bytes + tide(problem_, t));
+  compute_end_ += shape_.compute_seconds[t];
+  return {compute_end_ - shape_.compute_seconds[t], compute_end_};
+}
+
 // Into memory that the compute queue has used until now.
-void Clock::bring_activations(const ActivationCopies& copies) {
+Busy Clock::recall(const ActivationCopies& copies) {
+  issue_postponed();
+  Busy busy{launch_.at, launch_.at};
   if (copies.coming_bytes > 0) {
-    const double seconds =
-        rates_.transfer_latency_seconds + static_cast<double>(copies.coming_bytes) / (rates_.upload_gbps * 1e9);
-    activations_.emplace_back(copies.coming_bytes, enqueue(upload_end_, {compute_end_, kOnUpload}, seconds, kOnUpload));
+    const double seconds = transfer_seconds(copies.coming_bytes, rates_.upload_gbps);
+    busy = enqueue(upload_end_, {compute_end_, kOnUpload}, seconds, kOnUpload);
+    activations_.emplace_back(copies.coming_bytes, upload_end_);
     step_.upload_seconds += seconds;
     step_.uploaded_bytes += copies.coming_bytes;
   }
@@ -131,123 +186,151 @@ void Clock::bring_activations(const ActivationCopies& copies) {
     num_bytes -= part;
     if (num_bytes == 0) activations_.pop_front();
   }
+  return busy;
 }
 
-void Clock::send_activations(const ActivationCopies& copies) {
-  if (copies.leaving_bytes == 0) return;
-  const double seconds =
-      rates_.transfer_latency_seconds + static_cast<double>(copies.leaving_bytes) / (rates_.download_gbps * 1e9);
-  download_end_ = std::max(download_end_, compute_end_) + seconds;
+Busy Clock::offload(const ActivationCopies& copies) {
+  const double seconds = transfer_seconds(copies.leaving_bytes, rates_.download_gbps);
+  const double begin = std::max(download_end_, compute_end_);
+  download_end_ = begin + seconds;
   step_.download_seconds += seconds;
   step_.downloaded_bytes += copies.leaving_bytes;
+  return {begin, download_end_};
 }
 
 // Pager::settle_planned: one whose value is still being made holds back those after it until the next moment.
-void Clock::prefetch(const std::vector<ArrayId>& arrays) {
-  for (ArrayId id : arrays) postponed_.push_back(id.index());
+void Clock::issue_postponed() {
   const auto is_made = [this](const ArrayTimes& array) {
     return array.is_visitor || array.on_host_at.at <= launch_.at;
   };
-  while (!postponed_.empty() && is_made(times(postponed_.front()))) {
-    bring(postponed_.front());
+  while (!postponed_.empty() && is_made(times(at(postponed_.front()).operand))) {
+    issue(postponed_.front());
     postponed_.pop_front();
   }
 }
 
-// Pager::gather_in_turn: what was put off comes before what is needed now, since all ranks gather in one order.
-void Clock::bring_postponed(int last) {
-  while (!postponed_.empty() && !times(last).on_device) {
-    bring(postponed_.front());
-    postponed_.pop_front();
-  }
+bool Clock::is_postponed(int array) const {
+  return std::any_of(postponed_.begin(), postponed_.end(), [&](size_t index) { return at(index).operand == array; });
 }
 
-void Clock::bring(int array) {
-  if (times(array).on_device) return;
-  // The launching thread itself waits for updates on the host.
-  if (!times(array).is_visitor) launch_ = later(launch_, times(array).on_host_at);
-  const When memory = room_.take(cost(array).num_bytes);
-  used_bytes_ += cost(array).num_bytes;
+void Clock::await(int array) {
+  const auto is_own = [&](size_t index) { return at(index).operand == array; };
+  const auto last = std::find_if(postponed_.rbegin(), postponed_.rend(), is_own).base();
+  if (last == postponed_.begin() && times(array).on_device) return;
+  const auto end = last == postponed_.begin() ? postponed_.end() : last;
+  std::deque<size_t> left;
+  for (auto index = postponed_.begin(); index != end; ++index) {
+    is_sharded() || is_own(*index) ? issue(*index) : left.push_back(*index);
+  }
+  left.insert(left.end(), end, postponed_.end());
+  postponed_ = std::move(left);
+}
+
+void Clock::forget_postponed(int array) {
+  const auto is_own = [&](size_t index) { return at(index).operand == array; };
+  postponed_.erase(std::remove_if(postponed_.begin(), postponed_.end(), is_own), postponed_.end());
+}
+
+Busy Clock::allocate(int array) {
   times(array).on_device = true;
-  const bool whole = is_sharded() && ArrayId::from_index(array).kind == ArrayKind::kParam;
-  if (cost(array).fetch_bytes > 0) {
-    upload(array, later(later(launch_, memory), times(array).on_host_at));
-  } else if (whole) {
-    wait(later(launch_, memory));  // the compute queue casts this rank's shard into its place
-    times(array).on_device_at = {compute_end_, kOnCollective};
-  } else if (const double seconds = dequantize_seconds(array); seconds > 0) {
-    wait(later(launch_, memory));  // codes that are on the device throughout
-    run(seconds);
-    step_.compute_seconds += seconds;
-    times(array).on_device_at = {compute_end_, kOnUpload};
-  } else {
-    times(array).on_device_at = memory;
-  }
-  if (whole) gather(array, times(array).on_device_at);
+  times(array).busy_until = 0;
+  times(array).on_device_at = room_.take(cost(array).num_bytes);
+  used_bytes_ += cost(array).num_bytes;
+  return {launch_.at, launch_.at};
 }
 
-When Clock::enqueue(When& end, When begin, double seconds, Shortage cause) const {
-  const bool held_up = begin.at - std::max(end.at, compute_end_) > seconds;
-  end = {later(end, begin).at + seconds, held_up ? begin.cause : cause};
-  return end;
+// The launching thread itself waits for updates on the host. Codes are dequantised on the queue on which they come.
+Busy Clock::fetch(int array) {
+  ArrayTimes& record = times(array);
+  if (!record.is_visitor) launch_ = later(launch_, record.on_host_at);
+  const When begin = later(later(launch_, record.on_device_at), record.on_host_at);
+  const double alone = transfer_seconds(cost(array).fetch_bytes, rates_.upload_gbps);
+  const double begins = std::max(upload_end_.at, begin.at);
+  const double seconds = shared_seconds(begins, alone, visit_up_end_) + dequantize_seconds(array);
+  const Busy busy = enqueue(upload_end_, begin, seconds, kOnUpload);
+  record.on_device_at = upload_end_;
+  step_.upload_seconds += seconds;
+  step_.uploaded_bytes += cost(array).fetch_bytes;
+  return busy;
+}
+
+// The compute queue casts this rank's shard into its place.
+Busy Clock::cast(int array) {
+  ArrayTimes& record = times(array);
+  if (!record.is_visitor) launch_ = later(launch_, record.on_host_at);
+  wait(later(launch_, record.on_device_at));
+  record.on_device_at = {compute_end_, kOnCollective};
+  return {compute_end_, compute_end_};
+}
+
+// Codes that are on the device throughout.
+Busy Clock::dequantize(int array) {
+  const double seconds = dequantize_seconds(array);
+  wait(later(launch_, times(array).on_device_at));
+  compute_end_ += seconds;
+  step_.compute_seconds += seconds;
+  times(array).on_device_at = {compute_end_, kOnUpload};
+  return {compute_end_ - seconds, compute_end_};
+}
+
+Busy Clock::gather(int array) {
+  const int64_t num_bytes = others_bytes(cost(array), shape_.num_ranks);
+  const double seconds = collective_seconds(rates_, num_bytes, rates_.gather_gbps);
+  const Busy busy = enqueue(gather_end_, times(array).on_device_at, seconds, kOnCollective);
+  times(array).on_device_at = gather_end_;
+  step_.gather_seconds += seconds;
+  step_.gathered_bytes += num_bytes;
+  return busy;
+}
+
+// At its end this rank has its share of the mean.
+Busy Clock::scatter(int array) {
+  const int64_t num_bytes = others_bytes(cost(array), shape_.num_ranks);
+  const double seconds = collective_seconds(rates_, num_bytes, rates_.scatter_gbps);
+  const double begin = std::max(scatter_end_, compute_end_);
+  scatter_end_ = begin + seconds;
+  times(array).busy_until = scatter_end_;
+  step_.scatter_seconds += seconds;
+  step_.scattered_bytes += num_bytes;
+  return {begin, scatter_end_};
+}
+
+Busy Clock::download(int array, int64_t num_bytes, double ready) {
+  const double alone = transfer_seconds(num_bytes, rates_.download_gbps);
+  const double begin = std::max({download_end_, compute_end_, ready});
+  download_end_ = begin + shared_seconds(begin, alone, visit_down_end_);
+  times(array).on_host_at = {download_end_, kOnMemory};
+  times(array).busy_until = download_end_;
+  step_.download_seconds += alone;
+  step_.downloaded_bytes += num_bytes;
+  return {begin, download_end_};
+}
+
+Busy Clock::free(int array) {
+  ArrayTimes& record = times(array);
+  if (record.on_device) {
+    record.on_device = false;
+    used_bytes_ -= cost(array).num_bytes;
+    room_.give(std::max({compute_end_, record.busy_until, record.on_device_at.at}), cost(array).num_bytes);
+  }
+  forget_postponed(array);
+  return {launch_.at, launch_.at};
+}
+
+double Clock::transfer_seconds(int64_t num_bytes, double gbps) const {
+  return rates_.transfer_latency_seconds + static_cast<double>(num_bytes) / (gbps * 1e9);
 }
 
 double Clock::dequantize_seconds(int array) const {
-  const ArrayId id = ArrayId::from_index(array);
-  if (id.kind != ArrayKind::kParam || shape_.dequantized_bytes.empty()) return 0;
-  const auto num_bytes = static_cast<double>(shape_.dequantized_bytes[static_cast<size_t>(id.chunk)]);
+  const auto num_bytes = static_cast<double>(dequantized_bytes(shape_, array));
   return num_bytes == 0 ? 0 : num_bytes / (rates_.device_memory_gbps * 1e9);
 }
 
-// Codes are dequantised on the queue on which they come.
-void Clock::upload(int array, When begin) {
-  const double transfer_seconds =
-      rates_.transfer_latency_seconds + static_cast<double>(cost(array).fetch_bytes) / (rates_.upload_gbps * 1e9);
-  const double begins = std::max(upload_end_.at, begin.at);
-  const double seconds = shared_seconds(begins, transfer_seconds, visit_up_end_) + dequantize_seconds(array);
-  times(array).on_device_at = enqueue(upload_end_, begin, seconds, kOnUpload);
-  step_.upload_seconds += seconds;
-  step_.uploaded_bytes += cost(array).fetch_bytes;
-}
-
-void Clock::gather(int array, When begin) {
-  const double seconds = collective_seconds(rates_, others_bytes(array), rates_.gather_gbps);
-  times(array).on_device_at = enqueue(gather_end_, begin, seconds, kOnCollective);
-  step_.gather_seconds += seconds;
-  step_.gathered_bytes += others_bytes(array);
-}
-
-// Returns when this rank has its share of the mean.
-double Clock::scatter(int array) {
-  const double seconds = collective_seconds(rates_, others_bytes(array), rates_.scatter_gbps);
-  scatter_end_ = std::max(scatter_end_, compute_end_) + seconds;
-  step_.scatter_seconds += seconds;
-  step_.scattered_bytes += others_bytes(array);
-  return scatter_end_;
-}
-
-double Clock::download(int array, int64_t num_bytes, double ready) {
-  const double seconds =
-      rates_.transfer_latency_seconds + static_cast<double>(num_bytes) / (rates_.download_gbps * 1e9);
-  const double begin = std::max({download_end_, compute_end_, ready});
-  download_end_ = begin + shared_seconds(begin, seconds, visit_down_end_);
-  times(array).on_host_at = {download_end_, kOnMemory};
-  step_.download_seconds += seconds;
-  step_.downloaded_bytes += num_bytes;
-  return download_end_;
-}
-
-void Clock::evict(int array) {
-  if (!times(array).on_device) return;
-  times(array).has_left = true;
-  release(array, cost(array).evict_bytes > 0 ? download(array, cost(array).evict_bytes) : compute_end_);
-}
-
-void Clock::release(int array, double at) {
-  ArrayTimes& record = times(array);
-  record.on_device = false;
-  used_bytes_ -= cost(array).num_bytes;
-  room_.give(std::max(at, record.on_device_at.at), cost(array).num_bytes);
+Busy Clock::enqueue(When& end, When begin, double seconds, Shortage cause) const {
+  const bool held_up = begin.at - std::max(end.at, compute_end_) > seconds;
+  const double begins = std::max(end.at, begin.at);
+  end = {begins + seconds, held_up ? begin.cause : cause};
+  return {begins, end.at};
 }
 
 void Clock::wait(When when) {

@@ -1,4 +1,12 @@
-// The Clock: plays the steps of a plan on queues that know seconds and bytes (plan/simulator.h).
+// The Clock: plays a program (plan/program.h) on queues that know seconds and bytes. Each lane does one thing after the
+// other; the launching thread issues in program order and runs ahead of the device. Updates ahead of the norm alone are
+// made in another order ([Note: the order of need]).
+//
+//   Clock clock(problem, program, rates, shape);
+//   clock.play_step();
+//   clock.spans()[i];   // when the i-th instruction was carried out
+//
+// Nothing here is shared; any thread may call it.
 #pragma once
 
 #include <array>
@@ -10,6 +18,7 @@
 #include <vector>
 
 #include "plan/chunk_bytes.h"
+#include "plan/program.h"
 #include "plan/simulator.h"
 
 namespace patrickstar {
@@ -52,12 +61,15 @@ class Room {
 
 class Clock {
  public:
-  Clock(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape);
+  Clock(const PlanProblem& problem, const Program& program, const Rates& rates, const StepShape& shape);
 
   // Plays one step; what it returns has everything but the step's length.
   SimulatedStep play_step();
-  // When the launching thread knew the norm of the last step.
+  // When the launching thread knew the norm of the last step, and of the one before.
   double step_end() const { return launch_.at; }
+  double step_begin() const { return step_begin_; }
+  // By instruction of the last step. Those that take no time have begin and end where the launching thread was.
+  const std::vector<Busy>& spans() const { return spans_; }
   // The state that the next step begins with: seconds after step_end() at which each queue and each array is free, and
   // the device memory in use.
   std::vector<double> under_way() const;
@@ -67,73 +79,84 @@ class Clock {
     bool on_device = false;
     When on_device_at;        // its upload is over
     When on_host_at;          // what makes the host's copy is over
+    double busy_until = 0;    // copies and collectives that read it on the device
     bool is_visitor = false;  // the device made it, so that uploads wait for it and not the launching thread
-    bool has_left = false;    // a gradient that is to come back for its update
   };
 
   struct EarlyUpdate {
+    size_t instruction = 0;
     ChunkId chunk = 0;
     double ready = 0;            // its gradient is on the host
     int64_t gradient_bytes = 0;  // that end with it
   };
 
-  void play_moment(size_t t);
-  void bring_activations(const ActivationCopies& copies);
-  void send_activations(const ActivationCopies& copies);
-  void finish_step();
-  void update(ChunkId chunk);
+  void issue(size_t index);
+  Busy run(const Instruction& instruction);
+  Busy begin_moment(size_t moment);
+  Busy compute(size_t moment);
+  Busy recall(const ActivationCopies& copies);
+  Busy offload(const ActivationCopies& copies);
+  Busy norm();
+  Busy allocate(int array);
+  // Those whose values have been made, in their order.
+  void issue_postponed();
+  // Those of the array, or with several ranks all up to it, since all ranks gather in one order.
+  void await(int array);
+  void forget_postponed(int array);
+  Busy fetch(int array);
+  Busy cast(int array);
+  Busy dequantize(int array);
+  Busy gather(int array);
+  Busy scatter(int array);
+  // `ready`: when there is something to send, apart from what compute makes.
+  Busy download(int array, int64_t num_bytes, double ready);
+  Busy free(int array);
+  Busy inherit(int param);
+  Busy update_on_device(ChunkId chunk);
   // The pass that makes the new compute value.
-  void update_on_host(ChunkId chunk, double begin);
-  // Updates that begin in backward, in the order in which the host makes them.
+  Busy update_on_host(ChunkId chunk, double begin, double share);
+  Busy run_host_adam(ChunkId chunk, double begin, double share);
+  // Updates ahead of the norm, in the order in which the host makes them.
   void update_in_order_of_need();
   void update_most_needed();
   // The launching thread waits until updates have left so much to a gradient.
   void await_gradient_room(int64_t num_bytes);
-  const RecipeRow& recipe(ChunkId chunk) const { return row_of(shape_.updates[static_cast<size_t>(chunk)]); }
-  // [Note: visits] Returns when the gradient is used.
-  double visit(ChunkId chunk, double begin);
   // [Note: states on the disk] Reads begin when a set is free, from the beginning of backward on.
-  void update_through_disk(ChunkId chunk, double begin);
-  void make_room(int64_t num_bytes);
-  void run_host_adam(ChunkId chunk, double begin, double share);
-  void prefetch(const std::vector<ArrayId>& arrays);
-  void bring_postponed(int last);
-  void bring(int array);
-  void upload(int array, When begin);
-  // 0 where its value is not made so.
-  double dequantize_seconds(int array) const;
-  void gather(int array, When begin);
-  double scatter(int array);
-  // `ready`: when there is something to send, apart from what compute makes.
-  double download(int array, int64_t num_bytes, double ready = 0);
-  void retire(ArrayId grad, size_t moment);
-  void evict(int array);
-  void release(int array, double at);
+  Busy load(ChunkId chunk);
+  Busy update_from_disk(ChunkId chunk);
+  Busy store(ChunkId chunk);
+  Busy visit_up(ChunkId chunk);
+  Busy visit_down(ChunkId chunk);
   void wait(When when);
-  void run(double seconds) { compute_end_ += seconds; }
+  double dequantize_seconds(int array) const;
+  double transfer_seconds(int64_t num_bytes, double gbps) const;
   // Appends work to a queue that is busy until `end`. The result's cause is what held the work up, where that takes
   // longer than the work.
-  When enqueue(When& end, When begin, double seconds, Shortage cause) const;
+  Busy enqueue(When& end, When begin, double seconds, Shortage cause) const;
   bool is_sharded() const { return shape_.num_ranks > 1; }
-  int64_t others_bytes(int array) const { return cost(array).num_bytes / shape_.num_ranks * (shape_.num_ranks - 1); }
+  bool is_postponed(int array) const;
 
   ArrayTimes& times(int array) { return arrays_[static_cast<size_t>(array)]; }
+  ArrayTimes& param(ChunkId chunk) { return times(ArrayId{chunk, ArrayKind::kParam}.index()); }
+  ArrayTimes& grad(ChunkId chunk) { return times(ArrayId{chunk, ArrayKind::kGrad}.index()); }
   const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
   int64_t numel(ChunkId chunk) const { return shape_.numels[static_cast<size_t>(chunk)]; }
+  const Instruction& at(size_t index) const { return program_.instructions[index]; }
 
   const PlanProblem& problem_;
-  const Plan& plan_;
+  const Program& program_;
   const Rates& rates_;
   const StepShape& shape_;
   std::vector<ArrayTimes> arrays_;
-  std::vector<size_t> last_use_;            // by array: the last moment that reads or writes it
-  std::vector<EarlyUpdate> early_updates_;  // of the running backward, by when they are ready
-  int64_t waiting_gradient_bytes_ = 0;      // of these
-  std::deque<int> postponed_;
+  std::vector<Busy> spans_;
+  std::vector<EarlyUpdate> early_updates_;            // of the running backward, by when they are ready
+  int64_t waiting_gradient_bytes_ = 0;                // of these
+  std::deque<size_t> postponed_;                      // fetches ahead whose values are being made
   std::deque<std::pair<int64_t, When>> activations_;  // that come back: bytes, and when they are there
   Room room_;
   int64_t used_bytes_ = 0;
   When launch_;  // the launching thread's clock, and what it last waited for
+  double step_begin_ = 0;
   double compute_end_ = 0;
   double download_end_ = 0;
   double host_adam_end_ = 0;
@@ -153,7 +176,5 @@ class Clock {
 
 // Seconds of work on a link that others use until `others_end`: two at once get half of it each.
 double shared_seconds(double begin, double seconds, double others_end);
-// Activations at a moment, as a plan counts them.
-int64_t tide(const PlanProblem& problem, size_t moment);
 
 }  // namespace patrickstar

@@ -62,6 +62,32 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
            " ranks: give at least one rank and no negative rate");
 }
 
+SimulatedStep play_until_steady(Clock& clock) {
+  constexpr int kAveraged = kSteps / 2;
+  SimulatedStep mean;
+  double begin = 0;
+  std::vector<double> before;
+  for (int index = 0; index < kSteps; ++index) {
+    if (index == kSteps - kAveraged) begin = clock.step_end();
+    SimulatedStep step = clock.play_step();
+    const std::vector<double> now = clock.under_way();
+    if (are_same(before, now)) {
+      step.seconds = clock.step_end() - clock.step_begin();
+      return step;
+    }
+    before = now;
+    if (index < kSteps - kAveraged) continue;
+    std::array<double, kNumShortages> stalls = mean.stall_seconds;
+    for (size_t cause = 0; cause < stalls.size(); ++cause) stalls[cause] += step.stall_seconds[cause] / kAveraged;
+    const int64_t peak_bytes = std::max(mean.peak_bytes, step.peak_bytes);
+    mean = step;
+    mean.stall_seconds = stalls;
+    mean.peak_bytes = peak_bytes;
+  }
+  mean.seconds = (clock.step_end() - begin) / kAveraged;
+  return mean;
+}
+
 }  // namespace
 
 void describe_updates(const Layout& layout, StepShape& shape) {
@@ -76,31 +102,20 @@ void describe_updates(const Layout& layout, StepShape& shape) {
 
 SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   check(problem, plan, rates, shape);
-  Clock clock(problem, plan, rates, shape);
-  constexpr int kAveraged = kSteps / 2;
-  SimulatedStep mean;
-  double begin = 0;
-  std::vector<double> before;
-  for (int index = 0; index < kSteps; ++index) {
-    if (index == kSteps - kAveraged) begin = clock.step_end();
-    const double step_begin = clock.step_end();
-    SimulatedStep step = clock.play_step();
-    const std::vector<double> now = clock.under_way();
-    if (are_same(before, now)) {
-      step.seconds = clock.step_end() - step_begin;
-      return step;
-    }
-    before = now;
-    if (index < kSteps - kAveraged) continue;
-    std::array<double, kNumShortages> stalls = mean.stall_seconds;
-    for (size_t cause = 0; cause < stalls.size(); ++cause) stalls[cause] += step.stall_seconds[cause] / kAveraged;
-    const int64_t peak_bytes = std::max(mean.peak_bytes, step.peak_bytes);
-    mean = step;
-    mean.stall_seconds = stalls;
-    mean.peak_bytes = peak_bytes;
-  }
-  mean.seconds = (clock.step_end() - begin) / kAveraged;
-  return mean;
+  const Program program = compile(problem, plan, shape);
+  Clock clock(problem, program, rates, shape);
+  return play_until_steady(clock);
+}
+
+PlayedProgram play_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
+  check(problem, plan, rates, shape);
+  PlayedProgram played;
+  played.program = compile(problem, plan, shape);
+  Clock clock(problem, played.program, rates, shape);
+  played.seconds = play_until_steady(clock).seconds;
+  for (const Busy& span : clock.spans())
+    played.spans.push_back({span.begin - clock.step_begin(), span.end - clock.step_begin()});
+  return played;
 }
 
 }  // namespace patrickstar

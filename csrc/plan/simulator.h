@@ -1,10 +1,8 @@
 // The simulator: a pure function from a plan, the times of its moments and the machine's rates to the step that
 // results.
 //
-// It plays the plan on the queues that the runtime has: the launching thread, which issues in program order and runs
-// ahead of the device; the compute, upload and download queues; and the host's queue of updates. Each does one thing
-// after the other and waits for what the runtime's events wait for. Several steps are played; the last ones, in which
-// nothing changes from step to step any more, are what is reported.
+// The plan's program (plan/program.h) is played on the queues that the runtime has (plan/clock.h). Several steps are
+// played; the last ones, in which nothing changes from step to step any more, are what is reported.
 //
 // With several ranks it plays one of them, the others being as fast, and has two queues more: a chunk is gathered when
 // this rank's shard is up (or cast, where the states are on the device), and compute waits for that; its gradient is
@@ -22,7 +20,7 @@
 #include <vector>
 
 #include "plan/planner.h"
-#include "plan/recipe.h"
+#include "plan/program.h"
 
 namespace patrickstar {
 
@@ -49,17 +47,6 @@ struct Rates {
   double launch_ahead_seconds = 0;  // of device work that may be queued before the launching thread waits
 };
 
-struct StepShape {
-  std::vector<double> compute_seconds;          // by moment: device work until the next one begins, without waiting
-  std::vector<Recipe> updates;                  // by chunk
-  std::vector<int64_t> numels;                  // by chunk: what this rank updates
-  int num_ranks = 1;                            // that share each chunk
-  std::vector<ActivationCopies> activations{};  // by moment; empty: none leave
-  std::vector<int64_t> disk_bytes{};            // by chunk: what its states take on the disk, where they are there
-  // By chunk: read and written on the device to dequantise it; empty: that takes no time, or moments' times hold it.
-  std::vector<int64_t> dequantized_bytes{};
-};
-
 // What the compute queue waited for (a measured step distinguishes more: StallCause, common/tracing.h).
 enum Shortage : uint8_t {
   kOnUpload,      // a transfer to the device that was under way, or behind others
@@ -69,6 +56,12 @@ enum Shortage : uint8_t {
   kOnCollective,  // a gather or scatter that was under way, or behind others
 };
 constexpr int kNumShortages = 5;
+
+// Seconds in which one instruction kept its lane busy.
+struct Busy {
+  double begin = 0;
+  double end = 0;
+};
 
 struct SimulatedStep {
   double seconds = 0;
@@ -93,11 +86,15 @@ struct SimulatedStep {
   int64_t peak_bytes = 0;  // of the device: tide, states and payloads
 };
 
-// Fills what of `shape` follows from a layout: ranks that share a chunk, and by chunk the elements of an update and its
-// bytes on the disk.
-void describe_updates(const Layout& layout, StepShape& shape);
-
 // Throws ArgumentError when sizes do not agree or a rate is not positive.
 SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape);
+
+// The program of the steady step, and by instruction when it is carried out, from the step's beginning on.
+struct PlayedProgram {
+  Program program;
+  std::vector<Busy> spans;
+  double seconds = 0;
+};
+PlayedProgram play_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape);
 
 }  // namespace patrickstar

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from patrickstar.config import LossComputation
 from patrickstar.planning.advice import Advice
+from patrickstar.planning.listing import listing_lines
 from patrickstar.planning.planner import Answer
 from patrickstar.planning.prediction import Case
 from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError, Setting
+from patrickstar.planning.simulation import played_instructions
 from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size
+
+
+def configuration_lines(answer: Answer) -> list[str]:
+    """What ``initialize_engine`` takes to train so."""
+    return ["configuration (the learning rate is yours):", json.dumps(answer.config(), indent=2)]
+
+
+def program_lines(answer: Answer) -> list[str]:
+    """The program of the step, or of its last backward where gradients accumulate."""
+    plan = answer.chosen.plan
+    return listing_lines(played_instructions(plan), plan.timeline)
 
 
 def answer_lines(answer: Answer) -> list[str]:

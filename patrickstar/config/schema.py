@@ -187,7 +187,7 @@ class ProfileConfig(Section):
     """Which step of the engine is profiled, counted from 1. The first measures, the second is the first with a plan."""
     output: Annotated[FilePath, HONOURED] = "profile"
     """The folder for ``step<N>.trace.json`` (chrome://tracing, https://ui.perfetto.dev), ``step<N>.svg`` (with
-    matplotlib) and ``step<N>.txt``.
+    matplotlib), ``step<N>.txt`` and, once a step was measured, ``step<N>.program.txt``.
     """
 
 

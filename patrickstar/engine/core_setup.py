@@ -16,7 +16,9 @@ from patrickstar.machine.state_scheme import StateScheme, choose_layout, state_s
 from patrickstar.module.adoption import FormerHandle
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout, owned_params
 from patrickstar.planning.predicted_step import Prediction, StepTimes
+from patrickstar.planning.simulation import played_instructions
 from patrickstar.planning.step_plan import Plan, plan_of
+from patrickstar.profiling import PlayedInstruction
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.context import DistributedContext
 from patrickstar.ranks.distributed import RankGroups
@@ -182,3 +184,9 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
         Prediction(**predicted) if predicted is not None else None,
         [runtime.home(chunk) == _C.Tier.DISK for chunk in range(layout.num_chunks)],
     )
+
+
+def current_program(runtime: _C.Runtime, layout: _C.Layout) -> list[PlayedInstruction] | None:
+    """The program of the next step; None: no step was measured."""
+    plan = current_plan(runtime, layout)
+    return None if plan.times is None else played_instructions(plan)

@@ -14,6 +14,7 @@ from patrickstar.engine.activations import ActivationRemedies, change_activation
 from patrickstar.engine.axes import make_calls
 from patrickstar.engine.backwards import Backwards
 from patrickstar.engine.calls import Calls
+from patrickstar.engine.core_setup import current_program
 from patrickstar.engine.error_texts import explain_lack_of_memory
 from patrickstar.engine.forward_attempt import RepeatableForwards
 from patrickstar.engine.forwards import Forwards, InputsInPlace
@@ -68,7 +69,14 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
     running = _make_running(session, undo, largest_module_bytes)
     converted = _convert(session, undo, running)
     reads = _make_reads(session, running, converted)
-    profiler = make_profiler(runtime, config.profile, session.chunk_layers, ranks.context.rank, len(ranks.members))
+    profiler = make_profiler(
+        runtime,
+        config.profile,
+        session.chunk_layers,
+        lambda: current_program(runtime, session.layout),
+        ranks.context.rank,
+        len(ranks.members),
+    )
     if profiler is not None:
         undo.callback(profiler.close)
     kept_plan = make_kept_plan(session.module, session.plan_of_params, config, ranks, runtime, session.layout)

@@ -13,6 +13,7 @@ from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
 from patrickstar.planning.timeline import TimedTimeline
 from patrickstar.planning.update_costs import UpdateRates
+from patrickstar.profiling import PlayedInstruction
 
 # Rounds of choosing a plan and learning what it takes of the host's memory.
 _ROUNDS = 4
@@ -48,23 +49,52 @@ def predict(
 
 
 def _simulated(
-    plan: Plan, compute_seconds: Sequence[float], rates: _C.Rates, updates: Sequence[_C.Recipe]
+    plan: Plan,
+    compute_seconds: Sequence[float],
+    rates: _C.Rates,
+    updates: Sequence[_C.Recipe],
+    activations: Sequence[Sequence[int]] = (),
 ) -> Prediction:
-    problem = plan.problem
-    step = _C.simulate(
-        plan.timeline,
-        problem["costs"],
-        plan.as_core(),
-        rates,
-        compute_seconds=list(compute_seconds),
-        updates=list(updates),
-        numels=[chunk.shard_numel for chunk in plan.chunks],
-        num_ranks=plan.num_ranks,
-        disk_bytes=[chunk.disk_bytes for chunk in plan.chunks],
-        dequantized_bytes=_dequantized_bytes(plan.chunks, rates),
-        **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes", "idle_bytes")},
-    )
-    return Prediction(**step)
+    return Prediction(**_C.simulate(**_step_arguments(plan, compute_seconds, rates, updates, activations)))
+
+
+def _step_arguments(
+    plan: Plan,
+    compute_seconds: Sequence[float],
+    rates: _C.Rates,
+    updates: Sequence[_C.Recipe],
+    activations: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """What ``_C.simulate`` and ``_C.play_program`` take."""
+    problem = {key: value for key, value in plan.problem.items() if key not in ("prefetch_bytes", "idle_bytes")}
+    return {
+        "moments": plan.timeline,
+        "plan": plan.as_core(),
+        "rates": rates,
+        "compute_seconds": list(compute_seconds),
+        "updates": list(updates),
+        "activations": list(activations),
+        "numels": [chunk.shard_numel for chunk in plan.chunks],
+        "num_ranks": plan.num_ranks,
+        "disk_bytes": [chunk.disk_bytes for chunk in plan.chunks],
+        "dequantized_bytes": _dequantized_bytes(plan.chunks, rates),
+        **problem,
+    }
+
+
+def played_instructions(plan: Plan) -> list[PlayedInstruction]:
+    """The program of ``plan``, and when each instruction is carried out by prediction.
+
+    Raises:
+        ValueError: the plan has no times, since no step was measured and nobody estimated one.
+    """
+    if plan.times is None:
+        raise ValueError(
+            "the plan has no times: a step is measured on a GPU only, some ten steps after the first; "
+            "patrickstar plan estimates them"
+        )
+    arguments = _step_arguments(plan, **plan.times.as_core())
+    return [PlayedInstruction(**fields) for fields in _C.play_program(**arguments)]
 
 
 def shared_host_plan(
@@ -149,7 +179,7 @@ def accumulated(plan: Plan, accumulation: int) -> Prediction:
     core = times.as_core()
     core["rates"].synchronize_seconds = 0.0
     never = [_C.Recipe.NEVER] * len(plan.chunks)
-    other = _simulated(plan, core["compute_seconds"], core["rates"], never)
+    other = _simulated(plan, core["compute_seconds"], core["rates"], never, core["activations"])
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Prediction):
         one, more = getattr(last, field.name), getattr(other, field.name)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.profiling.chrome import chrome_trace
 from patrickstar.profiling.layers import ChunkLayers
+from patrickstar.profiling.program import PlayedInstruction, compare
 from patrickstar.profiling.summary import summarize
 
 if TYPE_CHECKING:
@@ -25,45 +27,78 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("patrickstar")
 
-__all__ = ["ChunkLayers", "StepProfiler", "chrome_trace", "summarize", "write_profile"]
+__all__ = ["ChunkLayers", "PlayedInstruction", "StepProfiler", "chrome_trace", "summarize", "write_profile"]
 
 
-def write_profile(trace: dict[str, Any], step: int, folder: Path, layers: ChunkLayers) -> list[Path]:
-    """Writes ``step<N>.trace.json``, ``step<N>.txt`` and, where matplotlib is installed, ``step<N>.svg``.
+def write_profile(
+    trace: dict[str, Any],
+    step: int,
+    folder: Path,
+    layers: ChunkLayers,
+    program: Sequence[PlayedInstruction] | None = None,
+) -> list[Path]:
+    """Writes ``step<N>.trace.json`` and ``step<N>.txt``, ``step<N>.program.txt`` where the step's ``program`` is known,
+    and ``step<N>.svg`` where matplotlib is installed.
 
     Returns:
         The files, in this order.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    trace_file, text_file, picture = (folder / f"step{step}{suffix}" for suffix in (".trace.json", ".txt", ".svg"))
+    trace_file, text_file, program_file, picture = (
+        folder / f"step{step}{suffix}" for suffix in (".trace.json", ".txt", ".program.txt", ".svg")
+    )
     trace_file.write_text(json.dumps(chrome_trace(trace, step, layers)), encoding="utf-8")
     text_file.write_text(summarize(trace).text(step), encoding="utf-8")
+    texts = [trace_file, text_file]
+    if program is not None:
+        lines = compare(trace, program).lines()
+        program_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        texts.append(program_file)
     try:
         from patrickstar.profiling.picture import draw
     except ImportError as error:
         logger.warning("profile: no picture, because %s; in a clone, pip install '.[profile]' brings matplotlib", error)
-        return [trace_file, text_file]
+        return texts
     draw(trace, step, picture, layers)
-    return [trace_file, text_file, picture]
+    return [*texts, picture]
 
 
 def make_profiler(
-    runtime: _C.Runtime, config: ProfileConfig | None, layers: ChunkLayers, rank: int, num_ranks: int
+    runtime: _C.Runtime,
+    config: ProfileConfig | None,
+    layers: ChunkLayers,
+    program_of: Callable[[], Sequence[PlayedInstruction] | None],
+    rank: int,
+    num_ranks: int,
 ) -> StepProfiler | None:
     """The profiler that ``config`` asks for; each of several ranks writes to a folder of its own in that one."""
     if config is not None and num_ranks > 1:
         config = config.model_copy(update={"output": str(Path(config.output) / f"rank-{rank}")})
-    return None if config is None else StepProfiler(runtime, config, layers)
+    return None if config is None else StepProfiler(runtime, config, layers, program_of)
 
 
 class StepProfiler:
     """Has one step of an engine traced and writes the files. The session tells it where in a step it is.
 
+    Args:
+        runtime: of the engine.
+        config: which step, and the folder.
+        layers: of the chunks.
+        program_of: the program of the next step; None: no step was measured.
+
     Raises:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, runtime: _C.Runtime, config: ProfileConfig, layers: ChunkLayers):
+    def __init__(
+        self,
+        runtime: _C.Runtime,
+        config: ProfileConfig,
+        layers: ChunkLayers,
+        program_of: Callable[[], Sequence[PlayedInstruction] | None],
+    ):
+        self._program_of = program_of
+        self._program: Sequence[PlayedInstruction] | None = None
         self._runtime = runtime
         self._config = config
         self._layers = layers
@@ -83,10 +118,12 @@ class StepProfiler:
         """Called after each optimizer step; writes the files once the step that is asked for is traced."""
         self._num_steps += 1
         trace = None if self._written else self._runtime.take_trace()
+        if self._num_steps == self._config.step - 1:
+            self._program = self._program_of()
         if trace is None:
             return
         self._written = True
-        files = write_profile(trace, self._num_steps, self._folder, self._layers)
+        files = write_profile(trace, self._num_steps, self._folder, self._layers, self._program)
         logger.info("profile of step %d: %s", self._num_steps, ", ".join(map(str, files)))
 
     def close(self) -> None:

@@ -1,0 +1,332 @@
+#include "plan/program.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace patrickstar {
+
+namespace {
+
+int param_of(ChunkId chunk) { return ArrayId{chunk, ArrayKind::kParam}.index(); }
+int grad_of(ChunkId chunk) { return ArrayId{chunk, ArrayKind::kGrad}.index(); }
+
+class Compiler {
+ public:
+  Compiler(const PlanProblem& problem, const Plan& plan, const StepShape& shape);
+
+  // One step, from the arrays that the last one left on the device.
+  Program step();
+
+ private:
+  struct ArrayState {
+    bool on_device = false;
+    bool is_ahead = false;  // its fetch was issued ahead, and nothing has needed it yet
+    bool has_left = false;  // a gradient that is to come back for its update
+    size_t last_use = 0;    // the last moment that reads or writes it
+  };
+
+  void emit(Op op, int operand, Issue issue = Issue::kNow) { program_.instructions.push_back({op, issue, operand}); }
+  void emit_moment(size_t moment);
+  void emit_uses(size_t moment);
+  void emit_need(int array);
+  void emit_bring(int array, Issue issue);
+  void emit_evict(int array);
+  void emit_retire(ChunkId chunk, size_t moment);
+  void emit_visit(ChunkId chunk, bool is_dead);
+  void emit_early_update(ChunkId chunk);
+  void emit_end();
+  void emit_late_update(ChunkId chunk);
+  void emit_device_update(ChunkId chunk);
+  void emit_disk_update(ChunkId chunk);
+  void emit_room_for(int array);
+  void allocate(int array, Issue issue = Issue::kNow);
+  void free(int array);
+
+  ArrayState& state(int array) { return arrays_[static_cast<size_t>(array)]; }
+  const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
+  const RecipeRow& recipe(ChunkId chunk) const { return row_of(shape_.updates[static_cast<size_t>(chunk)]); }
+  bool is_sharded() const { return shape_.num_ranks > 1; }
+
+  const PlanProblem& problem_;
+  const Plan& plan_;
+  const StepShape& shape_;
+  std::vector<ArrayState> arrays_;
+  int64_t used_bytes_ = 0;
+  Program program_;
+};
+
+Compiler::Compiler(const PlanProblem& problem, const Plan& plan, const StepShape& shape)
+    : problem_(problem), plan_(plan), shape_(shape), arrays_(problem.arrays.size()) {
+  for (size_t t = 0; t < problem.timeline->moments.size(); ++t) {
+    for (const Access& access : problem.timeline->moments[t].accesses) {
+      if (access.mode != AccessMode::kRetire) state(access.array.index()).last_use = t;
+    }
+  }
+}
+
+Program Compiler::step() {
+  program_ = {};
+  for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
+    if (state(array).on_device) program_.resident.push_back(array);
+  }
+  for (size_t t = 0; t < plan_.moments.size(); ++t) emit_moment(t);
+  emit_end();
+  return std::move(program_);
+}
+
+// In the order of Pager::begin_moment, then what the moment computes, then GradientFlow::retire.
+void Compiler::emit_moment(size_t t) {
+  const MomentPlan& planned = plan_.moments[t];
+  const auto moment = static_cast<int>(t);
+  emit(Op::kBegin, moment);
+  for (ArrayId id : planned.evict) emit_evict(id.index());
+  for (const Access& access : problem_.timeline->moments[t].accesses) {
+    if (access.mode == AccessMode::kRead) emit_need(access.array.index());
+  }
+  for (ArrayId id : planned.evict_ahead) emit_evict(id.index());
+  for (ArrayId id : planned.prefetch) {
+    if (!state(id.index()).on_device) emit_bring(id.index(), Issue::kAhead);
+  }
+  const ActivationCopies copies = shape_.activations.empty() ? ActivationCopies{} : shape_.activations[t];
+  if (copies.coming_bytes > 0 || copies.needed_bytes > 0) emit(Op::kRecall, moment);
+  emit_uses(t);
+  emit(Op::kCompute, moment);
+  if (copies.leaving_bytes > 0) emit(Op::kOffload, moment);
+  for (const Access& access : problem_.timeline->moments[t].accesses) {
+    if (access.mode == AccessMode::kRetire) emit_retire(access.array.chunk, t);
+  }
+}
+
+// Memory for what the moment writes, with what it had so far where that has left.
+void Compiler::emit_uses(size_t t) {
+  const std::vector<ArrayId>& fetched = plan_.moments[t].fetch;
+  for (const Access& access : problem_.timeline->moments[t].accesses) {
+    const int array = access.array.index();
+    if (access.mode != AccessMode::kWrite || state(array).on_device) continue;
+    if (std::find(fetched.begin(), fetched.end(), access.array) != fetched.end()) {
+      emit_bring(array, Issue::kNow);
+    } else {
+      allocate(array);
+    }
+  }
+}
+
+void Compiler::emit_need(int array) {
+  if (!state(array).on_device) return emit_bring(array, Issue::kNow);
+  if (std::exchange(state(array).is_ahead, false)) emit(Op::kAwait, array);
+}
+
+void Compiler::emit_bring(int array, Issue issue) {
+  const bool is_whole = is_sharded() && ArrayId::from_index(array).kind == ArrayKind::kParam;
+  allocate(array, issue);
+  state(array).is_ahead = issue == Issue::kAhead;
+  if (cost(array).fetch_bytes > 0) {
+    emit(Op::kFetch, array, issue);
+  } else if (is_whole) {
+    emit(Op::kCast, array, issue);
+  } else if (dequantized_bytes(shape_, array) > 0) {
+    emit(Op::kDequantize, array, issue);
+  }
+  if (is_whole) emit(Op::kGather, array, issue);
+}
+
+void Compiler::emit_evict(int array) {
+  if (!state(array).on_device) return;
+  state(array).has_left = true;
+  if (cost(array).evict_bytes > 0) emit(Op::kEvict, array);
+  free(array);
+}
+
+void Compiler::emit_retire(ChunkId chunk, size_t moment) {
+  const int grad = grad_of(chunk);
+  const int param = param_of(chunk);
+  const bool is_dead = state(param).on_device && state(param).last_use <= moment;
+  if (is_visit(recipe(chunk)) && state(grad).on_device) return emit_visit(chunk, is_dead);
+  if (is_dead) free(param);
+  if (!state(grad).on_device) return;
+  const RecipeRow& row = recipe(chunk);
+  const bool waits_for_room = starts_in_backward(row) && row.states == Tier::kHost && row.passes == Passes::kOne;
+  if (waits_for_room) emit(Op::kAwaitRoom, grad);
+  const bool leaves = cost(grad).retire_bytes > 0;
+  if (is_sharded()) {
+    emit(Op::kScatter, grad);
+    free(grad);  // the shard goes down from memory of its own
+    if (leaves) emit(Op::kToHost, grad);
+  } else {
+    if (leaves) emit(Op::kToHost, grad);
+    free(grad);
+  }
+  emit_early_update(chunk);
+}
+
+// [Note: visits] (engine/visits.h)
+void Compiler::emit_visit(ChunkId chunk, bool is_dead) {
+  if (is_sharded()) emit(Op::kScatter, grad_of(chunk));
+  emit(Op::kVisitUp, chunk);
+  emit(Op::kVisitDown, chunk);
+  if (is_dead) free(param_of(chunk));
+  free(grad_of(chunk));
+}
+
+void Compiler::emit_early_update(ChunkId chunk) {
+  const RecipeRow& row = recipe(chunk);
+  if (!starts_in_backward(row)) return;
+  if (row.states == Tier::kDisk) return emit_disk_update(chunk);
+  if (row.states != Tier::kHost) return;
+  emit(row.passes == Passes::kOne ? Op::kUpdateHost : Op::kUpdateHostParam, chunk, Issue::kAhead);
+}
+
+void Compiler::emit_disk_update(ChunkId chunk) {
+  emit(Op::kLoad, chunk);
+  emit(Op::kUpdateDisk, chunk);
+  emit(Op::kStore, chunk);
+}
+
+// Values that were updated on the host are not on the device any more.
+void Compiler::emit_end() {
+  const auto num_chunks = static_cast<ChunkId>(shape_.updates.size());
+  emit(Op::kNorm, 0);
+  for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) emit_late_update(chunk);
+  // States behind parameters, in the order in which the next backward needs them.
+  for (ChunkId chunk = num_chunks - 1; chunk >= 0; --chunk) {
+    if (recipe(chunk).passes == Passes::kTwo) emit(Op::kUpdateHostStates, chunk);
+  }
+  for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
+    if (state(array).on_device && !cost(array).survives_step) free(array);
+  }
+}
+
+void Compiler::emit_late_update(ChunkId chunk) {
+  const RecipeRow& row = recipe(chunk);
+  if (row.start == Start::kNever) return;
+  if (row.states == Tier::kDevice) return emit_device_update(chunk);
+  if (row.start != Start::kAfterNorm) return;
+  const int grad = grad_of(chunk);
+  if (state(grad).on_device) {
+    emit(Op::kToHost, grad);
+    free(grad);
+  }
+  if (row.states == Tier::kDisk) return emit_disk_update(chunk);
+  emit(row.passes == Passes::kOne ? Op::kUpdateHost : Op::kUpdateHostParam, chunk);
+}
+
+// The new parameter takes the gradient's place, unless it has one for good, or others need that.
+void Compiler::emit_device_update(ChunkId chunk) {
+  const int grad = grad_of(chunk);
+  const int param = param_of(chunk);
+  const bool comes_back = std::exchange(state(grad).has_left, false) && !state(grad).on_device;
+  if (comes_back) {
+    emit_room_for(grad);
+    emit_bring(grad, Issue::kNow);
+  }
+  emit(Op::kUpdateDevice, chunk);
+  if (state(param).on_device) free(param);
+  if (comes_back) {
+    free(grad);
+  } else if (state(grad).on_device && cost(param).num_bytes > 0) {
+    emit(Op::kInherit, param);
+    state(grad).on_device = false;
+    state(param).on_device = true;
+    state(param).is_ahead = false;
+    used_bytes_ += cost(param).num_bytes - cost(grad).num_bytes;
+  }
+}
+
+// Between two steps, beside what activations have left. Values that the next step needs last leave first.
+void Compiler::emit_room_for(int array) {
+  if (problem_.limit_bytes == INT64_MAX) return;
+  const int64_t most =
+      problem_.limit_bytes - problem_.fixed_bytes - tide(problem_, plan_.moments.size() - 1) - cost(array).num_bytes;
+  for (auto chunk = static_cast<ChunkId>(shape_.updates.size()); chunk-- > 0 && used_bytes_ > most;) {
+    const bool is_copy = recipe(chunk).states != Tier::kDevice;
+    if (is_copy && state(param_of(chunk)).on_device) free(param_of(chunk));
+  }
+}
+
+void Compiler::allocate(int array, Issue issue) {
+  emit(Op::kAllocate, array, issue);
+  state(array).on_device = true;
+  state(array).is_ahead = false;
+  used_bytes_ += cost(array).num_bytes;
+}
+
+void Compiler::free(int array) {
+  emit(Op::kFree, array);
+  state(array).on_device = false;
+  state(array).is_ahead = false;
+  used_bytes_ -= cost(array).num_bytes;
+}
+
+}  // namespace
+
+ChunkId Instruction::chunk() const {
+  switch (row_of(op).operand) {
+    case Operand::kArray:
+      return ArrayId::from_index(operand).chunk;
+    case Operand::kChunk:
+      return operand;
+    default:
+      return -1;
+  }
+}
+
+Program compile(const PlanProblem& problem, const Plan& plan, const StepShape& shape) {
+  Compiler compiler(problem, plan, shape);
+  compiler.step();  // leaves on the device what every later step finds there
+  return compiler.step();
+}
+
+int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, const StepShape& shape) {
+  const auto index = static_cast<size_t>(instruction.operand);
+  switch (instruction.op) {
+    case Op::kRecall:
+      return shape.activations[index].coming_bytes;
+    case Op::kOffload:
+      return shape.activations[index].leaving_bytes;
+    case Op::kAllocate:
+    case Op::kInherit:
+    case Op::kFree:
+      return problem.arrays[index].num_bytes;
+    case Op::kFetch:
+      return problem.arrays[index].fetch_bytes;
+    case Op::kDequantize:
+      return dequantized_bytes(shape, instruction.operand);
+    case Op::kGather:
+    case Op::kScatter:
+      return others_bytes(problem.arrays[index], shape.num_ranks);
+    case Op::kEvict:
+      return problem.arrays[index].evict_bytes;
+    case Op::kToHost:
+    case Op::kAwaitRoom:
+      return problem.arrays[index].retire_bytes;
+    case Op::kLoad:
+    case Op::kStore:
+      return shape.disk_bytes[index];
+    case Op::kVisitUp:
+      return problem.visits[index].up_bytes;
+    case Op::kVisitDown:
+      return problem.visits[index].down_bytes;
+    case Op::kUpdateHost:
+    case Op::kUpdateHostParam:
+    case Op::kUpdateHostStates:
+    case Op::kUpdateDevice:
+    case Op::kUpdateDisk:
+      return shape.numels[index];
+    default:
+      return 0;
+  }
+}
+
+int64_t tide(const PlanProblem& problem, size_t moment) {
+  return std::max(problem.timeline->moments[moment].tide_peak_bytes, problem.least_tide_bytes);
+}
+
+int64_t others_bytes(const ArrayCost& cost, int num_ranks) { return cost.num_bytes / num_ranks * (num_ranks - 1); }
+
+int64_t dequantized_bytes(const StepShape& shape, int array) {
+  const ArrayId id = ArrayId::from_index(array);
+  if (id.kind != ArrayKind::kParam || shape.dequantized_bytes.empty()) return 0;
+  return shape.dequantized_bytes[static_cast<size_t>(id.chunk)];
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,132 @@
+"""The program of a step: what it says of bytes, and that the Clock plays all of it."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar import _C
+from patrickstar.plan import main
+from tests.plan.test_simulator import BACKWARD, GRAD, PARAM, READ, RETIRE, WRITE, costs_of, forward, moment, rates_of
+
+GB = 10**9
+UPDATES = {
+    "host": [_C.Recipe.HOST, _C.Recipe.HOST_AHEAD, _C.Recipe.HOST_TWO_PASSES, _C.Recipe.HOST_TWO_PASSES_AHEAD],
+    "disk": [_C.Recipe.DISK, _C.Recipe.DISK_PROMISED],
+    "visit": [_C.Recipe.VISIT],
+    "device": [_C.Recipe.DEVICE],
+}
+EACH_UPDATE = [(where, recipe) for where, recipes in UPDATES.items() for recipe in recipes]
+
+
+def backward(count):
+    return [moment(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in reversed(range(count))]
+
+
+def arguments_of(count, limit, recipes, prefetch=0, ranks=1):
+    moments = forward(count) + backward(count)
+    costs = costs_of(count, [i for i in range(count) if recipes[i].states == _C.Tier.DEVICE], ranks)
+    limits = {"limit_bytes": limit * GB}
+    return {
+        "moments": moments,
+        "costs": costs,
+        "plan": _C.make_plan(moments, costs, **limits, prefetch_bytes=prefetch * GB),
+        "rates": rates_of(
+            upload=1, download=1, adam=2, device_adam=20, gather=4, scatter=4, disk_read_gbps=2, disk_write_gbps=2
+        ),
+        "compute_seconds": [0.5] * len(moments),
+        "updates": recipes,
+        "numels": [GB // ranks] * count,
+        "num_ranks": ranks,
+        "disk_bytes": [GB // ranks] * count,
+        "visit_costs": [(6 * GB // ranks, 7 * GB // ranks, 0)] * count,
+        **limits,
+    }
+
+
+def ops_of(program, chunk):
+    return [one["op"] for one in program if one["chunk"] == chunk]
+
+
+def test_a_chunk_that_leaves_and_comes_back():
+    """Both chunks fit but their gradients do not: the first one is fetched again."""
+    program = _C.play_program(**arguments_of(2, 3, [_C.Recipe.HOST] * 2))
+    assert ops_of(program, 0) == [
+        *("allocate", "fetch"),
+        *("allocate", "free", "to_host", "free"),  # its gradient is made, its value is dead, and the gradient leaves
+        "update_host",
+    ]
+    assert [one["op"] for one in program if one["chunk"] is None and one["op"] != "begin"] == ["compute"] * 4 + ["norm"]
+
+
+@pytest.mark.parametrize(("where", "recipe"), EACH_UPDATE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_recipe_is_carried_out(where, recipe, ranks):
+    """Each chunk is updated once, on the lane that its recipe names; all instructions end after they began."""
+    program = _C.play_program(**arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=ranks))
+    lanes = {"host": _C.Lane.HOST, "disk": _C.Lane.DISK_HOST, "visit": _C.Lane.VISIT, "device": _C.Lane.COMPUTE}
+    first = {"visit": "visit_up"}.get(where, "update_")
+    for chunk in range(3):
+        updates = [one for one in program if one["chunk"] == chunk and one["op"].startswith(first)]
+        assert len(updates) == (2 if "TWO_PASSES" in recipe.name else 1)
+        assert {one["lane"] for one in updates} == {lanes[where]}
+    assert all(one["seconds"] >= 0 for one in program)
+    norm = next(one for one in program if one["op"] == "norm")
+    early = [one["begin_seconds"] < norm["begin_seconds"] for one in program if one["op"].startswith(first)]
+    assert any(early) == recipe.starts_in_backward
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 6),
+    room=st.integers(2, 8),
+    prefetch=st.integers(0, 3),
+    ranks=st.integers(1, 2),
+    names=st.lists(st.sampled_from([recipe for _, recipe in EACH_UPDATE]), min_size=6, max_size=6),
+)
+def test_bytes(count, room, prefetch, ranks, names):
+    """Memory is allocated before it is freed, and freed before it is allocated again; what moves is what the plan and
+    the simulated step say; lanes do one thing at a time.
+    """
+    arguments = arguments_of(count, room, names[:count], prefetch, ranks)
+    program, step = _C.play_program(**arguments), _C.simulate(**arguments)
+    held: dict = collections.defaultdict(list)
+    for one in program:
+        place = one["chunk"], one["kind"]
+        if one["op"] in ("allocate", "free"):
+            held[place].append(one["op"])
+        if one["op"] == "inherit":
+            held[place].append("allocate")
+            held[one["chunk"], GRAD].append("free")
+    for changes in held.values():
+        assert all(a != b for a, b in zip(changes, changes[1:], strict=False))
+    moved = collections.Counter()
+    lanes = collections.defaultdict(list)
+    for one in program:
+        moved[one["op"]] += one["amount"]
+        if one["lane"] not in (_C.Lane.LAUNCH, _C.Lane.VISIT) and one["seconds"] > 0:
+            lanes[one["lane"]].append((one["begin_seconds"], one["begin_seconds"] + one["seconds"]))
+    assert moved["fetch"] + moved["visit_up"] == step["uploaded_bytes"]
+    assert moved["evict"] + moved["to_host"] + moved["visit_down"] == step["downloaded_bytes"]
+    assert moved["gather"] == step["gathered_bytes"]
+    assert moved["scatter"] == step["scattered_bytes"]
+    assert moved["load"] == step["disk_read_bytes"]
+    for spans in lanes.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_the_command_lists_it(capsys):
+    """In the order of the queues; each value that is computed with was fetched or is there."""
+    flags = ["--model", "gpt:128x4", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB", "--no-advice"]
+    assert main([*flags, "--device-memory", "128MiB", "--listing"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = lines[next(i for i, line in enumerate(lines) if line.startswith("program of a step")) :]
+    print("\n".join(listed[:40]))
+    begins = [float(line.split()[0]) for line in listed if line.split()[2:3] == ["compute"]]
+    assert begins == sorted(begins)
+    assert sum(line.startswith("moment ") for line in listed) == int(listed[0].split()[4])
+    assert listed.count("end of the step") == 1
