@@ -104,8 +104,7 @@ void register_choice(py::module_& module) {
       "Chunks visit the device where updates are committed in backward.");
 }
 
-// {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"} of each instruction; None where it has
-// none.
+// By instruction: {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None: it has none.
 py::list describe_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   const PlayedProgram played = play_program(problem, plan, rates, shape);
   py::object moment = py::none();

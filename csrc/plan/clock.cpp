@@ -313,7 +313,7 @@ Busy Clock::free(int array) {
     used_bytes_ -= cost(array).num_bytes;
     room_.give(std::max({compute_end_, record.busy_until, record.on_device_at.at}), cost(array).num_bytes);
   }
-  forget_postponed(array);
+  if (!postponed_.empty()) forget_postponed(array);
   return {launch_.at, launch_.at};
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/ablation.h"
+#include "common/check.h"
 
 namespace patrickstar {
 
@@ -75,6 +76,7 @@ std::vector<RoomPlan> plans_by_room(PlanProblem problem) {
 
 struct Predicted {
   const RoomPlan* with;
+  Program program;
   SimulatedStep step;
 };
 
@@ -91,16 +93,19 @@ void keep_shortest(std::vector<Predicted>& steps) {
 Predicted choose_room(PlanProblem problem, const std::vector<RoomPlan>& plans, const Rates& rates,
                       const StepShape& shape) {
   const int64_t usual_room = problem.prefetch_bytes;
-  const auto played = [&problem, &shape](const RoomPlan& with, const Rates& at) {
-    problem.prefetch_bytes = with.prefetch_bytes;
-    return simulate(problem, with.plan, at, shape);
+  const auto played = [&problem, &shape](const Predicted& predicted, const Rates& at) {
+    problem.prefetch_bytes = predicted.with->prefetch_bytes;
+    return play(problem, predicted.program, at, shape);
   };
   const Rates slower_rates = cautious(rates);
   std::vector<Predicted> steps;
-  for (const RoomPlan& with : plans) steps.push_back({&with, played(with, slower_rates)});
+  for (const RoomPlan& with : plans) {
+    steps.push_back({&with, compile(problem, with.plan, shape), {}});
+    steps.back().step = played(steps.back(), slower_rates);
+  }
   keep_shortest(steps);
   // Where updates bound them all with caution, the machine's own rates tell them apart.
-  for (Predicted& predicted : steps) predicted.step = played(*predicted.with, rates);
+  for (Predicted& predicted : steps) predicted.step = played(predicted, rates);
   keep_shortest(steps);
   // The problem's own room, since nothing is gained by another one; then by bytes, then by room.
   const auto rank = [usual_room](const Predicted& predicted) {
@@ -123,6 +128,7 @@ std::vector<Recipe> delayed_updates(std::vector<Recipe> recipes, ChunkId first_l
 struct Delayed {
   ChunkId first_late = 0;
   StepShape shape;
+  Program program;
   double seconds = 0;
 };
 
@@ -142,8 +148,9 @@ std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, 
     if (!played.empty() && played.back().first_late == first_late) continue;
     StepShape shape = earliest;
     shape.updates = delayed_updates(std::move(shape.updates), first_late);
-    const double seconds = simulate(problem, plan, rates, shape).seconds;
-    played.push_back({first_late, std::move(shape), seconds});
+    Program program = compile(problem, plan, shape);
+    const double seconds = play(problem, program, rates, shape).seconds;
+    played.push_back({first_late, std::move(shape), std::move(program), seconds});
   }
   return played;
 }
@@ -162,7 +169,7 @@ ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates
   double best_seconds = 0;
   for (const Delayed& step : played) {
     if (step.seconds > least * (1 + kPredictionTolerance)) continue;
-    const double seconds = simulate(problem, with.plan, slower_rates, step.shape).seconds;
+    const double seconds = play(problem, step.program, slower_rates, step.shape).seconds;
     if (best != nullptr && seconds >= best_seconds * (1 - kPredictionTolerance)) continue;
     best = &step;
     best_seconds = seconds;
@@ -202,7 +209,7 @@ std::optional<PlanChoice> choose_visits(PlanProblem problem, const Predicted& wi
   std::vector<Recipe> best;
   for (int part = 1; part <= kMostVisiting; ++part) {
     shape.updates = spread_visits(at_home, part);
-    const double seconds = simulate(problem, without.with->plan, rates, shape).seconds;
+    const double seconds = play(problem, compile(problem, without.with->plan, shape), rates, shape).seconds;
     if (seconds >= least) continue;
     least = seconds * (1 - kPredictionTolerance);
     best = shape.updates;
@@ -230,6 +237,10 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
 }
 
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes) {
+  check_step(problem, rates, shape);
+  PS_CHECK(visitor_bytes == 0 || problem.visits.size() == shape.updates.size(), ArgumentError,
+           "chunks may visit the device, and what that moves is known of ", problem.visits.size(), " of ",
+           shape.updates.size(), "; give one of each per chunk");
   std::vector<RoomPlan> plans = plans_by_room(problem);
   StepShape chosen = shape;
   auto first_late = static_cast<ChunkId>(shape.updates.size());

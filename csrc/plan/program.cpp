@@ -15,7 +15,7 @@ class Compiler {
   Compiler(const PlanProblem& problem, const Plan& plan, const StepShape& shape);
 
   // One step, from the arrays that the last one left on the device.
-  Program step();
+  const Program& step();
 
  private:
   struct ArrayState {
@@ -64,14 +64,16 @@ Compiler::Compiler(const PlanProblem& problem, const Plan& plan, const StepShape
   }
 }
 
-Program Compiler::step() {
+const Program& Compiler::step() {
+  const size_t num_before = program_.instructions.size();
   program_ = {};
+  program_.instructions.reserve(num_before);
   for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
     if (state(array).on_device) program_.resident.push_back(array);
   }
   for (size_t t = 0; t < plan_.moments.size(); ++t) emit_moment(t);
   emit_end();
-  return std::move(program_);
+  return program_;
 }
 
 // In the order of Pager::begin_moment, then what the moment computes, then GradientFlow::retire.

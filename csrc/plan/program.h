@@ -1,5 +1,5 @@
-// The program of a step: a plan and its recipes as instructions, in the order in which they are issued. It decides which
-// arrays are on the device; the seconds of an instruction are the Clock's (plan/clock.h).
+// The program of a step: a plan and its recipes as instructions, in the order in which they are issued. It decides
+// which arrays are on the device; the seconds of an instruction are the Clock's (plan/clock.h).
 //
 //   const Program program = compile(problem, plan, shape);   // of the steady step
 //   for (const Instruction& instruction : program.instructions) {

@@ -21,45 +21,10 @@ bool are_same(const std::vector<double>& before, const std::vector<double>& now)
                     [](double a, double b) { return std::abs(a - b) < kSameSeconds; });
 }
 
-void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
+void check_plan(const PlanProblem& problem, const Plan& plan) {
   const size_t num_moments = problem.timeline->moments.size();
-  PS_CHECK(plan.moments.size() == num_moments && shape.compute_seconds.size() == num_moments, ArgumentError,
-           "the timeline has ", num_moments, " moments, the plan ", plan.moments.size(), " and the times ",
-           shape.compute_seconds.size(), "; give one of each per moment");
-  PS_CHECK(shape.activations.empty() || shape.activations.size() == num_moments, ArgumentError, "the timeline has ",
-           num_moments, " moments and activations are copied in ", shape.activations.size(),
-           "; give one of each per moment");
-  PS_CHECK(
-      shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
-      ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
-      problem.arrays.size() / kNumArrayKinds, " chunks; give one of each per chunk");
-  PS_CHECK(!any_visits(shape.updates) || problem.visits.size() == shape.updates.size(), ArgumentError,
-           "chunks visit the device, and what that moves is known of ", problem.visits.size(), " of ",
-           shape.updates.size(), "; give one of each per chunk");
-  PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&
-               rates.device_adam_params_per_second > 0,
-           ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,
-           " GB/s, Adam ", rates.host_adam_params_per_second, " (host) and ", rates.device_adam_params_per_second,
-           " (device) parameters per second");
-  PS_CHECK(rates.param_pass > 0 && rates.states_pass > 0, ArgumentError, "passes over parameters and over states take ",
-           rates.param_pass, " and ", rates.states_pass, " of an update in one pass; give more than 0");
-  const bool any_on_disk = std::any_of(shape.updates.begin(), shape.updates.end(),
-                                       [](Recipe recipe) { return row_of(recipe).states == Tier::kDisk; });
-  PS_CHECK(!any_on_disk || (shape.disk_bytes.size() == shape.updates.size() && rates.disk_read_gbps > 0 &&
-                            rates.disk_write_gbps > 0),
-           ArgumentError, "states are on the disk, which reads ", rates.disk_read_gbps, " GB/s and writes ",
-           rates.disk_write_gbps, " GB/s, and their bytes are known of ", shape.disk_bytes.size(),
-           " chunks; give positive rates and the bytes of each chunk");
-  const bool any_quantized = std::any_of(shape.dequantized_bytes.begin(), shape.dequantized_bytes.end(),
-                                         [](int64_t num_bytes) { return num_bytes > 0; });
-  PS_CHECK(shape.dequantized_bytes.empty() || shape.dequantized_bytes.size() == shape.updates.size(), ArgumentError,
-           "bytes that are dequantised are known of ", shape.dequantized_bytes.size(), " chunks of ",
-           shape.updates.size(), "; give those of each chunk, or none");
-  PS_CHECK(!any_quantized || rates.device_memory_gbps > 0, ArgumentError,
-           "chunks are dequantised by memory that moves ", rates.device_memory_gbps, " GB/s; give a positive rate");
-  PS_CHECK(shape.num_ranks >= 1 && rates.gather_gbps >= 0 && rates.scatter_gbps >= 0, ArgumentError, "gathers at ",
-           rates.gather_gbps, " GB/s and scatters at ", rates.scatter_gbps, " GB/s between ", shape.num_ranks,
-           " ranks: give at least one rank and no negative rate");
+  PS_CHECK(plan.moments.size() == num_moments, ArgumentError, "the timeline has ", num_moments,
+           " moments and the plan ", plan.moments.size(), "; give one of each per moment");
 }
 
 SimulatedStep play_until_steady(Clock& clock) {
@@ -100,15 +65,60 @@ void describe_updates(const Layout& layout, StepShape& shape) {
   }
 }
 
+void check_step(const PlanProblem& problem, const Rates& rates, const StepShape& shape) {
+  const size_t num_moments = problem.timeline->moments.size();
+  PS_CHECK(shape.compute_seconds.size() == num_moments, ArgumentError, "the timeline has ", num_moments,
+           " moments and the times ", shape.compute_seconds.size(), "; give one of each per moment");
+  PS_CHECK(shape.activations.empty() || shape.activations.size() == num_moments, ArgumentError, "the timeline has ",
+           num_moments, " moments and activations are copied in ", shape.activations.size(),
+           "; give one of each per moment");
+  PS_CHECK(
+      shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
+      ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
+      problem.arrays.size() / kNumArrayKinds, " chunks; give one of each per chunk");
+  PS_CHECK(!any_visits(shape.updates) || problem.visits.size() == shape.updates.size(), ArgumentError,
+           "chunks visit the device, and what that moves is known of ", problem.visits.size(), " of ",
+           shape.updates.size(), "; give one of each per chunk");
+  PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&
+               rates.device_adam_params_per_second > 0,
+           ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,
+           " GB/s, Adam ", rates.host_adam_params_per_second, " (host) and ", rates.device_adam_params_per_second,
+           " (device) parameters per second");
+  PS_CHECK(rates.param_pass > 0 && rates.states_pass > 0, ArgumentError, "passes over parameters and over states take ",
+           rates.param_pass, " and ", rates.states_pass, " of an update in one pass; give more than 0");
+  const bool any_on_disk = std::any_of(shape.updates.begin(), shape.updates.end(),
+                                       [](Recipe recipe) { return row_of(recipe).states == Tier::kDisk; });
+  PS_CHECK(!any_on_disk || (shape.disk_bytes.size() == shape.updates.size() && rates.disk_read_gbps > 0 &&
+                            rates.disk_write_gbps > 0),
+           ArgumentError, "states are on the disk, which reads ", rates.disk_read_gbps, " GB/s and writes ",
+           rates.disk_write_gbps, " GB/s, and their bytes are known of ", shape.disk_bytes.size(),
+           " chunks; give positive rates and the bytes of each chunk");
+  const bool any_quantized = std::any_of(shape.dequantized_bytes.begin(), shape.dequantized_bytes.end(),
+                                         [](int64_t num_bytes) { return num_bytes > 0; });
+  PS_CHECK(shape.dequantized_bytes.empty() || shape.dequantized_bytes.size() == shape.updates.size(), ArgumentError,
+           "bytes that are dequantised are known of ", shape.dequantized_bytes.size(), " chunks of ",
+           shape.updates.size(), "; give those of each chunk, or none");
+  PS_CHECK(!any_quantized || rates.device_memory_gbps > 0, ArgumentError,
+           "chunks are dequantised by memory that moves ", rates.device_memory_gbps, " GB/s; give a positive rate");
+  PS_CHECK(shape.num_ranks >= 1 && rates.gather_gbps >= 0 && rates.scatter_gbps >= 0, ArgumentError, "gathers at ",
+           rates.gather_gbps, " GB/s and scatters at ", rates.scatter_gbps, " GB/s between ", shape.num_ranks,
+           " ranks: give at least one rank and no negative rate");
+}
+
 SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
-  check(problem, plan, rates, shape);
-  const Program program = compile(problem, plan, shape);
+  check_step(problem, rates, shape);
+  check_plan(problem, plan);
+  return play(problem, compile(problem, plan, shape), rates, shape);
+}
+
+SimulatedStep play(const PlanProblem& problem, const Program& program, const Rates& rates, const StepShape& shape) {
   Clock clock(problem, program, rates, shape);
   return play_until_steady(clock);
 }
 
 PlayedProgram play_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
-  check(problem, plan, rates, shape);
+  check_step(problem, rates, shape);
+  check_plan(problem, plan);
   PlayedProgram played;
   played.program = compile(problem, plan, shape);
   Clock clock(problem, played.program, rates, shape);

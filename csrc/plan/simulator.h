@@ -89,6 +89,11 @@ struct SimulatedStep {
 // Throws ArgumentError when sizes do not agree or a rate is not positive.
 SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape);
 
+// Throws ArgumentError where sizes do not agree or a rate is not positive.
+void check_step(const PlanProblem& problem, const Rates& rates, const StepShape& shape);
+// The step of a program that was compiled for a plan, its arguments being checked: several machines may play it.
+SimulatedStep play(const PlanProblem& problem, const Program& program, const Rates& rates, const StepShape& shape);
+
 // The program of the steady step, and by instruction when it is carried out, from the step's beginning on.
 struct PlayedProgram {
   Program program;

@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.sizes import show_size
 
-VERSION = 6
+VERSION = 7
 _FORMAT = "patrickstar.plan"
 
 
@@ -180,10 +180,7 @@ class Plan:
                 chunks=tuple(PlannedChunk(**chunk) for chunk in fields.pop("chunks")),
                 timeline=[_core_moment(moment) for moment in fields.pop("timeline")],
                 steps=[{key: _core_arrays(arrays) for key, arrays in step.items()} for step in fields.pop("steps")],
-                problem={
-                    **fields["problem"],
-                    "costs": {_core(cost): tuple(cost[2:]) for cost in fields.pop("problem")["costs"]},
-                },
+                problem=_core_problem(fields.pop("problem")),
                 times=None if times is None else StepTimes(**times),
                 prediction=None if prediction is None else Prediction(**prediction),
                 **fields,
@@ -324,6 +321,14 @@ def _core(array: Sequence[Any]) -> tuple[int, _C.ArrayKind]:
 
 def _core_arrays(arrays: Sequence[Sequence[Any]]) -> list[tuple[int, _C.ArrayKind]]:
     return [_core(array) for array in arrays]
+
+
+def _core_problem(problem: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **problem,
+        "costs": {_core(cost): tuple(cost[2:]) for cost in problem["costs"]},
+        "visit_costs": [tuple(cost) for cost in problem["visit_costs"]],
+    }
 
 
 def _core_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
