@@ -974,7 +974,12 @@ class EngineOptions:
     ample_limit_bytes: int
     ample_extra_bytes: int
     speculation: SpeculationMode
+    param_shapes: list[list[int]]
     def __init__(self) -> None: ...
+    def set_matrix_rule(self, function: Callable[[int, int, int, int, int], object], /) -> None:
+        """``function(rows, columns, direction, momentum, master)`` is the rule of whole matrices
+        (csrc/optim/matrix_rule.h).
+        """
 
 class SgdMomentum(_Enum):
     """How SGD's momentum makes an update (csrc/engine/group_options.h)."""

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/python_rules.h"
 #include "engine/open_engine.h"
 #include "engine/step_course.h"
 #include "plan/chunk_bytes.h"
@@ -127,7 +128,12 @@ void register_options(py::module_& module) {
       .def_readwrite("disk", &EngineOptions::disk)
       .def_readwrite("ample_limit_bytes", &EngineOptions::ample_limit_bytes)
       .def_readwrite("ample_extra_bytes", &EngineOptions::ample_extra_bytes)
-      .def_readwrite("speculation", &EngineOptions::speculation);
+      .def_readwrite("speculation", &EngineOptions::speculation)
+      .def_readwrite("param_shapes", &EngineOptions::param_shapes)
+      .def(
+          "set_matrix_rule",
+          [](EngineOptions& self, py::function function) { self.matrix_rule = make_matrix_rule(std::move(function)); },
+          "function(rows, columns, direction, momentum, master) is the rule of whole matrices (optim/matrix_rule.h).");
 }
 
 // The alternatives of GroupOptions (engine/group_options.h).

@@ -12,6 +12,7 @@ ChunkUpdates::ChunkUpdates(const UpdateParts& parts)
       memory_(parts.pager.memory()),
       store_(parts.pager.store()),
       gradients_(parts.gradients),
+      matrices_(parts.matrices),
       disk_(parts.pager.disk()),
       host_updates_(parts.host_updates),
       disk_updates_(parts.disk_updates),
@@ -30,7 +31,11 @@ void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& gro
   for (ArrayId id : used) holds.emplace_back(memory_.array(id));
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
   for (ArrayId id : used) pager_.bring(id);
-  const UpdateTarget target = open_target(chunk, /*on_device=*/true);
+  const int64_t scratch_bytes = matrices_.scratch_bytes(chunk);
+  Slot scratch = scratch_bytes > 0 ? pager_.take_slot(scratch_bytes, used.front()) : Slot();
+  memory_.await_slot(Queue::kCompute, scratch);
+  UpdateTarget target = open_target(chunk, /*on_device=*/true);
+  target.scratch = scratch.data;
   std::vector<optim::UpdateJob> jobs;
   jobs_.add(chunk, target, groups, grad_scale, jobs);
   const std::vector<Restore> restores = jobs_.restores(chunk, target);
@@ -43,6 +48,7 @@ void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& gro
     memory_.device_compute().update(jobs);
     progress_.finish(chunk);
   }
+  if (scratch) scratch.busy.computed = memory_.backend().record(Queue::kCompute);
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).set_on_device();
   holds.clear();
   close_target(chunk, target);
@@ -164,6 +170,7 @@ ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>&
     update.after.push_back(memory_.array(grad).host_ready);
     if (store_.chunk(chunk).keeps_param()) arrays_.bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
+    target.scratch = matrices_.host_scratch(disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost);
     if (prepared.params && (*prepared.params)[i]) {
       target.param = (*prepared.params)[i].data;
       target.place = ParamPlace::kNew;

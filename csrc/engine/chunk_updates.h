@@ -26,6 +26,7 @@ namespace patrickstar {
 struct UpdateParts {
   Pager& pager;
   const Gradients& gradients;
+  MatrixUpdates& matrices;
   HostUpdates& host_updates;
   HostUpdates& disk_updates;  // those of chunks whose states are on the disk, so that the others' do not wait for it
   Speculation& speculation;
@@ -77,6 +78,7 @@ class ChunkUpdates {
   ChunkMemory& memory_;
   ChunkStore& store_;
   const Gradients& gradients_;
+  MatrixUpdates& matrices_;
   DiskStates& disk_;
   HostUpdates& host_updates_;
   HostUpdates& disk_updates_;

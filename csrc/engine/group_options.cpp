@@ -51,6 +51,13 @@ optim::StepScalars scalars_of(const SgdOptions& options, int64_t step_count, flo
 
 }  // namespace
 
+MatrixStep matrix_step_of(const GroupOptions& options) {
+  const auto step_of = [](const auto& of_rule) -> MatrixStep {
+    return {static_cast<float>(1 - of_rule.lr * of_rule.weight_decay), static_cast<float>(of_rule.lr)};
+  };
+  return std::visit(step_of, options);
+}
+
 optim::StepScalars scalars_of(const GroupOptions& options, int64_t step_count, float grad_scale) {
   return std::visit([&](const auto& of_rule) { return scalars_of(of_rule, step_count, grad_scale); }, options);
 }

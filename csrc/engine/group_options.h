@@ -75,6 +75,13 @@ using GroupOptions = std::variant<AdamOptions, LionOptions, SgdOptions>;
 
 inline bool keeps_variance(const GroupOptions& options) { return std::holds_alternative<AdamOptions>(options); }
 
+// Of a whole matrix, by any rule ([Note: whole matrices], optim/matrix_rule.h).
+struct MatrixStep {
+  float decay;
+  float step_size;
+};
+MatrixStep matrix_step_of(const GroupOptions& options);
+
 // Of the `step_count`-th update (from 1) of a parameter; gradients are multiplied by `grad_scale` first.
 optim::StepScalars scalars_of(const GroupOptions& options, int64_t step_count, float grad_scale);
 

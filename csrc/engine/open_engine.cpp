@@ -71,7 +71,9 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       pager(memory, disk, speculation, recorder, *collectives, step),
       stash(pager, speculation, recorder),
       gradients(memory.store()),
-      updates(pager, gradients, host_updates, disk_updates, speculation),
+      matrices(memory, this->options.matrix_rule, this->options.param_shapes,
+               options.disk.limit_bytes > 0 ? Tier::kDisk : Tier::kHost),
+      updates(pager, gradients, matrices, host_updates, disk_updates, speculation),
       flow(pager, gradients, updates, recorder, *collectives, step),
       turns(pager, flow, *collectives),
       tracker(pager, flow, turns, step),
@@ -79,7 +81,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       ranges(pager, values),
       residency(pager, residency_options(options, memory.layout())),
       planner(pager, recorder, *collectives, residency, updates, flow, traces),
-      unfreezing(pager, values, residency, flow, updates, planner, module_params) {
+      unfreezing(pager, values, residency, matrices, flow, updates, planner, module_params) {
   PS_CHECK(this->layout().sharding().num_ranks == collectives->num_ranks(), ArgumentError, "the layout is for ",
            this->layout().sharding().num_ranks, " ranks, there are ", collectives->num_ranks());
   const auto& chunks = this->layout().chunks();

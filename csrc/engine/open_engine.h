@@ -8,7 +8,8 @@
 //   disk          optimizer states below the host
 //   pager         what is on the device, by plan or on demand
 //   gradients     which there are
-//   updates       of chunks, by Adam, in the step or ahead of it
+//   matrices      which parameters are updated as such
+//   updates       of chunks, in the step or ahead of it
 //   flow          from autograd's gradients to their chunk's update
 //   turns         with other ranks, where no plan says whose chunk is next
 //   tracker       who uses which parameter, when
@@ -28,6 +29,7 @@
 #include "engine/chunk_values.h"
 #include "engine/disk_states.h"
 #include "engine/gradient_flow.h"
+#include "engine/matrix_updates.h"
 #include "engine/pager.h"
 #include "engine/rank_turns.h"
 #include "engine/residency.h"
@@ -38,6 +40,7 @@
 #include "engine/unfreezing.h"
 #include "engine/updates.h"
 #include "engine/value_ranges.h"
+#include "optim/matrix_rule.h"
 #include "trace/recorder.h"
 #include "trace/trace_requests.h"
 
@@ -48,6 +51,9 @@ struct EngineOptions {
   ResidencyOptions residency;
   DiskOptions disk;
   SpeculationMode speculation = SpeculationMode::kOff;
+  // By parameter, as they lie in memory; what the next one goes by.
+  std::vector<std::vector<int64_t>> param_shapes;
+  std::shared_ptr<const optim::MatrixRule> matrix_rule;  // null: none
   // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
   // the least limit).
   int64_t ample_limit_bytes = kUnlimited;
@@ -90,6 +96,7 @@ struct OpenEngine {
   Pager pager;
   Stash stash;
   Gradients gradients;
+  MatrixUpdates matrices;
   Updates updates;
   GradientFlow flow;
   RankTurns turns;

@@ -73,10 +73,12 @@ void Residency::check_fits(const InitialPlacement& placement, int64_t device_roo
   const HostArena& arena = memory_.arena();
   const int64_t left = std::max<int64_t>(arena.unreserved_bytes(), 0);
   const int64_t missing = placement.host_bytes - left;
-  const int64_t others = arena.limit_bytes() - left;
+  const int64_t own = arena.mapped_bytes();  // of updates of whole matrices (engine/matrix_updates.h)
+  const int64_t others = arena.limit_bytes() - left - own;
   const std::string on_disk =
       placement.disk_bytes > 0 ? detail::join(", and the disk has ", placement.disk_bytes) : std::string();
-  const std::string taken = others > 0 ? detail::join(", of which other engines of this process have ", others) : "";
+  std::string taken = others > 0 ? detail::join(", of which other engines of this process have ", others) : "";
+  if (own > 0) taken += detail::join(", and updates of whole matrices take ", own);
   PS_CHECK(missing <= 0, MemoryBudgetError,
            accumulates
                ? "parameters, optimizer states and gradients that accumulate (gradient_accumulation_steps) need "

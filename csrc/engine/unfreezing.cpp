@@ -9,12 +9,14 @@
 
 namespace patrickstar {
 
-Unfreezing::Unfreezing(Pager& pager, ChunkValues& values, Residency& residency, GradientFlow& gradients,
-                       Updates& updates, StepPlanner& planner, std::vector<std::vector<ParamId>> module_params)
+Unfreezing::Unfreezing(Pager& pager, ChunkValues& values, Residency& residency, const MatrixUpdates& matrices,
+                       GradientFlow& gradients, Updates& updates, StepPlanner& planner,
+                       std::vector<std::vector<ParamId>> module_params)
     : pager_(pager),
       memory_(pager.memory()),
       values_(values),
       residency_(residency),
+      matrices_(matrices),
       gradients_(gradients),
       updates_(updates),
       planner_(planner),
@@ -29,6 +31,11 @@ void Unfreezing::make_states(const std::vector<ChunkId>& chunks) {
              quant_type_name(spec.quantization),
              ") and cannot be trained; leave it out of quantisation from the start ",
              "(skip_modules), or train adapters beside it");
+    PS_CHECK(
+        std::none_of(spec.params.begin(), spec.params.end(), [this](ParamId param) { return matrices_.has(param); }),
+        ArgumentError, memory_.store().param_name(spec.params.front()),
+        " is frozen and cannot be trained from now on, since the engine has a rule of whole matrices; train it "
+        "from the start");
   }
   Layout then = layout();
   for (ChunkId chunk : chunks) then.train(chunk);

@@ -14,6 +14,7 @@
 
 #include "engine/chunk_values.h"
 #include "engine/gradient_flow.h"
+#include "engine/matrix_updates.h"
 #include "engine/residency.h"
 #include "engine/step_planner.h"
 #include "engine/updates.h"
@@ -23,8 +24,9 @@ namespace patrickstar {
 class Unfreezing {
  public:
   // `module_params` lists the parameters that each module owns.
-  Unfreezing(Pager& pager, ChunkValues& values, Residency& residency, GradientFlow& gradients, Updates& updates,
-             StepPlanner& planner, std::vector<std::vector<ParamId>> module_params);
+  Unfreezing(Pager& pager, ChunkValues& values, Residency& residency, const MatrixUpdates& matrices,
+             GradientFlow& gradients, Updates& updates, StepPlanner& planner,
+             std::vector<std::vector<ParamId>> module_params);
 
   // Of frozen chunks: the master is the compute value, the moments are zeros. Throws MemoryBudgetError when a budget
   // does not suffice; nothing is changed then.
@@ -46,6 +48,7 @@ class Unfreezing {
   ChunkMemory& memory_;
   ChunkValues& values_;
   Residency& residency_;
+  const MatrixUpdates& matrices_;
   GradientFlow& gradients_;
   Updates& updates_;
   StepPlanner& planner_;

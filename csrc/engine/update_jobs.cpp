@@ -42,9 +42,10 @@ Track track_of(Pass pass, Track whole) {
 
 }  // namespace
 
-UpdateJobs::UpdateJobs(const ChunkStore& store, const Gradients& gradients)
+UpdateJobs::UpdateJobs(const ChunkStore& store, const Gradients& gradients, const MatrixUpdates& matrices)
     : store_(store),
       gradients_(gradients),
+      matrices_(matrices),
       group_of_(static_cast<size_t>(store.layout().num_params()), 0),
       step_counts_(group_of_.size(), 0) {}
 
@@ -105,7 +106,8 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     return spec.state_place(kind, target.apart->states[index].data, offset);
   };
   const bool draws = spec.draws_random_bits();
-  // Neighbours of one group and step count are updated as one range, unless each has random bits of its own.
+  // Neighbours of one group and step count are updated as one range, unless each has random bits of its own, or is a
+  // whole matrix.
   int64_t end = -1;
   std::pair<int, int64_t> last_key{-1, -1};
   for (ParamId param : spec.params) {
@@ -115,7 +117,8 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     const int64_t numel = shard.numel;
     const int group = group_of_[static_cast<size_t>(param)];
     const std::pair<int, int64_t> key{group, step_counts_[static_cast<size_t>(param)] + 1};
-    if (offset == end && key == last_key && !draws) {
+    const bool is_matrix = matrices_.has(param);
+    if (offset == end && key == last_key && !draws && !is_matrix) {
       jobs.back().range.numel += numel;
     } else {
       const StatePlace momentum = state(ArrayKind::kMomentum, offset);
@@ -146,8 +149,9 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
                " is updated by a rule that keeps ", keeps_variance(options) ? "a" : "no",
                " variance, and its chunk was made for another one; build the engine with the optimizer that steps");
       jobs.push_back({range, scalars_of(options, key.second, grad_scale)});
+      if (is_matrix) jobs.back().scalars = matrices_.scalars(param, options, grad_scale, target.scratch);
     }
-    end = offset + numel;
+    end = is_matrix ? -1 : offset + numel;
     last_key = key;
   }
 }

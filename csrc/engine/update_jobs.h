@@ -1,8 +1,8 @@
 // What one chunk's update consists of, and the queue on which the host does it.
 //
 //   UpdateJobs     a chunk's update as jobs for the kernels, one for each range of parameters that share a group
-//                  and a step count, and copies for parameters that have no gradient. Keeps each parameter's group and
-//                  step count.
+//                  and a step count and for each whole matrix, and copies for parameters that have no gradient. Keeps
+//                  each parameter's group and step count.
 //   HostUpdates    updates of chunks whose states are in host memory: on the host's threads, beside everything else, on
 //                  a queue of their own, one after the other, each on all threads of the pool; what makes new values
 //                  as the next forward needs them ([Note: the order of need], common/work_queue.h)
@@ -27,6 +27,7 @@
 #include "common/work_queue.h"
 #include "engine/gradients.h"
 #include "engine/group_options.h"
+#include "engine/matrix_updates.h"
 #include "optim/compute.h"
 
 namespace patrickstar {
@@ -78,6 +79,7 @@ struct UpdateTarget {
   void* param;
   ParamPlace place = ParamPlace::kNew;
   const NewValues* apart = nullptr;  // new states go there
+  void* scratch = nullptr;           // of MatrixUpdates::scratch_bytes
 };
 
 // out = round(in), where a parameter without a gradient has its value in what will be the gradient's place.
@@ -120,7 +122,7 @@ SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim
 
 class UpdateJobs {
  public:
-  UpdateJobs(const ChunkStore& store, const Gradients& gradients);
+  UpdateJobs(const ChunkStore& store, const Gradients& gradients, const MatrixUpdates& matrices);
 
   void set_group(ParamId param, int group) { group_of_[static_cast<size_t>(param)] = group; }
   int64_t step_count(ParamId param) const { return step_counts_[static_cast<size_t>(param)]; }
@@ -137,6 +139,7 @@ class UpdateJobs {
  private:
   const ChunkStore& store_;
   const Gradients& gradients_;
+  const MatrixUpdates& matrices_;
   std::vector<int> group_of_;         // by parameter
   std::vector<int64_t> step_counts_;  // by parameter
 };

@@ -16,19 +16,21 @@ constexpr int64_t kBatchNumel = int64_t{4} << 20;
 
 }  // namespace
 
-Updates::Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, HostUpdates& disk_updates,
-                 Speculation& speculation)
+Updates::Updates(Pager& pager, const Gradients& gradients, MatrixUpdates& matrices, HostUpdates& host_updates,
+                 HostUpdates& disk_updates, Speculation& speculation)
     : pager_(pager),
       memory_(pager.memory()),
       store_(pager.store()),
       gradients_(gradients),
+      matrices_(matrices),
       disk_(pager.disk()),
       speculation_(speculation),
       arrays_(pager, speculation),
-      jobs_(store_, gradients),
+      jobs_(store_, gradients, matrices),
       progress_(store_.num_chunks()),
       early_(pager, gradients, host_updates, speculation, jobs_, arrays_, progress_),
-      chunk_updates_({pager, gradients, host_updates, disk_updates, speculation, arrays_, jobs_, early_, progress_}) {}
+      chunk_updates_(
+          {pager, gradients, matrices, host_updates, disk_updates, speculation, arrays_, jobs_, early_, progress_}) {}
 
 void Updates::set_step_count(ParamId param, int64_t count) {
   cancel(store_.layout().placement(param).chunk);
@@ -61,7 +63,12 @@ void Updates::choose_chunks() {
     states.push_back(disk_.is_home_of(chunk) ? Tier::kDisk : on);
   }
   const bool any = std::find(states.begin(), states.end(), Tier::kHost) != states.end();
-  if (any) speculation_.choose(layout, new_bytes_on_host(layout, states));
+  if (!any) return;
+  std::vector<NewBytes> sizes = new_bytes_on_host(layout, states);
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    if (unit_of(chunk) == UpdateUnit::kMatrix) sizes[static_cast<size_t>(chunk)] = {};  // nothing of it is made ahead
+  }
+  speculation_.choose(layout, sizes);
 }
 
 Recipe Updates::earliest(ChunkId chunk, UpdateStart start) const {
@@ -69,14 +76,14 @@ Recipe Updates::earliest(ChunkId chunk, UpdateStart start) const {
   const Tier off_device = disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost;
   const Tier states = store_.has_states_on_device(chunk) ? Tier::kDevice : off_device;
   const bool is_exact = speculation_.expected_scales().is_exact();
-  const Recipe recipe = earliest_recipe({spec.trainable, spec.dtype, states, speculation_.ahead(chunk)}, start,
-                                        is_exact ? ExpectedScale::kExact : ExpectedScale::kBetween);
+  const Recipe recipe = earliest_recipe({spec.trainable, spec.dtype, states, speculation_.ahead(chunk), unit_of(chunk)},
+                                        start, is_exact ? ExpectedScale::kExact : ExpectedScale::kBetween);
   return speculation_.is_paused() ? after_norm(recipe) : recipe;
 }
 
 Recipe Updates::recipe(ChunkId chunk) const {
   const Recipe possible = earliest(chunk, earliest_start());
-  return planned_.empty() ? possible : later_of(planned_[static_cast<size_t>(chunk)], possible);
+  return planned_.empty() ? possible : later_of(planned_[static_cast<size_t>(chunk)], possible, unit_of(chunk));
 }
 
 Passes Updates::passes_after_norm(ChunkId chunk) const { return row_of(after_norm(recipe(chunk))).passes; }

@@ -32,8 +32,8 @@ namespace patrickstar {
 class Updates {
  public:
   // `disk_updates`: the queue of those of chunks whose states are on the disk, so that the others' do not wait for it.
-  Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, HostUpdates& disk_updates,
-          Speculation& speculation);
+  Updates(Pager& pager, const Gradients& gradients, MatrixUpdates& matrices, HostUpdates& host_updates,
+          HostUpdates& disk_updates, Speculation& speculation);
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
   // `full_scale`: of gradients, where clipping does not act.
@@ -62,7 +62,9 @@ class Updates {
   // kStateBlocks.
   void follow(std::vector<Recipe> recipes, int64_t piece_numel = kVisitingPiece);
   // False where no update may be made by a visit (Recipe::kVisit).
-  bool may_visit() const { return speculation_.is_committing() && !is_left_out(Mechanism::kVisits); }
+  bool may_visit() const {
+    return speculation_.is_committing() && matrices_.is_empty() && !is_left_out(Mechanism::kVisits);
+  }
   // True where the device makes the chunk's update as soon as its gradient is complete, for which that stays there.
   // Takes the memory that visits need, where it is not there yet.
   bool visits_early(ChunkId chunk);
@@ -110,6 +112,9 @@ class Updates {
     std::vector<ChunkId> on_disk;
   };
 
+  UpdateUnit unit_of(ChunkId chunk) const {
+    return matrices_.has_any(chunk) ? UpdateUnit::kMatrix : UpdateUnit::kElement;
+  }
   // The plan's recipe, or a later one where it cannot be followed.
   Recipe recipe(ChunkId chunk) const;
   // Passes of a chunk that is updated after the norm, whenever its update was to begin.
@@ -129,6 +134,7 @@ class Updates {
   ChunkMemory& memory_;
   ChunkStore& store_;
   const Gradients& gradients_;
+  const MatrixUpdates& matrices_;
   DiskStates& disk_;
   Speculation& speculation_;
   UpdateArrays arrays_;

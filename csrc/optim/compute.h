@@ -10,13 +10,14 @@
 
 #include "common/thread_pool.h"
 #include "optim/kernels.h"
+#include "optim/matrix_rule.h"
 #include "optim/open_store.h"
 #include "optim/wide_sum.h"
 
 namespace patrickstar::optim {
 
 // Of one step, by the rule that makes it.
-using StepScalars = std::variant<AdamScalars, MomentumScalars>;
+using StepScalars = std::variant<AdamScalars, MomentumScalars, MatrixScalars>;
 
 struct UpdateJob {
   AdamRange range;
@@ -37,6 +38,8 @@ class Compute {
   virtual void update(const std::vector<UpdateJob>& jobs) = 0;
   virtual void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel) = 0;
   virtual void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel) = 0;
+  // values[i] *= factor
+  virtual void scale(float* values, float factor, int64_t numel) = 0;
   virtual void add(void* sum, const void* x, DType dtype, int64_t numel) = 0;
   virtual void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel) = 0;
   virtual void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) = 0;
@@ -48,7 +51,7 @@ class Compute {
                               const RandomKey& key) = 0;
 };
 
-// What only host memory needs.
+// What only host memory needs. Passes other than update() take no whole matrices.
 class HostCompute : public Compute {
  public:
   // The new parameters of `jobs` and nothing else, as update() would write them.

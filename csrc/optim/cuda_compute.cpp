@@ -17,6 +17,8 @@ class CudaCompute final : public Compute {
     for (const UpdateJob& job : jobs) {
       if (const auto* adam = std::get_if<AdamScalars>(&job.scalars)) {
         cuda::adam(job.range, *adam, stream());
+      } else if (const auto* matrix = std::get_if<MatrixScalars>(&job.scalars)) {
+        update_matrix(*this, job.range, *matrix);
       } else {
         cuda::momentum_step(job.range, std::get<MomentumScalars>(job.scalars), stream());
       }
@@ -29,6 +31,10 @@ class CudaCompute final : public Compute {
   void cast_to_float(const void* in, DType dtype, float* out, int64_t numel) override {
     const c10::cuda::CUDAGuard guard(device_);
     cuda::cast_to_float(in, dtype, out, numel, stream());
+  }
+  void scale(float* values, float factor, int64_t numel) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::scale(values, factor, numel, stream());
   }
   void add(void* sum, const void* x, DType dtype, int64_t numel) override {
     const c10::cuda::CUDAGuard guard(device_);

@@ -142,6 +142,20 @@ struct AddBody {
   }
 };
 
+struct ScaleBody {
+  float* values;
+  float factor;
+
+  template <int kCount>
+  __device__ void run(int64_t i) const {
+    float x[kCount];
+    load<DType::kFloat32>(values, i, x);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) x[k] = __fmul_rn(x[k], factor);
+    store<DType::kFloat32>(values, i, x);
+  }
+};
+
 // One block of threads per block of elements, thread l for lane l: [Note: one order of summation].
 template <DType kType>
 __global__ void __launch_bounds__(kSquaresLanes) squares(const void* x, int64_t numel, double* partials) {
@@ -621,6 +635,10 @@ void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel, cu
     const CastBody<decltype(type)::value, DType::kFloat32> body{in, out};
     launch<kFloatPack>("cast_to_float", body, aligned, numel, stream);
   });
+}
+
+void scale(float* values, float factor, int64_t numel, cudaStream_t stream) {
+  launch<kFloatPack>("scale", ScaleBody{values, factor}, is_aligned(values, 16), numel, stream);
 }
 
 void add(void* sum, const void* x, DType dtype, int64_t numel, cudaStream_t stream) {

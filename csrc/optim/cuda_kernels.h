@@ -14,6 +14,7 @@ void adam(const AdamRange& range, const AdamScalars& scalars, cudaStream_t strea
 void momentum_step(const AdamRange& range, const MomentumScalars& scalars, cudaStream_t stream);
 void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel, cudaStream_t stream);
 void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel, cudaStream_t stream);
+void scale(float* values, float factor, int64_t numel, cudaStream_t stream);
 void add(void* sum, const void* x, DType dtype, int64_t numel, cudaStream_t stream);
 void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel, cudaStream_t stream);
 void sum_squares(const void* x, DType dtype, int64_t numel, double* partials, cudaStream_t stream);

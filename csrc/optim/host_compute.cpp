@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <optional>
@@ -58,6 +59,7 @@ class PoolCompute final : public HostCompute {
   explicit PoolCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
 
   void update(const std::vector<UpdateJob>& jobs) override {
+    if (std::any_of(jobs.begin(), jobs.end(), is_matrix)) return update_matrices(jobs);
     run(jobs, kStateBlock, [this](const AdamRange& range, const UpdateJob& job, int64_t) {
       with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) { kernels.step(range, scalars); });
     });
@@ -149,6 +151,11 @@ class PoolCompute final : public HostCompute {
     split(numel,
           [&](int64_t begin, int64_t size) { kernels_.cast_to_float(at(in, dtype, begin), dtype, out + begin, size); });
   }
+  void scale(float* values, float factor, int64_t numel) override {
+    split(numel, [&](int64_t begin, int64_t size) {
+      for (float* value = values + begin; value != values + begin + size; ++value) *value *= factor;
+    });
+  }
   void add(void* sum, const void* x, DType dtype, int64_t numel) override {
     split(numel,
           [&](int64_t begin, int64_t size) { kernels_.add(at(sum, dtype, begin), at(x, dtype, begin), dtype, size); });
@@ -180,10 +187,22 @@ class PoolCompute final : public HostCompute {
   }
 
  private:
+  static bool is_matrix(const UpdateJob& job) { return std::holds_alternative<MatrixScalars>(job.scalars); }
+  // Of jobs some of which are matrices.
+  void update_matrices(const std::vector<UpdateJob>& jobs) {
+    std::vector<UpdateJob> others;
+    std::remove_copy_if(jobs.begin(), jobs.end(), std::back_inserter(others), is_matrix);
+    update(others);
+    for (const UpdateJob& job : jobs) {
+      if (is_matrix(job)) update_matrix(*this, job.range, std::get<MatrixScalars>(job.scalars));
+    }
+  }
   // function(the kernels of the rule that these are of, the scalars).
   template <typename Function>
   void with_kernels(const StepScalars& scalars, const Function& function) const {
-    std::visit([&](const auto& of_rule) { function(kernels_of(of_rule), of_rule); }, scalars);
+    if (const auto* adam = std::get_if<AdamScalars>(&scalars)) return function(kernels_of(*adam), *adam);
+    const auto& momentum = std::get<MomentumScalars>(scalars);
+    function(kernels_of(momentum), momentum);
   }
   RuleKernels<AdamScalars> kernels_of(const AdamScalars& /*scalars*/) const {
     return {kernels_.adam, kernels_.adam_param, kernels_.adam_param_between, kernels_.adam_param_open};

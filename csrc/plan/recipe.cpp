@@ -8,8 +8,10 @@ bool any_visits(const std::vector<Recipe>& recipes) {
   return std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
 }
 
-Recipe later_of(Recipe planned, Recipe possible) {
-  return row_of(planned).states == row_of(possible).states ? std::max(planned, possible) : possible;
+Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit) {
+  if (row_of(planned).states != row_of(possible).states) return possible;
+  const Recipe later = std::max(planned, possible);
+  return unit == UpdateUnit::kElement || suits_matrices(row_of(later)) ? later : possible;
 }
 
 Recipe after_norm(Recipe recipe) {
@@ -26,7 +28,7 @@ Recipe earliest_recipe(const UpdatedChunk& chunk, UpdateStart start, ExpectedSca
   if (chunk.states == Tier::kDevice) return commits ? Recipe::kDevicePromised : Recipe::kDevice;
   if (chunk.states == Tier::kDisk) return commits ? Recipe::kDiskPromised : Recipe::kDisk;
   if (commits) return Recipe::kHostPromised;
-  if (chunk.ahead == Ahead::kNothing) return Recipe::kHost;
+  if (chunk.ahead == Ahead::kNothing || chunk.unit == UpdateUnit::kMatrix) return Recipe::kHost;
   if (start == UpdateStart::kAfterNorm) return Recipe::kHostTwoPasses;
   const bool is_exact = scale == ExpectedScale::kExact;
   if (is_exact && chunk.ahead == Ahead::kEverything) return Recipe::kHostAhead;

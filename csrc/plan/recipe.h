@@ -79,8 +79,16 @@ constexpr bool is_visit(const RecipeRow& row) { return row.states == Tier::kHost
 
 // True where any chunk's update is a visit.
 bool any_visits(const std::vector<Recipe>& recipes);
-// The later of two, or `possible` where the states have moved since `planned` was chosen.
-Recipe later_of(Recipe planned, Recipe possible);
+// What an update is made of: elements, so that it may be cut anywhere, or whole matrices (optim/matrix_rule.h).
+enum class UpdateUnit : uint8_t { kElement, kMatrix };
+
+// Whether whole matrices can be updated so: once, where their states are, and never undone.
+constexpr bool suits_matrices(const RecipeRow& row) {
+  return row.start != Start::kAhead && row.passes == Passes::kOne && !is_visit(row);
+}
+
+// The later of two, or `possible` where the states have moved since `planned` was chosen, or `planned` does not suit.
+Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit);
 // Recipe of a chunk whose update was to begin in backward and did not, or must not.
 Recipe after_norm(Recipe recipe);
 
@@ -103,6 +111,7 @@ struct UpdatedChunk {
   DType dtype = DType::kFloat32;  // compute dtype
   Tier states = Tier::kHost;      // home of its optimizer states
   Ahead ahead = Ahead::kNothing;  // new values for which there is memory
+  UpdateUnit unit = UpdateUnit::kElement;
 };
 
 // The recipe that begins earliest of those that there is memory for.

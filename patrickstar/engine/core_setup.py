@@ -87,6 +87,7 @@ def build_core(
     try:
         options = make_engine_options(config, context.device, budgets, segments.rounding_bytes, local)
         layout = _make_layout(params, size.numel, chunk_ranks, config, budgets, options, is_new=chunk_numel is None)
+        options.param_shapes = [_shape_in_memory(spec.param) for spec in params.chunked]
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         collectives = _C.Collectives(chunk_ranks.gather, chunk_ranks.scatter, chunk_ranks.control)
         names = [spec.name for spec in params.chunked]
@@ -102,6 +103,11 @@ def build_core(
         chunk_numel=size.numel,
         largest_module_bytes=_C.working_set_bytes(layout, owned),
     )
+
+
+def _shape_in_memory(param: nn.Parameter) -> list[int]:
+    """The shape of the memory that ``param`` takes, slowest dimension first."""
+    return [param.shape[index] for index in sorted(range(param.dim()), key=param.stride, reverse=True)]
 
 
 def _make_layout(

@@ -1,0 +1,61 @@
+#include "bind/python_rules.h"
+
+#include <cstdint>
+#include <utility>
+
+#include "backend/device_meter.h"
+#include "common/check.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+uintptr_t address(const void* data) { return reinterpret_cast<uintptr_t>(data); }
+
+// Any thread, with the interpreter or without it.
+class PythonFunction {
+ public:
+  explicit PythonFunction(py::function function) : function_(std::move(function)) {}
+  ~PythonFunction() {
+    const py::gil_scoped_acquire acquire;
+    function_ = {};
+  }
+  PythonFunction(const PythonFunction&) = delete;
+  PythonFunction& operator=(const PythonFunction&) = delete;
+
+  template <typename... Args>
+  void operator()(const char* what, const Args&... args) const {
+    const py::gil_scoped_acquire acquire;
+    const HostAllocationScope allocations;
+    try {
+      function_(args...);
+    } catch (const py::error_already_set& error) {
+      throw StateError(detail::join(what, " raised ", error.what()));
+    }
+  }
+
+ private:
+  py::function function_;
+};
+
+class PythonMatrixRule final : public optim::MatrixRule {
+ public:
+  explicit PythonMatrixRule(py::function function) : function_(std::move(function)) {}
+  void make_direction(const optim::Matrix& matrix) const override {
+    function_("the rule of whole matrices", matrix.rows, matrix.columns, address(matrix.direction),
+              address(matrix.momentum), address(matrix.master));
+  }
+
+ private:
+  PythonFunction function_;
+};
+
+}  // namespace
+
+std::shared_ptr<const optim::MatrixRule> make_matrix_rule(py::function function) {
+  return std::make_shared<PythonMatrixRule>(std::move(function));
+}
+
+}  // namespace patrickstar::bind
