@@ -981,6 +981,9 @@ class EngineOptions:
         (csrc/optim/matrix_rule.h).
         """
 
+    def set_compute_format(self, function: Callable[[list[int], DType, int], object], /) -> None:
+        """``function(shape, dtype, values)`` is the compute format (csrc/optim/compute_format.h)."""
+
 class SgdMomentum(_Enum):
     """How SGD's momentum makes an update (csrc/engine/group_options.h)."""
 

@@ -1,5 +1,7 @@
 #include "bind/python_rules.h"
 
+#include <pybind11/stl.h>
+
 #include <cstdint>
 #include <utility>
 
@@ -52,10 +54,25 @@ class PythonMatrixRule final : public optim::MatrixRule {
   PythonFunction function_;
 };
 
+class PythonComputeFormat final : public optim::ComputeFormat {
+ public:
+  explicit PythonComputeFormat(py::function function) : function_(std::move(function)) {}
+  void round(const std::vector<int64_t>& shape, DType dtype, void* values) const override {
+    function_("the compute format", shape, dtype, address(values));
+  }
+
+ private:
+  PythonFunction function_;
+};
+
 }  // namespace
 
 std::shared_ptr<const optim::MatrixRule> make_matrix_rule(py::function function) {
   return std::make_shared<PythonMatrixRule>(std::move(function));
+}
+
+std::shared_ptr<const optim::ComputeFormat> make_compute_format(py::function function) {
+  return std::make_shared<PythonComputeFormat>(std::move(function));
 }
 
 }  // namespace patrickstar::bind

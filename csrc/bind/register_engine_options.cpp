@@ -133,7 +133,13 @@ void register_options(py::module_& module) {
       .def(
           "set_matrix_rule",
           [](EngineOptions& self, py::function function) { self.matrix_rule = make_matrix_rule(std::move(function)); },
-          "function(rows, columns, direction, momentum, master) is the rule of whole matrices (optim/matrix_rule.h).");
+          "function(rows, columns, direction, momentum, master) is the rule of whole matrices (optim/matrix_rule.h).")
+      .def(
+          "set_compute_format",
+          [](EngineOptions& self, py::function function) {
+            self.compute_format = make_compute_format(std::move(function));
+          },
+          "function(shape, dtype, values) is the compute format (optim/compute_format.h).");
 }
 
 // The alternatives of GroupOptions (engine/group_options.h).

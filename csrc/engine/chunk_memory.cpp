@@ -24,18 +24,36 @@ StallCause maker_on_host(ArrayId id) {
 
 }  // namespace
 
-ChunkMemory::ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names)
+ChunkMemory::ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names,
+                         std::shared_ptr<const optim::ComputeFormat> format,
+                         const std::vector<std::vector<int64_t>>& shapes)
     : device_(device),
       slots_(device.backend(), device.backend().follows_tide() ? 0.0 : kSlotWaste),
       tide_memory_(device.backend()),
       arena_(device.make_arena()),
       store_(std::move(layout), std::move(param_names)),
-      tracer_(device.backend(), store_, slots_) {}
+      tracer_(device.backend(), store_, slots_),
+      format_(std::move(format)),
+      shapes_(shapes) {
+  if (!has_format()) return;
+  PS_CHECK(static_cast<int>(shapes.size()) == this->layout().num_params(), ArgumentError,
+           "a compute format was given with ", shapes.size(), " shapes for ", this->layout().num_params(),
+           " parameters; give one for each");
+  for (const ChunkSpec& chunk : this->layout().chunks()) {
+    PS_CHECK(!chunk.trainable || !chunk.keeps_param(), ArgumentError, store_.param_name(chunk.params.front()),
+             " computes in a format of its own, but has no float32 master apart from its compute value, which the "
+             "format would round for good; leave optimizer.master as it is by default, and set optimizer.speculation "
+             "to \"never\"");
+  }
+}
 
 void ChunkMemory::upload(ArrayId id) {
   ArrayRecord& record = array(id);
   PS_CHECK(record.on_host && record.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
   record.device_ready = upload_to(id, record.slot.data, record.slot);
+  // Whole values of ranks come from the device, where they were formatted.
+  const bool is_formatted = id.kind == ArrayKind::kParam && !is_whole(id) && present(Queue::kUpload, id.chunk);
+  if (is_formatted) record.device_ready = backend().record(Queue::kUpload);
   record.slot.busy = {record.device_ready, nullptr};
   record.on_device = true;
 }
@@ -193,6 +211,23 @@ void ChunkMemory::dequantize(Queue queue, ChunkId chunk, void* quantized, void* 
   }
   backend().enqueue(queue,
                     [&quantizer = device_.device_quantizer(), jobs = std::move(jobs)] { quantizer.dequantize(jobs); });
+}
+
+bool ChunkMemory::present(Queue queue, ChunkId chunk) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  if (!has_format() || !spec.trainable) return false;
+  for (ParamId param : spec.params) present_param(queue, param);
+  return true;
+}
+
+void ChunkMemory::present_param(Queue queue, ParamId param) {
+  const Placement& placement = layout().placement(param);
+  const ChunkSpec& spec = store_.chunk(placement.chunk);
+  if (!has_format() || !spec.trainable) return;
+  char* const chunk = static_cast<char*>(array({placement.chunk, ArrayKind::kParam}).slot.data);
+  void* const values = chunk + placement.offset * element_size(spec.dtype);
+  const std::vector<int64_t>& shape = shapes_[static_cast<size_t>(param)];
+  backend().enqueue(queue, [this, &shape, values, dtype = spec.dtype] { format_->round(shape, dtype, values); });
 }
 
 void ChunkMemory::clear_block(ArrayId id) {

@@ -24,6 +24,7 @@
 #include "memory/slot_pool.h"
 #include "memory/tide_memory.h"
 #include "optim/compute.h"
+#include "optim/compute_format.h"
 #include "plan/recipe.h"
 #include "trace/step_tracer.h"
 
@@ -58,7 +59,9 @@ struct Counters {
 
 class ChunkMemory {
  public:
-  ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names);
+  // `format`: null for the chunks' own; `shapes` of parameters by id, as they lie in memory, which outlive this.
+  ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names,
+              std::shared_ptr<const optim::ComputeFormat> format, const std::vector<std::vector<int64_t>>& shapes);
   ChunkMemory(const ChunkMemory&) = delete;
   ChunkMemory& operator=(const ChunkMemory&) = delete;
 
@@ -112,6 +115,11 @@ class ChunkMemory {
   // The compute values of a quantised chunk, of this rank's part, into device memory `to`, on `queue`. `quantized` is
   // device memory with the chunk's kQuantized.
   void dequantize(Queue queue, ChunkId chunk, void* quantized, void* to);
+  // [Note: compute formats] The chunk's whole compute value, or one parameter's, was made in its slot by work of
+  // `queue`: behind that it passes through the format. Returns false where there is none.
+  bool present(Queue queue, ChunkId chunk);
+  void present_param(Queue queue, ParamId param);
+  bool has_format() const { return format_ != nullptr; }
   // Zeros in the array's block, by all threads.
   void clear_block(ArrayId id);
 
@@ -132,6 +140,8 @@ class ChunkMemory {
   ChunkStore store_;
   StepTracer tracer_;
   Counters counters_;
+  const std::shared_ptr<const optim::ComputeFormat> format_;
+  const std::vector<std::vector<int64_t>>& shapes_;
 };
 
 }  // namespace patrickstar

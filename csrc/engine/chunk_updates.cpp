@@ -272,6 +272,7 @@ void ChunkUpdates::close_target(ChunkId chunk, const UpdateTarget& target) {
   if (target.on_device && store_.layout().is_sharded() && !store_.chunk(chunk).keeps_param()) {
     memory_.discard(param_id);  // gathers take it from the master
   } else if (target.on_device) {
+    memory_.present(Queue::kCompute, chunk);
     param.set_on_device();
     if (param_id.kind == ArrayKind::kParam) memory_.attach(chunk);
     if (target.place == ParamPlace::kOwn) memory_.discard(arrays_.grad_of(chunk));

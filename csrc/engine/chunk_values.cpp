@@ -62,6 +62,7 @@ void ChunkValues::replace_in_use(ParamId param, ParamValues values) {
                            rounded.data(), numel * element_size(dtype));
     memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
   }
+  memory_.present_param(Queue::kCompute, param);
 }
 
 void ChunkValues::write_quantized(ParamId param, ParamValues values) {

@@ -40,6 +40,7 @@
 #include "engine/unfreezing.h"
 #include "engine/updates.h"
 #include "engine/value_ranges.h"
+#include "optim/compute_format.h"
 #include "optim/matrix_rule.h"
 #include "trace/recorder.h"
 #include "trace/trace_requests.h"
@@ -51,9 +52,10 @@ struct EngineOptions {
   ResidencyOptions residency;
   DiskOptions disk;
   SpeculationMode speculation = SpeculationMode::kOff;
-  // By parameter, as they lie in memory; what the next one goes by.
+  // By parameter, as they lie in memory; what the next two go by.
   std::vector<std::vector<int64_t>> param_shapes;
-  std::shared_ptr<const optim::MatrixRule> matrix_rule;  // null: none
+  std::shared_ptr<const optim::MatrixRule> matrix_rule;        // null: none
+  std::shared_ptr<const optim::ComputeFormat> compute_format;  // null: that of the chunk
   // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
   // the least limit).
   int64_t ample_limit_bytes = kUnlimited;

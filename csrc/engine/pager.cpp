@@ -98,6 +98,7 @@ void Pager::fetch_into_slot(ArrayId id, Slot staging) {
     if (master.on_device) {
       memory_.await_slot(Queue::kCompute, array.slot);
       memory_.cast_on_device(id.chunk, array.slot.data);
+      memory_.present(Queue::kCompute, id.chunk);
       array.set_on_device();
       return;
     }
@@ -144,7 +145,8 @@ void Pager::gather(ChunkId chunk) {
   Backend& backend = memory_.backend();
   ArrayRecord& array = memory_.array(id);
   const ScopedHold hold(array);
-  if (take_outlived(id)) {  // its own values come once more, to where operations may be reading them
+  const bool is_in_use = take_outlived(id);
+  if (is_in_use) {  // its own values come once more, to where operations may be reading them
     memory_.drop_block(id);
     if (array.slot) array.slot.busy = {array.device_ready, backend.record(Queue::kCompute)};
   }
@@ -158,9 +160,11 @@ void Pager::gather(ChunkId chunk) {
     });
   }
   memory_.counters().gathered_bytes += num_bytes - shard_bytes;
+  const bool is_formatted = memory_.present(Queue::kGather, chunk);
   array.device_ready = backend.record(Queue::kGather);
   array.slot.busy = {array.device_ready, nullptr};
   array.set_on_device();
+  if (is_in_use && is_formatted) memory_.await_on_device(id);  // what is in the slot meanwhile is another value
 }
 
 // Returns the event after which this rank's shard is in `place`, which lies in `slot`.

@@ -31,11 +31,11 @@ void Unfreezing::make_states(const std::vector<ChunkId>& chunks) {
              quant_type_name(spec.quantization),
              ") and cannot be trained; leave it out of quantisation from the start ",
              "(skip_modules), or train adapters beside it");
-    PS_CHECK(
-        std::none_of(spec.params.begin(), spec.params.end(), [this](ParamId param) { return matrices_.has(param); }),
-        ArgumentError, memory_.store().param_name(spec.params.front()),
-        " is frozen and cannot be trained from now on, since the engine has a rule of whole matrices; train it "
-        "from the start");
+    PS_CHECK(!memory_.has_format() && std::none_of(spec.params.begin(), spec.params.end(),
+                                                   [this](ParamId param) { return matrices_.has(param); }),
+             ArgumentError, memory_.store().param_name(spec.params.front()),
+             " is frozen and cannot be trained from now on, since the engine has a compute format or a rule of whole "
+             "matrices; train it from the start");
   }
   Layout then = layout();
   for (ChunkId chunk : chunks) then.train(chunk);
