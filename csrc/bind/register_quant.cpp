@@ -45,7 +45,7 @@ void register_quant(py::module_& module) {
   quant_module.attr("NF4_VALUES") = floats(quant::kNf4Map.values, 16);
   quant_module.attr("DYNAMIC_VALUES") = floats(quant::kDynamicMap.values, 256);
   quant_module.def(
-      "num_bytes", [](QuantType type, int64_t numel) { return spec_of(type, numel).quantized_bytes(); },
+      "num_bytes", [](QuantType type, int64_t numel) { return spec_of(type, numel).num_bytes(ArrayKind::kQuantized); },
       py::arg("type"), py::arg("numel"), "What the array of a parameter of so many elements takes.");
   quant_module.def(
       "layout",

@@ -23,24 +23,72 @@ int64_t num_super_scales(int64_t numel, size_t num_params) {
   return numel / kNf4SuperBlock + static_cast<int64_t>(num_params);
 }
 
+int64_t quantized_bytes(const ChunkSpec& spec) {
+  constexpr int64_t kFloat = sizeof(float);
+  switch (spec.quantization) {
+    case QuantType::kNone:
+      return 0;
+    case QuantType::kNf4:
+      return spec.shard_numel / 2 + spec.shard_numel / kNf4Block +
+             kFloat * (num_super_scales(spec.numel, spec.params.size()) + static_cast<int64_t>(spec.params.size()));
+    case QuantType::kInt8:
+      return spec.shard_numel + kFloat * (spec.shard_numel / kInt8Block);
+  }
+  return 0;
+}
+
+int64_t bytes_of(const ChunkSpec& spec, ArrayKind kind) {
+  switch (kind) {
+    case ArrayKind::kParam:
+    case ArrayKind::kGrad:
+      return spec.numel * element_size(spec.dtype);
+    case ArrayKind::kParamShard:
+    case ArrayKind::kGradShard:
+      return spec.shard_numel * element_size(spec.dtype);
+    case ArrayKind::kGradSum:
+      return spec.shard_numel * element_size(DType::kFloat32);
+    case ArrayKind::kMaster:
+    case ArrayKind::kMomentum:
+    case ArrayKind::kVariance:
+      return state_bytes(spec.states.of(kind), spec.shard_numel);
+    case ArrayKind::kQuantized:
+      return quantized_bytes(spec);
+  }
+  return 0;
+}
+
+// Where a chunk's compute value and gradient have memory; states and codes have their own on both tiers.
+struct ValueRows {
+  ArrayMemory param_on_host, param_on_device;
+  Source source;
+  ArrayMemory gradient_on_host, gradient_on_device;
+};
+constexpr ValueRows kFrozen{ArrayMemory::kOwn, ArrayMemory::kPassing, Source::kNone, ArrayMemory::kNone,
+                            ArrayMemory::kNone};
+constexpr ValueRows kQuantized{ArrayMemory::kPassing, ArrayMemory::kPassing, Source::kCodes, ArrayMemory::kNone,
+                               ArrayMemory::kNone};
+constexpr ValueRows kMasters{ArrayMemory::kOwn, ArrayMemory::kPassing, Source::kMaster, ArrayMemory::kShared,
+                             ArrayMemory::kPassing};
+// Compute value is a part of the states.
+constexpr ValueRows kCommitted{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kPassing,
+                               ArrayMemory::kPassing};
+constexpr ValueRows kInPlace{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kOwn,
+                             ArrayMemory::kTide};
+constexpr ValueRows kStochastic{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kOwn,
+                                ArrayMemory::kOwn};
+
+const ValueRows& value_rows_of(const ChunkSpec& spec) {
+  if (spec.is_quantized()) return kQuantized;
+  if (!spec.trainable) return kFrozen;
+  if (!spec.keeps_param()) return kMasters;
+  if (spec.states.gradient == GradientPlace::kOfParam) return kCommitted;
+  return spec.puts_values_in_place() ? kInPlace : kStochastic;
+}
+
 }  // namespace
 
 static_assert(kShardAlignment % kQuantAlignment == 0 && kQuantAlignment % kNf4Block == 0 &&
               kQuantAlignment % kInt8Block == 0);
-
-int64_t ChunkSpec::quantized_bytes() const {
-  constexpr int64_t kFloat = sizeof(float);
-  switch (quantization) {
-    case QuantType::kNone:
-      return 0;
-    case QuantType::kNf4:
-      return shard_numel / 2 + shard_numel / kNf4Block +
-             kFloat * (num_super_scales(numel, params.size()) + static_cast<int64_t>(params.size()));
-    case QuantType::kInt8:
-      return shard_numel + kFloat * (shard_numel / kInt8Block);
-  }
-  return 0;
-}
 
 QuantizedPart ChunkSpec::quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const {
   auto* const codes = static_cast<uint8_t*>(array);
@@ -93,7 +141,7 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
       chunk = found->second;
     } else {
       chunk = layout.num_chunks();
-      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}, param.states, param.quantization});
+      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}, param.states, param.quantization, {}});
       // An oversized parameter does not close the chunk being filled: smaller ones that follow still fit there.
       if (need <= chunk_numel) open[key] = chunk;
     }
@@ -105,13 +153,47 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
   for (ChunkSpec& spec : layout.chunks_) {
     if (sharding.num_ranks > 1) spec.numel = rounded_up(spec.numel, sharding.num_ranks * kShardAlignment);
     spec.shard_numel = spec.numel / sharding.num_ranks;
+    layout.make_rows(spec);
   }
   return layout;
+}
+
+void Layout::make_rows(ChunkSpec& spec) const {
+  ArrayRows rows(param_home(), grad_home(), spec.is_quantized() ? ArrayKind::kQuantized : param_home());
+  for (int kind = 0; kind < kNumArrayKinds; ++kind) {
+    ArrayRow& row = rows[static_cast<ArrayKind>(kind)];
+    row.kind = row.shares_with = static_cast<ArrayKind>(kind);
+    row.num_bytes = bytes_of(spec, row.kind);
+  }
+  const auto set = [&rows](ArrayKind kind, ArrayMemory on_host, ArrayMemory on_device) {
+    rows[kind].on_host = on_host;
+    rows[kind].on_device = on_device;
+  };
+  const ValueRows& found = value_rows_of(spec);
+  if (is_sharded()) {
+    set(ArrayKind::kParam, ArrayMemory::kPassing, ArrayMemory::kPassing);
+    rows[ArrayKind::kParam].source = Source::kOtherRanks;
+  }
+  set(param_home(), found.param_on_host, found.param_on_device);
+  rows[param_home()].source = found.source;
+  if (spec.is_quantized()) set(ArrayKind::kQuantized, ArrayMemory::kOwn, ArrayMemory::kOwn);
+  if (spec.trainable) {
+    for (ArrayKind kind : spec.state_kinds()) set(kind, ArrayMemory::kOwn, ArrayMemory::kOwn);
+    for (ArrayKind kind : {ArrayKind::kGrad, ArrayKind::kGradSum})
+      set(kind, ArrayMemory::kPassing, ArrayMemory::kPassing);
+    set(grad_home(), found.gradient_on_host, found.gradient_on_device);
+  }
+  if (found.gradient_on_host == ArrayMemory::kShared) {
+    rows[param_home()].shares_with = grad_home();
+    rows[grad_home()].shares_with = param_home();
+  }
+  spec.rows = rows;
 }
 
 void Layout::train(ChunkId id) {
   ChunkSpec& spec = chunks_.at(static_cast<size_t>(id));
   spec.trainable = true;
+  make_rows(spec);
   for (ParamId param : spec.params) params_[static_cast<size_t>(param)].trainable = true;
 }
 

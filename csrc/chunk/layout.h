@@ -21,6 +21,7 @@
 #include <tuple>
 #include <vector>
 
+#include "chunk/array_rows.h"
 #include "common/dtype.h"
 #include "common/quantized.h"
 #include "common/types.h"
@@ -126,26 +127,9 @@ struct ChunkSpec {
   std::vector<ParamId> params;  // by offset
   StateFormat states;           // when it is trainable
   QuantType quantization = QuantType::kNone;
+  ArrayRows rows;  // by all of the above; Layout makes them
 
-  int64_t num_bytes(ArrayKind kind) const {
-    switch (kind) {
-      case ArrayKind::kParam:
-      case ArrayKind::kGrad:
-        return numel * element_size(dtype);
-      case ArrayKind::kParamShard:
-      case ArrayKind::kGradShard:
-        return shard_numel * element_size(dtype);
-      case ArrayKind::kGradSum:
-        return shard_numel * element_size(DType::kFloat32);
-      case ArrayKind::kMaster:
-      case ArrayKind::kMomentum:
-      case ArrayKind::kVariance:
-        return state_bytes(states.of(kind), shard_numel);
-      case ArrayKind::kQuantized:
-        return quantized_bytes();
-    }
-    return 0;
-  }
+  int64_t num_bytes(ArrayKind kind) const { return rows[kind].num_bytes; }
   // [Note: quantised chunks] The values of a quantised chunk are codes and scales, kQuantized, from which its compute
   // value is derived on the device at any time, as that of a trained one is from its master. The array has the codes of
   // all elements of this rank's share, then
@@ -155,7 +139,6 @@ struct ChunkSpec {
   //          chunk: few, and a share may end within a super block.
   //   int8   a float32 scale of each of its blocks
   bool is_quantized() const { return quantization != QuantType::kNone; }
-  int64_t quantized_bytes() const;
   // Of what lies at `array`, the part that is the `index`-th parameter's: `shard` of it, which has the chunk's offset
   // `offset`.
   QuantizedPart quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const;
@@ -173,15 +156,10 @@ struct ChunkSpec {
     return {bytes + state_offset(type, index), scales};
   }
   bool splits_master() const { return states.master == StateType::kLowerHalf; }
-  // Whether the compute value is a part of the optimizer state, or all that there is of the parameter.
+  // Once it is trained, the compute value is a part of the optimizer state, or all that there is of the parameter.
   bool keeps_param() const { return states.master != StateType::kFloat32; }
-  // Whether its gradient has memory of its own until the step, on the tier where the states are.
-  bool keeps_gradient() const { return trainable && states.gradient == GradientPlace::kOwn; }
-  // Whether that is set aside at all times on the device as well. With values in place a gradient takes memory there
-  // while it is there, as one that takes its parameter's place: activations can have it before.
-  bool reserves_gradient() const { return keeps_gradient() && !puts_values_in_place(); }
-  // Whether new values take the old ones' place before the norm is known ([Note: values in place], optim/kernels.h).
-  bool puts_values_in_place() const { return splits_master() && keeps_gradient(); }
+  // New values take the old ones' place before the norm is known ([Note: values in place], optim/kernels.h).
+  bool puts_values_in_place() const { return trainable && splits_master() && states.gradient == GradientPlace::kOwn; }
   // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
   bool draws_random_bits() const {
     return states.master == StateType::kNone || states.momentum == StateType::kBFloat16 ||
@@ -192,8 +170,6 @@ struct ChunkSpec {
     if (!splits_master()) return false;
     return kind == ArrayKind::kMaster || (kind == ArrayKind::kVariance && states.variance == StateType::kFloat32);
   }
-  // The compute value can be had of another array, so it may be dropped at any time.
-  bool derives_param() const { return is_quantized() || (trainable && !keeps_param()); }
 };
 
 class Layout {
@@ -223,12 +199,15 @@ class Layout {
   ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
   ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
   // The array that has a chunk's values when nobody uses it and no update is under way, but for a trained one's master.
-  ArrayId value_home(ChunkId id) const { return {id, chunk(id).is_quantized() ? ArrayKind::kQuantized : param_home()}; }
+  ArrayId value_home(ChunkId id) const { return {id, chunk(id).rows.value().kind}; }
   // Where this rank's share of a quantised parameter is in its chunk's kQuantized at `array`.
   QuantizedPart quantized_part(ParamId id, void* array) const;
-  int64_t num_bytes(ArrayId array) const { return chunk(array.chunk).num_bytes(array.kind); }
+  const ArrayRow& row(ArrayId array) const { return chunk(array.chunk).rows[array.kind]; }
+  int64_t num_bytes(ArrayId array) const { return row(array).num_bytes; }
 
  private:
+  void make_rows(ChunkSpec& spec) const;
+
   int64_t chunk_numel_ = 0;
   Sharding sharding_;
   std::vector<ParamSpec> params_;

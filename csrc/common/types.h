@@ -9,6 +9,7 @@
 //   moment      one step of the access sequence: some arrays are needed at once.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace patrickstar {
@@ -39,12 +40,12 @@ constexpr const char* array_kind_name(ArrayKind kind) {
 }
 
 // In the order in which they are made.
-struct OptimizerArrays {
-  ArrayKind kinds[3] = {ArrayKind::kMaster, ArrayKind::kMomentum, ArrayKind::kVariance};
-  const ArrayKind* begin() const { return kinds; }
-  const ArrayKind* end() const { return kinds + 3; }
-};
-constexpr OptimizerArrays optimizer_arrays() { return {}; }
+constexpr std::array<ArrayKind, 3> optimizer_arrays() {
+  return {ArrayKind::kMaster, ArrayKind::kMomentum, ArrayKind::kVariance};
+}
+constexpr bool is_optimizer_state(ArrayKind kind) {
+  return kind == ArrayKind::kMaster || kind == ArrayKind::kMomentum || kind == ArrayKind::kVariance;
+}
 
 // Names one payload: an array of a chunk.
 struct ArrayId {

@@ -238,8 +238,4 @@ void ChunkMemory::clear_block(ArrayId id) {
   });
 }
 
-bool ChunkMemory::is_derivable(ArrayId id) const {
-  return is_whole(id) || (id.kind == layout().param_home() && store_.chunk(id.chunk).derives_param());
-}
-
 }  // namespace patrickstar

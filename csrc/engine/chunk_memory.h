@@ -127,7 +127,7 @@ class ChunkMemory {
   bool is_whole(ArrayId id) const { return layout().is_sharded() && id.kind == ArrayKind::kParam; }
   // The compute value of a trainable chunk is round(master), that of a quantised one follows from its codes: it can be
   // dropped at any time. That of another frozen one is all there is.
-  bool is_derivable(ArrayId id) const;
+  bool is_derivable(ArrayId id) const { return layout().row(id).source != Source::kNone; }
 
  private:
   // Returns when `event` is complete.

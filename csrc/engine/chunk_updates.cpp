@@ -26,7 +26,7 @@ ChunkUpdates::ChunkUpdates(const UpdateParts& parts)
 void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) used.push_back({chunk, kind});
-  if (store_.chunk(chunk).keeps_param()) used.push_back(arrays_.param_of(chunk));
+  if (!arrays_.derives_value(chunk)) used.push_back(arrays_.param_of(chunk));
   std::vector<ScopedHold> holds;
   for (ArrayId id : used) holds.emplace_back(memory_.array(id));
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
@@ -59,10 +59,9 @@ bool ChunkUpdates::can_visit(ChunkId chunk) const {
   if (disk_.is_home_of(chunk)) return false;
   const ArrayId grad = arrays_.grad_of(chunk);
   if (gradients_.source(chunk) != grad.kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
-  const ChunkSpec& spec = store_.chunk(chunk);
+  const std::vector<ParamId>& params = store_.chunk(chunk).params;
   const auto has_gradient = [this](ParamId param) { return gradients_.has(param); };
-  const bool is_whole = spec.keeps_param() || std::all_of(spec.params.begin(), spec.params.end(), has_gradient);
-  return is_whole;
+  return !arrays_.derives_value(chunk) || std::all_of(params.begin(), params.end(), has_gradient);
 }
 
 void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
@@ -81,7 +80,8 @@ void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& grou
     visit.after.push_back(state.host_ready);
     visit.after.push_back(state.block_busy_until);
   }
-  if (spec.keeps_param()) {
+  const bool derives = arrays_.derives_value(chunk);
+  if (!derives) {
     arrays_.bring_value_to_host(chunk, visit.after);
     if (param.on_device) {
       visit.value = param.slot.data;
@@ -112,7 +112,7 @@ void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& grou
   grad.slot.busy.copied = events.used;
   jobs_.count_step(chunk);
   memory_.discard(arrays_.grad_of(chunk));
-  if (spec.keeps_param()) memory_.drop_slot(param_id);
+  if (!derives) memory_.drop_slot(param_id);
   param.set_on_host();
   arrays_.note_new_values(chunk);
 }
@@ -168,7 +168,7 @@ ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>&
     pager_.send_to_host(grad);
     bring_states_to_host(chunk, update);
     update.after.push_back(memory_.array(grad).host_ready);
-    if (store_.chunk(chunk).keeps_param()) arrays_.bring_value_to_host(chunk, update.after);
+    if (!arrays_.derives_value(chunk)) arrays_.bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
     target.scratch = matrices_.host_scratch(disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost);
     if (prepared.params && (*prepared.params)[i]) {
@@ -224,7 +224,7 @@ UpdateTarget ChunkUpdates::open_target(ChunkId chunk, bool on_device) {
   const bool is_own = grad.kind == arrays_.grad_of(chunk).kind;
   UpdateTarget target{};
   target.on_device = on_device;
-  target.place = is_own && !store_.chunk(chunk).keeps_param() ? ParamPlace::kGradient : ParamPlace::kOwn;
+  target.place = is_own && arrays_.derives_value(chunk) ? ParamPlace::kGradient : ParamPlace::kOwn;
   target.grad_dtype = is_own ? store_.chunk(chunk).dtype : DType::kFloat32;
   target.grad = on_device ? record.slot.data : record.block.data;
   if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
@@ -240,8 +240,8 @@ UpdateTarget ChunkUpdates::open_target(ChunkId chunk, bool on_device) {
 // A value that does not exist is derived from the master, until the new one is made.
 void* ChunkUpdates::own_place(ArrayId param, bool on_device) {
   ArrayRecord& record = memory_.array(param);
-  const bool keeps = store_.chunk(param.chunk).keeps_param();
-  if (on_device && (keeps || record.on_device)) return pager_.open_for_write(param);
+  const bool derives = arrays_.derives_value(param.chunk);
+  if (on_device && (!derives || record.on_device)) return pager_.open_for_write(param);
   if (on_device) {
     memory_.drop_block(param);
     pager_.ensure_slot(param);
@@ -250,7 +250,7 @@ void* ChunkUpdates::own_place(ArrayId param, bool on_device) {
   }
   memory_.drop_slot(param);
   pager_.ensure_block(param);
-  if (!keeps) memory_.await_on_host(param);  // else the update does
+  if (derives) memory_.await_on_host(param);  // else the update does
   return record.block.data;
 }
 
@@ -269,7 +269,7 @@ void ChunkUpdates::close_target(ChunkId chunk, const UpdateTarget& target) {
     grad.host_ready = nullptr;
     grad.on_host = false;
   }
-  if (target.on_device && store_.layout().is_sharded() && !store_.chunk(chunk).keeps_param()) {
+  if (target.on_device && store_.layout().is_sharded() && arrays_.derives_value(chunk)) {
     memory_.discard(param_id);  // gathers take it from the master
   } else if (target.on_device) {
     memory_.present(Queue::kCompute, chunk);

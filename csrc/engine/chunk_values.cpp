@@ -94,9 +94,10 @@ void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
 }
 
 void ChunkValues::make_stored(ArrayId id, Tier home) {
-  if (store_.chunk(id.chunk).keeps_param()) make_kept_param(id.chunk, home);
+  const bool derives = store_.chunk(id.chunk).rows.param().source == Source::kMaster;
+  if (!derives) make_kept_param(id.chunk, home);
   if (id.kind != store_.layout().param_home()) pager_.ensure_state(id, home);
-  if (id.kind == ArrayKind::kMaster && !store_.chunk(id.chunk).keeps_param()) discard_compute_values(id.chunk);
+  if (derives && id.kind == ArrayKind::kMaster) discard_compute_values(id.chunk);
 }
 
 void ChunkValues::write_stored(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes) {

@@ -15,7 +15,7 @@ constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
 
 // Of a state among optimizer_arrays().
 size_t index_of(ArrayKind kind) {
-  const OptimizerArrays kinds = optimizer_arrays();
+  const auto kinds = optimizer_arrays();
   return static_cast<size_t>(std::find(kinds.begin(), kinds.end(), kind) - kinds.begin());
 }
 

@@ -245,7 +245,7 @@ void EarlyUpdates::submit_states_passes() {
       arrays_.set_states_ready(chunk, done);
       ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
       if (sum.block) sum.block_busy_until = done;
-      if (store_.chunk(chunk).keeps_gradient()) arrays_.leave_gradient(chunk, done);
+      if (arrays_.has_gradient_place(chunk)) arrays_.leave_gradient(chunk, done);
     }
     for (HostBlock& block : pass.gradients) speculation_.free_after(std::move(block), done);
   }

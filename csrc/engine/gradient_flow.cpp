@@ -109,14 +109,14 @@ void GradientFlow::retire(ChunkId chunk) {
   }
   // The values are dead, unless another micro-batch or a later use is expected, or a visit takes them from there.
   const bool is_dead = !accumulates_ && pager_.next_use(param) == NextUse::kNever;
-  const bool is_taken = is_dead && store_.chunk(chunk).keeps_param() && updates_.visits_early(chunk);
+  const bool is_taken = is_dead && !memory_.is_derivable(param) && updates_.visits_early(chunk);
   if (is_dead && !is_taken) drop_dead_value(param);
   send_home(chunk);
 }
 
 // The gradient may take its place; where it is part of a master, that on the device alone.
 void GradientFlow::drop_dead_value(ArrayId param) {
-  if (!store_.chunk(param.chunk).keeps_param()) return memory_.discard(param);
+  if (memory_.is_derivable(param)) return memory_.discard(param);
   if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
@@ -130,7 +130,7 @@ void GradientFlow::send_home(ChunkId chunk, Extent extent) {
   updates_.start_early(chunk);
   if (store_.layout().is_sharded()) return;
   // Here it leaves as well, for the new parameter does not take its place.
-  const bool ended = store_.chunk(chunk).keeps_param() && !memory_.array(home_of(chunk)).exists();
+  const bool ended = !memory_.is_derivable({chunk, ArrayKind::kParam}) && !memory_.array(home_of(chunk)).exists();
   if (ended && store_.has_states_on_device(chunk)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
 }
 
@@ -201,7 +201,8 @@ void GradientFlow::discard_gradients(ChunkId chunk) {
   const ArrayId home = home_of(chunk);
   // Memory that it has for good stays, which an update may still read.
   const ArrayRecord& record = memory_.array(home);
-  const bool is_idle = store_.chunk(chunk).keeps_gradient() && record.block && !record.on_host && !record.slot;
+  const bool has_place = store_.layout().row(home).on_host == ArrayMemory::kOwn;
+  const bool is_idle = has_place && record.block && !record.on_host && !record.slot;
   if (whole != home || !is_idle) memory_.discard(whole);
   if (!is_idle) memory_.discard(home);
   for (ParamId param : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(param)] = 0;

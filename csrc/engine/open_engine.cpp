@@ -85,11 +85,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       unfreezing(pager, values, residency, matrices, flow, updates, planner, module_params) {
   PS_CHECK(this->layout().sharding().num_ranks == collectives->num_ranks(), ArgumentError, "the layout is for ",
            this->layout().sharding().num_ranks, " ranks, there are ", collectives->num_ranks());
-  const auto& chunks = this->layout().chunks();
-  const bool waits_nowhere = std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
-    return chunk.trainable && chunk.keeps_param() && !chunk.keeps_gradient();
-  });
-  PS_CHECK(!waits_nowhere || options.speculation == SpeculationMode::kCommit, ArgumentError,
+  PS_CHECK(!any_gradient_passes(this->layout()) || options.speculation == SpeculationMode::kCommit, ArgumentError,
            "parameters are part of their optimizer states (masters are split, or there are none) and gradients have no "
            "place to wait in, but updates are not committed in backward; give SpeculationMode.COMMIT, or "
            "GradientPlace.OWN");

@@ -84,7 +84,8 @@ void Pager::bring(ArrayId id) {
 // has no room for it.
 void Pager::fetch_into_slot(ArrayId id, Slot staging) {
   ArrayRecord& array = memory_.array(id);
-  if (id.kind == ArrayKind::kParam && store().chunk(id.chunk).is_quantized() && !array.on_host) {
+  const Source from = layout().row(id).source;
+  if (from == Source::kCodes && !array.on_host) {
     array.device_ready = dequantize(id.chunk, array.slot.data, array.slot, std::move(staging));
     array.set_on_device();
     return;
@@ -92,8 +93,7 @@ void Pager::fetch_into_slot(ArrayId id, Slot staging) {
   const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
   if (is_on_disk(id)) disk_.fetch(id.chunk);  // no room on the host for its gradient: updated on the device
   if (!array.on_host) {
-    PS_CHECK(id.kind == ArrayKind::kParam && store().chunk(id.chunk).derives_param() && master.exists(), StateError,
-             store().describe(id), " has no value");
+    PS_CHECK(from == Source::kMaster && master.exists(), StateError, store().describe(id), " has no value");
     if (!master.on_device && !reserve_block(id)) bring({id.chunk, ArrayKind::kMaster});
     if (master.on_device) {
       memory_.await_slot(Queue::kCompute, array.slot);
@@ -108,7 +108,7 @@ void Pager::fetch_into_slot(ArrayId id, Slot staging) {
 }
 
 bool Pager::needs_staging(ArrayId id) const {
-  return id.kind == ArrayKind::kParam && store().chunk(id.chunk).is_quantized() && !memory_.array(id).on_host &&
+  return layout().row(id).source == Source::kCodes && !memory_.array(id).on_host &&
          !memory_.array({id.chunk, ArrayKind::kQuantized}).on_device;
 }
 
@@ -170,10 +170,9 @@ void Pager::gather(ChunkId chunk) {
 // Returns the event after which this rank's shard is in `place`, which lies in `slot`.
 Event Pager::place_shard(ChunkId chunk, void* place, Slot& slot) {
   const ArrayId shard{chunk, ArrayKind::kParamShard};
-  if (store().chunk(chunk).is_quantized()) {
-    return dequantize(chunk, place, slot, take_staging({chunk, ArrayKind::kParam}));
-  }
-  const bool kept = store().chunk(chunk).keeps_param();
+  const ArrayRow& row = layout().row(shard);
+  if (row.source == Source::kCodes) return dequantize(chunk, place, slot, take_staging(shard));
+  const bool kept = row.on_device == ArrayMemory::kOwn;
   if (kept ? !memory_.array(shard).on_device : !store().has_states_on_device(chunk)) {
     bring_to_host(shard);
     return memory_.upload_to(shard, place, slot);
@@ -215,7 +214,7 @@ void Pager::ensure_slot(ArrayId id) {
 
 void Pager::put_into_tide(ArrayId grad) {
   ArrayRecord& array = memory_.array(grad);
-  if (array.slot || layout().is_sharded() || !store().chunk(grad.chunk).puts_values_in_place()) return;
+  if (array.slot || layout().row(grad).on_device != ArrayMemory::kTide) return;
   if (store().has_states_on_device(grad.chunk)) array.slot = memory_.tide_memory().acquire(store().num_bytes(grad));
 }
 
@@ -246,9 +245,8 @@ void Pager::bring_to_host(ArrayId id) {
   }
   if (!array.on_host) {
     const ArrayId master{id.chunk, ArrayKind::kMaster};
-    PS_CHECK(
-        id.kind == layout().param_home() && store().chunk(id.chunk).derives_param() && memory_.array(master).exists(),
-        StateError, store().describe(id), " has no value");
+    PS_CHECK(layout().row(id).source == Source::kMaster && memory_.array(master).exists(), StateError,
+             store().describe(id), " has no value");
     bring_to_host(master);
     ensure_block(id);
     memory_.cast_on_host(id.chunk, array.block.data);
@@ -278,10 +276,10 @@ bool Pager::reserve_block(ArrayId id, HostRoom room) {
 
 // A compute value that is rounded from its master is, where that is on the host, rounded there.
 bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
-  const ArrayId grad{id.chunk, layout().grad_home()};
-  if (id.kind != ArrayKind::kMaster || !store().chunk(id.chunk).derives_param() || memory_.array(grad).block)
-    return true;
-  return reserve_block({id.chunk, layout().param_home()}, room);
+  const ArrayRow& value = store().chunk(id.chunk).rows.param();
+  const bool is_made_of_it = id.kind == ArrayKind::kMaster && value.source == Source::kMaster;
+  if (!is_made_of_it || memory_.array({id.chunk, value.shares_with}).block) return true;
+  return reserve_block({id.chunk, value.kind}, room);
 }
 
 // [Note: leading states leave last] Where a chunk's leading state is, it is updated, so before it leaves, all else that
@@ -291,11 +289,11 @@ bool Pager::reserve_rest_of(ArrayId id, HostRoom room) {
   const ChunkSpec& spec = store().chunk(id.chunk);
   if (!spec.trainable || store().home(id.chunk) != Tier::kDevice || id.kind != spec.leading_state()) return true;
   std::vector<ArrayId> rest;
-  for (ArrayKind kind : spec.state_kinds()) rest.push_back({id.chunk, kind});
-  if (spec.keeps_param()) rest.push_back({id.chunk, layout().param_home()});
-  if (spec.keeps_gradient()) rest.push_back({id.chunk, layout().grad_home()});
-  const auto has_place = [&](ArrayId other) { return other == id || memory_.array(other).block; };
-  rest.erase(std::remove_if(rest.begin(), rest.end(), has_place), rest.end());
+  for (const ArrayRow& row : spec.rows) {
+    const ArrayId other{id.chunk, row.kind};
+    const bool lasts = row.on_host == ArrayMemory::kOwn && row.source == Source::kNone;
+    if (lasts && other != id && !memory_.array(other).block) rest.push_back(other);
+  }
   for (size_t i = 0; i < rest.size(); ++i) {
     if (reserve_block(rest[i], room)) continue;
     for (size_t reserved = 0; reserved < i; ++reserved) memory_.drop_block(rest[reserved]);

@@ -119,16 +119,13 @@ void Residency::reserve_homes_on_host() {
   for (ArrayKind kind :
        {ArrayKind::kMaster, layout().param_home(), layout().grad_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-      const ChunkSpec& spec = layout().chunk(chunk);
-      const bool is_value = kind == layout().param_home();
-      const bool is_gradient = kind == layout().grad_home();
-      const bool is_state = !is_value && !is_gradient;
-      const bool exists =
-          is_value || (is_gradient ? spec.puts_values_in_place() : spec.trainable && spec.states.has(kind));
-      if (!exists || store().home(chunk) == Tier::kDevice) continue;
-      if (is_state && store().home(chunk) == Tier::kDisk) continue;
-      arrays.push_back(is_value ? layout().value_home(chunk) : ArrayId{chunk, kind});
-      sizes.push_back(layout().num_bytes(arrays.back()));
+      const ArrayRows& rows = layout().chunk(chunk).rows;
+      const ArrayRow& row = kind == layout().param_home() ? rows.value() : rows[kind];
+      const Tier home = store().home(chunk);
+      if (row.on_host != ArrayMemory::kOwn || home == Tier::kDevice) continue;
+      if (home == Tier::kDisk && is_optimizer_state(kind)) continue;
+      arrays.push_back({chunk, row.kind});
+      sizes.push_back(row.num_bytes);
     }
   }
   std::vector<HostBlock> blocks = memory_.arena().reserve(sizes);
@@ -237,7 +234,7 @@ void Residency::move_states_to_device(ChunkId chunk) {
   if (layout().chunk(chunk).keeps_param() && memory_.array(param).exists()) pager_.bring(param);
   memory_.drop_block(param);
   const ArrayId grad{chunk, layout().grad_home()};
-  if (layout().chunk(chunk).keeps_gradient() && !memory_.array(grad).on_host) memory_.drop_block(grad);
+  if (layout().row(grad).on_host == ArrayMemory::kOwn && !memory_.array(grad).on_host) memory_.drop_block(grad);
   store().set_home(chunk, Tier::kDevice);
 }
 

@@ -67,10 +67,10 @@ void Speculation::choose(const Layout& layout, const std::vector<NewBytes>& size
   any_in_place_ = false;
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
     if (chosen_[chunk] == Ahead::kNothing) continue;
-    const ChunkSpec& spec = layout.chunk(static_cast<ChunkId>(chunk));
-    chosen_numel_ += spec.shard_numel;
-    apart_bytes_ += spec.puts_values_in_place() ? 0 : sizes[chunk].param;
-    any_in_place_ = any_in_place_ || spec.puts_values_in_place();
+    chosen_numel_ += layout.chunk(static_cast<ChunkId>(chunk)).shard_numel;
+    const bool in_place = sizes[chunk].states.empty();
+    apart_bytes_ += in_place ? 0 : sizes[chunk].param;
+    any_in_place_ = any_in_place_ || in_place;
   }
   reserve(std::move(choice.blocks));
 }

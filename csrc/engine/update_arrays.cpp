@@ -67,7 +67,7 @@ HostBlock UpdateArrays::take_gradient(ChunkId chunk) {
 }
 
 void UpdateArrays::leave_gradient(ChunkId chunk, const Event& done) {
-  if (!store_.chunk(chunk).keeps_gradient()) return speculation_.free_after(take_gradient(chunk), done);
+  if (!has_gradient_place(chunk)) return speculation_.free_after(take_gradient(chunk), done);
   ArrayRecord& grad = memory_.array(grad_of(chunk));
   grad.on_host = false;
   grad.host_ready = nullptr;

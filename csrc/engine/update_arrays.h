@@ -17,6 +17,13 @@ class UpdateArrays {
   ArrayId param_of(ChunkId chunk) const { return {chunk, store_.layout().param_home()}; }
   ArrayId grad_of(ChunkId chunk) const { return {chunk, store_.layout().grad_home()}; }
 
+  // The value is made of the master, and its memory may become the gradient's and the other way round.
+  bool derives_value(ChunkId chunk) const { return memory_.is_derivable(param_of(chunk)); }
+  // The gradient's memory on the host stays its own between updates.
+  bool has_gradient_place(ChunkId chunk) const {
+    return store_.layout().row(grad_of(chunk)).on_host == ArrayMemory::kOwn;
+  }
+
   // All of the chunk's states are there. Moments are made in the first step.
   bool has_states(ChunkId chunk, Tier tier) const;
   // Pressure may have pushed some of a chunk's states off: they come back rather than that the others follow, for which

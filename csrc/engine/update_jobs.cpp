@@ -57,7 +57,7 @@ void UpdateJobs::count_step(ChunkId chunk) {
 
 std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& target) const {
   const Layout& layout = store_.layout();
-  if (layout.chunk(chunk).keeps_param()) return {};
+  if (layout.chunk(chunk).rows.param().source != Source::kMaster) return {};
   const DType dtype = layout.chunk(chunk).dtype;
   const ArrayRecord& master = store_.array({chunk, ArrayKind::kMaster});
   const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);

@@ -113,7 +113,7 @@ void Updates::commit(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
   if (pager_.next_use(param) != NextUse::kNever) return;
   // Gradients that have no place to wait in are applied in the first step already.
-  if (store_.chunk(chunk).keeps_param()) arrays_.make_states(chunk);
+  if (!arrays_.derives_value(chunk)) arrays_.make_states(chunk);
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (arrays_.has_states(chunk, Tier::kDevice)) {
     chunk_updates_.on_device(chunk, speculation_.expected_groups(), scale);

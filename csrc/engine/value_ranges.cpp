@@ -248,7 +248,7 @@ std::vector<ArrayId> ValueRanges::stored_arrays(ParamId param) const {
   const ChunkSpec& spec = layout.chunk(chunk);
   if (!spec.trainable || spec.puts_values_in_place()) return {};
   std::vector<ArrayId> arrays;
-  if (spec.keeps_param()) arrays.push_back({chunk, layout.param_home()});
+  if (spec.rows.param().source == Source::kNone) arrays.push_back({chunk, layout.param_home()});
   for (ArrayKind kind : spec.state_kinds()) {
     if (is_8_bit(spec.states.of(kind))) return {};
     arrays.push_back({chunk, kind});
@@ -313,7 +313,7 @@ void ValueRanges::write_stored(ParamId param, const std::vector<StoredRange>& ra
 // A float32 for each element, and no more to it.
 bool ValueRanges::is_plain(const ValueRange& range) const {
   const ChunkSpec& chunk = memory_.layout().chunk(memory_.layout().placement(range.param).chunk);
-  return chunk.trainable && !chunk.is_quantized() && chunk.states.has(range.kind) && !chunk.is_in_split(range.kind) &&
+  return chunk.trainable && chunk.states.has(range.kind) && !chunk.is_in_split(range.kind) &&
          chunk.states.of(range.kind) == StateType::kFloat32;
 }
 

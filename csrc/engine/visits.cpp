@@ -86,7 +86,8 @@ std::vector<VisitingPart> Visits::parts_of(const Visit& visit, int64_t first, in
   }
   const int64_t offset = first * element_size(spec.dtype);
   const int64_t num_bytes = (last - first) * element_size(spec.dtype);
-  add(static_cast<char*>(visit.param) + offset, num_bytes, spec.keeps_param() && visit.value == nullptr, true);
+  add(static_cast<char*>(visit.param) + offset, num_bytes,
+      spec.rows.param().source == Source::kNone && visit.value == nullptr, true);
   if (visit.value != nullptr) parts.back().source = static_cast<const char*>(visit.value) + offset;
   char* grad = static_cast<char*>(const_cast<void*>(visit.grad)) + offset;
   parts.push_back({grad, grad, num_bytes, false, false, nullptr});

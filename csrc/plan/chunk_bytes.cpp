@@ -18,24 +18,21 @@ constexpr int64_t kElementsPerOpenValue = 64;
 }  // namespace
 
 int64_t optimizer_bytes(const ChunkSpec& chunk) {
-  int64_t bytes = 0;
-  if (!chunk.trainable) return bytes;
-  for (ArrayKind kind : chunk.state_kinds()) bytes += chunk.num_bytes(kind);
-  return bytes;
+  return chunk.rows.num_bytes(
+      [](const ArrayRow& row) { return row.on_host == ArrayMemory::kOwn && is_optimizer_state(row.kind); });
 }
 
 int64_t home_bytes(const ChunkSpec& chunk) {
-  if (chunk.is_quantized()) return chunk.quantized_bytes();
-  const int64_t gradient = chunk.keeps_gradient() ? chunk.num_bytes(ArrayKind::kGradShard) : 0;
-  return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard) + gradient;
+  return chunk.rows.num_bytes([](const ArrayRow& row) { return row.on_host == ArrayMemory::kOwn; });
 }
 
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
   const ChunkSpec& spec = layout.chunk(chunk);
   if (!spec.trainable) return 0;
   const int64_t rounding = HostArena::most_rounding_bytes(0);  // of the two, each mapped when it is needed
-  const int64_t gradient = spec.keeps_gradient() ? 0 : spec.num_bytes(layout.grad_home());  // else at home
-  return spec.num_bytes(ArrayKind::kGradSum) + gradient + rounding;
+  const ArrayRow& gradient = spec.rows.gradient();
+  return spec.num_bytes(ArrayKind::kGradSum) + (gradient.on_host == ArrayMemory::kOwn ? 0 : gradient.num_bytes) +
+         rounding;
 }
 
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
@@ -44,9 +41,7 @@ int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
 }
 
 int64_t placed_bytes(const ChunkSpec& chunk) {
-  if (chunk.is_quantized()) return chunk.quantized_bytes();
-  if (chunk.derives_param() || !chunk.trainable) return optimizer_bytes(chunk);
-  return chunk.puts_values_in_place() ? home_bytes(chunk) - chunk.num_bytes(ArrayKind::kGradShard) : home_bytes(chunk);
+  return chunk.rows.num_bytes([](const ArrayRow& row) { return row.on_device == ArrayMemory::kOwn; });
 }
 
 int64_t spare_bytes(const Layout& layout) {
@@ -54,9 +49,8 @@ int64_t spare_bytes(const Layout& layout) {
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     total += home_bytes(chunk);
-    const int count = chunk.trainable && !chunk.derives_param() && !chunk.keeps_gradient() ? 2 : 1;
-    const int64_t passing = chunk.is_quantized() ? chunk.quantized_bytes() : chunk.num_bytes(layout.grad_home());
-    largest = std::max(largest, count * passing);
+    const int count = chunk.rows.gradient().on_host == ArrayMemory::kPassing ? 2 : 1;
+    largest = std::max(largest, count * chunk.rows.value().num_bytes);
   }
   return largest + HostArena::most_rounding_bytes(total);
 }
@@ -71,8 +65,9 @@ int64_t disk_bytes(const ChunkSpec& chunk) {
 int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwards) {
   const ChunkSpec& spec = layout.chunk(chunk);
   const int64_t bytes = held_bytes(layout, chunk, backwards) - optimizer_bytes(spec);
-  if (spec.derives_param() || spec.keeps_gradient()) return bytes;
-  return bytes + spec.num_bytes(layout.grad_home()) + HostArena::most_rounding_bytes(0);  // mapped when it is needed
+  const ArrayRow& gradient = spec.rows.gradient();
+  if (gradient.on_host != ArrayMemory::kPassing) return bytes;
+  return bytes + gradient.num_bytes + HostArena::most_rounding_bytes(0);  // mapped when it is needed
 }
 
 int64_t DiskSets::num_bytes() const {
@@ -122,10 +117,10 @@ std::vector<VisitCost> visit_costs(const Layout& layout) {
   std::vector<VisitCost> costs;
   for (const ChunkSpec& chunk : layout.chunks()) {
     const int64_t states = optimizer_bytes(chunk);
-    const int64_t value = chunk.num_bytes(ArrayKind::kParamShard);
-    const int64_t up_value = chunk.keeps_param() ? value : 0;
+    const ArrayRow& value = chunk.rows.param();
+    const int64_t up_value = value.on_device == ArrayMemory::kOwn ? value.num_bytes : 0;
     // Where ranks share a chunk, the value that backward has used is another array than the one that is updated.
-    costs.push_back({states + up_value, states + value, layout.is_sharded() ? 0 : up_value});
+    costs.push_back({states + up_value, states + value.num_bytes, layout.is_sharded() ? 0 : up_value});
   }
   return costs;
 }

@@ -67,14 +67,6 @@ void move_to_device(const Layout& layout, ChunkId chunk, Backwards backwards, In
   placement.host_bytes -= held_bytes(layout, chunk, backwards);
 }
 
-// Gradients that have no memory of their own until their update: chunks of such that are updated on the host.
-bool updates_bound_backward(const Layout& layout) {
-  const std::vector<ChunkSpec>& chunks = layout.chunks();
-  return std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
-    return chunk.trainable && chunk.keeps_param() && !chunk.keeps_gradient();
-  });
-}
-
 // [Note: homes in turn] Where a gradient on the host has memory only until its update, backward goes no faster than the
 // host updates, which should therefore have something to do throughout: chunks at home on the device and on the host
 // take turns, by bytes. Elsewhere the first ones go to the device, so that the others' updates have time beside the
@@ -103,6 +95,12 @@ int64_t spread_over_device(const Layout& layout, int64_t host_limit_bytes, int64
 
 }  // namespace
 
+bool any_gradient_passes(const Layout& layout) {
+  const std::vector<ChunkSpec>& chunks = layout.chunks();
+  return std::any_of(chunks.begin(), chunks.end(),
+                     [](const ChunkSpec& chunk) { return chunk.rows.gradient().on_host == ArrayMemory::kPassing; });
+}
+
 std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes) {
   std::vector<ChunkId> chunks;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
@@ -121,7 +119,7 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
   result.host_bytes = spare_bytes(layout) + bytes_on_host(layout, result.homes, backwards);
   if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
   int64_t room = device_room_bytes;
-  const bool in_turn = updates_bound_backward(layout) && !is_left_out(Mechanism::kHomesInTurn);
+  const bool in_turn = any_gradient_passes(layout) && !is_left_out(Mechanism::kHomesInTurn);
   if (in_turn) room = spread_over_device(layout, host_limit_bytes, room, backwards, result);
   for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
     const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
@@ -166,7 +164,7 @@ int64_t bytes_on_host(const Layout& layout, const std::vector<Tier>& homes, Back
 }
 
 int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes) {
-  if (!updates_bound_backward(layout)) return INT64_MAX;
+  if (!any_gradient_passes(layout)) return INT64_MAX;
   const int64_t taken = disk_sets(layout, homes).num_bytes() + bytes_on_host(layout, homes, Backwards::kOne);
   return std::max<int64_t>(host_limit_bytes - taken, 0);
 }

@@ -34,6 +34,9 @@ std::vector<Tier> later_homes(const Layout& layout, const std::vector<Tier>& fir
                               const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes,
                               Backwards backwards);
 
+// Gradients of any chunk have memory only until their update, which is therefore promised in backward.
+bool any_gradient_passes(const Layout& layout);
+
 // Bytes of the host that chunks with these homes take, without what states on the disk pass through.
 int64_t bytes_on_host(const Layout& layout, const std::vector<Tier>& homes, Backwards backwards);
 

@@ -44,11 +44,13 @@ int64_t scatter_bytes(const Layout& layout) {
 }
 
 // What a chunk keeps beside its compute value.
-int64_t lasting_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.quantized_bytes(); }
+int64_t lasting_bytes(const ChunkSpec& chunk) {
+  return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kQuantized);
+}
 
 int64_t largest_quantized_bytes(const Layout& layout) {
   int64_t largest = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.quantized_bytes());
+  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kQuantized));
   return largest;
 }
 
@@ -139,9 +141,9 @@ void put_gradients_into_tide(const Layout& layout, const Timeline& step, const s
   if (left == 0) return;
   for (const Moment& moment : step.moments) {
     for (const Access& access : moment.accesses) {
-      const ChunkSpec& spec = layout.chunk(access.array.chunk);
-      const bool waits = access.array.kind == ArrayKind::kGrad && access.mode == AccessMode::kWrite &&
-                         spec.puts_values_in_place() && states_on_device[static_cast<size_t>(access.array.chunk)] != 0;
+      const bool waits = layout.row(access.array).on_device == ArrayMemory::kTide &&
+                         access.mode == AccessMode::kWrite &&
+                         states_on_device[static_cast<size_t>(access.array.chunk)] != 0;
       int64_t& bytes = problem.arrays[static_cast<size_t>(access.array.index())].num_bytes;
       if (!waits || bytes == 0 || bytes > left) continue;
       left -= bytes;
@@ -165,18 +167,21 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
   for (const ChunkSpec& chunk : layout.chunks()) {
     usable -= lasting_bytes(chunk);
     if (chunk.trainable) {
-      const bool reserves = chunk.reserves_gradient() || (budget.keeps_gradients && layout.is_sharded());
+      const ArrayRow& gradient = chunk.rows.gradient();
+      const ArrayRow& param = chunk.rows.param();
+      const bool reserves = gradient.on_device == ArrayMemory::kOwn || (budget.keeps_gradients && layout.is_sharded());
       // Among all values there is the one that is a part of the states, and a gradient does not take its place.
-      const bool waits = beside == Beside::kAllValues ? chunk.puts_values_in_place() : beside == Beside::kGradients;
-      const bool value = beside != Beside::kAllValues && chunk.puts_values_in_place();
-      const bool shard = layout.is_sharded() && chunk.keeps_param();  // of one rank it is among the values
+      const bool is_apart = gradient.on_device == ArrayMemory::kTide;
+      const bool waits = beside == Beside::kAllValues ? is_apart : beside == Beside::kGradients;
+      const bool value = beside != Beside::kAllValues && is_apart;
+      const bool shard =
+          layout.is_sharded() && param.on_device == ArrayMemory::kOwn;  // of one rank it is among the values
       if (reserves || (budget.keeps_gradients && waits)) {
-        const int64_t bytes = chunk.num_bytes(ArrayKind::kGradShard);
-        const int64_t without_slot = reserves ? 0 : std::min(bytes, in_tide);
+        const int64_t without_slot = reserves ? 0 : std::min(gradient.num_bytes, in_tide);
         in_tide -= without_slot;
-        usable -= bytes - without_slot;
+        usable -= gradient.num_bytes - without_slot;
       }
-      if (value || shard) usable -= chunk.num_bytes(ArrayKind::kParamShard);
+      if (value || shard) usable -= param.num_bytes;
     }
     if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
     if (usable < 0) break;
@@ -240,9 +245,9 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
     int64_t others = 0;  // that the moment itself needs
     std::set<int> needed;
     for (const Access& access : moment.accesses) {
-      const ChunkSpec& spec = layout.chunk(access.array.chunk);
       if (access.mode == AccessMode::kRetire || !needed.insert(access.array.index()).second) continue;
-      const bool waits = access.array.kind == ArrayKind::kGrad && !spec.reserves_gradient() &&
+      const bool waits = access.array.kind == ArrayKind::kGrad &&
+                         layout.row(access.array).on_device != ArrayMemory::kOwn &&
                          states_on_device[static_cast<size_t>(access.array.chunk)] != 0;
       if (!waits) {
         others += layout.num_bytes(access.array);
@@ -286,31 +291,31 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
   problem.arrays.resize(static_cast<size_t>(layout.num_chunks()) * kNumArrayKinds);
   bool stages = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const bool trainable = layout.chunk(chunk).trainable;
-    const bool quantized = layout.chunk(chunk).is_quantized();
-    const bool on_device = (trainable || quantized) && states_on_device[static_cast<size_t>(chunk)] != 0;
-    const ArrayId param{chunk, ArrayKind::kParam};
-    const ArrayId grad{chunk, ArrayKind::kGrad};
-    const int64_t bytes = layout.num_bytes(param);
-    const ArrayId shard{chunk, ArrayKind::kParamShard};
-    const int64_t shard_bytes = layout.num_bytes(shard);
+    const ChunkSpec& spec = layout.chunk(chunk);
+    const int64_t placed = placed_bytes(spec);
+    const bool on_device = placed > 0 && states_on_device[static_cast<size_t>(chunk)] != 0;
+    const ArrayRow& param = spec.rows[ArrayKind::kParam];
+    const ArrayRow& value = spec.rows.value();
     // Of several ranks none may have what another one lacks: all values go when the step is over.
-    const bool survives = !layout.is_sharded() && (on_device || !trainable);
-    const bool kept = layout.chunk(chunk).keeps_param();
-    // Those of placed_bytes() are fixed; of several ranks these are the shard's.
-    const int64_t param_bytes = on_device && kept && !layout.is_sharded() ? 0 : bytes;
-    const int64_t fetch_bytes = layout.num_bytes(quantized ? layout.value_home(chunk) : shard);
-    stages = stages || (quantized && !on_device);
-    const bool retires = !on_device || (!layout.is_sharded() && !kept);
-    problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : fetch_bytes, 0, 0, survives};
-    const bool placed = layout.chunk(chunk).reserves_gradient();
-    const int64_t grad_bytes = on_device && placed && !layout.is_sharded() ? 0 : bytes;
-    problem.arrays[static_cast<size_t>(grad.index())] = {grad_bytes, bytes, bytes, retires ? shard_bytes : 0, false};
-    if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));
-    const bool shard_waits = trainable && layout.is_sharded() && budget.keeps_gradients && !placed;
-    if (on_device && shard_waits) problem.fixed_bytes += shard_bytes;
-    if (on_device && trainable && budget.backwards == Backwards::kSeveral) {
-      problem.fixed_bytes += layout.num_bytes({chunk, ArrayKind::kGradSum});
+    const bool survives = !layout.is_sharded() && (on_device || !spec.trainable);
+    // Those of placed_bytes() are fixed.
+    const auto bytes_beside = [&](const ArrayRow& row) {
+      return on_device && row.on_device == ArrayMemory::kOwn ? 0 : row.num_bytes;
+    };
+    problem.arrays[static_cast<size_t>(ArrayId{chunk, param.kind}.index())] = {
+        bytes_beside(param), on_device ? 0 : value.num_bytes, 0, 0, survives};
+    stages = stages || (spec.is_quantized() && !on_device);
+    problem.fixed_bytes += on_device ? placed : 0;
+    if (!spec.trainable) continue;
+    const ArrayRow& grad = spec.rows[ArrayKind::kGrad];
+    const bool retires = !on_device || param.source == Source::kMaster;
+    problem.arrays[static_cast<size_t>(ArrayId{chunk, grad.kind}.index())] = {
+        bytes_beside(grad), grad.num_bytes, grad.num_bytes, retires ? value.num_bytes : 0, false};
+    const bool shard_waits =
+        layout.is_sharded() && budget.keeps_gradients && spec.rows.gradient().on_device != ArrayMemory::kOwn;
+    if (on_device && shard_waits) problem.fixed_bytes += value.num_bytes;
+    if (on_device && budget.backwards == Backwards::kSeveral) {
+      problem.fixed_bytes += spec.num_bytes(ArrayKind::kGradSum);
     }
   }
   put_gradients_into_tide(layout, last, states_on_device, budget, problem);
@@ -336,10 +341,11 @@ int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBu
   int64_t largest_dequantized = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     const int64_t bytes = chunk.num_bytes(ArrayKind::kParam);
-    (chunk.is_quantized() ? dequantized : values) += bytes;
+    const bool quantized = chunk.is_quantized();
+    (quantized ? dequantized : values) += bytes;
     largest = std::max(largest, bytes);
     if (chunk.trainable) largest_trained = std::max(largest_trained, bytes);
-    if (chunk.is_quantized()) largest_dequantized = std::max(largest_dequantized, bytes);
+    if (quantized) largest_dequantized = std::max(largest_dequantized, bytes);
   }
   values += std::min(dequantized, kDequantizedChunks * largest_dequantized);
   values += kStagings * largest_quantized_bytes(layout);
