@@ -85,7 +85,7 @@ void register_placement(py::module_& module) {
       [](const Layout& layout) {
         const auto& chunks = layout.chunks();
         return std::any_of(chunks.begin(), chunks.end(),
-                           [](const ChunkSpec& chunk) { return chunk.puts_values_in_place(); });
+                           [](const ChunkSpec& chunk) { return chunk.trainable && chunk.puts_values_in_place(); });
       },
       py::arg("layout"), "Whether new values of any chunk take the old ones' place ([Note: values in place]).");
   module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),

@@ -158,8 +158,9 @@ struct ChunkSpec {
   bool splits_master() const { return states.master == StateType::kLowerHalf; }
   // Once it is trained, the compute value is a part of the optimizer state, or all that there is of the parameter.
   bool keeps_param() const { return states.master != StateType::kFloat32; }
-  // New values take the old ones' place before the norm is known ([Note: values in place], optim/kernels.h).
-  bool puts_values_in_place() const { return trainable && splits_master() && states.gradient == GradientPlace::kOwn; }
+  // Once it is trained, new values take the old ones' place before the norm is known ([Note: values in place],
+  // optim/kernels.h).
+  bool puts_values_in_place() const { return splits_master() && states.gradient == GradientPlace::kOwn; }
   // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
   bool draws_random_bits() const {
     return states.master == StateType::kNone || states.momentum == StateType::kBFloat16 ||

@@ -12,7 +12,7 @@ from patrickstar.engine import core_setup
 from patrickstar.machine import state_scheme
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.engine.test_equality import WIDE
+from tests.engine.test_equality import WIDE, short_batch, wide_gpt2
 from tests.engine.test_speculation import (
     INTERFERENCES,
     interfered,
@@ -22,7 +22,7 @@ from tests.engine.test_speculation import (
     some_weight,
     updates,
 )
-from tests.models import MODELS, VARIED
+from tests.models import MODELS, VARIED, Case
 from tests.training import ADAM, assert_same, go_on, least_device_memory, make_config, taken_over, train, two_passes
 
 CHUNK = 16 * 1024
@@ -80,6 +80,27 @@ def test_room_enough_changes_the_way_and_no_number(wide):
     run = train(WIDE, changed(wide, host_memory=4 * wide["host_memory"]), steps=10)
     assert run.report["num_values_in_place"] == 0
     assert_same(run, train(WIDE, wide, steps=10))
+
+
+def half_frozen():
+    model = wide_gpt2()
+    model.transformer.h[:2].requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_keep_no_update_waiting(monkeypatch):
+    """Beside one block that stays frozen and one that is unfrozen after four steps."""
+    monkeypatch.setattr(state_scheme, "lacks_room_ahead", lambda layout, **budgets: True)
+    case = Case(half_frozen, short_batch)
+
+    def thaw(engine, step):
+        engine.module.transformer.h[1].requires_grad_(step >= 4)
+
+    run = train(case, on_host("bf16", "always", default_chunk_size=CHUNK), steps=8, before_step=thaw)
+    in_place = [report["num_values_in_place"] for report in run.chunk_reports]
+    print(f"values in place by step: {in_place}")
+    assert 0 < in_place[3] < in_place[5] and in_place[3] < in_place[7] - in_place[3]
+    assert_same(run, train(case, plain(), steps=8, before_step=thaw))
 
 
 @pytest.mark.parametrize("rank", [1, 4, 7])
