@@ -3,7 +3,7 @@
 //
 //   for (const ArrayRow& row : layout.chunk(chunk).rows) bytes += row.on_host == ArrayMemory::kOwn ? row.num_bytes : 0;
 //
-// Of several ranks the rows of this rank's shards have memory; the whole value passes, made of kOtherRanks.
+// With several ranks the rows of this rank's shards have memory; the whole value passes, made of kOtherRanks.
 #pragma once
 
 #include <array>

@@ -75,7 +75,7 @@ using GroupOptions = std::variant<AdamOptions, LionOptions, SgdOptions>;
 
 inline bool keeps_variance(const GroupOptions& options) { return std::holds_alternative<AdamOptions>(options); }
 
-// Of a whole matrix, by any rule ([Note: whole matrices], optim/matrix_rule.h).
+// A whole matrix, by any rule ([Note: whole matrices], optim/matrix_rule.h).
 struct MatrixStep {
   float decay;
   float step_size;

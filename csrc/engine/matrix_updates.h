@@ -2,8 +2,8 @@
 // memory that this takes: float32 of the largest of them, on the device for each update there, and on the host from the
 // beginning on, for each queue of updates.
 //
-// They are the trained parameters of two dimensions. All others follow their group's rule element by element, in the
-// same chunks. Guarded by the engine's lock.
+// Matrices are the trained parameters of two dimensions. All others follow their group's rule element by element, in
+// the same chunks. Guarded by the engine's lock.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ class MatrixUpdates {
   bool is_empty() const { return largest_numel_ == 0; }
   // Bytes of memory for updates of the chunk; 0 where it has no matrices.
   int64_t scratch_bytes(ChunkId chunk) const { return has_any(chunk) ? largest_numel_ * 4 : 0; }
-  // That memory, on the host, for updates of chunks with their states on `states`; null where there are no matrices.
+  // Host memory of that kind, for updates of chunks with their states on `states`; null where there are no matrices.
   void* host_scratch(Tier states);
   optim::MatrixScalars scalars(ParamId param, const GroupOptions& options, float grad_scale, void* scratch) const;
 

@@ -51,7 +51,7 @@ class Compute {
                               const RandomKey& key) = 0;
 };
 
-// What only host memory needs. Passes other than update() take no whole matrices.
+// Kernels that host memory alone needs. Passes other than update() take no whole matrices.
 class HostCompute : public Compute {
  public:
   // The new parameters of `jobs` and nothing else, as update() would write them.

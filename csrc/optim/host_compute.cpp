@@ -188,7 +188,7 @@ class PoolCompute final : public HostCompute {
 
  private:
   static bool is_matrix(const UpdateJob& job) { return std::holds_alternative<MatrixScalars>(job.scalars); }
-  // Of jobs some of which are matrices.
+  // Jobs some of which are matrices.
   void update_matrices(const std::vector<UpdateJob>& jobs) {
     std::vector<UpdateJob> others;
     std::remove_copy_if(jobs.begin(), jobs.end(), std::back_inserter(others), is_matrix);

@@ -39,7 +39,7 @@ class MatrixRule {
   virtual void make_direction(const Matrix& matrix) const = 0;
 };
 
-// Of one matrix in one step.
+// Scalars of one matrix in one step.
 struct MatrixScalars {
   const MatrixRule* rule;
   int64_t rows;

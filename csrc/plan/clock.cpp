@@ -94,7 +94,7 @@ Busy Clock::run(const Instruction& instruction) {
     case Op::kOffload:
       return offload(shape_.activations[moment]);
     case Op::kAllocate:
-      // What was put off comes before what is needed now, since all ranks gather in one order (Pager::gather_in_turn).
+      // Postponed fetches come before what is needed now, since all ranks gather in one order (Pager::gather_in_turn).
       if (instruction.issue == Issue::kNow && is_sharded() && is_param(operand)) await(operand);
       return allocate(operand);
     case Op::kFetch:

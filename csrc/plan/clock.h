@@ -98,9 +98,9 @@ class Clock {
   Busy offload(const ActivationCopies& copies);
   Busy norm();
   Busy allocate(int array);
-  // Those whose values have been made, in their order.
+  // Issues those whose values have been made, in their order.
   void issue_postponed();
-  // Those of the array, or with several ranks all up to it, since all ranks gather in one order.
+  // Issues those of the array, or with several ranks all up to it, since all ranks gather in one order.
   void await(int array);
   void forget_postponed(int array);
   Busy fetch(int array);

@@ -298,7 +298,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const ArrayRow& value = spec.rows.value();
     // Of several ranks none may have what another one lacks: all values go when the step is over.
     const bool survives = !layout.is_sharded() && (on_device || !spec.trainable);
-    // Those of placed_bytes() are fixed.
+    // Rows that placed_bytes() counts are fixed.
     const auto bytes_beside = [&](const ArrayRow& row) {
       return on_device && row.on_device == ArrayMemory::kOwn ? 0 : row.num_bytes;
     };

@@ -130,7 +130,7 @@ int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, co
 
 // Activations at a moment, as a plan counts them.
 int64_t tide(const PlanProblem& problem, size_t moment);
-// Of a gathered or scattered array, what comes from the other ranks or goes to them.
+// Bytes of a gathered or scattered array that come from the other ranks or go to them.
 int64_t others_bytes(const ArrayCost& cost, int num_ranks);
 // The value is made of codes on the device; 0: it is not.
 int64_t dequantized_bytes(const StepShape& shape, int array);

@@ -79,10 +79,10 @@ constexpr bool is_visit(const RecipeRow& row) { return row.states == Tier::kHost
 
 // True where any chunk's update is a visit.
 bool any_visits(const std::vector<Recipe>& recipes);
-// What an update is made of: elements, so that it may be cut anywhere, or whole matrices (optim/matrix_rule.h).
+// Unit of an update: elements, so that it may be cut anywhere, or whole matrices (optim/matrix_rule.h).
 enum class UpdateUnit : uint8_t { kElement, kMatrix };
 
-// Whether whole matrices can be updated so: once, where their states are, and never undone.
+// True where whole matrices can be updated so: once, where their states are, and never undone.
 constexpr bool suits_matrices(const RecipeRow& row) {
   return row.start != Start::kAhead && row.passes == Passes::kOne && !is_visit(row);
 }

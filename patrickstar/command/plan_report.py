@@ -19,7 +19,7 @@ from patrickstar.sizes import enough_size, show_size
 
 
 def configuration_lines(answer: Answer) -> list[str]:
-    """What ``initialize_engine`` takes to train so."""
+    """The configuration with which ``initialize_engine`` trains so."""
     return ["configuration (the learning rate is yours):", json.dumps(answer.config(), indent=2)]
 
 

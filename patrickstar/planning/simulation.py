@@ -65,7 +65,7 @@ def _step_arguments(
     updates: Sequence[_C.Recipe],
     activations: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """What ``_C.simulate`` and ``_C.play_program`` take."""
+    """Arguments of ``_C.simulate`` and ``_C.play_program``."""
     problem = {key: value for key, value in plan.problem.items() if key not in ("prefetch_bytes", "idle_bytes")}
     return {
         "moments": plan.timeline,

@@ -17,7 +17,7 @@ from patrickstar.sizes import show_count, show_size
 
 _TOLERANCE = 0.05
 _LEAST_SHARE = 0.001
-"""Of the step: shorter differences are the clock's and the launches'."""
+"""A share of the step: shorter differences are the clock's and the launches'."""
 
 _TRACKS = {
     _C.Lane.UPLOAD: _C.Track.UPLOAD,

@@ -118,7 +118,7 @@ def test_accumulation():
 
 
 def test_values_that_a_forward_writes_are_rounded_once():
-    """What a running module writes is its master, and computes in the format."""
+    """A running module writes its master, and computes in the format."""
     case = MODELS["gpt2"]
     engine, _ = initialize_engine(case.build, 0, config_of("fp32"))
     with engine:

@@ -38,8 +38,8 @@ MOST_LEFT_BYTES = 32 * 2**20
 
 @pytest.fixture(autouse=True)
 def _leaves_no_memory():
-    """What a test leaves on the GPU is taken from the budgets of all tests after it in its process. PyTorch keeps a
-    workspace of cuBLAS for each stream that has computed, 32 MiB on Hopper, until it is asked to clear them.
+    """Memory that a test leaves on the GPU is taken from the budgets of all tests after it in its process. PyTorch
+    keeps a workspace of cuBLAS for each stream that has computed, 32 MiB on Hopper, until it is asked to clear them.
     """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()

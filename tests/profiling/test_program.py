@@ -62,7 +62,7 @@ def test_a_step_as_predicted():
 
 @pytest.mark.parametrize("index", range(len(PROGRAM)))
 def test_the_first_that_differs_is_named(index):
-    """Those after it differ as well."""
+    """The instructions after it differ as well."""
     slower = [
         PlayedInstruction(**{**vars(one), "seconds": one.seconds * (1.06 if place >= index else 1.04)})
         for place, one in enumerate(PROGRAM)
