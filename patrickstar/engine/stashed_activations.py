@@ -10,16 +10,6 @@
 inputs of the layers, which are computed again from them. Where they would take more than their share of the device,
 what was kept first is copied to host memory and let go ([Note: stashed activations], csrc/engine/stash.h). The copy
 back begins when what was kept a little later is used. Its bits are those that were saved.
-
-[Note: working activations] The share is also for what forward and backward have beside: one layer's operations, the
-loss. How much that is at most, the first step shows: between two tensors that are kept or used, the highest tide of
-what was alive, less what was kept. From then on what leaves is what the device has no room for beside it and chunks
-([Note: what stays], planning/activation_rules.py), and the plan after the first step counts what had left in it and
-will stay. What is kept beyond (:meth:`ActivationStash.keep`) may not take more of the device than plans leave to
-activations. In the first step the share is compared with the tide itself, which on CUDA counts memory that PyTorch
-holds for later allocations, so that nearly everything leaves once the share was exceeded. The same holds where a
-forward keeps a larger tensor than its predecessors did of that kind, and where it ran out of memory and is run again:
-what it needs, no step has shown.
 """
 
 from __future__ import annotations
@@ -34,7 +24,8 @@ from typing import Any
 import torch
 
 from patrickstar import _C
-from patrickstar.planning.activation_rules import MOST_LEAVING, DeviceShares, SeenStep, comes_ahead
+from patrickstar.engine.working_activations import ExpectedInputs, WorkingBytes
+from patrickstar.planning.activation_rules import MOST_LEAVING, DeviceShares, comes_ahead
 
 
 class ActivationStash:
@@ -209,106 +200,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         stride *= size
     return True
-
-
-class WorkingBytes:
-    """[Note: working activations]
-
-    Attributes:
-        held_bytes: of what is kept, on the device.
-        beyond_bytes: of these, what autograd did not save by itself.
-        absent_bytes: of what is kept, on the host alone.
-        seen: what steps have shown; None: nothing that would hold for this one.
-    """
-
-    def __init__(self, runtime: _C.Runtime, shares: DeviceShares):
-        self._runtime = runtime
-        self._shares = shares
-        self._least_held = shares.first_bytes // 32  # of less nothing will have to leave, so nobody asks for peaks
-        self.held_bytes = 0
-        self.beyond_bytes = 0
-        self.absent_bytes = 0
-        self.seen: SeenStep | None = None
-        self._most_held = 0
-        self._most_working = -1  # of all steps; what was alive beside what was kept
-        self._highest_whole = 0  # of all steps, if nothing had left
-        self._is_measuring = True
-        self._held_before: int | None = None  # None: the peak since the last call is of no interest
-
-    def hold(self, num_bytes: int, beyond: int) -> None:
-        """So much more is on the device, or less."""
-        self.held_bytes += num_bytes
-        self.beyond_bytes += beyond
-
-    def note_return(self, num_bytes: int) -> None:
-        """So much has come back and is used now, as what is kept on the device would be."""
-        if self._held_before is not None:
-            self._held_before += num_bytes
-
-    def measure_always(self) -> None:
-        """However little is kept: attention wants to keep more."""
-        self._least_held = -1
-
-    def learn(self) -> SeenStep | None:
-        """What was measured counts from now on. None where nothing was."""
-        if self._most_working >= 0:
-            self.seen = self._shares.seen(self._most_working, self._highest_whole)
-        return self.seen
-
-    def forget(self) -> None:
-        """Until it is learned again, with what this step will show."""
-        self.seen = None
-        self._is_measuring = True
-
-    def begin_forward(self) -> None:
-        """Steps show it again only where they keep more: on CUDA each measurement resets PyTorch's own peaks."""
-        self._held_before = None
-        self._is_measuring = self.seen is None
-
-    def measure(self) -> None:
-        """A tensor is about to be kept or used."""
-        if self.held_bytes > self._most_held:
-            self._most_held = self.held_bytes
-            self._is_measuring = True
-        is_of_interest = self._is_measuring and self.held_bytes + self.absent_bytes > self._least_held
-        if is_of_interest or self._held_before is not None:
-            tide = self._runtime.take_live_tide_peak()
-            if self._held_before is not None:
-                self._highest_whole = max(self._highest_whole, tide + self.absent_bytes)
-                self._most_working = max(self._most_working, tide - self._held_before)
-        self._held_before = self.held_bytes if is_of_interest else None
-
-
-class ExpectedInputs:
-    """What autograd saves in a forward: how many tensors, by the last one, and how large of which kind."""
-
-    def __init__(self) -> None:
-        self._most_bytes: dict[tuple[torch.dtype, int], int] = {}  # by the last dimension, in all forwards
-        self._count = 0
-        self._count_before = 0
-        self._num_bytes = 0
-
-    def begin_forward(self) -> None:
-        """Nothing is saved yet."""
-        self._count_before, self._count = self._count, 0
-
-    def is_larger(self, tensor: torch.Tensor) -> bool:
-        """Whether it is larger than all before with so many elements in the last dimension; if there was none, than
-        all. Which place in its forward it has does not count, since what has left may be saved once more.
-        """
-        kind = (tensor.dtype, tensor.shape[-1] if tensor.dim() > 0 else 0)
-        before = self._most_bytes.get(kind, max(self._most_bytes.values(), default=0))
-        self._most_bytes[kind] = max(self._most_bytes.get(kind, 0), tensor.nbytes)
-        return tensor.nbytes > before
-
-    def note(self, num_bytes: int) -> None:
-        """One was."""
-        self._count += 1
-        self._num_bytes = num_bytes
-
-    def outstanding_bytes(self) -> int:
-        """Of those that are still to come, if they are as large as the last one."""
-        return max(self._count_before - self._count, 0) * self._num_bytes
 
 
 class Place(enum.Enum):
