@@ -12,6 +12,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
 from patrickstar.engine.kept_attention import KeptAttention
+from patrickstar.engine.layer_activations import LayerActivations
 from patrickstar.engine.stashed_activations import ActivationStash
 from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
 from patrickstar.module.chunked_parameter import ChunkedParameter
@@ -25,20 +26,24 @@ def keeper_of_activations(
     take ``chunk_bytes``.
     """
     if section.offload is ActivationOffload.NEVER:
-        return StayingActivations()
+        return StayingActivations(LayerActivations(module, None, None))
     params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
     stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
     attention = None
     if section.keep_attention is not KeepAttention.NEVER:
         least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else LEAST_ATTENTION_TOKENS
-        attention = KeptAttention(module, stash, least_tokens)
+        attention = KeptAttention(stash, least_tokens)
+    layers = LayerActivations(module, stash, attention)
     if section.offload is ActivationOffload.ALWAYS:
-        return AllActivations(stash, attention)
-    return CheckpointedActivations(module, stash, attention)
+        return AllActivations(stash, layers)
+    return CheckpointedActivations(module, stash, layers)
 
 
 class ActivationKeeper(Protocol):
     """Whose forwards keep activations, and where."""
+
+    layers: LayerActivations
+    """Where those of each layer rest."""
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward whose backward comes."""
@@ -60,9 +65,12 @@ class ActivationKeeper(Protocol):
 class StayingActivations:
     """They stay on the device, as autograd has them."""
 
+    def __init__(self, layers: LayerActivations):
+        self.layers = layers
+
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing happens."""
-        return contextlib.nullcontext()
+        """Without a stash."""
+        return self.layers.running()
 
     def forget(self) -> None:
         """Nothing was known."""
@@ -75,17 +83,16 @@ class StayingActivations:
 
 
 class AllActivations:
-    """Whatever autograd saves may leave, and attention of checkpointed layers is kept as well."""
+    """Whatever autograd saves may leave."""
 
-    def __init__(self, stash: ActivationStash, attention: KeptAttention | None):
+    def __init__(self, stash: ActivationStash, layers: LayerActivations):
         self._stash = stash
-        self._attention = attention
+        self.layers = layers
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """In the stash."""
-        attention = contextlib.nullcontext() if self._attention is None else self._attention.keeping()
-        with self._stash.keeping(), attention:
+        with self._stash.keeping(), self.layers.running():
             yield
 
     def forget(self) -> None:
@@ -104,13 +111,14 @@ class AllActivations:
 class CheckpointedActivations:
     """Those of a model of Hugging Face may leave while it checkpoints layers, and stay otherwise, being many then."""
 
-    def __init__(self, module: nn.Module, stash: ActivationStash, attention: KeptAttention | None):
-        self._layers = checkpointable_modules(module)
-        self._all = AllActivations(stash, attention)
+    def __init__(self, module: nn.Module, stash: ActivationStash, layers: LayerActivations):
+        self.layers = layers
+        self._checkpointable = checkpointable_modules(module)
+        self._all = AllActivations(stash, layers)
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """As the layers are just then."""
-        checkpoints = any(map(is_checkpointing, self._layers))
+        checkpoints = any(map(is_checkpointing, self._checkpointable))
         return self._all.keeping() if checkpoints else contextlib.nullcontext()
 
     def forget(self) -> None:

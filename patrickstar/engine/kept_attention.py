@@ -1,8 +1,7 @@
 """What attention gives in checkpointed layers, kept so that backward's recomputation need not compute it again.
 
-    attention = KeptAttention(module, stash, least_tokens=32768)
-    with stash.keeping(), attention.keeping():
-        loss = module(...)
+    attention = KeptAttention(stash, least_tokens=32768)
+    output = attention.checkpoint(layer, function, call, *args)  # for function(call, *args), within stash.keeping()
 
 [Note: kept attention] Of n tokens attention over h channels gives 2 h n bytes in 16 bits and takes 2 h n^2 operations
 (causal, forward): at 262,144 tokens an H200 computes a second for what the link carries in 0.04. So each call's output
@@ -16,18 +15,14 @@ its selective checkpointing has. So models, attention functions and sequence par
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from patrickstar.engine.stashed_activations import ActivationStash, Stashed
-from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
 
 _aten = torch.ops.aten
 
@@ -44,38 +39,23 @@ _DROPOUT_AT = {kernel: [arg.name for arg in kernel._schema.arguments].index("dro
 
 
 class KeptAttention:
-    """Of the checkpointed layers of a model of Hugging Face.
+    """Keeps attention of the checkpointed layers of a model of Hugging Face.
 
     Args:
-        module: the model. Layers with reentrant checkpoints, those with a ``context_fn`` of their own and those that
-            are compiled stay as they are.
         stash: of the engine.
         least_tokens: calls of layers with fewer tokens are left alone.
     """
 
-    def __init__(self, module: nn.Module, stash: ActivationStash, least_tokens: int):
-        self._layers = checkpointable_modules(module)
+    def __init__(self, stash: ActivationStash, least_tokens: int):
         self._stash = stash
         self._least_tokens = least_tokens
 
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Around a forward whose backward comes: within it, the layers' checkpoints keep attention."""
-        replaced = []
-        try:
-            for layer in self._layers:
-                function = vars(layer).get("_gradient_checkpointing_func")
-                if is_checkpointing(layer) and _takes_contexts(function):
-                    replaced.append((layer, function))
-                    layer._gradient_checkpointing_func = functools.partial(self._checkpoint, layer, function)
-            yield
-        finally:
-            for layer, function in replaced:
-                layer._gradient_checkpointing_func = function
-
-    def _checkpoint(
+    def checkpoint(
         self, layer: nn.Module, function: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Runs ``function``, the non-reentrant checkpoint of ``layer``, with ``call``, and keeps its attention. Layers
+        that are compiled stay as they are.
+        """
         hidden = args[0] if args else None
         is_long = isinstance(hidden, torch.Tensor) and hidden.dim() > 1 and hidden.shape[-2] >= self._least_tokens
         if not is_long or _is_compiled(layer):
@@ -85,11 +65,6 @@ class KeptAttention:
     def _contexts(self) -> tuple[_Keeping, _Recalling]:
         results: list[_Results | None] = []
         return _Keeping(self._stash, results), _Recalling(results)
-
-
-def _takes_contexts(function: Any) -> bool:
-    is_plain = isinstance(function, functools.partial) and function.func is checkpoint and not function.args
-    return is_plain and function.keywords.get("use_reentrant") is False and "context_fn" not in function.keywords
 
 
 def _is_compiled(layer: nn.Module) -> bool:

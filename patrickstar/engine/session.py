@@ -155,7 +155,7 @@ class Session:
         parts = build_parts(self, self.closing.teardown, self._core.largest_module_bytes)
         self.managed, self.states, self.compiled, self.calls = parts.managed, parts.states, parts.compiled, parts.calls
         self.gradients, self.gradient_reads, self.backwards = parts.gradients, parts.gradient_reads, parts.backwards
-        self.kept_plan = parts.kept_plan
+        self.kept_plan, self.layer_activations = parts.kept_plan, parts.layer_activations
         self._parts = parts
         if saved_plan is not None:
             adopt_plan(self.runtime, saved_plan)

@@ -20,6 +20,7 @@ from patrickstar.engine.forward_attempt import RepeatableForwards
 from patrickstar.engine.forwards import Forwards, InputsInPlace
 from patrickstar.engine.gradient_reads import GradientReads
 from patrickstar.engine.kept_plan import NoKeptPlan, make_kept_plan
+from patrickstar.engine.layer_activations import LayerActivations
 from patrickstar.engine.pressure_log import PressureLog
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.step_gradients import StepGradients
@@ -53,6 +54,7 @@ class Parts:
     gradient_reads: GradientReads
     backwards: Backwards
     kept_plan: NoKeptPlan
+    layer_activations: LayerActivations
     ends_of_step: list[Callable[[], None]]
     """To be called after each step, in this order."""
 
@@ -104,6 +106,7 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
             profiler,
         ),
         kept_plan=kept_plan,
+        layer_activations=running.activations.layers,
         ends_of_step=ends_of_step,
     )
 

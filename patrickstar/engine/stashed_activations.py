@@ -14,6 +14,7 @@ back begins when what was kept a little later is used. Its bits are those that w
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import enum
@@ -25,7 +26,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.engine.working_activations import ExpectedInputs, WorkingBytes
-from patrickstar.planning.activation_rules import MOST_LEAVING, DeviceShares, comes_ahead
+from patrickstar.planning.activation_rules import MOST_LEAVING, ActivationTier, DeviceShares, comes_ahead
 
 
 class ActivationStash:
@@ -47,11 +48,12 @@ class ActivationStash:
         self.working = WorkingBytes(runtime, self._shares)
         self._known: weakref.WeakValueDictionary[Any, Stashed] = weakref.WeakValueDictionary()
         self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
+        self._kept_last: collections.deque[weakref.ref[Stashed]] = self._on_device  # gets what is kept now
         self._leaving: collections.deque[Stashed] = collections.deque()
         # On the simulated device memory is counted to the byte: the least budget that an error names must not depend on
         # how far a busy machine's copies are.
         self._most_leaving = MOST_LEAVING if device.type == "cuda" else 0
-        self._away: list[weakref.ref[Stashed]] = []
+        self._away: list[tuple[int, weakref.ref[Stashed]]] = []  # by number
         self._num_kept = 0
         self._inputs = ExpectedInputs()
         self._missed_bytes = 0  # what the host had no room for in one piece
@@ -69,6 +71,27 @@ class ActivationStash:
         except BaseException:
             self.finish()
             raise
+
+    @contextlib.contextmanager
+    def resting(self, tier: ActivationTier) -> Iterator[None]:
+        """Around the forward of a layer without a checkpoint, whose activations rest on ``tier``: they stay on the
+        device (KEEP), or leave it together at the layer's end, and are copied while the next layer computes (OFFLOAD).
+        What was kept before the layer goes by the rule it was kept by.
+        """
+        self._kept_last = collections.deque()
+        try:
+            yield
+            if tier is ActivationTier.OFFLOAD:
+                self.finish()  # copies of the layer before
+                for ref in self._kept_last:
+                    kept = ref()
+                    if kept is not None and kept.is_unchanged:  # else its backward will say so
+                        kept.would_stay = False
+                        self._send(kept)
+                if self._most_leaving == 0:
+                    self.finish()
+        finally:
+            self._kept_last = self._on_device
 
     def finish(self) -> None:
         """Returns when no copy to the host runs any more."""
@@ -111,10 +134,12 @@ class ActivationStash:
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         kept = self._known.get(key)
         if kept is None or kept.place is not Place.ON_DEVICE:
-            if self._inputs.is_larger(tensor):
+            is_input = self._kept_last is self._on_device
+            if is_input and self._inputs.is_larger(tensor):
                 self.working.forget()
             kept = self._known[key] = self._hold(tensor)
-            self._inputs.note(tensor.nbytes)
+            if is_input:
+                self._inputs.note(tensor.nbytes)
         return kept
 
     def _hold(self, tensor: torch.Tensor, beyond: int = 0) -> Stashed:
@@ -122,7 +147,7 @@ class ActivationStash:
         kept = Stashed(self, tensor, self._num_kept, beyond)
         self._num_kept += 1
         self._make_room()
-        self._on_device.append(weakref.ref(kept))
+        self._kept_last.append(weakref.ref(kept))
         return kept
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
@@ -144,15 +169,21 @@ class ActivationStash:
         while excess > 0 and self._on_device:
             kept = self._on_device[0]()
             if kept is not None and kept.is_unchanged:  # else its backward will say so
-                if not kept.leave():
-                    self._missed_bytes = max(self._missed_bytes, 2 * kept.num_bytes)
-                    return  # the host has no room
-                self._leaving.append(kept)
-                self._away.append(weakref.ref(kept))
+                if not self._send(kept):
+                    return
                 excess -= kept.num_bytes
             self._on_device.popleft()
             if len(self._leaving) > self._most_leaving:
                 self._finish_oldest()
+
+    def _send(self, kept: Stashed) -> bool:
+        """Starts its copy to the host; False where that has no room."""
+        if not kept.leave():
+            self._missed_bytes = max(self._missed_bytes, 2 * kept.num_bytes)
+            return False
+        self._leaving.append(kept)
+        bisect.insort(self._away, (kept.number, weakref.ref(kept)))
+        return True
 
     def _excess_bytes(self) -> int:
         """By how much activations exceed their share when what is leaving has left."""
@@ -183,9 +214,10 @@ class ActivationStash:
     def fetch_ahead(self, used: Stashed) -> None:
         """Starts the copy back of what is needed next, a little later than ``used``."""
         while self._away:
-            kept = self._away[-1]()
-            if kept is not None and kept.number < used.number:
-                if comes_ahead(kept.number, used.number) and kept.place is Place.AWAY:
+            number, ref = self._away[-1]
+            kept = ref()
+            if kept is not None and number < used.number:
+                if comes_ahead(number, used.number) and kept.place is Place.AWAY:
                     self._away.pop()
                     kept.fetch()
                 return
@@ -227,6 +259,8 @@ class Stashed:
         self._was_changed = False
         self.ticket = -1  # of one that left
         self._is_absent = False
+        self.would_stay = True
+        """False: it rests on the host, however much room the device has."""
         self._beyond = beyond
         self._working.hold(self.num_bytes, beyond)
 
@@ -275,7 +309,8 @@ class Stashed:
         return tensor
 
     def _set_absent(self, is_absent: bool) -> None:
-        self._working.absent_bytes += (is_absent - self._is_absent) * self.num_bytes
+        if self.would_stay:
+            self._working.absent_bytes += (is_absent - self._is_absent) * self.num_bytes
         self._is_absent = is_absent
 
     def __del__(self):

@@ -26,7 +26,7 @@ class WorkingBytes:
     Attributes:
         held_bytes: of what is kept, on the device.
         beyond_bytes: of these, what autograd did not save by itself.
-        absent_bytes: of what is kept, on the host alone.
+        absent_bytes: of what is kept, on the host alone, while a device with room for everything would have it.
         seen: what steps have shown; None: nothing that would hold for this one.
     """
 
@@ -68,6 +68,11 @@ class WorkingBytes:
         """Until it is learned again, with what this step will show."""
         self.seen = None
         self._is_measuring = True
+
+    def start_anew(self) -> None:
+        """What steps have shown holds no more: layers' activations rest elsewhere from now on."""
+        self._most_held, self._most_working, self._highest_whole = 0, -1, 0
+        self.forget()
 
     def begin_forward(self) -> None:
         """Steps show it again only where they keep more: on CUDA each measurement resets PyTorch's own peaks."""

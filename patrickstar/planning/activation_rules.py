@@ -15,6 +15,7 @@ its way.
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 LEAST_SHARE = 4096
 """Tensors of less than the device's memory divided by this stay, so that hooks cost little."""
@@ -36,6 +37,15 @@ def comes_ahead(number: int, used: int) -> bool:
     count kept tensors in the order of the forward.
     """
     return 0 < used - number <= _FETCHED_AHEAD
+
+
+class ActivationTier(enum.Enum):
+    """Where the activations of one layer rest between its forward and its backward."""
+
+    KEEP = "device"
+    OFFLOAD = "host"
+    RECOMPUTE = "nowhere"
+    """The layer's input alone is kept, and goes by [Note: what stays]."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from patrickstar import RankFailure
+from patrickstar.planning.activation_rules import ActivationTier
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence import attention
 from tests import text_models
@@ -103,6 +104,8 @@ class Run:
     checkpointing: bool | None = None
     """use_reentrant, or None: none."""
     accumulate: int = 1
+    tiers: tuple[ActivationTier, ...] = ()
+    """Where activations of a GPT-2's layers rest, turned on by one layer with each step. Empty: none is chosen."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -121,8 +124,10 @@ def train(run: Run) -> dict[str, Any]:
             engine.module.gradient_checkpointing_enable({"use_reentrant": run.checkpointing})
         generator = torch.Generator().manual_seed(1)
         losses, norms = [], []
-        for _ in range(run.steps):
+        for step in range(run.steps):
             optimizer.zero_grad()
+            tiers = {f"transformer.h.{(i + step) % len(run.tiers)}": tier for i, tier in enumerate(run.tiers)}
+            engine._session.layer_activations.choose(tiers)
             for _ in range(run.accumulate):
                 whole = batch(generator, run.kind, BATCH * 2, run.length)
                 mine = {key: rows_of(value, data_rank, data_size) for key, value in whole.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patrickstar.planning.activation_rules import ActivationTier
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.divided import LENGTH, Model, Run, checkpointed, go_wrong, train_all, train_own, two_entry_points
@@ -115,8 +116,13 @@ def test_dropout_in_attention_is_that_of_any_number_of_ranks():
     model = Model("gpt2", {"attn_pdrop": 0.3})
     by_size = [divided(size, [Run(model, size=size, mode="ring", checkpointing=False)])[0][0] for size in (2, 3)]
     assert_close(*by_size)
-    plain = divided(2, [Run(GPT2, size=2, mode="ring")])[0][0]
-    assert plain["losses"] != by_size[0]["losses"]
+    tiers = (ActivationTier.KEEP, ActivationTier.OFFLOAD)
+    chosen = Run(model, size=2, mode="ring", checkpointing=False, tiers=tiers, options={"device_memory": "1MB"})
+    plain, kept = divided(2, [Run(GPT2, size=2, mode="ring"), chosen])
+    assert plain[0]["losses"] != by_size[0]["losses"]
+    assert kept[0]["losses"] == by_size[0]["losses"]  # wherever activations of layers rest
+    assert kept[0]["report"]["stashed_bytes"] > 0
+    assert_same_bits(kept[0]["state"], by_size[0]["state"])
 
 
 def test_loss_and_modules_in_tiles(alone):
