@@ -119,10 +119,9 @@ void plan_anew(OpenEngine& open) {
 void set_visits(OpenEngine& open, const std::vector<bool>& chunks, int64_t piece_numel) {
   PS_CHECK(chunks.empty() || static_cast<int>(chunks.size()) == open.layout().num_chunks(), ArgumentError,
            chunks.size(), " chunks visit the device or do not, of ", open.layout().num_chunks(), "; give all or none");
+  constexpr Recipe kAtHome = recipe_of({Start::kPromised, Tier::kHost, Tier::kHost});
   std::vector<Recipe> recipes;
-  for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(chunks.size()); ++chunk) {
-    recipes.push_back(chunks[static_cast<size_t>(chunk)] ? Recipe::kVisit : Recipe::kHostPromised);
-  }
+  for (const bool visits : chunks) recipes.push_back(visits ? with_visit(kAtHome) : kAtHome);
   open.updates.follow(std::move(recipes), piece_numel);
 }
 

@@ -135,7 +135,7 @@ void StepPlanner::adopt(std::optional<StepTimes> times) {
       const bool on_host = known.states == Tier::kHost && seen.states == Tier::kHost;
       const bool may_start = on_host && known.start == Start::kAfterNorm && starts_in_backward(seen);
       if (!may_start) then[chunk] = now[chunk];
-      if (is_visit(row_of(then[chunk]))) then[chunk] = Recipe::kHostPromised;  // chosen anew
+      then[chunk] = without_visit(then[chunk]);  // chosen anew
     }
     times_ = std::move(times);
   }

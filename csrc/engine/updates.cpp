@@ -117,16 +117,18 @@ void Updates::commit(ChunkId chunk) {
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (arrays_.has_states(chunk, Tier::kDevice)) {
     chunk_updates_.on_device(chunk, speculation_.expected_groups(), scale);
-    memory_.counters().count_update(Recipe::kDevicePromised);
+    note_made({Start::kPromised, Tier::kDevice, Tier::kDevice});
   } else if (grad.on_device && is_visit(row_of(recipe(chunk))) && chunk_updates_.can_visit(chunk) &&
              chunk_updates_.visits().take_room()) {
     chunk_updates_.by_visit(chunk, speculation_.expected_groups(), scale);
-    memory_.counters().count_update(Recipe::kVisit);
+    note_made({Start::kPromised, Tier::kHost, Tier::kDevice});
   } else if (arrays_.has_states(chunk, Tier::kHost) && grad.on_host) {
     chunk_updates_.on_host({chunk}, Passes::kOne, speculation_.expected_groups(), scale);
-    memory_.counters().count_update(disk_.is_home_of(chunk) ? Recipe::kDiskPromised : Recipe::kHostPromised);
+    note_made({Start::kPromised, disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost, Tier::kHost});
   }
 }
+
+void Updates::note_made(const UpdateWay& way) { memory_.counters().count_update(recipe_of(way)); }
 
 const char* Updates::how_committed() const {
   return speculation_.commits()
@@ -209,13 +211,13 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
     if (!gradients_.has_any(chunk) || progress_.is_made(chunk)) continue;
     if (as_expected && early_.has(chunk)) {
       const Passes passes = early_.take_over(chunk, groups, grad_scale);
-      memory_.counters().count_update(passes == Passes::kOne ? Recipe::kHostAhead : Recipe::kHostTwoPassesAhead);
+      note_made({Start::kAhead, Tier::kHost, Tier::kHost, passes});
     } else if (arrays_.belongs_on_device(chunk) || !pager_.push_out({chunk, gradients_.source(chunk)})) {
       chunk_updates_.on_device(chunk, groups, grad_scale);
-      memory_.counters().count_update(Recipe::kDevice);
+      note_made({Start::kAfterNorm, Tier::kDevice, Tier::kDevice});
     } else if (passes_after_norm(chunk) == Passes::kTwo && early_.start_after_all(chunk, groups, grad_scale)) {
       early_.take_over(chunk, groups, grad_scale);
-      memory_.counters().count_update(Recipe::kHostTwoPasses);
+      note_made({Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo});
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
       (disk_.is_home_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
@@ -230,8 +232,7 @@ void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions
   const auto apply_batch = [&] {
     if (batch.empty()) return;
     const Passes passes = chunk_updates_.on_host(batch, passes_after_norm(batch.front()), groups, grad_scale);
-    const Recipe made = passes == Passes::kOne ? Recipe::kHost : Recipe::kHostTwoPasses;
-    for (size_t i = 0; i < batch.size(); ++i) memory_.counters().count_update(made);
+    for (size_t i = 0; i < batch.size(); ++i) note_made({Start::kAfterNorm, Tier::kHost, Tier::kHost, passes});
     batch.clear();
     numel = 0;
   };
@@ -244,7 +245,7 @@ void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions
   apply_batch();
   for (ChunkId chunk : late.on_disk) {
     chunk_updates_.on_host({chunk}, Passes::kOne, groups, grad_scale);
-    memory_.counters().count_update(Recipe::kDisk);
+    note_made({Start::kAfterNorm, Tier::kDisk, Tier::kHost});
   }
 }
 

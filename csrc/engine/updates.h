@@ -61,7 +61,7 @@ class Updates {
   // Recipes of a plan, by chunk; none: the earliest ones. Chunks that visit do so in pieces of `piece_numel`, whole
   // kStateBlocks.
   void follow(std::vector<Recipe> recipes, int64_t piece_numel = kVisitingPiece);
-  // False where no update may be made by a visit (Recipe::kVisit).
+  // False where no update may be made by a visit ([Note: visits], engine/visits.h).
   bool may_visit() const {
     return speculation_.is_committing() && matrices_.is_empty() && !is_left_out(Mechanism::kVisits);
   }
@@ -128,6 +128,8 @@ class Updates {
   void commit_on_device(ChunkId chunk);
   void commit(ChunkId chunk);
   const char* how_committed() const;
+  // The report counts it.
+  void note_made(const UpdateWay& way);
   void submit_what_is_left() noexcept;
 
   Pager& pager_;

@@ -118,9 +118,7 @@ Predicted choose_room(PlanProblem problem, const std::vector<RoomPlan>& plans, c
 
 // `recipes`, of which those from `first_late` on that would begin ahead of the norm wait for it.
 std::vector<Recipe> delayed_updates(std::vector<Recipe> recipes, ChunkId first_late) {
-  for (auto chunk = static_cast<size_t>(first_late); chunk < recipes.size(); ++chunk) {
-    if (row_of(recipes[chunk]).start == Start::kAhead) recipes[chunk] = Recipe::kHost;
-  }
+  std::transform(recipes.begin() + first_late, recipes.end(), recipes.begin() + first_late, &made_late);
   return recipes;
 }
 
@@ -193,7 +191,7 @@ std::vector<Recipe> spread_visits(const StepShape& shape, int part) {
     due += numel * part / kParts;
     if (due < numel / 2) continue;
     due -= numel;
-    recipes[chunk] = Recipe::kVisit;
+    recipes[chunk] = with_visit(recipes[chunk]);
   }
   return recipes;
 }

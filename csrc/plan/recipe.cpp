@@ -8,6 +8,12 @@ bool any_visits(const std::vector<Recipe>& recipes) {
   return std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
 }
 
+Recipe with_visit(Recipe recipe) { return recipe == Recipe::kHostPromised ? Recipe::kVisit : recipe; }
+
+Recipe without_visit(Recipe recipe) { return is_visit(row_of(recipe)) ? Recipe::kHostPromised : recipe; }
+
+Recipe made_late(Recipe recipe) { return row_of(recipe).start == Start::kAhead ? Recipe::kHost : recipe; }
+
 Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit) {
   if (row_of(planned).states != row_of(possible).states) return possible;
   const Recipe later = std::max(planned, possible);

@@ -32,12 +32,15 @@ enum class Passes : uint8_t {
   kTwo,  // the new compute value first, and states behind it ([Note: parameters first], engine/update_jobs.h)
 };
 
-struct RecipeRow {
-  const char* name;
+struct UpdateWay {
   Start start;
   Tier states;   // home of the chunk's optimizer states
   Tier updater;  // side that computes: kHost or kDevice
-  Passes passes;
+  Passes passes = Passes::kOne;
+
+  friend constexpr bool operator==(const UpdateWay& a, const UpdateWay& b) {
+    return a.start == b.start && a.states == b.states && a.updater == b.updater && a.passes == b.passes;
+  }
 };
 
 // Rows. Within one home of states a later row begins later; ranks agree on the latest one ([Note: one plan on all
@@ -57,21 +60,31 @@ enum class Recipe : uint8_t {
 };
 constexpr size_t kNumRecipes = 11;
 
+struct RecipeRow : UpdateWay {
+  const char* name;
+};
+
 constexpr std::array<RecipeRow, kNumRecipes> kRecipes{{
-    {"NEVER", Start::kNever, Tier::kHost, Tier::kHost, Passes::kOne},
-    {"HOST_PROMISED", Start::kPromised, Tier::kHost, Tier::kHost, Passes::kOne},
-    {"VISIT", Start::kPromised, Tier::kHost, Tier::kDevice, Passes::kOne},
-    {"HOST_AHEAD", Start::kAhead, Tier::kHost, Tier::kHost, Passes::kOne},
-    {"HOST_TWO_PASSES_AHEAD", Start::kAhead, Tier::kHost, Tier::kHost, Passes::kTwo},
-    {"HOST_TWO_PASSES", Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo},
-    {"HOST", Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kOne},
-    {"DISK_PROMISED", Start::kPromised, Tier::kDisk, Tier::kHost, Passes::kOne},
-    {"DISK", Start::kAfterNorm, Tier::kDisk, Tier::kHost, Passes::kOne},
-    {"DEVICE_PROMISED", Start::kPromised, Tier::kDevice, Tier::kDevice, Passes::kOne},
-    {"DEVICE", Start::kAfterNorm, Tier::kDevice, Tier::kDevice, Passes::kOne},
+    {{Start::kNever, Tier::kHost, Tier::kHost, Passes::kOne}, "NEVER"},
+    {{Start::kPromised, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST_PROMISED"},
+    {{Start::kPromised, Tier::kHost, Tier::kDevice, Passes::kOne}, "VISIT"},
+    {{Start::kAhead, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST_AHEAD"},
+    {{Start::kAhead, Tier::kHost, Tier::kHost, Passes::kTwo}, "HOST_TWO_PASSES_AHEAD"},
+    {{Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo}, "HOST_TWO_PASSES"},
+    {{Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST"},
+    {{Start::kPromised, Tier::kDisk, Tier::kHost, Passes::kOne}, "DISK_PROMISED"},
+    {{Start::kAfterNorm, Tier::kDisk, Tier::kHost, Passes::kOne}, "DISK"},
+    {{Start::kPromised, Tier::kDevice, Tier::kDevice, Passes::kOne}, "DEVICE_PROMISED"},
+    {{Start::kAfterNorm, Tier::kDevice, Tier::kDevice, Passes::kOne}, "DEVICE"},
 }};
 
 constexpr const RecipeRow& row_of(Recipe recipe) { return kRecipes[static_cast<size_t>(recipe)]; }
+// The row of an update that is made in this way.
+constexpr Recipe recipe_of(const UpdateWay& way) {
+  size_t index = 0;
+  while (index + 1 < kNumRecipes && !(kRecipes[index] == way)) ++index;
+  return static_cast<Recipe>(index);
+}
 constexpr bool starts_in_backward(const RecipeRow& row) {
   return row.start == Start::kPromised || row.start == Start::kAhead;
 }
@@ -79,6 +92,9 @@ constexpr bool is_visit(const RecipeRow& row) { return row.states == Tier::kHost
 
 // True where any chunk's update is a visit.
 bool any_visits(const std::vector<Recipe>& recipes);
+// A promised update on the host, made by a visit instead, and the other way round; other recipes as they are.
+Recipe with_visit(Recipe recipe);
+Recipe without_visit(Recipe recipe);
 // Unit of an update: elements, so that it may be cut anywhere, or whole matrices (optim/matrix_rule.h).
 enum class UpdateUnit : uint8_t { kElement, kMatrix };
 
@@ -91,6 +107,8 @@ constexpr bool suits_matrices(const RecipeRow& row) {
 Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit);
 // Recipe of a chunk whose update was to begin in backward and did not, or must not.
 Recipe after_norm(Recipe recipe);
+// An update ahead of the norm waits for it, and is made in one pass ([Note: updates that wait], plan/plan_choice.h).
+Recipe made_late(Recipe recipe);
 
 // The earliest start of updates in a step.
 enum class UpdateStart : uint8_t {
