@@ -98,11 +98,11 @@ class Clock {
   Busy offload(const ActivationCopies& copies);
   Busy norm();
   Busy allocate(int array);
-  // Issues those whose values have been made, in their order.
+  // Issues postponed fetches in order, up to the first whose value is still being made.
   void issue_postponed();
-  // Issues those of the array, or with several ranks all up to it, since all ranks gather in one order.
+  // Issues the array's postponed fetch; with several ranks all up to it, since all ranks gather in one order.
   void await(int array);
-  void forget_postponed(int array);
+  void forget_postponed(int array);  // it leaves the device before it came
   Busy fetch(int array);
   Busy cast(int array);
   Busy dequantize(int array);

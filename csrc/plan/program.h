@@ -3,7 +3,7 @@
 //
 //   const Program program = compile(problem, plan, shape);   // of the steady step
 //   for (const Instruction& instruction : program.instructions) {
-//     const OpRow& row = row_of(instruction.op);             // name, track, what the operand is
+//     const OpRow& row = row_of(instruction.op);             // name, operand, lane
 //   }
 //
 // A new mechanism is a row of kOps, a line where it is emitted, and a time of the Clock. Pure functions of sizes.

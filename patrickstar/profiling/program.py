@@ -45,9 +45,9 @@ class PlayedInstruction:
     op: str
     """The name of its row in csrc/plan/program.h."""
     lane: _C.Lane
-    """Busy with it from ``begin_seconds`` on."""
+    """Queue or worker that is busy with it from ``begin_seconds`` on."""
     moment: int | None
-    """In which it is issued; None: after the norm of all gradients."""
+    """Moment of the step in which it is issued; None: after the norm of all gradients."""
     chunk: int | None
     kind: _C.ArrayKind | None
     """The array of the chunk; None: the instruction concerns the chunk, the moment or the step."""
@@ -58,7 +58,7 @@ class PlayedInstruction:
 
     @property
     def end_seconds(self) -> float:
-        """The lane is free again."""
+        """End of its seconds."""
         return self.begin_seconds + self.seconds
 
     @property
@@ -70,7 +70,7 @@ class PlayedInstruction:
 
     @property
     def shown_amount(self) -> str:
-        """With its unit; empty where it is 0."""
+        """Amount with its unit; empty where it is 0."""
         if self.amount == 0:
             return ""
         is_update = self.lane in _UPDATE_LANES or self.op in _UPDATE_OPS
@@ -86,7 +86,7 @@ class Compared:
     traced_seconds: float
 
     def differs(self, step_seconds: float) -> bool:
-        """By more than 5 %, and by more than a thousandth of the step."""
+        """True where the seconds differ by more than 5 % and by more than a thousandth of the step."""
         difference = abs(self.traced_seconds - self.instruction.seconds)
         return difference > max(_TOLERANCE * self.instruction.seconds, _LEAST_SHARE * step_seconds)
 
@@ -96,7 +96,7 @@ class Comparison:
     """A step and its program."""
 
     compared: list[Compared]
-    """In the order in which they are issued."""
+    """Compared instructions, in the order in which they are issued."""
     missing: list[PlayedInstruction]
     """Instructions of which the trace has no span."""
     traced_seconds: float
@@ -107,7 +107,7 @@ class Comparison:
         return next((one for one in self.compared if one.differs(self.traced_seconds)), None)
 
     def lines(self) -> list[str]:
-        """The first that differs, then all of them in a table."""
+        """First instruction that differs, then a table of all."""
         return [
             self._verdict(),
             f"{len(self.compared)} instructions compared, {len(self.missing)} not in the trace",
@@ -135,7 +135,7 @@ class Comparison:
 
 
 def compare(trace: dict[str, Any], instructions: Sequence[PlayedInstruction]) -> Comparison:
-    """The step that ``_C.Runtime.take_trace`` gave beside the program of its plan."""
+    """Compares the step that ``_C.Runtime.take_trace`` gave with the program of its plan."""
     spans: dict[_Place, list[dict[str, Any]]] = defaultdict(list)
     for span in trace["spans"]:
         if span["owner"] == _C.SpanOwner.THIS_STEP and not span["dropped"]:
