@@ -65,8 +65,8 @@ class Recorder:
         threading.Thread(target=self._pass_on, args=(server, client, self.down), daemon=True).start()
         with contextlib.suppress(OSError):
             while data := client.recv(65536):
+                self.up += data  # before the other end can answer
                 (client if self.reflects else server).sendall(data)
-                self.up += data
 
     @staticmethod
     def _pass_on(source, target, kept):
