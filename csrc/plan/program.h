@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/tracing.h"
 #include "plan/planner.h"
 #include "plan/recipe.h"
 #include "plan/step_shape.h"

@@ -1,15 +1,16 @@
-"""What an engine learns of its activations: the memory that a step needs beside those that are kept.
+"""Device memory that forward and backward need beside the activations that are kept, measured step by step.
 
-[Note: working activations] The share that activations have of the device is also for what forward and backward have
-beside those that are kept: one layer's operations, the loss. How much that is at most, the first step shows: between
-two tensors that are kept or used, the highest tide of what was alive, less what was kept. From then on what leaves is
-what the device has no room for beside it and chunks ([Note: what stays], planning/activation_rules.py), and the plan
-after the first step counts what had left in it and will stay. What is kept beyond
-(:meth:`patrickstar.engine.stashed_activations.ActivationStash.keep`) may not take more of the device than plans leave
-to activations. In the first step the share is compared with the tide itself, which on CUDA counts memory that PyTorch
-holds for later allocations, so that nearly everything leaves once the share was exceeded. The same holds where a
-forward keeps a larger tensor than its predecessors did of that kind, and where it ran out of memory and is run again:
-what it needs, no step has shown.
+[Note: working activations] Activations have a share of the device ([Note: what stays], planning/activation_rules.py).
+Kept activations and working memory both count: working memory is that of one layer's operations, or of the loss. The
+first step measures it: at each tensor that is kept or used, the peak of live memory since the last one, less the bytes
+of kept activations. From then on activations leave as far as the device has no room for them beside working memory and
+chunks. The plan after the first step counts activations that had left in it and will stay. Outputs of attention that
+are kept beyond what autograd saves (:meth:`patrickstar.engine.stashed_activations.ActivationStash.keep`) may take no
+more of the device than plans leave to activations.
+
+In the first step the share is compared with all of PyTorch's memory, on CUDA with what it caches. Nearly all kept
+activations leave there once the share was exceeded. The same holds for a forward that keeps a larger tensor than its
+predecessors did of that kind, and for one that ran out of memory and is run again: no step has shown what it needs.
 """
 
 from __future__ import annotations
@@ -24,63 +25,65 @@ class WorkingBytes:
     """[Note: working activations]
 
     Attributes:
-        held_bytes: of what is kept, on the device.
-        beyond_bytes: of these, what autograd did not save by itself.
-        absent_bytes: of what is kept, on the host alone, while a device with room for everything would have it.
-        seen: what steps have shown; None: nothing that would hold for this one.
+        held_bytes: kept activations on the device.
+        beyond_bytes: the part of ``held_bytes`` that autograd did not save by itself.
+        absent_bytes: kept activations on the host alone, for want of room on the device.
+        seen: the measurement that holds for this step; None: there is none.
     """
 
     def __init__(self, runtime: _C.Runtime, shares: DeviceShares):
         self._runtime = runtime
         self._shares = shares
-        self._least_held = shares.first_bytes // 32  # of less nothing will have to leave, so nobody asks for peaks
+        self._least_held = shares.first_bytes // 32  # fewer bytes never have to leave, so peaks are not measured
         self.held_bytes = 0
         self.beyond_bytes = 0
         self.absent_bytes = 0
         self.seen: SeenStep | None = None
         self._most_held = 0
-        self._most_working = -1  # of all steps; what was alive beside what was kept
-        self._highest_whole = 0  # of all steps, if nothing had left
+        self._most_working = -1  # of all steps: live bytes beside kept activations
+        self._highest_whole = 0  # of all steps: live bytes, had nothing left
         self._is_measuring = True
-        self._held_before: int | None = None  # None: the peak since the last call is of no interest
+        self._held_before: int | None = None  # None: the peak since the last call is not needed
 
     def hold(self, num_bytes: int, beyond: int) -> None:
-        """So much more is on the device, or less."""
+        """Adds to the kept bytes on the device; negative amounts leave it."""
         self.held_bytes += num_bytes
         self.beyond_bytes += beyond
 
     def note_return(self, num_bytes: int) -> None:
-        """So much has come back and is used now, as what is kept on the device would be."""
+        """Counts bytes that came back and are used now as kept ones, which they would be with room for everything."""
         if self._held_before is not None:
             self._held_before += num_bytes
 
     def measure_always(self) -> None:
-        """However little is kept: attention wants to keep more."""
+        """Measures peaks even where few bytes are kept, since attention may keep more."""
         self._least_held = -1
 
     def learn(self) -> SeenStep | None:
-        """What was measured counts from now on. None where nothing was."""
+        """Puts the measurement of the steps so far into ``seen`` and returns it. None: no step was measured."""
         if self._most_working >= 0:
             self.seen = self._shares.seen(self._most_working, self._highest_whole)
         return self.seen
 
     def forget(self) -> None:
-        """Until it is learned again, with what this step will show."""
+        """Clears ``seen`` until the next ``learn``, which includes this step."""
         self.seen = None
         self._is_measuring = True
 
     def start_anew(self) -> None:
-        """What steps have shown holds no more: layers' activations rest elsewhere from now on."""
+        """Drops all measurements, since activations of layers rest on other tiers from now on."""
         self._most_held, self._most_working, self._highest_whole = 0, -1, 0
         self.forget()
 
     def begin_forward(self) -> None:
-        """Steps show it again only where they keep more: on CUDA each measurement resets PyTorch's own peaks."""
+        """Measures again only while ``seen`` is None, or once a step keeps more: on CUDA each measurement resets
+        PyTorch's own peaks.
+        """
         self._held_before = None
         self._is_measuring = self.seen is None
 
     def measure(self) -> None:
-        """A tensor is about to be kept or used."""
+        """Called before a tensor is kept or used; measures the peak since the last call where it is needed."""
         if self.held_bytes > self._most_held:
             self._most_held = self.held_bytes
             self._is_measuring = True
@@ -94,7 +97,7 @@ class WorkingBytes:
 
 
 class ExpectedInputs:
-    """What autograd saves in a forward: how many tensors, by the last one, and how large of which kind."""
+    """Tensors that autograd is expected to save in a forward: as many as in the last one, and their sizes by kind."""
 
     def __init__(self) -> None:
         self._most_bytes: dict[tuple[torch.dtype, int], int] = {}  # by the last dimension, in all forwards
@@ -103,12 +106,14 @@ class ExpectedInputs:
         self._num_bytes = 0
 
     def begin_forward(self) -> None:
-        """Nothing is saved yet."""
+        """Counts the tensors of a new forward."""
         self._count_before, self._count = self._count, 0
 
     def is_larger(self, tensor: torch.Tensor) -> bool:
-        """Whether it is larger than all before with so many elements in the last dimension; if there was none, than
-        all. Which place in its forward it has does not count, since what has left may be saved once more.
+        """True where ``tensor`` is larger than all earlier ones of its kind; the first of a kind is compared with all.
+
+        A kind is a dtype and a size of the last dimension. The position in the forward does not count, since a tensor
+        that has left may be saved once more.
         """
         kind = (tensor.dtype, tensor.shape[-1] if tensor.dim() > 0 else 0)
         before = self._most_bytes.get(kind, max(self._most_bytes.values(), default=0))
@@ -116,10 +121,10 @@ class ExpectedInputs:
         return tensor.nbytes > before
 
     def note(self, num_bytes: int) -> None:
-        """One was."""
+        """Counts a saved tensor of ``num_bytes``."""
         self._count += 1
         self._num_bytes = num_bytes
 
     def outstanding_bytes(self) -> int:
-        """Of those that are still to come, if they are as large as the last one."""
+        """Bytes of the tensors that this forward will still save, if they are as large as the last one."""
         return max(self._count_before - self._count, 0) * self._num_bytes
