@@ -137,7 +137,6 @@ class Mechanism(_Enum):
     FRAGMENTS: ClassVar[Mechanism]
     RARE_SIZES: ClassVar[Mechanism]
     EXACT_SLOTS: ClassVar[Mechanism]
-    WANTED_TIDE: ClassVar[Mechanism]
 
 @final
 class Tier(_Enum):

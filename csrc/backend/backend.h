@@ -115,10 +115,6 @@ class Backend : public DeviceAllocator {
   // What that comes to.
   virtual int64_t reclaimable_bytes() const = 0;
 
-  // The most that the tide would have needed for the device to serve every large request at once, since the last call;
-  // 0: it did ([Note: enough in one piece], backend/cuda_pressure.cpp).
-  virtual int64_t take_wanted_tide() = 0;
-
   // What fragments take of the device beside the tide, at most so far; none where that was not seen yet.
   virtual std::optional<int64_t> fragment_bytes() const = 0;
 

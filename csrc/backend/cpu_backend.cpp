@@ -150,7 +150,6 @@ class CpuBackend final : public Backend {
 
   void reclaim() override {}
   int64_t reclaimable_bytes() const override { return 0; }
-  int64_t take_wanted_tide() override { return 0; }
 
   bool measures_tide_freely() const override { return true; }
   bool follows_tide() const override { return follows_tide_; }

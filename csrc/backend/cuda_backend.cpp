@@ -293,7 +293,6 @@ class CudaBackend final : public Backend {
   void reset_least_limit() override {}
   void note_needed_payloads(int64_t) override {}
 
-  int64_t take_wanted_tide() override { return pressure_ ? pressure_->take_wanted_tide() : 0; }
   int64_t reclaimable_bytes() const override {
     return std::max<int64_t>(cuda_bytes(device_).cached - fragment_bytes().value_or(0), 0);
   }
@@ -308,7 +307,7 @@ class CudaBackend final : public Backend {
     pressure_.reset();
     if (handler == nullptr) return;
     const auto headroom = static_cast<int64_t>(static_cast<double>(limit_bytes_) * kHeadroomRatio);
-    pressure_.emplace(device_, allowed_bytes_, headroom, segments_, stream(Queue::kUpload), handler);
+    pressure_.emplace(device_, allowed_bytes_, headroom, segments_, handler);
   }
 
  private:

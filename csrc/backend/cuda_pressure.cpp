@@ -1,14 +1,12 @@
 #include "backend/cuda_pressure.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "backend/cuda_stats.h"
 
@@ -25,9 +23,6 @@ struct Listener {
   std::atomic<int64_t> largest_request{0};   // of activations since the scope began
   std::atomic<int64_t> fragments{kUnknown};  // the most that was seen since then ([Note: fragments])
   std::atomic<bool> has_released{false};     // and allocated nothing since
-  std::atomic<void*> slot_stream{nullptr};   // for which slots are allocated
-  std::atomic<int64_t> enough_tide{0};       // of the request that may fail next
-  std::atomic<int64_t> wanted_tide{0};       // the most that would have been enough since it was last taken
   std::atomic<Segments> segments{Segments::kExpandable};
   PressureGate gate;
 };
@@ -54,68 +49,6 @@ int64_t segment_bytes(int64_t request) {
   return (request + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB;
 }
 
-// [Note: enough in one piece] PyTorch may have as much cached as a large request asks for, but in pieces, since what
-// layers took for a while lies between. Where the limit does not allow to map the rest beside what is free at the end
-// of a range of pages, it gives everything cached back, and the device stands still meanwhile (0.12 s of every step of
-// Llama-8B's shape within 40 GiB). It would be served if chunks left the tide that rest: what that comes to is worked
-// out when the request may fail next, and counts when PyTorch then gives memory back. Next plans go by it.
-
-// Contiguous mapped pages of an expandable segment.
-struct PageRange {
-  int64_t begin;
-  int64_t num_bytes;
-  int64_t free_at_begin;
-  int64_t free_at_end;
-};
-
-// What PyTorch maps to serve a request out of these pages, in the order of their addresses: it takes the first place
-// that is free or unmapped as far as it must be.
-int64_t bytes_to_map(const std::vector<PageRange>& ranges, int64_t request) {
-  for (size_t first = 0; first < ranges.size(); ++first) {
-    int64_t mapped = ranges[first].free_at_end;
-    int64_t unmapped = 0;
-    for (size_t last = first; mapped + unmapped < request; ++last) {
-      if (last + 1 == ranges.size()) return request - mapped;
-      unmapped += ranges[last + 1].begin - ranges[last].begin - ranges[last].num_bytes;
-      if (mapped + unmapped >= request) return request - mapped;
-      mapped += ranges[last + 1].free_at_begin;
-      if (mapped + unmapped >= request) return unmapped;
-      if (ranges[last + 1].free_at_begin < ranges[last + 1].num_bytes) break;  // a block is in the way
-    }
-    if (mapped >= request) return 0;
-  }
-  return request;
-}
-
-// The tide with which a request of this size on the current stream would be served without giving memory back.
-int64_t enough_tide(const Listener& target, int64_t request) {
-  constexpr int64_t kPage = int64_t{20} << 20;
-  const auto stream = c10::cuda::getCurrentCUDAStream(target.device).stream();
-  const auto snapshot = c10::cuda::CUDACachingAllocator::snapshot();
-  int64_t reserved = 0;
-  std::vector<PageRange> ranges;
-  for (const auto& segment : snapshot.segments) {
-    if (segment.device != target.device) continue;
-    const auto num_bytes = static_cast<int64_t>(segment.total_size);
-    if (segment.stream != target.slot_stream.load()) reserved += num_bytes;
-    if (segment.stream != stream || !segment.is_large || !segment.is_expandable || segment.blocks.empty()) continue;
-    const auto free_bytes = [](const auto& block) {
-      return block.allocated || block.active ? int64_t{0} : static_cast<int64_t>(block.size);
-    };
-    ranges.push_back({static_cast<int64_t>(segment.address), num_bytes, free_bytes(segment.blocks.front()),
-                      free_bytes(segment.blocks.back())});
-  }
-  std::sort(ranges.begin(), ranges.end(), [](const PageRange& a, const PageRange& b) { return a.begin < b.begin; });
-  return reserved + (bytes_to_map(ranges, request) + kPage - 1) / kPage * kPage + kPage;
-}
-
-// Memory was given back for a request of so many bytes. What was worked out is for the largest one so far.
-void note_wanted_tide(Listener& target, int64_t request) {
-  const int64_t enough = target.enough_tide.exchange(0);
-  if (slot_allocations > 0 || 2 * request < target.largest_request) return;
-  raise_to(target.wanted_tide, enough);
-}
-
 // [Note: fragments] Before it fails, PyTorch's allocator gives all cached memory back to the driver and asks for new
 // memory. Of expandable segments that is every page that no block lies on, so what is still cached afterwards is what
 // lies beside blocks on their pages: fragments, which serve no large request. They are measured when it happens, with
@@ -127,11 +60,7 @@ void note_fragments(const Entry& entry) {
   if (entry.device_ != target.device || target.segments != Segments::kExpandable) return;
   if (entry.action_ == Action::SEGMENT_UNMAP) target.has_released = true;
   if (entry.action_ != Action::ALLOC) return;
-  if (!target.has_released.exchange(false)) {
-    target.enough_tide = 0;
-    return;
-  }
-  note_wanted_tide(target, static_cast<int64_t>(entry.size_));
+  if (!target.has_released.exchange(false)) return;
   const int64_t cached = cuda_bytes(target.device).cached;
   const int64_t now = std::max<int64_t>(cached - static_cast<int64_t>(entry.size_), 0);
   raise_to(target.fragments, now);
@@ -158,8 +87,6 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     const int64_t headroom = std::max<int64_t>(target.headroom_bytes, needed);
     const int64_t left = left_bytes(target);
     if (left >= headroom) return false;
-    const bool may_fail = left < needed && target.segments == Segments::kExpandable;
-    if (may_fail) target.enough_tide = enough_tide(target, needed);
     if (target.segments == Segments::kExpandable) {
       const int64_t missing = headroom - left - reclaimable_bytes(target);
       // The largest request fails now unless PyTorch gives its cache back, which it would do next, without asking
@@ -197,7 +124,7 @@ class EvictChunks final : public c10::FreeMemoryCallback {
 }  // namespace
 
 CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments,
-                                     void* slot_stream, PressureHandler* handler) {
+                                     PressureHandler* handler) {
   static std::once_flag attached;  // PyTorch cannot detach it; without a handler it does nothing
   std::call_once(attached, [] {
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
@@ -209,9 +136,6 @@ CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t 
   target.largest_request = 0;
   target.fragments = kUnknown;
   target.has_released = false;
-  target.slot_stream = slot_stream;
-  target.enough_tide = 0;
-  target.wanted_tide = 0;
   target.device = static_cast<c10::DeviceIndex>(device);
   target.allowed_bytes = allowed_bytes;
   target.headroom_bytes = headroom_bytes;
@@ -226,8 +150,6 @@ std::optional<int64_t> CudaPressureScope::fragment_bytes() const {
   if (fragments == kUnknown) return std::nullopt;
   return fragments;
 }
-
-int64_t CudaPressureScope::take_wanted_tide() { return listener().wanted_tide.exchange(0); }
 
 CudaSlotAllocationScope::CudaSlotAllocationScope() { ++slot_allocations; }
 CudaSlotAllocationScope::~CudaSlotAllocationScope() { --slot_allocations; }

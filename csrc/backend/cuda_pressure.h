@@ -17,11 +17,10 @@ namespace patrickstar {
 enum class Segments : uint8_t { kFixed, kExpandable };
 
 // While it lives, `handler` (not null) is asked when less than `headroom_bytes` of `allowed_bytes`, which PyTorch's
-// allocator compares requests with, are left to reserve on `device`. Slots are allocated for `slot_stream`. One at a
-// time.
+// allocator compares requests with, are left to reserve on `device`. One at a time.
 class CudaPressureScope {
  public:
-  CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments, void* slot_stream,
+  CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments,
                     PressureHandler* handler);
   ~CudaPressureScope();
   CudaPressureScope(const CudaPressureScope&) = delete;
@@ -30,9 +29,6 @@ class CudaPressureScope {
   // The most that fragments of expandable segments took since the scope began ([Note: fragments]); none before the
   // allocator had to give memory back.
   std::optional<int64_t> fragment_bytes() const;
-  // The most that the tide would have needed, since the last call, for PyTorch to give nothing back ([Note: enough in
-  // one piece]); 0 where it gave nothing back for a large request.
-  int64_t take_wanted_tide();
 };
 
 // The calling thread allocates slots: the handler must not be asked from inside.

@@ -34,8 +34,7 @@ void register_ablation(py::module_& module) {
       .value("VISITS", Mechanism::kVisits)
       .value("FRAGMENTS", Mechanism::kFragments)
       .value("RARE_SIZES", Mechanism::kRareSizes)
-      .value("EXACT_SLOTS", Mechanism::kExactSlots)
-      .value("WANTED_TIDE", Mechanism::kWantedTide);
+      .value("EXACT_SLOTS", Mechanism::kExactSlots);
   module.def(
       "leave_out",
       [](const std::vector<Mechanism>& mechanisms) {

@@ -18,7 +18,6 @@ enum class Mechanism : uint8_t {
   kFragments,  // measured, so that states may take what they leave
   kRareSizes,
   kExactSlots,
-  kWantedTide,
 };
 
 // One bit per mechanism; of the process, read when a step is planned or an update is made.

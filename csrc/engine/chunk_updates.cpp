@@ -20,7 +20,7 @@ ChunkUpdates::ChunkUpdates(const UpdateParts& parts)
       arrays_(parts.arrays),
       jobs_(parts.jobs),
       early_(parts.early),
-      progress_(parts.progress),
+      states_(parts.states),
       visits_(parts.pager) {}
 
 void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
@@ -41,12 +41,12 @@ void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& gro
   const std::vector<Restore> restores = jobs_.restores(chunk, target);
   {
     const TraceScope span(memory_.tracer(), update_label(Track::kDeviceAdam, chunk, jobs));
-    progress_.begin(chunk);
+    states_.move(chunk, UpdateState::kBegun);
     for (const Restore& restore : restores) {
       memory_.device_compute().cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
     }
     memory_.device_compute().update(jobs);
-    progress_.finish(chunk);
+    states_.move(chunk, UpdateState::kMade);
   }
   if (scratch) scratch.busy.computed = memory_.backend().record(Queue::kCompute);
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).set_on_device();
@@ -98,9 +98,9 @@ void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& grou
   target.grad_dtype = spec.dtype;
   target.param = visit.param;
   jobs_.add(chunk, target, groups, grad_scale, visit.jobs);
-  progress_.begin(chunk);
+  states_.move(chunk, UpdateState::kBegun);
   const VisitEvents events = visits_.update(visit);
-  progress_.finish(chunk);
+  states_.move(chunk, UpdateState::kMade);
   for (ArrayKind kind : spec.state_kinds()) {
     ArrayRecord& state = memory_.array({chunk, kind});
     state.host_ready = events.down;
@@ -140,7 +140,7 @@ Passes ChunkUpdates::on_host(const std::vector<ChunkId>& chunks, Passes passes, 
   for (size_t i = 0; i < chunks.size(); ++i) {
     const ChunkId chunk = chunks[i];
     const UpdateTarget& target = prepared.targets[i];
-    progress_.finish(chunk);
+    states_.move(chunk, prepared.params ? UpdateState::kStatesBehind : UpdateState::kMade);
     close_target(chunk, target);
     note_on_host(prepared, chunk, target, done);
     if (target.place != ParamPlace::kNew) continue;

@@ -1,5 +1,5 @@
 // The update of a chunk for good, where its optimizer states are or where it visits: all or nothing of it
-// (engine/update_progress.h).
+// (engine/update_states.h).
 //
 //   chunk_updates.on_device(chunk, groups, grad_scale);
 //   chunk_updates.on_host({chunk, next}, groups, grad_scale);
@@ -17,7 +17,7 @@
 #include "engine/speculation.h"
 #include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
-#include "engine/update_progress.h"
+#include "engine/update_states.h"
 #include "engine/visits.h"
 
 namespace patrickstar {
@@ -33,7 +33,7 @@ struct UpdateParts {
   UpdateArrays& arrays;
   UpdateJobs& jobs;
   EarlyUpdates& early;
-  UpdateProgress& progress;
+  UpdateStates& states;
 };
 
 class ChunkUpdates {
@@ -86,7 +86,7 @@ class ChunkUpdates {
   UpdateArrays& arrays_;
   UpdateJobs& jobs_;
   EarlyUpdates& early_;
-  UpdateProgress& progress_;
+  UpdateStates& states_;
   Visits visits_;
 };
 

@@ -8,7 +8,7 @@
 namespace patrickstar {
 
 EarlyUpdates::EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates,
-                           Speculation& speculation, UpdateJobs& jobs, UpdateArrays& arrays, UpdateProgress& progress)
+                           Speculation& speculation, UpdateJobs& jobs, UpdateArrays& arrays, UpdateStates& states)
     : pager_(pager),
       memory_(pager.memory()),
       store_(pager.store()),
@@ -18,7 +18,7 @@ EarlyUpdates::EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates
       speculation_(speculation),
       jobs_(jobs),
       arrays_(arrays),
-      progress_(progress) {}
+      states_(states) {}
 
 void EarlyUpdates::start(ChunkId chunk, Passes passes) {
   const ArrayId grad = arrays_.grad_of(chunk);
@@ -133,7 +133,7 @@ Passes EarlyUpdates::take_over(ChunkId chunk, const std::vector<GroupOptions>& g
 
 void EarlyUpdates::take_over_states(ChunkId chunk) {
   NewValues values = speculation_.take(chunk);
-  progress_.finish(chunk);
+  states_.move(chunk, UpdateState::kMade);
   auto block = values.states.begin();
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
     ArrayRecord& record = memory_.array({chunk, kind});
@@ -167,7 +167,7 @@ void EarlyUpdates::take_over_params(ChunkId chunk, const std::vector<GroupOption
     ++memory_.counters().num_settled_updates;
   }
   NewValues values = speculation_.take(chunk);
-  progress_.finish(chunk);
+  states_.move(chunk, UpdateState::kStatesBehind);
   rest.update->after.push_back(grad.host_ready);
   rest.update->after.push_back(done);
   rest.gradients.push_back(arrays_.take_gradient(chunk));
@@ -203,7 +203,7 @@ void EarlyUpdates::take_over_in_place(ChunkId chunk, const std::vector<GroupOpti
   StatesPass rest = make_pass({chunk}, open.jobs);
   rest.update->pass = Pass::kPutStates;
   param.host_ready = host_updates_.submit(std::move(open));
-  progress_.finish(chunk);
+  states_.move(chunk, UpdateState::kStatesBehind);
   param.set_on_host();
   rest.update->after.push_back(param.host_ready);
   memory_.array(arrays_.grad_of(chunk)).on_host = false;
@@ -242,6 +242,7 @@ void EarlyUpdates::submit_states_passes() {
     }
     const Event done = host_updates_.submit(pass.update);
     for (ChunkId chunk : pass.chunks) {
+      states_.move(chunk, UpdateState::kMade);
       arrays_.set_states_ready(chunk, done);
       ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
       if (sum.block) sum.block_busy_until = done;

@@ -20,7 +20,7 @@
 #include "engine/speculation.h"
 #include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
-#include "engine/update_progress.h"
+#include "engine/update_states.h"
 
 namespace patrickstar {
 
@@ -34,7 +34,7 @@ struct StatesPass {
 class EarlyUpdates {
  public:
   EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation,
-               UpdateJobs& jobs, UpdateArrays& arrays, UpdateProgress& progress);
+               UpdateJobs& jobs, UpdateArrays& arrays, UpdateStates& states);
 
   // The chunk's gradient is complete, or on its way to the host: its update starts if it has all that it takes. In one
   // pass where `passes` and memory allow it.
@@ -83,7 +83,7 @@ class EarlyUpdates {
   Speculation& speculation_;
   UpdateJobs& jobs_;
   UpdateArrays& arrays_;
-  UpdateProgress& progress_;
+  UpdateStates& states_;
   std::vector<StatesPass> states_passes_;  // of the step that is being applied
   int num_put_ = 0;                        // in place, of the running step
 };

@@ -96,7 +96,6 @@ void GradientFlow::retire_if_complete(ChunkId chunk) {
 }
 
 void GradientFlow::retire(ChunkId chunk) {
-  const ArrayId param{chunk, ArrayKind::kParam};
   progress(chunk).complete = false;  // once
   if (!memory_.array({chunk, ArrayKind::kGrad}).exists()) return;
   if (store_.layout().is_sharded()) {
@@ -107,31 +106,62 @@ void GradientFlow::retire(ChunkId chunk) {
   if (!statistics_.has(chunk) && !accumulates_) {
     statistics_.compute({chunk, gradients_.source(chunk)}, gradients_.in_chunk(chunk));
   }
-  // The values are dead, unless another micro-batch or a later use is expected, or a visit takes them from there.
-  const bool is_dead = !accumulates_ && pager_.next_use(param) == NextUse::kNever;
-  const bool is_taken = is_dead && !memory_.is_derivable(param) && updates_.visits_early(chunk);
-  if (is_dead && !is_taken) drop_dead_value(param);
-  send_home(chunk);
+  carry_out(retirement_of(chunk, Extent::kComplete));
+}
+
+// The value is dead, unless another micro-batch or a later use is expected.
+Retirement GradientFlow::retirement_of(ChunkId chunk, Extent extent) {
+  const ArrayId param{chunk, ArrayKind::kParam};
+  Retirement retired;
+  retired.chunk = chunk;
+  retired.sharing = store_.layout().is_sharded() ? Sharing::kShared : Sharing::kOwn;
+  retired.is_last = !accumulates_ && extent == Extent::kComplete;
+  retired.update = updates_.early_recipe(chunk);
+  retired.value_is_dead = !accumulates_ && store_.is_dead(chunk) && memory_.array(param).holds == 0 &&
+                          pager_.next_use(param) == NextUse::kNever;
+  retired.value_is_taken = retired.sharing == Sharing::kOwn && !memory_.is_derivable(param);
+  retired.leaves = !store_.has_states_on_device(chunk);
+  return retired;
+}
+
+void GradientFlow::carry_out(const Retirement& retired) {
+  const ChunkId chunk = retired.chunk;
+  for (const Instruction& instruction : retirement(retired)) {
+    switch (instruction.op) {
+      case Op::kFree:
+        ArrayId::from_index(instruction.operand).kind == ArrayKind::kParam ? free_value(chunk) : free_whole(chunk);
+        break;
+      case Op::kScatter:
+        scatter_mean(chunk);
+        break;
+      case Op::kToHost:
+        if (!pager_.push_out(home_of(chunk))) return;  // its update is made on the device, after the norm
+        break;
+      case Op::kAwaitRoom:  // pager_.push_out() does
+        break;
+      default:
+        updates_.start_early(instruction.op, chunk);
+    }
+  }
+  if (retired.sharing == Sharing::kShared) return;
+  // Where updates on the device are promised, the new parameter may not take the gradient's place.
+  const bool has_ended = !memory_.is_derivable({chunk, ArrayKind::kParam}) && !memory_.array(home_of(chunk)).exists();
+  if (retired.leaves || (retired.is_last && has_ended)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
 }
 
 // The gradient may take its place; where it is part of a master, that on the device alone.
-void GradientFlow::drop_dead_value(ArrayId param) {
+void GradientFlow::free_value(ChunkId chunk) {
+  const ArrayId param{chunk, store_.layout().param_home()};
+  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   if (memory_.is_derivable(param)) return memory_.discard(param);
   if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
-void GradientFlow::send_home(ChunkId chunk, Extent extent) {
-  if (!store_.has_states_on_device(chunk)) {
-    const bool stays = !accumulates_ && updates_.visits_early(chunk);
-    if (!stays && !pager_.push_out(home_of(chunk))) return;
-    if (!store_.layout().is_sharded()) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
-  }
-  if (accumulates_ || extent == Extent::kPartial) return;
-  updates_.start_early(chunk);
-  if (store_.layout().is_sharded()) return;
-  // Here it leaves as well, for the new parameter does not take its place.
-  const bool ended = !memory_.is_derivable({chunk, ArrayKind::kParam}) && !memory_.array(home_of(chunk)).exists();
-  if (ended && store_.has_states_on_device(chunk)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
+// Its shard has memory of its own.
+void GradientFlow::free_whole(ChunkId chunk) {
+  if (!store_.layout().is_sharded()) return;
+  memory_.discard({chunk, ArrayKind::kGrad});
+  for (ParamId id : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(id)] = 0;
 }
 
 void GradientFlow::complete_backward() {

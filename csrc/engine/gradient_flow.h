@@ -27,6 +27,7 @@
 #include "engine/gradients.h"
 #include "engine/pager.h"
 #include "engine/updates.h"
+#include "plan/ops.h"
 
 namespace patrickstar {
 
@@ -102,8 +103,12 @@ class GradientFlow {
   void note_needed_to_scatter(ChunkId chunk);
   void fill_missing(ChunkId chunk);
   void enqueue_mean(ChunkId chunk, void* sum, bool again);
-  void send_home(ChunkId chunk, Extent extent = Extent::kComplete);
-  void drop_dead_value(ArrayId param);
+  Retirement retirement_of(ChunkId chunk, Extent extent);
+  // Carries out the retirement's instructions (plan/ops.h).
+  void carry_out(const Retirement& retired);
+  void free_value(ChunkId chunk);
+  void free_whole(ChunkId chunk);
+  void scatter_mean(ChunkId chunk);
   void discard_gradients(ChunkId chunk);
   void forget(ChunkId chunk);
   void add_to_sums();

@@ -83,26 +83,16 @@ void GradientFlow::fill_missing(ChunkId chunk) {
   }
 }
 
-void GradientFlow::scatter(ChunkId chunk, Extent extent) {
-  const ArrayId grad{chunk, ArrayKind::kGrad};
+void GradientFlow::scatter(ChunkId chunk, Extent extent) { carry_out(retirement_of(chunk, extent)); }
+
+void GradientFlow::scatter_mean(ChunkId chunk) {
   const ArrayId shard{chunk, ArrayKind::kGradShard};
-  const ArrayId param{chunk, ArrayKind::kParam};
   const bool again = std::exchange(progress(chunk).scattered, true);
   updates_.cancel(chunk);
-  {
-    const ScopedHold grad_hold(memory_.array(grad));
-    const ScopedHold shard_hold(memory_.array(shard));
-    fill_missing(chunk);
-    enqueue_mean(chunk, pager_.open_for_write(shard), again);
-  }
-  memory_.discard(grad);
-  for (ParamId id : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(id)] = 0;
-  const bool dead = store_.is_dead(chunk) && memory_.array(param).holds == 0;
-  if (!accumulates_ && dead && pager_.next_use(param) == NextUse::kNever) {
-    memory_.discard(param);
-    drop_dead_value({chunk, ArrayKind::kParamShard});
-  }
-  send_home(chunk, extent);
+  const ScopedHold grad_hold(memory_.array({chunk, ArrayKind::kGrad}));
+  const ScopedHold shard_hold(memory_.array(shard));
+  fill_missing(chunk);
+  enqueue_mean(chunk, pager_.open_for_write(shard), again);
 }
 
 // The ranks' mean of the chunk's gradients: this rank's shard of it into `sum`, or added there, and its statistics.

@@ -94,6 +94,7 @@ struct OpenEngine {
   HostUpdates host_updates;
   HostUpdates disk_updates;
   DiskStates disk;
+  UpdateStates update_states;
   Speculation speculation;
   Pager pager;
   Stash stash;

@@ -14,7 +14,7 @@ Pager::Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Re
       disk_(disk),
       speculation_(speculation),
       recorder_(recorder),
-      collectives_(collectives),
+      executor_(memory, collectives),
       step_(step),
       keeps_place_(static_cast<size_t>(memory.layout().num_chunks()), 0) {
   memory_.device().join(*this);
@@ -47,7 +47,7 @@ bool Pager::prefetch(ArrayId id) {
       memory_.leave_device(id);
       return true;
     }
-    fetch_into_slot(id, std::move(staging));
+    arrive(id, std::move(staging), Issue::kAhead);
   }
   array.prefetched = true;
   return true;
@@ -72,7 +72,7 @@ void Pager::bring(ArrayId id) {
       gather_in_turn(id);
     } else {
       ensure_slot(id);
-      fetch_into_slot(id, take_staging(id));
+      arrive(id, take_staging(id), Issue::kNow);
     }
   }
   array.prefetched = false;
@@ -80,31 +80,37 @@ void Pager::bring(ArrayId id) {
   if (id.kind == ArrayKind::kParam) memory_.attach(id.chunk);
 }
 
-// Uploads the value, or derives it: round(master), on the tier where the master is, but on the device where the host
-// has no room for it.
-void Pager::fetch_into_slot(ArrayId id, Slot staging) {
-  ArrayRecord& array = memory_.array(id);
-  const Source from = layout().row(id).source;
-  if (from == Source::kCodes && !array.on_host) {
-    array.device_ready = dequantize(id.chunk, array.slot.data, array.slot, std::move(staging));
-    array.set_on_device();
-    return;
+void Pager::arrive(ArrayId id, Slot staging, Issue issue) {
+  const ArrayId part = part_of(id);
+  const Origin origin = origin_of(part);
+  const Sharing sharing = part == id ? Sharing::kOwn : Sharing::kShared;
+  executor_.bring(id, arrival(id.index(), origin, sharing, issue), std::move(staging));
+}
+
+ArrayId Pager::part_of(ArrayId id) const {
+  const bool is_gathered = memory_.is_whole(id) && !memory_.array(id).on_host;
+  return is_gathered ? ArrayId{id.chunk, ArrayKind::kParamShard} : id;
+}
+
+// A value that only its master gives is rounded on the tier where that is, but on the device where the host has no room
+// for it.
+Origin Pager::origin_of(ArrayId part) {
+  const ArrayRecord& array = memory_.array(part);
+  if (is_on_disk(part)) disk_.fetch(part.chunk);  // no room on the host for its gradient: updated on the device
+  if (array.on_device) return Origin::kDevice;
+  if (array.on_host) return Origin::kHost;
+  const Source from = layout().row(part).source;
+  if (from == Source::kCodes) {
+    const ArrayRecord& codes = memory_.array({part.chunk, ArrayKind::kQuantized});
+    PS_CHECK(codes.exists(), StateError, store().describe(part), " has no value");
+    return codes.on_device ? Origin::kCodes : Origin::kHost;
   }
-  const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
-  if (is_on_disk(id)) disk_.fetch(id.chunk);  // no room on the host for its gradient: updated on the device
-  if (!array.on_host) {
-    PS_CHECK(from == Source::kMaster && master.exists(), StateError, store().describe(id), " has no value");
-    if (!master.on_device && !reserve_block(id)) bring({id.chunk, ArrayKind::kMaster});
-    if (master.on_device) {
-      memory_.await_slot(Queue::kCompute, array.slot);
-      memory_.cast_on_device(id.chunk, array.slot.data);
-      memory_.present(Queue::kCompute, id.chunk);
-      array.set_on_device();
-      return;
-    }
-    bring_to_host(id);
-  }
-  memory_.upload(id);
+  const ArrayRecord& master = memory_.array({part.chunk, ArrayKind::kMaster});
+  PS_CHECK(from == Source::kMaster && master.exists(), StateError, store().describe(part), " has no value");
+  if (!master.on_device && !reserve_block(part)) bring({part.chunk, ArrayKind::kMaster});
+  if (master.on_device) return Origin::kDevice;
+  bring_to_host(part);
+  return Origin::kHost;
 }
 
 bool Pager::needs_staging(ArrayId id) const {
@@ -118,72 +124,19 @@ Slot Pager::take_staging(ArrayId id) {
   return take_slot(store().num_bytes(quantized), quantized);
 }
 
-Event Pager::dequantize(ChunkId chunk, void* to, Slot& slot, Slot staging) {
-  const ArrayId id{chunk, ArrayKind::kQuantized};
-  ArrayRecord& codes = memory_.array(id);
-  PS_CHECK(codes.exists(), StateError, store().describe(id), " has no value");
-  Backend& backend = memory_.backend();
-  if (codes.on_device) {
-    memory_.await_slot(Queue::kCompute, slot);
-    memory_.await_on_device(id);
-    memory_.dequantize(Queue::kCompute, chunk, codes.slot.data, to);
-    return backend.record(Queue::kCompute);
-  }
-  memory_.upload_to(id, staging.data, staging);
-  memory_.await_slot(Queue::kUpload, slot);
-  memory_.dequantize(Queue::kUpload, chunk, staging.data, to);
-  const Event made = backend.record(Queue::kUpload);
-  staging.busy = {made, nullptr};
-  slot.busy = {made, nullptr};
-  return made;
-}
-
 void Pager::gather(ChunkId chunk) {
   const ArrayId id{chunk, ArrayKind::kParam};
-  const int64_t num_bytes = layout().num_bytes(id);
-  const int64_t shard_bytes = layout().num_bytes({chunk, ArrayKind::kParamShard});
-  Backend& backend = memory_.backend();
   ArrayRecord& array = memory_.array(id);
   const ScopedHold hold(array);
   const bool is_in_use = take_outlived(id);
   if (is_in_use) {  // its own values come once more, to where operations may be reading them
     memory_.drop_block(id);
-    if (array.slot) array.slot.busy = {array.device_ready, backend.record(Queue::kCompute)};
+    if (array.slot) array.slot.busy = {array.device_ready, memory_.backend().record(Queue::kCompute)};
   }
   ensure_slot(id);
-  char* place = static_cast<char*>(array.slot.data) + layout().sharding().rank * shard_bytes;
-  backend.wait(Queue::kGather, place_shard(chunk, place, array.slot));
-  {
-    const TraceScope span(memory_.tracer(), {Track::kGather, StallCause::kNone, id, num_bytes - shard_bytes});
-    backend.enqueue(Queue::kGather, [&group = collectives_.gather_group(), whole = array.slot.data, shard_bytes] {
-      group.all_gather(whole, shard_bytes);
-    });
-  }
-  memory_.counters().gathered_bytes += num_bytes - shard_bytes;
-  const bool is_formatted = memory_.present(Queue::kGather, chunk);
-  array.device_ready = backend.record(Queue::kGather);
-  array.slot.busy = {array.device_ready, nullptr};
-  array.set_on_device();
-  if (is_in_use && is_formatted) memory_.await_on_device(id);  // what is in the slot meanwhile is another value
-}
-
-// Returns the event after which this rank's shard is in `place`, which lies in `slot`.
-Event Pager::place_shard(ChunkId chunk, void* place, Slot& slot) {
-  const ArrayId shard{chunk, ArrayKind::kParamShard};
-  const ArrayRow& row = layout().row(shard);
-  if (row.source == Source::kCodes) return dequantize(chunk, place, slot, take_staging(shard));
-  const bool kept = row.on_device == ArrayMemory::kOwn;
-  if (kept ? !memory_.array(shard).on_device : !store().has_states_on_device(chunk)) {
-    bring_to_host(shard);
-    return memory_.upload_to(shard, place, slot);
-  }
-  memory_.await_slot(Queue::kCompute, slot);
-  if (kept) {
-    memory_.copy_on_device(shard, place);
-  } else {
-    memory_.cast_on_device(chunk, place);
-  }
-  return memory_.backend().record(Queue::kCompute);
+  arrive(id, take_staging(part_of(id)), Issue::kNow);
+  // What is in the slot meanwhile is another value.
+  if (is_in_use && memory_.has_format()) memory_.await_on_device(id);
 }
 
 void* Pager::open_for_write(ArrayId id) {
@@ -256,13 +209,17 @@ void Pager::bring_to_host(ArrayId id) {
 }
 
 bool Pager::push_out(ArrayId id, HostRoom room) {
-  ArrayRecord& array = memory_.array(id);
-  if (!array.on_device) return true;
-  if (!array.on_host) {
-    if (!reserve_value_of(id, room) || !reserve_rest_of(id, room) || !reserve_block(id, room)) return false;
-    if (!array.on_host) memory_.download(id);  // else the disk has it
-  }
+  if (!memory_.array(id).on_device) return true;
+  if (!copy_to_host(id, room)) return false;
   memory_.leave_device(id);
+  return true;
+}
+
+bool Pager::copy_to_host(ArrayId id, HostRoom room) {
+  const ArrayRecord& array = memory_.array(id);
+  if (array.on_host) return true;
+  if (!reserve_value_of(id, room) || !reserve_rest_of(id, room) || !reserve_block(id, room)) return false;
+  if (!array.on_host) memory_.download(id);  // else the disk has it
   return true;
 }
 

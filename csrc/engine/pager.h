@@ -30,6 +30,7 @@
 #include "engine/chunk_memory.h"
 #include "engine/collectives.h"
 #include "engine/disk_states.h"
+#include "engine/executor.h"
 #include "engine/plan_replay.h"
 #include "engine/speculation.h"
 #include "engine/step_state.h"
@@ -153,21 +154,18 @@ class Pager final : public Tenant {
   int64_t value_bytes() const override;
 
  private:
-  // [Note: enough in one piece] (backend/cuda_pressure.cpp). What the tide would have needed, where that leaves chunks
-  // most of what they have beside states; 0 else.
-  int64_t take_worthwhile_tide();
   bool measures_tide() const { return !replays() || memory_.device().backend().measures_tide_freely(); }
   void begin_planned();
   void settle_planned();
-  // `staging`: of a quantised chunk, as take_staging() gives it.
-  void fetch_into_slot(ArrayId id, Slot staging);
-  // [Note: staging] The codes of a quantised chunk that is on the host come up into device memory of their own, which
-  // is free again when the compute value is made of them, on the upload queue.
+  // The value comes into the array's slot. `staging`: as take_staging() gives it for its part.
+  void arrive(ArrayId id, Slot staging, Issue issue);
+  // This rank's part of a value that is gathered, or all of another.
+  ArrayId part_of(ArrayId id) const;
+  // Where the part can be copied or made from: what is missing there is brought. Throws StateError where there is none.
+  Origin origin_of(ArrayId part);
+  // [Note: staging] (engine/executor.h)
   bool needs_staging(ArrayId id) const;
   Slot take_staging(ArrayId id);
-  // The compute values of a quantised chunk, of this rank's part, into `to`, which lies in `slot`. Returns the event
-  // after which they are there: of the upload queue, or of the compute queue where the codes are on the device.
-  Event dequantize(ChunkId chunk, void* to, Slot& slot, Slot staging);
   // With several ranks, in a replay: gathers what was postponed, up to the chunk.
   void gather_in_turn(ArrayId id);
   // With several ranks: the plan has evicted values that an operation of this rank still holds. They count as absent
@@ -175,7 +173,6 @@ class Pager final : public Tenant {
   bool has_outlived_plan(ArrayId id) const;
   bool take_outlived(ArrayId id);
   void drop_outlived();
-  Event place_shard(ChunkId chunk, void* place, Slot& slot);
   // Also where another engine must make room.
   Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose);
   // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no
@@ -198,6 +195,8 @@ class Pager final : public Tenant {
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
   bool is_evictable(ArrayId id) const;
   bool evict(ArrayId id, HostRoom room);
+  // Of a value on the device. False when host memory has no room for it.
+  bool copy_to_host(ArrayId id, HostRoom room);
   void evict_as_planned(ArrayId id);
   // [Note: what leaves first]. False when nothing can leave into such room.
   bool evict_one(Vacate what, HostRoom room, RoomFor room_for = RoomFor::kSlot);
@@ -206,7 +205,7 @@ class Pager final : public Tenant {
   DiskStates& disk_;
   Speculation& speculation_;
   Recorder& recorder_;
-  Collectives& collectives_;
+  Executor executor_;
   const Step& step_;
   PlanReplay replay_;
   bool moment_is_planned_ = false;    // the running one
@@ -214,7 +213,6 @@ class Pager final : public Tenant {
   std::vector<ArrayId> outlived_;     // has_outlived_plan()
   std::vector<uint8_t> keeps_place_;  // by chunk: on the host
   int64_t payload_limit_bytes_ = INT64_MAX;
-  int num_tide_raises_ = 0;
   int64_t clock_ = 0;  // moments so far, over all steps; for least recent use
 };
 

@@ -2,19 +2,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/ablation.h"
 #include "engine/pager.h"
 
 namespace patrickstar {
-
-namespace {
-
-// Of what the tide leaves chunks beside states, what they keep when it is taken to be higher so that PyTorch's
-// allocator need not give memory back, which takes longer than to fetch values again that find no room; and how often.
-constexpr double kShareKeptByRaise = 0.5;
-constexpr int kMostTideRaises = 4;
-
-}  // namespace
 
 void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
   ++clock_;
@@ -64,22 +54,9 @@ void Pager::settle_planned() {
 }
 
 int64_t Pager::tide_of_running_moment() {
-  const int64_t wanted = take_worthwhile_tide();
-  const int64_t tide = measures_tide() ? memory_.device().take_tide_peak(*this) : replay_.planned_tide();
-  const int64_t peak = std::max(tide, wanted);
+  const int64_t peak = measures_tide() ? memory_.device().take_tide_peak(*this) : replay_.planned_tide();
   replay_.note_tide(peak);
   return peak;
-}
-
-int64_t Pager::take_worthwhile_tide() {
-  const int64_t wanted = memory_.backend().take_wanted_tide();
-  if (is_left_out(Mechanism::kWantedTide)) return 0;
-  if (wanted == 0 || num_tide_raises_ == kMostTideRaises || payload_limit_bytes_ == INT64_MAX) return 0;
-  const int64_t states = state_bytes();
-  const auto kept = static_cast<double>(payload_limit_bytes_ - states) * kShareKeptByRaise;
-  if (memory_.backend().limit_bytes() - wanted < states + static_cast<int64_t>(kept)) return 0;
-  ++num_tide_raises_;
-  return wanted;
 }
 
 void Pager::set_plan(Plan plan, NextUse next_use) {

@@ -107,10 +107,10 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
 // order on every rank]).
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
-  if (can_be_had_again(id)) {
-    memory_.drop_slot(id);
-  } else if (!push_out(id, room)) {
-    return false;
+  const bool is_elsewhere = can_be_had_again(id) || memory_.array(id).on_host;
+  for (const Instruction& instruction : departure(id.index(), is_elsewhere ? Copy::kElsewhere : Copy::kOnly)) {
+    if (instruction.op == Op::kEvict && !copy_to_host(id, room)) return false;
+    if (instruction.op == Op::kFree) can_be_had_again(id) ? memory_.drop_slot(id) : memory_.leave_device(id);
   }
   ++memory_.counters().num_evictions;
   return true;

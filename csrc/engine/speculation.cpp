@@ -21,9 +21,10 @@ int pause_after_shortage(int shortages) { return 2 << shortages; }
 
 }  // namespace
 
-Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
-                         int64_t reserve_bytes)
-    : arena_(arena),
+Speculation::Speculation(int num_chunks, UpdateStates& states, HostArena& arena, HostUpdates& updates, Backend& backend,
+                         SpeculationMode mode, int64_t reserve_bytes)
+    : states_(states),
+      arena_(arena),
       updates_(updates),
       backend_(backend),
       mode_(mode),
@@ -132,11 +133,11 @@ void Speculation::start(ChunkId chunk, HostUpdate update, NewValues values) {
   update.chunk = chunk;
   values.done = updates_.submit(std::move(update));
   pending_[static_cast<size_t>(chunk)] = {std::move(values), std::move(cancelled)};
+  states_.move(chunk, UpdateState::kAhead);
 }
 
 bool Speculation::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
-  const bool started = std::any_of(pending_.begin(), pending_.end(), [](const Pending& p) { return p.cancelled; });
-  if (!started) return false;
+  if (!states_.any(UpdateState::kAhead)) return false;
   if (active_ && groups == groups_ && scales_.contains(grad_scale)) {
     failures_ = 0;
     return true;
@@ -156,6 +157,7 @@ NewValues Speculation::take(ChunkId chunk) {
 void Speculation::cancel(ChunkId chunk) {
   if (!has(chunk)) return;
   pending_[static_cast<size_t>(chunk)].cancelled->store(true);
+  states_.move(chunk, UpdateState::kIdle);
   NewValues values = take(chunk);
   if (values.are_in_place()) return take_back(std::move(values));
   backend_.settle(values.done);

@@ -34,6 +34,7 @@
 #include "engine/open_memory.h"
 #include "engine/scale_forecast.h"
 #include "engine/update_jobs.h"
+#include "engine/update_states.h"
 #include "memory/host_arena.h"
 #include "plan/host_demand.h"
 #include "plan/recipe.h"
@@ -49,8 +50,8 @@ enum class SpeculationMode : uint8_t {
 class Speculation {
  public:
   // `reserve_bytes` of host memory are left to everybody else.
-  Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
-              int64_t reserve_bytes);
+  Speculation(int num_chunks, UpdateStates& states, HostArena& arena, HostUpdates& updates, Backend& backend,
+              SpeculationMode mode, int64_t reserve_bytes);
   ~Speculation();
 
   void expect(std::vector<GroupOptions> groups, ScaleBounds scales);
@@ -89,10 +90,11 @@ class Speculation {
   // Where open values of these jobs, a chunk's, are kept.
   void keep_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.keep(chunk, jobs); }
   void begin_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.begin(chunk, jobs); }
-  bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
+  bool has(ChunkId chunk) const { return states_.is(chunk, UpdateState::kAhead); }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
-  // New values that were started for the chunk. They stay pending until take().
+  // New values that were started for the chunk, which is to be said to be made first (UpdateStates). They stay until
+  // take().
   const NewValues& pending(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].values; }
   NewValues take(ChunkId chunk);
   // Drops what was started; returns when nothing of it runs any more.
@@ -112,7 +114,7 @@ class Speculation {
   bool is_on() const { return mode_ == SpeculationMode::kOn; }
   struct Pending {
     NewValues values;
-    std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
+    std::shared_ptr<std::atomic<bool>> cancelled;
   };
   // Of host memory, beside what is left to others.
   int64_t room_bytes() const { return arena_.free_bytes() - reserve_bytes_ - left_bytes_; }
@@ -124,6 +126,7 @@ class Speculation {
   // Returns when the parameters are the old ones again.
   void take_back(NewValues values);
 
+  UpdateStates& states_;
   HostArena& arena_;
   HostUpdates& updates_;
   Backend& backend_;

@@ -17,7 +17,7 @@ constexpr int64_t kBatchNumel = int64_t{4} << 20;
 }  // namespace
 
 Updates::Updates(Pager& pager, const Gradients& gradients, MatrixUpdates& matrices, HostUpdates& host_updates,
-                 HostUpdates& disk_updates, Speculation& speculation)
+                 HostUpdates& disk_updates, Speculation& speculation, UpdateStates& states)
     : pager_(pager),
       memory_(pager.memory()),
       store_(pager.store()),
@@ -27,10 +27,10 @@ Updates::Updates(Pager& pager, const Gradients& gradients, MatrixUpdates& matric
       speculation_(speculation),
       arrays_(pager, speculation),
       jobs_(store_, gradients, matrices),
-      progress_(store_.num_chunks()),
-      early_(pager, gradients, host_updates, speculation, jobs_, arrays_, progress_),
+      states_(states),
+      early_(pager, gradients, host_updates, speculation, jobs_, arrays_, states_),
       chunk_updates_(
-          {pager, gradients, matrices, host_updates, disk_updates, speculation, arrays_, jobs_, early_, progress_}) {}
+          {pager, gradients, matrices, host_updates, disk_updates, speculation, arrays_, jobs_, early_, states_}) {}
 
 void Updates::set_step_count(ParamId param, int64_t count) {
   cancel(store_.layout().placement(param).chunk);
@@ -94,19 +94,33 @@ void Updates::follow(std::vector<Recipe> recipes, int64_t piece_numel) {
   chunk_updates_.visits().set_piece_numel(piece_numel);
 }
 
-void Updates::start_early(ChunkId chunk) {
+Recipe Updates::early_recipe(ChunkId chunk) {
+  const Recipe chosen = recipe(chunk);
+  if (!is_visit(row_of(chosen))) return chosen;
+  const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
+  const bool visits = is_dead && chunk_updates_.can_visit(chunk) && chunk_updates_.visits().take_room();
+  return visits ? chosen : without_visit(chosen);
+}
+
+void Updates::start_early(Op op, ChunkId chunk) {
   const RecipeRow& row = row_of(recipe(chunk));
-  if (row.start == Start::kAhead) return early_.start(chunk, row.passes);
-  if (row.start != Start::kPromised) return;
-  arrays_.has_states(chunk, Tier::kDevice) ? commit_on_device(chunk) : commit(chunk);
+  switch (op) {
+    case Op::kUpdateHost:
+    case Op::kUpdateHostParam:
+      return row.start == Start::kAhead ? early_.start(chunk, row.passes) : commit(op, chunk);
+    case Op::kUpdateDevice:
+      if (store_.layout().is_sharded()) chunk = std::exchange(held_back_, chunk);
+      if (chunk >= 0) commit(op, chunk);
+      return;
+    case Op::kUpdateDisk:
+    case Op::kVisitUp:
+      return commit(op, chunk);
+    default:  // parts of these
+      return;
+  }
 }
 
-void Updates::commit_on_device(ChunkId chunk) {
-  if (store_.layout().is_sharded()) chunk = std::exchange(held_back_, chunk);
-  if (chunk >= 0) commit(chunk);
-}
-
-void Updates::commit(ChunkId chunk) {
+void Updates::commit(Op op, ChunkId chunk) {
   const ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
   if (gradients_.source(chunk) != arrays_.grad_of(chunk).kind || !grad.exists() || !gradients_.has_any(chunk)) return;
   // A later use in this step needs the old values.
@@ -115,14 +129,13 @@ void Updates::commit(ChunkId chunk) {
   // Gradients that have no place to wait in are applied in the first step already.
   if (!arrays_.derives_value(chunk)) arrays_.make_states(chunk);
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
-  if (arrays_.has_states(chunk, Tier::kDevice)) {
+  if (op == Op::kUpdateDevice && arrays_.has_states(chunk, Tier::kDevice)) {
     chunk_updates_.on_device(chunk, speculation_.expected_groups(), scale);
     note_made({Start::kPromised, Tier::kDevice, Tier::kDevice});
-  } else if (grad.on_device && is_visit(row_of(recipe(chunk))) && chunk_updates_.can_visit(chunk) &&
-             chunk_updates_.visits().take_room()) {
+  } else if (op == Op::kVisitUp && grad.on_device) {
     chunk_updates_.by_visit(chunk, speculation_.expected_groups(), scale);
     note_made({Start::kPromised, Tier::kHost, Tier::kDevice});
-  } else if (arrays_.has_states(chunk, Tier::kHost) && grad.on_host) {
+  } else if (op != Op::kUpdateDevice && arrays_.has_states(chunk, Tier::kHost) && grad.on_host) {
     chunk_updates_.on_host({chunk}, Passes::kOne, speculation_.expected_groups(), scale);
     note_made({Start::kPromised, disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost, Tier::kHost});
   }
@@ -146,13 +159,13 @@ void Updates::check_nothing_committed(const char* what) const {
 void Updates::check_not_committed(const std::vector<ParamId>& params) const {
   if (num_committed() == 0) return;
   for (ParamId param : params) {
-    PS_CHECK(!progress_.is_made(store_.layout().placement(param).chunk), StateError, store_.param_name(param),
+    PS_CHECK(!states_.is_made(store_.layout().placement(param).chunk), StateError, store_.param_name(param),
              " is used again in a step that has updated it already", how_committed());
   }
 }
 
 void Updates::forget_committed() {
-  progress_.forget();
+  states_.end_step();
   held_back_ = -1;
 }
 
@@ -164,7 +177,7 @@ void Updates::drop_step() {
 
 void Updates::cancel(ChunkId chunk) {
   if (chunk == held_back_) held_back_ = -1;
-  if (progress_.is_made(chunk)) check_nothing_committed("a gradient, a value or a step count was to change");
+  if (states_.is_made(chunk)) check_nothing_committed("a gradient, a value or a step count was to change");
   speculation_.cancel(chunk);
 }
 
@@ -208,7 +221,7 @@ void Updates::submit_what_is_left() noexcept {
 void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected) {
   LateUpdates late;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
-    if (!gradients_.has_any(chunk) || progress_.is_made(chunk)) continue;
+    if (!gradients_.has_any(chunk) || states_.is_made(chunk)) continue;
     if (as_expected && early_.has(chunk)) {
       const Passes passes = early_.take_over(chunk, groups, grad_scale);
       note_made({Start::kAhead, Tier::kHost, Tier::kHost, passes});
@@ -247,12 +260,6 @@ void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions
     chunk_updates_.on_host({chunk}, Passes::kOne, groups, grad_scale);
     note_made({Start::kAfterNorm, Tier::kDisk, Tier::kHost});
   }
-}
-
-bool Updates::visits_early(ChunkId chunk) {
-  const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
-  return is_dead && is_visit(row_of(recipe(chunk))) && chunk_updates_.can_visit(chunk) &&
-         chunk_updates_.visits().take_room();
 }
 
 }  // namespace patrickstar

@@ -25,6 +25,7 @@
 #include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
 #include "engine/visits.h"
+#include "plan/ops.h"
 #include "plan/recipe.h"
 
 namespace patrickstar {
@@ -33,13 +34,16 @@ class Updates {
  public:
   // `disk_updates`: the queue of those of chunks whose states are on the disk, so that the others' do not wait for it.
   Updates(Pager& pager, const Gradients& gradients, MatrixUpdates& matrices, HostUpdates& host_updates,
-          HostUpdates& disk_updates, Speculation& speculation);
+          HostUpdates& disk_updates, Speculation& speculation, UpdateStates& states);
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
   // `full_scale`: of gradients, where clipping does not act.
   void expect(const std::vector<GroupOptions>& groups, double full_scale);
-  // The chunk's gradient is complete and where its states are, or on its way there.
-  void start_early(ChunkId chunk);
+  // Recipe of an update that may begin now. Takes the memory that visits need, where it is not there yet.
+  Recipe early_recipe(ChunkId chunk);
+  // The chunk's gradient is complete and where its update is, or on its way there: carries out the instruction, an
+  // update that begins in backward.
+  void start_early(Op op, ChunkId chunk);
   // Decides which chunks' updates may start then, unless that is decided: to be called when all states have been made.
   void choose_speculation();
   bool must_choose_speculation() const { return speculation_.must_choose(); }
@@ -54,7 +58,7 @@ class Updates {
   // Throws StateError where updates were committed that such a step would not make.
   void check_step(const std::vector<GroupOptions>& groups, double grad_scale) const;
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first. Where it throws
-  // it can be called again, with the same ([Note: all or nothing], engine/update_progress.h): chunks that were updated
+  // it can be called again, with the same ([Note: all or nothing], engine/update_states.h): chunks that were updated
   // are left alone.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
 
@@ -65,9 +69,6 @@ class Updates {
   bool may_visit() const {
     return speculation_.is_committing() && matrices_.is_empty() && !is_left_out(Mechanism::kVisits);
   }
-  // True where the device makes the chunk's update as soon as its gradient is complete, for which that stays there.
-  // Takes the memory that visits need, where it is not there yet.
-  bool visits_early(ChunkId chunk);
   // The earliest start of updates on the host in a step of one backward.
   UpdateStart earliest_start() const {
     return speculation_.commits() ? UpdateStart::kCommitted : UpdateStart::kSpeculative;
@@ -88,9 +89,9 @@ class Updates {
   void check_nothing_committed(const char* what) const;
   // The same for a use of these parameters, whose values are those of the next step by now.
   void check_not_committed(const std::vector<ParamId>& params) const;
-  int num_committed() const { return progress_.num_made(); }
+  int num_committed() const { return states_.num_made(); }
   // An update has begun and not been made: its chunk is neither the old nor the new one.
-  bool is_torn() const { return progress_.is_torn(); }
+  bool is_torn() const { return states_.any(UpdateState::kBegun); }
   void forget_committed();
   // A step that has failed is given up, and all values with it.
   void drop_step();
@@ -124,9 +125,7 @@ class Updates {
   void choose_chunks();
   void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
   void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
-  // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
-  void commit_on_device(ChunkId chunk);
-  void commit(ChunkId chunk);
+  void commit(Op op, ChunkId chunk);
   const char* how_committed() const;
   // The report counts it.
   void note_made(const UpdateWay& way);
@@ -141,11 +140,13 @@ class Updates {
   Speculation& speculation_;
   UpdateArrays arrays_;
   UpdateJobs jobs_;
-  UpdateProgress progress_;
+  UpdateStates& states_;
   EarlyUpdates early_;
   ChunkUpdates chunk_updates_;
   ScaleForecast forecast_;
   std::vector<Recipe> planned_;  // by chunk; none without a plan
+  // With several ranks an update on the device is held back until the next gradient is complete: its scatter is over
+  // then, and compute need not wait. -1: none.
   ChunkId held_back_ = -1;
 };
 

@@ -26,18 +26,16 @@ class Compiler {
   };
 
   void emit(Op op, int operand, Issue issue = Issue::kNow) { program_.instructions.push_back({op, issue, operand}); }
+  void carry_out(const Emitted& emitted);
   void emit_moment(size_t moment);
   void emit_uses(size_t moment);
   void emit_need(int array);
   void emit_bring(int array, Issue issue);
   void emit_evict(int array);
+  void emit_retirements(size_t moment);
   void emit_retire(ChunkId chunk, size_t moment);
-  void emit_visit(ChunkId chunk, bool is_dead);
-  void emit_early_update(ChunkId chunk);
   void emit_end();
-  void emit_late_update(ChunkId chunk);
   void emit_device_update(ChunkId chunk);
-  void emit_disk_update(ChunkId chunk);
   void emit_room_for(int array);
   void allocate(int array, Issue issue = Issue::kNow);
   void free(int array);
@@ -94,9 +92,7 @@ void Compiler::emit_moment(size_t t) {
   emit_uses(t);
   emit(Op::kCompute, moment);
   if (copies.leaving_bytes > 0) emit(Op::kOffload, moment);
-  for (const Access& access : problem_.timeline->moments[t].accesses) {
-    if (access.mode == AccessMode::kRetire) emit_retire(access.array.chunk, t);
-  }
+  emit_retirements(t);
 }
 
 // Memory for what the moment writes, with what it had so far where that has left.
@@ -118,77 +114,84 @@ void Compiler::emit_need(int array) {
   if (std::exchange(state(array).is_ahead, false)) emit(Op::kAwait, array);
 }
 
+// A value without bytes of its own is a part of states that are on the device.
 void Compiler::emit_bring(int array, Issue issue) {
+  if (cost(array).num_bytes == 0 && cost(array).fetch_bytes == 0) return;
   const bool is_whole = is_sharded() && ArrayId::from_index(array).kind == ArrayKind::kParam;
-  allocate(array, issue);
-  state(array).is_ahead = issue == Issue::kAhead;
-  if (cost(array).fetch_bytes > 0) {
-    emit(Op::kFetch, array, issue);
-  } else if (is_whole) {
-    emit(Op::kCast, array, issue);
-  } else if (dequantized_bytes(shape_, array) > 0) {
-    emit(Op::kDequantize, array, issue);
-  }
-  if (is_whole) emit(Op::kGather, array, issue);
+  const bool is_made_there = !is_whole && dequantized_bytes(shape_, array) > 0;
+  const Origin on_device = is_made_there ? Origin::kCodes : Origin::kDevice;
+  const Origin origin = cost(array).fetch_bytes > 0 ? Origin::kHost : on_device;
+  carry_out(arrival(array, origin, is_whole ? Sharing::kShared : Sharing::kOwn, issue));
 }
 
 void Compiler::emit_evict(int array) {
   if (!state(array).on_device) return;
   state(array).has_left = true;
-  if (cost(array).evict_bytes > 0) emit(Op::kEvict, array);
-  free(array);
+  carry_out(departure(array, cost(array).evict_bytes > 0 ? Copy::kOnly : Copy::kElsewhere));
+}
+
+void Compiler::carry_out(const Emitted& emitted) {
+  for (const Instruction& instruction : emitted) {
+    switch (instruction.op) {
+      case Op::kAllocate:
+        allocate(instruction.operand, instruction.issue);
+        break;
+      case Op::kFree:
+        free(instruction.operand);
+        break;
+      case Op::kUpdateDevice:
+        emit_device_update(instruction.operand);
+        break;
+      default:
+        program_.instructions.push_back(instruction);
+    }
+  }
+}
+
+// A gradient whose promised update is on the device stays there for it, so the timeline need not say that it retires.
+void Compiler::emit_retirements(size_t t) {
+  std::vector<ChunkId> stay;
+  for (const Access& access : problem_.timeline->moments[t].accesses) {
+    const ChunkId chunk = access.array.chunk;
+    if (access.mode == AccessMode::kRetire) emit_retire(chunk, t);
+    const RecipeRow& row = recipe(chunk);
+    if (row.start != Start::kPromised || row.states != Tier::kDevice || is_sharded()) continue;
+    const bool is_complete = access.mode == AccessMode::kWrite && state(access.array.index()).last_use == t;
+    if (is_complete && state(param_of(chunk)).last_use <= t) stay.push_back(chunk);
+  }
+  std::sort(stay.begin(), stay.end());  // as a module's parameters are released
+  for (ChunkId chunk : stay) emit_retire(chunk, t);
 }
 
 void Compiler::emit_retire(ChunkId chunk, size_t moment) {
   const int grad = grad_of(chunk);
   const int param = param_of(chunk);
-  const bool is_dead = state(param).on_device && state(param).last_use <= moment;
-  if (is_visit(recipe(chunk)) && state(grad).on_device) return emit_visit(chunk, is_dead);
-  if (is_dead) free(param);
-  if (!state(grad).on_device) return;
-  const RecipeRow& row = recipe(chunk);
-  const bool waits_for_room = starts_in_backward(row) && row.states == Tier::kHost && row.passes == Passes::kOne;
-  if (waits_for_room) emit(Op::kAwaitRoom, grad);
-  const bool leaves = cost(grad).retire_bytes > 0;
-  if (is_sharded()) {
-    emit(Op::kScatter, grad);
-    free(grad);  // the shard goes down from memory of its own
-    if (leaves) emit(Op::kToHost, grad);
-  } else {
-    if (leaves) emit(Op::kToHost, grad);
-    free(grad);
-  }
-  emit_early_update(chunk);
-}
-
-// [Note: visits] (engine/visits.h)
-void Compiler::emit_visit(ChunkId chunk, bool is_dead) {
-  if (is_sharded()) emit(Op::kScatter, grad_of(chunk));
-  emit(Op::kVisitUp, chunk);
-  emit(Op::kVisitDown, chunk);
-  if (is_dead) free(param_of(chunk));
-  free(grad_of(chunk));
-}
-
-void Compiler::emit_early_update(ChunkId chunk) {
-  const RecipeRow& row = recipe(chunk);
-  if (!starts_in_backward(row)) return;
-  if (row.states == Tier::kDisk) return emit_disk_update(chunk);
-  if (row.states != Tier::kHost) return;
-  emit(row.passes == Passes::kOne ? Op::kUpdateHost : Op::kUpdateHostParam, chunk, Issue::kAhead);
-}
-
-void Compiler::emit_disk_update(ChunkId chunk) {
-  emit(Op::kLoad, chunk);
-  emit(Op::kUpdateDisk, chunk);
-  emit(Op::kStore, chunk);
+  Retirement retired;
+  retired.chunk = chunk;
+  retired.update = shape_.updates[static_cast<size_t>(chunk)];
+  retired.sharing = is_sharded() ? Sharing::kShared : Sharing::kOwn;
+  retired.value_is_dead = state(param).on_device && state(param).last_use <= moment;
+  retired.value_is_taken = is_visit(recipe(chunk)) && problem_.visits[static_cast<size_t>(chunk)].value_bytes > 0;
+  retired.leaves = cost(grad).retire_bytes > 0;
+  if (state(grad).on_device) return carry_out(retirement(retired));
+  if (retired.value_is_dead) free(param);
 }
 
 // Values that were updated on the host are not on the device any more.
 void Compiler::emit_end() {
   const auto num_chunks = static_cast<ChunkId>(shape_.updates.size());
   emit(Op::kNorm, 0);
-  for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) emit_late_update(chunk);
+  // Downloads of all chunks are under way before the first update waits for one.
+  for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) {
+    const int grad = grad_of(chunk);
+    const RecipeRow& row = recipe(chunk);
+    if (row.start != Start::kAfterNorm || row.states == Tier::kDevice || !state(grad).on_device) continue;
+    emit(Op::kToHost, grad);
+    free(grad);
+  }
+  for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) {
+    carry_out(late_update(chunk, shape_.updates[static_cast<size_t>(chunk)]));
+  }
   // States behind parameters, in the order in which the next backward needs them.
   for (ChunkId chunk = num_chunks - 1; chunk >= 0; --chunk) {
     if (recipe(chunk).passes == Passes::kTwo) emit(Op::kUpdateHostStates, chunk);
@@ -196,20 +199,6 @@ void Compiler::emit_end() {
   for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
     if (state(array).on_device && !cost(array).survives_step) free(array);
   }
-}
-
-void Compiler::emit_late_update(ChunkId chunk) {
-  const RecipeRow& row = recipe(chunk);
-  if (row.start == Start::kNever) return;
-  if (row.states == Tier::kDevice) return emit_device_update(chunk);
-  if (row.start != Start::kAfterNorm) return;
-  const int grad = grad_of(chunk);
-  if (state(grad).on_device) {
-    emit(Op::kToHost, grad);
-    free(grad);
-  }
-  if (row.states == Tier::kDisk) return emit_disk_update(chunk);
-  emit(row.passes == Passes::kOne ? Op::kUpdateHost : Op::kUpdateHostParam, chunk);
 }
 
 // The new parameter takes the gradient's place, unless it has one for good, or others need that.
@@ -223,9 +212,9 @@ void Compiler::emit_device_update(ChunkId chunk) {
   }
   emit(Op::kUpdateDevice, chunk);
   if (state(param).on_device) free(param);
-  if (comes_back) {
+  if (comes_back || (state(grad).on_device && cost(param).num_bytes == 0)) {
     free(grad);
-  } else if (state(grad).on_device && cost(param).num_bytes > 0) {
+  } else if (state(grad).on_device) {
     emit(Op::kInherit, param);
     state(grad).on_device = false;
     state(param).on_device = true;
@@ -248,11 +237,12 @@ void Compiler::emit_room_for(int array) {
 void Compiler::allocate(int array, Issue issue) {
   emit(Op::kAllocate, array, issue);
   state(array).on_device = true;
-  state(array).is_ahead = false;
+  state(array).is_ahead = issue == Issue::kAhead;
   used_bytes_ += cost(array).num_bytes;
 }
 
 void Compiler::free(int array) {
+  if (!state(array).on_device) return;
   emit(Op::kFree, array);
   state(array).on_device = false;
   state(array).is_ahead = false;
@@ -260,17 +250,6 @@ void Compiler::free(int array) {
 }
 
 }  // namespace
-
-ChunkId Instruction::chunk() const {
-  switch (row_of(op).operand) {
-    case Operand::kArray:
-      return ArrayId::from_index(operand).chunk;
-    case Operand::kChunk:
-      return operand;
-    default:
-      return -1;
-  }
-}
 
 Program compile(const PlanProblem& problem, const Plan& plan, const StepShape& shape) {
   Compiler compiler(problem, plan, shape);
@@ -280,43 +259,35 @@ Program compile(const PlanProblem& problem, const Plan& plan, const StepShape& s
 
 int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, const StepShape& shape) {
   const auto index = static_cast<size_t>(instruction.operand);
-  switch (instruction.op) {
-    case Op::kRecall:
-      return shape.activations[index].coming_bytes;
-    case Op::kOffload:
-      return shape.activations[index].leaving_bytes;
-    case Op::kAllocate:
-    case Op::kInherit:
-    case Op::kFree:
-      return problem.arrays[index].num_bytes;
-    case Op::kFetch:
-      return problem.arrays[index].fetch_bytes;
-    case Op::kDequantize:
-      return dequantized_bytes(shape, instruction.operand);
-    case Op::kGather:
-    case Op::kScatter:
-      return others_bytes(problem.arrays[index], shape.num_ranks);
-    case Op::kEvict:
-      return problem.arrays[index].evict_bytes;
-    case Op::kToHost:
-    case Op::kAwaitRoom:
-      return problem.arrays[index].retire_bytes;
-    case Op::kLoad:
-    case Op::kStore:
-      return shape.disk_bytes[index];
-    case Op::kVisitUp:
-      return problem.visits[index].up_bytes;
-    case Op::kVisitDown:
-      return problem.visits[index].down_bytes;
-    case Op::kUpdateHost:
-    case Op::kUpdateHostParam:
-    case Op::kUpdateHostStates:
-    case Op::kUpdateDevice:
-    case Op::kUpdateDisk:
-      return shape.numels[index];
-    default:
+  switch (row_of(instruction.op).amount) {
+    case Amount::kNone:
       return 0;
+    case Amount::kFetched:
+      return problem.arrays[index].fetch_bytes;
+    case Amount::kEvicted:
+      return problem.arrays[index].evict_bytes;
+    case Amount::kRetired:
+      return problem.arrays[index].retire_bytes;
+    case Amount::kMemory:
+      return problem.arrays[index].num_bytes;
+    case Amount::kOthers:
+      return others_bytes(problem.arrays[index], shape.num_ranks);
+    case Amount::kRead:
+      return dequantized_bytes(shape, instruction.operand);
+    case Amount::kComing:
+      return shape.activations[index].coming_bytes;
+    case Amount::kLeaving:
+      return shape.activations[index].leaving_bytes;
+    case Amount::kParams:
+      return shape.numels[index];
+    case Amount::kDisk:
+      return shape.disk_bytes[index];
+    case Amount::kVisitUp:
+      return problem.visits[index].up_bytes;
+    case Amount::kVisitDown:
+      return problem.visits[index].down_bytes;
   }
+  return 0;
 }
 
 int64_t tide(const PlanProblem& problem, size_t moment) {

@@ -1,0 +1,265 @@
+// Instructions of a step, and the rules that emit them: how an array comes to the device and leaves it, and what
+// becomes of a chunk whose gradient is complete.
+//
+//   for (const Instruction& instruction : arrival(array, Origin::kHost, Sharing::kOwn, Issue::kNow)) run(instruction);
+//
+// The compiler asks with the copies that a plan leads to (plan/program.h), the engine with those that are there
+// (engine/executor.h): a planned step and one on demand are carried out alike. A new mechanism is a row of kOps, a line
+// of a rule, a case of the Executor and a time of the Clock (plan/clock.h). Pure functions.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/types.h"
+#include "plan/recipe.h"
+
+namespace patrickstar {
+
+enum class Op : uint8_t {
+  kBegin,
+  kRecall,
+  kCompute,
+  kOffload,
+  kAllocate,
+  kFetch,
+  kCast,
+  kDequantize,
+  kGather,
+  kAwait,
+  kEvict,
+  kScatter,
+  kAwaitRoom,
+  kToHost,
+  kInherit,
+  kFree,
+  kNorm,
+  kUpdateHost,
+  kUpdateHostParam,
+  kUpdateHostStates,
+  kUpdateDevice,
+  kLoad,
+  kUpdateDisk,
+  kStore,
+  kVisitUp,
+  kVisitDown,
+};
+constexpr size_t kNumOps = 26;
+
+enum class Operand : uint8_t { kMoment, kArray, kChunk, kNone };
+
+// The queue or worker that is busy with an instruction.
+enum class Lane : uint8_t {
+  kLaunch,  // the launching thread, which takes no time for it
+  kCompute,
+  kUpload,
+  kDownload,
+  kGather,
+  kScatter,
+  kHost,
+  kDiskRead,
+  kDiskHost,  // the worker that updates chunks whose states are on the disk
+  kDiskWrite,
+  kVisit,
+};
+
+// What an instruction moves, in bytes, or updates, in parameters.
+enum class Amount : uint8_t {
+  kNone,
+  kFetched,    // ArrayCost::fetch_bytes
+  kEvicted,    // ArrayCost::evict_bytes
+  kRetired,    // ArrayCost::retire_bytes
+  kMemory,     // of the array
+  kOthers,     // the other ranks' parts of it
+  kRead,       // to dequantise it
+  kComing,     // activations of the moment
+  kLeaving,    // activations of the moment
+  kParams,     // of the chunk
+  kDisk,       // states of the chunk
+  kVisitUp,    // VisitCost::up_bytes
+  kVisitDown,  // VisitCost::down_bytes
+};
+
+struct OpRow {
+  const char* name;
+  Operand operand;
+  Lane lane;
+  Amount amount;
+};
+
+constexpr std::array<OpRow, kNumOps> kOps{{
+    {"begin", Operand::kMoment, Lane::kLaunch, Amount::kNone},
+    {"recall", Operand::kMoment, Lane::kUpload, Amount::kComing},  // activations that come back
+    {"compute", Operand::kMoment, Lane::kCompute, Amount::kNone},
+    {"offload", Operand::kMoment, Lane::kDownload, Amount::kLeaving},  // activations that leave
+    {"allocate", Operand::kArray, Lane::kLaunch, Amount::kMemory},
+    {"fetch", Operand::kArray, Lane::kUpload, Amount::kFetched},  // codes are dequantised behind it
+    {"cast", Operand::kArray, Lane::kCompute, Amount::kNone},     // or copied: of what is on the device
+    {"dequantize", Operand::kArray, Lane::kCompute, Amount::kRead},
+    {"gather", Operand::kArray, Lane::kGather, Amount::kOthers},
+    {"await", Operand::kArray, Lane::kLaunch, Amount::kNone},  // a value that was fetched ahead is needed
+    {"evict", Operand::kArray, Lane::kDownload, Amount::kEvicted},
+    {"scatter", Operand::kArray, Lane::kScatter, Amount::kOthers},
+    {"await_room", Operand::kArray, Lane::kLaunch, Amount::kRetired},  // host memory for a gradient
+    {"to_host", Operand::kArray, Lane::kDownload, Amount::kRetired},   // a gradient, to where its update is
+    {"inherit", Operand::kArray, Lane::kLaunch, Amount::kMemory},      // a new parameter takes its gradient's memory
+    {"free", Operand::kArray, Lane::kLaunch, Amount::kMemory},
+    {"norm", Operand::kNone, Lane::kCompute, Amount::kNone},
+    {"update_host", Operand::kChunk, Lane::kHost, Amount::kParams},
+    {"update_host_param", Operand::kChunk, Lane::kHost, Amount::kParams},   // [Note: parameters first], update_jobs.h
+    {"update_host_states", Operand::kChunk, Lane::kHost, Amount::kParams},  // behind it
+    {"update_device", Operand::kChunk, Lane::kCompute, Amount::kParams},
+    {"load", Operand::kChunk, Lane::kDiskRead, Amount::kDisk},
+    {"update_disk", Operand::kChunk, Lane::kDiskHost, Amount::kParams},
+    {"store", Operand::kChunk, Lane::kDiskWrite, Amount::kDisk},
+    {"visit_up", Operand::kChunk, Lane::kVisit, Amount::kVisitUp},  // states go up, and the device updates them
+    {"visit_down", Operand::kChunk, Lane::kVisit, Amount::kVisitDown},
+}};
+constexpr const OpRow& row_of(Op op) { return kOps[static_cast<size_t>(op)]; }
+
+enum class Issue : uint8_t {
+  kNow,
+  kAhead,  // when its inputs are there: a fetch ahead of its use, an update ahead of the norm
+};
+
+struct Instruction {
+  Op op = Op::kBegin;
+  Issue issue = Issue::kNow;
+  int32_t operand = 0;  // index of a moment, array (ArrayId::index) or chunk
+
+  // Of an array or a chunk; -1: of neither.
+  ChunkId chunk() const {
+    const Operand kind = row_of(op).operand;
+    if (kind == Operand::kArray) return ArrayId::from_index(operand).chunk;
+    return kind == Operand::kChunk ? operand : -1;
+  }
+};
+
+// Instructions of one rule, in their order.
+class Emitted {
+ public:
+  constexpr void add(Op op, int operand, Issue issue = Issue::kNow) { instructions_[size_++] = {op, issue, operand}; }
+  constexpr const Instruction* begin() const { return instructions_.data(); }
+  constexpr const Instruction* end() const { return instructions_.data() + size_; }
+
+ private:
+  static constexpr size_t kMost = 10;
+  std::array<Instruction, kMost> instructions_{};
+  size_t size_ = 0;
+};
+
+// Where the value is that an array is copied or made from when it comes to the device.
+enum class Origin : uint8_t {
+  kHost,    // its copy, or codes
+  kDevice,  // a master, or this rank's shard
+  kCodes,   // codes on the device
+};
+// Ranks that have parts of an array.
+enum class Sharing : uint8_t { kOwn, kShared };
+
+inline Emitted arrival(int array, Origin origin, Sharing sharing, Issue issue) {
+  Emitted result;
+  result.add(Op::kAllocate, array, issue);
+  result.add(origin == Origin::kHost     ? Op::kFetch
+             : origin == Origin::kDevice ? Op::kCast
+                                         : Op::kDequantize,
+             array, issue);
+  if (sharing == Sharing::kShared) result.add(Op::kGather, array, issue);
+  return result;
+}
+
+// Value of an array that leaves the device while it is still of use.
+enum class Copy : uint8_t {
+  kOnly,
+  kElsewhere,  // another copy, or what it can be made from
+};
+
+inline Emitted departure(int array, Copy copy) {
+  Emitted result;
+  if (copy == Copy::kOnly) result.add(Op::kEvict, array);
+  result.add(Op::kFree, array);
+  return result;
+}
+
+// A chunk whose gradient is complete.
+struct Retirement {
+  ChunkId chunk = -1;
+  Recipe update = Recipe::kNever;
+  Sharing sharing = Sharing::kOwn;
+  bool value_is_dead = false;   // on the device, where nobody reads it before its update
+  bool value_is_taken = false;  // by a visit, from there
+  bool leaves = false;          // the gradient: its update is elsewhere
+  bool is_last = true;          // backward of the step: the update may begin
+};
+
+inline void add_disk_update(ChunkId chunk, Emitted& result) {
+  result.add(Op::kLoad, chunk);
+  result.add(Op::kUpdateDisk, chunk);
+  result.add(Op::kStore, chunk);
+}
+
+inline void add_host_update(ChunkId chunk, Passes passes, Issue issue, Emitted& result) {
+  result.add(passes == Passes::kOne ? Op::kUpdateHost : Op::kUpdateHostParam, chunk, issue);
+}
+
+inline void add_early_update(ChunkId chunk, const RecipeRow& row, Emitted& result) {
+  switch (row.states) {
+    case Tier::kDevice:
+      return result.add(Op::kUpdateDevice, chunk);
+    case Tier::kDisk:
+      return add_disk_update(chunk, result);
+    case Tier::kHost:
+      return add_host_update(chunk, row.passes, Issue::kAhead, result);
+  }
+}
+
+inline Emitted retirement(const Retirement& retired) {
+  const RecipeRow& row = row_of(retired.update);
+  const int param = ArrayId{retired.chunk, ArrayKind::kParam}.index();
+  const int grad = ArrayId{retired.chunk, ArrayKind::kGrad}.index();
+  const bool is_shared = retired.sharing == Sharing::kShared;
+  const bool visits = is_visit(row) && retired.is_last;
+  const bool is_taken = visits && retired.value_is_taken;
+  Emitted result;
+  if (retired.value_is_dead && !is_taken) result.add(Op::kFree, param);
+  if (visits) {
+    if (is_shared) result.add(Op::kScatter, grad);
+    result.add(Op::kVisitUp, retired.chunk);
+    result.add(Op::kVisitDown, retired.chunk);
+    if (retired.value_is_dead && is_taken) result.add(Op::kFree, param);
+    result.add(Op::kFree, grad);
+    return result;
+  }
+  const bool starts = starts_in_backward(row) && retired.is_last;
+  if (starts && row.states == Tier::kHost && row.passes == Passes::kOne) result.add(Op::kAwaitRoom, grad);
+  if (is_shared) {
+    result.add(Op::kScatter, grad);
+    result.add(Op::kFree, grad);  // the shard goes down from memory of its own
+  }
+  if (retired.leaves) result.add(Op::kToHost, grad);
+  if (retired.leaves && !is_shared) result.add(Op::kFree, grad);
+  if (starts) add_early_update(retired.chunk, row, result);
+  return result;
+}
+
+// Where the update waited for the norm; of two passes the first.
+inline Emitted late_update(ChunkId chunk, Recipe recipe) {
+  const RecipeRow& row = row_of(recipe);
+  Emitted result;
+  if (row.start != Start::kAfterNorm) return result;
+  switch (row.states) {
+    case Tier::kDevice:
+      result.add(Op::kUpdateDevice, chunk);
+      break;
+    case Tier::kDisk:
+      add_disk_update(chunk, result);
+      break;
+    case Tier::kHost:
+      add_host_update(chunk, row.passes, Issue::kNow, result);
+      break;
+  }
+  return result;
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,102 @@
+"""An engine's step is the program of its plan (csrc/plan/ops.h): the same instructions in the same order on a queue."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+
+from patrickstar import _C
+from patrickstar.planning.simulation import played_instructions
+from tests.plan.test_timed_planner import LAYERS, MEASURED, linked
+from tests.profiling.traces import traced
+from tests.training import least_device_memory, make_config
+
+STEP = MEASURED + 4
+TRACKS = {
+    "fetch": _C.Track.UPLOAD,
+    "evict": _C.Track.DOWNLOAD,
+    "to_host": _C.Track.DOWNLOAD,
+    "update_host": _C.Track.HOST_ADAM,
+    "update_host_param": _C.Track.HOST_ADAM,
+    "update_host_states": _C.Track.HOST_STATES,
+    "update_device": _C.Track.DEVICE_ADAM,
+    "update_disk": _C.Track.DISK_ADAM,
+    "visit_up": _C.Track.VISIT,
+}
+MOVES = (_C.Track.UPLOAD, _C.Track.DOWNLOAD)
+WAYS = {
+    "after the norm": {"speculation": "never"},
+    "ahead": {"speculation": "always"},
+    "promised": {"speculation": "commit"},
+    "without masters": {"speculation": "commit", "master": "stochastic", "states": "8bit"},
+}
+
+
+def step_of(way, room, hybrid=False, plan_of=lambda engine: engine.plan()):
+    """The program of a plan and the trace of the step that follows it."""
+    budget = int(room * least_device_memory(LAYERS, make_config("bf16", default_chunk_size=16 * 1024)))
+    programs = []
+
+    def look(engine, step):
+        if step == STEP:
+            programs.append(played_instructions(plan_of(engine)))
+
+    config = linked(device_memory=budget)
+    config["optimizer"] |= WAYS[way]
+    config["optimizer"]["params"]["use_hybrid_adam"] = hybrid
+    trace = traced(LAYERS, config, step=STEP, before_step=look).trace
+    return programs[0], trace
+
+
+def orders(program, trace):
+    """By track, chunks and kinds of arrays in their order: planned, and carried out.
+
+    Updates on the host are sorted, since those in backward come in the order of need. After the norm one span, with the
+    first one's chunk, stands for those of several small chunks.
+    """
+    planned, carried_out = collections.defaultdict(list), collections.defaultdict(list)
+    spans = collections.defaultdict(list)
+    for span in trace["spans"]:
+        if span["track"] in TRACKS.values() and span["owner"] == _C.SpanOwner.THIS_STEP:
+            spans[span["track"]].append(span)
+            carried_out[span["track"]].append((span["chunk"], span["kind"] if span["track"] in MOVES else None))
+    covered = collections.Counter()
+    for one in program:
+        track = TRACKS.get(one.op)
+        if track is None or one.amount == 0:
+            continue
+        if covered[track] > 0:  # by the span of another chunk
+            covered[track] -= one.amount
+            continue
+        if track not in MOVES:
+            numel = next((span["numel"] for span in spans[track] if span["chunk"] == one.chunk), one.amount)
+            covered[track] = numel - one.amount if track != _C.Track.VISIT else 0
+        planned[track].append((one.chunk, one.kind))
+    for order in (planned, carried_out):
+        order[_C.Track.HOST_ADAM].sort()
+    return planned, carried_out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("room", [1.2, 2, 4])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["states on the host", "states on both"])
+def test_a_step_is_its_program(way, room, hybrid):
+    planned, carried_out = orders(*step_of(way, room, hybrid))
+    assert carried_out == planned
+    assert planned[_C.Track.UPLOAD] or (hybrid and room == 4)
+
+
+def test_visits():
+    """Every other chunk's, chosen by hand: the plan of so small a model has none."""
+
+    def visit(engine):
+        plan = engine.plan()
+        recipes = ["VISIT" if chunk % 2 == 0 else one for chunk, one in enumerate(plan.times.updates)]
+        engine._session.runtime.set_visits([one == "VISIT" for one in recipes], 4096)
+        return dataclasses.replace(plan, times=dataclasses.replace(plan.times, updates=recipes))
+
+    planned, carried_out = orders(*step_of("promised", 4, plan_of=visit))
+    assert carried_out == planned
+    assert len(planned[_C.Track.VISIT]) > 4
