@@ -531,6 +531,28 @@ def leaving_gradient_bytes(
 ) -> int:
     """Of gradients that wait on the device for the norm, what has no room there and waits on the host."""
 
+@final
+class UseCall(_Enum):
+    """What a hook of a module reports of parameters (csrc/plan/played_uses.h)."""
+
+    OPEN_SCOPE: ClassVar[UseCall]
+    CLOSE_SCOPE: ClassVar[UseCall]
+    TOUCH: ClassVar[UseCall]
+    END_FORWARD: ClassVar[UseCall]
+    ENTER_BACKWARD: ClassVar[UseCall]
+    FOLD: ClassVar[UseCall]
+
+def play_uses(
+    layout: Layout,
+    states_on_device: Sequence[bool],
+    uses: Sequence[tuple[UseCall, Sequence[int], HoldUntil | None, int, int]],
+) -> tuple[list[dict[str, Any]], list[int], int]:
+    """The moments that an engine would record of these uses, each a call, its parameters, until when a scope holds
+    them, and the ticks of a use whose backward begins.
+
+    By use the moment after it (-1: none), and the most bytes that the chunks of a moment hold beside what it asks for.
+    """
+
 def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:
     """How many chunks, from the first on, have their states on the device once the tide is known."""
 
@@ -567,7 +589,7 @@ class Recipe(_Enum):
 
 @final
 class Lane(_Enum):
-    """The queue or worker that is busy with an instruction (csrc/plan/program.h)."""
+    """The queue or worker that is busy with an instruction (csrc/plan/ops.h)."""
 
     LAUNCH: ClassVar[Lane]
     COMPUTE: ClassVar[Lane]

@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
+#include <tuple>
 
 #include "bind/bind.h"
 #include "chunk/layout.h"
@@ -8,12 +10,16 @@
 #include "plan/host_demand.h"
 #include "plan/placement.h"
 #include "plan/planner.h"
+#include "plan/played_uses.h"
 
 namespace py = pybind11;
 
 namespace patrickstar::bind {
 
 namespace {
+
+// Fields of ParamUse.
+using UseTuple = std::tuple<UseCall, std::vector<ParamId>, std::optional<HoldUntil>, Tick, Tick>;
 
 py::tuple describe_array(ArrayId id) { return py::make_tuple(id.chunk, id.kind); }
 
@@ -144,6 +150,25 @@ void register_placement(py::module_& module) {
       "The most that a rank will have mapped of the host (plan/host_demand.h), by where each chunk's states were "
       "before "
       "the tide was known, and whether they are on the device now.");
+  py::enum_<UseCall>(module, "UseCall", "What a hook of a module reports (plan/played_uses.h).")
+      .value("OPEN_SCOPE", UseCall::kOpenScope)
+      .value("CLOSE_SCOPE", UseCall::kCloseScope)
+      .value("TOUCH", UseCall::kTouch)
+      .value("END_FORWARD", UseCall::kEndForward)
+      .value("ENTER_BACKWARD", UseCall::kEnterBackward)
+      .value("FOLD", UseCall::kFold);
+  module.def(
+      "play_uses",
+      [](const Layout& layout, const std::vector<bool>& states_on_device, const std::vector<UseTuple>& uses) {
+        std::vector<ParamUse> calls;
+        for (const auto& [call, params, until, begin, end] : uses)
+          calls.push_back({call, params, until.value_or(HoldUntil::kScopeEnd), begin, end});
+        const PlayedUses played = play_uses(layout, {states_on_device.begin(), states_on_device.end()}, calls);
+        return py::make_tuple(describe_timeline(played.timeline), played.moment_of, played.waste_bytes);
+      },
+      py::arg("layout"), py::arg("states_on_device"), py::arg("uses"),
+      "The moments that an engine would record, by use the moment after it, and the most that the chunks of a moment "
+      "hold beside what it asks for. Uses are (call, params, until, begin, end).");
   module.def(
       "num_device_state_chunks",
       [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {

@@ -190,7 +190,7 @@ void register_simulator(py::module_& module) {
   recipes.def_property_readonly(
       "starts_in_backward", [](Recipe recipe) { return starts_in_backward(row_of(recipe)); },
       "True where it begins before the norm of all gradients is known.");
-  py::enum_<Lane>(module, "Lane", "The queue or worker that is busy with an instruction (plan/program.h).")
+  py::enum_<Lane>(module, "Lane", "The queue or worker that is busy with an instruction (plan/ops.h).")
       .value("LAUNCH", Lane::kLaunch)
       .value("COMPUTE", Lane::kCompute)
       .value("UPLOAD", Lane::kUpload)
@@ -228,7 +228,7 @@ void register_simulator(py::module_& module) {
       "disk_bytes, dequantized_bytes and visit_costs (bytes up and down, and of those up the value's): by chunk.");
   define_played(module, "play_program", &describe_program,
                 "The instructions of that step in the order in which they are issued, and when each is carried out "
-                "(plan/program.h).");
+                "(plan/ops.h).");
   register_recipes(module);
   register_choice(module);
 }

@@ -1,5 +1,5 @@
 // The observer: turns calls of modules and uses of tensors, as Python sees them, into acquire and release of the core.
-// csrc/engine/access_tracker.h says what scopes hold and how backward releases.
+// csrc/plan/use_holds.h says what scopes hold and how backward releases.
 //
 // What it does runs for every module and every operation on a parameter, so it is C++ from the hook down to the core:
 //

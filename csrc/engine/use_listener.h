@@ -1,24 +1,16 @@
-// Whoever is told about uses of parameters: the calls of engine/access_tracker.h, as those see them who observe the
+// Whoever is told about uses of parameters: the calls of plan/use_holds.h, as those see them who observe the
 // uses. The runtime listens in an engine; a plan without a GPU is made by a listener that writes them down
 // (patrickstar/planning/uses.py).
 //
 // One thread at a time: the user's in forward, autograd's in backward.
 #pragma once
 
-#include <cstdint>
 #include <vector>
 
 #include "common/types.h"
+#include "plan/use_holds.h"
 
 namespace patrickstar {
-
-// A point in time of one listener: uses that begin later have larger ones.
-using Tick = int64_t;
-
-enum class HoldUntil : uint8_t {
-  kScopeEnd,   // a leaf module
-  kNextEvent,  // a module with modules inside
-};
 
 class UseListener {
  public:

@@ -1,4 +1,4 @@
-"""The program of a step (csrc/plan/program.h), printed: one line for each instruction that takes time or memory."""
+"""The program of a step (csrc/plan/ops.h), printed: one line for each instruction that takes time or memory."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ cost and how much memory is alive. Control flow that depends on values is not se
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -54,22 +53,11 @@ from patrickstar.sequence.tiling import equal_tiles_once
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
 
 
-class Call(enum.Enum):
-    """A call of the core; see csrc/engine/access_tracker.h and gradient_flow.h."""
-
-    OPEN_SCOPE = enum.auto()
-    CLOSE_SCOPE = enum.auto()
-    TOUCH = enum.auto()
-    END_FORWARD = enum.auto()
-    ENTER_BACKWARD = enum.auto()
-    FOLD = enum.auto()
-
-
 @dataclasses.dataclass(slots=True)
 class Use:
     """One call of the core, and what the device does until the next one."""
 
-    call: Call
+    call: _C.UseCall
     params: list[int]
     until: _C.HoldUntil | None = None
     begin: int = 0
@@ -138,21 +126,21 @@ class UseRecorder(_C.UseListener):
 
     def open_scope(self, params: list[int], until: _C.HoldUntil) -> int:
         """Records that a module's call begins, and returns the time."""
-        self.uses.append(Use(Call.OPEN_SCOPE, params, until))
+        self.uses.append(Use(_C.UseCall.OPEN_SCOPE, params, until))
         return self.tick()
 
     def close_scope(self) -> None:
         """Records that the innermost module call ends."""
-        self.uses.append(Use(Call.CLOSE_SCOPE, []))
+        self.uses.append(Use(_C.UseCall.CLOSE_SCOPE, []))
 
     def touch(self, params: list[int]) -> int:
         """An operation is about to use ``params``."""
-        self.uses.append(Use(Call.TOUCH, params))
+        self.uses.append(Use(_C.UseCall.TOUCH, params))
         return self.tick()
 
     def enter_backward(self, begin: int, end: int, params: list[int]) -> None:
         """The backward of a use that ran in [begin, end] is about to start."""
-        self.uses.append(Use(Call.ENTER_BACKWARD, params, begin=begin, end=end))
+        self.uses.append(Use(_C.UseCall.ENTER_BACKWARD, params, begin=begin, end=end))
 
     def has_gradient(self, param: int) -> bool:
         """Always False: gradients are not kept here."""
@@ -318,7 +306,7 @@ def trace_uses(
                 out = module(**inputs)
             value = loss(out)
             del out
-            recorder.uses.append(Use(Call.END_FORWARD, []))
+            recorder.uses.append(Use(_C.UseCall.END_FORWARD, []))
             kept.begin_backward()
             _run_backward(value)
         del value
@@ -379,4 +367,4 @@ def _fold(recorder: UseRecorder, got_gradient: set[int], param: nn.Parameter) ->
     folded_gradient(param)
     index = param._patrickstar.id
     got_gradient.add(index)
-    recorder.uses.append(Use(Call.FOLD, [index]))
+    recorder.uses.append(Use(_C.UseCall.FOLD, [index]))

@@ -1,4 +1,4 @@
-"""A traced step beside its program (csrc/plan/program.h): the seconds of each instruction, predicted and traced.
+"""A traced step beside its program (csrc/plan/ops.h): the seconds of each instruction, predicted and traced.
 
 Spans and instructions are matched by track and chunk, in their order. Where a chunk has several spans for each
 instruction (its states are read from a disk one by one), their seconds are added up; where a span stands for several
@@ -43,7 +43,7 @@ class PlayedInstruction:
     """An instruction, and when it is carried out. Seconds count from the beginning of the step."""
 
     op: str
-    """The name of its row in csrc/plan/program.h."""
+    """The name of its row in csrc/plan/ops.h."""
     lane: _C.Lane
     """Queue or worker that is busy with it from ``begin_seconds`` on."""
     moment: int | None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from patrickstar import _C
 from patrickstar.config import MatrixMode, parse_config
 from patrickstar.module.preprocess import plan_params
 from patrickstar.module.tiled_modules import tile_modules
@@ -18,7 +19,7 @@ from patrickstar.planning.cluster import LINKS, Cluster, LineRates
 from patrickstar.planning.divided_matrices import MatrixMesh, SharedMatrices
 from patrickstar.planning.machines import H200
 from patrickstar.planning.models import SharedSequences, build_model
-from patrickstar.planning.uses import Call, trace_uses
+from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Links
 from patrickstar.tensor2d import Place, cost
 from patrickstar.tensor2d.cost import LayerShape, Mode
@@ -113,7 +114,7 @@ def test_a_layer_waits_in_backward_for_its_weights_too():
     uses, model = trace(2, 2)
     names = [name for name, _ in model.module.named_parameters()]
     weights = {index for index, name in enumerate(names) if name.endswith("qkv.weight")}
-    entered = {param for use in uses.uses if use.call is Call.ENTER_BACKWARD for param in use.params}
+    entered = {param for use in uses.uses if use.call == _C.UseCall.ENTER_BACKWARD for param in use.params}
     assert len(weights) == LAYERS and weights <= entered
 
 
