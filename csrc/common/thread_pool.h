@@ -30,6 +30,9 @@
 
 namespace patrickstar {
 
+// Bytes that a thread copies or clears at a time.
+constexpr int64_t kCopyGrain = int64_t{4} << 20;
+
 // [Note: urgent loops first]
 enum class Priority : uint8_t { kUrgent, kBackground };
 

@@ -4,12 +4,6 @@
 
 namespace patrickstar {
 
-namespace {
-
-constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
-
-}  // namespace
-
 void ArrayBytes::write(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes) {
   ArrayRecord& record = memory_.array(id);
   if (!record.on_device) {

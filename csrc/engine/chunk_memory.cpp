@@ -13,7 +13,6 @@ namespace {
 // Where memory is an allocator's that keeps what is freed (on CUDA PyTorch's, which also rounds), a slot that is a
 // little larger serves as well.
 constexpr double kSlotWaste = 0.125;
-constexpr int64_t kZeroGrain = int64_t{2} << 20;  // bytes
 
 // What makes an array's value in host memory: gradients come down, all else is updated there.
 StallCause maker_on_host(ArrayId id) {
@@ -233,7 +232,7 @@ void ChunkMemory::present_param(Queue queue, ParamId param) {
 void ChunkMemory::clear_block(ArrayId id) {
   char* data = static_cast<char*>(array(id).block.data);
   const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, id});
-  device_.pool().parallel_for(store_.num_bytes(id), kZeroGrain, [data](int64_t begin, int64_t end) {
+  device_.pool().parallel_for(store_.num_bytes(id), kCopyGrain, [data](int64_t begin, int64_t end) {
     std::memset(data + begin, 0, static_cast<size_t>(end - begin));
   });
 }

@@ -10,9 +10,6 @@ namespace patrickstar {
 
 namespace {
 
-constexpr size_t kMostStates = 3;                 // optimizer_arrays()
-constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
-
 // Of a state among optimizer_arrays().
 size_t index_of(ArrayKind kind) {
   const auto kinds = optimizer_arrays();
@@ -46,7 +43,7 @@ void DiskStates::open() {
   std::vector<int64_t> sizes;
   std::vector<HostBlock*> places;
   for (Set& set : sets_) {
-    for (size_t i = 0; i < kMostStates; ++i) {
+    for (size_t i = 0; i < optimizer_arrays().size(); ++i) {
       if (needed.block_bytes[i] == 0) continue;
       sizes.push_back(needed.block_bytes[i]);
       places.push_back(&set.blocks[i]);
@@ -102,7 +99,7 @@ DiskStates::Set& DiskStates::vacate_one() {
 
 void DiskStates::take_back(Set& set) {
   if (set.use == Use::kFree) return;
-  set.busy.reserve(set.busy.size() + 2 * kMostStates);  // nothing below throws
+  set.busy.reserve(set.busy.size() + 2 * optimizer_arrays().size());  // nothing below throws
   for (ArrayKind kind : states_of(set.chunk)) {
     ArrayRecord& record = memory_.array({set.chunk, kind});
     set.blocks[index_of(kind)] = std::move(record.block);

@@ -13,8 +13,6 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kTouchGrain = int64_t{2} << 20;  // bytes
-
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
 #ifdef PATRICKSTAR_WITH_CUDA
   if (options.cuda_device >= 0) {
@@ -121,7 +119,7 @@ std::unique_ptr<HostArena> SharedDevice::make_arena() {
       const auto touch = [data](int64_t begin, int64_t end) {
         std::memset(static_cast<char*>(data) + begin, 0, static_cast<size_t>(end - begin));
       };
-      pool_.parallel_for(num_bytes, kTouchGrain, touch, Priority::kBackground);
+      pool_.parallel_for(num_bytes, kCopyGrain, touch, Priority::kBackground);
       backend_->pin(data, num_bytes);
     };
     hooks.dispose = backend_->unpinner();

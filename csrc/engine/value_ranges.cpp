@@ -18,7 +18,6 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{4} << 20;      // that a thread copies at a time
 constexpr int64_t kStagingBytes = int64_t{128} << 20;  // of each of two: pieces of several files
 
 void write_file(int descriptor, const char* from, int64_t num_bytes, int64_t at) {
@@ -353,9 +352,9 @@ void ValueRanges::copy_out(const std::vector<Copy>& copies, const std::vector<Ra
       tasks[static_cast<size_t>(copy.file)].push_back(copy);
       continue;
     }
-    for (int64_t begin = 0; begin < copy.num_bytes; begin += kPieceBytes) {
+    for (int64_t begin = 0; begin < copy.num_bytes; begin += kCopyGrain) {
       tasks.push_back(
-          {{copy.memory + begin, std::min(kPieceBytes, copy.num_bytes - begin), kInMemory, copy.at + begin}});
+          {{copy.memory + begin, std::min(kCopyGrain, copy.num_bytes - begin), kInMemory, copy.at + begin}});
     }
   }
   memory_.device().pool().parallel_for(static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
@@ -374,9 +373,8 @@ void ValueRanges::copy_out(const std::vector<Copy>& copies, const std::vector<Ra
 void ValueRanges::copy_in(const std::vector<Copy>& copies, const std::vector<RangeFile>& files) {
   std::vector<Copy> pieces;
   for (const Copy& copy : copies) {
-    for (int64_t begin = 0; begin < copy.num_bytes; begin += kPieceBytes) {
-      pieces.push_back(
-          {copy.memory + begin, std::min(kPieceBytes, copy.num_bytes - begin), copy.file, copy.at + begin});
+    for (int64_t begin = 0; begin < copy.num_bytes; begin += kCopyGrain) {
+      pieces.push_back({copy.memory + begin, std::min(kCopyGrain, copy.num_bytes - begin), copy.file, copy.at + begin});
     }
   }
   memory_.device().pool().parallel_for(static_cast<int64_t>(pieces.size()), 1, [&](int64_t begin, int64_t end) {

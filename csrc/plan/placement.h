@@ -24,7 +24,7 @@ struct DeviceBudget {
   int64_t limit_bytes = INT64_MAX;  // for everything, without what the allocator's rounding needs
   bool follows_tide = false;        // Backend::follows_tide
   bool prefetches_far = true;       // where transfers take time that compute can hide
-  double margin_use_ratio = 1.0;    // of num_margin_chunks
+  double margin_use_ratio = 1.0;    // of what num_device_state_chunks() fills
   bool keeps_gradients = true;      // on the device until the step, where a chunk's states are there
   Backwards backwards = Backwards::kOne;
   // Of one rank: of gradients that wait, what lies in the tide ([Note: gradients in the tide]).
@@ -43,17 +43,13 @@ struct DeviceBudget {
 int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                                const DeviceBudget& budget);
 
-// After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute
-// copies are resident at the highest tide (a gradient takes its parameters' place), less what slots of several sizes
-// waste where memory does not follow the tide, times `margin_use_ratio` (the first PatrickStar's rule). Where the
-// host then has no room to update the others ahead of the step, more of them, until it has for four fifths: each
-// chunk that leaves the host makes room there for the new compute values of several others. That leaves room on the
-// device for fewer compute copies, but no less than are prefetched: to fetch a value again takes less time than to
-// wait for the norm.
-int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
-
-// After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin,
-// and where memory does not follow the tide a few at the boundary of two steps in any case.
+// After the tide is known: how many chunks (from the first on) have their states on the device. They fit into the margin
+// that is left when all compute copies are resident at the highest tide (a gradient takes its parameters' place), less
+// what slots of several sizes waste where memory does not follow the tide, times `margin_use_ratio` (the first
+// PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, until it
+// has for four fifths: each chunk that leaves the host makes room there for the new compute values of several others.
+// That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a value again takes
+// less time than to wait for the norm. Where memory does not follow the tide, so do a few at the boundary of two steps.
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
 // Of the first `count` chunks, those whose states move to the device beside the states that are there, which may be

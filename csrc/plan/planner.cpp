@@ -10,8 +10,6 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kNever = INT64_MAX;
-
 // One sweep over the timeline, from a given set of resident arrays.
 class Sweep {
  public:
@@ -202,7 +200,7 @@ int64_t Sweep::next_use(int array, size_t t) const {
   const auto found = std::upper_bound(uses.begin(), uses.end(), static_cast<int64_t>(t));
   if (found != uses.end()) return *found;
   if (cost(array).evict_bytes > 0) return static_cast<int64_t>(moments_.size());  // the optimizer reads it
-  if (!cost(array).survives_step || uses.empty()) return kNever;
+  if (!cost(array).survives_step || uses.empty()) return INT64_MAX;
   return static_cast<int64_t>(moments_.size()) + uses.front();
 }
 

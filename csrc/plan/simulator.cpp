@@ -28,12 +28,11 @@ void check_plan(const PlanProblem& problem, const Plan& plan) {
 }
 
 SimulatedStep play_until_steady(Clock& clock) {
-  constexpr int kAveraged = kSteps / 2;
   SimulatedStep mean;
   double begin = 0;
   std::vector<double> before;
   for (int index = 0; index < kSteps; ++index) {
-    if (index == kSteps - kAveraged) begin = clock.step_end();
+    if (index == kSteps / 2) begin = clock.step_end();
     SimulatedStep step = clock.play_step();
     const std::vector<double> now = clock.under_way();
     if (are_same(before, now)) {
@@ -41,15 +40,15 @@ SimulatedStep play_until_steady(Clock& clock) {
       return step;
     }
     before = now;
-    if (index < kSteps - kAveraged) continue;
+    if (index < kSteps / 2) continue;
     std::array<double, kNumShortages> stalls = mean.stall_seconds;
-    for (size_t cause = 0; cause < stalls.size(); ++cause) stalls[cause] += step.stall_seconds[cause] / kAveraged;
+    for (size_t cause = 0; cause < stalls.size(); ++cause) stalls[cause] += step.stall_seconds[cause] / (kSteps / 2);
     const int64_t peak_bytes = std::max(mean.peak_bytes, step.peak_bytes);
     mean = step;
     mean.stall_seconds = stalls;
     mean.peak_bytes = peak_bytes;
   }
-  mean.seconds = (clock.step_end() - begin) / kAveraged;
+  mean.seconds = (clock.step_end() - begin) / (kSteps / 2);
   return mean;
 }
 

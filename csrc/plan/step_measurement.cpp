@@ -7,8 +7,8 @@ namespace patrickstar {
 
 namespace {
 
-constexpr double kUnseenGbps = 1e9;
-constexpr double kUnseenParamsPerSecond = 1e18;
+// Per second: bytes, or parameters, of what a step did not show; so high that it does not matter.
+constexpr double kUnseenRate = 1e18;
 // Of the largest transfer: those that a chunk's shorter neighbours make are ruled by latency.
 constexpr double kLargeShare = 0.5;
 
@@ -25,7 +25,7 @@ double median_gbps(const StepTrace& trace, Track track) {
     if (span.label.track != track || num_bytes < kLargeShare * static_cast<double>(largest)) continue;
     if (seconds_of(span) > 0) rates.push_back(num_bytes / seconds_of(span) / 1e9);
   }
-  if (rates.empty()) return kUnseenGbps;
+  if (rates.empty()) return kUnseenRate / 1e9;
   const auto middle = rates.begin() + static_cast<std::ptrdiff_t>(rates.size() / 2);
   std::nth_element(rates.begin(), middle, rates.end());
   return *middle;
@@ -59,7 +59,7 @@ double device_adam_params_per_second(const StepTrace& trace) {
   for (const TracedSpan& span : trace.spans) {
     if (is_own_update(span, Track::kDeviceAdam)) rate.add(span);
   }
-  return rate.is_seen() ? 1 / rate.seconds_per_param() : kUnseenParamsPerSecond;
+  return rate.is_seen() ? 1 / rate.seconds_per_param() : kUnseenRate;
 }
 
 // Where fewer parameters than this share of all were updated in one pass, its rate follows from that of states, which
@@ -82,7 +82,7 @@ void measure_host_adam(const StepTrace& trace, Rates& rates) {
     if (!is_own_update(span, Track::kHostAdam)) continue;
     (in_two_passes.count(span.label.array.chunk) == 0 ? whole : param).add(span);
   }
-  rates.host_adam_params_per_second = kUnseenParamsPerSecond;
+  rates.host_adam_params_per_second = kUnseenRate;
   if (!whole.is_seen() && !states.is_seen()) return;
   const bool enough = whole.is_seen() && whole.numel() >= kEnoughWhole * (whole.numel() + states.numel());
   const double seconds =

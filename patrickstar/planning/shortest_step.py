@@ -38,11 +38,11 @@ class ShortestStep:
         """The shortest step with at most these budgets, so that more memory makes no step longer.
 
         How many chunks have their states on the device follows from memory alone (csrc/plan/placement.h,
-        num_margin_chunks), and more or fewer of them may take less time: an engine with ample ``host_memory`` leaves
-        states on the host that the next forward waits for; one with an ample device updates there, between two steps,
-        what the host would update beside it. And with ample ``host_memory`` the next forward waits for whole updates,
-        where with less it waits for parameters alone. So less ``host_memory`` and a lower ``margin_use_ratio`` are
-        tried too.
+        num_device_state_chunks), and more or fewer of them may take less time: an engine with ample ``host_memory``
+        leaves states on the host that the next forward waits for; one with an ample device updates there, between two
+        steps, what the host would update beside it. And with ample ``host_memory`` the next forward waits for whole
+        updates, where with less it waits for parameters alone. So less ``host_memory`` and a lower ``margin_use_ratio``
+        are tried too.
 
         Raises:
             DoesNotFitError: it does not fit.
