@@ -670,10 +670,11 @@ def simulate(
     dequantized_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
     visit_costs: Sequence[tuple[int, int, int]] = [],
+    chunk_ranks: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
-    moment needs; empty: none.
+    moment needs; empty: none. ``chunk_ranks``: of each chunk, how many of the ranks share it; empty: all.
     """
 
 def play_program(
@@ -694,6 +695,7 @@ def play_program(
     dequantized_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
     visit_costs: Sequence[tuple[int, int, int]] = [],
+    chunk_ranks: Sequence[int] = [],
 ) -> list[dict[str, Any]]:
     """The instructions of the step that ``simulate`` gives, in the order in which they are issued.
 
@@ -900,6 +902,20 @@ class KeptRegions:
     @property
     def num_bytes(self) -> int: ...
 
+class ChunkRanks:
+    """Ranks of an engine that share a chunk."""
+
+    def __init__(self) -> None:
+        """All of them."""
+
+    @staticmethod
+    def own() -> ChunkRanks:
+        """Each rank alone."""
+
+    @staticmethod
+    def groups_of(size: int) -> ChunkRanks:
+        """Each of groups of ``size`` ranks, whose numbers follow each other."""
+
 class Layout:
     """Which chunk and offset each parameter has."""
 
@@ -913,8 +929,11 @@ class Layout:
         rank: int = 0,
         states: Sequence[StateFormat] = [],
         quantization: Sequence[QuantType] = [],
+        ranks: Sequence[ChunkRanks] = [],
     ) -> Layout:
-        """``states`` and ``quantization``: of each parameter; none are float32, and not quantised."""
+        """``states``, ``quantization`` and ``ranks``: of each parameter; none are float32, not quantised, and shared by
+        all ranks.
+        """
 
     @property
     def num_chunks(self) -> int: ...
@@ -932,9 +951,9 @@ class Layout:
         """The chunk and its parameters are trainable from now on."""
 
     def chunk(self, chunk: int, /) -> dict[str, Any]:
-        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``; ``master``: its :class:`StateType`;
-        of one rank's share ``param_bytes``: of the compute value, ``home_bytes``: of that and the optimizer states,
-        ``new_value_bytes``: what an update on the host takes at least to begin ahead of the step.
+        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``; ``num_ranks`` that share it; ``master``:
+        its :class:`StateType`; of one rank's share ``param_bytes``: of the compute value, ``home_bytes``: of that and
+        the optimizer states, ``new_value_bytes``: what an update on the host takes at least to begin ahead of the step.
         """
 
 class DelayOptions:

@@ -21,25 +21,30 @@ namespace {
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 void register_layout(py::module_& module) {
+  py::class_<ChunkRanks>(module, "ChunkRanks", "Ranks of an engine that share a chunk (chunk/layout.h).")
+      .def(py::init<>(), "All of them.")
+      .def_static("own", &ChunkRanks::own)
+      .def_static("groups_of", &ChunkRanks::groups_of, py::arg("size"));
   py::class_<Layout>(module, "Layout", "Which chunk and offset each parameter has (chunk/layout.h).")
       .def_static(
           "pack",
           [](const std::vector<int64_t>& numels, const std::vector<DType>& dtypes, const std::vector<bool>& trainable,
              int64_t chunk_numel, int num_ranks, int rank, const std::vector<StateFormat>& states,
-             const std::vector<QuantType>& quantization) {
+             const std::vector<QuantType>& quantization, const std::vector<ChunkRanks>& ranks) {
             std::vector<ParamSpec> params;
             for (size_t i = 0; i < numels.size(); ++i) {
               params.push_back({numels[i], dtypes.at(i), trainable.at(i), states.empty() ? StateFormat{} : states.at(i),
-                                quantization.empty() ? QuantType::kNone : quantization.at(i)});
+                                quantization.empty() ? QuantType::kNone : quantization.at(i),
+                                ranks.empty() ? ChunkRanks() : ranks.at(i)});
             }
             return Layout::pack(params, chunk_numel, {num_ranks, rank});
           },
           py::arg("numels"), py::arg("dtypes"), py::arg("trainable"), py::arg("chunk_numel"), py::arg("num_ranks") = 1,
           py::arg("rank") = 0, py::arg("states") = std::vector<StateFormat>{},
-          py::arg("quantization") = std::vector<QuantType>{})
+          py::arg("quantization") = std::vector<QuantType>{}, py::arg("ranks") = std::vector<ChunkRanks>{})
       .def_property_readonly("num_chunks", &Layout::num_chunks)
       .def_property_readonly("chunk_numel", &Layout::chunk_numel)
-      .def_property_readonly("num_ranks", [](const Layout& self) { return self.sharding().num_ranks; })
+      .def_property_readonly("num_ranks", &Layout::num_ranks)
       .def("placement", [](const Layout& self,
                            ParamId id) { return py::make_tuple(self.placement(id).chunk, self.placement(id).offset); })
       .def("shard_of",
@@ -53,6 +58,7 @@ void register_layout(py::module_& module) {
         py::dict result;
         result["numel"] = chunk.numel;
         result["shard_numel"] = chunk.shard_numel;
+        result["num_ranks"] = chunk.sharding.num_ranks;
         result["dtype"] = chunk.dtype;
         result["trainable"] = chunk.trainable;
         result["states"] = chunk.states;

@@ -139,7 +139,8 @@ void define_played(py::module_& module, const char* name, const Describe& descri
                  std::vector<double> compute_seconds, std::vector<Recipe> updates, std::vector<int64_t> numels,
                  int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
                  const CopiesByMoment& activations, std::vector<int64_t> disk_bytes,
-                 std::vector<int64_t> dequantized_bytes, int64_t gradient_room_bytes, const VisitCosts& visit_costs) {
+                 std::vector<int64_t> dequantized_bytes, int64_t gradient_room_bytes, const VisitCosts& visit_costs,
+                 std::vector<int> chunk_ranks) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -149,8 +150,14 @@ void define_played(py::module_& module, const char* name, const Describe& descri
         problem.fixed_bytes = fixed_bytes;
         problem.gradient_room_bytes = gradient_room_bytes;
         problem.visits = parse_visits(visit_costs);
-        const StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           num_ranks,
-                              parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
+        const StepShape shape{std::move(compute_seconds),
+                              std::move(updates),
+                              std::move(numels),
+                              num_ranks,
+                              parse_copies(activations),
+                              std::move(disk_bytes),
+                              std::move(dequantized_bytes),
+                              std::move(chunk_ranks)};
         return describe(problem, parse_plan(plan), rates, shape);
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
@@ -158,7 +165,7 @@ void define_played(py::module_& module, const char* name, const Describe& descri
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
-      py::arg("visit_costs") = VisitCosts{}, text);
+      py::arg("visit_costs") = VisitCosts{}, py::arg("chunk_ranks") = std::vector<int>{}, text);
 }
 
 void register_recipes(py::module_& module) {

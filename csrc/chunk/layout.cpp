@@ -85,10 +85,57 @@ const ValueRows& value_rows_of(const ChunkSpec& spec) {
   return spec.puts_values_in_place() ? kInPlace : kStochastic;
 }
 
+ArrayRows rows_of(const ChunkSpec& spec) {
+  const ArrayKind param = spec.param_home();
+  const ArrayKind gradient = spec.grad_home();
+  ArrayRows rows(param, gradient, spec.is_quantized() ? ArrayKind::kQuantized : param);
+  for (int kind = 0; kind < kNumArrayKinds; ++kind) {
+    ArrayRow& row = rows[static_cast<ArrayKind>(kind)];
+    row.kind = row.shares_with = static_cast<ArrayKind>(kind);
+    row.num_bytes = bytes_of(spec, row.kind);
+  }
+  const auto set = [&rows](ArrayKind kind, ArrayMemory on_host, ArrayMemory on_device) {
+    rows[kind].on_host = on_host;
+    rows[kind].on_device = on_device;
+  };
+  const ValueRows& found = value_rows_of(spec);
+  if (spec.is_sharded()) {
+    set(ArrayKind::kParam, ArrayMemory::kPassing, ArrayMemory::kPassing);
+    rows[ArrayKind::kParam].source = Source::kOtherRanks;
+  }
+  set(param, found.param_on_host, found.param_on_device);
+  rows[param].source = found.source;
+  if (spec.is_quantized()) set(ArrayKind::kQuantized, ArrayMemory::kOwn, ArrayMemory::kOwn);
+  if (spec.trainable) {
+    for (ArrayKind kind : spec.state_kinds()) set(kind, ArrayMemory::kOwn, ArrayMemory::kOwn);
+    for (ArrayKind kind : {ArrayKind::kGrad, ArrayKind::kGradSum})
+      set(kind, ArrayMemory::kPassing, ArrayMemory::kPassing);
+    set(gradient, found.gradient_on_host, found.gradient_on_device);
+  }
+  if (found.gradient_on_host == ArrayMemory::kShared) {
+    rows[param].shares_with = gradient;
+    rows[gradient].shares_with = param;
+  }
+  return rows;
+}
+
 }  // namespace
 
 static_assert(kShardAlignment % kQuantAlignment == 0 && kQuantAlignment % kNf4Block == 0 &&
               kQuantAlignment % kInt8Block == 0);
+
+ChunkRanks ChunkRanks::groups_of(int size) {
+  PS_CHECK(size > 0, ArgumentError, "a chunk is to be shared by groups of ", size, " ranks; give 1 or more");
+  return ChunkRanks(size);
+}
+
+Sharding ChunkRanks::among(const Sharding& engine, const std::string& what) const {
+  if (group_size_ == kAll || group_size_ == engine.num_ranks) return engine;
+  PS_CHECK(group_size_ == 1, ArgumentError, what, " is to be shared by groups of ", group_size_, " ranks of ",
+           engine.num_ranks,
+           ", between which nothing can be gathered yet; share it among all ranks, or give each rank ", "its own");
+  return {};
+}
 
 QuantizedPart ChunkSpec::quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const {
   auto* const codes = static_cast<uint8_t*>(array);
@@ -109,20 +156,20 @@ QuantizedPart ChunkSpec::quantized_part(void* array, int index, int64_t offset, 
   return part;
 }
 
-Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding) {
-  PS_CHECK(sharding.num_ranks >= 1 && sharding.rank >= 0 && sharding.rank < sharding.num_ranks, ArgumentError, "rank ",
-           sharding.rank, " of ", sharding.num_ranks, " ranks: give a rank from 0 to one less than their number");
+Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding ranks) {
+  PS_CHECK(ranks.num_ranks >= 1 && ranks.rank >= 0 && ranks.rank < ranks.num_ranks, ArgumentError, "rank ", ranks.rank,
+           " of ", ranks.num_ranks, " ranks: give a rank from 0 to one less than their number");
   PS_CHECK(chunk_numel >= kAlignment, ArgumentError, "default_chunk_size is ", chunk_numel, " elements, the least is ",
            kAlignment, "; choose 64 * 1024 or more");
   Layout layout;
   layout.chunk_numel_ = chunk_numel;
-  layout.sharding_ = sharding;
+  layout.ranks_ = ranks;
   layout.params_ = params;
   for (ParamSpec& param : layout.params_) {
     if (param.quantization != QuantType::kNone && !param.trainable) param.states = {};  // it never has any
   }
   layout.placements_.resize(params.size());
-  std::map<std::tuple<DType, bool, StateFormat, QuantType>, ChunkId> open;  // the chunk being filled, per class
+  std::map<std::tuple<DType, bool, StateFormat, QuantType, int>, ChunkId> open;  // the chunk being filled, per class
   for (size_t id = 0; id < params.size(); ++id) {
     const ParamSpec& param = layout.params_[id];
     PS_CHECK(param.numel > 0, ArgumentError, "parameter ", id, " has ", param.numel, " elements; it needs at least 1");
@@ -132,8 +179,10 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
              "master");
     PS_CHECK(param.quantization == QuantType::kNone || !param.trainable, ArgumentError, "parameter ", id,
              " is trained and was to be quantised; only frozen parameters can be");
+    const Sharding sharding = param.ranks.among(ranks, "parameter " + std::to_string(id));
     const int64_t need = rounded_up(param.numel, alignment_of(param, sharding));
-    const auto key = std::make_tuple(param.dtype, param.trainable, param.states, param.quantization);
+    const auto key =
+        std::make_tuple(param.dtype, param.trainable, param.states, param.quantization, sharding.num_ranks);
     auto found = open.find(key);
     const bool fits = found != open.end() && layout.chunk(found->second).numel + need <= chunk_numel;
     ChunkId chunk;
@@ -141,7 +190,8 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
       chunk = found->second;
     } else {
       chunk = layout.num_chunks();
-      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}, param.states, param.quantization, {}});
+      layout.chunks_.push_back(
+          {0, 0, param.dtype, param.trainable, {}, param.states, param.quantization, sharding, {}});
       // An oversized parameter does not close the chunk being filled: smaller ones that follow still fit there.
       if (need <= chunk_numel) open[key] = chunk;
     }
@@ -151,49 +201,17 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
     spec.params.push_back(static_cast<ParamId>(id));
   }
   for (ChunkSpec& spec : layout.chunks_) {
-    if (sharding.num_ranks > 1) spec.numel = rounded_up(spec.numel, sharding.num_ranks * kShardAlignment);
-    spec.shard_numel = spec.numel / sharding.num_ranks;
-    layout.make_rows(spec);
+    if (spec.is_sharded()) spec.numel = rounded_up(spec.numel, spec.sharding.num_ranks * kShardAlignment);
+    spec.shard_numel = spec.numel / spec.sharding.num_ranks;
+    spec.rows = rows_of(spec);
   }
   return layout;
-}
-
-void Layout::make_rows(ChunkSpec& spec) const {
-  ArrayRows rows(param_home(), grad_home(), spec.is_quantized() ? ArrayKind::kQuantized : param_home());
-  for (int kind = 0; kind < kNumArrayKinds; ++kind) {
-    ArrayRow& row = rows[static_cast<ArrayKind>(kind)];
-    row.kind = row.shares_with = static_cast<ArrayKind>(kind);
-    row.num_bytes = bytes_of(spec, row.kind);
-  }
-  const auto set = [&rows](ArrayKind kind, ArrayMemory on_host, ArrayMemory on_device) {
-    rows[kind].on_host = on_host;
-    rows[kind].on_device = on_device;
-  };
-  const ValueRows& found = value_rows_of(spec);
-  if (is_sharded()) {
-    set(ArrayKind::kParam, ArrayMemory::kPassing, ArrayMemory::kPassing);
-    rows[ArrayKind::kParam].source = Source::kOtherRanks;
-  }
-  set(param_home(), found.param_on_host, found.param_on_device);
-  rows[param_home()].source = found.source;
-  if (spec.is_quantized()) set(ArrayKind::kQuantized, ArrayMemory::kOwn, ArrayMemory::kOwn);
-  if (spec.trainable) {
-    for (ArrayKind kind : spec.state_kinds()) set(kind, ArrayMemory::kOwn, ArrayMemory::kOwn);
-    for (ArrayKind kind : {ArrayKind::kGrad, ArrayKind::kGradSum})
-      set(kind, ArrayMemory::kPassing, ArrayMemory::kPassing);
-    set(grad_home(), found.gradient_on_host, found.gradient_on_device);
-  }
-  if (found.gradient_on_host == ArrayMemory::kShared) {
-    rows[param_home()].shares_with = grad_home();
-    rows[grad_home()].shares_with = param_home();
-  }
-  spec.rows = rows;
 }
 
 void Layout::train(ChunkId id) {
   ChunkSpec& spec = chunks_.at(static_cast<size_t>(id));
   spec.trainable = true;
-  make_rows(spec);
+  spec.rows = rows_of(spec);
   for (ParamId param : spec.params) params_[static_cast<size_t>(param)].trainable = true;
 }
 

@@ -6,9 +6,14 @@
 // chunk carries no optimizer state until it is trained (train()); frozen ones are quantised alike. A parameter larger
 // than the chunk size gets a chunk of its own.
 //
-// [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the
+// [Note: ranks of a chunk] Every rank of an engine has all chunks, with the same ids and sizes. Ranks that share one hold
+// one copy of it together. Others have values of their own in it, as an expert that lives on one rank. Parameters that
+// other ranks share are in other chunks.
+//
+// [Note: shards] A chunk is cut into as many shards of equal size as ranks share it, and each of these keeps one: the
 // r-th. The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
-// statistics (optim/kernels.h) is cut. A chunk is padded at its end. With one rank the shard is the chunk.
+// statistics (optim/kernels.h) is cut. A chunk is padded at its end. The shard of a chunk that one rank has alone is
+// the chunk.
 //
 //   Layout layout = Layout::pack({{1000, DType::kBFloat16, true}, ...}, /*chunk_numel=*/1 << 26);
 //   layout.placement(0).chunk;  // 0
@@ -18,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -33,10 +39,32 @@ constexpr int64_t kAlignment = 128;
 
 constexpr int64_t kShardAlignment = 4096;
 
-// Which of the ranks that hold one copy of the model together this is.
+// Which of the ranks that hold one copy of something together this is.
 struct Sharding {
   int num_ranks = 1;
   int rank = 0;
+};
+
+// The engine's ranks in groups, each of which shares a chunk ([Note: ranks of a chunk]). Ranks of a group have numbers
+// that follow each other.
+class ChunkRanks {
+ public:
+  // All ranks of the engine share it.
+  ChunkRanks() = default;
+  // Each rank has its own.
+  static ChunkRanks own() { return ChunkRanks(1); }
+  // Throws ArgumentError unless `size` is positive.
+  static ChunkRanks groups_of(int size);
+
+  // This rank in its group. Throws ArgumentError, which names `what`, where the engine has no communicator of that
+  // group: it has one of all ranks alone.
+  Sharding among(const Sharding& engine, const std::string& what) const;
+
+ private:
+  static constexpr int kAll = 0;
+  explicit ChunkRanks(int group_size) : group_size_(group_size) {}
+
+  int group_size_ = kAll;
 };
 
 struct Placement {
@@ -117,6 +145,7 @@ struct ParamSpec {
   bool trainable = true;
   StateFormat states;                         // when it is trainable
   QuantType quantization = QuantType::kNone;  // when it is not
+  ChunkRanks ranks{};
 };
 
 struct ChunkSpec {
@@ -127,9 +156,15 @@ struct ChunkSpec {
   std::vector<ParamId> params;  // by offset
   StateFormat states;           // when it is trainable
   QuantType quantization = QuantType::kNone;
-  ArrayRows rows;  // by all of the above; Layout makes them
+  Sharding sharding;  // among the ranks that share it
+  ArrayRows rows;     // by all of the above; Layout makes them
 
   int64_t num_bytes(ArrayKind kind) const { return rows[kind].num_bytes; }
+  // Several ranks share it: its values are gathered, and its gradients scattered.
+  bool is_sharded() const { return sharding.num_ranks > 1; }
+  // The arrays that updates read and write: values and gradients where they are kept from step to step.
+  ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
+  ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
   // [Note: quantised chunks] The values of a quantised chunk are codes and scales, kQuantized, from which its compute
   // value is derived on the device at any time, as that of a trained one is from its master. The array has the codes of
   // all elements of this rank's share, then
@@ -175,9 +210,10 @@ struct ChunkSpec {
 
 class Layout {
  public:
-  // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, one that is trained is to be
-  // quantised, or masters are to be split or left out of other values than bfloat16.
-  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
+  // `ranks` are the engine's. Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, one that
+  // is trained is to be quantised, masters are to be split or left out of other values than bfloat16, or a parameter is
+  // to be shared by some of several ranks.
+  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding ranks = {});
 
   // From now on the chunk, which is not quantised, and its parameters are trainable: those that get no gradient keep
   // their values.
@@ -191,14 +227,14 @@ class Layout {
   int num_params() const { return static_cast<int>(params_.size()); }
   int num_chunks() const { return static_cast<int>(chunks_.size()); }
   int64_t chunk_numel() const { return chunk_numel_; }
-  const Sharding& sharding() const { return sharding_; }
-  bool is_sharded() const { return sharding_.num_ranks > 1; }
+  // Ranks of the engine. One that has others takes part in what all of them decide, whatever chunks they share.
+  int num_ranks() const { return ranks_.num_ranks; }
+  bool has_other_ranks() const { return num_ranks() > 1; }
   // Elements before this rank's shard.
-  int64_t shard_begin(ChunkId id) const { return sharding_.rank * chunk(id).shard_numel; }
+  int64_t shard_begin(ChunkId id) const { return chunk(id).sharding.rank * chunk(id).shard_numel; }
   ParamShard shard_of(ParamId id) const;
-  // The arrays that updates read and write: a chunk's values and gradients where they are kept from step to step.
-  ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
-  ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
+  ArrayId param_home(ChunkId id) const { return {id, chunk(id).param_home()}; }
+  ArrayId grad_home(ChunkId id) const { return {id, chunk(id).grad_home()}; }
   // The array that has a chunk's values when nobody uses it and no update is under way, but for a trained one's master.
   ArrayId value_home(ChunkId id) const { return {id, chunk(id).rows.value().kind}; }
   // Where this rank's share of a quantised parameter is in its chunk's kQuantized at `array`.
@@ -207,10 +243,8 @@ class Layout {
   int64_t num_bytes(ArrayId array) const { return row(array).num_bytes; }
 
  private:
-  void make_rows(ChunkSpec& spec) const;
-
   int64_t chunk_numel_ = 0;
-  Sharding sharding_;
+  Sharding ranks_;
   std::vector<ParamSpec> params_;
   std::vector<ChunkSpec> chunks_;
   std::vector<Placement> placements_;

@@ -195,7 +195,7 @@ void ChunkMemory::cast_on_device(ChunkId chunk, void* to) {
 
 void ChunkMemory::cast_on_host(ChunkId chunk, void* to) {
   const ChunkSpec& spec = store_.chunk(chunk);
-  const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, {chunk, layout().param_home()}});
+  const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, layout().param_home(chunk)});
   host_compute().cast_from_float(static_cast<const float*>(array({chunk, ArrayKind::kMaster}).block.data), to,
                                  spec.dtype, spec.shard_numel);
 }

@@ -123,8 +123,8 @@ class ChunkMemory {
   // Zeros in the array's block, by all threads.
   void clear_block(ArrayId id);
 
-  // Compute values that all ranks hold together.
-  bool is_whole(ArrayId id) const { return layout().is_sharded() && id.kind == ArrayKind::kParam; }
+  // Compute values that several ranks hold together.
+  bool is_whole(ArrayId id) const { return id.kind == ArrayKind::kParam && store_.chunk(id.chunk).is_sharded(); }
   // The compute value of a trainable chunk is round(master), that of a quantised one follows from its codes: it can be
   // dropped at any time. That of another frozen one is all there is.
   bool is_derivable(ArrayId id) const { return layout().row(id).source != Source::kNone; }

@@ -73,7 +73,7 @@ void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& grou
   Visit visit;
   visit.chunk = chunk;
   visit.grad = grad.slot.data;
-  const bool is_computed = !store_.layout().is_sharded();  // else it was scattered
+  const bool is_computed = !spec.is_sharded();  // else it was scattered
   visit.grad_ready = is_computed ? memory_.backend().record(Queue::kCompute) : grad.device_ready;
   for (ArrayKind kind : spec.state_kinds()) {
     const ArrayRecord& state = memory_.array({chunk, kind});
@@ -269,7 +269,7 @@ void ChunkUpdates::close_target(ChunkId chunk, const UpdateTarget& target) {
     grad.host_ready = nullptr;
     grad.on_host = false;
   }
-  if (target.on_device && store_.layout().is_sharded() && arrays_.derives_value(chunk)) {
+  if (target.on_device && store_.chunk(chunk).is_sharded() && arrays_.derives_value(chunk)) {
     memory_.discard(param_id);  // gathers take it from the master
   } else if (target.on_device) {
     memory_.present(Queue::kCompute, chunk);

@@ -36,7 +36,7 @@ void ChunkValues::write_own(ParamId param, ArrayKind kind, ParamValues values, T
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
   const ChunkSpec& spec = layout.chunk(chunk);
-  if (!spec.trainable) return write_cast(param, {chunk, layout.param_home()}, values);
+  if (!spec.trainable) return write_cast(param, layout.param_home(chunk), values);
   if (spec.is_in_split(kind)) return write_split(param, kind, values, home);
   if (kind == ArrayKind::kMaster && !spec.states.has(kind)) return write_bare(param, values, home);
   pager_.ensure_state({chunk, kind}, home);
@@ -75,7 +75,7 @@ void ChunkValues::write_quantized(ParamId param, ParamValues values) {
 // The compute value goes where the leading state is, and nowhere else. In use it stays where it was brought.
 void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
   if (is_in_use(chunk)) return;
-  const ArrayId param{chunk, store_.layout().param_home()};
+  const ArrayId param = store_.layout().param_home(chunk);
   const ChunkSpec& spec = store_.chunk(chunk);
   if (memory_.array({chunk, spec.leading_state()}).exists()) {
     home = store_.has_states_on_device(chunk) ? Tier::kDevice : Tier::kHost;
@@ -83,7 +83,7 @@ void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
   pager_.ensure_state({chunk, spec.leading_state()}, home);
   if (spec.is_in_split(ArrayKind::kVariance)) pager_.ensure_state({chunk, ArrayKind::kVariance}, home);
   pager_.ensure_state(param, home);
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
+  if (spec.is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   if (home == Tier::kDevice) {
     pager_.bring(param);
     memory_.drop_block(param);
@@ -96,7 +96,7 @@ void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
 void ChunkValues::make_stored(ArrayId id, Tier home) {
   const bool derives = store_.chunk(id.chunk).rows.param().source == Source::kMaster;
   if (!derives) make_kept_param(id.chunk, home);
-  if (id.kind != store_.layout().param_home()) pager_.ensure_state(id, home);
+  if (id != store_.layout().param_home(id.chunk)) pager_.ensure_state(id, home);
   if (derives && id.kind == ArrayKind::kMaster) discard_compute_values(id.chunk);
 }
 
@@ -116,7 +116,7 @@ bool ChunkValues::is_in_use(ChunkId chunk) const { return memory_.array({chunk, 
 void ChunkValues::discard_compute_values(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
   is_in_use(chunk) ? memory_.drop_block(param) : memory_.discard(param);
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParamShard});
+  if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParamShard});
 }
 
 void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
@@ -156,7 +156,7 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
 
 // [Note: homes on the host] A frozen value that the host has no memory for was a guest there.
 void ChunkValues::settle_on_device(ArrayId id) {
-  if (store_.layout().is_sharded()) return;
+  if (store_.chunk(id.chunk).is_sharded()) return;
   pager_.bring(id);
   memory_.drop_block(id);
 }
@@ -164,7 +164,7 @@ void ChunkValues::settle_on_device(ArrayId id) {
 void ChunkValues::read(ParamId param, ArrayKind kind, float* values) {
   const Layout& layout = store_.layout();
   read_own(param, kind, values + layout.shard_of(param).begin);
-  if (layout.is_sharded()) gather(param, values);
+  gather(param, values);
 }
 
 void ChunkValues::read_own(ParamId param, ArrayKind kind, float* values) {
@@ -173,7 +173,7 @@ void ChunkValues::read_own(ParamId param, ArrayKind kind, float* values) {
   PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, store_.param_name(param), " is frozen and has no ",
            array_kind_name(kind));
   if (layout.chunk(layout.placement(param).chunk).is_quantized()) return quantized_.read(param, values);
-  read_cast(param, {layout.placement(param).chunk, layout.param_home()}, values);
+  read_cast(param, layout.param_home(layout.placement(param).chunk), values);
 }
 
 void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
@@ -182,7 +182,7 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   const ParamShard shard = layout.shard_of(param);
   if (shard.numel == 0) return;
   if (kind == ArrayKind::kMaster && !layout.chunk(id.chunk).states.has(kind)) {
-    read_cast(param, {id.chunk, layout.param_home()}, values);
+    read_cast(param, layout.param_home(id.chunk), values);
   } else if (!memory_.array(id).exists()) {  // a moment before the first step
     std::memset(values, 0, static_cast<size_t>(float_bytes(shard.numel)));
   } else if (layout.chunk(id.chunk).is_in_split(kind)) {
@@ -234,7 +234,7 @@ void ChunkValues::read_gradient(ParamId param, ArrayKind source, float* values) 
   } else {
     read_cast(param, id, own);
   }
-  if (layout.is_sharded()) gather(param, values);
+  gather(param, values);
 }
 
 void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues values) {
@@ -250,8 +250,9 @@ void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues va
   memory_.array(id).set_on_host();
 }
 
-// Each rank's part comes from that rank.
+// Each part comes from its rank, of those that share the parameter's chunk.
 void ChunkValues::gather(ParamId param, float* values) {
+  if (!store_.chunk(store_.layout().placement(param).chunk).is_sharded()) return;
   const ParamShard mine = store_.layout().shard_of(param);
   const auto bytes = [](int64_t numel) { return static_cast<size_t>(numel) * sizeof(float); };
   const std::string part(reinterpret_cast<const char*>(values + mine.begin), bytes(mine.numel));

@@ -4,6 +4,8 @@
 //   scatter   the mean of all ranks' gradients of a chunk, of which each rank gets its shard
 //   round     an exchange of short messages between the hosts
 //
+// Chunks that each rank has alone ([Note: ranks of a chunk], chunk/layout.h) are neither gathered nor scattered.
+//
 // [Note: the same order on every rank] Gathers run on one queue and one communicator, scatters on another; on each,
 // every rank must enqueue the same ones in the same order. While a step replays its plan they are the plan's, which all
 // ranks made from the same timeline ([Note: ranks in a plan], engine/rank_turns.h). Otherwise nobody knows what the

@@ -64,7 +64,7 @@ bool EarlyUpdates::put_values(ChunkId chunk, const std::vector<GroupOptions>& gr
   update.pass = Pass::kPut;
   arrays_.bring_value_to_host(chunk, update.after);
   memory_.drop_slot(arrays_.param_of(chunk));
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
+  if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   update.after.push_back(grad.host_ready);
   arrays_.await_states(chunk, update.after);
   UpdateTarget target{};

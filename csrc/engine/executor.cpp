@@ -10,7 +10,7 @@ void Executor::bring(ArrayId id, const Emitted& arrival, Slot staging) {
   for (const Instruction& instruction : arrival) {
     if (instruction.op != Op::kGather) continue;
     coming.part = {id.chunk, ArrayKind::kParamShard};
-    coming.place += memory_.layout().sharding().rank * memory_.layout().num_bytes(coming.part);
+    coming.place += memory_.layout().chunk(id.chunk).sharding.rank * memory_.layout().num_bytes(coming.part);
   }
   for (const Instruction& instruction : arrival) {
     switch (instruction.op) {

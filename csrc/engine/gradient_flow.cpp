@@ -44,6 +44,7 @@ void GradientFlow::begin_backward() {
     add_to_sums();
   }
   ++num_backwards_;
+  any_rank_has_own_ = false;
   for (ChunkProgress& chunk : progress_) {
     chunk.folds = 0;
     chunk.complete = false;
@@ -91,14 +92,14 @@ void GradientFlow::fold(ParamId param, const void* data) {
 
 void GradientFlow::retire_if_complete(ChunkId chunk) {
   if (!store_.is_dead(chunk)) return;
-  if (store_.layout().is_sharded()) note_done(chunk);
+  if (store_.chunk(chunk).is_sharded()) note_done(chunk);
   if (progress(chunk).complete) retire(chunk);
 }
 
 void GradientFlow::retire(ChunkId chunk) {
   progress(chunk).complete = false;  // once
   if (!memory_.array({chunk, ArrayKind::kGrad}).exists()) return;
-  if (store_.layout().is_sharded()) {
+  if (store_.chunk(chunk).is_sharded()) {
     complete_here_.push_back(chunk);
     pager_.replays() ? scatter_planned() : note_needed_to_scatter(chunk);
     return;
@@ -114,7 +115,7 @@ Retirement GradientFlow::retirement_of(ChunkId chunk, Extent extent) {
   const ArrayId param{chunk, ArrayKind::kParam};
   Retirement retired;
   retired.chunk = chunk;
-  retired.sharing = store_.layout().is_sharded() ? Sharing::kShared : Sharing::kOwn;
+  retired.sharing = store_.chunk(chunk).is_sharded() ? Sharing::kShared : Sharing::kOwn;
   retired.is_last = !accumulates_ && extent == Extent::kComplete;
   retired.update = updates_.early_recipe(chunk);
   retired.value_is_dead = !accumulates_ && store_.is_dead(chunk) && memory_.array(param).holds == 0 &&
@@ -151,15 +152,15 @@ void GradientFlow::carry_out(const Retirement& retired) {
 
 // The gradient may take its place; where it is part of a master, that on the device alone.
 void GradientFlow::free_value(ChunkId chunk) {
-  const ArrayId param{chunk, store_.layout().param_home()};
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
+  const ArrayId param = store_.layout().param_home(chunk);
+  if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   if (memory_.is_derivable(param)) return memory_.discard(param);
   if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
 // Its shard has memory of its own.
 void GradientFlow::free_whole(ChunkId chunk) {
-  if (!store_.layout().is_sharded()) return;
+  if (!store_.chunk(chunk).is_sharded()) return;
   memory_.discard({chunk, ArrayKind::kGrad});
   for (ParamId id : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(id)] = 0;
 }
@@ -174,16 +175,16 @@ void GradientFlow::complete_backward() {
     ChunkProgress& chunk_progress = progress(chunk);
     if (chunk_progress.folds == 0) continue;
     chunk_progress.expected_folds = chunk_progress.folds;
-    if (!store_.layout().is_sharded() && !grad.on_host) retire(chunk);  // it had more gradients before
+    if (!store_.chunk(chunk).is_sharded() && !grad.on_host) retire(chunk);  // it had more gradients before
   }
-  if (store_.layout().is_sharded()) record_done();
+  if (store_.layout().has_other_ranks()) record_done();
 }
 
 // Forgetting.
 
 bool GradientFlow::keep_backward() {
   const std::vector<uint8_t>& flags = gradients_.flags();
-  const bool any = std::any_of(flags.begin(), flags.end(), [](uint8_t has) { return has != 0; });
+  const bool any = any_rank_has_own_ || std::any_of(flags.begin(), flags.end(), [](uint8_t has) { return has != 0; });
   if (!any) --num_backwards_;
   return any;
 }

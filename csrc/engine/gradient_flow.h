@@ -10,7 +10,7 @@
 // whichever tier the optimizer states are, and keeps the parameters' values from then on. So the sum is
 // ((g1 + g2) + g3) in float32 for every placement.
 //
-// With several ranks a complete chunk's gradients become the ranks' mean, of which this rank keeps its shard
+// A complete chunk's gradients, where ranks share it, become the ranks' mean, of which this rank keeps its shard
 // (kGradShard): a scatter. What is said above of retiring and accumulating holds for the shard then. A parameter that
 // has a gradient on any rank has one on all; where it has none, zeros count. In a plan, chunks are scattered in the
 // plan's order ([Note: ranks in a plan], engine/rank_turns.h), and the recorder notes when each could be, so that the
@@ -50,7 +50,7 @@ class GradientFlow {
   bool scatter_rest(BackwardEnd mine);
   // With several ranks: the plan's reduce-scatters up to the running moment, with the gradients that are there.
   void scatter_due();
-  // Whether the last backward gave gradients; if not, it is as if it had not been.
+  // Whether the last backward gave gradients, on any rank; if not, it is as if it had not been.
   bool keep_backward();
   // Forgets what the running micro-batch has contributed (an exception left the backward).
   void abort_backward();
@@ -115,7 +115,7 @@ class GradientFlow {
   void add_to_sum(ChunkId chunk);
   ChunkProgress& progress(ChunkId chunk) { return progress_[static_cast<size_t>(chunk)]; }
   bool is_in_slot(ParamId param) const { return in_slot_[static_cast<size_t>(param)] != 0; }
-  ArrayId home_of(ChunkId chunk) const { return {chunk, store_.layout().grad_home()}; }
+  ArrayId home_of(ChunkId chunk) const { return store_.layout().grad_home(chunk); }
 
   Pager& pager_;
   ChunkMemory& memory_;
@@ -129,10 +129,11 @@ class GradientFlow {
   std::vector<uint8_t> in_slot_;  // by parameter: kGrad has a gradient of it
   std::vector<ChunkProgress> progress_;
   std::vector<ChunkId> complete_here_;
-  int64_t num_done_ = 0;      // in this backward, counted each time
-  Event last_scatter_;        // when the gradients of all scatters so far are there
-  int num_backwards_ = 0;     // since the last clear()
-  bool accumulates_ = false;  // the step before had several micro-batches
+  bool any_rank_has_own_ = false;  // gradients of parameters that it shares with no other, of the last backward
+  int64_t num_done_ = 0;           // in this backward, counted each time
+  Event last_scatter_;             // when the gradients of all scatters so far are there
+  int num_backwards_ = 0;          // since the last clear()
+  bool accumulates_ = false;       // the step before had several micro-batches
 };
 
 }  // namespace patrickstar

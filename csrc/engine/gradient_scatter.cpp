@@ -133,15 +133,25 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
 
 bool GradientFlow::scatter_rest(BackwardEnd mine) {
   const int num_params = store_.layout().num_params();
-  std::vector<uint8_t> flags = gradients_.flags();
-  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
-    flags.push_back(memory_.array({chunk, ArrayKind::kGrad}).exists());
+  const auto is_shared = [this](ChunkId chunk) { return store_.chunk(chunk).is_sharded(); };
+  std::vector<uint8_t> flags;  // of parameters and of chunks that ranks share; the last one, of those that they do not
+  bool any_own = false;
+  for (ParamId param = 0; param < num_params; ++param) {
+    const bool shared = is_shared(store_.layout().placement(param).chunk);
+    flags.push_back(shared && gradients_.in_grad(param));
+    any_own = any_own || (!shared && gradients_.in_grad(param));
   }
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    flags.push_back(is_shared(chunk) && memory_.array({chunk, ArrayKind::kGrad}).exists());
+  }
+  flags.push_back(any_own);
   if (!collectives_.any_over_ranks(flags, mine)) return false;
+  any_rank_has_own_ = flags.back() != 0;
   complete_here_.clear();
   for (ParamId param = 0; param < num_params; ++param) {
-    if (gradients_.in_grad(param) == (flags[static_cast<size_t>(param)] != 0)) continue;
-    updates_.cancel(store_.layout().placement(param).chunk);  // an update that began without it is another one
+    const ChunkId chunk = store_.layout().placement(param).chunk;
+    if (!is_shared(chunk) || gradients_.in_grad(param) == (flags[static_cast<size_t>(param)] != 0)) continue;
+    updates_.cancel(chunk);  // an update that began without it is another one
     gradients_.set_in_grad(param, true);
   }
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {

@@ -38,7 +38,7 @@ void GradientStatistics::lay_out() {
 
 void GradientStatistics::cover_trainable() {
   memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
-  if (memory_.layout().is_sharded()) memory_.backend().synchronize(memory_.backend().record(Queue::kScatter));
+  if (memory_.layout().has_other_ranks()) memory_.backend().synchronize(memory_.backend().record(Queue::kScatter));
   device_partials_.reset();
   lay_out();
 }
@@ -133,7 +133,7 @@ double GradientStatistics::sum(const std::vector<ParamId>& params) {
     }
     total.add(sum);
   }
-  return memory_.layout().is_sharded() ? sum_over_ranks(total) : total.value();
+  return memory_.layout().has_other_ranks() ? sum_over_ranks(total) : total.value();
 }
 
 double GradientStatistics::sum_over_ranks(const optim::WideSum& mine) {

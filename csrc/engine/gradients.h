@@ -31,7 +31,7 @@ class Gradients {
   // kGradSum when micro-batches were accumulated, else where gradients are kept.
   ArrayKind source(ChunkId chunk) const {
     const bool sums = store_.array({chunk, ArrayKind::kGradSum}).exists();
-    return sums ? ArrayKind::kGradSum : store_.layout().grad_home();
+    return sums ? ArrayKind::kGradSum : store_.chunk(chunk).grad_home();
   }
 
   // A gradient of the running or last micro-batch, in kGrad or its shard.

@@ -16,7 +16,7 @@ void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
     ++memory_.counters().num_replayed_moments;
     begin_planned();
   } else if (replay_.is_running()) {
-    layout().is_sharded() ? replay_.note_between() : leave_plan();
+    layout().has_other_ranks() ? replay_.note_between() : leave_plan();
   }
 }
 
@@ -69,16 +69,16 @@ void Pager::restart_replay() {
   replay_.restart(recorder_.last());
   postponed_.clear();
   outlived_.clear();
-  if (!layout().is_sharded()) return;
   // All ranks begin alike, whatever an evaluation has left here.
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     const ArrayId id{chunk, ArrayKind::kParam};
-    if (is_evictable(id) || !memory_.array(id).slot) memory_.drop_slot(id);
+    if (memory_.is_whole(id) && (is_evictable(id) || !memory_.array(id).slot)) memory_.drop_slot(id);
   }
 }
 
 void Pager::leave_plan() {
   gather_postponed();
+  postponed_.clear();
   outlived_.clear();
   replay_.leave();
 }
@@ -91,9 +91,14 @@ void Pager::gather_in_turn(ArrayId id) {
 }
 
 void Pager::gather_postponed(size_t most) {
+  size_t left = 0;
   for (size_t count = std::min(most, postponed_.size()); count > 0; --count) {
-    const ArrayId id = postponed_.front();
-    postponed_.erase(postponed_.begin());
+    const ArrayId id = postponed_[left];
+    if (!memory_.is_whole(id)) {  // nobody waits for it
+      ++left;
+      continue;
+    }
+    postponed_.erase(postponed_.begin() + static_cast<std::ptrdiff_t>(left));
     if (needs_gather(id) || has_outlived_plan(id)) gather(id.chunk);
   }
 }

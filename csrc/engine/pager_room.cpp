@@ -81,7 +81,7 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
     if (room_for != RoomFor::kActivations && array.slot.belongs_to(memory_.tide_memory())) continue;
     const bool dirty = !array.on_host && !can_be_had_again(id);
     // [Note: whole values on the host]
-    if (dirty && room_for == RoomFor::kLimit && layout().is_sharded() && replays()) continue;
+    if (dirty && room_for == RoomFor::kLimit && store().chunk(id.chunk).is_sharded() && replays()) continue;
     if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
     int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
     if (dirty) farness = std::min(farness, num_moments);

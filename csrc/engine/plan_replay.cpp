@@ -25,13 +25,14 @@ void PlanReplay::end_step() {
   if (is_running()) course_ = Course::kReady;
 }
 
-bool PlanReplay::begin_phase(Phase phase) {
+bool PlanReplay::begin_phase(Phase phase, const Layout& layout) {
   const std::vector<Moment>& moments = timeline_->moments;
   if (num_phases_ == 0) {
     for (size_t t = 0; t < moments.size(); ++t) {
       for (const Access& access : moments[t].accesses) {
         const bool is_scatter = access.mode == AccessMode::kRetire && access.array.kind == ArrayKind::kGrad;
-        if (is_scatter) scatters_.push_back({static_cast<int64_t>(t), access.array.chunk});
+        if (is_scatter && layout.chunk(access.array.chunk).is_sharded())
+          scatters_.push_back({static_cast<int64_t>(t), access.array.chunk});
       }
     }
   }

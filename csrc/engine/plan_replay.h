@@ -27,6 +27,7 @@
 #include <optional>
 #include <vector>
 
+#include "chunk/layout.h"
 #include "common/timeline.h"
 #include "plan/planner.h"
 #include "trace/recorder.h"
@@ -67,7 +68,7 @@ class PlanReplay {
   // Index of the last planned moment that was begun or left out; -1 before the first.
   int64_t position() const { return next_ - 1; }
   // False when the plan has no such phase next; the step must leave the plan then, on all ranks alike.
-  bool begin_phase(Phase phase);
+  bool begin_phase(Phase phase, const Layout& layout);
   // How many planned moments are over when the running phase is; all of them where no phase was begun.
   int64_t phase_end() const { return phase_end_; }
   // Where a moment of the running phase belongs. `is_there`: it needs nothing that must be gathered.

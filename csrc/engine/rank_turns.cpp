@@ -13,13 +13,13 @@ void RankTurns::begin_backward() { begin_phase(Phase::kBackward); }
 
 // In a plan, a rank that makes another call must be found here: the others would wait for its collectives.
 void RankTurns::begin_phase(Phase phase) {
-  if (!is_shared() || !pager_.replays()) return;
+  if (!has_others() || !pager_.replays()) return;
   collectives_.exchange("its beginning", {});
-  if (!pager_.replay().begin_phase(phase)) pager_.leave_plan();
+  if (!pager_.replay().begin_phase(phase, pager_.layout())) pager_.leave_plan();
 }
 
 void RankTurns::follow_plan(Phase phase, const std::vector<ArrayId>& acquired) {
-  if (!is_shared() || !pager_.replays()) return;
+  if (!has_others() || !pager_.replays()) return;
   bool is_there = true;
   for (ArrayId id : acquired) is_there = is_there && !pager_.needs_gather(id);
   const PlanReplay::Place place = pager_.replay().find(phase, acquired, is_there);
@@ -72,7 +72,7 @@ void RankTurns::finish_phase() {
 }
 
 bool RankTurns::finish_forward() {
-  if (!is_shared()) return true;
+  if (!has_others()) return true;
   const bool replayed = pager_.replays();
   if (replayed) {
     skip_until(pager_.replay().phase_end());
@@ -84,7 +84,7 @@ bool RankTurns::finish_forward() {
 }
 
 void RankTurns::undo_forward() {
-  if (is_shared() && pager_.replays()) {
+  if (has_others() && pager_.replays()) {
     skip_until(pager_.replay().phase_end());
     all_stay(ForwardEnd::kLeavesPlan);
   } else {
@@ -99,7 +99,7 @@ bool RankTurns::all_stay(ForwardEnd mine) {
 }
 
 void RankTurns::finish_backward() {
-  if (!is_shared()) return;
+  if (!has_others()) return;
   if (pager_.replays()) {
     skip_until(pager_.replay().phase_end());
     gradients_.scatter_due();

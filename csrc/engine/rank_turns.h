@@ -62,7 +62,7 @@ class RankTurns {
   bool may_plan_after(StepAgreement::Ways ways);
 
  private:
-  bool is_shared() const { return pager_.layout().is_sharded(); }
+  bool has_others() const { return pager_.layout().has_other_ranks(); }
   void begin_phase(Phase phase);
   // This rank's part in the planned moments up to the `end`-th, and in the reduce-scatters before that.
   void skip_until(int64_t end);

@@ -1,6 +1,7 @@
 #include "engine/residency.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
 #include <utility>
@@ -32,7 +33,7 @@ int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_
 
 // All ranks make the same plan, and each has measured something else.
 std::optional<int64_t> Residency::fragment_bytes() const {
-  return layout().is_sharded() ? ranks_fragments_ : memory_.backend().fragment_bytes();
+  return layout().has_other_ranks() ? ranks_fragments_ : memory_.backend().fragment_bytes();
 }
 
 // What tide and payloads may take, beside the states of other engines. What fragments take is assumed until it was
@@ -116,14 +117,16 @@ Tier Residency::home_of_new_states(ChunkId chunk) const {
 void Residency::reserve_homes_on_host() {
   std::vector<ArrayId> arrays;
   std::vector<int64_t> sizes;
-  for (ArrayKind kind :
-       {ArrayKind::kMaster, layout().param_home(), layout().grad_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
+  const auto in_order = [](const ArrayRows& rows) {
+    return std::array<const ArrayRow*, 5>{&rows[ArrayKind::kMaster], &rows.value(), &rows.gradient(),
+                                          &rows[ArrayKind::kMomentum], &rows[ArrayKind::kVariance]};
+  };
+  for (size_t i = 0; i < 5; ++i) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-      const ArrayRows& rows = layout().chunk(chunk).rows;
-      const ArrayRow& row = kind == layout().param_home() ? rows.value() : rows[kind];
+      const ArrayRow& row = *in_order(layout().chunk(chunk).rows)[i];
       const Tier home = store().home(chunk);
       if (row.on_host != ArrayMemory::kOwn || home == Tier::kDevice) continue;
-      if (home == Tier::kDisk && is_optimizer_state(kind)) continue;
+      if (home == Tier::kDisk && is_optimizer_state(row.kind)) continue;
       arrays.push_back({chunk, row.kind});
       sizes.push_back(row.num_bytes);
     }
@@ -230,17 +233,17 @@ void Residency::move_states_to_device(ChunkId chunk) {
     if (!was_on_disk) memory_.drop_block(id);  // also the place of a state that is not made yet
   }
   if (was_on_disk) pager_.disk().forget(chunk);
-  const ArrayId param{chunk, layout().param_home()};
+  const ArrayId param = layout().param_home(chunk);
   if (layout().chunk(chunk).keeps_param() && memory_.array(param).exists()) pager_.bring(param);
   memory_.drop_block(param);
-  const ArrayId grad{chunk, layout().grad_home()};
+  const ArrayId grad = layout().grad_home(chunk);
   if (layout().row(grad).on_host == ArrayMemory::kOwn && !memory_.array(grad).on_host) memory_.drop_block(grad);
   store().set_home(chunk, Tier::kDevice);
 }
 
 bool Residency::leave_to_device(const Plan& plan) {
   if (num_looks_ < kLooks) return false;
-  if (!layout().is_sharded()) leave_frozen_to_device(plan);
+  if (!layout().has_other_ranks()) leave_frozen_to_device(plan);
   if (!std::exchange(has_left_host_, false)) return false;
   memory_.arena().trim();
   return true;

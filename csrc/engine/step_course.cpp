@@ -56,10 +56,10 @@ int64_t largest_whole_chunk_bytes(const Layout& layout) {
 void check_least_limit(OpenEngine& open, const char* what) {
   if (!open.backend().may_exceed_limit()) return;
   int64_t least = open.backend().least_limit_bytes();
-  if (open.layout().is_sharded()) least = open.collectives->max_over_ranks(least);
+  if (open.layout().has_other_ranks()) least = open.collectives->max_over_ranks(least);
   const int64_t limit = open.options.device.device_limit_bytes;
   if (least <= limit) return;
-  if (open.layout().is_sharded())
+  if (open.layout().has_other_ranks())
     least += largest_whole_chunk_bytes(open.layout());  // gathered ahead, as a plan may say
   if (least >= open.options.ample_limit_bytes) least += open.options.ample_extra_bytes;
   open.backend().reset_least_limit();
@@ -110,7 +110,7 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   end_gradients(open);
   // With several ranks, one that used no chunk takes part in what all of them decide.
   const bool any_moment = open.recorder.position() >= 0;
-  if (!any_moment && !open.layout().is_sharded()) return open.memory.tracer().abandon();
+  if (!any_moment && !open.layout().has_other_ranks()) return open.memory.tracer().abandon();
   const bool first = open.placing == StatesPlacing::kFirst;
   Timeline previous = open.recorder.last();
   const PlanReplay::Course course = open.pager.replay().course();
@@ -172,7 +172,8 @@ void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt) {
   }
   // With a plan of several ranks, chunks can make room by the host: what is missing is measured.
   const bool has_plan = open.pager.replay().course() != PlanReplay::Course::kNone;
-  const bool last = attempt == Attempt::kLast || attempt == Attempt::kOnly || (open.layout().is_sharded() && has_plan);
+  const bool last =
+      attempt == Attempt::kLast || attempt == Attempt::kOnly || (open.layout().has_other_ranks() && has_plan);
   open.backend().set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(open));
 }
 
@@ -181,7 +182,7 @@ void end_forward(OpenEngine& open) {
   if (training) {
     if (!open.turns.finish_forward()) open.memory.tracer().abandon();
     open.recorder.end_phase();
-  } else if (open.layout().is_sharded()) {
+  } else if (open.layout().has_other_ranks()) {
     open.turns.finish_phase();
   }
   open.step.go_back();
@@ -252,7 +253,7 @@ int abort_backward(OpenEngine& open) {
 
 void meet_ranks(OpenEngine& open) {
   const bool is_planned = open.pager.replays() && open.step.is_recorded();
-  if (open.layout().is_sharded() && !is_planned) open.turns.finish_phase();
+  if (open.layout().has_other_ranks() && !is_planned) open.turns.finish_phase();
 }
 
 double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
@@ -261,7 +262,7 @@ double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
   const double sum = open.flow.sum_of_squares(left_out);
   open.recorder.note_tide(open.pager.tide_of_running_moment());
   const bool is_time_to_return = open.residency.is_time_to_return();
-  if (open.recorder.position() < 0 && !open.layout().is_sharded()) return sum;
+  if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return sum;
   if (open.placing != StatesPlacing::kDone) {
     Timeline timeline = open.recorder.running();
     open.collectives->agree_on(timeline, nullptr);

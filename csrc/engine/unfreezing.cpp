@@ -93,7 +93,7 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
   for (ChunkId chunk : chunks) {
     if (residency_.home_of_new_states(chunk) != Tier::kHost) continue;
     needed += home_bytes(then.chunk(chunk)) - then.chunk(chunk).num_bytes(ArrayKind::kParamShard);
-    const ArrayId param{chunk, layout().param_home()};
+    const ArrayId param = layout().param_home(chunk);
     if (!memory_.array(param).block && !pager_.keeps_place(chunk)) needed += layout().num_bytes(param);
   }
   if (needed > free_host_bytes()) updates_.release_host_memory();
@@ -106,7 +106,7 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
 
 void Unfreezing::make_states_of(ChunkId chunk) {
   const ChunkSpec& spec = layout().chunk(chunk);
-  const ArrayId param{chunk, layout().param_home()};
+  const ArrayId param = layout().param_home(chunk);
   const ArrayId master{chunk, ArrayKind::kMaster};
   const Tier home = residency_.home_of_new_states(chunk);
   if (!spec.keeps_param()) {

@@ -47,7 +47,7 @@ void UpdateArrays::bring_value_to_host(ChunkId chunk, std::vector<Event>& events
 
 void UpdateArrays::discard_values(ChunkId chunk) {
   memory_.discard(param_of(chunk));
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
+  if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
 }
 
 void UpdateArrays::note_new_values(ChunkId chunk) {

@@ -14,8 +14,8 @@ class UpdateArrays {
  public:
   UpdateArrays(Pager& pager, Speculation& speculation);
 
-  ArrayId param_of(ChunkId chunk) const { return {chunk, store_.layout().param_home()}; }
-  ArrayId grad_of(ChunkId chunk) const { return {chunk, store_.layout().grad_home()}; }
+  ArrayId param_of(ChunkId chunk) const { return store_.layout().param_home(chunk); }
+  ArrayId grad_of(ChunkId chunk) const { return store_.layout().grad_home(chunk); }
 
   // The value is made of the master, and its memory may become the gradient's and the other way round.
   bool derives_value(ChunkId chunk) const { return memory_.is_derivable(param_of(chunk)); }

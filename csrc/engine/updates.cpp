@@ -109,7 +109,7 @@ void Updates::start_early(Op op, ChunkId chunk) {
     case Op::kUpdateHostParam:
       return row.start == Start::kAhead ? early_.start(chunk, row.passes) : commit(op, chunk);
     case Op::kUpdateDevice:
-      if (store_.layout().is_sharded()) chunk = std::exchange(held_back_, chunk);
+      if (store_.chunk(chunk).is_sharded()) chunk = std::exchange(held_back_, chunk);
       if (chunk >= 0) commit(op, chunk);
       return;
     case Op::kUpdateDisk:

@@ -247,7 +247,7 @@ std::vector<ArrayId> ValueRanges::stored_arrays(ParamId param) const {
   const ChunkSpec& spec = layout.chunk(chunk);
   if (!spec.trainable || spec.puts_values_in_place()) return {};
   std::vector<ArrayId> arrays;
-  if (spec.rows.param().source == Source::kNone) arrays.push_back({chunk, layout.param_home()});
+  if (spec.rows.param().source == Source::kNone) arrays.push_back(layout.param_home(chunk));
   for (ArrayKind kind : spec.state_kinds()) {
     if (is_8_bit(spec.states.of(kind))) return {};
     arrays.push_back({chunk, kind});
@@ -259,7 +259,7 @@ std::vector<int64_t> ValueRanges::stored_bytes(ParamId param) const {
   std::vector<int64_t> result;
   for (ArrayId id : stored_arrays(param)) {
     const ChunkSpec& spec = memory_.layout().chunk(id.chunk);
-    const bool is_value = id.kind == memory_.layout().param_home();
+    const bool is_value = id.kind == spec.param_home();
     result.push_back(is_value ? element_size(spec.dtype) : state_offset(spec.states.of(id.kind), 1));
   }
   return result;
@@ -334,7 +334,7 @@ char* ValueRanges::writable_on_host(const ValueRange& range) {
   memory_.array(id).set_on_host();
   if (id.kind == ArrayKind::kMaster) {
     memory_.discard({id.chunk, ArrayKind::kParam});
-    if (memory_.layout().is_sharded()) memory_.discard({id.chunk, ArrayKind::kParamShard});
+    memory_.discard(memory_.layout().param_home(id.chunk));
   }
   return static_cast<char*>(memory_.array(id).block.data) + float_bytes(shard_of(range).offset);
 }

@@ -95,7 +95,7 @@ DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes) {
 int64_t least_new_bytes(const Layout& layout, ChunkId chunk) {
   const ChunkSpec& spec = layout.chunk(chunk);
   if (spec.puts_values_in_place()) return spec.shard_numel / kElementsPerOpenValue * optim::OpenValues::kBytes;
-  return layout.num_bytes({chunk, layout.param_home()});
+  return layout.num_bytes(layout.param_home(chunk));
 }
 
 int64_t visiting_piece_bytes(const Layout& layout) {
@@ -120,7 +120,7 @@ std::vector<VisitCost> visit_costs(const Layout& layout) {
     const ArrayRow& value = chunk.rows.param();
     const int64_t up_value = value.on_device == ArrayMemory::kOwn ? value.num_bytes : 0;
     // Where ranks share a chunk, the value that backward has used is another array than the one that is updated.
-    costs.push_back({states + up_value, states + value.num_bytes, layout.is_sharded() ? 0 : up_value});
+    costs.push_back({states + up_value, states + value.num_bytes, chunk.is_sharded() ? 0 : up_value});
   }
   return costs;
 }
@@ -129,7 +129,7 @@ int64_t reserved_gradient_bytes(const Layout& layout) {
   std::vector<int64_t> sizes;
   bool have_places = true;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    sizes.push_back(chunk.num_bytes(layout.grad_home()));
+    sizes.push_back(chunk.rows.gradient().num_bytes);
     have_places = have_places && (chunk.puts_values_in_place() || !chunk.trainable);
   }
   const int most = have_places ? 1 : kNumReservedGradients;

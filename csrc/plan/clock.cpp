@@ -95,7 +95,7 @@ Busy Clock::run(const Instruction& instruction) {
       return offload(shape_.activations[moment]);
     case Op::kAllocate:
       // Postponed fetches come before what is needed now, since all ranks gather in one order (Pager::gather_in_turn).
-      if (instruction.issue == Issue::kNow && is_sharded() && is_param(operand)) await(operand);
+      if (instruction.issue == Issue::kNow && is_param(operand) && is_sharded(operand)) await(operand);
       return allocate(operand);
     case Op::kFetch:
       return fetch(operand);
@@ -218,9 +218,12 @@ void Clock::await(int array) {
   const auto last = std::find_if(postponed_.rbegin(), postponed_.rend(), is_own).base();
   if (last == postponed_.begin() && times(array).on_device) return;
   const auto end = last == postponed_.begin() ? postponed_.end() : last;
+  const auto is_due = [&](size_t index) {
+    return is_own(index) || (is_sharded(array) && is_sharded(at(index).operand));
+  };
   std::deque<size_t> left;
   for (auto index = postponed_.begin(); index != end; ++index) {
-    is_sharded() || is_own(*index) ? issue(*index) : left.push_back(*index);
+    is_due(*index) ? issue(*index) : left.push_back(*index);
   }
   left.insert(left.end(), end, postponed_.end());
   postponed_ = std::move(left);
@@ -274,7 +277,7 @@ Busy Clock::dequantize(int array) {
 }
 
 Busy Clock::gather(int array) {
-  const int64_t num_bytes = others_bytes(cost(array), shape_.num_ranks);
+  const int64_t num_bytes = others_bytes(cost(array), shape_.ranks_of(ArrayId::from_index(array).chunk));
   const double seconds = collective_seconds(rates_, num_bytes, rates_.gather_gbps);
   const Busy busy = enqueue(gather_end_, times(array).on_device_at, seconds, kOnCollective);
   times(array).on_device_at = gather_end_;
@@ -285,7 +288,7 @@ Busy Clock::gather(int array) {
 
 // At its end this rank has its share of the mean.
 Busy Clock::scatter(int array) {
-  const int64_t num_bytes = others_bytes(cost(array), shape_.num_ranks);
+  const int64_t num_bytes = others_bytes(cost(array), shape_.ranks_of(ArrayId::from_index(array).chunk));
   const double seconds = collective_seconds(rates_, num_bytes, rates_.scatter_gbps);
   const double begin = std::max(scatter_end_, compute_end_);
   scatter_end_ = begin + seconds;

@@ -100,7 +100,8 @@ class Clock {
   Busy allocate(int array);
   // Issues postponed fetches in order, up to the first whose value is still being made.
   void issue_postponed();
-  // Issues the array's postponed fetch; with several ranks all up to it, since all ranks gather in one order.
+  // Issues the array's postponed fetch; where ranks share it also those before it that they share, since all ranks
+  // gather in one order.
   void await(int array);
   void forget_postponed(int array);  // it leaves the device before it came
   Busy fetch(int array);
@@ -133,7 +134,7 @@ class Clock {
   // Appends work to a queue that is busy until `end`. The result's cause is what held the work up, where that takes
   // longer than the work.
   Busy enqueue(When& end, When begin, double seconds, Shortage cause) const;
-  bool is_sharded() const { return shape_.num_ranks > 1; }
+  bool is_sharded(int array) const { return shape_.is_sharded(ArrayId::from_index(array).chunk); }
   bool is_postponed(int array) const;
 
   ArrayTimes& times(int array) { return arrays_[static_cast<size_t>(array)]; }

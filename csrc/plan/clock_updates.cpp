@@ -126,7 +126,7 @@ Busy Clock::visit_down(ChunkId chunk) {
   step_.downloaded_bytes += num_bytes;
   param(chunk).on_host_at = {visit_down_end_, kOnHostUpdate};
   param(chunk).is_visitor = true;
-  if (!is_sharded()) param(chunk).busy_until = visit_down_end_;  // else its value is another array's
+  if (!shape_.is_sharded(chunk)) param(chunk).busy_until = visit_down_end_;  // else its value is another array's
   grad(chunk).busy_until = visit_down_end_;
   return {begin, visit_down_end_};
 }

@@ -80,7 +80,7 @@ int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_hom
     if (states_on_device[static_cast<size_t>(chunk)] != 0) left += bytes;
     if (on_disk && homes[static_cast<size_t>(chunk)] == Tier::kHost) returned += optimizer_bytes(spec);
     if (backwards == Backwards::kSeveral) accumulated += accumulation_bytes(layout, chunk);
-    if (spec.trainable) largest = std::max(largest, spec.num_bytes(layout.grad_home()));
+    if (spec.trainable) largest = std::max(largest, spec.rows.gradient().num_bytes);
   }
   if (mapped == 0) return 0;
   const int64_t in_places_left = std::min(returned, left);

@@ -36,9 +36,9 @@ int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_
 
 // What scatters need beside the gradients: room for all ranks' parts, and the shards on their way to the host.
 int64_t scatter_bytes(const Layout& layout) {
-  if (!layout.is_sharded()) return 0;
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
+    if (!chunk.is_sharded()) continue;
     largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad) + 2 * chunk.num_bytes(ArrayKind::kGradShard));
   }
   return largest;
@@ -170,13 +170,13 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
     if (chunk.trainable) {
       const ArrayRow& gradient = chunk.rows.gradient();
       const ArrayRow& param = chunk.rows.param();
-      const bool reserves = gradient.on_device == ArrayMemory::kOwn || (budget.keeps_gradients && layout.is_sharded());
+      const bool reserves = gradient.on_device == ArrayMemory::kOwn || (budget.keeps_gradients && chunk.is_sharded());
       // Among all values there is the one that is a part of the states, and a gradient does not take its place.
       const bool is_apart = gradient.on_device == ArrayMemory::kTide;
       const bool waits = beside == Beside::kAllValues ? is_apart : beside == Beside::kGradients;
       const bool value = beside != Beside::kAllValues && is_apart;
       const bool shard =
-          layout.is_sharded() && param.on_device == ArrayMemory::kOwn;  // of one rank it is among the values
+          chunk.is_sharded() && param.on_device == ArrayMemory::kOwn;  // of one rank it is among the values
       if (reserves || (budget.keeps_gradients && waits)) {
         const int64_t without_slot = reserves ? 0 : std::min(gradient.num_bytes, in_tide);
         in_tide -= without_slot;
@@ -210,7 +210,7 @@ UpdatesAhead updates_ahead(const Layout& layout, const Timeline& step, const Dev
     const ChunkSpec& spec = layout.chunk(chunk);
     if (!spec.trainable) continue;
     const int64_t bytes = least_new_bytes(layout, chunk);
-    (bytes <= room ? ahead.value_bytes : ahead.waiting_bytes) += spec.num_bytes(layout.param_home());
+    (bytes <= room ? ahead.value_bytes : ahead.waiting_bytes) += spec.rows.param().num_bytes;
     room -= bytes <= room ? bytes : 0;
   }
   return ahead;
@@ -230,7 +230,7 @@ int64_t highest_tide(const Timeline& timeline) {
 
 int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                                const DeviceBudget& budget) {
-  if (budget.limit_bytes == INT64_MAX || layout.is_sharded() || !budget.keeps_gradients) return 0;
+  if (budget.limit_bytes == INT64_MAX || layout.has_other_ranks() || !budget.keeps_gradients) return 0;
   int64_t states = 0;
   int64_t values = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
@@ -292,8 +292,8 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const bool on_device = placed > 0 && states_on_device[static_cast<size_t>(chunk)] != 0;
     const ArrayRow& param = spec.rows[ArrayKind::kParam];
     const ArrayRow& value = spec.rows.value();
-    // Of several ranks none may have what another one lacks: all values go when the step is over.
-    const bool survives = !layout.is_sharded() && (on_device || !spec.trainable);
+    // Of ranks that share a chunk none may have what another one lacks: all values go when the step is over.
+    const bool survives = !spec.is_sharded() && (on_device || !spec.trainable);
     // Rows that placed_bytes() counts are fixed.
     const auto bytes_beside = [&](const ArrayRow& row) {
       return on_device && row.on_device == ArrayMemory::kOwn ? 0 : row.num_bytes;
@@ -308,7 +308,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     problem.arrays[static_cast<size_t>(ArrayId{chunk, grad.kind}.index())] = {
         bytes_beside(grad), grad.num_bytes, grad.num_bytes, retires ? value.num_bytes : 0, false};
     const bool shard_waits =
-        layout.is_sharded() && budget.keeps_gradients && spec.rows.gradient().on_device != ArrayMemory::kOwn;
+        spec.is_sharded() && budget.keeps_gradients && spec.rows.gradient().on_device != ArrayMemory::kOwn;
     if (on_device && shard_waits) problem.fixed_bytes += value.num_bytes;
     if (on_device && budget.backwards == Backwards::kSeveral) {
       problem.fixed_bytes += spec.num_bytes(ArrayKind::kGradSum);
@@ -332,6 +332,7 @@ int num_device_state_chunks(const Layout& layout, const Timeline& step, const De
   int64_t margin = budget.limit_bytes - highest_tide(step) - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
+  int64_t own_values = 0;  // that no other rank has
   int64_t largest_trained = 0;
   int64_t dequantized = 0;
   int64_t largest_dequantized = 0;
@@ -339,14 +340,15 @@ int num_device_state_chunks(const Layout& layout, const Timeline& step, const De
     const int64_t bytes = chunk.num_bytes(ArrayKind::kParam);
     const bool quantized = chunk.is_quantized();
     (quantized ? dequantized : values) += bytes;
+    if (!quantized && !chunk.is_sharded()) own_values += bytes;
     largest = std::max(largest, bytes);
     if (chunk.trainable) largest_trained = std::max(largest_trained, bytes);
     if (quantized) largest_dequantized = std::max(largest_dequantized, bytes);
   }
   values += std::min(dequantized, kDequantizedChunks * largest_dequantized);
   values += kStagings * largest_quantized_bytes(layout);
-  // Of several ranks each has the others to get values from, which is faster than the host.
-  if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
+  // Shared values come from the other ranks, which is faster than from the host.
+  if (layout.has_other_ranks()) values = own_values + std::min(values - own_values, kPrefetchedChunks * largest);
   const int64_t prefetched = usual_prefetch_bytes(layout, values);
   if (!budget.follows_tide) margin -= std::min(share(std::max<int64_t>(margin, 0), kSlotWasteShare), prefetched);
   const int64_t gradients = 2 * largest_trained;  // on their way; the others take their parameters' place

@@ -59,7 +59,7 @@ UsePlayer::UsePlayer(const Layout& layout, const std::vector<uint8_t>& states_on
   for (ChunkId id = 0; id < layout.num_chunks(); ++id) {
     const ChunkSpec& spec = layout.chunk(id);
     const bool ends_at_once = spec.keeps_param() && spec.states.gradient == GradientPlace::kOfParam;
-    chunk(id).leaves = layout.is_sharded() || states_on_device[static_cast<size_t>(id)] == 0 || ends_at_once;
+    chunk(id).leaves = spec.is_sharded() || states_on_device[static_cast<size_t>(id)] == 0 || ends_at_once;
     chunk(id).num_alive = static_cast<int>(spec.params.size());
   }
   for (const ParamUse& use : uses) {

@@ -43,7 +43,6 @@ class Compiler {
   ArrayState& state(int array) { return arrays_[static_cast<size_t>(array)]; }
   const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
   const RecipeRow& recipe(ChunkId chunk) const { return row_of(shape_.updates[static_cast<size_t>(chunk)]); }
-  bool is_sharded() const { return shape_.num_ranks > 1; }
 
   const PlanProblem& problem_;
   const Plan& plan_;
@@ -117,7 +116,8 @@ void Compiler::emit_need(int array) {
 // A value without bytes of its own is a part of states that are on the device.
 void Compiler::emit_bring(int array, Issue issue) {
   if (cost(array).num_bytes == 0 && cost(array).fetch_bytes == 0) return;
-  const bool is_whole = is_sharded() && ArrayId::from_index(array).kind == ArrayKind::kParam;
+  const ArrayId id = ArrayId::from_index(array);
+  const bool is_whole = id.kind == ArrayKind::kParam && shape_.is_sharded(id.chunk);
   const bool is_made_there = !is_whole && dequantized_bytes(shape_, array) > 0;
   const Origin on_device = is_made_there ? Origin::kCodes : Origin::kDevice;
   const Origin origin = cost(array).fetch_bytes > 0 ? Origin::kHost : on_device;
@@ -155,7 +155,7 @@ void Compiler::emit_retirements(size_t t) {
     const ChunkId chunk = access.array.chunk;
     if (access.mode == AccessMode::kRetire) emit_retire(chunk, t);
     const RecipeRow& row = recipe(chunk);
-    if (row.start != Start::kPromised || row.states != Tier::kDevice || is_sharded()) continue;
+    if (row.start != Start::kPromised || row.states != Tier::kDevice || shape_.is_sharded(chunk)) continue;
     const bool is_complete = access.mode == AccessMode::kWrite && state(access.array.index()).last_use == t;
     if (is_complete && state(param_of(chunk)).last_use <= t) stay.push_back(chunk);
   }
@@ -169,7 +169,7 @@ void Compiler::emit_retire(ChunkId chunk, size_t moment) {
   Retirement retired;
   retired.chunk = chunk;
   retired.update = shape_.updates[static_cast<size_t>(chunk)];
-  retired.sharing = is_sharded() ? Sharing::kShared : Sharing::kOwn;
+  retired.sharing = shape_.is_sharded(chunk) ? Sharing::kShared : Sharing::kOwn;
   retired.value_is_dead = state(param).on_device && state(param).last_use <= moment;
   retired.value_is_taken = is_visit(recipe(chunk)) && problem_.visits[static_cast<size_t>(chunk)].value_bytes > 0;
   retired.leaves = cost(grad).retire_bytes > 0;
@@ -271,7 +271,7 @@ int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, co
     case Amount::kMemory:
       return problem.arrays[index].num_bytes;
     case Amount::kOthers:
-      return others_bytes(problem.arrays[index], shape.num_ranks);
+      return others_bytes(problem.arrays[index], shape.ranks_of(instruction.chunk()));
     case Amount::kRead:
       return dequantized_bytes(shape, instruction.operand);
     case Amount::kComing:

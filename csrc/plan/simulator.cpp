@@ -55,12 +55,14 @@ SimulatedStep play_until_steady(Clock& clock) {
 }  // namespace
 
 void describe_updates(const Layout& layout, StepShape& shape) {
-  shape.num_ranks = layout.sharding().num_ranks;
+  shape.num_ranks = layout.num_ranks();
   shape.numels.clear();
   shape.disk_bytes.clear();
+  shape.chunk_ranks.clear();
   for (const ChunkSpec& chunk : layout.chunks()) {
     shape.numels.push_back(chunk.shard_numel);
     shape.disk_bytes.push_back(disk_bytes(chunk));
+    shape.chunk_ranks.push_back(chunk.sharding.num_ranks);
   }
 }
 
@@ -75,6 +77,9 @@ void check_step(const PlanProblem& problem, const Rates& rates, const StepShape&
       shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
       ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
       problem.arrays.size() / kNumArrayKinds, " chunks; give one of each per chunk");
+  PS_CHECK(shape.chunk_ranks.empty() || shape.chunk_ranks.size() == shape.updates.size(), ArgumentError,
+           "ranks that share a chunk are known of ", shape.chunk_ranks.size(), " chunks of ", shape.updates.size(),
+           "; give those of each chunk, or none");
   PS_CHECK(!any_visits(shape.updates) || problem.visits.size() == shape.updates.size(), ArgumentError,
            "chunks visit the device, and what that moves is known of ", problem.visits.size(), " of ",
            shape.updates.size(), "; give one of each per chunk");

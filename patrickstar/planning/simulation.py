@@ -76,6 +76,7 @@ def _step_arguments(
         "activations": list(activations),
         "numels": [chunk.shard_numel for chunk in plan.chunks],
         "num_ranks": plan.num_ranks,
+        "chunk_ranks": [chunk.numel // chunk.shard_numel for chunk in plan.chunks],
         "disk_bytes": [chunk.disk_bytes for chunk in plan.chunks],
         "dequantized_bytes": _dequantized_bytes(plan.chunks, rates),
         **problem,

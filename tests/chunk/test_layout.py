@@ -84,6 +84,37 @@ def test_a_rank_that_is_not_there():
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30_000), st.booleans()), min_size=1, max_size=12), st.integers(1, 3))
+def test_parameters_that_other_ranks_share_lie_in_other_chunks(params, num_ranks):
+    """Own ones as with one rank, whole on each; all ranks have the same chunks."""
+    numels, own = zip(*params, strict=True)
+    given = [_C.ChunkRanks.own() if is_own else _C.ChunkRanks.groups_of(num_ranks) for is_own in own]
+    layouts = [
+        _C.Layout.pack(numels, [DTYPES[0]] * len(numels), [True] * len(numels), 16384, num_ranks, rank, ranks=given)
+        for rank in range(num_ranks)
+    ]
+    of_own = [numel for numel, is_own in params if is_own]
+    alone = _C.Layout.pack(of_own, [DTYPES[0]] * len(of_own), [True] * len(of_own), 16384)
+    chunks = [layouts[0].chunk(index) for index in range(layouts[0].num_chunks)]
+    for layout in layouts:
+        assert [layout.chunk(index)["params"] for index in range(layout.num_chunks)] == [c["params"] for c in chunks]
+    for chunk in chunks:
+        assert chunk["num_ranks"] * chunk["shard_numel"] == chunk["numel"]
+        assert {1 if own[param] else num_ranks for param in chunk["params"]} == {chunk["num_ranks"]}
+    places = [layouts[-1].shard_of(param) for param in range(len(numels)) if own[param]]
+    if num_ranks > 1:
+        assert places == [alone.shard_of(index) for index in range(len(places))]
+
+
+def test_groups_between_one_rank_and_all_are_refused():
+    kinds = [_C.ChunkRanks(), _C.ChunkRanks.groups_of(2)]
+    with pytest.raises(ValueError, match=r"parameter 1 is to be shared by groups of 2 ranks of 4.*share it among all"):
+        _C.Layout.pack([10] * 2, [DTYPES[0]] * 2, [True] * 2, 4096, 4, 0, ranks=kinds)
+    with pytest.raises(ValueError, match="groups of 0 ranks"):
+        _C.ChunkRanks.groups_of(0)
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40_000), st.booleans()), min_size=1, max_size=12),
     st.sampled_from([_C.QuantType.NF4, _C.QuantType.INT8]),

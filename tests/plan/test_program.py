@@ -19,6 +19,7 @@ UPDATES = {
     "visit": [_C.Recipe.VISIT],
     "device": [_C.Recipe.DEVICE],
 }
+EXCHANGES = ("gather", "scatter")
 EACH_UPDATE = [(where, recipe) for where, recipes in UPDATES.items() for recipe in recipes]
 
 
@@ -77,6 +78,15 @@ def test_each_recipe_is_carried_out(where, recipe, ranks):
     norm = next(one for one in program if one["op"] == "norm")
     early = [one["begin_seconds"] < norm["begin_seconds"] for one in program if one["op"].startswith(first)]
     assert any(early) == recipe.starts_in_backward
+
+
+@pytest.mark.parametrize(("where", "recipe"), EACH_UPDATE)
+def test_chunks_that_one_rank_has_alone_are_not_exchanged(where, recipe):
+    arguments = arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=2)
+    exchanged = [one["chunk"] for one in _C.play_program(**arguments, chunk_ranks=[2, 1, 2]) if one["op"] in EXCHANGES]
+    assert set(exchanged) == {0, 2}
+    one_rank = _C.play_program(**{**arguments, "num_ranks": 1})
+    assert _C.play_program(**arguments, chunk_ranks=[1] * 3) == one_rank
 
 
 @settings(max_examples=60, deadline=None)
