@@ -22,6 +22,7 @@ from patrickstar.checkpoint.memory import bytes_of
 from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.safetensors_format import FileTensor, make_header
 from patrickstar.engine.engine_state import RankPeers
+from patrickstar.engine.own_params import check_shared
 from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
 
@@ -47,6 +48,7 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
     """
     session.check_whole()
     _check_undivided(session)
+    check_shared(session, "save_16bit_model")
     peers = RankPeers(session)
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
     what = f"{path} was not saved"
@@ -77,6 +79,7 @@ def read_16bit_weights(session: Session, *, with_frozen: bool) -> dict[str, torc
     """The module's ``state_dict`` in 16 bits, on the CPU of the first rank; None on the others. All ranks call it."""
     session.check_whole()
     _check_undivided(session)
+    check_shared(session, "reading 16-bit weights")
     is_first = session.ranks.control.rank == 0
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
     values: dict[str, torch.Tensor] = {}

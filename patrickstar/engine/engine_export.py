@@ -15,6 +15,7 @@ from patrickstar.checkpoint.export import ExportOptions, check_free, export
 from patrickstar.checkpoint.peers import phase
 from patrickstar.engine.engine_shards import EngineSource, named_params
 from patrickstar.engine.engine_state import RankPeers
+from patrickstar.engine.own_params import check_shared
 from patrickstar.engine.session import Session
 from patrickstar.engine.whole_values import whole_shards
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
@@ -25,6 +26,7 @@ def export_session(
 ) -> Path:
     """Writes the folder that ``Engine.export_weights`` describes, and returns its path."""
     session.check_whole()
+    check_shared(session, "export_weights")
     if session.matrices.names is not None:
         return _export_whole(session, Path(directory).absolute(), dtype, max_file_bytes)
     names = _export_names(session.module)

@@ -28,6 +28,7 @@ from patrickstar.engine.engine_shards import (
     state_kinds,
     step_count,
 )
+from patrickstar.engine.own_params import check_shared
 from patrickstar.engine.session import Session
 from patrickstar.engine.state_parts import Frozen, LoadOptions, Names, Part, leave_out_others
 from patrickstar.engine.step_stage import Stage
@@ -72,6 +73,7 @@ def save_session(
 ) -> Path:
     """Saves the checkpoint that ``Engine.save_checkpoint`` describes, and returns its folder."""
     session.check_whole()
+    check_shared(session, "save_checkpoint")
     check_between_steps(session, "save_checkpoint")
     options = options or SaveOptions(peers=RankPeers(session))
     with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
@@ -112,6 +114,7 @@ def load_session(
 ) -> tuple[Path, dict[str, Any]]:
     """See ``Engine.load_checkpoint``; ``options``: None for everything."""
     options = options or LoadOptions()
+    check_shared(session, "load_checkpoint")
     check_between_steps(session, "load_checkpoint")
     peers = peers or RankPeers(session)
     sink = make_sink(session, options.part)

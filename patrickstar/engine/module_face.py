@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.engine.own_params import check_shared
 from patrickstar.engine.session import Session
 from patrickstar.engine.whole_values import load_whole_state, own_state, whole_state
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
@@ -110,6 +111,7 @@ class ModuleFace(nn.Module):
         Frozen parameters give their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
         call it, and names and tensors are those of the model before it was divided, the parameters first.
         """
+        check_shared(self._session, "state_dict")
         with self._session.guard("state_dict"):
             self._session.ranks.meet()
             if self._session.matrices.names is not None:
@@ -127,6 +129,7 @@ class ModuleFace(nn.Module):
             raise ValueError(
                 "load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out"
             )
+        check_shared(self._session, "load_state_dict")
         if self._session.matrices.names is not None:
             return load_whole_state(self._session, state_dict, strict)
         return self.module.load_state_dict(state_dict, strict=strict)

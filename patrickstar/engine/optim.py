@@ -15,6 +15,7 @@ import torch
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
 from patrickstar.engine.optimizer_step import OptimizerLink
+from patrickstar.engine.own_params import check_shared
 from patrickstar.engine.wholeness import State
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
 from patrickstar.module.compiled.dynamo import outside_of_graphs
@@ -151,6 +152,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """As torch's ``state_dict``: ``step`` and the states (float32, CPU) by parameter index, and the groups; with
         float16 also ``loss_scaler``. Parameters that were never updated have no state.
         """
+        check_shared(self._session, "the optimizer's state_dict")
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
         for group in self.param_groups:
@@ -175,6 +177,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             ValueError: the groups, states or options do not match, or are none that an engine can follow; nothing is
                 changed then.
         """
+        check_shared(self._session, "the optimizer's load_state_dict")
         entries, groups = self.checked_state(state_dict)
         scaler = self._session.scaler
         self._session.train_unfrozen()

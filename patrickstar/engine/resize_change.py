@@ -19,6 +19,7 @@ from patrickstar.elastic.sampler import OfRanks
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.open_session import open_sessions
+from patrickstar.engine.own_params import check_shared
 from patrickstar.engine.rank_sync import check_same_config, common_budgets
 from patrickstar.engine.resize_handover import managed_states, take_state
 from patrickstar.engine.resize_plan import Carried, ResizeKeys, ResizeOptions, ResizePlan
@@ -47,6 +48,7 @@ def check_supported(session: Session, call: str) -> None:
         raise _C.StateError(f"{call} with tensor_parallel is not supported yet; save a checkpoint")
     if len(open_sessions()) > 1:
         raise _C.StateError(f"{call} while {len(open_sessions())} engines are open in this process; close the others")
+    check_shared(session, call)
     if session.plan_of_params.quantized:
         raise _C.StateError(f"{call} with quantised weights is not supported yet; save a checkpoint")
     if session.compiled.is_compiled:

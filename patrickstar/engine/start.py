@@ -20,6 +20,7 @@ from patrickstar.engine.divided_matrices import Matrices, make_matrices
 from patrickstar.engine.error_texts import explain_other_engines
 from patrickstar.engine.notebook import close_engine_of_cell
 from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
+from patrickstar.engine.own_params import check_settings
 from patrickstar.engine.proof import prove_rewrites
 from patrickstar.engine.rank_sync import (
     check_same_config,
@@ -77,6 +78,7 @@ def start_session(
             groups = make_groups(built.module, model_parameters, _replaced(divided, deferred), options=options)
             in_groups = {param for group in groups for param in group["params"]}
             _check_module(built.module, config, matrices)
+            check_settings(built.module, config, len(ranks.members))
             session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
             if saved_plan is not None:
                 saved_plan.check_layout(session.layout, str(config.plan))

@@ -1,6 +1,6 @@
 """Rank 0's model is everybody's, as in DDP: where a rank's own model has other values (only rank 0 has loaded weights,
 say), it gets rank 0's while it goes into chunks. Otherwise each rank would keep its own share, and a mixture would be
-trained.
+trained. Parameters that are kept on their rank (:mod:`patrickstar.module.param_ranks`) are left out.
 
 Values are compared before they travel: each rank has a digest of the part of each parameter that it keeps, rank 0
 digests of all ranks' parts, and only what differs is sent, to the rank that keeps it. So equal models, which is the
@@ -22,7 +22,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.module.adoption import AdoptedParams
-from patrickstar.module.preprocess import SortedParams
+from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.messages import read_list, reading
@@ -55,14 +55,15 @@ class FirstRankValues:
             self._follow()
 
     def _take(self, ids: Sequence[int]) -> None:
-        for param_id in ids:
+        for param_id in self._shared(ids):
             self._own[param_id] = digest(self._part(self._params.source(param_id), param_id, self._index))
         self._params.take(ids)
 
     def _lead(self) -> None:
         for ids in self._batches:
-            if ids and self._control.size > 1:
-                self._tell({param_id: self._params.source(param_id) for param_id in ids})
+            shared = self._shared(ids)
+            if shared and self._control.size > 1:
+                self._tell({param_id: self._params.source(param_id) for param_id in shared})
             self._params.take(ids)
         self._control.exchange(_END, "which values come next")
 
@@ -98,6 +99,9 @@ class FirstRankValues:
                 if param_id in differ:
                     self._write_own(param_id, values)
         self.take_all()
+
+    def _shared(self, ids: Sequence[int]) -> list[int]:
+        return [param_id for param_id in ids if not self._params.specs[param_id].is_own]
 
     def _wanted(self, mine: bytes) -> list[list[int]]:
         """The parameters of which each rank wants values, by rank."""
@@ -151,10 +155,15 @@ def check_same_model(ranks: RankGroups, params: SortedParams) -> None:
         DisagreementError: they have not; on every rank, and it says which rank has what.
     """
     chunked = [
-        f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained} {s.quantization.name}" for s in params.chunked
+        f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained} {s.quantization.name}{_kept(s)}"
+        for s in params.chunked
     ]
     managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
     ranks.check_agreement("the model's parameters, in order,", "; ".join(chunked + managed))
+
+
+def _kept(spec: ChunkedSpec) -> str:
+    return " kept on each rank" if spec.is_own else ""
 
 
 def share_rest(ranks: RankGroups, module: nn.Module, params: SortedParams) -> None:

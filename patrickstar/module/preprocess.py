@@ -24,6 +24,7 @@ from patrickstar.config import QuantizationConfig
 from patrickstar.machine.state_scheme import StateScheme
 from patrickstar.module.aliases import find_aliases
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.param_ranks import is_own
 from patrickstar.module.quantization import quantizable_weights
 
 logger = logging.getLogger("patrickstar")
@@ -86,6 +87,8 @@ class ChunkedSpec:
     """Whether its moments stay float32 where others have 8 bits."""
     quantization: _C.QuantType = _C.QuantType.NONE
     """What its values are stored in; of frozen ones alone something else than the compute dtype."""
+    is_own: bool = False
+    """True where each rank has its own (:mod:`patrickstar.module.param_ranks`)."""
     ties: tuple[nn.Parameter, ...] = ()
     """Frozen parameters that have the same memory (:mod:`patrickstar.module.aliases`)."""
 
@@ -211,7 +214,8 @@ def plan_params(
         return param.requires_grad and (in_groups is None or param in in_groups)
 
     def may_tie(one: nn.Parameter, other: nn.Parameter) -> bool:
-        return with_pytorch.isdisjoint((one, other)) and norms.get(one) == norms.get(other)
+        alike = norms.get(one) == norms.get(other) and is_own(one) == is_own(other)
+        return with_pytorch.isdisjoint((one, other)) and alike
 
     aliases = find_aliases(module, filter(is_trained, module.parameters()), may_tie)
     ties: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
@@ -224,6 +228,11 @@ def plan_params(
             continue
         if param in with_pytorch:
             all_reduced = scoped.get(param, True)
+            if is_own(param) and all_reduced:
+                raise ValueError(
+                    f"{name} is kept on its rank, but stays with PyTorch, where ranks share it; register it inside "
+                    "torch_scope(do_allreduce=False)"
+                )
             managed.append(
                 ManagedParam(name=name, param=param, on_host=param in on_host, all_reduced=all_reduced, trained=trained)
             )
@@ -240,6 +249,7 @@ def plan_params(
                     quantization=(
                         _C.QuantType.NONE if param.requires_grad else quantizable.get(param, _C.QuantType.NONE)
                     ),
+                    is_own=is_own(param),
                     ties=ties.get(param, ()),
                 )
             )
@@ -351,8 +361,8 @@ def make_layout(
     rank: int = 0,
     scheme: StateScheme | None = None,
 ) -> _C.Layout:
-    """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards. ``scheme`` is what
-    their states are stored in; None: float32.
+    """Packs the chunked parameters in registration order, each chunk that ranks share cut into ``num_ranks`` shards.
+    ``scheme`` is what their states are stored in; None: float32.
     """
     scheme = scheme or StateScheme()
     return _C.Layout.pack(
@@ -364,4 +374,5 @@ def make_layout(
         rank=rank,
         states=[scheme.format_of(spec.compute_dtype, keeps_float32=spec.keeps_float32) for spec in params.chunked],
         quantization=[spec.quantization for spec in params.chunked],
+        ranks=[_C.ChunkRanks.own() if spec.is_own else _C.ChunkRanks() for spec in params.chunked],
     )

@@ -112,13 +112,14 @@ class Plan:
             )
         for index, planned in enumerate(self.chunks):
             chunk = layout.chunk(index)
-            actual = (chunk["numel"], chunk["dtype"].name, chunk["trainable"], chunk["quantization"].name)
-            if actual != (planned.numel, planned.dtype, planned.trainable, planned.quantization):
+            kind = (chunk["dtype"].name, chunk["trainable"], chunk["quantization"].name)
+            actual = (chunk["numel"], chunk["shard_numel"], *kind)
+            made_for = (planned.numel, planned.shard_numel, planned.dtype, planned.trainable, planned.quantization)
+            if actual != made_for:
                 raise ValueError(
-                    f"{source} is a plan for another layout: its chunk {index} has {planned.numel} elements of "
-                    f"{planned.dtype} (trainable: {planned.trainable}, quantised: {planned.quantization}), this "
-                    f"engine's has {actual[0]} of {actual[1]} (trainable: {actual[2]}, quantised: {actual[3]}); give "
-                    "the model, default_chunk_size and device_memory that it was made with, or leave 'plan' out"
+                    f"{source} is a plan for another layout: its chunk {index} has {_described(*made_for)}, this "
+                    f"engine's has {_described(*actual)}; give the model, default_chunk_size and device_memory that it "
+                    "was made with, or leave 'plan' out"
                 )
 
     @property
@@ -230,6 +231,11 @@ class Plan:
                 f"{index:8}  {moment['phase'].name.lower():8}  {tide:9.1f}  " + " | ".join([_names(uses), *moved])
             )
         return "\n".join(lines)
+
+
+def _described(numel: int, shard_numel: int, dtype: str, trainable: bool, quantization: str) -> str:
+    part = f", {shard_numel} on each rank" if shard_numel < numel else ""
+    return f"{numel} elements of {dtype} (trainable: {trainable}, quantised: {quantization}{part})"
 
 
 def plan_of(

@@ -164,7 +164,8 @@ class FewParams:
     """Two parameters of six elements in one chunk, of which rank 1 keeps the second."""
 
     specs = [  # noqa: RUF012
-        SimpleNamespace(name=name, param=torch.arange(6.0), quantization=_C.QuantType.NONE) for name in "ab"
+        SimpleNamespace(name=name, param=torch.arange(6.0), quantization=_C.QuantType.NONE, is_own=False)
+        for name in "ab"
     ]
     layout = SimpleNamespace(placement=lambda index: (0, 6 * index), chunk=lambda _: {"shard_numel": 6})
     runtime = SimpleNamespace(write_values=lambda *_: None)
