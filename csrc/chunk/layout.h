@@ -6,9 +6,9 @@
 // chunk carries no optimizer state until it is trained (train()); frozen ones are quantised alike. A parameter larger
 // than the chunk size gets a chunk of its own.
 //
-// [Note: ranks of a chunk] Every rank of an engine has all chunks, with the same ids and sizes. Ranks that share one hold
-// one copy of it together. Others have values of their own in it, as an expert that lives on one rank. Parameters that
-// other ranks share are in other chunks.
+// [Note: ranks of a chunk] Every rank of an engine has all chunks, with the same ids and sizes. Ranks that share one
+// hold one copy of it together. Others have values of their own in it, as an expert that lives on one rank. Parameters
+// that other ranks share are in other chunks.
 //
 // [Note: shards] A chunk is cut into as many shards of equal size as ranks share it, and each of these keeps one: the
 // r-th. The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of

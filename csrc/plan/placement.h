@@ -43,13 +43,14 @@ struct DeviceBudget {
 int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                                const DeviceBudget& budget);
 
-// After the tide is known: how many chunks (from the first on) have their states on the device. They fit into the margin
-// that is left when all compute copies are resident at the highest tide (a gradient takes its parameters' place), less
-// what slots of several sizes waste where memory does not follow the tide, times `margin_use_ratio` (the first
-// PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, until it
-// has for four fifths: each chunk that leaves the host makes room there for the new compute values of several others.
-// That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a value again takes
-// less time than to wait for the norm. Where memory does not follow the tide, so do a few at the boundary of two steps.
+// After the tide is known: how many chunks (from the first on) have their states on the device. They fit into the
+// margin that is left when all compute copies are resident at the highest tide (a gradient takes its parameters'
+// place), less what slots of several sizes waste where memory does not follow the tide, times `margin_use_ratio` (the
+// first PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them,
+// until it has for four fifths: each chunk that leaves the host makes room there for the new compute values of several
+// others. That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a value
+// again takes less time than to wait for the norm. Where memory does not follow the tide, so do a few at the boundary
+// of two steps.
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
 // Of the first `count` chunks, those whose states move to the device beside the states that are there, which may be

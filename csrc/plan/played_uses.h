@@ -1,5 +1,5 @@
-// The timeline that an engine would record of a step with given uses of its parameters, whatever the tide: moments, what
-// they read and write, and gradients that leave. Holds are those of the engine (plan/use_holds.h).
+// The timeline that an engine would record of a step with given uses of its parameters, whatever the tide: moments,
+// what they read and write, and gradients that leave. Holds are those of the engine (plan/use_holds.h).
 //
 // Pure functions of a layout; any thread.
 #pragma once
