@@ -271,7 +271,7 @@ def test_it_comes_back_after_memory_was_needed():
     always = {**config, "optimizer": {**config["optimizer"], "speculation": "always"}, **budget}
     run = train(WIDE, always, steps=16, before_step=vacate)
     print(f"{run.report['num_device_state_chunks']} chunks on the device; {counts}")
-    assert counts[4] == counts[6] < counts[10]
+    assert counts[4] == counts[6] < counts[-1]  # host memory is prepared in the background
     assert_same(run, train(WIDE, never, steps=16))
     assert run.report["num_device_state_chunks"] > 0  # which have come back by now
 
