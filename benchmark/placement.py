@@ -78,11 +78,11 @@ class Search:
         self._bytes = [chunk["home_bytes"] for chunk in self.usual.chunks]
 
     def seconds(self, case: Case | None) -> float | None:
-        """Of a step; None: it does not fit."""
+        """Length of a step; None: it does not fit."""
         return None if case is None else (case.clipped_step if self.job.acting else case.step).seconds
 
     def slow_seconds(self, found: Found) -> float:
-        """Of the same placement on :data:`SLOWER`."""
+        """The same placement on :data:`SLOWER`."""
         return self.seconds(self.usual.on(SLOWER).place(self.setting, found.chosen)) or math.inf
 
     def own(self) -> Found | None:
@@ -94,7 +94,7 @@ class Search:
         return Found(self.seconds(case), "own", len(there), sum(there), None)
 
     def candidates(self, order: str, counts: Iterable[int]) -> Iterator[Found]:
-        """Of those counts, ascending, that the budgets hold."""
+        """Placements of the counts that the budgets hold, ascending."""
         refused = None
         for count in counts:
             chosen = tuple(chosen_chunks(order, count, self.num_chunks))
@@ -106,15 +106,15 @@ class Search:
                 return
 
     def most_bytes(self) -> int:
-        """Of states, as many as heuristics put on the GPU at most, for the host's sake."""
+        """States that heuristics put on the GPU at most, for the host's sake."""
         budget = self.usual.device_budget(self.setting)
         budget.host_limit_bytes = 0
         return sum(self._bytes[: self.usual.num_state_chunks(self.setting, budget)])
 
 
 def carefully(steps: Iterable[tuple[float, float, Found]]) -> tuple[float, float, Found]:
-    """Of (seconds, on a slower machine, placement) the least step of those that are the shortest on the slower machine,
-    as far as the simulator can tell.
+    """The least step of those that are the shortest on a slower machine, as far as the simulator can tell. Steps are
+    (seconds, seconds on the slower machine, placement).
     """
     steps = list(steps)
     longest = min(slow for _, slow, _ in steps) * (1 + _C.PREDICTION_TOLERANCE)
@@ -176,7 +176,7 @@ def _seconds(found: Found) -> float:
 
 
 def rise(steps: Sequence[tuple[int, float]]) -> tuple[float, int, int]:
-    """Of (budget, seconds), budgets ascending: how much longer a step is at worst than with less, with how much, and
+    """By (budget, seconds), budgets ascending: how much longer a step is at worst than with less, with how much, and
     at how many budgets it is longer than the simulator's tolerance.
     """
     least, worst, number = math.inf, (0.0, 0), 0

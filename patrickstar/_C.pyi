@@ -533,7 +533,7 @@ def leaving_gradient_bytes(
 
 @final
 class UseCall(_Enum):
-    """What a hook of a module reports of parameters (csrc/plan/played_uses.h)."""
+    """A call by which a hook of a module reports uses of parameters (csrc/plan/played_uses.h)."""
 
     OPEN_SCOPE: ClassVar[UseCall]
     CLOSE_SCOPE: ClassVar[UseCall]

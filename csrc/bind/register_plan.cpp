@@ -150,7 +150,7 @@ void register_placement(py::module_& module) {
       "The most that a rank will have mapped of the host (plan/host_demand.h), by where each chunk's states were "
       "before "
       "the tide was known, and whether they are on the device now.");
-  py::enum_<UseCall>(module, "UseCall", "What a hook of a module reports (plan/played_uses.h).")
+  py::enum_<UseCall>(module, "UseCall", "A call by which a hook of a module reports uses (plan/played_uses.h).")
       .value("OPEN_SCOPE", UseCall::kOpenScope)
       .value("CLOSE_SCOPE", UseCall::kCloseScope)
       .value("TOUCH", UseCall::kTouch)

@@ -50,7 +50,7 @@ class GradientFlow {
   bool scatter_rest(BackwardEnd mine);
   // With several ranks: the plan's reduce-scatters up to the running moment, with the gradients that are there.
   void scatter_due();
-  // Whether the last backward gave gradients, on any rank; if not, it is as if it had not been.
+  // True where the last backward gave gradients, on any rank; else it is as if it had not been.
   bool keep_backward();
   // Forgets what the running micro-batch has contributed (an exception left the backward).
   void abort_backward();

@@ -135,7 +135,7 @@ void Pager::gather(ChunkId chunk) {
   }
   ensure_slot(id);
   arrive(id, take_staging(part_of(id)), Issue::kNow);
-  // What is in the slot meanwhile is another value.
+  // Meanwhile the slot has a value that is not formatted.
   if (is_in_use && memory_.has_format()) memory_.await_on_device(id);
 }
 

@@ -195,7 +195,7 @@ class Pager final : public Tenant {
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
   bool is_evictable(ArrayId id) const;
   bool evict(ArrayId id, HostRoom room);
-  // Of a value on the device. False when host memory has no room for it.
+  // The array is on the device. False when host memory has no room for it.
   bool copy_to_host(ArrayId id, HostRoom room);
   void evict_as_planned(ArrayId id);
   // [Note: what leaves first]. False when nothing can leave into such room.

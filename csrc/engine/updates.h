@@ -53,7 +53,7 @@ class Updates {
   // Backward is over: gradients that left the device begin to come back for their updates there, as far as it has room,
   // while the norm is computed.
   void fetch_gradients();
-  // It is decided anew, since there are more states.
+  // The choice is made anew, since there are more states.
   void forget_choice() { speculation_.forget_choice(); }
   // Throws StateError where updates were committed that such a step would not make.
   void check_step(const std::vector<GroupOptions>& groups, double grad_scale) const;
@@ -79,7 +79,7 @@ class Updates {
   void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
   int64_t step_count(ParamId param) const { return jobs_.step_count(param); }
   void set_step_count(ParamId param, int64_t count);
-  // What a running update was given is about to change, or is not wanted any more. Throws StateError when it is for
+  // Inputs of a running update are about to change, or it is not wanted any more. Throws StateError when it is for
   // good.
   void cancel(ChunkId chunk);
   // [Note: committed updates] With SpeculationMode::kCommit a chunk is updated in place as soon as its gradient is

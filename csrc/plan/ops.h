@@ -1,5 +1,5 @@
-// Instructions of a step, and the rules that emit them: how an array comes to the device and leaves it, and what
-// becomes of a chunk whose gradient is complete.
+// Instructions of a step, and the rules that emit them: how an array comes to the device and leaves it, and how a
+// complete gradient is reduced, sent to its update, or updated from.
 //
 //   for (const Instruction& instruction : arrival(array, Origin::kHost, Sharing::kOwn, Issue::kNow)) run(instruction);
 //
@@ -64,7 +64,7 @@ enum class Lane : uint8_t {
   kVisit,
 };
 
-// What an instruction moves, in bytes, or updates, in parameters.
+// Size of an instruction: bytes that it moves, or parameters that it updates.
 enum class Amount : uint8_t {
   kNone,
   kFetched,    // ArrayCost::fetch_bytes
@@ -128,7 +128,7 @@ struct Instruction {
   Issue issue = Issue::kNow;
   int32_t operand = 0;  // index of a moment, array (ArrayId::index) or chunk
 
-  // Of an array or a chunk; -1: of neither.
+  // The chunk of its array, or its own; -1: it has neither.
   ChunkId chunk() const {
     const Operand kind = row_of(op).operand;
     if (kind == Operand::kArray) return ArrayId::from_index(operand).chunk;
@@ -139,7 +139,9 @@ struct Instruction {
 // Instructions of one rule, in their order.
 class Emitted {
  public:
-  constexpr void add(Op op, int operand, Issue issue = Issue::kNow) { instructions_[size_++] = {op, issue, operand}; }
+  constexpr void add(Op op, int operand, Issue issue = Issue::kNow) {
+    instructions_.at(size_++) = {op, issue, operand};
+  }
   constexpr const Instruction* begin() const { return instructions_.data(); }
   constexpr const Instruction* end() const { return instructions_.data() + size_; }
 

@@ -16,8 +16,8 @@ constexpr int64_t kPrefetchedChunks = 16;
 // Of the margin, what slots of several sizes waste at most where memory does not follow the tide, and no more than as
 // much again as is kept for prefetches: a slot may be larger than what it serves (kMostSlotWaste).
 constexpr double kSlotWasteShare = 0.05;
-// Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host. More
-// of them, as far as gradients have room beside, was predicted to gain 4 % and did not: h200-one-program.txt.
+// Share of what the tide leaves for the states of the first chunks where those of all others stay on the host. A larger
+// one was predicted to gain 4 % on two GPUs, and did not (benchmark/results/h200-one-program.txt).
 constexpr double kBoundaryShare = 0.45;
 constexpr int kBoundaryChunks = 3;
 constexpr int64_t kBoundarySlack = int64_t{128} << 20;

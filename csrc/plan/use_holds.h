@@ -59,7 +59,7 @@ class UseHolds {
  protected:
   // Uses of the parameters begin. Where it throws none has.
   virtual void acquire(const std::vector<ParamId>& params) = 0;
-  // As many uses are over, which began in `phase`.
+  // One use of each is over, which began in `phase`.
   virtual void release(const std::vector<ParamId>& params, Phase phase) = 0;
   // Uses in backward are over, which may be the last that a complete gradient waited for.
   virtual void retire(const std::vector<ParamId>& params) = 0;
@@ -72,7 +72,7 @@ class UseHolds {
     HoldUntil until = HoldUntil::kScopeEnd;
   };
 
-  // As acquire(); where there is no room, the user's own earlier accesses make it.
+  // acquire(), for which the user's own earlier accesses make room where there is none.
   void acquire_in_turn(const std::vector<ParamId>& params);
   void release(const std::vector<Hold>& holds);
 

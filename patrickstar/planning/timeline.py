@@ -60,7 +60,7 @@ class Accesses:
 
 
 def play_accesses(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> Accesses:
-    """What a step with these uses accesses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
+    """Accesses of a step with these uses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
     not leave, unless they are applied at once; with several all do, when they are scattered.
     """
     calls = [(use.call, use.params, use.until, use.begin, use.end) for use in uses.uses]

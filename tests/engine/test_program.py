@@ -1,4 +1,4 @@
-"""An engine's step is the program of its plan (csrc/plan/ops.h): the same instructions in the same order on a queue."""
+"""An engine's step is the program of its plan (csrc/plan/ops.h): the same instructions, in the same order."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def step_of(way, room, hybrid=False, plan_of=lambda engine: engine.plan()):
 def orders(program, trace):
     """By track, chunks and kinds of arrays in their order: planned, and carried out.
 
-    Updates on the host are sorted, since those in backward come in the order of need. After the norm one span, with the
-    first one's chunk, stands for those of several small chunks.
+    Uploads and updates on the host are sorted: a value that is still being made is passed over, and updates in backward
+    come in the order of need. After the norm one span, with the first one's chunk, stands for several small chunks.
     """
     planned, carried_out = collections.defaultdict(list), collections.defaultdict(list)
     spans = collections.defaultdict(list)
@@ -76,6 +76,7 @@ def orders(program, trace):
         planned[track].append((one.chunk, one.kind))
     for order in (planned, carried_out):
         order[_C.Track.HOST_ADAM].sort()
+        order[_C.Track.UPLOAD].sort(key=str)
     return planned, carried_out
 
 

@@ -115,7 +115,7 @@ def evaluate(engine: Any) -> None:
 
 
 def refused_calls(engine: Any, optimizer: Any) -> list[str]:
-    """What calls say that are for values of all ranks."""
+    """Errors of the calls that are for values of all ranks; empty: none."""
     said = []
     for call in (
         engine.state_dict,
