@@ -227,9 +227,14 @@ class JobProcesses:
                 self._note_exit(group, actor)
             if not group.actors:
                 self._groups.remove(group)
+        if not self._groups:
+            self._note_outcome()  # which may have come with the end
+        if not self._groups:  # the run is over, and nobody will ask those in that were to join
+            self._send_away(self._joining)
+            self._joining, self._number = None, 0
         if self._failure:
             phase = Phase.FAILED
-        elif not self._groups and self._joining is None:
+        elif not self._groups:
             phase = Phase.STOPPED if self._stops else Phase.ENDED
         elif self._number or sum(len(group.actors) for group in self._groups) > self._num_ranks:
             phase = Phase.CHANGING
@@ -255,12 +260,15 @@ class JobProcesses:
         joined, self._joining = self._joining, None
         if outcome.kind is OutcomeKind.REFUSED:
             self._refusal = outcome.reason
-            for actor in joined.actors if joined else []:
-                joined.drop(actor)
+            self._send_away(joined)
             return
         self._resize_s, self._num_ranks = outcome.seconds, self._ordered_ranks
         if joined is not None:
             self._groups.append(joined)
+
+    def _send_away(self, joining: _Ranks | None) -> None:
+        for actor in joining.actors if joining else []:
+            joining.drop(actor)
 
     def _note_exit(self, group: _Ranks, actor: Any) -> None:
         try:
