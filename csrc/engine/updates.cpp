@@ -103,20 +103,21 @@ Recipe Updates::early_recipe(ChunkId chunk) {
 }
 
 void Updates::start_early(Op op, ChunkId chunk) {
+  // On its way here the gradient may have taken the memory that the recipe was chosen for.
   const RecipeRow& row = row_of(recipe(chunk));
+  if (row.start == Start::kAhead) return early_.start(chunk, row.passes);
+  if (row.start != Start::kPromised) return;
   switch (op) {
-    case Op::kUpdateHost:
-    case Op::kUpdateHostParam:
-      return row.start == Start::kAhead ? early_.start(chunk, row.passes) : commit(op, chunk);
     case Op::kUpdateDevice:
       if (store_.chunk(chunk).is_sharded()) chunk = std::exchange(held_back_, chunk);
       if (chunk >= 0) commit(op, chunk);
       return;
-    case Op::kUpdateDisk:
-    case Op::kVisitUp:
-      return commit(op, chunk);
-    default:  // parts of these
+    case Op::kLoad:  // parts of others
+    case Op::kStore:
+    case Op::kVisitDown:
       return;
+    default:
+      return commit(op, chunk);
   }
 }
 
