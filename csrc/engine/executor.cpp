@@ -4,14 +4,10 @@
 
 namespace patrickstar {
 
-void Executor::bring(ArrayId id, const Emitted& arrival, Slot staging) {
+void Executor::bring(ArrayId id, ArrayId part, const Emitted& arrival, Slot staging) {
   ArrayRecord& array = memory_.array(id);
-  Coming coming{id, id, static_cast<char*>(array.slot.data), nullptr, std::move(staging)};
-  for (const Instruction& instruction : arrival) {
-    if (instruction.op != Op::kGather) continue;
-    coming.part = {id.chunk, ArrayKind::kParamShard};
-    coming.place += memory_.layout().chunk(id.chunk).sharding.rank * memory_.layout().num_bytes(coming.part);
-  }
+  Coming coming{id, part, static_cast<char*>(array.slot.data), nullptr, std::move(staging)};
+  if (part != id) coming.place += memory_.layout().chunk(id.chunk).sharding.rank * memory_.layout().num_bytes(part);
   for (const Instruction& instruction : arrival) {
     switch (instruction.op) {
       case Op::kFetch:

@@ -84,7 +84,7 @@ void Pager::arrive(ArrayId id, Slot staging, Issue issue) {
   const ArrayId part = part_of(id);
   const Origin origin = origin_of(part);
   const Sharing sharing = part == id ? Sharing::kOwn : Sharing::kShared;
-  executor_.bring(id, arrival(id.index(), origin, sharing, issue), std::move(staging));
+  executor_.bring(id, part, arrival(id.index(), origin, sharing, issue), std::move(staging));
 }
 
 ArrayId Pager::part_of(ArrayId id) const {

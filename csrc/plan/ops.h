@@ -195,24 +195,17 @@ struct Retirement {
   bool is_last = true;          // backward of the step: the update may begin
 };
 
-inline void add_disk_update(ChunkId chunk, Emitted& result) {
-  result.add(Op::kLoad, chunk);
-  result.add(Op::kUpdateDisk, chunk);
-  result.add(Op::kStore, chunk);
-}
-
-inline void add_host_update(ChunkId chunk, Passes passes, Issue issue, Emitted& result) {
-  result.add(passes == Passes::kOne ? Op::kUpdateHost : Op::kUpdateHostParam, chunk, issue);
-}
-
-inline void add_early_update(ChunkId chunk, const RecipeRow& row, Emitted& result) {
+// The update of a chunk where its recipe says; of two passes the first.
+inline void add_update(ChunkId chunk, const RecipeRow& row, Issue issue, Emitted& result) {
   switch (row.states) {
     case Tier::kDevice:
       return result.add(Op::kUpdateDevice, chunk);
     case Tier::kDisk:
-      return add_disk_update(chunk, result);
+      result.add(Op::kLoad, chunk);
+      result.add(Op::kUpdateDisk, chunk);
+      return result.add(Op::kStore, chunk);
     case Tier::kHost:
-      return add_host_update(chunk, row.passes, Issue::kAhead, result);
+      return result.add(row.passes == Passes::kOne ? Op::kUpdateHost : Op::kUpdateHostParam, chunk, issue);
   }
 }
 
@@ -241,26 +234,14 @@ inline Emitted retirement(const Retirement& retired) {
   }
   if (retired.leaves) result.add(Op::kToHost, grad);
   if (retired.leaves && !is_shared) result.add(Op::kFree, grad);
-  if (starts) add_early_update(retired.chunk, row, result);
+  if (starts) add_update(retired.chunk, row, Issue::kAhead, result);
   return result;
 }
 
-// Where the update waited for the norm; of two passes the first.
+// An update that waited for the norm.
 inline Emitted late_update(ChunkId chunk, Recipe recipe) {
-  const RecipeRow& row = row_of(recipe);
   Emitted result;
-  if (row.start != Start::kAfterNorm) return result;
-  switch (row.states) {
-    case Tier::kDevice:
-      result.add(Op::kUpdateDevice, chunk);
-      break;
-    case Tier::kDisk:
-      add_disk_update(chunk, result);
-      break;
-    case Tier::kHost:
-      add_host_update(chunk, row.passes, Issue::kNow, result);
-      break;
-  }
+  if (row_of(recipe).start == Start::kAfterNorm) add_update(chunk, row_of(recipe), Issue::kNow, result);
   return result;
 }
 

@@ -292,7 +292,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const bool on_device = placed > 0 && states_on_device[static_cast<size_t>(chunk)] != 0;
     const ArrayRow& param = spec.rows[ArrayKind::kParam];
     const ArrayRow& value = spec.rows.value();
-    // Of ranks that share a chunk none may have what another one lacks: all values go when the step is over.
+    // Gathered values leave the device at the end of a step, so that all ranks begin the next one alike.
     const bool survives = !spec.is_sharded() && (on_device || !spec.trainable);
     // Rows that placed_bytes() counts are fixed.
     const auto bytes_beside = [&](const ArrayRow& row) {

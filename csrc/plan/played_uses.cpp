@@ -4,6 +4,8 @@
 #include <set>
 #include <utility>
 
+#include "trace/recorder.h"
+
 namespace patrickstar {
 
 namespace {
@@ -35,9 +37,6 @@ class UsePlayer final : public UseHolds {
   void retire_if_complete(ChunkId id);
   void retire(ChunkId id);
   void set_alive(ParamId param, bool is_alive);
-  void add(const Access& access);
-  // With the gap that aligns the next parameter of the chunk.
-  int64_t param_bytes(ParamId param) const;
 
   ChunkId chunk_of(ParamId param) const { return layout_.placement(param).chunk; }
   ChunkState& chunk(ChunkId id) { return chunks_[static_cast<size_t>(id)]; }
@@ -46,6 +45,8 @@ class UsePlayer final : public UseHolds {
   std::vector<ChunkState> chunks_;
   std::vector<int> num_uses_;      // by parameter
   std::vector<uint8_t> is_alive_;  // by parameter
+  std::vector<int64_t> bytes_;     // by parameter, with the gap that aligns the next one of the chunk
+  Recorder recorder_;
   Phase phase_ = Phase::kForward;
   PlayedUses played_;
 };
@@ -55,12 +56,19 @@ UsePlayer::UsePlayer(const Layout& layout, const std::vector<uint8_t>& states_on
     : layout_(layout),
       chunks_(static_cast<size_t>(layout.num_chunks())),
       num_uses_(static_cast<size_t>(layout.num_params()), 0),
-      is_alive_(static_cast<size_t>(layout.num_params()), 1) {
+      is_alive_(static_cast<size_t>(layout.num_params()), 1),
+      bytes_(static_cast<size_t>(layout.num_params()), 0) {
   for (ChunkId id = 0; id < layout.num_chunks(); ++id) {
     const ChunkSpec& spec = layout.chunk(id);
     const bool ends_at_once = spec.keeps_param() && spec.states.gradient == GradientPlace::kOfParam;
     chunk(id).leaves = spec.is_sharded() || states_on_device[static_cast<size_t>(id)] == 0 || ends_at_once;
     chunk(id).num_alive = static_cast<int>(spec.params.size());
+    int64_t end = spec.numel;
+    for (auto param = spec.params.rbegin(); param != spec.params.rend(); ++param) {
+      const int64_t begin = layout.placement(*param).offset;
+      bytes_[static_cast<size_t>(*param)] = (end - begin) * element_size(spec.dtype);
+      end = begin;
+    }
   }
   for (const ParamUse& use : uses) {
     if (use.call == UseCall::kFold) ++chunk(chunk_of(use.params.front())).folds_left;
@@ -70,12 +78,13 @@ UsePlayer::UsePlayer(const Layout& layout, const std::vector<uint8_t>& states_on
 PlayedUses UsePlayer::play(const std::vector<ParamUse>& uses) {
   for (const ParamUse& use : uses) {
     play(use);
-    played_.moment_of.push_back(static_cast<int64_t>(played_.timeline.moments.size()) - 1);
+    played_.moment_of.push_back(recorder_.position());
   }
   release_all();
   for (ChunkId id = 0; id < layout_.num_chunks(); ++id) {
     if (chunk(id).has_gradient) retire(id);
   }
+  played_.timeline = recorder_.running();
   return std::move(played_);
 }
 
@@ -115,16 +124,15 @@ void UsePlayer::acquire(const std::vector<ParamId>& params) {
     set_alive(param, true);
   }
   if (all_held) return;
-  Moment moment;
-  moment.phase = phase_;
+  std::vector<ArrayId> acquired;
   int64_t waste = 0;
   for (ChunkId id : held) {
-    moment.accesses.push_back({{id, ArrayKind::kParam}, AccessMode::kRead});
-    waste += layout_.chunk(id).numel * element_size(layout_.chunk(id).dtype);
+    acquired.push_back({id, ArrayKind::kParam});
+    waste += layout_.num_bytes(acquired.back());
   }
-  for (ParamId param : asked) waste -= param_bytes(param);
+  for (ParamId param : asked) waste -= bytes_[static_cast<size_t>(param)];
   played_.waste_bytes = std::max(played_.waste_bytes, waste);
-  played_.timeline.moments.push_back(std::move(moment));
+  recorder_.begin_moment(phase_, std::move(acquired), /*tide_peak=*/0);
 }
 
 void UsePlayer::release(const std::vector<ParamId>& params, Phase phase) {
@@ -143,7 +151,7 @@ void UsePlayer::fold(ParamId param) {
   const ChunkId id = chunk_of(param);
   chunk(id).has_gradient = true;
   --chunk(id).folds_left;
-  add({{id, ArrayKind::kGrad}, AccessMode::kWrite});
+  recorder_.add({{id, ArrayKind::kGrad}, AccessMode::kWrite});
   if (!is_in_use(param)) set_alive(param, false);
   retire_if_complete(id);
 }
@@ -155,7 +163,7 @@ void UsePlayer::retire_if_complete(ChunkId id) {
 
 void UsePlayer::retire(ChunkId id) {
   if (std::exchange(chunk(id).is_retired, true)) return;
-  if (chunk(id).leaves) add({{id, ArrayKind::kGrad}, AccessMode::kRetire});
+  if (chunk(id).leaves) recorder_.add({{id, ArrayKind::kGrad}, AccessMode::kRetire});
 }
 
 void UsePlayer::set_alive(ParamId param, bool is_alive) {
@@ -163,22 +171,6 @@ void UsePlayer::set_alive(ParamId param, bool is_alive) {
   if ((state != 0) == is_alive) return;
   state = is_alive ? 1 : 0;
   chunk(chunk_of(param)).num_alive += is_alive ? 1 : -1;
-}
-
-void UsePlayer::add(const Access& access) {
-  if (played_.timeline.moments.empty()) return;
-  auto& accesses = played_.timeline.moments.back().accesses;
-  const bool is_known = std::any_of(accesses.begin(), accesses.end(), [&access](const Access& other) {
-    return other.array == access.array && other.mode == access.mode;
-  });
-  if (!is_known) accesses.push_back(access);
-}
-
-int64_t UsePlayer::param_bytes(ParamId param) const {
-  const ChunkSpec& spec = layout_.chunk(chunk_of(param));
-  const auto next = std::find(spec.params.begin(), spec.params.end(), param) + 1;
-  const int64_t end = next == spec.params.end() ? spec.numel : layout_.placement(*next).offset;
-  return (end - layout_.placement(param).offset) * element_size(spec.dtype);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Who holds which parameters, from when until when, by the calls of a module's hooks. The engine brings in what is held
-// (engine/access_tracker.h), a plan without a GPU notes it (plan/played_uses.h).
+// Parameters that a module's running calls and their backward hold: acquired by hooks, released by the rules below. The
+// engine has their chunks on the device meanwhile (engine/access_tracker.h); a plan without a GPU notes when they are
+// needed (plan/played_uses.h).
 //
 // Forward. A *scope* is one running call of a module. A leaf's scope holds what it acquires, and what operations touch
 // while it runs, until it ends. A module that contains others holds only until the next of them begins or ends (so it
