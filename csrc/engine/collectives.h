@@ -11,7 +11,7 @@
 // the order: all ranks made it from the same timeline ([Note: ranks in a plan], engine/rank_turns.h). Without a plan,
 // ranks agree in rounds:
 //
-//   a rank that needs a chunk     sends its id, and the chunks whose gradients are complete, until the chunk is gathered
+//   a rank that needs a chunk     sends its id, and the chunks with complete gradients, until the all-gather
 //   a rank whose phase is over    sends kPhaseOver, and continues until all ranks' phases are over
 //   in each round                 all ranks reduce-scatter the chunks that are complete everywhere, then all-gather
 //                                 the needed chunk with the lowest id
