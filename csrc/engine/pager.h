@@ -93,8 +93,7 @@ class Pager final : public Tenant {
   void ensure_block(ArrayId id);
   // Gives `id` a device buffer if it has none, making room for it.
   void ensure_slot(ArrayId id);
-  // [Note: gradients in the tide] A gradient that waits on the device is put into activation memory if there is some
-  // free.
+  // Puts a gradient that waits on the device into memory that activations have left, if there is some (`TideMemory`).
   void put_into_tide(ArrayId grad);
   // A device buffer for something that is no array, making room for it. `what`: for the error message.
   Slot take_slot(int64_t num_bytes, ArrayId what, SlotFit fit = SlotFit::kLoose);

@@ -6,7 +6,7 @@ namespace patrickstar {
 
 namespace {
 
-// States that follow each state.
+// States that may follow each state.
 constexpr StepStates next_states(StepState state) {
   switch (state) {
     case StepState::kReady:
