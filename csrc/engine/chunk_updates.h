@@ -1,4 +1,5 @@
-// The final update of a chunk, where its optimizer states are, or on the device by a round trip (engine/visits.h).
+// The final update of a chunk, which is never rolled back: where its optimizer states are, or on the device by a round
+// trip (engine/visits.h).
 //
 //   chunk_updates.on_device(chunk, groups, grad_scale);
 //   chunk_updates.on_host({chunk, next}, groups, grad_scale);
@@ -44,7 +45,7 @@ class ChunkUpdates {
   // memory allow it; returns the number of phases.
   Passes on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
                  float grad_scale);
-  // Updates the chunk on the device, by a round trip of its states (engine/visits.h).
+  // Round-trip update of the chunk on the device (engine/visits.h).
   bool can_visit(ChunkId chunk) const;
   void by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   Visits& visits() { return visits_; }

@@ -114,9 +114,9 @@ class Collectives {
   // ranks' note_scatter() sequences differ, aborts the reduce-scatters and throws RankMismatch on every rank. One
   // exchange.
   bool any_over_ranks(std::vector<uint8_t>& flags, BackwardEnd mine);
-  // Sets each access' peak activation memory in `timeline` to the maximum over ranks, if all saw the same accesses;
-  // else all to the overall maximum. Does the same for `planned_tides` if all ranks followed the plan (null: this rank
-  // did not). Distributes each rank's note. One exchange.
+  // Raises the activation memory of each access in `timeline` to the maximum over ranks. If accesses differ between
+  // ranks, all get the overall maximum. Raises `planned_tides` as well (null: this rank left the plan), if all ranks
+  // followed the plan. Distributes each rank's note. One exchange.
   StepAgreement agree_on(Timeline& timeline, std::vector<int64_t>* planned_tides, const std::string& note = {});
 
  private:

@@ -46,8 +46,8 @@ class EarlyUpdates {
   void restore_values();
   void cancel_all();
 
-  // Rolls back speculative updates of another step, waiting for running ones. Returns whether the step is the expected
-  // one.
+  // If the step is not the expected one, rolls back all speculative updates, waiting for running ones. True if some
+  // exist and are kept.
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   bool has(ChunkId chunk) const { return speculation_.has(chunk); }
   // Returns the number of phases. If it throws, the chunk keeps either its speculative values or its old ones.

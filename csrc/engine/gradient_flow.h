@@ -130,11 +130,12 @@ class GradientFlow {
   std::vector<uint8_t> in_slot_;  // by parameter: kGrad has its gradient
   std::vector<ChunkProgress> progress_;
   std::vector<ChunkId> complete_here_;
-  bool any_rank_has_own_ = false;  // the last backward gave gradients to parameters that this rank shares with no other
-  int64_t num_done_ = 0;           // in this backward; counts repetitions
-  Event last_scatter_;             // after all reduce-scatters so far
-  int num_backwards_ = 0;          // since the last clear()
-  bool accumulates_ = false;       // the step before had several micro-batches
+  // on any rank, the last backward gave gradients to parameters that no other rank shares
+  bool any_rank_has_own_ = false;
+  int64_t num_done_ = 0;      // in this backward; counts repetitions
+  Event last_scatter_;        // after all reduce-scatters so far
+  int num_backwards_ = 0;     // since the last clear()
+  bool accumulates_ = false;  // the step before had several micro-batches
 };
 
 }  // namespace patrickstar

@@ -16,8 +16,8 @@
 // their reservation (keep_place()). Reservations take memory from speculative updates at any time, best-effort
 // allocations only if nothing else can leave the device.
 //
-// A caller brings an access' arrays one by one (engine/access_tracker.h), since with several ranks some of them need an
-// all-gather. The caller advances the plan to the access first (engine/rank_turns.h).
+// A caller brings the arrays of an access one by one (engine/access_tracker.h), since with several ranks some of them
+// need an all-gather. The caller advances the plan to the access first (engine/rank_turns.h).
 //
 //   pager.begin_moment(phase, arrays);
 //   for (ArrayId id : arrays) pager.bring(id);
@@ -69,7 +69,7 @@ class Pager final : public Tenant {
 
   // Records an access with `acquired` (sorted param arrays), and carries out the plan's evictions for it.
   void begin_moment(Phase phase, const std::vector<ArrayId>& acquired);
-  // The access' arrays are on the device: starts the plan's prefetches.
+  // The arrays of the access are on the device: starts the plan's prefetches.
   void settle_moment();
   // Uses outside of a training step (evaluation, the user's own access) are not recorded.
   void begin_untracked_use() {

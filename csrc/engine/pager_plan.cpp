@@ -22,7 +22,7 @@ void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
 
 void Pager::settle_moment() {
   if (moment_is_planned_) settle_planned();
-  // Arrays evicted above do not count as this access' activation memory.
+  // Arrays evicted above do not count as activation memory of this access.
   if (measures_tide()) memory_.device().take_tide_peak(*this);
   memory_.tracer().settle_moment();
 }

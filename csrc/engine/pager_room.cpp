@@ -96,10 +96,13 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
 }
 
 // While ranks replay a plan, an evicted value cannot be all-gathered again: the others enqueue an all-gather only when
-// the plan has one.  Whole gradients are treated alike. This happens for lack of memory alone and not for
-// RoomFor::kLimit: device buffers exceed their contents (memory/slot_pool.h), so in a full plan nearly every new buffer
-// exceeds the limit slightly. Copies for that reason would fill the host memory of complete gradients. A planned
-// all-gather that finds no room waits for a later access, in order ([Note: the same order on every rank]).
+// the plan has one. A rank may still be short of room, for example if its batch is longer than the measured one. It
+// then copies whole values and whole gradients to its host, and fetches values from there until the plan evicts them.
+//
+// Lack of memory alone is a reason for such copies, RoomFor::kLimit is not. Device buffers exceed their contents
+// (memory/slot_pool.h), so in a full plan nearly every new buffer exceeds the limit slightly. The copies would take the
+// host memory of complete gradients. A planned all-gather that finds no room waits for a later access, in order ([Note:
+// the same order on every rank]).
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   const bool is_elsewhere = can_be_had_again(id) || memory_.array(id).on_host;

@@ -64,8 +64,8 @@ class Residency {
   void move_states_to_device(ChunkId chunk);
   // Call after a step that followed `plan`, which is also the next step's plan. Frozen values that the plan keeps on
   // the device throughout rest there from now on, without a host copy. If one must leave later (another plan,
-  // pressure), it is downloaded once and keeps that copy (Pager::keep_place). Does nothing with several ranks, or
-  // during is_settling(). Returns true if the host has gained room since the last call.
+  // pressure), it is downloaded once and keeps that copy (Pager::keep_place). With several ranks, and during
+  // is_settling(), no values move. Returns true if the host has gained room since the last call.
   bool leave_to_device(const Plan& plan);
   // After a step of several ranks: the largest measured fragments of any rank, once all have measured some.
   void set_ranks_fragments(std::optional<int64_t> num_bytes) { ranks_fragments_ = num_bytes; }

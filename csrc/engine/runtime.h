@@ -67,8 +67,9 @@ class Runtime final : public UseListener {
   void check_process() const;
 
   const ProcessFork made_in_ = ProcessFork::current();
-  std::shared_ptr<SharedDevice::Lock> lock_;  // the device's, which all closed engines outlive
-  std::unique_ptr<OpenEngine> open_;          // null: closed
+  // the device's; it outlives the device, which ends with its last open engine
+  std::shared_ptr<SharedDevice::Lock> lock_;
+  std::unique_ptr<OpenEngine> open_;  // null: closed
 };
 
 }  // namespace patrickstar

@@ -66,7 +66,7 @@ class Tenant {
   virtual int64_t value_bytes() const = 0;
 };
 
-// Device bytes that an engine must leave to the other engines.
+// Bytes of other engines: states on the device, and compute values of all chunks.
 struct OthersBytes {
   int64_t states = 0;
   int64_t values = 0;

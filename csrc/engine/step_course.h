@@ -20,7 +20,6 @@ enum class Tracking : uint8_t {
   kUntracked,  // evaluation: on demand, not recorded
 };
 
-// Forward.
 void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt);
 void end_forward(OpenEngine& open);
 // The forward ran out of device memory and will be repeated. Its activations are gone.
@@ -28,7 +27,7 @@ void undo_forward(OpenEngine& open);
 // An exception left the forward: releases what it held. Gradients of earlier backwards stay.
 void abort_forward(OpenEngine& open);
 
-// Backward. `expected_groups` and `expected_grad_scale`: those of the step that follows; empty if unknown.
+// `expected_groups` and `expected_grad_scale`: those of the step that follows; empty if unknown.
 void begin_backward(OpenEngine& open, const std::vector<GroupOptions>& expected_groups, double expected_grad_scale);
 void end_backward(OpenEngine& open);
 // After the backward of another engine's loss (patrickstar/engine/joint_backward.py): true if it gave this engine
@@ -41,7 +40,7 @@ int abort_backward(OpenEngine& open);
 // until all have arrived. A replay needs no such wait.
 void meet_ranks(OpenEngine& open);
 
-// Step. Sum of squares of the gradients, except those of `left_out`, which other ranks own as well and count.
+// Sum of squares of the gradients, except those of `left_out`, which other ranks own as well and count.
 double prepare_step(OpenEngine& open, std::vector<ParamId> left_out);
 // If these throw, they may be repeated with the same arguments, as the step's state says.
 void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);

@@ -28,7 +28,7 @@ class Unfreezing {
              GradientFlow& gradients, Updates& updates, StepPlanner& planner,
              std::vector<std::vector<ParamId>> module_params);
 
-  // The master becomes the compute value, the other states zeros. Throws MemoryBudgetError if a budget does not
+  // Sets the master to the compute value and the other states to zeros. Throws MemoryBudgetError if a budget does not
   // suffice; nothing has changed then.
   void make_states(const std::vector<ChunkId>& chunks);
   void discard_states(const std::vector<ChunkId>& chunks);

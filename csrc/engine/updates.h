@@ -83,8 +83,9 @@ class Updates {
   void cancel(ChunkId chunk);
   // [Note: committed updates] With SpeculationMode::kCommit (optimizer-in-backward), a chunk is updated in place as
   // soon as its gradient is complete, also on the device. The gradient need not wait for the step. Such updates are
-  // final, so any call that would change the step is refused until apply(). Throws StateError if there are final
-  // updates; `what`: the refused call.
+  // final, so any call that would change the step is refused until apply().
+  //
+  // Throws StateError if there are final updates; `what`: the refused call.
   void check_nothing_committed(const char* what) const;
   // check_nothing_committed() for a use of these parameters, whose values may be those of the next step.
   void check_not_committed(const std::vector<ParamId>& params) const;

@@ -218,6 +218,7 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
     memory_.settle_block(span.id);
     const int64_t num_bytes = span.end - span.begin;
     HostBlock target;
+    // Moves an array if at least a quarter of its buffer becomes free. Not measured.
     if (num_bytes < record.block.num_bytes / 4 * 3) target = memory_.arena().try_allocate_prepared(num_bytes);
     record.on_host = false;
     if (!target) {
