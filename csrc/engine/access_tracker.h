@@ -15,7 +15,6 @@
 
 namespace patrickstar {
 
-// Attempt of a forward.
 enum class Attempt : uint8_t {
   kFirst,  // an attempt that runs out of device memory is repeated with an emptier device
   kAgain,  // as kFirst, for a repetition

@@ -11,7 +11,6 @@
 
 namespace patrickstar {
 
-// Elements of a parameter, of any dtype.
 struct ParamBytes {
   const void* data;
   Tier where;  // on the device: complete in the order of the compute queue

@@ -101,11 +101,9 @@ class ChunkMemory {
   void leave_device(ArrayId id);
   // Frees the host buffer. The value must be on the device or dead.
   void drop_block(ArrayId id);
-  // leave_device(); for a gathered array (is_whole()) also drop_block().
+  // leave_device(), and drop_block() if is_whole().
   void drop_slot(ArrayId id);
-  // Frees both buffers and forgets the value.
   void discard(ArrayId id);
-  // Points the chunk's tensor storage to its device buffer.
   void attach(ChunkId chunk);
 
   // Writes round(master) of this rank's part to device memory `to`, on the compute queue.
@@ -122,13 +120,12 @@ class ChunkMemory {
   bool present(Queue queue, ChunkId chunk);
   void present_param(Queue queue, ParamId param);
   bool has_format() const { return format_ != nullptr; }
-  // Writes zeros to the host buffer, by all threads.
   void clear_block(ArrayId id);
 
   // Compute values of a chunk that ranks share: an all-gather fills them.
   bool is_whole(ArrayId id) const { return id.kind == ArrayKind::kParam && store_.chunk(id.chunk).is_sharded(); }
   // The value can be made again and may be dropped at any time: round(master) of a trainable chunk, or dequantised
-  // codes. Other frozen values exist once.
+  // codes.
   bool is_derivable(ArrayId id) const { return layout().row(id).source != Source::kNone; }
 
  private:

@@ -1,6 +1,5 @@
 // Reads and writes values of parameters and optimizer states in chunks, for initialisation, state_dict and
-// load_state_dict. Callers see float32, whatever the chunk stores. Each call handles one parameter, so no copy is as
-// large as the model.
+// load_state_dict. Callers see float32, whatever the chunk stores. Each call handles one parameter.
 //
 // Guarded by the engine's lock.
 #pragma once

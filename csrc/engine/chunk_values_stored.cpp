@@ -108,7 +108,6 @@ void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
   }
 }
 
-// Rounds to nearest even, as any cast; nothing else of the value is kept.
 void ChunkValues::write_bare(ParamId param, ParamValues values, Tier home) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;

@@ -34,7 +34,6 @@
 
 namespace patrickstar {
 
-// Outcome of a planned forward on one rank.
 enum class ForwardEnd : uint8_t { kStays, kLeavesPlan };
 // Position of a rank in its backward when it exchanges its gradient flags.
 enum class BackwardEnd : uint8_t {
@@ -42,7 +41,6 @@ enum class BackwardEnd : uint8_t {
   kLeavesPlan,  // in the middle of backward: the rank needs more than the plan gives
 };
 
-// Agreement of all ranks at the end of a step.
 struct StepAgreement {
   enum class Ways : uint8_t {
     kAlike,      // all ranks saw the same accesses
@@ -84,7 +82,6 @@ struct RankRound {
 
 class Collectives {
  public:
-  // A single rank.
   Collectives();
   Collectives(std::shared_ptr<Communicator> gather, std::shared_ptr<Communicator> scatter,
               std::shared_ptr<ControlGroup> control);

@@ -60,7 +60,6 @@ class DiskStates {
   bool is_home_of(ChunkId chunk) const { return memory_.store().home(chunk) == Tier::kDisk; }
   // Gives all of the chunk's states buffers in host memory, and starts reading those that exist.
   void fetch(ChunkId chunk);
-  // Starts writing back the states that were changed in host memory.
   void store(ChunkId chunk);
   // store() after an update; then fetches states of the next updates, as far as sets are free.
   void store_updated(ChunkId chunk);
@@ -77,9 +76,7 @@ class DiskStates {
   void check();
 
   const DiskOptions& options() const { return options_; }
-  // Bytes of the file; 0 without one.
   int64_t num_bytes() const { return file_ == nullptr ? 0 : file_->num_bytes(); }
-  // DiskFile::how, or empty without a file.
   std::string how() const { return file_ == nullptr ? std::string() : file_->how(); }
 
  private:
@@ -95,7 +92,6 @@ class DiskStates {
     std::vector<Event> busy;  // of earlier chunks, that may still use the memory
     int64_t last_use = 0;
   };
-  // An array's part of the file.
   struct Extent {
     int64_t offset = 0;
     uint32_t crc = 0;  // of the last write; read it after `written`
@@ -120,7 +116,6 @@ class DiskStates {
   Set& fetched(ChunkId chunk);
   // Frees the least recently used set and returns it.
   Set& vacate_one();
-  // Takes the set's buffers back from its chunk.
   void take_back(Set& set);
   void lend(Set& set, ChunkId chunk);
   Passage prepare(DiskDirection direction, std::vector<Piece> pieces);

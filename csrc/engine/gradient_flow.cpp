@@ -54,8 +54,6 @@ void GradientFlow::begin_backward() {
   num_done_ = 0;
 }
 
-// Accumulation.
-
 void GradientFlow::fold(ParamId param, const void* data) {
   const Placement place = store_.layout().placement(param);
   const ChunkSpec& chunk = store_.chunk(place.chunk);
@@ -87,8 +85,6 @@ void GradientFlow::fold(ParamId param, const void* data) {
   chunk_progress.complete = ++chunk_progress.folds == chunk_progress.expected_folds;
   retire_if_complete(place.chunk);
 }
-
-// Finalisation.
 
 void GradientFlow::retire_if_complete(ChunkId chunk) {
   if (!store_.is_dead(chunk)) return;
@@ -181,8 +177,6 @@ void GradientFlow::complete_backward() {
   if (store_.layout().has_other_ranks()) record_done();
 }
 
-// Forgetting.
-
 bool GradientFlow::keep_backward() {
   const std::vector<uint8_t>& flags = gradients_.flags();
   const bool any = any_rank_has_own_ || std::any_of(flags.begin(), flags.end(), [](uint8_t has) { return has != 0; });
@@ -239,8 +233,6 @@ void GradientFlow::discard_gradients(ChunkId chunk) {
   if (!is_idle) memory_.discard(home);
   for (ParamId param : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(param)] = 0;
 }
-
-// Micro-batches.
 
 void GradientFlow::add_to_sums() {
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {

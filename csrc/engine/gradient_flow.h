@@ -42,7 +42,6 @@ class GradientFlow {
   // `data`: device pointer to the parameter's gradient, in the chunk's dtype and the parameter's memory order. It may
   // be freed after the call, in the order of the compute queue.
   void fold(ParamId param, const void* data);
-  // A use of the chunk in backward ended; finalises its gradient if nothing else is pending.
   void retire_if_complete(ChunkId chunk);
   // Autograd is done: finalises the gradients that are complete.
   void complete_backward();
@@ -105,7 +104,6 @@ class GradientFlow {
   void fill_missing(ChunkId chunk);
   void enqueue_mean(ChunkId chunk, void* sum, bool again);
   Retirement retirement_of(ChunkId chunk, Extent extent);
-  // Carries out the instructions of retirement() (plan/ops.h).
   void carry_out(const Retirement& retired);
   void free_value(ChunkId chunk);
   void free_whole(ChunkId chunk);

@@ -1,9 +1,8 @@
 // Sum of squares of all gradients, for clipping and for overflow detection.
 //
-// Each chunk's gradients are summed where they are, in blocks of optim::kSquaresBlock elements (optim/kernels.h). These
-// partial sums are added per parameter, also where they are (optim/wide_sum.h), so two numbers per parameter reach the
-// host. The result depends neither on the layout nor on the device. With several ranks, each has the partial sums of
-// its shards.
+// The tier that has a chunk's gradients makes partial sums over optim::kSquaresBlock elements (optim/kernels.h). It
+// adds them per parameter (optim/wide_sum.h), so two numbers per parameter reach the host. The result depends neither
+// on the layout nor on the device. Each rank has the partial sums of its shards.
 //
 //   statistics.compute({chunk, kGrad}, params);   // a chunk's gradients are complete
 //   statistics.forget(chunk);                     // its gradients change
@@ -47,7 +46,6 @@ class GradientStatistics {
     int64_t numel;
     double* partials;
   };
-  // Parts of device_partials_.
   struct DeviceArrays {
     double* partials;
     optim::PartialsRange* ranges;

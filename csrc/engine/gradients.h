@@ -20,7 +20,6 @@ class Gradients {
     const auto& params = store_.chunk(chunk).params;
     return std::any_of(params.begin(), params.end(), [this](ParamId param) { return has(param); });
   }
-  // The chunk's parameters that have a gradient.
   std::vector<ParamId> in_chunk(ChunkId chunk) const {
     std::vector<ParamId> params;
     for (ParamId param : store_.chunk(chunk).params) {
@@ -43,7 +42,6 @@ class Gradients {
   bool any_in_sum() const {
     return std::any_of(in_sum_.begin(), in_sum_.end(), [](uint8_t has) { return has != 0; });
   }
-  // in_grad() by parameter.
   const std::vector<uint8_t>& flags() const { return in_grad_; }
 
  private:

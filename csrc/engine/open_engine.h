@@ -1,5 +1,5 @@
-// All parts of an open engine below Python. Each part calls those above it in this list; docs/design.md shows the
-// calls. Closing the engine is shut_down() followed by destruction.
+// The C++ parts of an open engine. Each calls only those above it in this list. To close it, call shut_down(), then
+// destroy it.
 //
 //   step          its state, which all others only read
 //   device        shared with other engines of the process (engine/shared_device.h)
@@ -15,8 +15,8 @@
 //   residency     optimizer states that rest on the device
 //   planner       the plan of the next step
 //
-// The engine does not own the communicators in `collectives`; they live until all ranks have closed
-// (patrickstar/ranks/distributed.py). Guarded by the device's lock.
+// The communicators in `collectives` live until all ranks have closed (patrickstar/ranks/distributed.py). Guarded by
+// the device's lock.
 #pragma once
 
 #include <memory>
@@ -61,7 +61,6 @@ struct EngineOptions {
   int64_t ample_extra_bytes = 0;
 };
 
-// Progress of placing optimizer states on tiers, which needs a step's activation memory.
 enum class StatesPlacing : uint8_t {
   kFirst,       // no step has ended yet
   kOfUnfrozen,  // unfrozen chunks have states that no step has placed

@@ -4,15 +4,15 @@
 //
 // Order of eviction:
 //
-// - first the array whose next use is farthest, as last observed (Belady's rule); among equals, the least recently used
-// - an array whose only copy is on the device counts as used at the end of the step, when the optimizer reads it
-// - optimizer states whose resting tier is the device go last; a chunk's leading state (ChunkSpec::leading_state) after
-//   all others
+// - the array whose next use is farthest, as last observed (Belady's rule); among equals, the least recently used
+// - an array whose only copy is on the device counts as used at the end of the step
+// - optimizer states placed on the device leave last, a chunk's leading state (ChunkSpec::leading_state) after the
+//   others
 //
 // [Note: homes on the host] For chunks that rest on the host, host memory is reserved for each of their arrays.
 // Anything else that comes down from the device is a best-effort allocation: an array of a chunk that rests on the
 // device, or a second array in the place of a reserved one. It gets only memory that no reservation needs. So an update
-// always finds its memory, and an array that finds none stays on the device. Frozen chunks that leave the host keep
+// always finds its memory, and an array without host memory stays on the device. Frozen chunks that leave the host keep
 // their reservation (keep_place()). Reservations take memory from speculative updates at any time, best-effort
 // allocations only if nothing else can leave the device.
 //
@@ -79,7 +79,6 @@ class Pager final : public Tenant {
 
   // Brings the value to the device (by upload, derivation or all-gather); the compute queue waits for it.
   void bring(ArrayId id);
-  // True if bring() needs an all-gather.
   bool needs_gather(ArrayId id) const;
   // A device buffer that the compute queue may write, with the array's present value if it has one.
   void* open_for_write(ArrayId id);
@@ -89,9 +88,7 @@ class Pager final : public Tenant {
   bool push_out(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   // push_out(), but throws without room. host_ready completes with the copy.
   void send_to_host(ArrayId id);
-  // Gives `id` a host buffer if it has none.
   void ensure_block(ArrayId id);
-  // Gives `id` a device buffer if it has none, making room for it.
   void ensure_slot(ArrayId id);
   // Puts a gradient that waits on the device into memory that activations have left, if there is some (`TideMemory`).
   void put_into_tide(ArrayId grad);

@@ -1,4 +1,4 @@
-// The progress of a step through its plan: the running planned access, and how closely the step follows the plan.
+// The progress of a step through its plan.
 //
 // A step consists of phases (forwards and backwards), a phase of accesses. Ranks that replay a plan enqueue the plan's
 // all-gathers and reduce-scatters in the plan's order, whatever their own models use ([Note: the same order on every

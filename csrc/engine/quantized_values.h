@@ -23,7 +23,6 @@ class QuantizedValues {
 
   // `values`: the whole parameter, in host memory. Throws ArgumentError for values that are not finite.
   void write(ParamId param, const float* values);
-  // Reads this rank's part.
   void read(ParamId param, float* values);
 
  private:

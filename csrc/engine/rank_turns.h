@@ -1,5 +1,3 @@
-// Keeps this rank in step with the ranks that share its chunks ([Note: the same order on every rank]).
-//
 // [Note: ranks in a plan] While ranks replay a plan, each enqueues the plan's all-gathers and reduce-scatters and no
 // others, in the plan's order. Its own model may use other arrays (engine/plan_replay.h):
 //
@@ -14,7 +12,7 @@
 // A forward that ran out of memory is such a case. The rank takes its part in the rest of the planned forward without
 // computing, and repeats the forward after all ranks have left the plan.
 //
-// Without a plan, ranks take turns: each sends its needs in a round, and all carry out the round's result.
+// Without a plan, ranks take turns in rounds ([Note: the same order on every rank], engine/collectives.h).
 //
 // Guarded by the engine's lock.
 #pragma once

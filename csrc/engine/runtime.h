@@ -1,6 +1,5 @@
-// The façade of the core: an open engine behind its device's lock. Python's hooks, engine and optimizer reach its parts
-// through enter(), which checks the call's rule (engine/runtime_calls.h). Hooks that run per operation have methods of
-// their own.
+// An open engine behind its device's lock. Python's hooks, engine and optimizer reach its parts through enter(), which
+// checks the call's rule (engine/runtime_calls.h). Hooks that run per operation have methods of their own.
 //
 // Calls may come from any thread; on CUDA, backward hooks run on an autograd thread. Each call takes the lock and may
 // wait for it, so the caller must release the Python interpreter. Hooks never see the optimizer; the runtime never sees
@@ -46,7 +45,6 @@ class Runtime final : public UseListener {
 
   // Throws StateError if the engine is closed, or if the call's rule refuses it.
   Entry enter(Call call, const CallChunks& chunks = CallChunks::all());
-  // enter() for a call that concerns the parameter's chunk.
   Entry enter(Call call, ParamId param);
 
   // Ends all threads, frees all memory and restores PyTorch's allocator; a failure does not stop the rest. Throws the

@@ -1,9 +1,8 @@
 // A device and its host, shared by the engines of one process.
 //
-// PyTorch has one allocator per device, and a process one host memory. So engines that are open at the same time
-// (teacher and student, policy and reference) share budgets, threads, queues and one lock. Chunks, plans and counters
-// belong to each engine. The first engine makes the device, the last one to close destroys it. An engine without room
-// takes it in this order:
+// Engines that are open at the same time (teacher and student, policy and reference) share budgets, threads, queues and
+// one lock. Chunks, plans and counters belong to each engine. The first engine makes the device, the last one to close
+// destroys it. An engine without room takes it in this order:
 //
 // - idle device buffers;
 // - values of engines that run no forward or backward;
@@ -51,7 +50,6 @@ enum class Vacate : uint8_t {
   kEverything,  // optimizer states as well, which then stay on the host
 };
 
-// An engine as a client of device memory.
 class Tenant {
  public:
   virtual ~Tenant() = default;
@@ -59,7 +57,6 @@ class Tenant {
   virtual int64_t trim(int64_t num_bytes) = 0;
   // Evicts arrays, those with the farthest next use first.
   virtual int64_t give_up(int64_t num_bytes, Vacate what) = 0;
-  // True during a forward or a backward.
   virtual bool is_running() const = 0;
   // Bytes of its optimizer states on the device, and of the compute values of all its chunks.
   virtual int64_t state_bytes() const = 0;

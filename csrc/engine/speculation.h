@@ -1,9 +1,8 @@
 // Speculation: updates on the host that start before the norm of all gradients is known.
 //
-// With clipping or loss scaling, a chunk's update depends on that norm, which is known after backward. Nearly always
-// the resulting factor is the expected one. So a chunk is updated as soon as its gradient is on the host, into separate
-// memory. The step then takes the new values over, which moves nothing, or rolls them back and updates the chunk with
-// the real factor.
+// Clipping and loss scaling need that norm, which is known after backward. The resulting factor is nearly always the
+// expected one. So a chunk is updated into separate memory as soon as its gradient is on the host. The step then takes
+// the new values over without a copy, or rolls them back and updates the chunk again.
 //
 // [Note: exact speculation] Old states and the gradient stay untouched until the step. Values that are taken over were
 // computed from the step's very inputs, so results do not depend on speculation.
@@ -22,9 +21,8 @@
 //   begin_step(groups, grad_scale) true if the step is among the expected ones
 //   take(chunk)                    its new values; or cancel(chunk)
 //
-// If memory is short, chunks that the next forward needs first are chosen, since the others' updates can run beside
-// that forward. After a failed expectation, parameters alone are computed until one holds again. After repeated
-// failures, speculation pauses. Guarded by the engine's lock.
+// If memory is short, chunks that the next forward needs first are chosen. After a failed expectation, parameters alone
+// are computed until one holds again; after repeated failures, speculation pauses. Guarded by the engine's lock.
 #pragma once
 
 #include <atomic>
@@ -102,7 +100,6 @@ class Speculation {
   // Cancels the chunk's update or rolls it back; returns when nothing of it runs.
   void cancel(ChunkId chunk);
   void cancel_all();
-  // Frees `block` once `after` is complete.
   void free_after(HostBlock block, const Event& after) noexcept;
   // Frees host buffers of completed updates.
   void free_completed();

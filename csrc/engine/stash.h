@@ -1,8 +1,8 @@
 // Activation offload: activations in host memory between forward and backward.
 //
-// Backward uses activations in reverse order, so those kept first are needed last. They leave the device when
-// activations exceed their share of it, which the caller decides (patrickstar/planning/activation_rules.py). They leave
-// on the download queue and return on the upload queue shortly before their use.
+// Backward uses activations in reverse order, so those kept first are needed last. The caller offloads them when
+// activations exceed their share of the device (patrickstar/planning/activation_rules.py), and fetches them shortly
+// before their use.
 //
 // Their host memory is a best-effort allocation ([Note: homes on the host], engine/pager.h), also from speculative
 // updates. Without it the activation stays on the device. Absent activations do not count as activation memory, so

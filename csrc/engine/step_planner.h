@@ -60,7 +60,6 @@ class StepPlanner {
   // forget_plan(), and forgets the last step as well.
   void forget_step();
 
-  // The problem that the present plan solves, for the last timeline.
   PlanProblem problem() const;
   // Empty before a step is measured, unless adopt() got times.
   const std::optional<StepTimes>& times() const { return times_; }

@@ -1,4 +1,4 @@
-// The state of an engine's step, as one value with a table of transitions.
+// State of an engine's step:
 //
 //   kReady       no gradients wait
 //   kGradients   gradients wait for the optimizer's step, or for another backward

@@ -4,8 +4,8 @@
 //   discard_states(chunks)   if another rank has failed
 //   train(params)            trains them from now on
 //
-// Parameters of a chunk share its arrays, so the whole chunk gets states. Parameters that stay frozen get no gradient
-// and are not updated. Recorded steps and plans are forgotten, since the next step differs.
+// The whole chunk gets states; parameters of it that stay frozen are not updated. Recorded steps and plans are
+// forgotten, since the next step differs.
 //
 // Guarded by the engine's lock.
 #pragma once

@@ -29,7 +29,6 @@ class UpdateArrays {
   // True if a state of the chunk is on the device, or is missing and rests there. If pressure has evicted some states,
   // these return, since the host may have no room for the others.
   bool belongs_on_device(ChunkId chunk) const;
-  // Makes the missing states of the chunk.
   void make_states(ChunkId chunk);
   // Adds the events after which the chunk's states on the host are complete.
   void await_states(ChunkId chunk, std::vector<Event>& events) const;
@@ -42,7 +41,6 @@ class UpdateArrays {
   void discard_values(ChunkId chunk);
   void note_new_values(ChunkId chunk);
 
-  // Takes the gradient's host buffer.
   HostBlock take_gradient(ChunkId chunk);
   // Frees the gradient's host buffer once `done` is complete; reserved memory stays with the gradient.
   void leave_gradient(ChunkId chunk, const Event& done);

@@ -116,7 +116,6 @@ struct HostUpdate {
   bool is_cancelled() const { return cancelled != nullptr && *cancelled; }
 };
 
-// Label of an update in a trace.
 SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::UpdateJob>& jobs);
 
 class UpdateJobs {
@@ -152,7 +151,6 @@ class HostUpdates {
   // Returns the event that completes the update. If it throws, nothing was submitted.
   Event submit(HostUpdate update) { return submit(std::make_shared<const HostUpdate>(std::move(update))); }
   Event submit(std::shared_ptr<const HostUpdate> update);
-  // Runs the update on this thread.
   void run_here(const HostUpdate& update) { run(update, nullptr); }
   // Runs other work on the queue, in the order of submission.
   Event submit_task(std::function<void()> task) { return queue_.submit(std::move(task)); }

@@ -1,4 +1,4 @@
-// The state of each chunk's update in a step, as one value with a table of transitions.
+// State of each chunk's update in a step:
 //
 //   kIdle          not begun
 //   kAhead         speculative: runs before the norm is known, and can be rolled back (engine/speculation.h)

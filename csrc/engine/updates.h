@@ -3,9 +3,8 @@
 // When a chunk's gradient is complete (engine/gradient_flow.h), start_early() may begin its update: a final one
 // (optimizer-in-backward) or a speculative one (engine/early_updates.h). The step updates the remaining chunks.
 //
-// Hyperparameters come per parameter group in every step, so schedulers work. Step counts are per parameter, as in
-// torch.optim: a parameter without a gradient is not updated and its count stays. New compute values take the
-// gradients' memory, on the tier of the update.
+// Hyperparameters come per parameter group in every step. Step counts are per parameter, as in torch.optim: without a
+// gradient the parameter and its count stay. New compute values take the gradients' memory, on the tier of the update.
 //
 // Updates on the host continue after apply() has returned, in the order in which the next forward needs the chunks. If
 // there is memory for it they are two-phase ([Note: parameters first], engine/update_jobs.h), with phase two in the
@@ -81,9 +80,9 @@ class Updates {
   // Rolls back a speculative update: its inputs are about to change, or it is not wanted. Throws StateError if the
   // update is final.
   void cancel(ChunkId chunk);
-  // [Note: committed updates] With SpeculationMode::kCommit (optimizer-in-backward), a chunk is updated in place as
-  // soon as its gradient is complete, also on the device. The gradient need not wait for the step. Such updates are
-  // final, so any call that would change the step is refused until apply().
+  // With SpeculationMode::kCommit (optimizer-in-backward), a chunk is updated in place as soon as its gradient is
+  // complete, also on the device. The gradient need not wait for the step. Such updates are final, so any call that
+  // would change the step is refused until apply().
   //
   // Throws StateError if there are final updates; `what`: the refused call.
   void check_nothing_committed(const char* what) const;
@@ -116,7 +115,6 @@ class Updates {
   UpdateUnit unit_of(ChunkId chunk) const {
     return matrices_.has_any(chunk) ? UpdateUnit::kMatrix : UpdateUnit::kElement;
   }
-  // The plan's recipe, or a later one if it cannot be followed.
   Recipe recipe(ChunkId chunk) const;
   // Phases of a chunk that is updated after the norm, whenever its update was to begin.
   Passes passes_after_norm(ChunkId chunk) const;
@@ -128,7 +126,6 @@ class Updates {
   void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
   void commit(Op op, ChunkId chunk);
   const char* how_committed() const;
-  // Counts the update for the report.
   void note_made(const UpdateWay& way);
   void submit_what_is_left() noexcept;
 

@@ -1,9 +1,9 @@
 // GPU round-trip updates: the device updates chunks whose states rest on the host.
 //
-// [Note: visits] The host's cores may need longer for their updates than the device for its step, while the link is
-// free. So states of some chunks go up, are updated on the device beside compute, and come down again. Both sides give
-// the same bits for the same inputs (optim/kernels.h), so results do not depend on the choice. The plan makes the
-// choice (plan/plan_choice.h).
+// [Note: visits] The host may need longer for its updates than the device for its step, while the link is free. So
+// states of some chunks go up, are updated on the device beside compute, and come down again. Both sides give the same
+// bits for the same inputs (optim/kernels.h), so results do not depend on the choice. The plan makes the choice
+// (plan/plan_choice.h).
 //
 // A round trip starts in backward, with optimizer-in-backward. The gradient is on the device then, and often the value
 // that backward has just used, which need not go up. Other uses of their memory wait for the round trip. A chunk passes
@@ -25,7 +25,6 @@
 
 namespace patrickstar {
 
-// One chunk's round trip.
 struct Visit {
   ChunkId chunk = -1;
   std::vector<optim::UpdateJob> jobs;  // in host memory, except for the gradient
