@@ -101,8 +101,8 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
 //
 // Lack of memory alone is a reason for such copies, RoomFor::kLimit is not. Device buffers exceed their contents
 // (memory/slot_pool.h), so in a full plan nearly every new buffer exceeds the limit slightly. The copies would take the
-// host memory of complete gradients. A planned all-gather that finds no room waits for a later access, in order ([Note:
-// the same order on every rank]).
+// host memory of complete gradients. A planned all-gather that finds no room waits for a later access, in order
+// ([Note: the same order on every rank]).
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   const bool is_elsewhere = can_be_had_again(id) || memory_.array(id).on_host;

@@ -1,8 +1,9 @@
 // The progress of a step through its plan.
 //
 // A step consists of phases (forwards and backwards), a phase of accesses. Ranks that replay a plan enqueue the plan's
-// all-gathers and reduce-scatters in the plan's order, whatever their own models use ([Note: the same order on every
-// rank], engine/collectives.h). A rank whose model diverges keeps its place in the plan:
+// all-gathers and reduce-scatters in the plan's order, whatever their own models use
+// ([Note: the same order on every rank], engine/collectives.h). A rank whose model diverges keeps its place in the
+// plan:
 //
 //   its access is               the rank
 //   the next planned one        takes it
