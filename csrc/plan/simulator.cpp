@@ -11,8 +11,8 @@ namespace patrickstar {
 
 namespace {
 
-// Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is
-// averaged. Steps that go on as they were are not played again.
+// Most steps played; the last half is averaged. Host updates, if they are slowest, fall behind step by step until they
+// reach a steady state. Playing stops when two steps end in the same state. Not measured.
 constexpr int kSteps = 16;
 constexpr double kSameSeconds = 1e-9;
 
