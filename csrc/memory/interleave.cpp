@@ -18,7 +18,7 @@ bool has_default_policy() {
   return syscall(SYS_get_mempolicy, &mode, nullptr, 0UL, nullptr, 0UL) == 0 && mode == MPOL_DEFAULT;
 }
 
-// Tried on a page of its own.
+// Tries on a page of its own.
 bool can_interleave(const std::vector<int>& nodes) {
   const auto num_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   void* page = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

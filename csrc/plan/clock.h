@@ -1,5 +1,5 @@
 // Plays a program (plan/program.h) in simulated time. Each lane does one thing after the other. The launching thread
-// issues in program order and runs ahead of the device. Host updates that start in backward alone run in another order: the
+// issues in program order and runs ahead of the device. Host updates that start in backward run in another order:
 // parameters that the next forward needs first come first (common/work_queue.h).
 //
 //   Clock clock(problem, program, rates, shape);
