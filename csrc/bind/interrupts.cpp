@@ -10,7 +10,7 @@ namespace {
 
 bool is_waiting = false;  // guarded by the GIL
 
-// Never destroyed: hooks may be called while the interpreter ends.
+// Never destroyed: hooks may run while the interpreter ends.
 py::object& delivery() {
   static auto* function = new py::object;
   return *function;

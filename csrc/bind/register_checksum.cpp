@@ -7,7 +7,7 @@ namespace patrickstar::bind {
 
 namespace {
 
-// The contiguous bytes of a Python buffer, held for as long as this lives.
+// The contiguous bytes of a Python buffer, held while this lives.
 class Bytes {
  public:
   explicit Bytes(const py::buffer& buffer) {

@@ -102,7 +102,7 @@ void register_communicator(py::module_& module) {
 }
 
 void register_groups(py::module_& module) {
-  // shared_ptr: the runtime keeps what Python has made.
+  // shared_ptr: the runtime keeps objects that Python made.
   module.def("make_single_communicator", [] { return std::shared_ptr<Communicator>(make_single_communicator()); });
   module.def("make_single_control", [] { return std::shared_ptr<ControlGroup>(make_single_control()); });
   module.def(

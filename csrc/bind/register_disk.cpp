@@ -25,7 +25,7 @@ std::vector<DiskRange> parse_ranges(const AddressedRanges& ranges) {
   return result;
 }
 
-// An atomic member as a property.
+// Binds an atomic member as a property.
 template <typename T>
 void add_fault(py::class_<DiskFaults, std::shared_ptr<DiskFaults>>& type, const char* name,
                std::atomic<T> DiskFaults::* member) {

@@ -148,7 +148,7 @@ void register_options(py::module_& module) {
           "function(shape, dtype, values) is the compute format (optim/compute_format.h).");
 }
 
-// The alternatives of GroupOptions (engine/group_options.h).
+// Alternatives of GroupOptions (engine/group_options.h).
 void register_group_options(py::module_& module) {
   py::enum_<SgdMomentum>(module, "SgdMomentum", "How SGD's momentum makes an update (engine/group_options.h).")
       .value("HEAVY_BALL", SgdMomentum::kHeavyBall)

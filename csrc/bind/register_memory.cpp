@@ -20,7 +20,7 @@ namespace patrickstar::bind {
 
 namespace {
 
-// with _C.HostAllocations(): what this thread allocates does not count as device memory of the simulated device.
+// Allocations of this thread do not count as memory of the simulated device.
 class HostAllocations {
  public:
   void enter() { scope_ = std::make_unique<HostAllocationScope>(); }
@@ -30,7 +30,7 @@ class HostAllocations {
   std::unique_ptr<HostAllocationScope> scope_;
 };
 
-// As on CUDA, without its pinning; the first `num_failures` regions cannot be prepared.
+// Hooks as on CUDA, without pinning. Preparing the first `num_failures` regions fails.
 RegionHooks region_hooks(bool prepares, int num_failures, const std::vector<int>& nodes) {
   RegionHooks hooks;
   if (!nodes.empty()) {
@@ -46,7 +46,6 @@ RegionHooks region_hooks(bool prepares, int num_failures, const std::vector<int>
   return hooks;
 }
 
-// [Note: between two cores]
 class DeviceMemory {
  public:
   DeviceMemory(int cuda_device, int64_t num_bytes) : num_bytes_(num_bytes) {
@@ -87,7 +86,7 @@ class AddressedArena {
   std::map<uintptr_t, HostBlock> blocks_;
 };
 
-// Hands out addresses and no memory.
+// Hands out addresses without memory.
 class CountedBytes final : public DeviceAllocator {
  public:
   explicit CountedBytes(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}

@@ -36,7 +36,7 @@ void read_message(const std::string& kind, const py::bytes& message, int num_chu
 
 }  // namespace
 
-// For tests: what ranks say to each other in a step (engine/collectives.h, plan/plan_vote.h).
+// For tests: messages that ranks exchange in a step (engine/collectives.h, plan/plan_vote.h).
 void register_messages(py::module_& module) {
   module.def("example_messages", &example_messages, py::arg("num_chunks"), "One message of each kind, by kind.");
   module.def("read_message", &read_message, py::arg("kind"), py::arg("message"), py::arg("num_chunks"),

@@ -64,7 +64,7 @@ AdamArrays arrays_of(const StateArray& master, const StateArray& momentum, Addre
   return arrays;
 }
 
-// momentum_step itself, and the pass that writes params alone.
+// momentum_step, or the pass that writes params only.
 using MomentumKernel = void (*optim::CpuKernels::*)(const optim::AdamRange& range,
                                                     const optim::MomentumScalars& scalars);
 
@@ -116,7 +116,7 @@ void register_apart(py::module_& module) {
       py::kw_only(), py::arg("key") = py::none());
 }
 
-// [Note: settled values]
+// Speculative updates with scale-independent values (optim/kernels.h).
 void register_settled(py::module_& module) {
   module.def(
       "momentum_param_between",
@@ -187,7 +187,6 @@ void register_momentum_rule(py::module_& module) {
       .value("NESTEROV", optim::MomentumRule::kNesterov);
 }
 
-// [Note: optimizers of one moment]
 void register_momentum_kernels(py::module_& module) {
   register_step(module, "momentum_step", &optim::CpuKernels::momentum_step,
                 "One step of an optimizer of one moment, with arrays as adam takes them. Keyword arguments: the fields "

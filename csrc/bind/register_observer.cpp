@@ -11,11 +11,10 @@ namespace py = pybind11;
 
 namespace patrickstar::bind {
 
-void register_backward_entry(py::module_& module);  // its class is use_observer.cpp's own
+void register_backward_entry(py::module_& module);  // defined in use_observer.cpp
 
 namespace {
 
-// A listener written in Python.
 class PythonListener final : public UseListener {
  public:
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override {
@@ -59,7 +58,7 @@ void register_uses(py::module_& module) {
       .value("READ_ONCE", Way::kReadOnce)
       .value("ALIAS", Way::kAlias)
       .value("MAY_WRITE", Way::kMayWrite);
-  // A function, not an object with __call__: Python calls it with fewer detours.
+  // A function, not an object with __call__, since Python calls functions faster.
   module.def(
       "torch_function",
       [](const py::tuple& types, py::object way_of, py::object write, py::object refuse, py::object as_view) {

@@ -42,7 +42,7 @@ void register_adam(py::module_& module, const char* name, AdamKernel kernel, con
       py::kw_only(), py::arg("key") = py::none());
 }
 
-// [Note: settled values]
+// Speculative updates with scale-independent values (optim/kernels.h).
 void register_settled_values(py::module_& module) {
   module.def(
       "adam_param_between",
@@ -89,7 +89,6 @@ void register_settled_values(py::module_& module) {
       py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
 }
 
-// [Note: split masters]
 void register_split_masters(py::module_& module) {
   module.def(
       "adam_split",
@@ -131,7 +130,7 @@ void register_split_masters(py::module_& module) {
       py::arg("master"), py::arg("numel"), ReleaseGil());
 }
 
-// States of fewer bytes.
+// Optimizer states of 16 and 8 bits.
 void register_states(py::module_& module) {
   module.attr("STATE_BLOCK") = kStateBlock;
   py::class_<StateArray>(module, "StateArray",

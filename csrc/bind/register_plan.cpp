@@ -199,8 +199,8 @@ void register_placement(py::module_& module) {
 
 }  // namespace
 
-// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...], and "ends_phases"
-// where that many forwards and backwards are over after the moment.
+// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...]. Optional
+// "ends_phases": number of forwards and backwards that end after the entry.
 Timeline parse_timeline(const py::list& moments) {
   Timeline timeline;
   for (const py::handle& item : moments) {
@@ -212,7 +212,7 @@ Timeline parse_timeline(const py::list& moments) {
       const auto access = py::cast<py::tuple>(access_item);
       moment.accesses.push_back(
           {{access[0].cast<ChunkId>(), access[1].cast<ArrayKind>()}, access[2].cast<AccessMode>()});
-      // What a moment reads is what it began with.
+      // Reads acquire their arrays when the access begins.
       if (moment.accesses.back().mode == AccessMode::kRead) moment.acquired.push_back(moment.accesses.back().array);
     }
     timeline.moments.push_back(std::move(moment));
@@ -272,7 +272,7 @@ Plan parse_plan(const py::dict& fields) {
 
 std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline) {
   std::vector<ArrayCost> arrays;
-  // Whole chunks: as many arrays for each.
+  // All kinds of a chunk have entries.
   const auto make = [&arrays](ChunkId chunk) {
     arrays.resize(std::max(arrays.size(), (static_cast<size_t>(chunk) + 1) * kNumArrayKinds));
   };

@@ -21,7 +21,7 @@ namespace {
 
 using Address = uintptr_t;
 
-// The chunk that one parameter alone makes: its array has the layout that chunks have.
+// A chunk with one parameter; its array has the layout of chunks.
 ChunkSpec spec_of(QuantType type, int64_t numel) {
   PS_CHECK(type != QuantType::kNone && numel >= 1, ArgumentError, numel, " elements of type ", quant_type_name(type),
            "; give a type of fewer bits, and at least one element");

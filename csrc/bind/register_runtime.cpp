@@ -74,14 +74,14 @@ py::dict describe_report(const RuntimeReport& report) {
   return result;
 }
 
-// None before a traced step is over.
+// None until the traced step is over.
 py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(const StepTrace&)) {
   const auto trace = without_gil<Call::kInspect>(self, [reader](OpenEngine& open) { return open.traces.take(reader); });
   return trace ? py::object(describe(*trace)) : py::none();
 }
 
-// {"rates": Rates, "compute_seconds": [float], "updates": [Recipe], "activations": [(int, int, int)]}: the
-// simulator's arguments.
+// {"rates": Rates, "compute_seconds": [float], "updates": [Recipe], "activations": [(int, int, int)]}, as simulate()
+// takes them.
 py::object describe_times(const std::optional<StepTimes>& times) {
   if (!times) return py::none();
   py::dict result;
@@ -110,7 +110,7 @@ PlanProblem plan_problem(OpenEngine& open) {
   return problem;
 }
 
-// For measurements (benchmark/ablation.py): mechanisms were left out or are back.
+// For benchmark/ablation.py, after mechanisms were switched off or on.
 void plan_anew(OpenEngine& open) {
   open.updates.forget_choice();
   open.planner.plan_anew();

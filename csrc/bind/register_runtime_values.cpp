@@ -52,7 +52,7 @@ std::vector<uintptr_t> addresses_of(const std::vector<const void*>& pointers) {
   return addresses;
 }
 
-// The addresses of values, and the regions with values and all others.
+// Returns (addresses of values, regions with values, all other regions).
 py::tuple set_aside(Runtime& self, const std::vector<RangeTuple>& ranges) {
   const auto aside = without_gil<Call::kGiveUpValues>(self, [&ranges](OpenEngine& open) {
     auto free = std::make_shared<KeptRegions>();
@@ -72,7 +72,7 @@ void discard_arrays(OpenEngine& open, ChunkId chunk) {
 
 }  // namespace
 
-// Chunks get their storages, then parameters their values. What is read goes to host memory.
+// Chunks get storages first, then parameters their values. Reads go to host memory.
 void register_runtime_values(RuntimeClass& runtime) {
   runtime.def("bind_storage", bound<Call::kInspect>(&bind_storage))
       .def("seal_storage",

@@ -104,7 +104,8 @@ void register_choice(py::module_& module) {
       "Chunks visit the device where updates are committed in backward.");
 }
 
-// By instruction: {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None: it has none.
+// Per instruction: {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None where not
+// applicable.
 py::list describe_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   const PlayedProgram played = play_program(problem, plan, rates, shape);
   py::object moment = py::none();

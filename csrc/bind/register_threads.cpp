@@ -66,7 +66,7 @@ void register_host_threads(py::module_& module) {
       .def_property_readonly("num_threads", &ThreadPool::num_threads)
       .def_property_readonly("num_urgent", &ThreadPool::num_urgent)
       .def_property_readonly("pinned_cpus", &ThreadPool::pinned_cpus)
-      // For tests: the function is called with the interpreter, by one thread at a time.
+      // For tests: one thread at a time calls the function, with the GIL.
       .def(
           "parallel_for",
           [](ThreadPool& self, int64_t size, int64_t grain, const py::function& fn, Priority priority) {
@@ -85,7 +85,7 @@ void register_host_threads(py::module_& module) {
           "Calls fn(begin, end) on disjoint ranges that cover [0, size).");
 }
 
-// For tests: a queue whose tasks fail, wait for an event, or do nothing, and note their name when they are over.
+// For tests: tasks that fail, wait for an event or do nothing, then record their name.
 class NotingQueue {
  public:
   std::shared_ptr<HostEvent> submit(const std::string& failure, const std::string& name,

@@ -12,7 +12,7 @@ namespace patrickstar::bind {
 
 namespace {
 
-// What all of these passes take ([Note: values in place], optim/kernels.h).
+// Arguments common to the passes of in-place speculative updates (optim/kernels.h).
 struct SplitArrays {
   AdamArrays arrays;
   optim::AdamScalars scalars;
