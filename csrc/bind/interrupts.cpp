@@ -25,7 +25,7 @@ void deliver_interrupt() {
 void register_interrupts(py::module_& module) {
   module.def(
       "set_interrupt_delivery", [](py::object function) { delivery() = std::move(function); }, py::arg("function"),
-      "What hooks of modules and gradients call while an interrupt is waiting.");
+      "Sets the function that module and gradient hooks call while an interrupt is waiting.");
   module.def("set_interrupt_waiting", [](bool waiting) { is_waiting = waiting; }, py::arg("waiting"));
 }
 

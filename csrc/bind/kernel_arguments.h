@@ -171,10 +171,9 @@ inline void check_half(DType grad_dtype, DType param_dtype) {
 }
 
 inline constexpr const char* kAdamDoc =
-    "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32 "
-    "or a StateArray each, grad and param of their dtypes; param may be grad, or 0. threads: a ThreadPool, or a number "
-    "of threads. Keyword "
-    "arguments: the fields of AdamScalars, all of them. "
-    "Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another size.";
+    "One Adam step over numel elements at raw addresses (optim/kernels.h). master, momentum and variance: float32 or a "
+    "StateArray. param may be grad, or 0. threads: a ThreadPool, or a number of threads. Keyword arguments: all fields "
+    "of AdamScalars. Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another "
+    "size.";
 
 }  // namespace patrickstar::bind

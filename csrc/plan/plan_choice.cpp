@@ -236,8 +236,8 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes) {
   check_step(problem, rates, shape);
   PS_CHECK(visitor_bytes == 0 || problem.visits.size() == shape.updates.size(), ArgumentError,
-           "chunks may visit the device, and what that moves is known of ", problem.visits.size(), " of ",
-           shape.updates.size(), "; give one of each per chunk");
+           "GPU round trips are allowed, and their bytes are given for ", problem.visits.size(), " of ",
+           shape.updates.size(), " chunks; give one entry per chunk");
   std::vector<RoomPlan> plans = plans_by_room(problem);
   StepShape chosen = shape;
   auto first_late = static_cast<ChunkId>(shape.updates.size());
