@@ -238,7 +238,7 @@ class Track(_Enum):
 
 @final
 class StallCause(_Enum):
-    """What the compute queue waited for."""
+    """Cause of a stall of the compute queue."""
 
     NONE: ClassVar[StallCause]
     UPLOAD: ClassVar[StallCause]
@@ -836,7 +836,7 @@ class DiskOptions:
 
 @final
 class SlotFit(_Enum):
-    """Whether a device buffer may exceed the request."""
+    """Device buffers that serve a request: larger ones too, or exact ones."""
 
     LOOSE: ClassVar[SlotFit]
     EXACT: ClassVar[SlotFit]
@@ -982,7 +982,7 @@ class DelayOptions:
 
 @final
 class SpeculationMode(_Enum):
-    """Whether host updates may start before the norm is known; COMMIT: optimizer-in-backward."""
+    """Host updates before the norm is known: none, speculative, or optimizer-in-backward (COMMIT)."""
 
     OFF: ClassVar[SpeculationMode]
     ON: ClassVar[SpeculationMode]
@@ -1331,7 +1331,7 @@ class Runtime(UseListener):
         """
 
     def start_stall_trace(self) -> None:
-        """As :meth:`start_trace`, for :meth:`take_stalls`; an independent request."""
+        """Like :meth:`start_trace`, for :meth:`take_stalls`; an independent request."""
 
     def take_stalls(self) -> dict[str, Any] | None:
         """Returns the traced step's stalls once: ``seconds`` of the step, ``stalled_seconds`` by ``StallCause``.
@@ -1476,7 +1476,7 @@ class optim:
 
     @staticmethod
     def cuda_expand_state(type: StateType, data: int, scales: int, out: int, numel: int, stream: int) -> None:
-        """As ``expand_state``."""
+        """Like ``expand_state``."""
 
     @staticmethod
     def cuda_compress_state(
@@ -1489,7 +1489,7 @@ class optim:
         *,
         key: optim.RandomKey | None = None,
     ) -> None:
-        """As ``compress_state``."""
+        """Like ``compress_state``."""
 
     @staticmethod
     def adam(
@@ -1536,7 +1536,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``adam``, but writes ``param`` only, in memory apart from ``grad``. Requires a float32 master."""
+        """Like ``adam``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
     @staticmethod
     def adam_param_between(
@@ -1554,7 +1554,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam_param``, for 16-bit values that are the same for every ``grad_scale`` up to ``most_grad_scale``.
+        """Like ``adam_param``, for 16-bit values that are the same for every ``grad_scale`` up to ``most_grad_scale``.
         Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``OPEN_PIECE`` elements.
         """
 
@@ -1573,7 +1573,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam_param``, for the values that ``adam_param_between`` logged."""
+        """Like ``adam_param``, for the values that ``adam_param_between`` logged."""
 
     @staticmethod
     def adam_apart(
@@ -1592,7 +1592,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``adam``, but writes the new states to ``new_states`` (master, momentum, variance) and keeps the old
+        """Like ``adam``, but writes the new states to ``new_states`` (master, momentum, variance) and keeps the old
         ones.
         """
 
@@ -1658,7 +1658,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_step``, but writes ``param`` only, in memory apart from ``grad``. Requires a float32 master."""
+        """Like ``momentum_step``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
     @staticmethod
     def momentum_apart(
@@ -1677,7 +1677,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_step``, but writes the new master and momentum to ``new_states`` and keeps the old ones."""
+        """Like ``momentum_step``, but writes the new master and momentum to ``new_states`` and keeps the old ones."""
 
     @staticmethod
     def momentum_param_between(
@@ -1695,7 +1695,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam_param_between``, for ``momentum_param``."""
+        """Like ``adam_param_between``, for ``momentum_param``."""
 
     @staticmethod
     def momentum_param_open(
@@ -1712,7 +1712,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_param``, for the values that ``momentum_param_between`` logged."""
+        """Like ``momentum_param``, for the values that ``momentum_param_between`` logged."""
 
     @staticmethod
     def cuda_momentum_step(
@@ -1729,7 +1729,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_step``."""
+        """Like ``momentum_step``."""
 
     @staticmethod
     def adam_split(
@@ -1744,7 +1744,7 @@ class optim:
         num_threads: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam``, for masters split into bfloat16 ``param``, 16-bit ``lower`` halves and signs of the variance."""
+        """Like ``adam``, for masters split into bfloat16 ``param``, ``lower`` halves and signs of the variance."""
 
     @staticmethod
     def adam_put_values(
@@ -1837,7 +1837,7 @@ class optim:
         stream: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam_split``."""
+        """Like ``adam_split``."""
 
     @staticmethod
     def cuda_adam(
@@ -1854,7 +1854,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``adam``."""
+        """Like ``adam``."""
 
     @staticmethod
     def cuda_cast_from_float(in_: int, out: int, out_dtype: DType, numel: int, stream: int) -> None: ...
@@ -1927,7 +1927,7 @@ class collective:
             """
 
         def distribute(self, to_each: Sequence[bytes], what: str = "") -> list[bytes]:
-            """As ``exchange``, with a separate value for each rank."""
+            """Like ``exchange``, with a separate value for each rank."""
 
         def abort(self) -> None:
             """Aborts running collectives after a failure; any thread."""

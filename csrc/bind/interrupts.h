@@ -1,6 +1,6 @@
-// Interrupts at safe points. A signal that arrives during the user's forward or backward is delivered by the next hook
-// of ours on the main thread (engine/interrupts.py), where PyTorch is not in the middle of an operation. Called with
-// the GIL.
+// Interrupts at safe points. A signal may arrive during the user's forward or backward. The next hook of ours on the
+// main thread delivers it (engine/interrupts.py), where PyTorch is not in the middle of an operation. Called with the
+// GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -203,7 +203,8 @@ Raises:
       .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
       .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))
       .def_property_readonly("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
-  py::enum_<SlotFit>(module, "SlotFit", "Whether a device buffer may exceed the request (memory/slot_pool.h).")
+  py::enum_<SlotFit>(module, "SlotFit",
+                     "Device buffers that serve a request: larger ones too, or exact ones (memory/slot_pool.h).")
       .value("LOOSE", SlotFit::kLoose)
       .value("EXACT", SlotFit::kExact);
   py::class_<AddressedSlots>(module, "SlotPool",

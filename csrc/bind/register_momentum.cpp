@@ -110,10 +110,10 @@ void register_apart(py::module_& module) {
           kernels.momentum_step(range, scalars);
         });
       },
-      "As momentum_step, but writes the new master and momentum to new_states and keeps the old ones.", py::arg("isa"),
-      py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
-      py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("new_states"), py::kw_only(),
-      py::arg("key") = py::none());
+      "Like momentum_step, but writes the new master and momentum to new_states and keeps the old ones.",
+      py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
+      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("new_states"),
+      py::kw_only(), py::arg("key") = py::none());
 }
 
 // Speculative updates with scale-independent values (optim/kernels.h).
@@ -136,7 +136,7 @@ void register_settled(py::module_& module) {
           log.count = open.count;
         });
       },
-      "As adam_param_between, for momentum_param.", py::arg("isa"), py::arg("rule"), py::arg("master"),
+      "Like adam_param_between, for momentum_param.", py::arg("isa"), py::arg("rule"), py::arg("master"),
       py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"),
       py::arg("numel"), py::arg("num_threads"), py::arg("most_grad_scale"), py::arg("logs"));
   module.def(
@@ -154,7 +154,7 @@ void register_settled(py::module_& module) {
           kernels.momentum_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
         });
       },
-      "As momentum_param, for the values that momentum_param_between logged.", py::arg("isa"), py::arg("rule"),
+      "Like momentum_param, for the values that momentum_param_between logged.", py::arg("isa"), py::arg("rule"),
       py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
       py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
 }
@@ -171,7 +171,7 @@ void register_cuda_step(py::module_& module) {
         const py::gil_scoped_release release;
         optim::cuda::momentum_step(arrays.range(0, numel), scalars, reinterpret_cast<cudaStream_t>(stream));
       },
-      "As momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
+      "Like momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"),
       py::kw_only(), py::arg("key") = py::none());
 }
@@ -191,7 +191,7 @@ void register_momentum_kernels(py::module_& module) {
                 "One step of Lion or SGD with momentum, with arrays as for adam. Keyword arguments: all fields of "
                 "MomentumScalars that the rule reads. Raises ValueError as adam does.");
   register_step(module, "momentum_param", &optim::CpuKernels::momentum_param,
-                "As momentum_step, but writes param only, in memory apart from grad. Requires a float32 master.");
+                "Like momentum_step, but writes param only, in memory apart from grad. Requires a float32 master.");
   register_apart(module);
   register_settled(module);
 #ifdef PATRICKSTAR_WITH_CUDA

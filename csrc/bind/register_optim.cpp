@@ -84,7 +84,7 @@ void register_settled_values(py::module_& module) {
           kernels.adam_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
         });
       },
-      "As adam_param, for the values that adam_param_between logged.", py::arg("isa"), py::arg("master"),
+      "Like adam_param, for the values that adam_param_between logged.", py::arg("isa"), py::arg("master"),
       py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
       py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
 }
@@ -108,7 +108,7 @@ void register_split_masters(py::module_& module) {
         split(num_threads, numel,
               [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); });
       },
-      "As adam, for masters split into bfloat16 params, 16-bit lower halves and signs of the variance "
+      "Like adam, for masters split into bfloat16 params, 16-bit lower halves and signs of the variance "
       "(optim/kernels.h).",
       py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("numel"), py::arg("num_threads"));
@@ -172,7 +172,7 @@ void register_states(py::module_& module) {
 void register_cpu_kernels(py::module_& module) {
   register_adam(module, "adam", &optim::CpuKernels::adam, kAdamDoc);
   register_adam(module, "adam_param", &optim::CpuKernels::adam_param,
-                "As adam, but writes param only, in memory apart from grad. Requires a float32 master.");
+                "Like adam, but writes param only, in memory apart from grad. Requires a float32 master.");
   module.def(
       "adam_apart",
       [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
@@ -201,10 +201,10 @@ void register_cpu_kernels(py::module_& module) {
           kernels.adam(range, scalars);
         });
       },
-      "As adam, but writes the new master, momentum and variance to new_states and keeps the old ones.", py::arg("isa"),
-      py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"),
-      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("new_states"),
-      py::kw_only(), py::arg("key") = py::none());
+      "Like adam, but writes the new master, momentum and variance to new_states and keeps the old ones.",
+      py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
+      py::arg("new_states"), py::kw_only(), py::arg("key") = py::none());
   module.def(
       "cast_from_float",
       [](const std::string& isa, Address in, Address out, DType out_dtype, int64_t numel, int num_threads) {

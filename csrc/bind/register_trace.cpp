@@ -103,7 +103,7 @@ void register_trace(py::module_& module) {
       .value("DISK_ADAM", Track::kDiskAdam)
       .value("DISK_WRITE", Track::kDiskWrite)
       .value("VISIT", Track::kVisit);
-  py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
+  py::enum_<StallCause>(module, "StallCause", "Cause of a stall of the compute queue (common/tracing.h).")
       .value("NONE", StallCause::kNone)
       .value("UPLOAD", StallCause::kUpload)
       .value("DOWNLOAD", StallCause::kDownload)

@@ -34,7 +34,7 @@ struct Use {
   std::vector<ParamId> params;
 };
 
-// What an operation's backward needs of its parameters.
+// Property of its parameters that an operation's backward needs.
 enum class BackwardNeed : uint8_t {
   kValue,
   kShape,

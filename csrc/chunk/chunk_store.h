@@ -93,13 +93,13 @@ class ParamStorage {
 struct ArrayRecord {
   Slot slot;                // device memory, or empty
   HostBlock block;          // host memory, or empty
-  bool on_device = false;   // the slot has the current value, after device_ready
-  bool on_host = false;     // the block has the current value, after host_ready
+  bool on_device = false;   // the device buffer has the current value, after device_ready
+  bool on_host = false;     // the host buffer has the current value, after host_ready
   bool on_disk = false;     // the disk has the current value (engine/disk_states.h)
-  Event device_ready;       // end of the upload into the slot
-  Event host_ready;         // end of the download into the block, or of its update
-  Event block_busy_until;   // end of the upload out of the block
-  int holds = 0;            // running operations that use the slot; > 0 prevents eviction
+  Event device_ready;       // end of the upload
+  Event host_ready;         // end of the download, or of the host update
+  Event block_busy_until;   // end of the upload that reads the host buffer
+  int holds = 0;            // running operations that use the device buffer; > 0 prevents eviction
   bool prefetched = false;  // uploaded ahead and not used yet
   uint64_t last_use = 0;    // access that used it last; eviction order before the first trace
 
@@ -142,7 +142,7 @@ class ChunkStore {
   const Layout& layout() const { return layout_; }
   const ChunkSpec& chunk(ChunkId chunk) const { return layout_.chunk(chunk); }
   int num_chunks() const { return layout_.num_chunks(); }
-  // As Layout::train(). The optimizer states must exist.
+  // Like Layout::train(). The optimizer states must exist.
   void train(ChunkId chunk) { layout_.train(chunk); }
   ArrayRecord& array(ArrayId id) { return arrays_[static_cast<size_t>(id.index())]; }
   const ArrayRecord& array(ArrayId id) const { return arrays_[static_cast<size_t>(id.index())]; }

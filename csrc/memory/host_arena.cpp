@@ -50,7 +50,7 @@ HostArena::~HostArena() {
   for (auto& region : regions_) unmap(*region);
 }
 
-// Of two adjacent regions at least one is more than half full.
+// At least one of two adjacent regions is more than half full.
 int64_t HostArena::most_rounding_bytes(int64_t total_bytes) { return (2 * total_bytes / kMaxRegionBytes + 2) * kPage; }
 
 int64_t HostArena::most_region_bytes(int64_t total_bytes) {

@@ -152,7 +152,7 @@ class HostArena {
   HostBlock try_allocate(int64_t num_bytes);
   // The same, from memory that was never reserved.
   HostBlock try_allocate_unreserved(int64_t num_bytes);
-  // As try_allocate(), but empty also if memory would have to be prepared first.
+  // Like try_allocate(), but empty also if memory would have to be prepared first.
   HostBlock try_allocate_prepared(int64_t num_bytes);
   // Unmaps prepared regions without blocks.
   void trim();

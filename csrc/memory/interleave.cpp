@@ -43,7 +43,7 @@ bool interleave_pages(void* data, int64_t num_bytes, const std::vector<int>& nod
     const auto bit = static_cast<size_t>(node);
     mask[bit / kBitsPerWord] |= 1UL << (bit % kBitsPerWord);
   }
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than the given count.
   return syscall(SYS_mbind, data, static_cast<unsigned long>(num_bytes), MPOL_INTERLEAVE, mask.data(),
                  mask.size() * kBitsPerWord + 1, 0UL) == 0;
 }

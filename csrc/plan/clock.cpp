@@ -198,7 +198,7 @@ Busy Clock::offload(const ActivationCopies& copies) {
   return {begin, download_end_};
 }
 
-// As Pager::settle_planned: a fetch whose value is not made yet holds back the fetches after it.
+// Like Pager::settle_planned: a fetch whose value is not made yet holds back the fetches after it.
 void Clock::issue_postponed() {
   const auto is_made = [this](const ArrayTimes& array) {
     return array.is_visitor || array.on_host_at.at <= launch_.at;

@@ -45,8 +45,8 @@ Busy Clock::update_on_host(ChunkId chunk, double begin, double share) {
   return busy;
 }
 
-// Of the updates whose gradients are on the host, takes the chunk that the next forward needs first; if none is ready,
-// the one that becomes ready first.
+// Takes the update, among those whose gradients are on the host, whose chunk the next forward needs first. If no
+// gradient is there, takes the one that arrives first.
 void Clock::update_most_needed() {
   const double now = std::max(host_adam_end_, early_updates_.front().ready);
   const auto end = std::find_if(early_updates_.begin(), early_updates_.end(),

@@ -39,17 +39,19 @@ struct DeviceBudget {
 int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                                const DeviceBudget& budget);
 
-// Number of chunks, from the first on, with states on the device. They fit the headroom: limit, less activation memory
-// at its highest, less all compute copies (a gradient takes its parameters' place), less buffer waste where buffers do
-// not follow activation memory, times margin_use_ratio.
+// Number of chunks, from the first on, with states on the device. Their states fit the headroom:
 //
-// More chunks are chosen if the host cannot start four fifths of its updates before the norm, until it can: each chunk
-// that leaves the host makes room there for several others' new compute values. Fewer compute copies then stay on the
+//   (limit - activation memory at its peak - all compute copies - buffer waste) * margin_use_ratio
+//
+// A gradient takes its parameters' place. Buffer waste counts where buffers do not follow activation memory.
+//
+// More chunks are chosen while fewer than four fifths of the host's updates can start before the norm. Each chunk that
+// leaves the host makes room there for several others' new compute values. Fewer compute copies then stay on the
 // device, but at least as many as are prefetched; a second fetch costs less than waiting for the norm. Where buffers do
 // not follow activation memory, at least kBoundaryChunks are tried.
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
-// Of the first `count` chunks, those to move to the device. Their bytes and those of states already there, perhaps of
+// Chunks among the first `count` that move to the device. Their bytes and those of states already there, perhaps of
 // other chunks, do not exceed the first `count` chunks' bytes.
 std::vector<ChunkId> chunks_that_move_in(const Layout& layout, int count, const std::vector<uint8_t>& states_on_device);
 

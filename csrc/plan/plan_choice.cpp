@@ -153,7 +153,8 @@ std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, 
   return played;
 }
 
-// Of the shortest steps, the one that is shortest under caution; of equals, the one with fewest deferred updates.
+// Returns the shortest step's split point. Of equally short steps, the shortest under caution wins, then the one with
+// fewest deferred updates.
 ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates& rates, const StepShape& earliest) {
   if (is_left_out(Mechanism::kWaitingUpdates)) return static_cast<ChunkId>(earliest.updates.size());
   problem.prefetch_bytes = with.prefetch_bytes;

@@ -5,8 +5,8 @@
 // fewest bytes of any policy, also when the room varies between accesses.
 //
 // Prefetches. With prefetch_bytes == 0 they look one access ahead, and are planned only if the evictions stay the same,
-// so they cost no bytes. Otherwise prefetch_bytes of the room are reserved for them, less stays on the device, and
-// fetches start as early as that room allows, earliest need first.
+// so they cost no bytes. Otherwise prefetch_bytes of the room are reserved for them, and less stays on the device.
+// Fetches then start as early as that room allows, earliest need first.
 //
 //   Plan plan = make_plan(problem);
 //   plan.moments[t].evict   // at the start of access t, before its fetches

@@ -73,7 +73,7 @@ const Program& Compiler::step() {
   return program_;
 }
 
-// As Pager::begin_moment, compute, GradientFlow::retire.
+// The order of Pager::begin_moment, compute, GradientFlow::retire.
 void Compiler::emit_moment(size_t t) {
   const MomentPlan& planned = plan_.moments[t];
   const auto moment = static_cast<int>(t);

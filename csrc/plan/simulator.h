@@ -44,7 +44,7 @@ struct Rates {
   double launch_ahead_seconds = 0;  // device work that may be queued before the launching thread waits
 };
 
-// What the compute queue waited for. Measured steps distinguish more causes: StallCause, common/tracing.h.
+// Causes of stalls of the compute queue. Measured steps distinguish more causes: StallCause, common/tracing.h.
 enum Shortage : uint8_t {
   kOnUpload,      // an upload in progress, or queued behind others
   kOnMemory,      // device memory still in use, or still being downloaded

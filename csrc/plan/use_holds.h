@@ -7,9 +7,9 @@
 // user's own access. It holds until the next event, or until another access needs the room.
 //
 // Backward. Autograd runs nodes in descending order of creation: its ready queue is sorted by sequence number, and
-// consumers are younger than producers. So when the backward of a use A is about to run, every use that began after A
-// ended is over in backward too, and its parameters are released. This needs no hook on inputs and is exact for
-// residual branches, shared modules and recomputation. Uses carry ticks of one clock for this comparison.
+// consumers are younger than producers. When the backward of a use A is about to run, every use that began after A
+// ended is over in backward too. Its parameters are released. This needs no hook on inputs and is exact for residual
+// branches, shared modules and recomputation. Uses carry ticks of one clock for this comparison.
 //
 // One thread at a time.
 #pragma once

@@ -41,7 +41,7 @@ class Recorder {
   // Forgets the running step, after an exception.
   void abandon_step();
 
-  // Of last(), by access; empty if nothing was offloaded.
+  // Activation copies of last(), by access; empty if nothing was offloaded.
   const std::vector<ActivationCopies>& last_copies() const { return last_copies_; }
   bool has_last() const { return has_last_; }
   const Timeline& last() const { return last_; }

@@ -8,8 +8,8 @@
 //
 // A trace spans the first forward to the end of the optimizer's step, as the compute queue sees them. Work that the
 // step started is recorded whole: updates and downloads that run into the next step have end_seconds > seconds. Updates
-// of the previous step that still run are clipped to begin at 0 and marked kStepBefore, if the tracer was armed when
-// they were submitted.
+// of the previous step that still run begin at 0 and are marked kStepBefore. They are recorded only if the tracer was
+// armed when they were submitted.
 //
 // begin_step() drains the compute queue once, to align the host's clock; nothing else waits until take(). Guarded by
 // the runtime's lock.
