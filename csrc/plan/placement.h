@@ -41,14 +41,15 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
 
 // Number of chunks, from the first on, with states on the device. Their states fit the headroom:
 //
-//   (limit - activation memory at its peak - all compute copies - buffer waste) * margin_use_ratio
+//   (limit - activation memory at its peak - all compute copies - gradients in flight - buffer waste) * margin_use_ratio
 //
 // A gradient takes its parameters' place. Buffer waste counts where buffers do not follow activation memory.
 //
 // More chunks are chosen while fewer than four fifths of the host's updates can start before the norm. Each chunk that
 // leaves the host makes room there for several others' new compute values. Fewer compute copies then stay on the
-// device, but at least as many as are prefetched; a second fetch costs less than waiting for the norm. Where buffers do
-// not follow activation memory, at least kBoundaryChunks are tried.
+// device, but at least as many as are prefetched; a second fetch costs less than waiting for the norm. If no number
+// reaches four fifths, states take the room that waiting gradients leave. Where buffers do not follow activation
+// memory, up to kBoundaryChunks chunks are chosen in any case.
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
 // Chunks among the first `count` that move to the device. Their bytes and those of states already there, perhaps of
