@@ -41,7 +41,7 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
 
 // Number of chunks, from the first on, with states on the device. Their states fit the headroom:
 //
-//   (limit - activation memory at its peak - all compute copies - gradients in flight - buffer waste) * margin_use_ratio
+//   (limit - peak activation memory - compute copies - gradients in flight - buffer waste) * margin_use_ratio
 //
 // A gradient takes its parameters' place. Buffer waste counts where buffers do not follow activation memory.
 //
