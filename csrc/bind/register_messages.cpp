@@ -36,11 +36,12 @@ void read_message(const std::string& kind, const py::bytes& message, int num_chu
 
 }  // namespace
 
-// For tests: what ranks say to each other in a step (engine/collectives.h, plan/plan_vote.h).
+// For tests: messages that ranks exchange in a step (engine/collectives.h, plan/plan_vote.h).
 void register_messages(py::module_& module) {
-  module.def("example_messages", &example_messages, py::arg("num_chunks"), "One message of each kind, by kind.");
+  module.def("example_messages", &example_messages, py::arg("num_chunks"),
+             "One example message of each kind, by kind.");
   module.def("read_message", &read_message, py::arg("kind"), py::arg("message"), py::arg("num_chunks"),
-             "Reads it as a rank does. Raises StateError for what is no message of that kind.");
+             "Parses a message as a rank does. Raises StateError if it is not of that kind.");
 }
 
 }  // namespace patrickstar::bind

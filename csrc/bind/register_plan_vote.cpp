@@ -52,7 +52,7 @@ void register_plan_vote(py::module_& module) {
         }
         return describe_vote(agreed(received));
       },
-      py::arg("votes"), "What ranks make of their votes on the next plan, sent and received (plan/plan_vote.h).");
+      py::arg("votes"), "The values that all ranks plan with, after an exchange of these votes (plan/plan_vote.h).");
 }
 
 }  // namespace patrickstar::bind
