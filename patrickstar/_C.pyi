@@ -134,7 +134,6 @@ class Mechanism(_Enum):
     ORDER_OF_NEED: ClassVar[Mechanism]
     HOMES_IN_TURN: ClassVar[Mechanism]
     VISITS: ClassVar[Mechanism]
-    FRAGMENTS: ClassVar[Mechanism]
     RARE_SIZES: ClassVar[Mechanism]
     EXACT_SLOTS: ClassVar[Mechanism]
 

@@ -115,9 +115,6 @@ class Backend : public DeviceAllocator {
   // What that comes to.
   virtual int64_t reclaimable_bytes() const = 0;
 
-  // What fragments take of the device beside the tide, at most so far; none where that was not seen yet.
-  virtual std::optional<int64_t> fragment_bytes() const = 0;
-
   virtual int64_t limit_bytes() const = 0;
   // Whether LimitPolicy::kMeasure lets anything pass.
   virtual bool may_exceed_limit() const = 0;

@@ -162,7 +162,6 @@ class CpuBackend final : public Backend {
   void reset_least_limit() override { meter_->least_limit_ = 0; }
   void note_needed_payloads(int64_t num_bytes) override { meter_->note_needed_payloads(num_bytes); }
 
-  std::optional<int64_t> fragment_bytes() const override { return 0; }
   int64_t limit_bytes() const override { return meter_->limit_; }
   bool may_exceed_limit() const override { return meter_->limit_ != kUnlimited; }
   void set_limit_policy(LimitPolicy policy) override { meter_->policy_ = policy; }

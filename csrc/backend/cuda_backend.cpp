@@ -294,10 +294,8 @@ class CudaBackend final : public Backend {
   void note_needed_payloads(int64_t) override {}
 
   int64_t reclaimable_bytes() const override {
-    return std::max<int64_t>(cuda_bytes(device_).cached - fragment_bytes().value_or(0), 0);
-  }
-  std::optional<int64_t> fragment_bytes() const override {
-    return pressure_ ? pressure_->fragment_bytes() : std::nullopt;
+    const int64_t fragments = pressure_ ? pressure_->fragment_bytes() : 0;
+    return std::max<int64_t>(cuda_bytes(device_).cached - fragments, 0);
   }
 
   int64_t limit_bytes() const override { return limit_bytes_; }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <optional>
 #include <type_traits>
 
 #include "backend/cuda_stats.h"
@@ -145,11 +144,7 @@ CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t 
 
 CudaPressureScope::~CudaPressureScope() { listener().gate.set(nullptr); }
 
-std::optional<int64_t> CudaPressureScope::fragment_bytes() const {
-  const int64_t fragments = listener().fragments;
-  if (fragments == kUnknown) return std::nullopt;
-  return fragments;
-}
+int64_t CudaPressureScope::fragment_bytes() const { return std::max<int64_t>(listener().fragments, 0); }
 
 CudaSlotAllocationScope::CudaSlotAllocationScope() { ++slot_allocations; }
 CudaSlotAllocationScope::~CudaSlotAllocationScope() { --slot_allocations; }

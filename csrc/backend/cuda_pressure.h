@@ -26,9 +26,9 @@ class CudaPressureScope {
   CudaPressureScope(const CudaPressureScope&) = delete;
   CudaPressureScope& operator=(const CudaPressureScope&) = delete;
 
-  // The most that fragments of expandable segments took since the scope began ([Note: fragments]); none before the
+  // The most that fragments of expandable segments took since the scope began ([Note: fragments]); 0 before the
   // allocator had to give memory back.
-  std::optional<int64_t> fragment_bytes() const;
+  int64_t fragment_bytes() const;
 };
 
 // The calling thread allocates slots: the handler must not be asked from inside.

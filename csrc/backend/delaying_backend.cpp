@@ -77,7 +77,6 @@ class DelayingBackend final : public Backend {
   void note_needed_payloads(int64_t num_bytes) override { inner_->note_needed_payloads(num_bytes); }
   void reclaim() override { inner_->reclaim(); }
   int64_t reclaimable_bytes() const override { return inner_->reclaimable_bytes(); }
-  std::optional<int64_t> fragment_bytes() const override { return inner_->fragment_bytes(); }
   int64_t limit_bytes() const override { return inner_->limit_bytes(); }
   bool may_exceed_limit() const override { return inner_->may_exceed_limit(); }
   void set_limit_policy(LimitPolicy policy) override { inner_->set_limit_policy(policy); }

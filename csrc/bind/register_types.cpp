@@ -32,7 +32,6 @@ void register_ablation(py::module_& module) {
       .value("ORDER_OF_NEED", Mechanism::kOrderOfNeed)
       .value("HOMES_IN_TURN", Mechanism::kHomesInTurn)
       .value("VISITS", Mechanism::kVisits)
-      .value("FRAGMENTS", Mechanism::kFragments)
       .value("RARE_SIZES", Mechanism::kRareSizes)
       .value("EXACT_SLOTS", Mechanism::kExactSlots);
   module.def(

@@ -15,7 +15,6 @@ enum class Mechanism : uint8_t {
   kOrderOfNeed,
   kHomesInTurn,
   kVisits,
-  kFragments,  // measured, so that states may take what they leave
   kRareSizes,
   kExactSlots,
 };

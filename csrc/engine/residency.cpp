@@ -18,37 +18,20 @@ namespace {
 constexpr int kStepsAway = 8;
 constexpr int kMostDoublings = 5;
 // Steps after the first whose activation memory is checked again, and the least share of the device for which states
-// then move in. In the first step, PyTorch's cache holds memory that no plan accounts for, and fragments are assumed
-// until the allocator has had to return memory. Moving states cancels that step's speculative updates. Not measured.
+// then move in. In the first step, PyTorch's cache holds memory that no plan accounts for. Moving states cancels that
+// step's speculative updates. Not measured.
 constexpr int kLooks = 4;
 constexpr double kWorthMoving = 0.02;
-// Reserve for fragments, as a multiple of the largest measured ones, since they vary from step to step. States in their
-// room leave slowly, or not at all if the host is full. Fragments were measured at 0.1 to 1.9 GiB (docs/design.md); the
-// factor was not.
-constexpr int64_t kFragmentsToCome = 2;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
 }  // namespace
 
-// All ranks must make the same plan, but each has measured other fragments.
-std::optional<int64_t> Residency::fragment_bytes() const {
-  return layout().has_other_ranks() ? ranks_fragments_ : memory_.backend().fragment_bytes();
-}
-
-// Bytes for activations and chunk buffers, beside other engines' states and slack for fragments. Before fragments are
-// measured, the slack is kCudaSlackRatio of the limit.
+// Bytes for activations and chunk buffers, beside other engines' states and the allocator's slack.
 int64_t Residency::limit_within_slack() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   SharedDevice& device = memory_.device();
-  int64_t slack = 0;
-  if (device.is_cuda()) {
-    slack = share(device_limit(), kCudaSlackRatio);
-    const std::optional<int64_t> fragments = fragment_bytes();
-    if (fragments && !is_left_out(Mechanism::kFragments)) {
-      slack = std::min(slack, kFragmentsToCome * *fragments + device.options().limit_rounding_bytes);
-    }
-  }
+  int64_t slack = device.is_cuda() ? share(device_limit(), kCudaSlackRatio) : 0;
   if (device.is_cuda() && device.options().limit_rounding_bytes == 0) {
     slack = std::max(slack, std::min(kFixedSegmentSlack, share(device_limit(), kFixedSegmentSlackRatio)));
   }

@@ -67,8 +67,6 @@ class Residency {
   // pressure), it is downloaded once and keeps that copy (Pager::keep_place). With several ranks, and during
   // is_settling(), no values move. Returns true if the host has gained room since the last call.
   bool leave_to_device(const Plan& plan);
-  // After a step of several ranks: the largest measured fragments of any rank, once all have measured some.
-  void set_ranks_fragments(std::optional<int64_t> num_bytes) { ranks_fragments_ = num_bytes; }
   // After a step: bounds chunk buffers in the next one, also after a plan miss.
   void limit_payloads(const Timeline& last);
   // `states_on_device`: by chunk, as all ranks agree.
@@ -87,7 +85,6 @@ class Residency {
   ChunkStore& store() const { return memory_.store(); }
   int64_t device_limit() const { return memory_.device().options().device_limit_bytes; }
   int64_t limit_within_slack() const;
-  std::optional<int64_t> fragment_bytes() const;
   DeviceBudget device_budget() const;
   int64_t warmup_payload_limit() const;
   void reserve_homes_on_host();
@@ -109,9 +106,8 @@ class Residency {
   ChunkMemory& memory_;
   ResidencyOptions options_;
   std::vector<Tier> first_homes_;  // by chunk
-  std::optional<int64_t> ranks_fragments_;
-  int num_looks_ = 0;   // steps after the first that is_settling() allowed
-  int steps_away_ = 0;  // since states left the device
+  int num_looks_ = 0;              // steps after the first that is_settling() allowed
+  int steps_away_ = 0;             // since states left the device
   int num_returns_ = 0;
   bool has_left_host_ = false;  // frozen values or codes left host memory that is not trimmed yet
 };

@@ -138,7 +138,6 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   if (agreement.ways == StepAgreement::Ways::kAsPlanned) last = with_tides(previous, planned_tides);
   open.recorder.set_last(std::move(last));
   is_exact ? open.memory.tracer().end_step(open.recorder.last(), outcome) : open.memory.tracer().abandon();
-  open.residency.set_ranks_fragments(all.fragment_bytes);
   open.residency.limit_payloads(open.recorder.last());
   if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // the same on all ranks
   const bool holds = open.planner.end_step(previous, all);

@@ -79,8 +79,7 @@ void StepPlanner::begin_step() {
 PlanVote StepPlanner::vote(const Timeline& previous, StepWay way) {
   const bool alike = way == StepWay::kAsBefore || same_way(previous, recorder_.last());
   measure(alike);
-  return {can_measure(alike), !pager_.plan().moments.empty(), earliest_recipes(),
-          pager_.memory().backend().fragment_bytes(), own_times_};
+  return {can_measure(alike), !pager_.plan().moments.empty(), earliest_recipes(), own_times_};
 }
 
 bool StepPlanner::can_measure(bool alike) const {

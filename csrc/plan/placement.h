@@ -10,8 +10,7 @@
 
 namespace patrickstar {
 
-// Share of a device limit that PyTorch's CUDA allocator needs for rounding and fragmentation, until fragments were
-// measured (backend/cuda_pressure.cpp). Not measured by itself.
+// Share of a device limit that PyTorch's CUDA allocator needs for rounding and fragmentation. Not measured by itself.
 constexpr double kCudaSlackRatio = 0.04;
 // The same for small limits, where segments are fixed (no expandable segments): three segments of 20 MiB that are not
 // full, at most this share of the limit.

@@ -1,8 +1,7 @@
 // Votes: what each rank saw of a step, and the common values that all ranks plan with.
 //
 // Ranks all-gather in the order of their plans, so all ranks must make the same plan. Nothing that a single rank saw
-// may enter a plan: step times, memory found for speculative updates, allocator fragments, whether the step can be
-// traced. Each rank puts these into a vote. Votes travel with the exchange that ends every step
+// may enter a plan: step times, memory found for speculative updates, whether the step can be traced. Each rank puts these into a vote. Votes travel with the exchange that ends every step
 // (Collectives::agree_on), and plans use agreed(): the slowest rank, since the step of all ranks is as long as the
 // slowest one's.
 //
@@ -30,8 +29,6 @@ struct PlanVote {
   bool can_measure = false;     // the next step may be traced here, or one already was
   bool has_plan = false;        // the last step replayed a plan, or could have
   std::vector<Recipe> updates;  // by chunk, the earliest that fit memory
-  // Fragments on the device beside activation memory; none before they were seen (backend/cuda_pressure.cpp).
-  std::optional<int64_t> fragment_bytes;
   // From a traced step, until all ranks have it; `shape` has compute_seconds and activations only.
   std::optional<StepTimes> times;
 };
@@ -42,7 +39,6 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks);
 
 // - can_measure, has_plan: true if true on all ranks.
 // - updates: by chunk the latest recipe on any rank. Device recipes come last, since memory is reserved for them.
-// - fragment_bytes: the most, once all ranks have seen theirs.
 // - times, once all ranks have some: lowest rates, longest waits, and by access longest compute and most activations.
 //
 // Collective rates are the fastest rank's: it came last, and the other ranks' times include waiting for it.
