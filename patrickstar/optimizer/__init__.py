@@ -1,1 +1,1 @@
-"""Optimizer parts without an engine: parameter groups, checks of state dicts, optimizers of parameters outside chunks."""
+"""Optimizer parts without an engine: groups, checks of state dicts, optimizers of parameters outside chunks."""

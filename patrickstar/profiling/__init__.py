@@ -1,11 +1,11 @@
-"""One step of training, seen: a trace for chrome://tracing and Perfetto, a picture of memory, and a summary.
+"""Profiles one training step: a trace for chrome://tracing and Perfetto, a picture of memory, and a summary.
 
-The core traces the step (csrc/trace/step_tracer.h); this package decides which one, and writes what it gave. Asked for
-with ``config["profile"]`` or ``patrickstar profile script.py``.
+The core traces the step (csrc/trace/step_tracer.h); this package selects the step and writes the files. Enabled by
+``config["profile"]`` or ``patrickstar profile script.py``.
 
-A trace is the dict that ``_C.Runtime.take_trace`` returns. Times are in seconds from the beginning of the step's first
-forward, as the compute queue sees it; it ends with the optimizer's step. What the step started and what ends later is
-whole; updates of the step before that still ran are clipped and marked.
+A trace is the dict returned by ``_C.Runtime.take_trace``. Times are seconds since the compute queue began the step's
+first forward; the trace ends with the optimizer's step. Work started in the step is shown whole, even if it ends later.
+Updates of the previous step that still ran are clipped and marked.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StepProfiler:
             runtime.start_trace()
 
     def begin_backward(self) -> None:
-        """Called before each backward. Tracing starts in the previous step, whose updates may run into the traced one."""
+        """Called before each backward. Tracing starts in the previous step: its updates may run into the traced one."""
         if self._num_steps == self._config.step - 2:
             self._runtime.start_trace()
 

@@ -78,7 +78,7 @@ class PlayedInstruction:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """An instruction that the trace has as well. Seconds."""
+    """An instruction with its traced begin and duration, in seconds."""
 
     instruction: PlayedInstruction
     traced_begin: float
@@ -92,7 +92,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A step and its program."""
+    """The comparison of a step with its program."""
 
     compared: list[Compared]
     """In order of issue."""
