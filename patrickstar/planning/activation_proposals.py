@@ -90,7 +90,7 @@ def _together(changes: list[Proposal]) -> Proposal:
 
 @functools.cache
 def _takes(name: str, check: Callable[[nn.Module], Any]) -> bool:
-    """Whether the model that ``--model`` names is one that ``check`` does not refuse."""
+    """True if ``check`` accepts the model named by ``--model``."""
     try:
         check(build_model(name, 1, 1, checkpointing=False).module)
     except ValueError:

@@ -180,7 +180,7 @@ class PlannedExchanges:
 
     @property
     def repetitions(self) -> int:
-        """How many exchanges one stands for at the moment."""
+        """Number of exchanges that one represents now."""
         return 1 if self._costs is None else self._costs.repetitions
 
     def wait_until(self, end: float) -> None:

@@ -142,7 +142,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Tides:
-    """Of a step from which activations leave."""
+    """Activation memory of a step with offload."""
 
     peaks: tuple[int, ...]
     """Peak of each group of spans; in a first step, including tensors that stay from the next step on."""
