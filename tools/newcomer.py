@@ -124,7 +124,8 @@ def script(todo: list[Step], folder: Path) -> str:
 
 def origin(folder: Path) -> Path:
     """Returns the repository to clone: this checkout. If git finds no history, or does not trust its owner, a
-    repository of its files is made in `folder`."""
+    repository of its files is made in `folder`.
+    """
     shown = git(ROOT, "rev-parse", "--show-toplevel", check=False)
     if shown.returncode == 0 and Path(shown.stdout.strip()).resolve() == ROOT:
         return ROOT
@@ -143,7 +144,8 @@ def git(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedPr
 
 def newcomers_environment(folder: Path, page: str, cloned: Path) -> dict[str, str]:
     """Returns the variables of a newcomer's shell, with home and Python in `folder`; git maps the README's address to
-    `cloned`."""
+    `cloned`.
+    """
     kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
     active = os.environ.get("VIRTUAL_ENV")
     path = [part for part in kept["PATH"].split(os.pathsep) if not active or part != f"{active}/bin"]

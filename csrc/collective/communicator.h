@@ -45,7 +45,7 @@ class Communicator {
   // current stream, returns at once. CPU: returns when done.
   virtual void all_gather(void* whole, int64_t shard_bytes) = 0;
   // Writes this rank's shard of the elementwise mean over ranks ([Note: order of ranks]) to `shard`, which may be its
-  // place in `whole`. `scratch` has room for `size` shards and is overwritten. `whole` holds no valid data afterwards.
+  // place in `whole`. `scratch` has room for `size` shards and is overwritten. `whole` is not used afterwards.
   virtual void reduce_scatter_mean(void* whole, void* shard, void* scratch, int64_t shard_numel, DType dtype) = 0;
   // Messages to and from other ranks, all in flight at once. Messages between two ranks are matched in list order; both
   // sides agree on each length, and empty messages are skipped. Ranks without messages must call it as well. Blocks or
@@ -78,7 +78,7 @@ class ControlGroup {
   // Returns every rank's value, by rank; lengths may differ. `what` ("the gradients' norm") and the call must be equal
   // on all ranks. Throws RankFailure or RankMismatch.
   virtual std::vector<std::string> exchange(const std::string& what, const std::string& mine) = 0;
-  // As exchange(), with a separate value for each rank: `to_each` by destination; the result by source.
+  // Like exchange(), with a separate value for each rank: `to_each` by destination; the result by source.
   virtual std::vector<std::string> distribute(const std::string& what, const std::vector<std::string>& to_each) = 0;
   virtual void abort() = 0;
   virtual void close() = 0;

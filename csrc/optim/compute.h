@@ -44,7 +44,7 @@ class Compute {
   virtual void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) = 0;
   // sums[i] = add_up(partials, ranges[i])
   virtual void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ranges, WideSum* sums) = 0;
-  // As the CpuKernels of these names; `scales` is null except for 8-bit states.
+  // See the CpuKernels of these names; `scales` is null except for 8-bit states.
   virtual void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) = 0;
   virtual void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel,
                               const RandomKey& key) = 0;

@@ -3,7 +3,7 @@
 //
 // Elements form blocks of kStateBlock that share a scale:
 //
-//   scale = the element of largest magnitude in the block (of x and -x, x > 0); inverse = 1 / scale
+//   scale = the element of largest magnitude in the block, positive in a tie; inverse = 1 / scale
 //   code = the entry nearest to x * inverse, by the operations below
 //   x = map(code) * scale
 //

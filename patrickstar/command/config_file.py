@@ -68,7 +68,8 @@ def _check(options: argparse.Namespace) -> int:
 
 def _differences(section: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields dotted keys and JSON values of a parsed section that differ from ``default``. ``default`` is None if the
-    section is absent by default."""
+    section is absent by default.
+    """
     for name in type(section).model_fields:
         value, usual = getattr(section, name), getattr(default, name, None)
         if hasattr(type(value), "model_fields"):

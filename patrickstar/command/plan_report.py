@@ -59,9 +59,9 @@ def answer_lines(answer: Answer) -> list[str]:
     ]
     if case.setting.host_bytes < setting.host_bytes:
         lines.append(
-            f"host_memory {enough_size(case.setting.host_bytes)} of {show_size(setting.host_bytes)} is best: with more "
-            "of it an engine leaves to the host what is sooner done on the GPU, or makes whole updates where the next "
-            "forward needs parameters first"
+            f"host_memory {enough_size(case.setting.host_bytes)} of {show_size(setting.host_bytes)} is best: with "
+            "more, an engine makes updates on the host that the GPU makes sooner, or whole updates where the next "
+            "forward needs only parameters"
         )
     if case.setting.margin_use_ratio < setting.margin_use_ratio:
         lines.append(
@@ -180,7 +180,7 @@ def _work(question: Question) -> str:
     parts += [f"frozen weights in {work.quantization.value}"] if work.quantization is not None else []
     parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
     parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
-    parts.append("activations are computed again" if work.checkpointing else "activations are kept")
+    parts.append("activations are recomputed" if work.checkpointing else "activations are kept")
     return ", ".join(parts)
 
 

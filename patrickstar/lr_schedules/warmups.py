@@ -67,7 +67,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then falls linearly.
+    """Rises like :class:`WarmupLR`, then falls linearly.
 
     From iteration n on, lr(i) = min_lr + (max_lr - min_lr) * max(0, (total_num_steps - i) / max(1, total_num_steps -
     n)).

@@ -72,7 +72,8 @@ def make_budgets(
 
 def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, by_nccl: bool) -> int:
     """Bytes for one of ``sharers`` processes: the ratio of the GPU's memory, or the free memory less the reserve.
-    Memory that PyTorch holds in this process counts as its own."""
+    Memory that PyTorch holds in this process counts as its own.
+    """
     free, total = torch.cuda.mem_get_info(device)
     if ratio is not None:
         return int(total * ratio) // sharers

@@ -102,7 +102,8 @@ def may_put_values_in_place(layout: _C.Layout, optimizer: OptimizerConfig) -> bo
 
 def lacks_room_ahead(layout: _C.Layout, *, device_bytes: int, host_bytes: int) -> bool:
     """True if the host's part of the chunks leaves no room for new parameters, with :data:`_STATES_SHARE` of the device
-    full of states."""
+    full of states.
+    """
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     home = sum(chunk["home_bytes"] for chunk in chunks)
     values = sum(chunk["param_bytes"] for chunk in chunks if chunk["trainable"])

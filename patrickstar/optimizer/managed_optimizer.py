@@ -1,5 +1,6 @@
 """Selects the optimizer of parameters outside chunks: PyTorch's, or PatrickStar's if PyTorch lacks the formula. Each
-counts a parameter's updates in ``step`` of its state."""
+counts a parameter's updates in ``step`` of its state.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Adam without bias correction, which PyTorch lacks: for parameters outside chunks, and for scripts that build their
-own optimizer."""
+own optimizer.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class _WithoutCorrection(torch.optim.Optimizer):
 
 class UncorrectedAdam(_WithoutCorrection, torch.optim.Adam):
     """Adam (Kingma & Ba, 2015, algorithm 1) with momentum m and variance v instead of m / (1 - beta1^t) and v / (1 -
-    beta2^t)."""
+    beta2^t).
+    """
 
 
 class UncorrectedAdamW(_WithoutCorrection, torch.optim.AdamW):

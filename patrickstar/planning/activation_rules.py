@@ -15,7 +15,8 @@ MOST_LEAVING = 2
 """Most tensors being copied to the host: how far the launching thread may run ahead of the device."""
 LEAST_ATTENTION_TOKENS = 32768
 """With fewer tokens attention is recomputed unless the configuration says "always": host memory then helps early
-updates more, and the link helps chunks more."""
+updates more, and the link helps chunks more.
+"""
 
 _FETCHED_AHEAD = 3  # tensors between the begin of a copy to the device and its use
 _FIRST_DIVISOR = 2  # share of activations before any measurement
@@ -25,7 +26,8 @@ _CHUNKS_DIVISOR = 6  # least share of chunks and of PyTorch's cache waste
 
 def comes_ahead(number: int, used: int) -> bool:
     """True if the copy of tensor ``number`` to the device begins when backward uses tensor ``used``. Kept tensors are
-    numbered in the order of the forward."""
+    numbered in the order of the forward.
+    """
     return 0 < used - number <= _FETCHED_AHEAD
 
 
@@ -89,12 +91,14 @@ class DeviceShares:
 
     def excess_bytes(self, held_bytes: int, beyond_bytes: int, seen: SeenStep) -> int:
         """Bytes of the ``held_bytes`` kept on the device that must be offloaded. ``beyond_bytes`` of them autograd
-        would not save by itself; these are limited to the plan's activation memory."""
+        would not save by itself; these are limited to the plan's activation memory.
+        """
         needed = held_bytes + seen.working_bytes
         return max(needed - self.most_bytes(seen.working_bytes), min(needed - seen.highest_bytes, beyond_bytes))
 
     def has_room(self, num_bytes: int, held_bytes: int, host_bytes: int, seen: SeenStep) -> bool:
         """True if ``num_bytes`` that autograd would not save fit on the device beside ``held_bytes`` and in
-        ``host_bytes`` of free host memory."""
+        ``host_bytes`` of free host memory.
+        """
         on_device = seen.highest_bytes - seen.working_bytes - held_bytes
         return num_bytes <= max(on_device, 0) + max(host_bytes, 0)

@@ -106,7 +106,8 @@ def _planned(planner: Planner, proposals: Iterator[Proposal]) -> Iterator[Advice
 
 def _best_of_each_kind(found: Sequence[Advice]) -> list[Advice]:
     """Returns one proposal per kind, best first: the cheapest within :data:`LEAST_GAIN` of the kind's best. Within a
-    kind, ``found`` begins with the cheapest."""
+    kind, ``found`` begins with the cheapest.
+    """
     kept = []
     for kind in dict.fromkeys(advice.proposal.kind for advice in found):
         same = [advice for advice in found if advice.proposal.kind == kind]
@@ -123,7 +124,7 @@ def _proposals(planner: Planner, answer: Answer) -> Iterator[Proposal]:
     waits = step.seconds - step.compute_seconds > LEAST_GAIN * step.seconds  # else the GPU's work hides everything
     yield from _device_memory(question)
     if question.workload.checkpointing:
-        text = "keep activations instead of computing them again"
+        text = "keep activations instead of recomputing them"
         yield other_work("checkpointing", text, ("--no-checkpointing",), question, checkpointing=False)
         fused = fused_loss(question)
         if fused is not None:
@@ -179,7 +180,7 @@ def _options(question: Question) -> Iterator[Proposal]:
         yield other_setting("speculation", text, ("--speculation", "auto"), question, speculation=Speculation.AUTO)
     may_commit = setting.accumulation == 1 and question.clipping == 0
     if may_commit and setting.speculation is not Speculation.COMMIT:
-        text = "update in backward for good, which promises one step for each backward and no clipping"
+        text = "optimizer-in-backward: updates are final in backward, with one backward per step and no clipping"
         flags = ("--speculation", "commit")
         yield other_setting("commit", text, flags, question, speculation=Speculation.COMMIT)
     if question.chunk_numel is not None:

@@ -153,7 +153,8 @@ class Cluster:
 
     def line_rates(self, machine: Machine, size: int, stride: int) -> LineRates:
         """Rates among ``size`` ranks spaced ``stride`` apart, while all other such groups do the same. A panel enters
-        each node once, over the adapters of the group's ranks there. One sum leaves each node."""
+        each node once, over the adapters of the group's ranks there. One sum leaves each node.
+        """
         here = min(max(self.gpus_per_node // stride, 1), size)
         panels, sums = machine.nvlink_gather_gbps, machine.nvlink_scatter_gbps
         network_hops = 0
@@ -164,7 +165,8 @@ class Cluster:
 
     def pass_on_gbps(self, machine: Machine, size: int, stride: int = 1) -> float:
         """Rate at which a rank sends to the rank ``stride`` after it, or to each of its sequence, while ``size`` ranks
-        do the same. Within a node: the NVLink share measured on an H200."""
+        do the same. Within a node: the NVLink share measured on an H200.
+        """
         within = Links.gbps * machine.nvlink_gather_gbps / H200.nvlink_gather_gbps
         return within if size * stride <= self.gpus_per_node or self.link.gbps is None else min(within, self.link.gbps)
 
@@ -187,7 +189,8 @@ class Cluster:
 
     def rates(self, machine: Machine, traffic: HostTraffic, updates: UpdateRates | None = None) -> _C.Rates:
         """Returns the simulator's rates when each rank moves ``traffic``. With one GPU per node they are the machine's
-        measured rates. ``updates``: rates of the optimizer; None: Adam on float32 states."""
+        measured rates. ``updates``: rates of the optimizer; None: Adam on float32 states.
+        """
         updates = updates or machine.update_rates()
         rates = machine.rates(updates)
         group = self.chunk_group

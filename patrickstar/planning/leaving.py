@@ -57,7 +57,8 @@ class Span:
 
 class KeptTensors:
     """Autograd hooks that report each kept tensor once to ``record``. ``is_param`` identifies parameters' storages by
-    address (``_cdata``); those are skipped."""
+    address (``_cdata``); those are skipped.
+    """
 
     def __init__(self, record: Callable[[KeptEvent], None], is_param: Callable[[int], bool]):
         self._record = record

@@ -33,9 +33,10 @@ class Gpu:
     """Sustained 16-bit fused attention over 1024 tokens, counted without regard to the mask."""
     middle_attention_tflops: float
     """Sustained 16-bit causal attention over 4096 tokens, counting unmasked products only. PyTorch's default kernel;
-    sequence parallelism uses another (patrickstar/sequence/choice.py)."""
+    sequence parallelism uses another (patrickstar/sequence/choice.py).
+    """
     long_attention_tflops: float
-    """As :attr:`middle_attention_tflops`, over 65,536 tokens and more."""
+    """Like :attr:`middle_attention_tflops`, over 65,536 tokens and more."""
     memory_gbps: float
     """Sustained element-wise operations, 1e9 bytes per second, reads and writes."""
     launch_seconds: float
@@ -53,7 +54,8 @@ class Gpu:
     def attention_flops(self, dtype: torch.dtype, length: int, *, causal: bool) -> float:
         """Operations per second of attention over ``length`` tokens, counted without regard to the mask. Causal kernels
         skip half of them in long sequences, few at 1024 tokens. Rates between the measured lengths are linear in the
-        length's logarithm."""
+        length's logarithm.
+        """
         at_most = self.matmul_flops(dtype)
         done = 2 if causal else 1
         short, middle, far = (
@@ -84,12 +86,14 @@ class Machine:
     """Latency of each transfer between host and device."""
     host_adam_gparams: float
     """Adam on float32 states on the host with one GPU's threads, 1e9 parameters per second. Other updates are limited
-    by the same memory bandwidth or by :attr:`host_threads`."""
+    by the same memory bandwidth or by :attr:`host_threads`.
+    """
     host_threads: int
     """Update threads per GPU: one per core, without the launching core."""
     param_pass: float = 16 / 28
     """Time of phase one (parameters) of a two-phase update, relative to a whole host update. By bytes moved unless
-    measured."""
+    measured.
+    """
     states_pass: float = 26 / 28
     """Time of phase two (states), likewise."""
     device_adam_gparams: float
@@ -113,7 +117,8 @@ class Machine:
 
     def host_params_per_second(self, cost: UpdateCost) -> float:
         """Host updates per second at this cost, limited by memory or by cores. Core times are the measured ones,
-        reduced if :attr:`host_adam_gparams` shows faster cores."""
+        reduced if :attr:`host_adam_gparams` shows faster cores.
+        """
         adam = self.host_adam_gparams * 1e9
         core_seconds = min(ADAM.core_seconds, self.host_threads / adam) * cost.core_seconds / ADAM.core_seconds
         return min(adam * ADAM.traffic_bytes / cost.traffic_bytes, self.host_threads / core_seconds)
@@ -126,7 +131,8 @@ class Machine:
         self, on_host: Sequence[tuple[int, UpdateCost]] = (), on_device: Sequence[tuple[int, UpdateCost]] = ()
     ) -> UpdateRates:
         """Returns average rates for (number of parameters, cost) on each side; an empty side gets Adam on float32
-        states."""
+        states.
+        """
         host, device = on_host or ((1, ADAM),), on_device or ((1, ADAM),)
         numel = sum(count for count, _ in host)
         return UpdateRates(
@@ -138,7 +144,8 @@ class Machine:
 
     def rates(self, updates: UpdateRates | None = None) -> _C.Rates:
         """Returns these figures as the simulator's rates (csrc/plan/simulator.h), without collectives. ``updates``:
-        rates of the optimizer; None: Adam on float32 states."""
+        rates of the optimizer; None: Adam on float32 states.
+        """
         updates = updates or self.update_rates()
         rates = _C.Rates()
         rates.upload_gbps = self.upload_gbps
@@ -210,7 +217,8 @@ def _of_data_sheet(
     compute_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
 ) -> Machine:
     """An H200's host with another GPU. Rates are the H200's, scaled by data sheets: dense 16-bit matrix products with
-    float32 sums, memory, NVLink (both directions; 0: collectives over PCIe), PCIe."""
+    float32 sums, memory, NVLink (both directions; 0: collectives over PCIe), PCIe.
+    """
     arithmetic, memory, pcie_share = tflops / _SHEET_TFLOPS, gbps / _SHEET_GBPS, _OF_PCIE_5[pcie]
     link = H200.upload_gbps * pcie_share
     nvlink = nvlink_gbps / _SHEET_NVLINK_GBPS
@@ -306,7 +314,8 @@ def given_gpu(
 
 def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None = None) -> Machine:
     """Returns ``machine`` with another host: cores per GPU and memory bandwidth of a socket, 1e9 bytes per second; None
-    keeps a value. Updates are limited by the cores or by their measured share of the bandwidth."""
+    keeps a value. Updates are limited by the cores or by their measured share of the bandwidth.
+    """
     if cores is None and gbps is None:
         return machine
     told = [f"{cores} cores"] if cores is not None else []
@@ -328,7 +337,8 @@ def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None
 
 def given_disk(machine: Machine, gbps: float | None) -> Machine:
     """Returns ``machine`` with a disk of ``gbps`` 1e9 bytes per second, reads and writes each, both at once; None keeps
-    it."""
+    it.
+    """
     if gbps is None:
         return machine
     source = f"a disk of {gbps:g} GB/s as given; the rest: {machine.source}"
@@ -337,7 +347,8 @@ def given_disk(machine: Machine, gbps: float | None) -> Machine:
 
 def measured(machine: Machine) -> Machine:
     """Returns ``machine`` with rates measured here: host updates, and with a GPU the link and GPU updates. Takes about
-    a second and 0.5 GB of host memory."""
+    a second and 0.5 GB of host memory.
+    """
     what = ["host Adam"]
     values: dict[str, float] = {
         "host_adam_gparams": measure_host_adam_gparams(),

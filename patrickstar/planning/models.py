@@ -62,12 +62,13 @@ class PlannedModel:
 
     @property
     def divisions(self) -> list[PlannedDivision | PlannedMatrices]:
-        """Of these two, those that there are."""
+        """Sequence and tensor parallelism, as far as present."""
         return [division for division in (self.division, self.matrices) if division is not None]
 
     def model_flops(self, batch: int, length: int) -> float:
         """FLOPs of forward and backward: 6 per parameter and token (4 if frozen), plus 6 per layer, hidden unit,
-        position and token for attention (causal masks count half). Recomputation is not counted."""
+        position and token for attention (causal masks count half). Recomputation is not counted.
+        """
         tokens = batch * length
         of_params = (4.0 * self.num_params + 2.0 * self.num_trained) * tokens
         return of_params + 6.0 * self.num_layers * self.hidden * length * tokens

@@ -1,5 +1,6 @@
 """Answers questions about training runs. Questions may differ in a part, such as the memory or the batch size; traces
-and layouts are shared between them."""
+and layouts are shared between them.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ class Planner:
             raise refusals[0]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
         division = trace.model.division
-        # Of the steps that are equally short within the simulator's tolerance, the one with the least waste.
+        # The least waste among steps that are equally short within the simulator's tolerance.
         chosen = min(shortest_cases(cases), key=lambda case: case.waste_bytes)
         return Answer(
             question=question,
@@ -187,7 +188,8 @@ class Planner:
 
     def needed_device_bytes(self, question: Question) -> int:
         """Device bytes of activations and of the largest access's chunks, with the best chunk size. At most
-        ``device_memory`` if the model fits."""
+        ``device_memory`` if the model fits.
+        """
         trace = self._trace(question)
         sizes = self._sizes(question, trace)
         return min(self._predictor(question, trace, size).needed_device_bytes(question.setting) for size in sizes)

@@ -101,7 +101,8 @@ class StepTimes:
     """By chunk: its update, a name of ``_C.Recipe``."""
     activations: list[Sequence[int]] = dataclasses.field(default_factory=list)
     """By access: bytes of activations that leave the device, that return, and that the access needs of the returning
-    ones. Empty: no offload."""
+    ones. Empty: no offload.
+    """
 
     @classmethod
     def of_core(cls, times: Mapping[str, Any]) -> StepTimes:

@@ -50,7 +50,8 @@ class Case:
     """One rank's parameters and optimizer states on the host, with the buffers of states on the disk."""
     host_peak_bytes: int
     """Highest host memory of one rank's engine. Includes new values of speculative updates, gradients in transfer, and
-    states that move to the device after the first step."""
+    states that move to the device after the first step.
+    """
     least_host_bytes: int
     """Least ``host_memory`` that works with all states on the host or on the disk."""
     stashed_bytes: int
@@ -109,14 +110,16 @@ class Predictor:
 
     def needed_device_bytes(self, setting: Setting) -> int:
         """Device bytes of activations and of the largest access's chunks, with all states on the host and the
-        activation offload of this ``device_memory``. Exceeds ``device_memory`` if the model does not fit."""
+        activation offload of this ``device_memory``. Exceeds ``device_memory`` if the model does not fit.
+        """
         moments = self._timeline(self._first_device(setting), self._nowhere).moments
         problem = _C.pose_problem(self.layout, moments, self._nowhere, self.device_budget(setting))
         return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
 
     def least_device_bytes(self, setting: Setting) -> int:
         """Least ``device_memory`` with all states on the host. With activation offload it is up to 1 % too high, never
-        too low."""
+        too low.
+        """
         staying = dataclasses.replace(setting, offload=ActivationOffload.NEVER)
         high = self.needed_device_bytes(staying)
         if not self._may_leave(setting):
@@ -235,7 +238,8 @@ class Predictor:
 
     def _timeline(self, first: Device | None, on_device: Sequence[bool], later: Device | None = None) -> TimedTimeline:
         """``first``: the device of the first step's activation offload; None: no offload. ``later``: the same of later
-        steps, which may keep attention and save time."""
+        steps, which may keep attention and save time.
+        """
         places = tuple(on_device)
         key = (first, later, places)
         if key not in self._timelines:
@@ -312,7 +316,8 @@ class Predictor:
 
     def _place(self, setting: Setting, budget: _C.DeviceBudget) -> tuple[list[_C.Tier], list[bool]]:
         """Returns by chunk the initial tier of its states, and True if they end on the device: because host and disk
-        cannot hold them, or because the headroom can."""
+        cannot hold them, or because the headroom can.
+        """
         first, host_bytes, _ = self._initial_placement(setting)
         if host_bytes > setting.host_bytes:
             once = "parameters and optimizer states"

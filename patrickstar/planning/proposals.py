@@ -94,7 +94,7 @@ def most_device_bytes(question: Question) -> int:
 
 def recomputed(question: Question) -> Proposal:
     """Checkpointed layers."""
-    text = "compute activations again in backward, which leaves more of the GPU to the model"
+    text = "recompute activations in backward, which leaves more of the GPU to the model"
     return other_work("checkpointing", text, ("--checkpointing",), question, checkpointing=True)
 
 

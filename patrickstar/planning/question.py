@@ -108,7 +108,8 @@ class Question:
 
     def check(self) -> None:
         """Raises ValueError if the GPU does not support the precision, or if the GPUs do not divide into the workload's
-        groups."""
+        groups.
+        """
         check_precision(self.workload.precision, self.machine)
         size, num_ranks = self.workload.sequence_ranks, self.cluster.num_ranks
         if num_ranks % size:

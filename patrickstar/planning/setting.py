@@ -20,7 +20,8 @@ class Setting:
     """Bytes of a disk for optimizer states (``disk_memory.size``); 0: none."""
     margin_use_ratio: float = 1.0
     """Share of the device memory beside chunks in use and activations that optimizer states may take
-    (``client.mem_tracer.margin_use_ratio``)."""
+    (``client.mem_tracer.margin_use_ratio``).
+    """
     hybrid_adam: bool = True
     """True: optimizer states may rest on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
@@ -50,7 +51,8 @@ class Setting:
     @property
     def update_start(self) -> _C.UpdateStart:
         """Start of host updates. With accumulation, or without masters, they start after the norm, except for
-        optimizer-in-backward."""
+        optimizer-in-backward.
+        """
         if self.accumulation > 1 or self.speculation is Speculation.NEVER:
             return _C.UpdateStart.AFTER_NORM
         if self.speculation is Speculation.COMMIT:

@@ -73,7 +73,8 @@ class ShortestStep:
 
     def _descend(self, settings: Iterable[Setting | None], begin: Case, patience: int) -> list[Case]:
         """Returns the cases of ``settings`` in order, skipping None, until ``patience`` cases in a row give no shorter
-        step."""
+        step.
+        """
         cases, shortest, worse = [], begin.step.seconds, 0
         for setting in settings:
             if setting is None:
@@ -88,7 +89,8 @@ class ShortestStep:
 
     def _state_counts(self, setting: Setting) -> tuple[int, int]:
         """Numbers of leading chunks with states on the device: with these budgets, and with so little host memory that
-        no other update could begin in backward."""
+        no other update could begin in backward.
+        """
         budget = self._predictor.device_budget(setting)
         usual = self._predictor.num_state_chunks(setting, budget)
         if not setting.updates_take_memory:
@@ -98,7 +100,8 @@ class ShortestStep:
 
     def _with_fewer(self, setting: Setting, count: int) -> Setting | None:
         """Returns the setting with the largest ``margin_use_ratio`` that puts ``count`` chunks' states on the device,
-        or None."""
+        or None.
+        """
         budget = self._predictor.device_budget(setting)
         budget.host_limit_bytes = 2**62
         low, high = 0.0, setting.margin_use_ratio
@@ -117,7 +120,8 @@ class ShortestStep:
 
     def _with_less_host(self, setting: Setting, count: int, num_whole: int) -> Setting | None:
         """Returns the setting with the ``host_memory`` that puts ``count`` chunks' states on the device, gives
-        ``num_whole`` others whole updates in backward, and the rest two-phase updates. None if that is not less."""
+        ``num_whole`` others whole updates in backward, and the rest two-phase updates. None if that is not less.
+        """
         if not setting.updates_take_memory:
             return None
         on_host = [chunk for chunk in self._predictor.chunks[count:] if chunk["trainable"]]

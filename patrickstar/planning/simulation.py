@@ -106,7 +106,8 @@ def shared_host_plan(
     updates: UpdateRates,
 ) -> Plan:
     """Returns the plan of ``choose`` at each GPU's rates when all GPUs of a node run the same step. Rates depend on the
-    host memory bandwidth that the step uses, so a few rounds are made."""
+    host memory bandwidth that the step uses, so a few rounds are made.
+    """
     updated = sum(c.shard_numel for c in chunks if c.trainable and not c.states_on_device)
     traffic = HostTraffic()
     for _ in range(1 if cluster.gpus_per_node == 1 else _ROUNDS):
@@ -170,7 +171,8 @@ def choose_plan(
 
 def accumulated(plan: Plan, accumulation: int) -> Prediction:
     """Returns the step of ``plan`` preceded by ``accumulation`` - 1 backward passes without updates. Their transfers
-    and operations equal the last one's. Host time for accumulating is not counted."""
+    and operations equal the last one's. Host time for accumulating is not counted.
+    """
     last, times = plan.prediction, plan.times
     assert last is not None and times is not None
     if accumulation == 1:

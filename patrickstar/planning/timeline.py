@@ -43,7 +43,7 @@ class Accesses:
     moment_of: list[int]
     """By use, the access that follows it; -1: before the first access."""
     waste_bytes: int
-    """As :attr:`TimedTimeline.waste_bytes`."""
+    """See :attr:`TimedTimeline.waste_bytes`."""
 
     def timed(self, uses: StepUses) -> TimedTimeline:
         """Adds activation memory, times and copies of ``uses``, which must make the same calls of the core."""
@@ -62,7 +62,8 @@ class Accesses:
 def play_accesses(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> Accesses:
     """Returns the accesses of a step with these uses. ``states_on_device``, by chunk: with one rank, gradients of such
     chunks stay on the device unless they are applied at once. With several ranks all gradients leave by the
-    reduce-scatter."""
+    reduce-scatter.
+    """
     calls = [(use.call, use.params, use.until, use.begin, use.end) for use in uses.uses]
     return Accesses(*_C.play_uses(layout, list(states_on_device), calls))
 

@@ -35,7 +35,8 @@ def state_bytes(kind: _C.StateType) -> float:
 
 def traffic_bytes(states: _C.StateFormat, compute_bytes: int = 2) -> float:
     """Bytes read and written per parameter: the gradient, the new parameter, each state twice, and the old parameter if
-    it is (half of) the master. ``compute_bytes``: size of a gradient or parameter element."""
+    it is (half of) the master. ``compute_bytes``: size of a gradient or parameter element.
+    """
     old = 0 if states.master == _TYPES.FLOAT32 else compute_bytes
     kept = sum(state_bytes(kind) for kind in (states.master, states.momentum, states.variance))
     return 2 * compute_bytes + old + 2 * kept
@@ -67,7 +68,8 @@ ADAM = update_cost(_C.StateFormat(), OptimizerType.ADAMW)
 
 def costs_of_chunks(chunks: Iterable[Mapping[str, Any]], rule: OptimizerType) -> list[tuple[int, UpdateCost]]:
     """Returns, for each trained chunk (``_C.Layout.chunk``), the number of parameters that this rank updates and their
-    cost."""
+    cost.
+    """
     return [
         (chunk["shard_numel"], update_cost(chunk["states"], rule, 4 if chunk["dtype"] == _C.DType.FLOAT32 else 2))
         for chunk in chunks

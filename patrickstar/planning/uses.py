@@ -93,7 +93,8 @@ class StepUses:
 
     def with_tides(self, first: Tides | None, later: Tides | None) -> StepUses:
         """Returns the uses with the ``first`` step's peaks of activation memory, and with the copies and savings of
-        ``later`` steps. None: no offload."""
+        ``later`` steps. None: no offload.
+        """
         count = len(self.uses)
         peaks = [use.tide_peak_bytes for use in self.uses] if first is None else first.peaks
         saved = (0.0,) * count if later is None else later.saved_seconds

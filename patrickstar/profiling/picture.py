@@ -89,7 +89,8 @@ def memory_bands(trace: dict[str, Any]) -> dict[str, list[int]]:
 
 def layer_spans(trace: dict[str, Any], layers: ChunkLayers) -> list[tuple[str, float, float]]:
     """Returns (label, begin, end) in milliseconds for each run of accesses with the same layers, within forward or
-    backward."""
+    backward.
+    """
     moments = trace["moments"]
     labels = map(short_names, layers.of_moments(moments))
     named = [(moment["phase"], label, moment) for moment, label in zip(moments, labels, strict=True)]
@@ -103,7 +104,8 @@ def layer_spans(trace: dict[str, Any], layers: ChunkLayers) -> list[tuple[str, f
 
 def thinned(spans: Iterable[tuple[str, float, float]], least_distance: float) -> list[tuple[str, float]]:
     """Returns (label, middle) of the spans whose middles are at least ``least_distance`` apart, from the left. Spans
-    without a label are skipped."""
+    without a label are skipped.
+    """
     kept: list[tuple[str, float]] = []
     for label, begin, end in spans:
         middle = (begin + end) / 2
