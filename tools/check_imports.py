@@ -1,8 +1,8 @@
-"""Checks what the modules of patrickstar import of each other against the rooms of the design (docs/design.md).
+"""Checks imports between the modules of patrickstar against the layers of rooms (docs/design.md).
 
     python3 tools/check_imports.py [ROOT]
 
-Prints every violation and exits with 1 when there is one. Standard library only.
+Prints every violation; exits with 1 if there are any. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# A room imports itself and lower layers; rooms of one layer never import each other. What lies beside the rooms
-# (patrickstar/zero.py, patrickstar/plan.py and so on) are names and commands of users: it imports what it likes, and no
-# room imports it. So is a room's __main__.py, which is run and never imported.
+# A room imports itself and lower layers; rooms of one layer never import each other. Modules beside the rooms
+# (patrickstar/zero.py, patrickstar/plan.py) and every __main__.py are entry points: they import anything, and no room
+# imports them.
 LAYERS = {
     "config": 0,
     "diagnostics": 0,
@@ -37,7 +37,7 @@ LAYERS = {
     "ones": 7,
     "command": 8,
 }
-# Below all rooms: standard library alone, imported by whoever likes.
+# Below all rooms: standard library only, imported by any room.
 FOR_ALL = ("sizes",)
 NAMES_OF_USERS = ("checkpointing", "comm", "env", "ops", "plan", "profile", "utils", "zero")
 PACKAGE = "patrickstar"
@@ -45,7 +45,7 @@ EXTENSION = "_C"
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name below the package of all that a file imports of it, wherever in the file it does so."""
+    """Yields the line and dotted name of each import of the package, also within functions."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -62,7 +62,7 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def check(root: Path) -> list[str]:
-    """The violations in the repository ``root``, as "file:line: what, why"."""
+    """Returns the violations in the repository ``root`` as "file:line: what, why"."""
     violations = []
     package = root / PACKAGE
     for file in sorted(package.rglob("*.py")):
@@ -93,7 +93,7 @@ def check(root: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints violations; exits with 1 when there are some."""
+    """Prints violations; exits with 1 if there are any."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
     violations = check(root)
     if violations:

@@ -16,7 +16,7 @@ class DelayingBackend final : public Backend {
   DelayingBackend(std::unique_ptr<Backend> backend, const DelayOptions& options)
       : inner_(std::move(backend)), options_(options), generator_(options.seed) {}
 
-  // What is late.
+  // Delayed calls.
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
     const bool crosses_link =
@@ -35,7 +35,7 @@ class DelayingBackend final : public Backend {
     }
   }
 
-  // What is not.
+  // Forwarded calls.
 
   void* allocate(int64_t num_bytes) override { return inner_->allocate(num_bytes); }
   void* allocate_over_limit(int64_t num_bytes) override { return inner_->allocate_over_limit(num_bytes); }
