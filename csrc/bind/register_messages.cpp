@@ -18,7 +18,7 @@ std::map<std::string, py::bytes> example_messages(int num_chunks) {
   const StepTimes times{Rates{}, {{0.5, 0.25, 0.0}, {}, {}}};
   return {{"request", packed(ChunkRequest{0, {num_chunks - 1}})},
           {"summary", packed(StepSummary{7, {0, 1 << 20, 3}, true, {5, 0}, "note"})},
-          {"vote", packed(PlanVote{true, false, updates, 0, times})}};
+          {"vote", packed(PlanVote{true, false, updates, times})}};
 }
 
 void read_message(const std::string& kind, const py::bytes& message, int num_chunks) {
