@@ -95,7 +95,7 @@ class Partial:
             self._out, self._lse = out, lse
             return
         so_far, so_far_lse = (part[:, :, rows] for part in self._wide())
-        # As sigmoids, which do not overflow; if neither sees a key, the output stays 0.
+        # Sigmoids do not overflow; if neither sees a key, the output stays 0.
         share = torch.sigmoid(lse - so_far_lse).nan_to_num_(0.0)
         so_far.lerp_(out.to(so_far.dtype), share.unsqueeze(-1))
         torch.logaddexp(so_far_lse, lse, out=so_far_lse)

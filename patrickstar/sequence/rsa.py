@@ -98,7 +98,7 @@ def _go_round(group: SequenceGroup, part: torch.Tensor, use: Callable[[slice, to
 def _go_round_with_sums(
     group: SequenceGroup, part: torch.Tensor, use: Callable[[slice, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """As :func:`_go_round`; the results of ``use`` for one rank's part are summed over all ranks and end at
+    """Like :func:`_go_round`; the results of ``use`` for one rank's part are summed over all ranks and end at
     that rank.
     """
     length, sums = part.shape[-2], None
