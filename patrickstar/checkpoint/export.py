@@ -62,15 +62,15 @@ class _Place:
 def export(
     directory: str | os.PathLike[str], shards: Sequence[TensorShard], options: ExportOptions | None = None
 ) -> Path:
-    """Writes the values of all ranks' shards into a new folder, and returns it. All ranks call it.
+    """Writes the values of all ranks' shards into a new folder, and returns it. All ranks must call it.
 
     Args:
-        directory: there must be none, or an empty one; it appears when it is complete.
-        shards: this rank's; values and buffers.
+        directory: absent or empty; it appears when it is complete.
+        shards: this rank's values and buffers.
         options: None for the defaults.
 
     Raises:
-        CheckpointError: on all ranks, when one of them cannot write, or their shards are no whole tensors.
+        CheckpointError: on all ranks, if one of them cannot write, or the shards do not cover whole tensors.
     """
     options = options or ExportOptions()
     peers, disk = options.peers, options.disk
