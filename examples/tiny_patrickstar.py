@@ -192,9 +192,7 @@ def emit(access: Access, upcoming: Sequence[Access], machine: Machine) -> list[I
 
 
 def make_plan(trace: Sequence[Access], clock: Clock) -> Program:
-    """A program for steps equal to the traced one. The Clock simulates it meanwhile, and so tracks which
-    arrays exist.
-    """
+    """A program for steps equal to the traced one. The Clock simulates it, and so tracks which arrays exist."""
     program: Program = []
     for t, access in enumerate(trace):
         program.append(emit(access, trace[t + 1 :], clock))

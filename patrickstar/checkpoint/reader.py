@@ -109,7 +109,6 @@ class Checkpoint:
             self._open(file)
 
     def _shards_of(self, item: TensorRange) -> Iterator[StoredShard]:
-        """Shards that must be read for a range."""
         stored = self.manifest.tensors.get(item.key)
         if stored is not None:
             if isinstance(stored, ComposedTensor):

@@ -114,7 +114,6 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
             check_compiler(compiler, "the model")
 
     def _compiler(self) -> Compiler | None:
-        """The compiler for models, or None."""
         plugin = self.state.dynamo_plugin
         if plugin is None or plugin.backend == DynamoBackend.NO:
             return None

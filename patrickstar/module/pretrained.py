@@ -94,7 +94,7 @@ def from_pretrained(
         config: replaces the folder's model configuration.
         dtype: dtype of the model's parameters and ``state_dict``; ``"auto"``: that of ``config.json``. Masters are
             always float32.
-        quantization: ``"nf4"`` or ``"int8"``, or the configuration's section ``quantization`` as a dict. Weights of
+        quantization: ``"nf4"``, ``"int8"``, or the configuration's section ``quantization`` as a dict. Weights of
             linear layers are frozen and stored quantised (docs/guides/qlora.md). Each is quantised as it is read: the
             16-bit weights never exist as a whole.
         quantization_config: the same in transformers' form: a ``BitsAndBytesConfig`` for NF4 with double quantisation;

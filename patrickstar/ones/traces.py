@@ -63,7 +63,10 @@ class _Workload:
     initial_loss: float
 
     def throughput(self) -> Throughput:
-        """Gradients of 4 bytes cross links of 10 GB/s twice; half the time within a node; 1 % of it more per further GPU."""
+        """Gradients of 4 bytes cross links of 10 GB/s twice, in half the time within a node.
+
+        Each further GPU adds 1 % of the time between nodes.
+        """
         sync = 2 * 4 * self.million_params * 1e6 / 10e9
         return Throughput(
             sample_s=self.sample_ms / 1e3, pass_s=0.01, sync_s=0.5 * sync, sync_growth_s=0.01 * sync, node_sync_s=sync,

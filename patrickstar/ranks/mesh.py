@@ -128,7 +128,6 @@ def _is_shown(mesh: Mesh, axis: Axis) -> bool:
 
 
 def _factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """All ordered factorisations."""
     if num_factors == 1:
         yield (number,)
         return
