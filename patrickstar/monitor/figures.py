@@ -35,9 +35,10 @@ def model_tflops(num_parameters: int, num_trainable: int, tokens_per_second: flo
     """10^12 floating point operations of a model per second.
 
     Per parameter and token it counts 2 in forward, 2 in backward for the gradients of activations, and 2 for the
-    gradients of trained weights. That is 6 per parameter and token (Kaplan et al., "Scaling laws for neural language models", 2020, section 2.1). It
-    is formula (3) of Narayanan et al., "Efficient large-scale language model training on GPU clusters using
-    Megatron-LM", 2021, without recomputation, and without attention's scores, which add sequence / (6 * hidden size).
+    gradients of trained weights. That is 6 per parameter and token (Kaplan et al., "Scaling laws for neural language
+    models", 2020, section 2.1). It is formula (3) of Narayanan et al., "Efficient large-scale language model training
+    on GPU clusters using Megatron-LM", 2021, without recomputation, and without attention's scores, which add
+    sequence / (6 * hidden size).
     """
     return (4 * num_parameters + 2 * num_trainable) * tokens_per_second / 1e12
 

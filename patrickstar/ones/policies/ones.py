@@ -23,7 +23,7 @@ _RULE = BatchRule.BEST_GOODPUT
 class Ones:
     """Maximises ``sum_j 1 / (R_j / G_j(n_j) + c_j)``: the rate at which jobs end if nothing changed any more.
 
-    ``R`` is the expected remaining work (the mean of its distribution) and ``G`` the goodput at the best batch. ``c`` is
+    ``R`` is the expected remaining work (the mean of its distribution), ``G`` the goodput at the best batch. ``c`` is
     the seconds of a resize if ``n`` differs from the job's present number, else 0. A resized job keeps its GPUs for
     ``cooldown_resizes`` times the cost of a resize, and at least for ``cooldown_s``.
     """
