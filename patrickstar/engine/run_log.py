@@ -13,6 +13,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.monitor import LossOf, MonitorOptions, RunFacts, StallSampler, StepMonitor
+from patrickstar.monitor.peak import peak_tflops
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.sizes import show_count, show_seconds, show_size
 
@@ -125,6 +126,7 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
         num_ranks=len(session.ranks.members),
         ranks_per_sample=session.calls.ranks_per_call,
         device=session.device,
+        peak_tflops=peak_tflops(session.device, session.config.compute_dtype) if options.shows_rates else None,
         loss_of=loss_of,
     )
     return StepMonitor(options, facts, session.report, make_stall_sampler(session))

@@ -26,6 +26,7 @@ METRICS = (
     "patrickstar/tokens_per_second",
     "patrickstar/samples_per_second",
     "patrickstar/model_tflops",
+    "patrickstar/peak_share",
     "patrickstar/stalled_share",
 )
 """All names of metrics: DeepSpeed's where it has them, else our own."""
@@ -73,6 +74,8 @@ class StepFigures:
     """All ranks' rate since the last line: the first rank's samples times the number of ranks."""
     tflops: float | None = None
     """The model's TFLOPS, per rank."""
+    peak_share: float | None = None
+    """``tflops`` as a share of the GPU's measured peak."""
     stalls: Stalls | None = None
     """Stalls of a recent step."""
     phase_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -93,6 +96,7 @@ class StepFigures:
             _part("{} tokens/s", self.tokens_per_second, show_count),
             _part("{} samples/s", self.samples_per_second, show_count) if self.tokens_per_second is None else None,
             _part("{}", self.tflops, _flops),
+            _part("SOL {:.0f} %", self.peak_share, lambda share: 100 * share),
             self.stalls.text() if self.stalls is not None else None,
             *(f"{name} {value:.1f} ms" for name, value in self.phase_ms.items()),
         ]
@@ -111,6 +115,7 @@ class StepFigures:
             "patrickstar/tokens_per_second": self.tokens_per_second,
             "patrickstar/samples_per_second": self.samples_per_second,
             "patrickstar/model_tflops": self.tflops,
+            "patrickstar/peak_share": self.peak_share,
             "patrickstar/stalled_share": self.stalls.share if self.stalls is not None else None,
             **{f"Train/Samples/elapsed_time_ms_{name}": value for name, value in self.phase_ms.items()},
         }

@@ -24,6 +24,13 @@ class MonitorOptions:
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """The operations of one step."""
 
+    @property
+    def shows_rates(self) -> bool:
+        """True if lines or metrics are requested."""
+        return bool(self.steps_per_print) or any(
+            section.enabled for section in (self.tensorboard, self.csv_monitor, self.wandb)
+        )
+
     def __post_init__(self):
         if self.steps_per_print is not None and self.steps_per_print < 0:
             raise ValueError(f"steps_per_print is {self.steps_per_print}; give at least 1, or 0 for no lines")

@@ -51,6 +51,8 @@ class RunFacts:
     """Ranks that get the same samples, and compute a part of each."""
     device: torch.device = torch.device("cpu")
     """The device the model runs on."""
+    peak_tflops: float | None = None
+    """The GPU's measured peak (`patrickstar.monitor.peak`); None without a GPU."""
     loss_of: LossOf = LossOf.MICRO_BATCH
     """The meaning of the losses given to the monitor."""
 
@@ -291,7 +293,9 @@ class StepMonitor:
         if seconds > 0 and total.num_tokens > 0:
             per_rank = total.num_tokens / seconds
             figures["tokens_per_second"] = per_rank * facts.num_ranks
-            figures["tflops"] = model_tflops(facts.num_parameters, facts.num_trainable, per_rank)
+            tflops = figures["tflops"] = model_tflops(facts.num_parameters, facts.num_trainable, per_rank)
+            if facts.peak_tflops is not None:
+                figures["peak_share"] = tflops / facts.peak_tflops
         if self._options.wall_clock_breakdown:
             figures["phase_ms"] = {
                 phase.value: 1e3 * total.phase_seconds[phase] / total.num_steps

@@ -36,11 +36,12 @@ def test_the_line():
         tokens_per_second=13210.0,
         samples_per_second=13.0,
         tflops=353.2,
+        peak_share=0.4967,
         stalls=Stalls({"adam on host": 0.02, "uploads": 0.01}),
     )
     assert figures.text() == (
         "step 120  loss 2.3142  grad norm 0.871  lr 3.00e-4  gpu 23.1 GiB  host 102 GiB  1.24 s/step  13.2k tokens/s  "
-        "353 TFLOPS  stalled 3 % (adam on host)"
+        "353 TFLOPS  SOL 50 %  stalled 3 % (adam on host)"
     )
     small = StepFigures(step=1, device_bytes=12 * 2**20, step_seconds=0.0053, tokens_per_second=999.9, tflops=3.2e-3)
     assert small.text() == "step 1  device 12 MiB  5.3 ms/step  1k tokens/s  3.2 GFLOPS"

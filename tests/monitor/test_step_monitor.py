@@ -222,7 +222,7 @@ def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, lines):
     report = {"grad_norm": 1.5, "loss_scale": 2.0, "num_skipped_steps": 0, "device_peak_bytes": 3 * GIB}
     report["host_peak_bytes"] = 5 * GIB
     asked = {"csv_monitor": CsvMonitorConfig(enabled=True, output_path=str(tmp_path))}
-    facts = RunFacts(num_parameters=10**9, num_trainable=10**6, num_ranks=2)
+    facts = RunFacts(num_parameters=10**9, num_trainable=10**6, num_ranks=2, peak_tflops=64.0)
     state = {}
     for num_steps in (12, 3):
         monitor = StepMonitor(MonitorOptions(**asked), facts, lambda: report, clock=ticks())
@@ -247,6 +247,8 @@ def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, lines):
     assert (last["patrickstar/device_gib"], last["patrickstar/host_gib"]) == ("3.0", "5.0")
     seconds = 0.125 * 10  # one reading as each step begins, and one at the end
     assert float(last["patrickstar/tokens_per_second"]) == pytest.approx(2 * 10 * 400 / seconds)
+    rate = (4 * 10**9 + 2 * 10**6) * 10 * 400 / seconds / 1e12
+    assert float(last["patrickstar/peak_share"]) == pytest.approx(rate / 64)
     assert float(last["patrickstar/samples_per_second"]) == pytest.approx(2 * 10 * 4 / seconds)
     assert float(last["patrickstar/model_tflops"]) == pytest.approx((4e9 + 2e6) * 10 * 400 / seconds / 1e12)
     assert lines() == []
