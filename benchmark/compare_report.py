@@ -1,10 +1,9 @@
-"""The results of ``benchmark.compare`` for files, for people and as a picture."""
+"""The results of ``benchmark.compare`` as a table and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from pathlib import Path
 from typing import Any
 
 from benchmark.common import model_flops
@@ -12,7 +11,6 @@ from benchmark.systems.run import Run
 
 _REFERENCE = "patrickstar"
 _GIB = 2**30
-_LONGEST_NOTE = 90
 _COLUMNS = {
     "system": 24,
     "ranks": 6,
@@ -30,12 +28,12 @@ _COLUMNS = {
     "down GiB": 10,
     "init s": 8,
 }
-"""Of the table: titles and characters."""
+"""Title and width in characters."""
 
 
 @dataclasses.dataclass
 class Comparison:
-    """Runs of the same job by several systems, on one or several numbers of ranks."""
+    """Runs of one model by several systems, on one or several numbers of ranks."""
 
     command: str
     runs: list[Run] = dataclasses.field(default_factory=list)
@@ -52,8 +50,9 @@ class Comparison:
         return self.step_seconds(run) / self.step_seconds(reference)
 
     def scaling(self, run: Run) -> float | None:
-        """TFLOPS per GPU over that of the least number of ranks of the same system; None if one of the two did not
-        train, or there is only one number of ranks.
+        """TFLOPS per GPU over the same system's on the least number of ranks.
+
+        None if one of the two did not train, or there is only one number of ranks.
         """
         all_ranks = {other.job.ranks for other in self.runs}
         least = self._measured(run.job.system, min(all_ranks))
@@ -66,21 +65,19 @@ class Comparison:
         return next(found, None)
 
     def tflops_per_gpu(self, run: Run) -> float:
-        """Model TFLOPS of one rank."""
         return model_flops(run.job.shape, run.job.batch) / self.step_seconds(run) / 1e12
 
     def tokens_per_second_per_gpu(self, run: Run) -> float:
-        """Of one rank."""
         return run.job.batch * run.job.length / self.step_seconds(run)
 
     def exposed_seconds(self, run: Run) -> float | None:
-        """Seconds of a step in which no kernel runs; None if not measured."""
+        """Seconds of a step in which no kernel but collectives runs; None if not measured."""
         if run.activity is None:
             return None
         return max(0.0, self.step_seconds(run) - run.activity["computing_seconds"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for a file."""
+        """All figures, as JSON has them."""
         job = dataclasses.asdict(self.runs[0].job)
         common = {
             key: job[key]
@@ -132,7 +129,7 @@ class Comparison:
 
 
 def format_table(comparison: Comparison) -> str:
-    """A line per run, then the losses of each."""
+    """A line per run, then the losses of each run."""
     job = comparison.runs[0].job
     provenance = next((run.provenance for run in comparison.runs if run.provenance), {})
     compiled = {"no": "", "blocks": ", blocks compiled", "whole": ", compiled as a whole"}[job.compiled]
@@ -186,7 +183,6 @@ def _row(comparison: Comparison, run: Run) -> str:
 
 
 def _line(cells: list[str]) -> str:
-    """The first columns of the table."""
     widths = list(_COLUMNS.values())[: len(cells)]
     first, *others = zip(cells, widths, strict=True)
     return first[0].ljust(first[1]) + "".join(cell.rjust(width) for cell, width in others)
@@ -202,41 +198,3 @@ def _number(value: float | None, digits: int) -> str:
 
 def _gib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / _GIB:.3g}"
-
-
-def plot(comparison: Comparison, path: Path) -> None:
-    """Model TFLOPS per GPU of each run as bars, with its step time and peaks; the reason where there is none."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    job = comparison.runs[0].job
-    figure, axes = pyplot.subplots(figsize=(8, 0.9 * len(comparison.runs) + 1.4), layout="constrained")
-    for position, run in enumerate(comparison.runs):
-        tflops = 0.0
-        text = f"{run.outcome.value}: {run.reason}"
-        if run.is_measured:
-            step = comparison.step_seconds(run)
-            tflops = comparison.tflops_per_gpu(run)
-            peaks = f"peaks: device {_gib(run.device_peak_bytes)} GiB, host {_gib(run.host_peak_bytes)} GiB"
-            text = f"{tflops:.3g} TFLOPS, {step:.3g} s per step, {peaks}"
-        color = "tab:blue" if run.job.system == _REFERENCE else "tab:gray"
-        axes.barh(position, tflops, color=color, height=0.45)
-        axes.text(0, position - 0.26, " " + text[:_LONGEST_NOTE], va="bottom", fontsize=8)
-    axes.set_yticks(range(len(comparison.runs)), [_label(run) for run in comparison.runs])
-    axes.set_ylim(len(comparison.runs) - 0.6, -0.7)  # the first on top
-    axes.set_xlabel("model TFLOPS per GPU")
-    axes.set_title(
-        f"GPT {job.shape.num_parameters() / 1e9:.3g} B, batch {job.batch} x {job.length} per rank", fontsize=10
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def _label(run: Run) -> str:
-    limit = "whole GPU" if run.job.gpu_bytes is None else f"within {_gib(run.job.gpu_bytes)} GiB"
-    ranks = f"{run.job.ranks} ranks, " if run.job.ranks > 1 else ""
-    return f"{run.job.system}\n{ranks}{limit}"

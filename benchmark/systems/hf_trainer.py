@@ -1,7 +1,7 @@
-"""PatrickStar inside Hugging Face's ``Trainer``: what the trainer's own loop costs beside ``patrickstar``'s plain one.
+"""PatrickStar inside Hugging Face's ``Trainer``, to time the trainer's loop beside the plain loop of ``patrickstar``.
 
-The trainer owns its loop, so it runs in a thread of its own and gets each batch when it asks for it; a step ends with
-its ``on_step_end``.
+The trainer owns its loop, so it runs in its own thread and takes each batch from a queue; a step ends with its
+``on_step_end``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import patrickstar
+from benchmark.ranks import training_device
 from benchmark.systems import ADAMW, Job
-from benchmark.systems.device import training_device
 from benchmark.systems.patrickstar import engine_config
 from benchmark.systems.weights import build_job_model
 from patrickstar.integrations.transformers import PatrickStarTrainer
 
-_MANY_STEPS = 1_000_000  # the benchmark decides when it ends
-_DECIDED = ("bf16", "gradient_clipping")  # by the TrainingArguments
+_MANY_STEPS = 1_000_000  # the benchmark ends it
+_DECIDED = ("bf16", "gradient_clipping")  # set by the TrainingArguments
 
 
 def build_in_trainer(job: Job) -> InTrainer:
@@ -34,7 +34,7 @@ def build_in_trainer(job: Job) -> InTrainer:
 
 
 class _Feed(IterableDataset):
-    """Batches, as they are put into a queue."""
+    """Yields the batches of a queue."""
 
     def __init__(self, batches: queue.SimpleQueue[dict[str, torch.Tensor]]):
         self._batches = batches
@@ -45,7 +45,7 @@ class _Feed(IterableDataset):
 
 
 class _Trainer(PatrickStarTrainer):
-    """Takes batches from a feed, decays all parameters as the other systems do, keeps the last loss."""
+    """Reads batches from a feed, decays all parameters as the other systems do, keeps the last loss."""
 
     last_loss: torch.Tensor
 
@@ -120,7 +120,7 @@ class InTrainer:
     def _run(self) -> None:
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # it is the thread's
+                torch.cuda.set_device(self.device)  # per thread
             self._trainer.train()
         except BaseException as error:
             self._ends.put(error)
