@@ -130,7 +130,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             compiled=args.compile,
             states=args.states,
             master=args.master,
-        )
+        )  # fmt: skip
         for ranks in sorted(set(args.ranks))
         for system in dict.fromkeys(args.system)
     ]

@@ -121,17 +121,10 @@ def rank_environment(rank: int, num_ranks: int, store_port: int) -> dict[str, st
     if num_ranks > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, _C.num_available_cpus() // num_ranks))
     return {
-        **environment,
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": _ADDRESS,
-        "MASTER_PORT": str(store_port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+        **environment, **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
 
 
 def worker_command(module: str, job: RankJob) -> list[str]:
@@ -187,15 +180,9 @@ def _start(rank: int, command: list[str], environment: dict[str, str], files: co
     output = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     try:
         process = subprocess.Popen(
-            [*command, str(write_end)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write_end,),
-            cwd=_ROOT,
-            env=environment,
-            start_new_session=True,
-        )
+            [*command, str(write_end)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            pass_fds=(write_end,), cwd=_ROOT, env=environment, start_new_session=True,
+        )  # fmt: skip
     finally:
         os.close(write_end)
     return _Worker(rank, process, events, output)

@@ -18,12 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmark.common import SHAPES, LlamaShape, model_flops, provenance
+from benchmark.common import SHAPES, LlamaShape, gib, model_flops, provenance, show, table
 from benchmark.fresh_process import in_fresh_process
 from benchmark.launch import Outcome
 from benchmark.systems import LONG_SYSTEMS, Job
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             if row["outcome"] != TRAINED:
                 fallen.add(system)
-            print(_line(row), file=sys.stderr, flush=True)
+            show(_line(row))
             if args.output is not None:
                 with args.output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({**row, **about}) + "\n")
@@ -83,23 +82,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _run(system: str, length: int, timeout: float, args: argparse.Namespace) -> dict[str, Any]:
     guard = HostGuard(args.host_memory or host_memory.usable_bytes(), args.host_reserve)
     job = Job(
-        system=system,
-        model=args.model,
-        ranks=args.ranks,
-        length=length,
-        batch=1,
-        clipping=_CLIPPING,
-        gpu_bytes=None,
-        host_bytes=args.host_memory and args.host_memory - args.host_reserve - guard.before_bytes,
-        warmup=0,
-        steps=args.steps,
-        shares_sequence=True,
-        tile_tokens=args.tile_tokens,
-        is_profiled=False,
-    )
+        system=system, model=args.model, ranks=args.ranks, length=length, batch=1, clipping=_CLIPPING, gpu_bytes=None,
+        host_bytes=args.host_memory and args.host_memory - args.host_reserve - guard.before_bytes, warmup=0,
+        steps=args.steps, shares_sequence=True, tile_tokens=args.tile_tokens, is_profiled=False,
+    )  # fmt: skip
     done = run_system(job, timeout_seconds=timeout, log=lambda line: None, guard=guard.check)
     if done.log_tail:
-        print(done.log_tail, file=sys.stderr, flush=True)
+        show(done.log_tail)
     return {**record(done), "host_used_bytes": guard.peak_bytes - guard.before_bytes}
 
 
@@ -131,22 +120,12 @@ def record(run: Run) -> dict[str, Any]:
     job, seconds = run.job, run.slowest_step_seconds
     tflops = model_flops(job.shape, 1) / job.ranks / 1e12
     return {
-        "system": job.system,
-        "model": job.model,
-        "ranks": job.ranks,
-        "length": job.length,
-        "outcome": outcome_of(run),
-        "reason": run.reason or None,
-        "seconds": seconds,
-        "losses": run.losses,
-        "grad_norms": run.grad_norms,
-        "build_seconds": run.init_seconds,
-        "version": run.version,
-        "settings": run.settings,
-        "device_peak_bytes": run.device_peak_bytes,
-        "host_peak_bytes": run.host_peak_bytes,
+        "system": job.system, "model": job.model, "ranks": job.ranks, "length": job.length, "outcome": outcome_of(run),
+        "reason": run.reason or None, "seconds": seconds, "losses": run.losses, "grad_norms": run.grad_norms,
+        "build_seconds": run.init_seconds, "version": run.version, "settings": run.settings,
+        "device_peak_bytes": run.device_peak_bytes, "host_peak_bytes": run.host_peak_bytes,
         "model_tflops_per_rank": tflops / seconds[-1] if seconds else None,
-    }
+    }  # fmt: skip
 
 
 def outcome_of(run: Run) -> str:
@@ -165,18 +144,22 @@ def outcome_of(run: Run) -> str:
     return MEMORY if "out of memory" in text else FAILED
 
 
+_COLUMNS = (
+    ("system", -22, ""), ("tokens", 9, ""), ("build s", 9, ".1f"), ("TFLOPS", 8, ".1f"), ("GPU", 7, ".1f"),
+    ("host", 7, ".1f"), ("ranks", 7, ".1f"), ("loss", 11, ".6f"), ("norm", 10, ".4f"), ("  s of each step", -16, ""),
+)  # fmt: skip
+
+
 def _line(row: dict[str, Any]) -> str:
-    head = f"{row['system']:<22}{row['length']:>9}  "
-    host = f"{row['host_used_bytes'] / _GIB:7.1f}"
     if row["outcome"] != TRAINED:
-        return f"{head}{row['outcome']}: {row['reason']}; host {host.strip()} GiB"
-    device = row["device_peak_bytes"]
-    return (
-        f"{head}{row['build_seconds']:7.1f}{row['model_tflops_per_rank']:8.1f}"
-        + (f"{device / _GIB:7.1f}" if device is not None else f"{'':>7}")
-        + f"{host}{row['host_peak_bytes'] / _GIB:7.1f}{row['losses'][0]:11.6f}{row['grad_norms'][0]:10.4f}  "
-        + " ".join(f"{seconds:.2f}" for seconds in row["seconds"])
-    )
+        host = gib(row["host_used_bytes"])
+        return f"{row['system']:<22}{row['length']:>9}  {row['outcome']}: {row['reason']}; host {host:.1f} GiB"
+    cells = [
+        row["system"], row["length"], row["build_seconds"], row["model_tflops_per_rank"], gib(row["device_peak_bytes"]),
+        gib(row["host_used_bytes"]), gib(row["host_peak_bytes"]), row["losses"][0], row["grad_norms"][0],
+        "  " + " ".join(f"{seconds:.2f}" for seconds in row["seconds"]),
+    ]  # fmt: skip
+    return table(_COLUMNS, [cells])[1]
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -184,9 +167,7 @@ def format_table(result: dict[str, Any]) -> str:
     rows = result["rows"]
     lines = [
         f"{result['model']}, {result['ranks']} ranks, {result['gpu']}, torch {result['torch_version']}; sizes in GiB",
-        "{:<22}{:>9}  {:>7}{:>8}{:>7}{:>7}{:>7}{:>11}{:>10}  {}".format(
-            "system", "tokens", "build s", "TFLOPS", "GPU", "host", "ranks", "loss", "norm", "s of each step"
-        ),
+        *table(_COLUMNS, []),
         *(_line(row) for row in rows),
     ]
     for system in dict.fromkeys(row["system"] for row in rows):

@@ -191,13 +191,9 @@ def measure(job: Job, passes: Passes, device: torch.device) -> dict[str, Any]:
         dist.all_reduce(squares)
     forward, both = times.t().tolist()
     return {
-        "labels": passes.labels,
-        "forward_seconds": forward,
-        "seconds": both,
-        "peak_bytes": int(peak) if is_cuda else None,
-        "profile": profile,
-        "norms": squares.sqrt().tolist(),
-    }
+        "labels": passes.labels, "forward_seconds": forward, "seconds": both,
+        "peak_bytes": int(peak) if is_cuda else None, "profile": profile, "norms": squares.sqrt().tolist(),
+    }  # fmt: skip
 
 
 def _run(job: Job, place: RankPlace, events: EventWriter) -> None:

@@ -15,12 +15,9 @@ from pathlib import Path
 from benchmark.common import SHAPES, model_flops
 
 _NAMES = {
-    "patrickstar": "PatrickStar",
-    "hf-trainer": "PatrickStar in HF's Trainer",
-    "fsdp2": "FSDP2, resident",
-    "fsdp2-offload": "FSDP2, CPUOffloadPolicy",
-    "deepspeed-zero3-offload": "DeepSpeed ZeRO-3, offloaded",
-}
+    "patrickstar": "PatrickStar", "hf-trainer": "PatrickStar in HF's Trainer", "fsdp2": "FSDP2, resident",
+    "fsdp2-offload": "FSDP2, CPUOffloadPolicy", "deepspeed-zero3-offload": "DeepSpeed ZeRO-3, offloaded",
+}  # fmt: skip
 
 
 def step_seconds(result: dict, log: str) -> dict[str, float]:

@@ -58,15 +58,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.many <= args.few:
         raise SystemExit(f"--to is {args.many} and --from is {args.few}; give more ranks to change to")
     result: dict[str, Any] = {
-        "case": "resize",
-        "model": args.model,
-        "ranks": [args.few, args.many],
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "config": _config(args),
-        "failures": [],
-        "resizes": [],
-        "restarts": [],
-    }
+        "case": "resize", "model": args.model, "ranks": [args.few, args.many],
+        "device": "cuda" if torch.cuda.is_available() else "cpu", "config": _config(args), "failures": [],
+        "resizes": [], "restarts": [],
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=args.checkpoint_folder) as made:
         wanted = _RESTARTS[args.restart]
         few, many = str(Path(made, "few")), str(Path(made, "many"))
@@ -111,20 +106,10 @@ def _run(
     """All lines of the processes; a failure is added to the result."""
     store = serve_rendezvous("127.0.0.1", 0)
     job = Job(
-        kind=kind,
-        ranks=ranks,
-        few=args.few,
-        model=args.model,
-        length=args.length or SHAPES[args.model].length,
-        batch=args.batch,
-        steps=args.steps,
-        config=_config(args),
-        rendezvous=f"127.0.0.1:{store.port}",
-        started=time.time(),
-        loads=loads,
-        saves=saves,
-        folder=folder,
-    )
+        kind=kind, ranks=ranks, few=args.few, model=args.model, length=args.length or SHAPES[args.model].length,
+        batch=args.batch, steps=args.steps, config=_config(args), rendezvous=f"127.0.0.1:{store.port}",
+        started=time.time(), loads=loads, saves=saves, folder=folder,
+    )  # fmt: skip
     environment = rank_environment if kind == "restart" else functools.partial(_elastic_environment, args.few)
     lines: list[dict[str, Any]] = []
 

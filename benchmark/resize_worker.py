@@ -101,14 +101,9 @@ class _Process:
         ends = [at for _, at in phases[1:]] + [end]
         seconds = {name: until - at for (name, at), until in zip(phases, ends, strict=True)}
         self.tell(
-            "resized",
-            direction=direction,
-            begin=begin,
-            end=end,
-            phases=seconds,
-            total_bytes=resized.total_bytes,
+            "resized", direction=direction, begin=begin, end=end, phases=seconds, total_bytes=resized.total_bytes,
             membership=resized.membership.value,
-        )
+        )  # fmt: skip
         return resized.membership is Membership.RANK
 
     def save(self) -> None:

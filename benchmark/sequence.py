@@ -27,6 +27,7 @@ import torch.nn.functional as F  # PyTorch's context parallelism replaces a func
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmark import passes
+from benchmark.common import gib, table
 from benchmark.passes import Job, Opener, Passes
 from patrickstar.sequence import Mode, SequenceGroup, attention, positions_of_rank
 
@@ -151,12 +152,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the systems in turn."""
     options = {name: getattr(args, name) for name in ("heads", "key_heads", "head_dim")}
     rows, failures, settings = passes.run_systems(
-        args,
-        "sequence",
-        sizes=args.lengths,
-        options=options,
+        args, "sequence", sizes=args.lengths, options=options,
         ranks_of=lambda system: 1 if system in _ALONE else args.ranks,
-    )
+    )  # fmt: skip
     for row in rows:
         length = row["length"] = row["size"]
         alone = [peer["median_seconds"] for peer in rows if (peer["size"], peer["ranks"]) == (length, 1)]
@@ -164,32 +162,34 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         flops = 3.5 * 2 * length**2 * args.head_dim * args.heads
         row["tflops_per_rank"] = flops / row["median_seconds"] / row["ranks"] / 1e12
     return {
-        "case": "sequence",
-        "rows": rows,
-        "failures": failures,
-        "cudnn_version": torch.backends.cudnn.version(),
+        "case": "sequence", "rows": rows, "failures": failures, "cudnn_version": torch.backends.cudnn.version(),
         **settings,
-    }
+    }  # fmt: skip
+
+
+_COLUMNS = (
+    ("system", -34, ""), ("ranks", 6, ""), ("tokens", 9, ""), ("ms", 10, ".2f"), ("forward", 10, ".2f"),
+    ("least", 10, ".2f"), ("most", 10, ".2f"), ("TFLOPS", 8, ".0f"), ("of linear", 11, ".3f"), ("peak GiB", 10, ".2f"),
+    ("gap", 9, ".1e"), ("", -30, ""),
+)  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    times = [row["median_seconds"], row["median_forward_seconds"], min(row["seconds"]), max(row["seconds"])]
+    notes = [row["note"]] * bool(row["note"]) + ["OTHER NUMBERS"] * (row["gap"] > _WIDEST_GAP)
+    return [
+        row["system"], row["ranks"], row["length"], *(seconds * 1e3 for seconds in times), row["tflops_per_rank"],
+        row["of_linear"], gib(row["peak_bytes"]), row["gap"], "".join(f"  {note}" for note in notes),
+    ]  # fmt: skip
 
 
 def format_table(result: dict[str, Any]) -> str:
     gpu = result["gpu"] if result["device_type"] == "cuda" else result["cpu"]
+    rows = sorted(result["rows"], key=lambda row: (row["length"], row["ranks"]))
     lines = [
         f"causal attention, forward and backward: {result['heads']} heads, {result['key_heads']} key heads of "
         f"{result['head_dim']}, {result['dtype']}, {gpu}, torch {result['torch_version']}",
-        f"{'system':<34}{'ranks':>6}{'tokens':>9}{'ms':>10}{'forward':>10}{'least':>10}{'most':>10}{'TFLOPS':>8}"
-        f"{'of linear':>11}{'peak GiB':>10}{'gap':>9}",
+        *table(_COLUMNS, (_cells(row) for row in rows)),
     ]
-    for row in sorted(result["rows"], key=lambda row: (row["length"], row["ranks"])):
-        least, most = min(row["seconds"]), max(row["seconds"])
-        share = "" if row["of_linear"] is None else f"{row['of_linear']:.3f}"
-        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
-        lines.append(
-            f"{row['system']:<34}{row['ranks']:>6}{row['length']:>9}{row['median_seconds'] * 1e3:>10.2f}"
-            f"{row['median_forward_seconds'] * 1e3:>10.2f}{least * 1e3:>10.2f}{most * 1e3:>10.2f}"
-            f"{row['tflops_per_rank']:>8.0f}{share:>11}{peak:>10}{row['gap']:>9.1e}"
-            + (f"  {row['note']}" if row["note"] else "")
-            + ("  OTHER NUMBERS" if row["gap"] > _WIDEST_GAP else "")
-        )
     lines += [f"{failure['system']} failed: {failure['reason']}" for failure in result["failures"]]
     return "\n".join(lines)

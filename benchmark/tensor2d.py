@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmark import passes
+from benchmark.common import gib, table
 from benchmark.passes import Job, Opener, Passes
 from patrickstar.ranks.mesh import Mesh
 from patrickstar.tensor2d import MLP2D, Attention2D, LayerNorm2D, MeshGroup, divide_activation, load_whole
@@ -170,15 +171,11 @@ def _dtensor(*, compiled: bool) -> _Build:
             enable_symm_mem_for_group(mesh.get_group().group_name)
         gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         plan = {
-            "norm1": SequenceParallel(use_local_output=True),
-            "attention": gathered,
-            "attention.qkv": ColwiseParallel(),
-            "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-            "norm2": SequenceParallel(use_local_output=True),
-            "mlp": gathered,
-            "mlp.up": ColwiseParallel(),
+            "norm1": SequenceParallel(use_local_output=True), "attention": gathered,
+            "attention.qkv": ColwiseParallel(), "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            "norm2": SequenceParallel(use_local_output=True), "mlp": gathered, "mlp.up": ColwiseParallel(),
             "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-        }
+        }  # fmt: skip
         made = []
         for index in range(job.options["layers"]):
             block = parallelize_module(_whole_block(job, index, device), mesh, plan)
@@ -231,13 +228,10 @@ def _passes(job: Job, sharded: _Sharded, tokens: int, device: torch.device) -> P
 
 
 SYSTEMS: dict[str, Opener] = {
-    "columns": _opener(_two(lambda ranks: 1)),
-    "rows": _opener(_two(lambda ranks: ranks)),
-    "square": _opener(_two(_square_rows)),
-    "one-dimension": _opener(_one),
-    "dtensor": _opener(_dtensor(compiled=False)),
-    "dtensor-compiled-async": _opener(_dtensor(compiled=True)),
-}
+    "columns": _opener(_two(lambda ranks: 1)), "rows": _opener(_two(lambda ranks: ranks)),
+    "square": _opener(_two(_square_rows)), "one-dimension": _opener(_one),
+    "dtensor": _opener(_dtensor(compiled=False)), "dtensor-compiled-async": _opener(_dtensor(compiled=True)),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -277,27 +271,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_COLUMNS = (
+    ("system", -24, ""), ("mesh", -9, ""), ("tokens", 8, ""), ("ms", 10, ".2f"), ("forward", 10, ".2f"),
+    ("least", 10, ".2f"), ("most", 10, ".2f"), ("TFLOPS", 8, ".0f"), ("of best", 9, ".3f"), ("exposed ms", 12, ".2f"),
+    ("collectives", 13, ".2f"), ("peak GiB", 10, ".2f"), ("gap", 9, ".1e"), ("", -15, ""),
+)  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    times = [row["median_seconds"], row["median_forward_seconds"], min(row["seconds"]), max(row["seconds"])]
+    profiled = [None if row[key] is None else row[key] * 1e3 for key in ("exposed_seconds", "collectives_only_seconds")]
+    return [
+        row["system"], row["mesh"], row["tokens"], *(seconds * 1e3 for seconds in times), row["tflops_per_rank"],
+        row["of_best"], *profiled, gib(row["peak_bytes"]), row["gap"],
+        "  OTHER NUMBERS" if row["gap"] > _WIDEST_GAP else "",
+    ]  # fmt: skip
+
+
 def format_table(result: dict[str, Any]) -> str:
     device = result["gpu"] if result["device_type"] == "cuda" else f"{result['cpu']}, gloo"
     lines = [
         f"{result['layers']} blocks of a GPT, forward and backward: hidden size {result['hidden']}, {result['heads']} "
         f"heads, sequences of {result['seq_len']} tokens, {result['dtype']}, {result['ranks']} ranks, {device}, torch "
         f"{result['torch_version']}",
-        f"{'system':<24}{'mesh':<9}{'tokens':>8}{'ms':>10}{'forward':>10}{'least':>10}{'most':>10}{'TFLOPS':>8}"
-        f"{'of best':>9}{'exposed ms':>12}{'collectives':>13}{'peak GiB':>10}{'gap':>9}",
+        *table(_COLUMNS, (_cells(row) for row in sorted(result["rows"], key=lambda row: row["tokens"]))),
     ]
-    for row in sorted(result["rows"], key=lambda row: row["tokens"]):
-        exposed, alone, peak = (
-            "" if row[key] is None else f"{row[key] * scale:.2f}"
-            for key, scale in (("exposed_seconds", 1e3), ("collectives_only_seconds", 1e3), ("peak_bytes", 2**-30))
-        )
-        lines.append(
-            f"{row['system']:<24}{row['mesh']:<9}{row['tokens']:>8}{row['median_seconds'] * 1e3:>10.2f}"
-            f"{row['median_forward_seconds'] * 1e3:>10.2f}{min(row['seconds']) * 1e3:>10.2f}"
-            f"{max(row['seconds']) * 1e3:>10.2f}{row['tflops_per_rank']:>8.0f}{row['of_best']:>9.3f}"
-            f"{exposed:>12}{alone:>13}{peak:>10}{row['gap']:>9.1e}"
-            + ("  OTHER NUMBERS" if row["gap"] > _WIDEST_GAP else "")
-        )
     lines += [f"{failure['system']} failed: {failure['reason']}" for failure in result["failures"]]
     for tokens in sorted({row["tokens"] for row in result["rows"]}):
         lines += _kernels([row for row in result["rows"] if row["tokens"] == tokens])

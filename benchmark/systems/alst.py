@@ -52,16 +52,10 @@ class Model(nn.Module):
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         head, num_tokens = self.model.lm_head, input_ids.shape[1]
         total = sequence_tiled_compute(
-            _loss_of_tile,
-            num_tokens,
-            math.ceil(num_tokens * self._vocab / LOGITS_PER_TILE),
-            {"hidden": hidden, "targets": shift_labels},
-            {"head": head},
-            "hidden",
-            compute_params=[head.weight],
-            output_unshard_dimension=0,
-            output_reduction="sum",
-        )
+            _loss_of_tile, num_tokens, math.ceil(num_tokens * self._vocab / LOGITS_PER_TILE),
+            {"hidden": hidden, "targets": shift_labels}, {"head": head}, "hidden", compute_params=[head.weight],
+            output_unshard_dimension=0, output_reduction="sum",
+        )  # fmt: skip
         return total / num_targets
 
 
@@ -103,13 +97,9 @@ class Alst:
             layer._gradient_checkpointing_func = _checkpoint
             _tile_mlp(layer.mlp, job.tile_tokens)
         self._mpu = UlyssesSPAttentionHF.register_with_transformers(
-            model_name_or_path=model,
-            core_attn_implementation="sdpa",
-            sequence_parallel_size=job.ranks,
-            micro_batch_size=1,
-            seq_length=job.length,
-            seq_length_is_variable=False,
-        )
+            model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=job.ranks,
+            micro_batch_size=1, seq_length=job.length, seq_length_is_variable=False,
+        )  # fmt: skip
         whole = Model(model, job.shape.vocab)
         self._engine, *_ = deepspeed.initialize(
             model=whole, model_parameters=whole.parameters(), config=self._config, mpu=self._mpu

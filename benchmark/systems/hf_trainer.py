@@ -79,18 +79,11 @@ class InTrainer:
         config = {key: value for key, value in config.items() if key not in _DECIDED}
         config["optimizer"] = decided
         options = {
-            "per_device_train_batch_size": job.batch,
-            "max_steps": _MANY_STEPS,
-            "bf16": True,
-            "max_grad_norm": job.clipping,
-            "learning_rate": ADAMW["lr"],
-            "adam_beta1": ADAMW["betas"][0],
-            "adam_beta2": ADAMW["betas"][1],
-            "adam_epsilon": ADAMW["eps"],
-            "weight_decay": ADAMW["weight_decay"],
-            "lr_scheduler_type": "constant",
-            "optim": "adamw_torch",
-        }
+            "per_device_train_batch_size": job.batch, "max_steps": _MANY_STEPS, "bf16": True,
+            "max_grad_norm": job.clipping, "learning_rate": ADAMW["lr"], "adam_beta1": ADAMW["betas"][0],
+            "adam_beta2": ADAMW["betas"][1], "adam_epsilon": ADAMW["eps"], "weight_decay": ADAMW["weight_decay"],
+            "lr_scheduler_type": "constant", "optim": "adamw_torch",
+        }  # fmt: skip
         self.settings: dict[str, Any] = {
             "config": config,
             "arguments": options,
@@ -100,21 +93,13 @@ class InTrainer:
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._folder = tempfile.TemporaryDirectory()
         arguments = transformers.TrainingArguments(
-            output_dir=self._folder.name,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=self.device.type == "cpu",
-            logging_steps=10,
-            **options,
-        )
+            output_dir=self._folder.name, save_strategy="no", report_to="none", disable_tqdm=True,
+            use_cpu=self.device.type == "cpu", logging_steps=10, **options,
+        )  # fmt: skip
         self._trainer = _Trainer(
-            model=build_job_model(job),
-            args=arguments,
-            train_dataset=_Feed(self._batches),
-            callbacks=[_StepEnds(self._ends)],
-            patrickstar_config=config,
-        )
+            model=build_job_model(job), args=arguments, train_dataset=_Feed(self._batches),
+            callbacks=[_StepEnds(self._ends)], patrickstar_config=config,
+        )  # fmt: skip
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:

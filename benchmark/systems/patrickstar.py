@@ -33,15 +33,10 @@ def training_options(job: Job) -> TrainingOptions:
     if job.ranks_per_batch > 1:
         further["tensor_parallel"] = {"rows": job.rows, "columns": job.columns}
     return TrainingOptions(
-        **ADAMW,
-        speculation=job.speculation,
-        states=job.states,
-        clipping=job.clipping,
-        chunk_numel=job.chunk_numel,
-        gpu_memory=job.gpu_bytes,
-        host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
+        **ADAMW, speculation=job.speculation, states=job.states, clipping=job.clipping, chunk_numel=job.chunk_numel,
+        gpu_memory=job.gpu_bytes, host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
         further=further,
-    )
+    )  # fmt: skip
 
 
 def engine_config(job: Job) -> dict[str, Any]:
