@@ -1,14 +1,14 @@
 """Gain of each mechanism of the core: steps without it beside steps with all, in turns, in one process.
 
-The benchmark's model, batches and optimizer, as in ``benchmark.steps``. One engine trains ``--warmup`` steps, in which
-it measures and plans, and then a series for each mechanism: the plan is made without it, ``--settling`` steps follow,
-and ``--steps`` are timed. Series with all mechanisms come first, last, and between: how far they differ is the noise.
-``--clip-acting`` does the same with an engine of its own, where clipping acts in every step. ``--from-start`` leaves a
-mechanism out of all steps of an engine of its own: some act before the first series.
+The benchmark's model, batches and optimizer, as in ``benchmark.steps``. One engine trains ``--warmup`` steps, measures
+and plans. Then comes a series for each mechanism: a plan without it, ``--settling`` steps, ``--steps`` timed steps.
+Series with all mechanisms come first, last, and between; their differences are the noise. ``--clip-acting`` does the
+same with another engine, whose clipping acts in every step. ``--from-start`` leaves a mechanism out of all steps of an
+engine of its own, since some mechanisms act before the first series.
 
-* seconds: median of the timed steps, with a synchronisation at the end of each; spread: their quartiles.
+* seconds: median of the timed steps, each synchronised at its end; spread: their quartiles.
 * ratio: to the mean of the series with all mechanisms; above 1, the mechanism makes steps shorter.
-* up, down, early, behind ...: of the last step, as ``benchmark.step_counts`` counts them.
+* up, down, early, behind ...: of the series, as ``benchmark.step_counts`` counts them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import sys
 import unittest.mock
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmark.common import provenance, token_batch
+from benchmark.common import provenance, show, token_batch
 from benchmark.step_counts import counts, in_words, levels, since
 from benchmark.steps import add_engine_arguments, make_job, timed_step
 from patrickstar import _C
@@ -30,8 +29,7 @@ from patrickstar import _C
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Its switch is the choice of the layout.
-_IN_PLACE = "values_in_place"
+_IN_PLACE = "values_in_place"  # switched off by the choice of the layout
 _SWITCHES = [name.lower() for name in _C.Mechanism.__members__]
 _MECHANISMS = [*_SWITCHES, _IN_PLACE]
 
@@ -45,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without", nargs="*", choices=_SWITCHES, default=_SWITCHES, metavar="MECHANISM")
     parser.add_argument("--from-start", nargs="*", choices=_MECHANISMS, default=[_IN_PLACE], metavar="MECHANISM")
     parser.add_argument("--clip-acting", nargs="*", choices=_SWITCHES, metavar="MECHANISM",
-                        help="these once more, where clipping acts")  # fmt: skip
+                        help="also where clipping acts")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains; the rows are series of steps."""
+    """Trains. The rows are series of steps."""
     rounds = [("harmless", 1e6, args.without)]
     if args.clip_acting is not None:
         rounds.append(("acting", 1e-3, args.clip_acting))
@@ -59,12 +57,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             steps.take(args.warmup)
             for without in _in_turns(mechanisms, args.base_every):
                 rows.append({"clipping": clipping, "without": without} | steps.measure(without))
-                print(_line(rows[-1]), file=sys.stderr, flush=True)
+                show(_line(rows[-1]))
         for without in args.from_start:
             with _left_out(without), _engine(args, largest_norm) as steps:
                 steps.take(args.warmup)
                 rows.append({"clipping": clipping, "without": without} | steps.measure(without))
-                print(_line(rows[-1]), file=sys.stderr, flush=True)
+                show(_line(rows[-1]))
         base = [row["seconds"] for row in rows if row["clipping"] == clipping and not row["without"]]
         for row in rows:
             if row["clipping"] == clipping:
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_turns(mechanisms: list[str], base_every: int) -> list[str | None]:
-    """All mechanisms first and last, and again after so many."""
+    """None (all mechanisms) first and last, and after every ``base_every`` mechanisms."""
     series: list[str | None] = [None]
     for number, name in enumerate(mechanisms, 1):
         series += [name, None] if number % base_every == 0 else [name]
@@ -92,7 +90,7 @@ class _Steps:
         self.loss = 0.0
 
     def take(self, count: int) -> list[float]:
-        """Seconds of each of so many steps."""
+        """Seconds of each of ``count`` steps."""
         seconds = []
         for _ in range(count):
             batch = token_batch(self.job.shape, self.job.batch, self.generator)
@@ -102,7 +100,7 @@ class _Steps:
         return seconds
 
     def measure(self, without: str | None) -> dict[str, Any]:
-        """Steps without one mechanism, once the plan is made without it."""
+        """Steps without one mechanism, after a plan without it."""
         with _left_out(without):
             self.engine._session.runtime.plan_anew()
             self.take(self.args.settling)
@@ -117,7 +115,7 @@ class _Steps:
 
 @contextlib.contextmanager
 def _engine(args: argparse.Namespace, largest_norm: float) -> Iterator[_Steps]:
-    from benchmark.systems.device import training_device
+    from benchmark.ranks import training_device
     from benchmark.systems.patrickstar import training_options
     from benchmark.systems.weights import build_job_model
     from patrickstar.runtime import initialize_engine
@@ -135,7 +133,10 @@ def _engine(args: argparse.Namespace, largest_norm: float) -> Iterator[_Steps]:
 
 @contextlib.contextmanager
 def _left_out(mechanism: str | None) -> Iterator[None]:
-    """Within the block; None: nothing. Values in place are left out of engines that are made within it alone."""
+    """Leaves a mechanism (None: none) out within the block.
+
+    In-place speculative updates are left out only of engines that are created within it.
+    """
     in_place = "patrickstar.machine.state_scheme.may_put_values_in_place"
     others = [] if mechanism in (None, _IN_PLACE) else [_C.Mechanism.__members__[mechanism.upper()]]
     patch: Any = unittest.mock.patch(in_place, lambda *_: False) if mechanism == _IN_PLACE else contextlib.nullcontext()
@@ -160,5 +161,4 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """One line for each engine."""
     return "\n".join(_line(row) for row in result["rows"])

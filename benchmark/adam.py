@@ -3,21 +3,19 @@
 The work: a bfloat16 gradient is unscaled and clipped, AdamW updates the float32 master and its two states, and the new
 parameter is rounded to bfloat16. It is timed twice:
 
-- update: the factors of unscaling and clipping are known. Ours: one pass, the parameter taking the gradient's place, 28
-  bytes read and written per parameter. torch: cast, unscaling, clipping, AdamW(fused=True), cast, all into memory that
-  is there already: 62 bytes, counting the lines that stores of the casts read first. So on memory alone the
-  ratio would be 2.2.
-- step: the norm too, as a training loop has it. Ours: sum of squares of the gradient, then the update. torch: cast,
+- update: the factors of unscaling and clipping are known. PatrickStar: one pass, the parameter overwrites the gradient,
+  28 bytes read and written per parameter. torch: cast, unscaling, clipping, AdamW(fused=True), cast, all into existing
+  memory: 62 bytes, with the lines that stores of the casts read first. On memory alone the ratio would be 2.2.
+- step: with the norm, as in a training loop. PatrickStar: sum of squares of the gradient, then the update. torch: cast,
   unscaling, clip_grad_norm_, AdamW(fused=True), cast.
 
-Beside these, the passes of an update whose parameter comes first: param (16 bytes of traffic per parameter: the new
-parameter alone), states (26: the states, afterwards); and where the clipping coefficient is not known yet, between (16:
-the parameters that are the same for all coefficients within 10 % of it, at a learning rate of 1e-5), open (what is left
-of them when it is known: all that the next forward waits for then). And the same with masters that are split, whose
-new parameters take the old ones' place: put (16: the parameters of one coefficient), put between (of all within 10 %),
-behind (24: the states, from masters that are found again).
+The passes of a two-phase update: param (the new parameter alone, 16 bytes per parameter), states (26 bytes). Before the
+clipping coefficient is known: between (parameters that are the same for all coefficients within 10 %, at a learning
+rate of 1e-5; 16 bytes), open (the rest, once the coefficient is known; the next forward waits for this pass alone).
+With split masters, whose new parameters overwrite the old: put (one coefficient, 16 bytes), put between (all within
+10 %), behind (the states, from recovered masters, 24 bytes).
 
-All arrays, also torch's and those of the copy, lie on huge pages (where the system grants them), and the rounds are
+All arrays, also torch's and the copy's, lie on huge pages (where the system grants them), and the rounds are
 interleaved.
 """
 
@@ -39,15 +37,17 @@ from benchmark.common import provenance
 from patrickstar import _C
 
 BYTES_PER_PARAM = 28  # master, momentum, variance: 4 read and 4 written each; gradient 2 read; parameter 2 written
-PARAM_PASS_BYTES, STATES_PASS_BYTES = 16, 26
-PUT_PASS_BYTES, BEHIND_PASS_BYTES = 16, 24
+_PASSES = {
+    "param_pass": 16, "states_pass": 26, "between_pass": 16, "put_pass": 16, "put_between_pass": 16, "behind_pass": 24,
+}  # fmt: skip
+"""Bytes read and written per parameter."""
 FINE_TUNING_LR = 1e-5
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LOSS_SCALE = 1024.0
 MAX_NORM = 4.0  # well below the norm of these gradients, so that clipping has work to do
 CLIPPING = 0.5  # the clipping coefficient of the update alone
 GOALS = {"speedup_vs_torch": 2.0, "share_of_copy_bandwidth": 0.9}
-MIN_SECONDS_PER_CALL = 0.02
+_MIN_SECONDS_PER_CALL = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def huge_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that start at a huge page, in memory that asks for huge pages; the tensor keeps it alive."""
+    """Zeros at the start of a huge page; the tensor keeps the memory alive."""
     huge = 2 * 2**20
     memory = mmap.mmap(-1, numel * dtype.itemsize + huge)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -70,7 +70,7 @@ def huge_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OurAdam:
-    """The fused pass: takes the gradient from `grad` and leaves the parameter there."""
+    """The fused pass, which overwrites `grad` with the parameter."""
 
     def __init__(self, master: torch.Tensor, grad: torch.Tensor, num_threads: int) -> None:
         self.master = huge_copy(master)
@@ -80,8 +80,6 @@ class OurAdam:
         self.isa = _C.optim.isa()
         self._partials = torch.zeros(-(-grad.numel() // _C.optim.SQUARES_BLOCK), dtype=torch.float64)
         self._num_threads = num_threads
-        self.update_threads: int | _C.ThreadPool = num_threads
-        """What `update` computes with."""
         self._num_steps = 0
         pieces = -(-grad.numel() // _C.optim.OPEN_PIECE)
         self._open = torch.zeros(pieces, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
@@ -113,7 +111,7 @@ class OurAdam:
 
     @property
     def open_share(self) -> float:
-        """Of the last between_pass; a piece that had no room counts as open."""
+        """Share of parameters that the last between_pass left open; a piece without room counts as open."""
         counts = self._open[:, :8].contiguous().view(torch.int64)
         return torch.where(counts < 0, _C.optim.OPEN_PIECE, counts).sum().item() / self.master.numel()
 
@@ -128,7 +126,7 @@ class OurAdam:
         grad, dtype = self.grad.data_ptr(), _C.DType.BFLOAT16
         kernel(
             self.isa, self.master.data_ptr(), self.momentum.data_ptr(), self.variance.data_ptr(), grad, dtype, param,
-            dtype, self.master.numel(), *(more or (self.update_threads,)), grad_scale=grad_scale, weight_decay=0.0,
+            dtype, self.master.numel(), *(more or (self._num_threads,)), grad_scale=grad_scale, weight_decay=0.0,
             decay=1 - lr * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
             one_minus_beta2=1 - beta2, eps=OPTIONS["eps"],
             inv_sqrt_bias_correction2=(1 - beta2**self._num_steps) ** -0.5,
@@ -141,7 +139,7 @@ class OurAdam:
 
 
 class InPlaceAdam:
-    """Split masters: each pass over arrays of its own, as the one before it in training left them."""
+    """Passes of split masters, over arrays as training leaves them."""
 
     def __init__(self, master: torch.Tensor, grad: torch.Tensor, num_threads: int) -> None:
         numel = master.numel()
@@ -175,7 +173,7 @@ class InPlaceAdam:
 
 
 class TorchAdam:
-    """torch's operations for the same work, in place wherever they can be."""
+    """torch's operations for the same work, in place where possible."""
 
     def __init__(self, master: torch.Tensor, grad: torch.Tensor) -> None:
         self.grad = huge_copy(grad)
@@ -210,7 +208,7 @@ class TorchAdam:
 
 
 class Copies:
-    """The fastest ways at hand to copy one large buffer to another: torch's copy_, and memcpy by several threads."""
+    """Copies of one large buffer to another: torch's copy_, and memcpy by several threads."""
 
     def __init__(self, numel: int, num_threads: int) -> None:
         self._source, self._target = (huge_zeros(2 * numel, torch.float32) for _ in range(2))
@@ -239,7 +237,7 @@ class Copies:
 
 
 def check_equal_work(ours: OurAdam, torchs: TorchAdam, atol: float) -> None:
-    """Both have made the same steps from one state; raises RuntimeError when they did not do the same."""
+    """Raises RuntimeError if the two differ after the same steps from one state."""
     if not torch.allclose(ours.master, torchs.master, rtol=1e-6, atol=atol):
         raise RuntimeError("the two Adams disagree about the float32 parameters; nothing was timed")
     if not torch.allclose(ours.param, torchs.param, rtol=2**-7, atol=atol):  # a rounding boundary between them
@@ -247,18 +245,13 @@ def check_equal_work(ours: OurAdam, torchs: TorchAdam, atol: float) -> None:
 
 
 def median_seconds(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Each case's median time over `repeats` rounds."""
-    return {name: statistics.median(values) for name, values in interleaved_seconds(cases, repeats).items()}
-
-
-def interleaved_seconds(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Each case's times in `repeats` rounds; every round runs all cases, each often enough to be timed."""
+    """Each case's median over `repeats` rounds. Every round runs all cases, each often enough to be timed."""
     calls = {}
     for name, function in cases.items():
         function()
         begin = time.perf_counter()
         function()
-        calls[name] = max(1, round(MIN_SECONDS_PER_CALL / (time.perf_counter() - begin)))
+        calls[name] = max(1, round(_MIN_SECONDS_PER_CALL / (time.perf_counter() - begin)))
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, function in cases.items():
@@ -266,7 +259,7 @@ def interleaved_seconds(cases: dict[str, Callable[[], None]], repeats: int) -> d
             for _ in range(calls[name]):
                 function()
             seconds[name].append((time.perf_counter() - begin) / calls[name])
-    return seconds
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -282,40 +275,24 @@ def run(args: argparse.Namespace) -> dict:
     ours.grad.copy_(grad)
     ours.step()
     torchs.step()
-    # torch adds up the norm in float32: 0.03 % off at 16 Mi elements, where ours is right to 15 digits.
+    # torch sums the norm in float32: 0.03 % off at 16 Mi elements.
     check_equal_work(ours, torchs, atol=0.01 * OPTIONS["lr"])
     ours.grad.copy_(grad)
     copies = Copies(args.numel, args.num_threads)
     in_place = InPlaceAdam(master, grad, args.num_threads)
     cases = {
-        "our_update": ours.update,
-        "torch_update": torchs.update,
-        "our_step": ours.step,
-        "param_pass": ours.param_pass,
-        "states_pass": ours.states_pass,
-        "between_pass": ours.between_pass,
-        "open_pass": ours.open_pass,
-        "put_pass": in_place.put_pass,
-        "put_between_pass": in_place.put_between_pass,
-        "behind_pass": in_place.behind_pass,
-        "torch_step": torchs.step,
-        "copy_": copies.by_torch,
+        "our_update": ours.update, "torch_update": torchs.update, "our_step": ours.step, "param_pass": ours.param_pass,
+        "states_pass": ours.states_pass, "between_pass": ours.between_pass, "open_pass": ours.open_pass,
+        "put_pass": in_place.put_pass, "put_between_pass": in_place.put_between_pass,
+        "behind_pass": in_place.behind_pass, "torch_step": torchs.step, "copy_": copies.by_torch,
         "memcpy": copies.by_memcpy,
-    }
+    }  # fmt: skip
     seconds = median_seconds(cases, args.repeats)
     copies.close()
     copy_by = min(("copy_", "memcpy"), key=seconds.__getitem__)
     copy_gbps = copies.num_bytes / seconds[copy_by] / 1e9
     adam_gbps = BYTES_PER_PARAM * args.numel / seconds["our_update"] / 1e9
-    passes = {
-        "param_pass": PARAM_PASS_BYTES,
-        "states_pass": STATES_PASS_BYTES,
-        "between_pass": PARAM_PASS_BYTES,
-        "put_pass": PUT_PASS_BYTES,
-        "put_between_pass": PUT_PASS_BYTES,
-        "behind_pass": BEHIND_PASS_BYTES,
-    }
-    shares = {name: num_bytes * args.numel / seconds[name] / 1e9 / copy_gbps for name, num_bytes in passes.items()}
+    shares = {name: num_bytes * args.numel / seconds[name] / 1e9 / copy_gbps for name, num_bytes in _PASSES.items()}
     ns_per_param = {name: value / args.numel * 1e9 for name, value in seconds.items()}
     return {
         "case": "adam",
@@ -327,7 +304,7 @@ def run(args: argparse.Namespace) -> dict:
         "copy_by": copy_by,
         "adam_ns_per_param": ns_per_param["our_update"],
         "torch_ns_per_param": ns_per_param["torch_update"],
-        **{f"{name}_ns_per_param": ns_per_param[name] for name in passes},
+        **{f"{name}_ns_per_param": ns_per_param[name] for name in _PASSES},
         **{f"{name}_share_of_copy_bandwidth": share for name, share in shares.items()},
         "open_pass_ns_per_param": ns_per_param["open_pass"],
         "open_share": ours.open_share,
@@ -341,7 +318,6 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def format_table(result: dict) -> str:
-    """The result of run() for people."""
     rows = [
         ("update, ours", f"{result['adam_ns_per_param']:.3f} ns/param", f"{result['adam_gbps']:.1f} GB/s"),
         ("update, torch", f"{result['torch_ns_per_param']:.3f} ns/param", ""),

@@ -1,4 +1,4 @@
-"""What ``patrickstar plan`` advises for models, GPUs and hosts that people have, each piece of advice followed."""
+"""Advice of ``patrickstar plan`` for common models, GPUs and hosts, and the plan with each advice followed."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Asks each, follows its best advice by the flags that were printed, and compares."""
+    """Plans each case, then plans again with the printed flags of its best advice."""
     return {"cases": [_case(*case) for case in CASES[: args.cases]]}
 
 
 def _case(model: str, gpu: str, host: str, flags: str) -> dict[str, Any]:
     words = ["--model", model, "--gpu", gpu, "--host-memory", host, *flags.split()]
-    asked = _ask(words)
+    asked = _plan(words)
     row: dict[str, Any] = {"model": model, "gpu": gpu, "host_memory": host, "flags": flags, "fits": asked["fits"]}
     row |= {"step_seconds": asked.get("step_seconds"), "tokens_per_second": asked.get("tokens_per_second")}
     row["advice"] = []
     for advice in asked["advice"][:1]:
-        followed = _ask([*words, *advice["flags"], "--no-advice"])
+        followed = _plan([*words, *advice["flags"], "--no-advice"])
         row["advice"].append(advice | {"followed_step_seconds": followed["step_seconds"]})
     return row
 
 
-def _ask(words: list[str]) -> dict[str, Any]:
+def _plan(words: list[str]) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         plan([*words, "--json"])

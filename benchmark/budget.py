@@ -1,7 +1,7 @@
-"""Step time and bytes moved against the device budget, from all of it down to a tenth, with Belady's bound.
+"""Step time and moved bytes against the device budget, from all of the memory down to a tenth, with Belady's bound.
 
-The bound is computed from the observed access sequence and tide alone, by a sweep of its own (not the planner's):
-compute copies stay as long as those with a nearer next use leave room (Belady 1966), gradients go down once, copies
+The bound is computed from the observed accesses and activation memory alone, by its own sweep (not the planner's):
+compute copies stay as long as copies with a nearer next use leave room (Belady 1966), gradients go down once, copies
 come up at least once.
 """
 
@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from benchmark.common import GptShape, provenance, token_batch
+from benchmark.common import GptShape, provenance, table, token_batch
 from patrickstar import _C, MemoryBudgetError
 from patrickstar.runtime import initialize_engine
 
@@ -38,9 +38,9 @@ def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[in
     """Least bytes over the link for one step, both directions, with nothing resident at its start.
 
     Args:
-        timeline: the observed moments.
+        timeline: the observed accesses of the step, in order.
         sizes: bytes of each array.
-        room_of: for each moment, the bytes that arrays may take.
+        room_of: bytes available to arrays at each entry of ``timeline``.
     """
     retired = {
         (chunk, kind) for moment in timeline for chunk, kind, mode in moment["accesses"] if mode == _C.AccessMode.RETIRE
@@ -72,12 +72,9 @@ def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[in
 
 def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> dict:
     config = {
-        "steps_per_print": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "use_hybrid_adam": False}},
-        "bf16": {"enabled": True},
-        "default_chunk_size": args.chunk_numel,
-        "device_memory": device_memory,
-    }
+        "steps_per_print": 0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "use_hybrid_adam": False}},
+        "bf16": {"enabled": True}, "default_chunk_size": args.chunk_numel, "device_memory": device_memory,
+    }  # fmt: skip
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(lambda: shape.build(), 0, config)
     generator = torch.Generator().manual_seed(1)
@@ -103,21 +100,16 @@ def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> d
         }
         bound = belady_bytes(timeline, sizes, [device_memory - moment["tide_peak_bytes"] for moment in timeline])
     return {
-        "device_memory_bytes": device_memory,
-        "step_seconds": statistics.median(seconds[2:]),
-        "moved_bytes": (report["uploaded_bytes"] + report["downloaded_bytes"]) // args.steps,
-        "belady_bytes": bound,
+        "device_memory_bytes": device_memory, "step_seconds": statistics.median(seconds[2:]),
+        "moved_bytes": (report["uploaded_bytes"] + report["downloaded_bytes"]) // args.steps, "belady_bytes": bound,
         "device_peak_bytes": report["device_peak_bytes"],
         "num_on_demand_fetches": report["num_on_demand_fetches"] / args.steps,
-        "num_prefetch_hits": report["num_prefetch_hits"] / args.steps,
-        "num_chunks": report["num_chunks"],
-    }
+        "num_prefetch_hits": report["num_prefetch_hits"] / args.steps, "num_chunks": report["num_chunks"],
+    }  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Measures every fraction of the memory that one step takes with everything resident (optimizer states on the
-    host).
-    """
+    """Measures fractions of the memory of a step whose optimizer states alone rest on the host."""
     shape = GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.seq_len, checkpointing=False)
     full = _measure(shape, args, 64 * shape.num_parameters())["device_peak_bytes"]
     rows = []
@@ -140,23 +132,29 @@ def run(args: argparse.Namespace) -> dict:
     }
 
 
+_COLUMNS = (
+    ("budget", 6, ".0%"), ("MiB", 9, ".1f"), ("step s", 9, ".3f"), ("moved MiB", 12, ".1f"), ("bound MiB", 12, ".1f"),
+    ("ratio", 8, ".3f"), ("peak MiB", 11, ".1f"), ("on demand", 12, ".0f"), ("prefetched per step", 22, ".0f"),
+    ("", -90, ""),
+)  # fmt: skip
+
+
+def _cells(row: dict) -> list:
+    def mib(key: str) -> float | None:
+        return row[key] / 2**20 if key in row else None
+
+    return [
+        row["budget_fraction"], mib("device_memory_bytes"), row.get("step_seconds"), mib("moved_bytes"),
+        mib("belady_bytes"), row.get("ratio_to_belady"), mib("device_peak_bytes"), row.get("num_on_demand_fetches"),
+        row.get("num_prefetch_hits"), f"  does not fit: {row['does_not_fit'][:90]}" if "does_not_fit" in row else "",
+    ]  # fmt: skip
+
+
 def format_table(result: dict) -> str:
-    """The result of run() for people."""
     lines = [
         f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, bf16, all optimizer states on the host; 100 % = "
         f"{result['full_bytes'] / 2**20:.0f} MiB",
-        "budget      MiB   step s   moved MiB   bound MiB   ratio   peak MiB   on demand / prefetched per step",
+        *table(_COLUMNS, (_cells(row) for row in result["budgets"])),
     ]
-    for row in result["budgets"]:
-        head = f"{row['budget_fraction']:6.0%} {row['device_memory_bytes'] / 2**20:8.1f}"
-        if "does_not_fit" in row:
-            lines.append(f"{head}   does not fit: {row['does_not_fit'][:90]}")
-            continue
-        lines.append(
-            f"{head} {row['step_seconds']:8.3f} {row['moved_bytes'] / 2**20:11.1f} "
-            f"{row['belady_bytes'] / 2**20:11.1f} {row['ratio_to_belady']:7.3f} "
-            f"{row['device_peak_bytes'] / 2**20:10.1f}   {row['num_on_demand_fetches']:.0f} / "
-            f"{row['num_prefetch_hits']:.0f}"
-        )
     lines.append(f"worst ratio to Belady's bound {result['worst_ratio_to_belady']:.4f} (goal at most {GOAL})")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models to train, and where a figure comes from."""
+"""Shared by the benchmarks: models, batches, tables, and the provenance of a figure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +18,11 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.planning.models import enable_checkpointing
 
+_COMMON = {"tie_word_embeddings": False, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+
 
 class Shape(Protocol):
-    """A causal language model of Hugging Face's, by its figures."""
+    """Sizes of a causal language model of Hugging Face."""
 
     hidden: int
     layers: int
@@ -30,13 +33,14 @@ class Shape(Protocol):
     def num_parameters(self) -> int: ...
 
     def build(self) -> nn.Module:
-        """The model with random weights, without dropout, with attention by ``sdpa``."""
+        """The model with random weights, without dropout, with ``sdpa`` attention."""
         ...
 
 
 def model_flops(shape: Shape, batch: int) -> float:
-    """Floating point operations of forward and backward of one step: 6 per parameter and token, and 6 per layer,
-    hidden unit, position and token for attention (causal masks counted by half, recomputation not counted).
+    """Floating point operations of forward and backward of one step, without recomputation.
+
+    6 per parameter and token, and 6 per layer, hidden unit, position and token for attention (half of it is masked).
     """
     tokens = batch * shape.length
     return 6.0 * shape.num_parameters() * tokens + 6.0 * shape.layers * shape.hidden * shape.length * tokens
@@ -44,7 +48,7 @@ def model_flops(shape: Shape, batch: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class GptShape:
-    """Hidden size, layers, heads, vocabulary, sequence length of a GPT-2 with an output layer of its own."""
+    """A GPT-2 with an untied output layer."""
 
     hidden: int
     layers: int
@@ -61,25 +65,15 @@ class GptShape:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         config = GPT2Config(
-            vocab_size=self.vocab,
-            n_positions=self.length,
-            n_embd=self.hidden,
-            n_layer=self.layers,
-            n_head=self.heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            tie_word_embeddings=False,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+            vocab_size=self.vocab, n_positions=self.length, n_embd=self.hidden, n_layer=self.layers, n_head=self.heads,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **_COMMON,
+        )  # fmt: skip
         return _trainable(GPT2LMHeadModel, config, self.checkpointing)
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaShape:
-    """The same of a Llama or, with biases in attention, a Qwen2: grouped queries, gated MLP, untied output layer."""
+    """A Llama or, with biases in attention, a Qwen2: grouped queries, gated MLP, untied output layer."""
 
     hidden: int
     layers: int
@@ -102,18 +96,10 @@ class LlamaShape:
 
         kind, model = (Qwen2Config, Qwen2ForCausalLM) if self.attention_bias else (LlamaConfig, LlamaForCausalLM)
         config = kind(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            max_position_embeddings=self.length,
-            tie_word_embeddings=False,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+            vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.length, **_COMMON,
+        )  # fmt: skip
         return _trainable(model, config, self.checkpointing)
 
 
@@ -154,42 +140,66 @@ SHAPES: dict[str, GptShape | LlamaShape] = {
 
 
 def token_batch(shape: Shape, batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Random tokens, which are their own labels."""
+    """Random tokens as inputs and labels."""
     tokens = torch.randint(0, shape.vocab, (batch, shape.length), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
+def table(columns: Sequence[tuple[str, int, str]], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """A line of titles and a line per row.
+
+    A column is (title, width, format); a width below 0 aligns left. None is an empty cell.
+    """
+
+    def line(cells: Iterable[str]) -> str:
+        pairs = zip(cells, columns, strict=True)
+        return "".join(f"{cell:{'<' if width < 0 else '>'}{abs(width)}}" for cell, (_, width, _) in pairs).rstrip()
+
+    def cells(row: Sequence[Any]) -> Iterable[str]:
+        return ("" if value is None else format(value, kind) for value, (*_, kind) in zip(row, columns, strict=True))
+
+    return [line(title for title, *_ in columns), *(line(cells(row)) for row in rows)]
+
+
+def gib(num_bytes: float | None) -> float | None:
+    """GiB, for a cell of :func:`table`."""
+    return None if num_bytes is None else num_bytes / 2**30
+
+
+def show(text: str) -> None:
+    """Prints progress to stderr at once, so that a run that ends early leaves its figures."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def command_line(module: str) -> str:
-    """The command that runs ``module`` with this process's arguments."""
+    """The command of this process, which runs ``module``."""
     return f"python -m {module} {shlex.join(sys.argv[1:])}"
 
 
 def synchronize() -> None:
-    """Waits for what the GPU computes, if there is one; not for copies beside it, which go on in the next step."""
+    """Waits for the GPU's computing stream, if there is a GPU. Copies in other streams may go on into the next step."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 def provenance(command: str | None = None) -> dict[str, Any]:
-    """Hardware, versions, command (default: this one) and commit. ``PATRICKSTAR_COMMIT`` names the commit where there
-    is no git. Opens the GPU if there is one.
+    """Hardware, versions, command (default: this process's) and commit. Opens the GPU if there is one.
+
+    ``PATRICKSTAR_COMMIT`` names the commit where there is no git.
     """
     return {
         "command": command or command_line("benchmark.run"),
-        "commit": os.environ.get("PATRICKSTAR_COMMIT") or _commit(),
-        "cpu": _cpu_model(),
+        "commit": os.environ.get("PATRICKSTAR_COMMIT") or _commit(), "cpu": _cpu_model(),
         "num_cpus": _C.num_available_cpus(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "isa": _C.optim.isa(),
-        "torch_version": torch.__version__,
-        "cuda_version": torch.version.cuda or "none",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "isa": _C.optim.isa(),
+        "torch_version": torch.__version__, "cuda_version": torch.version.cuda or "none",
         "python_version": platform.python_version(),
-    }
+    }  # fmt: skip
 
 
 def _commit() -> str:
-    """The checkout's commit, marked when files differ from it."""
+    """The checkout's commit, with a mark if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return done.stdout.strip() or "unknown"

@@ -3,33 +3,33 @@
     python -m benchmark.compare --model 4.3b --device-memory 24GiB --device-memory fsdp2=all --json results.json
     python -m benchmark.compare --model 21b --ranks 4 --device-memory 24GiB --device-memory fsdp2=all --json r.json
 
-Each system trains in fresh processes, one after the other: a Hugging Face GPT-2 (sdpa, no dropout, untied output layer,
-non-reentrant checkpointing) from the same values on the same batches, in bfloat16 with float32 masters, with AdamW. A
-system that is not installed is named and skipped; of one that runs out of memory, is killed or takes too long the
-reason is given. The others go on.
+Systems train one after the other, each in fresh processes: a model of Hugging Face (sdpa, no dropout, untied output
+layer, non-reentrant checkpointing) from the same values on the same batches, in bfloat16 with float32 masters, with
+AdamW. A system that is not installed is skipped. A system that runs out of memory, is killed or takes too long is
+reported with the reason, and the others go on.
 
-``--ranks`` says how many processes train together, each with a GPU of its own; of several numbers each system runs with
-each. Every rank has ``--batch-size`` sequences of its own per step, so that more ranks are more work (weak scaling).
-Without a GPU ranks talk over gloo.
+``--ranks`` is the number of processes that train together, each with its own GPU; each system runs with each of several
+numbers. Every rank has ``--batch-size`` sequences per step, so more ranks do more work (weak scaling). Without a GPU
+ranks use gloo.
 
 ``--device-memory`` limits what PyTorch's allocator may reserve on each rank (PatrickStar: ``device_memory``); without a
 GPU it limits PatrickStar's simulated device alone. ``--host-memory`` is for all ranks together: PatrickStar's
-``host_memory`` is a rank's part of it; a peer has no such limit, its processes are ended when they exceed it.
+``host_memory`` is a rank's part of it; a peer has no such limit, so its processes are killed when they exceed it.
 
 * step: median of the timed steps, each from the batch on the host to an idle GPU, on rank 0; all ranks begin together.
-* model TFLOPS = (6 * parameters * tokens + 6 * layers * hidden * length * tokens) / step, with the tokens of one rank;
-  so it is per GPU, as tokens/s are.
+* model TFLOPS = (6 * parameters * tokens + 6 * layers * hidden * length * tokens) / step, with the tokens of one rank.
+  It is per GPU, as tokens/s are.
 * scaling: TFLOPS over the same system's with the least number of ranks.
-* device peak: what PyTorch's allocator reserved at most, on the rank that took most. Host peak: resident memory of the
-  process at most, pinned memory included; of several ranks the sum, with what they share counted once. Both since the
+* device peak: the most that PyTorch's allocator reserved, on the rank with the highest. Host peak: peak resident memory
+  of the process, pinned memory included; for several ranks the sum, with shared memory counted once. Both since the
   processes began.
-* exposed: the part of a step in which the GPU computes nothing and waits for a transfer, for another rank, for the
-  host's optimizer or to be launched: step minus the time in which at least one kernel that is not NCCL's ran in one
-  more step of rank 0, which is profiled. Coll.: the part of that step in which nothing but NCCL's kernels ran.
-* ratio: the system's step over PatrickStar's on as many ranks, that is how many times as fast PatrickStar is.
+* exposed: the part of a step in which the GPU does not compute: it waits for a transfer, for another rank, for the
+  host's optimizer or for a launch. It is the step minus the time in which a kernel other than NCCL's ran in one more
+  step of rank 0, which is profiled. Coll.: the part of that step in which only NCCL's kernels ran.
+* ratio: the system's step over PatrickStar's on as many ranks: how many times as fast PatrickStar is.
 * init: from imported packages and compiled kernels to a model that can train, on the slowest rank.
 * losses: means over the ranks.
-* with ``--clip``: in how many timed steps it acted.
+* with ``--clip``: the number of timed steps in which clipping acted.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.common import SHAPES, command_line
-from benchmark.compare_report import Comparison, format_table, plot
+from benchmark.compare_report import Comparison, format_table
+from benchmark.plot_results import plot
 from benchmark.systems import COMPILED, SYSTEMS, Job
-from benchmark.systems.launcher import run_system
+from benchmark.systems.run import run_system
 from patrickstar.command.flags import CommandParser, memory_size
 from patrickstar.config import Master, Speculation, States
 from patrickstar.sizes import parse_size_with_unit
@@ -52,7 +53,7 @@ _WHOLE_GPU = "all"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``jobs`` has a job per number of ranks and system."""
+    """The command line, with ``jobs``: one per number of ranks and system."""
     parser = CommandParser("python -m benchmark.compare", __doc__)
     parser.add_argument(
         "--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS)
@@ -76,24 +77,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="SIZE",
         help="limit on host memory of all ranks together, such as 100GiB",
     )
-    parser.add_argument(
-        "--speculation",
-        choices=[member.value for member in Speculation],
-        default=Speculation.AUTO.value,
-        help="PatrickStar's optimizer.speculation; 'commit' updates in backward for good, as no peer does",
-    )
-    parser.add_argument(
-        "--states",
-        choices=[member.value for member in States],
-        default=States.FP32.value,
-        help="PatrickStar's optimizer.states; peers keep float32",
-    )
-    parser.add_argument(
-        "--master",
-        choices=[member.value for member in Master],
-        default=Master.EXACT.value,
-        help="PatrickStar's optimizer.master; 'stochastic' keeps none, as no peer does",
-    )
+    for flag, values, text in (
+        ("speculation", Speculation, "; 'commit' is optimizer-in-backward, as in no peer"),
+        ("states", States, "; peers keep float32"),
+        ("master", Master, "; 'stochastic' keeps none, as in no peer"),
+    ):
+        names = [member.value for member in values]
+        default = Job.__dataclass_fields__[flag].default
+        parser.add_argument(f"--{flag}", choices=names, default=default, help=f"PatrickStar's optimizer.{flag}{text}")
     parser.add_argument(
         "--chunk-numel",
         type=int,
@@ -119,15 +110,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             "--batch-size, --chunk-numel, --ranks, --steps and --seq-len must be at least 1, --warmup at least 0"
         )
     try:
-        args.jobs = _jobs(args)
+        limits = gpu_limits(args.device_memory, args.system)
     except ValueError as error:
         parser.error(str(error))
-    return args
-
-
-def _jobs(args: argparse.Namespace) -> list[Job]:
-    limits = gpu_limits(args.device_memory, args.system)
-    return [
+    args.jobs = [
         Job(
             system=system,
             model=args.model,
@@ -144,15 +130,17 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             compiled=args.compile,
             states=args.states,
             master=args.master,
-        )
+        )  # fmt: skip
         for ranks in sorted(set(args.ranks))
         for system in dict.fromkeys(args.system)
     ]
+    return args
 
 
 def gpu_limits(values: list[str], systems: list[str]) -> dict[str, int | None]:
-    """Device bytes of each system (None: the whole GPU) of ``SIZE`` and ``SYSTEM=SIZE`` arguments; a system's own one
-    wins.
+    """Device bytes of each system (None: the whole GPU) from ``SIZE`` and ``SYSTEM=SIZE`` arguments.
+
+    A system's own argument wins.
 
     Raises:
         ValueError: a size or a system is wrong.
@@ -197,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             _write_json(args.json, comparison.to_dict())
     print(format_table(comparison))
     if args.plot is not None:
-        plot(comparison, args.plot)
+        plot(comparison.to_dict(), "", args.plot)
     return 0 if any(run.is_measured for run in comparison.runs) else 1
 
 

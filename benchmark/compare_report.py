@@ -1,41 +1,26 @@
-"""The results of ``benchmark.compare`` for files, for people and as a picture."""
+"""The results of ``benchmark.compare`` as a table and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmark.common import model_flops
+from benchmark.common import gib, model_flops, table
 from benchmark.systems.run import Run
 
 _REFERENCE = "patrickstar"
-_GIB = 2**30
-_LONGEST_NOTE = 90
-_COLUMNS = {
-    "system": 24,
-    "ranks": 6,
-    "GPU limit": 11,
-    "step s": 9,
-    "TFLOPS": 8,
-    "tokens/s": 10,
-    "ratio": 7,
-    "scaling": 9,
-    "device GiB": 12,
-    "host GiB": 10,
-    "exposed s": 11,
-    "coll. s": 9,
-    "up GiB": 8,
-    "down GiB": 10,
-    "init s": 8,
-}
-"""Of the table: titles and characters."""
+_COLUMNS = (
+    ("system", -24, ""), ("ranks", 6, ""), ("GPU limit", 11, ""), ("step s", 9, ".3f"), ("TFLOPS", 8, ".1f"),
+    ("tokens/s", 10, ".0f"), ("ratio", 7, ".2f"), ("scaling", 9, ".3f"), ("device GiB", 12, ".3g"),
+    ("host GiB", 10, ".3g"), ("exposed s", 11, ".3f"), ("coll. s", 9, ".3f"), ("up GiB", 8, ".3g"),
+    ("down GiB", 10, ".3g"), ("init s", 8, ".1f"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass
 class Comparison:
-    """Runs of the same job by several systems, on one or several numbers of ranks."""
+    """Runs of one model by several systems, on one or several numbers of ranks."""
 
     command: str
     runs: list[Run] = dataclasses.field(default_factory=list)
@@ -52,8 +37,9 @@ class Comparison:
         return self.step_seconds(run) / self.step_seconds(reference)
 
     def scaling(self, run: Run) -> float | None:
-        """TFLOPS per GPU over that of the least number of ranks of the same system; None if one of the two did not
-        train, or there is only one number of ranks.
+        """TFLOPS per GPU over the same system's on the least number of ranks.
+
+        None if one of the two did not train, or there is only one number of ranks.
         """
         all_ranks = {other.job.ranks for other in self.runs}
         least = self._measured(run.job.system, min(all_ranks))
@@ -66,21 +52,19 @@ class Comparison:
         return next(found, None)
 
     def tflops_per_gpu(self, run: Run) -> float:
-        """Model TFLOPS of one rank."""
         return model_flops(run.job.shape, run.job.batch) / self.step_seconds(run) / 1e12
 
     def tokens_per_second_per_gpu(self, run: Run) -> float:
-        """Of one rank."""
         return run.job.batch * run.job.length / self.step_seconds(run)
 
     def exposed_seconds(self, run: Run) -> float | None:
-        """Seconds of a step in which no kernel runs; None if not measured."""
+        """Seconds of a step in which no kernel but collectives runs; None if not measured."""
         if run.activity is None:
             return None
         return max(0.0, self.step_seconds(run) - run.activity["computing_seconds"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for a file."""
+        """All figures, as JSON has them."""
         job = dataclasses.asdict(self.runs[0].job)
         common = {
             key: job[key]
@@ -98,24 +82,17 @@ class Comparison:
 
     def _system(self, run: Run) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "system": run.job.system,
-            "ranks": run.job.ranks,
-            "outcome": run.outcome.value,
-            "reason": run.reason,
-            "version": run.version,
-            "gpu_limit_bytes": run.job.gpu_bytes,
-        }
+            "system": run.job.system, "ranks": run.job.ranks, "outcome": run.outcome.value, "reason": run.reason,
+            "version": run.version, "gpu_limit_bytes": run.job.gpu_bytes,
+        }  # fmt: skip
         if run.is_measured:
             values |= {
-                "step_seconds": self.step_seconds(run),
-                "model_tflops_per_gpu": self.tflops_per_gpu(run),
+                "step_seconds": self.step_seconds(run), "model_tflops_per_gpu": self.tflops_per_gpu(run),
                 "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu(run),
-                "step_seconds_over_patrickstar": self.ratio(run),
-                "scaling": self.scaling(run),
-                "exposed_seconds": self.exposed_seconds(run),
-                "gpu_activity": run.activity,
+                "step_seconds_over_patrickstar": self.ratio(run), "scaling": self.scaling(run),
+                "exposed_seconds": self.exposed_seconds(run), "gpu_activity": run.activity,
                 "gpu_activity_missing_because": run.activity_reason,
-            }
+            }  # fmt: skip
         return values | {
             "device_peak_bytes": run.device_peak_bytes,
             "host_peak_bytes": run.host_peak_bytes,
@@ -132,7 +109,7 @@ class Comparison:
 
 
 def format_table(comparison: Comparison) -> str:
-    """A line per run, then the losses of each."""
+    """A line per run, then the losses of each run."""
     job = comparison.runs[0].job
     provenance = next((run.provenance for run in comparison.runs if run.provenance), {})
     compiled = {"no": "", "blocks": ", blocks compiled", "whole": ", compiled as a whole"}[job.compiled]
@@ -143,9 +120,10 @@ def format_table(comparison: Comparison) -> str:
         f"GPU {provenance.get('gpu', 'unknown')}, PyTorch {provenance.get('torch_version', 'unknown')}",
         "TFLOPS, tokens/s and device memory are per GPU, host memory is of all ranks",
         "",
-        _line(list(_COLUMNS)),
     ]
-    lines += [_row(comparison, run) for run in comparison.runs]
+    titles, *rows = table(_COLUMNS, (_cells(comparison, run) for run in comparison.runs))
+    reasons = ("" if run.is_measured else f"  {run.outcome.value}: {run.reason}" for run in comparison.runs)
+    lines += [titles, *(row + reason for row, reason in zip(rows, reasons, strict=True))]
     lines += ["", "losses, from the first step on:"]
     lines += [
         f"{_name(run)}  " + " ".join(f"{loss:.4f}" for loss in run.losses) for run in comparison.runs if run.losses
@@ -163,80 +141,20 @@ def format_table(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _row(comparison: Comparison, run: Run) -> str:
-    cells = [run.job.system, str(run.job.ranks), _gib(run.job.gpu_bytes) if run.job.gpu_bytes is not None else "all"]
+def _cells(comparison: Comparison, run: Run) -> list[Any]:
+    limit = "all" if run.job.gpu_bytes is None else f"{gib(run.job.gpu_bytes):.3g}"
+    cells: list[Any] = [run.job.system, run.job.ranks, limit]
     if not run.is_measured:
-        return f"{_line(cells)}  {run.outcome.value}: {run.reason}"
+        return cells + [None] * (len(_COLUMNS) - len(cells))
     activity = run.activity or {}
-    cells += [
-        f"{comparison.step_seconds(run):.3f}",
-        f"{comparison.tflops_per_gpu(run):.1f}",
-        f"{comparison.tokens_per_second_per_gpu(run):.0f}",
-        _number(comparison.ratio(run), 2),
-        _number(comparison.scaling(run), 3),
-        _gib(run.device_peak_bytes),
-        _gib(run.host_peak_bytes),
-        _number(comparison.exposed_seconds(run), 3),
-        _number(activity.get("collectives_only_seconds"), 3),
-        _gib(activity.get("uploaded_bytes")),
-        _gib(activity.get("downloaded_bytes")),
-        _number(run.init_seconds, 1),
-    ]
-    return _line(cells)
-
-
-def _line(cells: list[str]) -> str:
-    """The first columns of the table."""
-    widths = list(_COLUMNS.values())[: len(cells)]
-    first, *others = zip(cells, widths, strict=True)
-    return first[0].ljust(first[1]) + "".join(cell.rjust(width) for cell, width in others)
+    figures = (comparison.step_seconds, comparison.tflops_per_gpu, comparison.tokens_per_second_per_gpu)
+    return [
+        *cells, *(figure(run) for figure in figures), comparison.ratio(run), comparison.scaling(run),
+        gib(run.device_peak_bytes), gib(run.host_peak_bytes), comparison.exposed_seconds(run),
+        activity.get("collectives_only_seconds"), gib(activity.get("uploaded_bytes")),
+        gib(activity.get("downloaded_bytes")), run.init_seconds,
+    ]  # fmt: skip
 
 
 def _name(run: Run) -> str:
-    return _line([run.job.system, str(run.job.ranks)])
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / _GIB:.3g}"
-
-
-def plot(comparison: Comparison, path: Path) -> None:
-    """Model TFLOPS per GPU of each run as bars, with its step time and peaks; the reason where there is none."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    job = comparison.runs[0].job
-    figure, axes = pyplot.subplots(figsize=(8, 0.9 * len(comparison.runs) + 1.4), layout="constrained")
-    for position, run in enumerate(comparison.runs):
-        tflops = 0.0
-        text = f"{run.outcome.value}: {run.reason}"
-        if run.is_measured:
-            step = comparison.step_seconds(run)
-            tflops = comparison.tflops_per_gpu(run)
-            peaks = f"peaks: device {_gib(run.device_peak_bytes)} GiB, host {_gib(run.host_peak_bytes)} GiB"
-            text = f"{tflops:.3g} TFLOPS, {step:.3g} s per step, {peaks}"
-        color = "tab:blue" if run.job.system == _REFERENCE else "tab:gray"
-        axes.barh(position, tflops, color=color, height=0.45)
-        axes.text(0, position - 0.26, " " + text[:_LONGEST_NOTE], va="bottom", fontsize=8)
-    axes.set_yticks(range(len(comparison.runs)), [_label(run) for run in comparison.runs])
-    axes.set_ylim(len(comparison.runs) - 0.6, -0.7)  # the first on top
-    axes.set_xlabel("model TFLOPS per GPU")
-    axes.set_title(
-        f"GPT {job.shape.num_parameters() / 1e9:.3g} B, batch {job.batch} x {job.length} per rank", fontsize=10
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def _label(run: Run) -> str:
-    limit = "whole GPU" if run.job.gpu_bytes is None else f"within {_gib(run.job.gpu_bytes)} GiB"
-    ranks = f"{run.job.ranks} ranks, " if run.job.ranks > 1 else ""
-    return f"{run.job.system}\n{ranks}{limit}"
+    return f"{run.job.system:<24}{run.job.ranks:>6}"

@@ -1,14 +1,13 @@
 """Optimizer states on a disk: a step's bytes per second against sequential reads and writes of the same file system.
 
-A GPT trains with a batch so small that nothing but the disk takes time, and with so little host memory that the states
-of nearly all chunks are on the disk.
+A GPT trains with a batch so small that only the disk takes time, and with so little host memory that the states of
+nearly all chunks are on the disk.
 
-* step: bytes read and written over the time of a step, the median of those after the first two, once all updates of
-  the step before are over.
+* step: bytes read and written over the median time of the steps after the first two. A step's time begins when all
+  updates of the step before are over.
 * reference: as many bytes, or ``--reference``, read and written at the same time in the same folder, by threads that
-  call ``preadv`` and ``pwritev`` past the file cache, as ``fio`` does with ``--ioengine=psync --direct=1``. Nothing
-  of the engine's.
-* share: the first over the second, of reads and writes together; the goal is at least 0.85.
+  call ``preadv`` and ``pwritev`` past the file cache, as ``fio --ioengine=psync --direct=1`` does, without the engine.
+* share: step over reference, reads and writes together; the goal is at least 0.85.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24, help="1.2 B parameters with the default width")
     parser.add_argument("--chunk-numel", type=int, default=16 << 20, help="elements per chunk")
-    parser.add_argument("--steps", type=int, default=8, help="of which two are not counted")
+    parser.add_argument("--steps", type=int, default=8, help="including two that are not timed")
     parser.add_argument("--io", choices=("auto", "io_uring", "threads"), default="auto")
     parser.add_argument("--device-memory", metavar="SIZE", help="device_memory (default: what is free)")
-    parser.add_argument("--host-memory", metavar="SIZE", help="host_memory (default: what it takes without states)")
+    parser.add_argument("--host-memory", metavar="SIZE", help="host_memory (default: enough without states)")
     parser.add_argument(
         "--reference", type=int, metavar="BYTES", help="most that the reference reads, and writes (default: a step's)"
     )
@@ -52,11 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, then moves as many bytes without an engine.
-
-    Raises:
-        ValueError: the states of no chunk are on the disk.
-    """
+    """Raises ValueError if no states are on the disk."""
     step = _train(args)
     moved = step["read_bytes"] + step["written_bytes"]
     if not moved:
@@ -70,15 +65,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     reference_gbps = sum(sizes) / _reference_seconds(args.path, *sizes) / 1e9
     step_gbps = moved / step["step_seconds"] / 1e9
     return {
-        "case": "disk",
-        **step,
-        "step_gbps": step_gbps,
-        "reference_bytes": sum(sizes),
-        "reference_gbps": reference_gbps,
-        "share": step_gbps / reference_gbps,
-        "goal": GOAL,
-        **provenance(),
-    }
+        "case": "disk", **step, "step_gbps": step_gbps, "reference_bytes": sum(sizes),
+        "reference_gbps": reference_gbps, "share": step_gbps / reference_gbps, "goal": GOAL, **provenance(),
+    }  # fmt: skip
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,11 +76,8 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     )
     config: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "use_hybrid_adam": False}, "states": args.states},
-        "bf16": {"enabled": True},
-        "default_chunk_size": args.chunk_numel,
-        "steps_per_print": 0,
-        "plan_cache": False,
-    }
+        "bf16": {"enabled": True}, "default_chunk_size": args.chunk_numel, "steps_per_print": 0, "plan_cache": False,
+    }  # fmt: skip
     if args.device_memory is not None:
         config["device_memory"] = args.device_memory
     config["host_memory"] = args.host_memory or _least_host_bytes(shape, config)
@@ -112,20 +98,17 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)][_WARM_UP - 1 :]
     last, before = reports[-1], reports[-2]
     return {
-        "num_parameters": last["num_parameters"],
-        "num_disk_chunks": last["num_disk_chunks"],
-        "num_chunks": last["num_chunks"],
-        "disk_io": last["disk_io"],
+        "num_parameters": last["num_parameters"], "num_disk_chunks": last["num_disk_chunks"],
+        "num_chunks": last["num_chunks"], "disk_io": last["disk_io"],
         "read_bytes": last["disk_read_bytes"] - before["disk_read_bytes"],
         "written_bytes": last["disk_written_bytes"] - before["disk_written_bytes"],
-        "wait_seconds": last["disk_wait_seconds"] - before["disk_wait_seconds"],
-        "seconds": seconds,
+        "wait_seconds": last["disk_wait_seconds"] - before["disk_wait_seconds"], "seconds": seconds,
         "step_seconds": statistics.median(seconds),
-    }
+    }  # fmt: skip
 
 
 def _least_host_bytes(shape: GptShape, config: dict[str, Any]) -> int:
-    """What a host needs whose states are all on the disk; of the model, no memory is touched for it."""
+    """Host memory of a run whose states are all on the disk; touches no memory of the model."""
     with torch.device("meta"):
         model = shape.build()
     numels = [param.numel() for param in model.parameters()]
@@ -145,7 +128,7 @@ def _reference_seconds(folder: str, read_bytes: int, written_bytes: int) -> floa
     fd = os.open(folder, os.O_TMPFILE | os.O_RDWR)
     try:
         os.posix_fallocate(fd, 0, read_bytes + written_bytes)
-        _move(fd, os.pwritev, 0, read_bytes)  # something to read
+        _move(fd, os.pwritev, 0, read_bytes)  # data to read
         os.fsync(fd)
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
@@ -165,7 +148,7 @@ def _reference_seconds(folder: str, read_bytes: int, written_bytes: int) -> floa
 
 
 def _move(fd: int, call: Any, offset: int, num_bytes: int) -> None:
-    """All of them by a few threads, a block each at a time."""
+    """Moves all bytes by a few threads, one block at a time each."""
 
     def work(index: int) -> None:
         block = mmap.mmap(-1, _BLOCK)
@@ -179,7 +162,6 @@ def _move(fd: int, call: Any, offset: int, num_bytes: int) -> None:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The result of run() for people."""
     return (
         f"{result['num_parameters'] / 1e6:.0f} M parameters, states of {result['num_disk_chunks']} of "
         f"{result['num_chunks']} chunks on disk by {result['disk_io']}\n"

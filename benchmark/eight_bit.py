@@ -1,12 +1,11 @@
 """AdamW with moments of 8 bits step by step beside bitsandbytes' and torchao's, given the same gradients.
 
-A GPT-2 is trained on the language reference that every CPython carries, by ``torch.optim.AdamW`` in float32. The
-gradients of its matrices, but for embeddings, are given to each of the others, which begin with the same values. So
-nothing but their own rounding leads them elsewhere. What is not installed is left out (``pip install bitsandbytes
-torchao``).
+A GPT-2 trains on CPython's language reference with ``torch.optim.AdamW`` in float32. Each other optimizer begins with
+the same values and gets the gradients of its matrices other than embeddings. So only their own rounding makes them
+differ. Packages that are not installed are left out (``pip install bitsandbytes torchao``).
 
-* distance: of all parameters to PyTorch's, root of the mean square, over the way that PyTorch's have come by then.
-* momentum, variance: the same of the moments after the last step, over PyTorch's own root of the mean square.
+* distance: root mean square of the parameters' difference to PyTorch's, over that of PyTorch's total change so far.
+* momentum, variance: the same for the moments after the last step, over PyTorch's moments.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from benchmark.common import GptShape, provenance
+from benchmark.common import GptShape, provenance, table
 from patrickstar import initialize_engine
 
 _SHAPE = GptShape(hidden=256, layers=4, heads=4, vocab=256, length=128, checkpointing=False)  # tokens are bytes
@@ -32,25 +31,23 @@ Moments = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Updated(Protocol):
-    """Parameters and what updates them."""
+    """Parameters and their optimizer; all tensors are float32."""
 
     params: Sequence[nn.Parameter]
 
     def step(self, grads: Sequence[torch.Tensor]) -> None:
-        """With these gradients, one for each parameter."""
+        """One gradient per parameter."""
         ...
 
-    def values(self) -> list[torch.Tensor]:
-        """Of the parameters, in float32."""
-        ...
+    def values(self) -> list[torch.Tensor]: ...
 
     def moments(self) -> Moments:
-        """Momentum and variance of each parameter, in float32."""
+        """Momentum and variance of each parameter."""
         ...
 
 
 class ByTorch:
-    """An optimizer with the interface of ``torch.optim``; ``moments_of``: of a parameter's state."""
+    """An optimizer with the interface of ``torch.optim``; ``moments_of`` reads a parameter's state."""
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class ByTorch:
 
 
 class _Products(nn.Module):
-    """Whose gradients are what it is called with."""
+    """A module whose gradients are its arguments."""
 
     def __init__(self, values: Sequence[torch.Tensor]):
         super().__init__()
@@ -85,8 +82,6 @@ class _Products(nn.Module):
 
 
 class ByEngine:
-    """An engine with the configuration's ``optimizer.states``."""
-
     def __init__(self, values: Sequence[torch.Tensor], states: str):
         optimizer = {"type": "AdamW", "params": _HYPERPARAMETERS, "states": states}
         self._module = _Products(values)
@@ -159,7 +154,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All step by step, in one process."""
     torch.manual_seed(0)
     model = _SHAPE.build()
     rows = _rows(_SHAPE.length)
@@ -192,14 +186,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The result of run() for people."""
     steps = list(result["rows"][0]["distance"])
-    lines = [
+    columns = [("", -36, ""), *((f"step {step}", 11, ".2e") for step in steps)]
+    columns += [("momentum", 12, ".2e"), ("variance", 12, ".2e")]
+    rows = ([row["name"], *row["distance"].values(), row["momentum"], row["variance"]] for row in result["rows"])
+    head = (
         f"{result['numel']:,} parameters, {result['steps']} steps, lr {_HYPERPARAMETERS['lr']}; distances to "
-        "torch.optim.AdamW in float32 over the way that it has come",
-        f"{'':<36}" + "".join(f"{f'step {step}':>11}" for step in steps) + f"{'momentum':>12}{'variance':>12}",
-    ]
-    for row in result["rows"]:
-        numbers = "".join(f"{value:>11.2e}" for value in row["distance"].values())
-        lines.append(f"{row['name']:<36}{numbers}{row['momentum']:>12.2e}{row['variance']:>12.2e}")
-    return "\n".join(lines)
+        "torch.optim.AdamW in float32 over its total change"
+    )
+    return "\n".join([head, *table(columns, rows)])

@@ -1,4 +1,4 @@
-"""A function in a process of its own: what one run leaves in a process does not reach the next."""
+"""Runs a function in a fresh process, so that runs do not affect each other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function(*args)`` returns in a new process; both can be pickled.
+    """Returns ``function(*args)`` from a new process; function, arguments and result are pickled.
 
     Raises:
-        RuntimeError: the process ended before; what it raised is on stderr.
+        RuntimeError: the process ended before it returned; its traceback is on stderr.
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
@@ -34,4 +34,4 @@ def _send(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...
     sender.send(function(*args))
     sender.close()
     sys.stderr.flush()
-    os._exit(0)  # a model whose engine is closed would be written out of its chunks first
+    os._exit(0)  # closing an engine would first copy the model out of its chunks

@@ -1,8 +1,8 @@
-"""What hooks cost the host: microseconds per module in the steady state, on layers too small to hide anything.
+"""Host time of hooks: microseconds per module in the steady state, on layers too small to hide any of it.
 
-Plain PyTorch and the engine run the same chain of linear layers in turn, everything resident, so that the difference
-is what the launching thread does besides: hooks, ``__torch_function__``, acquire and release. The least of many
-repetitions counts, since everything else is the machine's noise.
+Plain PyTorch and the engine run the same chain of linear layers in turn, everything resident. The difference is the
+launching thread's time for hooks, ``__torch_function__``, acquire and release. The least of many repetitions counts,
+since everything above it is the machine's noise.
 """
 
 from __future__ import annotations
@@ -65,19 +65,13 @@ def run(args: argparse.Namespace) -> dict:
     plain_us, engine_us = ([s / args.modules * 1e6 for s in _least(steps)] for steps in (plain_steps, engine_steps))
     forward_us, backward_us = (mine - theirs for mine, theirs in zip(engine_us, plain_us, strict=True))
     return {
-        "case": "hooks",
-        "modules": args.modules,
-        "plain_forward_us": plain_us[0],
-        "forward_overhead_us": forward_us,
-        "backward_overhead_us": backward_us,
-        "overhead_per_call_us": (forward_us + backward_us) / 2,
-        "goal_us": GOAL_MICROSECONDS,
-        **provenance(),
-    }
+        "case": "hooks", "modules": args.modules, "plain_forward_us": plain_us[0], "forward_overhead_us": forward_us,
+        "backward_overhead_us": backward_us, "overhead_per_call_us": (forward_us + backward_us) / 2,
+        "goal_us": GOAL_MICROSECONDS, **provenance(),
+    }  # fmt: skip
 
 
 def format_table(result: dict) -> str:
-    """The result of run() for people."""
     return (
         f"per module: forward {result['forward_overhead_us']:.1f} us more than plain PyTorch's "
         f"{result['plain_forward_us']:.1f}, backward {result['backward_overhead_us']:.1f} us more; "

@@ -1,21 +1,21 @@
-"""Tensor parallelism in one dimension and in two on 4, 16 and 64 GPUs, simulated, beside what Optimus's paper measured.
+"""Tensor parallelism in one dimension and in two on 4, 16 and 64 GPUs, simulated, beside Optimus's paper.
 
-Nothing runs: steps are those that ``patrickstar plan --tensor-parallel`` predicts for H200s, with everything but the
-links as fast as one H200 was measured to be. Within a node links have the rates of gathers and scatters that were
-measured on four H200s over NVLink; between nodes those of an adapter's data sheet, or NVLink's again.
+Nothing runs: steps are predictions of ``patrickstar plan --tensor-parallel`` for H200s, in which everything but the
+links is as fast as one H200 was measured to be. Within a node links have the rates of all-gathers and reduce-scatters
+that were measured on four H200s over NVLink; between nodes an adapter's data sheet rate, or NVLink's again.
 
-Weak scaling as in the paper (arXiv 2104.05343): on q x q GPUs a GPT whose hidden size is q times 1024, 512 tokens a
+Weak scaling as in the paper (arXiv 2104.05343): on q x q GPUs a GPT with hidden size q times 1024, 512 tokens a
 sequence, and a batch that grows with q (96 for q = 2, as in its published script), the same for both ways. The paper
-compares with Megatron as it was then, on RTX 5000s, four a node, with the largest batch that each way allowed; so
-ratios may be compared in their trend alone.
+compares with Megatron of 2021 on RTX 5000s, four a node, with the largest batch that each way allowed. So only the
+trend of ratios may be compared.
 
-* square: q x q against one dimension, the paper's comparison. fewest: the mesh that receives least.
-* waits: of a step, what products did not hide of exchanges, and their latencies.
-* link: for how long the GPU's link is busy.
-* x 1D: one dimension's step over this one. One dimension is ours, whose tokens travel rank by rank; over many ranks
-  their latencies and its small products cost it much.
-* x best 1D: the same over one dimension's computing or its link's time, whichever is longer: no implementation whose
-  products are these takes less.
+* square: q x q, the paper's comparison. fewest: the mesh that receives least.
+* waits: of a step, exchanges that products did not hide, and their latencies.
+* link: busy seconds of the GPU's link.
+* x 1D: one dimension's step over this step. One dimension is PatrickStar's, whose tokens travel rank by rank; over many
+  ranks their latencies and its small products are expensive.
+* x best 1D: the same over one dimension's computing or its link's time, whichever is longer: a lower bound for any
+  implementation with these products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import dataclasses
 import math
 from typing import Any
 
-from benchmark.common import provenance
+from benchmark.common import gib, provenance, table
 from patrickstar.planning.cluster import LINKS, Cluster
 from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.machines import H200
@@ -36,10 +36,10 @@ from patrickstar.planning.setting import Setting
 from patrickstar.tensor2d.cost import Mode
 
 _PAPER = {4: 0.86, 16: 1.41 / 1.38, 36: 1.48, 64: 1.48}
-"""Optimus's sequences per second over Megatron's, training, by the number of GPUs (in notes on the paper by others)."""
+"""Optimus's training sequences per second over Megatron's, by number of GPUs (from others' notes on the paper)."""
 _HOST_BYTES, _DEVICE_BYTES = 120 * 2**30, 130 * 2**30
 _CHUNK_NUMEL = 2**26
-_SLOWDOWN = H200.several_gpus_slowdown  # of all that is traced
+_SLOWDOWN = H200.several_gpus_slowdown  # of all traced operations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Plans each."""
     rows = []
     for gpus in args.gpus:
         side = math.isqrt(gpus)
@@ -77,24 +76,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             }  # fmt: skip
             rows.append(_row(gpus, link if gpus > args.gpus_per_node else "within a node", answers))
     return {
-        "case": "optimus",
-        "simulated": True,
-        "rows": rows,
-        "gpus_per_node": args.gpus_per_node,
-        "layers": args.layers,
-        "seq_len": args.seq_len,
-        **provenance(),
-    }
+        "case": "optimus", "simulated": True, "rows": rows, "gpus_per_node": args.gpus_per_node, "layers": args.layers,
+        "seq_len": args.seq_len, **provenance(),
+    }  # fmt: skip
 
 
 def _question(workload: Workload, cluster: Cluster) -> Question:
     return Question(
-        workload=workload,
-        machine=H200,
-        setting=Setting(device_bytes=_DEVICE_BYTES, host_bytes=_HOST_BYTES),
-        cluster=cluster,
-        chunk_numel=_CHUNK_NUMEL,
-    )
+        workload=workload, machine=H200, setting=Setting(device_bytes=_DEVICE_BYTES, host_bytes=_HOST_BYTES),
+        cluster=cluster, chunk_numel=_CHUNK_NUMEL,
+    )  # fmt: skip
 
 
 def _row(gpus: int, link: str, answers: dict[str, Answer]) -> dict[str, Any]:
@@ -104,43 +95,40 @@ def _row(gpus: int, link: str, answers: dict[str, Answer]) -> dict[str, Any]:
         mesh, exchanged = answer.question.workload.mesh, answer.exchanged
         assert mesh is not None and exchanged is not None
         ways[key] = {
-            "rows": mesh.rows,
-            "columns": mesh.columns,
-            "step_seconds": answer.chosen.step.seconds,
+            "rows": mesh.rows, "columns": mesh.columns, "step_seconds": answer.chosen.step.seconds,
             "computing_seconds": answer.chosen.step.seconds - exchanged.exposed_seconds * _SLOWDOWN,
-            "activation_bytes": answer.chosen.plan.tide_peak_bytes,
-            **dataclasses.asdict(exchanged),
-        }
+            "activation_bytes": answer.chosen.plan.tide_peak_bytes, **dataclasses.asdict(exchanged),
+        }  # fmt: skip
     base = ways["1D"]["step_seconds"]
     least = max(ways["1D"]["computing_seconds"], ways["1D"]["link_seconds"])
     for way in ways.values():
         way["speedup"], way["speedup_over_best"] = base / way["step_seconds"], least / way["step_seconds"]
     return {
-        "gpus": gpus,
-        "between_nodes": link,
-        "model": work.model,
-        "batch": work.batch,
-        "ways": ways,
+        "gpus": gpus, "between_nodes": link, "model": work.model, "batch": work.batch, "ways": ways,
         "paper_speedup": _PAPER.get(gpus),
-    }
+    }  # fmt: skip
+
+
+_COLUMNS = (
+    ("GPUs", 4, ""), (" nodes by", -15, ""), ("model", -12, ""), ("batch", 5, ""), ("  way", -9, ""),
+    ("step s", 8, ".3f"), ("received GiB", 13, ".1f"), ("link s", 8, ".3f"), ("waits s", 8, ".3f"),
+    ("activations GiB", 16, ".1f"), ("x 1D", 6, ".2f"), ("x best 1D", 10, ".2f"), ("paper", 6, ".2f"),
+)  # fmt: skip
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The result of run() for people."""
-    lines = [
+    head = (
         f"SIMULATED, nothing ran: patrickstar plan for H200s, {result['gpus_per_node']} per node, sequences of "
-        f"{result['seq_len']} tokens, {result['layers']} layers, activations computed again, bfloat16",
-        f"{'GPUs':>4} {'nodes by':<14}{'model':<12}{'batch':>5}  {'way':<7}{'step s':>8}{'received GiB':>13}"
-        f"{'link s':>8}{'waits s':>8}{'activations GiB':>16}{'x 1D':>6}{'x best 1D':>10}{'paper':>6}",
-    ]
-    for row in result["rows"]:
-        paper = "" if row["paper_speedup"] is None else f"{row['paper_speedup']:.2f}"
-        for key, way in row["ways"].items():
-            shown = key if key == "1D" else f"{way['rows']} x {way['columns']}"
-            lines.append(
-                f"{row['gpus']:>4} {row['between_nodes']:<14}{row['model']:<12}{row['batch']:>5}  {shown:<7}"
-                f"{way['step_seconds']:>8.3f}{way['received_bytes'] / 2**30:>13.1f}{way['link_seconds']:>8.3f}"
-                f"{way['exposed_seconds']:>8.3f}{way['activation_bytes'] / 2**30:>16.1f}{way['speedup']:>6.2f}"
-                f"{way['speedup_over_best']:>10.2f}{paper if key == 'square' else '':>6}"
-            )
-    return "\n".join(line.rstrip() for line in lines)
+        f"{result['seq_len']} tokens, {result['layers']} layers, recomputed activations, bfloat16"
+    )
+    cells = (
+        [
+            row["gpus"], f" {row['between_nodes']}", row["model"], row["batch"],
+            "  1D" if key == "1D" else f"  {way['rows']} x {way['columns']}", way["step_seconds"],
+            gib(way["received_bytes"]), way["link_seconds"], way["exposed_seconds"], gib(way["activation_bytes"]),
+            way["speedup"], way["speedup_over_best"], row["paper_speedup"] if key == "square" else None,
+        ]
+        for row in result["rows"]
+        for key, way in row["ways"].items()
+    )  # fmt: skip
+    return "\n".join([head, *table(_COLUMNS, cells)])

@@ -1,9 +1,8 @@
 """One step with everything resident against plain PyTorch on the same model.
 
 Both train the same Hugging Face GPT-2 on the same batches: plain PyTorch with ``torch.optim.AdamW(fused=True)``, and
-the engine without a device budget. Each has a process of its own, since in one process they disturb each other's memory
-(what one frees the other faults in again); they take turns of a few steps, and the one that waits is idle. The ratio is
-the median over the turns.
+the engine without a device budget. Each has its own process, since in one process they would disturb each other's
+memory. They take turns of a few steps; the waiting process is idle. The ratio is the median over the turns.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from benchmark.common import GptShape, provenance, token_batch
+from benchmark.common import GptShape, provenance, synchronize, token_batch
 from patrickstar.runtime import initialize_engine
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -33,12 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--turns", type=int, default=8, help="timed turns of each")
     parser.add_argument("--steps", type=int, default=4, help="steps per turn")
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="bf16: plain PyTorch keeps float32 masters and casts",
-    )
+    text = "bf16: plain PyTorch keeps float32 masters and casts"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=text)
 
 
 def _plain(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
@@ -89,7 +84,7 @@ def _shape(args: argparse.Namespace) -> GptShape:
 
 
 def _work(system: str, args: argparse.Namespace, connection: Connection) -> None:
-    """A process that trains: for each number received, as many steps; their seconds are sent back. 0 ends it."""
+    """Trains as many steps as each number received, and sends their seconds back. 0 ends the process."""
     torch.manual_seed(0)
     shape = _shape(args)
     step = SYSTEMS[system](shape, args)
@@ -100,15 +95,14 @@ def _work(system: str, args: argparse.Namespace, connection: Connection) -> None
             data = {key: value.to(_device()) for key, value in token_batch(shape, args.batch_size, generator).items()}
             begin = time.perf_counter()
             step(data)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            synchronize()
             seconds.append(time.perf_counter() - begin)
         connection.send(seconds)
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Median seconds of a step of both; the first turn of each is its warm-up."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else the threads of the one that waits keep spinning
+    """Median seconds of both systems' steps. Each system's first turn is its warm-up."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else the waiting process's threads spin
     context = multiprocessing.get_context("spawn")
     workers, connections = [], {}
     for system in SYSTEMS:
@@ -128,30 +122,19 @@ def run(args: argparse.Namespace) -> dict:
         worker.join()
     ratios = sorted(ours / plain for ours, plain in zip(turns["patrickstar"], turns["torch"], strict=True))
     return {
-        "case": "overhead",
-        "step_ratio_vs_torch": statistics.median(ratios),
-        "least_step_ratio_vs_torch": ratios[0],
-        "greatest_step_ratio_vs_torch": ratios[-1],
-        "step_seconds": statistics.median(turns["patrickstar"]),
-        "torch_step_seconds": statistics.median(turns["torch"]),
-        "num_parameters": _shape(args).num_parameters(),
-        "precision": args.precision,
-        "batch": args.batch_size,
-        "length": args.seq_len,
-        **provenance(),
-    }
+        "case": "overhead", "step_ratio_vs_torch": statistics.median(ratios), "least_step_ratio_vs_torch": ratios[0],
+        "greatest_step_ratio_vs_torch": ratios[-1], "step_seconds": statistics.median(turns["patrickstar"]),
+        "torch_step_seconds": statistics.median(turns["torch"]), "num_parameters": _shape(args).num_parameters(),
+        "precision": args.precision, "batch": args.batch_size, "length": args.seq_len, **provenance(),
+    }  # fmt: skip
 
 
 def format_table(result: dict) -> str:
-    """The result of run() for people."""
-    return "\n".join(
-        [
-            f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, {result['precision']}, batch "
-            f"{result['batch']} x {result['length']} tokens, {result['num_cpus']} cores, "
-            f"GPU {result['gpu']}",
-            f"plain PyTorch  {result['torch_step_seconds']:.4f} s per step",
-            f"PatrickStar    {result['step_seconds']:.4f} s per step",
-            f"ratio          {result['step_ratio_vs_torch']:.3f} (goal at most {GOAL}; turns from "
-            f"{result['least_step_ratio_vs_torch']:.3f} to {result['greatest_step_ratio_vs_torch']:.3f})",
-        ]
+    return (
+        f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, {result['precision']}, batch {result['batch']} x "
+        f"{result['length']} tokens, {result['num_cpus']} cores, GPU {result['gpu']}\n"
+        f"plain PyTorch  {result['torch_step_seconds']:.4f} s per step\n"
+        f"PatrickStar    {result['step_seconds']:.4f} s per step\n"
+        f"ratio          {result['step_ratio_vs_torch']:.3f} (goal at most {GOAL}; turns from "
+        f"{result['least_step_ratio_vs_torch']:.3f} to {result['greatest_step_ratio_vs_torch']:.3f})"
     )

@@ -1,8 +1,8 @@
-"""A quarter of the device memory behind a simulated link, against all of it: what transfers cost that compute can hide.
+"""A quarter of the device memory behind a simulated link, against all of it: transfers that compute can hide.
 
-On the CPU backend, in real time: ``delays.link_gbps`` and ``delays.link_latency_us``. The link allows it when one way's
-bytes of a step take less time than its compute; the third case, a link too slow for that, shows that the delays are
-real. Rounds alternate, so that a machine's drift meets all cases.
+On the CPU backend, in real time: ``delays.link_gbps`` and ``delays.link_latency_us``. The link allows hiding when one
+direction's bytes of a step take less time than its compute. The third case, a link too slow for that, shows that the
+delays are real. Rounds alternate, so that drift of the machine affects all cases.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 
 import torch
 
-from benchmark.common import GptShape, provenance, token_batch
+from benchmark.common import GptShape, provenance, table, token_batch
 from patrickstar.runtime import initialize_engine
 
 GOAL = 1.10
-WARMUP = 5  # steps: the planner measures one of them, and has chosen a plan by its times when they are over
+WARMUP = 5  # steps, after which the planner has chosen a plan by measured times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace, device_memory: int | None, link_gbps: float) -> dict:
     shape = GptShape(args.hidden, args.layers, 8, args.vocab, args.seq_len, checkpointing=True)
     config = {
-        "steps_per_print": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "speculation": "always"},
-        "bf16": {"enabled": True},
-        "default_chunk_size": args.chunk_numel,
-        "device_memory": device_memory,
+        "steps_per_print": 0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "speculation": "always"},
+        "bf16": {"enabled": True}, "default_chunk_size": args.chunk_numel, "device_memory": device_memory,
         "delays": {"link_gbps": link_gbps, "link_latency_us": args.link_latency_us},
-    }
+    }  # fmt: skip
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(lambda: shape.build(), 0, config)
     generator = torch.Generator().manual_seed(1)
@@ -99,30 +96,28 @@ def run(args: argparse.Namespace) -> dict:
         row["ratio"] = row["step_seconds"] / rows[0]["step_seconds"]
     losses = {tuple(run["losses"]) for runs in measured.values() for run in runs}
     return {
-        "case": "overlap",
-        "device_budget_bytes": budget,
-        "rows": rows,
-        "same_losses": len(losses) == 1,
-        "goal": GOAL,
+        "case": "overlap", "device_budget_bytes": budget, "rows": rows, "same_losses": len(losses) == 1, "goal": GOAL,
         **provenance(),
-    }
+    }  # fmt: skip
+
+
+_COLUMNS = (
+    ("case", -22, ""), ("link GB/s", 10, ".2f"), ("step s", 9, ".3f"), ("ratio", 8, ".3f"), ("peak MiB", 10, ".0f"),
+    ("up MiB", 8, ".0f"), ("down MiB", 10, ".0f"), ("link s", 8, ".3f"), ("  states on the device", -24, ""),
+)  # fmt: skip
 
 
 def format_table(result: dict) -> str:
-    """The result of run() for people."""
     mib = 2**20
     losses = "equal" if result["same_losses"] else "DIFFER"
-    lines = [
-        f"budget {result['device_budget_bytes'] / mib:.0f} MiB, losses {losses}",
-        f"{'case':<22}{'link GB/s':>10}{'step s':>9}{'ratio':>8}{'peak MiB':>10}{'up MiB':>8}{'down MiB':>10}"
-        f"{'link s':>8}  states on the device",
-    ]
-    for row in result["rows"]:
-        lines.append(
-            f"{row['case']:<22}{row['link_gbps']:>10.2f}{row['step_seconds']:>9.3f}{row['ratio']:>8.3f}"
-            f"{row['device_peak_bytes'] / mib:>10.0f}{row['uploaded_bytes_per_step'] / mib:>8.0f}"
-            f"{row['downloaded_bytes_per_step'] / mib:>10.0f}{row['link_seconds_per_step']:>8.3f}"
-            f"  {row['num_device_state_chunks']} of {row['num_chunks']} chunks"
-        )
+    cells = (
+        [
+            row["case"], row["link_gbps"], row["step_seconds"], row["ratio"], row["device_peak_bytes"] / mib,
+            row["uploaded_bytes_per_step"] / mib, row["downloaded_bytes_per_step"] / mib, row["link_seconds_per_step"],
+            f"  {row['num_device_state_chunks']} of {row['num_chunks']} chunks",
+        ]
+        for row in result["rows"]
+    )  # fmt: skip
+    lines = [f"budget {result['device_budget_bytes'] / mib:.0f} MiB, losses {losses}", *table(_COLUMNS, cells)]
     lines.append(f"goal: at most {result['goal']:.2f} x the unlimited step where the link allows it")
     return "\n".join(lines)

@@ -1,35 +1,32 @@
-"""A model whose matrices GPUs share, most of it in chunks on the host, against all of it on the GPUs.
+"""A tensor-parallel model with most of its chunks on the host, against the same with everything on the GPUs.
 
 Whole training steps of a GPT or Llama over a mesh (``tensor_parallel``), by the same code on the same batches: once
-with the whole GPUs, which have room for values and states, and once within ``--device-memory`` of each. There panels of
-weights come out of chunks that were on the host, gradients go there, and states are updated there. Each runs in fresh
-processes, one after the other.
+with the whole GPUs, which have room for values and states, and once within ``--device-memory`` of each. In the second
+run panels of weights come from chunks on the host, gradients go there, and states are updated there. Each run is in
+fresh processes.
 
-All of a 30 B model has to fit two GPUs for this, so moments have 8 bits and updates are committed in backward: 6.03
-bytes per parameter, 86 GiB on each of two H200s. ``--states`` and ``--speculation`` choose otherwise.
+All of a 30 B model must fit two GPUs for this, so moments have 8 bits and updates are made in backward: 6.03 bytes per
+parameter, 86 GiB on each of two H200s. ``--states`` and ``--speculation`` choose otherwise.
 
 * step: median of the timed steps on rank 0, each from the batch on the host to an idle GPU; all ranks begin together.
 * TFLOPS: 6 per parameter and token, and attention, without recomputation; per GPU.
-* of resident: the resident step over this one. Losses of both are the same bits, or OTHER LOSSES is said.
-* exposed: the step less the time in which one more step, which is profiled, computed on rank 0; coll.: its part in
-  which nothing but NCCL's kernels ran. up, down: bytes between host and GPU of that step, or of the plan where there is
-  no GPU.
+* of resident: the resident step over this step. Losses of both must be the same bits, or OTHER LOSSES is printed.
+* exposed: the step less rank 0's seconds of computing in one more step, which is profiled. coll.: the part of that step
+  in which only NCCL's kernels ran. up, down: bytes between host and GPU of that step, or of the plan without a GPU.
 * states there: chunks whose states are on the GPU, of all.
 
-Without a GPU ranks talk over gloo, which is for tests: it says nothing about speed.
+Without a GPU ranks use gloo, which is for tests: it says nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from typing import Any
 
-from benchmark.common import SHAPES, command_line, model_flops
+from benchmark.common import SHAPES, command_line, model_flops, show, table
 from benchmark.systems import Job
-from benchmark.systems.launcher import run_system
-from benchmark.systems.run import Run
+from benchmark.systems.run import Run, run_system
 from patrickstar.command.flags import memory_size
 from patrickstar.config import Speculation, States
 from patrickstar.sizes import show_size
@@ -58,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Both runs; one that failed has a reason and no figures."""
+    """Both runs; a failed run has a reason and no figures."""
     runs = {
-        name: run_system(_job(args, limit), timeout_seconds=args.timeout, log=_log)
+        name: run_system(_job(args, limit), timeout_seconds=args.timeout, log=show)
         for name, limit in (("resident", None), ("host chunks", args.device_memory))
     }
     rows = [_row(name, one) for name, one in runs.items()]
@@ -83,91 +80,67 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _job(args: argparse.Namespace, device_memory: int | None) -> Job:
     return Job(
-        system="patrickstar",
-        model=args.model,
-        ranks=args.rows * args.columns,
-        rows=args.rows,
-        columns=args.columns,
-        length=args.seq_len or SHAPES[args.model].length,
-        batch=args.batch_size,
-        clipping=0.0,
-        speculation=args.speculation,
-        states=args.states,
-        chunk_numel=args.chunk_numel,
-        gpu_bytes=device_memory,
-        host_bytes=args.host_memory,
-        warmup=args.warmup,
-        steps=args.steps,
-    )
+        system="patrickstar", model=args.model, ranks=args.rows * args.columns, rows=args.rows, columns=args.columns,
+        length=args.seq_len or SHAPES[args.model].length, batch=args.batch_size, clipping=0.0,
+        speculation=args.speculation, states=args.states, chunk_numel=args.chunk_numel, gpu_bytes=device_memory,
+        host_bytes=args.host_memory, warmup=args.warmup, steps=args.steps,
+    )  # fmt: skip
 
 
 def _row(name: str, run: Run) -> dict[str, Any]:
     job, report = run.job, run.report
     row = {
-        "name": name,
-        "device_memory": job.gpu_bytes,
-        "init_seconds": run.init_seconds,
-        "all_step_seconds": run.step_seconds,
-        "losses": run.losses,
-    }
+        "name": name, "device_memory": job.gpu_bytes, "init_seconds": run.init_seconds,
+        "all_step_seconds": run.step_seconds, "losses": run.losses,
+    }  # fmt: skip
     if not run.is_measured:
         return {**row, "reason": f"{run.outcome.value}: {run.reason}", "log_tail": run.log_tail}
     timed, activity = run.step_seconds[job.warmup :], run.activity
     step = statistics.median(timed)
     return {
-        **row,
-        "reason": "",
-        "step_seconds": step,
-        "timed_step_seconds": timed,
+        **row, "reason": "", "step_seconds": step, "timed_step_seconds": timed,
         "tflops_per_gpu": model_flops(job.shape, job.batch) / job.ranks_per_batch / step / 1e12,
-        "tokens_per_second": job.batch * job.length / step,
-        "device_peak_bytes": run.device_peak_bytes,
+        "tokens_per_second": job.batch * job.length / step, "device_peak_bytes": run.device_peak_bytes,
         "host_peak_bytes": run.host_peak_bytes,
         "exposed_seconds": None if activity is None else max(0.0, step - activity["computing_seconds"]),
         "collectives_only_seconds": None if activity is None else activity["collectives_only_seconds"],
         "uploaded_bytes": (activity or {}).get("uploaded_bytes", report["planned_uploaded_bytes"]),
         "downloaded_bytes": (activity or {}).get("downloaded_bytes", report["planned_downloaded_bytes"]),
-        "num_device_state_chunks": report["num_device_state_chunks"],
-        "num_chunks": report["num_chunks"],
-        "activity": activity,
-        "activity_missing_because": run.activity_reason,
-        "report": report,
-    }
+        "num_device_state_chunks": report["num_device_state_chunks"], "num_chunks": report["num_chunks"],
+        "activity": activity, "activity_missing_because": run.activity_reason, "report": report,
+    }  # fmt: skip
 
 
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+_COLUMNS = (
+    ("", -13, ""), ("step s", 9, ".3f"), ("least", 9, ".3f"), ("most", 9, ".3f"), ("TFLOPS", 8, ".1f"),
+    ("exposed s", 11, ".3f"), ("coll. s", 9, ".3f"), ("up", 11, ""), ("down", 11, ""), ("device", 11, ""),
+    ("host", 11, ""), ("states there", 14, ""), ("init s", 8, ".1f"),
+)  # fmt: skip
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The result of run() for people."""
+    titles, *_ = table(_COLUMNS, [])
     lines = [
         f"{result['model']}: {result['num_parameters'] / 1e9:.3g} B parameters over {result['mesh']}, "
         f"{result['batch_size']} x {result['length']} tokens, states {result['states']}, speculation "
         f"{result['speculation']}, GPU {result.get('gpu', 'not known')}",
-        f"{'':<13}{'step s':>9}{'least':>9}{'most':>9}{'TFLOPS':>8}{'exposed s':>11}{'coll. s':>9}{'up':>11}"
-        f"{'down':>11}{'device':>11}{'host':>11}{'states there':>14}{'init s':>8}",
+        titles,
+        *(_line(row) for row in result["rows"]),
     ]
-    lines += [_line(row) for row in result["rows"]]
     if result["of_resident"] is not None:
         losses = "the same losses" if result["same_losses"] else "OTHER LOSSES"
         lines.append(f"of resident: {result['of_resident']:.3f} (goal {GOAL}), {losses}")
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)
 
 
 def _line(row: dict[str, Any]) -> str:
     if row["reason"]:
         return f"{row['name']:<13} failed: {row['reason']}; steps {row['all_step_seconds']}"
     timed = row["timed_step_seconds"]
-    exposed, alone = (
-        "" if row[key] is None else f"{row[key]:.3f}" for key in ("exposed_seconds", "collectives_only_seconds")
-    )
-    sizes = "".join(
-        f"{'' if row[key] is None else show_size(row[key]):>11}"
-        for key in ("uploaded_bytes", "downloaded_bytes", "device_peak_bytes", "host_peak_bytes")
-    )
-    return (
-        f"{row['name']:<13}{row['step_seconds']:>9.3f}{min(timed):>9.3f}{max(timed):>9.3f}{row['tflops_per_gpu']:>8.1f}"
-        f"{exposed:>11}{alone:>9}{sizes}{row['num_device_state_chunks']:>6} of {row['num_chunks']:<4}"
-        f"{row['init_seconds']:>8.1f}"
-    )
+    sizes = ("uploaded_bytes", "downloaded_bytes", "device_peak_bytes", "host_peak_bytes")
+    cells = [
+        row["name"], row["step_seconds"], min(timed), max(timed), row["tflops_per_gpu"], row["exposed_seconds"],
+        row["collectives_only_seconds"], *(row[key] and show_size(row[key]) for key in sizes),
+        f"{row['num_device_state_chunks']} of {row['num_chunks']}", row["init_seconds"],
+    ]  # fmt: skip
+    return table(_COLUMNS, [cells])[1]

@@ -1,20 +1,18 @@
-"""Adapters on a frozen base in 4 bits: a GPU that has room for a part of it, against one that has room for all.
+"""Adapters on a frozen base in 4 bits: with a part of the base on the GPU, against all of it there.
 
 A Llama whose linear layers are stored in NF4, PEFT's LoRA on all of them, checkpointed layers, the loss fused, AdamW,
-clipping at 1.0, bfloat16. Each system trains in a fresh process, in the order in which ``--systems`` names them; a name
-may come again. Figures of each go to stderr as soon as they are there, those of all at the end.
+clipping at 1.0, bfloat16. Each system trains in a fresh process, in the order of ``--systems``; a name may come again.
+Figures of each system go to stderr as soon as it ends.
 
 * base: each weight is a window of one buffer of normal values, read as weights of a folder of safetensors are, and
-  quantised when it is read. Nothing of it exists in 16 bits.
+  quantised when it is read. No weight exists in 16 bits.
 * budget: within ``--device-memory`` and ``--host-memory``. resident: without a limit.
-* step: the median of those that are counted, each from the batch on the host to an idle GPU.
-* TFLOPS: of the model: 4 per parameter and token, 2 more where it is trained, and 6 per layer, hidden unit, position
-  and token for attention (causal masks counted by half, recomputation not counted), over the step.
-* frozen up, frozen down: bytes of frozen chunks over the link in the last step; nothing may come down. Link: bytes per
-  second while something goes up, in that step.
-* ratio: of the step to the resident one's; the goal is at most 1.3.
-* plan: the step that ``patrickstar plan`` expects of the same chunks within the same budgets, on a GPU of that kind
-  (``--machine``), not measured.
+* step: the median of the timed steps, each from the batch on the host to an idle GPU.
+* TFLOPS: model TFLOPS over the step: 4 operations per parameter and token, 2 more for trained ones, and 6 per layer,
+  hidden unit, position and token for attention (half of it is masked; recomputation is not counted).
+* frozen up, frozen down: bytes of frozen chunks over the link in the last step; nothing may come down. GB/s: of
+  uploads, while any is under way in that step.
+* ratio: of the step to the resident step; the goal is at most 1.3.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import dataclasses
 import json
 import resource
 import statistics
-import sys
-import tempfile
 import time
 import traceback
 import zlib
@@ -34,14 +30,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmark.common import SHAPES, LlamaShape, provenance, synchronize
+from benchmark.common import SHAPES, LlamaShape, gib, provenance, show, synchronize, table
 from benchmark.fresh_process import in_fresh_process
 from patrickstar import _C
-from patrickstar.planning.machines import MACHINES
 
 GOAL = 1.3
-_GIB = 2**30
 _STD = 0.02
+_REPORTED = (
+    "num_parameters", "device_budget_bytes", "device_tide_bytes", "host_budget_bytes", "num_chunks", "chunk_numel",
+    "num_device_state_chunks", "num_device_quantized_chunks", "num_evictions", "num_pressure_evictions",
+    "num_prefetch_hits", "num_on_demand_fetches", "stashed_bytes",
+)  # fmt: skip
 _LLAMAS = [name for name, shape in SHAPES.items() if isinstance(shape, LlamaShape)]
 _BUDGET, _RESIDENT = "budget", "resident"
 
@@ -54,15 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=4, metavar="N", help="sequences per forward and backward")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
-    parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before, which are not counted")
-    parser.add_argument("--most-seconds", type=float, default=240.0, help="of a system, after which no step begins")
+    parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before the timed ones")
+    parser.add_argument("--most-seconds", type=float, default=240.0, help="per system, after which no step begins")
     parser.add_argument("--systems", nargs="+", choices=(_BUDGET, _RESIDENT), default=[_BUDGET, _RESIDENT])
     parser.add_argument("--device-memory", metavar="SIZE", default="24GiB", help="device_memory within the budget")
     parser.add_argument("--host-memory", metavar="SIZE", default="64GiB", help="host_memory within the budget")
     parser.add_argument(
         "--chunk-numel", type=int, metavar="N", help="elements per chunk (default: the engine's choice)"
     )
-    parser.add_argument("--machine", choices=MACHINES, help="of the plan (default: by the GPU's name, or h200)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -80,20 +78,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     resident = [row["step_seconds"] for row in done if row["system"] == _RESIDENT]
     for row in done:
         row["ratio"] = row["step_seconds"] / statistics.median(resident) if resident else None
-        row["plan"] = _planned(row, args)
     result = {
-        "case": "qlora",
-        "shape": args.shape,
-        **dataclasses.asdict(_shape(args)),
-        "rank": args.rank,
-        "batch": args.batch_size,
-        "micro_batch": args.micro_batch,
-        "goal": GOAL,
-        "rows": rows,
-        **provenance(),
-    }
+        "case": "qlora", "shape": args.shape, **dataclasses.asdict(_shape(args)), "rank": args.rank,
+        "batch": args.batch_size, "micro_batch": args.micro_batch, "goal": GOAL, "rows": rows, **provenance(),
+    }  # fmt: skip
     if not done:
-        print(json.dumps(result), file=sys.stderr)
+        show(json.dumps(result))
         raise RuntimeError("no system trained: " + "; ".join(f"{row['system']}: {row['error']}" for row in rows))
     return result
 
@@ -105,16 +95,16 @@ def _shape(args: argparse.Namespace) -> LlamaShape:
 
 
 def _figures(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Or why there are none: the next system runs in any case."""
+    """A system's row; of a failed system, its error."""
     try:
-        row = in_fresh_process(_train_or_say_why_not, system, args)
+        row = in_fresh_process(_train_or_error, system, args)
     except RuntimeError as error:
         row = {"system": system, "error": str(error)}
-    print(json.dumps(row), file=sys.stderr, flush=True)
+    show(json.dumps(row))
     return row
 
 
-def _train_or_say_why_not(system: str, args: argparse.Namespace) -> dict[str, Any]:
+def _train_or_error(system: str, args: argparse.Namespace) -> dict[str, Any]:
     try:
         return _train(system, args)
     except BaseException as error:
@@ -123,7 +113,7 @@ def _train_or_say_why_not(system: str, args: argparse.Namespace) -> dict[str, An
 
 
 def _train(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    import peft  # noqa: F401  what follows is timed
+    import peft  # noqa: F401  imported before the timed part
 
     import patrickstar
 
@@ -137,7 +127,7 @@ def _train(system: str, args: argparse.Namespace) -> dict[str, Any]:
     weights.forget()
     layout = engine._session.layout
     chunks = [layout.chunk(chunk) for chunk in range(layout.num_chunks)]
-    _say(system, f"initialised in {init_seconds:.1f} s, {len(chunks)} chunks")
+    show(f"{system}: initialised in {init_seconds:.1f} s, {len(chunks)} chunks")
     peaks = {"init_seconds": init_seconds, "init_device_peak_bytes": _reserved_bytes()}
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -155,24 +145,7 @@ def _train(system: str, args: argparse.Namespace) -> dict[str, Any]:
         **_of_frozen(timed["trace"], chunks),
         "reserved_peak_bytes": _reserved_bytes(),
         "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        **{
-            key: report[key]
-            for key in (
-                "num_parameters",
-                "device_budget_bytes",
-                "device_tide_bytes",
-                "host_budget_bytes",
-                "num_chunks",
-                "chunk_numel",
-                "num_device_state_chunks",
-                "num_device_quantized_chunks",
-                "num_evictions",
-                "num_pressure_evictions",
-                "num_prefetch_hits",
-                "num_on_demand_fetches",
-                "stashed_bytes",
-            )
-        },
+        **{key: report[key] for key in _REPORTED},
         "num_quantized_chunks": sum(chunk["quantization"] != _C.QuantType.NONE for chunk in chunks),
     }
 
@@ -181,13 +154,10 @@ def _config(system: str, args: argparse.Namespace) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.batch_size // args.micro_batch,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "weight_decay": 0.01}},
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "quantization": {"type": "nf4"},
-        "activations": {"loss": "fused"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "weight_decay": 0.01}}, "bf16": {"enabled": True},
+        "gradient_clipping": 1.0, "quantization": {"type": "nf4"}, "activations": {"loss": "fused"},
         "steps_per_print": 1_000_000,
-    }
+    }  # fmt: skip
     if args.chunk_numel is not None:
         config["default_chunk_size"] = args.chunk_numel
     if system == _BUDGET:
@@ -195,11 +165,8 @@ def _config(system: str, args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-# The model
-
-
 class _RandomWeights:
-    """Values of linear layers: windows of one buffer of normal values, each at a place of its own."""
+    """Values of linear layers: windows of one buffer of normal values, each at its own offset."""
 
     _PLACES, _STRIDE = 2**14, 64
 
@@ -208,7 +175,7 @@ class _RandomWeights:
         self._buffer = torch.empty(0)
 
     def of(self, model: nn.Module) -> _RandomWeights:
-        """They are those of the projections in ``model``'s layers."""
+        """Prepares values for the projections in ``model``'s layers."""
         params = model.named_parameters()
         self._shapes = {name: param.shape for name, param in params if name.endswith("_proj.weight")}
         numel = max(shape.numel() for shape in self._shapes.values()) + self._PLACES * self._STRIDE
@@ -221,17 +188,17 @@ class _RandomWeights:
         return name in self._shapes
 
     def read(self, name: str) -> torch.Tensor:
-        """The values of ``name``: memory that others share."""
+        """The values of ``name``, in memory shared with other names."""
         begin = zlib.crc32(name.encode()) % self._PLACES * self._STRIDE
         return self._buffer[begin : begin + self._shapes[name].numel()].view(self._shapes[name])
 
     def forget(self) -> None:
-        """Frees the memory: nothing will be read any more."""
+        """Frees the memory."""
         self._buffer = torch.empty(0)
 
 
 def _adapted(shape: LlamaShape, rank: int, weights: _RandomWeights) -> nn.Module:
-    """On the meta device, with values to be read for what will be quantised."""
+    """The model on the meta device, with values for the weights that will be quantised."""
     from peft import LoraConfig, get_peft_model
 
     from benchmark.systems.weights import build_meta_model
@@ -253,11 +220,8 @@ def _numel(chunks: list[dict[str, Any]], *, trained: bool) -> int:
     return sum(chunk["numel"] for chunk in chunks if chunk["trainable"] == trained)
 
 
-# Steps
-
-
 def _time_steps(system: str, engine: Any, shape: LlamaShape, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains; what the counted steps took and moved. The last one is traced."""
+    """Trains; times and bytes of the timed steps. The last step is traced."""
     engine.train()
     generator = torch.Generator().manual_seed(1)
     num_micro = args.batch_size // args.micro_batch
@@ -286,7 +250,7 @@ def _time_steps(system: str, engine: Any, shape: LlamaShape, args: argparse.Name
         synchronize()
         seconds.append(time.perf_counter() - begin)
         reports.append(engine.report())
-        _say(system, f"step {len(seconds)}: {seconds[-1]:.2f} s, loss {losses[-1]:.6f}")
+        show(f"{system}: step {len(seconds)}: {seconds[-1]:.2f} s, loss {losses[-1]:.6f}")
         if is_last:
             break
     engine.eval()
@@ -300,21 +264,16 @@ def _time_steps(system: str, engine: Any, shape: LlamaShape, args: argparse.Name
         return (last[key] - (first[key] if first else 0)) / num_counted
 
     return {
-        "seconds": seconds,
-        "losses": losses,
-        "num_warm_up": num_warm_up,
-        "device_peak_bytes": last["device_peak_bytes"],
-        "host_peak_bytes": last["host_peak_bytes"],
-        "uploaded_bytes": of_each_step("uploaded_bytes"),
-        "downloaded_bytes": of_each_step("downloaded_bytes"),
-        "stashed_bytes_per_step": of_each_step("stashed_bytes"),
-        "report": last,
+        "seconds": seconds, "losses": losses, "num_warm_up": num_warm_up,
+        "device_peak_bytes": last["device_peak_bytes"], "host_peak_bytes": last["host_peak_bytes"],
+        "uploaded_bytes": of_each_step("uploaded_bytes"), "downloaded_bytes": of_each_step("downloaded_bytes"),
+        "stashed_bytes_per_step": of_each_step("stashed_bytes"), "report": last,
         "trace": engine._session.runtime.take_trace(),
-    }
+    }  # fmt: skip
 
 
 def _of_frozen(trace: dict[str, Any] | None, chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the traced step moved of frozen chunks, and how fast bytes went up."""
+    """Bytes of frozen chunks in the traced step, and the rate of uploads."""
     if trace is None:
         return {"frozen_uploaded_bytes": None, "frozen_downloaded_bytes": None, "uploaded_gbps": None}
     moved = {_C.Track.UPLOAD: 0, _C.Track.DOWNLOAD: 0}
@@ -341,91 +300,30 @@ def _reserved_bytes() -> int:
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
 
-def _say(system: str, text: str) -> None:
-    print(f"{system}: {text}", file=sys.stderr, flush=True)
+_COLUMNS = (
+    ("", 9, ""), ("step", 8, ".2f"), ("TFLOPS", 8, ".1f"), ("ratio", 7, ".3f"), ("GPU", 7, ".1f"), ("host", 7, ".1f"),
+    ("up", 8, ".1f"), ("frozen up", 11, ".1f"), ("frozen down", 13, ".1f"), ("GB/s", 7, ".1f"), ("on GPU", 9, ""),
+    ("init", 7, ".1f"), ("  all steps", -11, ""),
+)  # fmt: skip
 
 
-# What is expected
-
-
-def _planned(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """What a plan for the chunks and budgets that the engine had says of its step, or why there is none."""
-    from benchmark.systems.weights import build_meta_model
-    from patrickstar.config import LossComputation, QuantizationType
-    from patrickstar.planning.planner import Planner
-    from patrickstar.planning.question import Question, Workload
-    from patrickstar.planning.setting import Setting
-
-    machine = MACHINES[args.machine or _machine_name()]
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            build_meta_model(_shape(args)).config.save_pretrained(folder)
-            workload = Workload(
-                model=folder,
-                batch=args.micro_batch,
-                length=args.length,
-                checkpointing=True,
-                lora_rank=args.rank,
-                quantization=QuantizationType.NF4,
-                loss=LossComputation.FUSED,
-            )
-            setting = Setting(
-                device_bytes=min(row["device_budget_bytes"], machine.gpu_bytes),
-                host_bytes=min(row["host_budget_bytes"], 2**43),
-                accumulation=args.batch_size // args.micro_batch,
-            )
-            question = Question(
-                workload=workload, machine=machine, setting=setting, chunk_numel=row["chunk_numel"], clipping=1.0
-            )
-            case = Planner().answer(question).chosen
-    except Exception as error:
-        return {"machine": machine.name, "error": f"{type(error).__name__}: {error}"}
-    return {
-        "machine": machine.name,
-        "step_seconds": case.step.seconds,
-        "compute_seconds": case.step.compute_seconds,
-        "stall_seconds": case.step.stall_seconds,
-        "uploaded_bytes": case.step.uploaded_bytes,
-        "downloaded_bytes": case.step.downloaded_bytes,
-        "stashed_bytes": case.stashed_bytes,
-        "num_device_quantized_chunks": case.num_device_quantized_chunks,
-        "host_peak_bytes": case.host_peak_bytes,
-    }
-
-
-def _machine_name() -> str:
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((known for known in MACHINES if known in name.replace(" ", "")), "h200")
+def _cells(row: dict[str, Any]) -> list[Any]:
+    sizes = ("device_peak", "host_peak", "uploaded", "frozen_uploaded", "frozen_downloaded")
+    return [
+        row["system"], row["step_seconds"], row["model_tflops"], row["ratio"],
+        *(gib(row[f"{name}_bytes"]) for name in sizes), row["uploaded_gbps"],
+        f"{row['num_device_quantized_chunks']}/{row['num_quantized_chunks']}", row["init_seconds"],
+        "  " + " ".join(f"{seconds:.2f}" for seconds in row["seconds"]),
+    ]  # fmt: skip
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """One row per run."""
-    shape = f"{result['shape']}: hidden {result['hidden']}, {result['layers']} layers"
     lines = [
-        f"{shape}, LoRA of rank {result['rank']} on NF4, {result['batch']} x {result['length']} tokens per step, "
-        f"{result['micro_batch']} sequences at a time; GPU {result['gpu']}; sizes in GiB",
-        "{:>9}{:>8}{:>8}{:>7}{:>7}{:>7}{:>8}{:>11}{:>13}{:>7}{:>9}{:>7}{:>8}  {}".format(
-            "", "step", "TFLOPS", "ratio", "GPU", "host", "up", "frozen up", "frozen down", "GB/s", "on GPU", "init",
-            "plan", "all steps",
-        ),
-    ]  # fmt: skip
-    for row in result["rows"]:
-        if "error" in row:
-            lines.append(f"{row['system']:>9}  {row['error']}")
-            continue
-        planned = row["plan"].get("step_seconds")
-        lines.append(
-            f"{row['system']:>9}{row['step_seconds']:8.2f}{row['model_tflops']:8.1f}{_or_none(row['ratio'], 7, 3)}"
-            f"{row['device_peak_bytes'] / _GIB:7.1f}{row['host_peak_bytes'] / _GIB:7.1f}"
-            f"{row['uploaded_bytes'] / _GIB:8.1f}{_or_none(row['frozen_uploaded_bytes'], 11, 1, _GIB)}"
-            f"{_or_none(row['frozen_downloaded_bytes'], 13, 1, _GIB)}{_or_none(row['uploaded_gbps'], 7, 1)}"
-            + "{:>9}".format(f"{row['num_device_quantized_chunks']}/{row['num_quantized_chunks']}")
-            + f"{row['init_seconds']:7.1f}{_or_none(planned, 8, 2)}  "
-            + " ".join(f"{seconds:.2f}" for seconds in row["seconds"])
-        )
+        f"{result['shape']}: hidden {result['hidden']}, {result['layers']} layers, LoRA of rank {result['rank']} on "
+        f"NF4, {result['batch']} x {result['length']} tokens per step, {result['micro_batch']} sequences at a time; "
+        f"GPU {result['gpu']}; sizes in GiB",
+        *table(_COLUMNS, (_cells(row) for row in result["rows"] if "error" not in row)),
+        *(f"{row['system']:>9}  {row['error']}" for row in result["rows"] if "error" in row),
+    ]
     lines.append(f"goal: a ratio of at most {result['goal']}, and no frozen chunk that comes down")
     return "\n".join(lines)
-
-
-def _or_none(value: float | None, width: int, digits: int, unit: float = 1.0) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value / unit:{width}.{digits}f}"

@@ -1,15 +1,14 @@
-"""What fewer bytes per parameter cost in quality: held-out losses of ``examples/finetune_gpt2.py`` by scheme and seed.
+"""Quality of schemes with fewer bytes per parameter: held-out losses of a GPT-2 (``examples/finetune_gpt2.py``).
 
-A GPT-2 is trained from scratch on the language reference that every CPython carries, or with ``--docstrings-of
-torch transformers`` on some 10 MB of what these packages say of themselves, once for each scheme and each seed, which
-decides initial values and order. The spread of the runs with exact states over seeds is what a difference
-between schemes must exceed to mean anything. Schemes are those of ``optimizer.states`` with AdamW, ``stochastic``
-(states of 8 bits, and no masters) and ``lion``, whose rate is a third and whose weight decay three times AdamW's, as
-its authors recommend (Chen et al. 2023).
+A GPT-2 trains from scratch on CPython's language reference, or with ``--docstrings-of torch transformers`` on some
+10 MB of these packages' docstrings, once for each scheme and seed. The seed decides initial values and order. A
+difference between schemes is significant only if it exceeds the spread of the float32 runs over seeds. Schemes are
+those of ``optimizer.states`` with AdamW, ``stochastic`` (states of 8 bits, no masters) and ``lion``, with a third of
+AdamW's learning rate and three times its weight decay, as its authors recommend (Chen et al. 2023).
 
-* loss: on the held-out text after the last step, the mean over seeds, and the least and the most of them.
-* against fp32: the mean over seeds of the relative difference to the run with float32 states and the same seed.
-* curves: in one picture with ``--plot``.
+* loss: on the held-out text after the last step: mean, least and most over the seeds.
+* against fp32: mean over the seeds of the relative difference to the float32 run with the same seed.
+* curves: drawn with ``--plot``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 from benchmark.common import provenance
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "finetune_gpt2.py"
-_RATE, _DECAY = 5e-4, 0.01  # of the example
+_RATE, _DECAY = 5e-4, 0.01  # the example's
 SCHEMES = {
     "fp32": {},
     "bf16": {"states": "bf16"},
@@ -39,7 +38,7 @@ SCHEMES = {
     "stochastic": {"states": "8bit", "master": "stochastic"},
     "lion": {"optimizer": "Lion", "lr": _RATE / 3, "weight-decay": 3 * _DECAY},
 }
-"""The example's flags of each."""
+"""Flags of the example for each scheme."""
 _SCORE = re.compile(r"step (\d+): held-out loss ([0-9.]+)")
 
 
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains each in a process of its own."""
+    """Trains each scheme and seed in its own process."""
     curves: dict[str, dict[int, dict[int, float]]] = {scheme: {} for scheme in args.schemes}
     asked = [(scheme, seed) for seed in args.seeds for scheme in args.schemes]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write_docstrings(packages: list[str], folder: Path) -> Path:
-    """Their docstrings, each paragraph once; files in an order of no meaning, so that the end is like the rest."""
+    """Docstrings, each paragraph once; files in a pseudo-random order, so that the held-out end is like the rest."""
     roots = [Path(importlib.util.find_spec(package).origin).parent for package in packages]
     named = {f"{root.name}/{path.relative_to(root)}": path for root in roots for path in root.rglob("*.py")}
     order = sorted(named, key=lambda name: hashlib.sha256(name.encode()).digest())
@@ -100,7 +99,7 @@ def _docstrings(path: Path) -> list[str]:
 
 
 def _train(scheme: str, seed: int, args: argparse.Namespace, text: Path | None) -> dict[int, float]:
-    """Held-out losses by steps."""
+    """Held-out losses by step."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"seed": seed, "model-size": args.model_size, "steps": args.steps, "batch-size": args.batch_size}
         flags |= {"vocab-size": args.vocab_size, "precision": "bf16", "lr": _RATE, "weight-decay": _DECAY}
@@ -121,12 +120,9 @@ def _row(scheme: str, curves: dict[str, dict[int, dict[int, float]]]) -> dict[st
     exact = {seed: curve[max(curve)] for seed, curve in curves.get("fp32", {}).items()}
     gaps = [last[seed] / exact[seed] - 1 for seed in last if seed in exact]
     return {
-        "scheme": scheme,
-        "loss": statistics.mean(last.values()),
-        "least": min(last.values()),
-        "most": max(last.values()),
-        "against_fp32": statistics.mean(gaps) if gaps else None,
-    }
+        "scheme": scheme, "loss": statistics.mean(last.values()), "least": min(last.values()),
+        "most": max(last.values()), "against_fp32": statistics.mean(gaps) if gaps else None,
+    }  # fmt: skip
 
 
 def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:

@@ -1,38 +1,34 @@
-"""Resizes of a run that goes on, to more ranks and back, beside the same by checkpoint and restart.
+"""Resizes of a running job, to more ranks and back, beside the same change by checkpoint and restart.
 
-A language model trains on some processes, each of which uses the GPU of its LOCAL_RANK where there is one. Others wait
-in ``Engine.join``. All train four steps after each change.
+A language model trains on some processes, each with the GPU of its LOCAL_RANK where there is one. Others wait in
+``Engine.join``. All train four steps after each change.
 
-* seconds: from the first call of ``Engine.resize`` to the last return, of all processes.
-* by phase (``patrickstar.elastic.Phase``): of the process that took the longest in it, so that they may be more than
-  the whole together; a process that joins waits in the first two.
-* bytes: of shards that travelled between processes.
-* restart: ``save_checkpoint`` on the ranks that were; then, from the start of new processes, their start, imports,
-  initialisation, and ``load_checkpoint``; the whole is all of it.
+* seconds: from the first call of ``Engine.resize`` to the last return, over all processes.
+* by phase (``patrickstar.elastic.Phase``): the slowest process in each phase, so the phases may sum to more than the
+  whole; a joining process waits in the first two.
+* bytes: of shards sent between processes.
+* restart: ``save_checkpoint`` on the old ranks; then, from the start of new processes, their start, imports,
+  initialisation and ``load_checkpoint``; the whole is all of it.
 
-What processes say goes to stderr as it comes.
+Lines of the processes go to stderr as they arrive.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import shutil
+import json
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmark.common import SHAPES, provenance
-from benchmark.rank_jobs import run_ranks
+from benchmark.launch import launch, rank_environment
 from benchmark.resize_worker import Job
-from benchmark.systems.worker_group import rank_environment
 from patrickstar.elastic import Phase, serve_rendezvous
 
 _WORKER = "benchmark.resize_worker"
@@ -51,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", metavar="SIZE", help="host_memory of each rank (default: what is free)")
     parser.add_argument("--states", choices=("fp32", "bf16", "8bit"), default="fp32")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--states-on-host", action="store_true", help="none of the optimizer's move to the device")
+    parser.add_argument("--states-on-host", action="store_true", help="all optimizer states rest on the host")
     parser.add_argument("--restart", choices=_RESTARTS, default="up", help="which changes are also made by restart")
     parser.add_argument("--checkpoint-folder", help="for the checkpoint (default: a temporary one)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each set of processes")
@@ -62,18 +58,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.many <= args.few:
         raise SystemExit(f"--to is {args.many} and --from is {args.few}; give more ranks to change to")
     result: dict[str, Any] = {
-        "case": "resize",
-        "model": args.model,
-        "ranks": [args.few, args.many],
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "config": _config(args),
-        "failures": [],
-        "resizes": [],
-        "restarts": [],
-    }
-    with tempfile.TemporaryDirectory() as folder, _checkpoints(args.checkpoint_folder) as checkpoints:
+        "case": "resize", "model": args.model, "ranks": [args.few, args.many],
+        "device": "cuda" if torch.cuda.is_available() else "cpu", "config": _config(args), "failures": [],
+        "resizes": [], "restarts": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=args.checkpoint_folder) as made:
         wanted = _RESTARTS[args.restart]
-        few, many = str(checkpoints / "few"), str(checkpoints / "many")
+        few, many = str(Path(made, "few")), str(Path(made, "many"))
         lines = _run(args, result, folder, kind="resize", ranks=args.many, saves=few if wanted else "")
         result["num_parameters"] = next((line["num_parameters"] for line in lines if "num_parameters" in line), 0)
         result["before_seconds"] = _steps(lines, "before")
@@ -109,48 +100,32 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-@contextlib.contextmanager
-def _checkpoints(folder: str | None) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        try:
-            yield Path(made)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-            Path(made).mkdir(exist_ok=True)  # the context's to remove
-
-
 def _run(
     args: argparse.Namespace, result: dict[str, Any], folder: str, *, kind: str, ranks: int, loads: str = "", saves: str
 ) -> list[dict[str, Any]]:
-    """What the processes have said; a failure is added to the result."""
+    """All lines of the processes; a failure is added to the result."""
     store = serve_rendezvous("127.0.0.1", 0)
-    results = f"{folder}/{kind}-{ranks}"
     job = Job(
-        kind=kind,
-        ranks=ranks,
-        few=args.few,
-        model=args.model,
-        length=args.length or SHAPES[args.model].length,
-        batch=args.batch,
-        steps=args.steps,
-        config=_config(args),
-        rendezvous=f"127.0.0.1:{store.port}",
-        started=time.time(),
-        loads=loads,
-        saves=saves,
-        results=results,
-    )
+        kind=kind, ranks=ranks, few=args.few, model=args.model, length=args.length or SHAPES[args.model].length,
+        batch=args.batch, steps=args.steps, config=_config(args), rendezvous=f"127.0.0.1:{store.port}",
+        started=time.time(), loads=loads, saves=saves, folder=folder,
+    )  # fmt: skip
     environment = rank_environment if kind == "restart" else functools.partial(_elastic_environment, args.few)
-    with _telling(Path(results)):
-        lines, reason = run_ranks(_WORKER, job, args.timeout, environment)
-    if reason is not None:
-        result["failures"].append(f"{kind}: {reason}")
-        print(f"{kind} failed: {reason}", file=sys.stderr, flush=True)
+    lines: list[dict[str, Any]] = []
+
+    def take(rank: int, line: dict[str, Any]) -> None:
+        lines.append(line)
+        print(json.dumps(line), file=sys.stderr, flush=True)
+
+    failure = launch(_WORKER, job, timeout_seconds=args.timeout, take=take, environment=environment)
+    if failure is not None:
+        result["failures"].append(f"{kind}: {failure}")
+        print(f"{failure.log_tail}\n{kind} failed: {failure}", file=sys.stderr, flush=True)
     return lines
 
 
 def _elastic_environment(few: int, number: int, num_processes: int, port: int) -> dict[str, str]:
-    """Of a process of the first ranks, or of one that joins, which begins alone."""
+    """For one of the first ranks, or for a joining process, which begins alone."""
     if number < few:
         return {**rank_environment(number, few, port), "OMP_NUM_THREADS": _threads(num_processes)}
     alone = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": _threads(num_processes)}
@@ -161,40 +136,14 @@ def _threads(num_processes: int) -> str:
     return rank_environment(0, max(num_processes, 2), 0)["OMP_NUM_THREADS"]
 
 
-@contextlib.contextmanager
-def _telling(results: Path) -> Iterator[None]:
-    """What is added to the file is printed to stderr meanwhile."""
-    is_over = threading.Event()
-
-    def tell() -> None:
-        told = 0
-        while True:
-            last = is_over.wait(0.2)
-            text = results.read_text(encoding="utf-8") if results.exists() else ""
-            end = text.rfind("\n") + 1
-            sys.stderr.write(text[told:end])
-            sys.stderr.flush()
-            told = max(told, end)
-            if last:
-                return
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
 def _steps(lines: list[dict[str, Any]], when: str) -> list[float]:
-    """By step, of the slowest process."""
-    of_each = [line["seconds"] for line in lines if line["what"] == "steps" and line["when"] == when]
+    """Seconds of each step on the slowest process."""
+    of_each = [line["seconds"] for line in lines if line["event"] == "steps" and line["when"] == when]
     return [max(seconds) for seconds in zip(*of_each, strict=True)]
 
 
 def _resize(lines: list[dict[str, Any]], direction: str) -> dict[str, Any]:
-    said = [line for line in lines if line["what"] == "resized" and line["direction"] == direction]
+    said = [line for line in lines if line["event"] == "resized" and line["direction"] == direction]
     took_part = said + [line for line in lines if line.get("direction") == "join" and direction == "up"]
     names = [phase.name.lower() for phase in Phase]
     return {
@@ -212,7 +161,7 @@ def _resize(lines: list[dict[str, Any]], direction: str) -> dict[str, Any]:
 
 def _restart(saved: list[dict[str, Any]], lines: list[dict[str, Any]], direction: str) -> dict[str, Any]:
     def most(of: list[dict[str, Any]], what: str, key: str) -> float:
-        return max(line[key] for line in of if line["what"] == what)
+        return max(line[key] for line in of if line["event"] == what)
 
     parts = {
         "save": most(saved, "saved", "seconds"),
@@ -230,7 +179,6 @@ def _restart(saved: list[dict[str, Any]], lines: list[dict[str, Any]], direction
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The result of run() for people."""
     few, many = result["ranks"]
     rows = [
         f"{result['model']}, {result['num_parameters'] / 1e6:.0f} M parameters, {few} to {many} ranks on "
@@ -240,11 +188,11 @@ def format_table(result: dict[str, Any]) -> str:
     for resize in result["resizes"]:
         rows.append(
             f"resize {arrows[resize['direction']]}: {resize['seconds']:.3f} s, {resize['total_bytes'] / 1e9:.2f} GB "
-            f"travelled; steps after: {_seconds(resize['step_seconds'])}"
+            f"sent; steps after: {_seconds(resize['step_seconds'])}"
         )
         rows.append("  old ranks: " + _parts(resize["phases"]))
         if any(resize["joining_phases"].values()):
-            rows.append("  who joins: " + _parts(resize["joining_phases"]))
+            rows.append("  joining: " + _parts(resize["joining_phases"]))
     for restart in result["restarts"]:
         rows.append(
             f"restart {arrows[restart['direction']]}: {restart['seconds']:.3f} s; steps after: "

@@ -1,6 +1,4 @@
-"""One process of ``benchmark.run resize``: it trains and is resized, or begins again from a checkpoint. It adds what it
-measured to the job's results as it comes to it, as JSON lines with its number.
-"""
+"""One process of ``benchmark.run resize``: it trains and resizes, or restarts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import time
 
 IMPORTED_FROM = time.time()
 
-import dataclasses  # noqa: E402 (imports are what is timed)
+import dataclasses  # noqa: E402 (imports are timed)
 import os  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -16,7 +14,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 from benchmark.common import SHAPES, token_batch  # noqa: E402
-from benchmark.rank_jobs import add_result, work  # noqa: E402
+from benchmark.ranks import EventWriter, RankPlace, work  # noqa: E402
 from benchmark.step_counts import counts, in_words, levels, since  # noqa: E402
 from benchmark.systems.weights import build_meta_model  # noqa: E402
 from patrickstar.elastic import Membership, Phase  # noqa: E402
@@ -30,14 +28,14 @@ _READY_SECONDS = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the processes of one run do."""
+    """The work of one run's processes."""
 
     kind: str
     """``"resize"``, or ``"restart"``: load, train, save."""
     ranks: int
     """Processes."""
     few: int
-    """Ranks at first, and in the end."""
+    """Ranks before the first resize and after the last."""
     model: str
     length: int
     """Tokens per sequence."""
@@ -50,13 +48,13 @@ class Job:
     loads: str
     saves: str
     """Folders of checkpoints; "": none."""
-    results: str
-    """As of :class:`~benchmark.rank_jobs.RankJob`."""
+    folder: str
+    """Joining processes create ``ready.N`` in it."""
 
 
 class _Process:
-    def __init__(self, job: Job):
-        self.job, self.number = job, int(os.environ["RANK"])
+    def __init__(self, job: Job, number: int, events: EventWriter):
+        self.job, self.number, self._events = job, number, events
         self.shape = dataclasses.replace(SHAPES[job.model], length=job.length)
         begin = time.time()
         build = lambda: build_meta_model(self.shape)  # noqa: E731
@@ -65,7 +63,7 @@ class _Process:
         self.tell("initialised", seconds=time.time() - begin, num_parameters=self.shape.num_parameters())
 
     def tell(self, what: str, **found: Any) -> None:
-        add_result(self.job, {"process": self.number, "what": what, **found})
+        self._events.send(what, process=self.number, **found)
 
     def train(self, steps: int, when: str) -> None:
         seconds, losses, did = [], [], []
@@ -86,7 +84,7 @@ class _Process:
         self.tell("steps", when=when, seconds=seconds, losses=losses, did=did)
 
     def change(self, direction: str) -> bool:
-        """Resizes or joins; whether this process is a rank afterwards."""
+        """Resizes or joins; returns whether this process is a rank afterwards."""
         phases: list[tuple[str, float]] = []
 
         def note(phase: Phase) -> None:
@@ -103,14 +101,9 @@ class _Process:
         ends = [at for _, at in phases[1:]] + [end]
         seconds = {name: until - at for (name, at), until in zip(phases, ends, strict=True)}
         self.tell(
-            "resized",
-            direction=direction,
-            begin=begin,
-            end=end,
-            phases=seconds,
-            total_bytes=resized.total_bytes,
+            "resized", direction=direction, begin=begin, end=end, phases=seconds, total_bytes=resized.total_bytes,
             membership=resized.membership.value,
-        )
+        )  # fmt: skip
         return resized.membership is Membership.RANK
 
     def save(self) -> None:
@@ -121,11 +114,11 @@ class _Process:
 
 
 def _ready(job: Job, number: int) -> Path:
-    return Path(f"{job.results}.ready.{number}")
+    return Path(job.folder, f"ready.{number}")
 
 
-def _run(job: Job) -> None:
-    process = _Process(job)
+def _run(job: Job, place: RankPlace, events: EventWriter) -> None:
+    process = _Process(job, int(os.environ["LOCAL_RANK"]), events)
     process.tell("imported", start=IMPORTED_FROM - job.started, imports=IMPORTED - IMPORTED_FROM)
     if job.kind == "restart":
         begin = time.time()
@@ -147,7 +140,7 @@ def _run(job: Job) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"processes that join are not ready after {_READY_SECONDS:g} s")
             time.sleep(0.02)
-        time.sleep(0.5)  # they say that they have arrived
+        time.sleep(0.5)  # joining processes register at the rendezvous
         process.change("up")
     process.train(_STEPS_AFTER, "after the resize up")
     if not process.change("down"):

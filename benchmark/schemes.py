@@ -1,10 +1,10 @@
-"""CPU updates by what their states are stored in, as shares of the speed of a copy.
+"""CPU updates by storage type of master and moments, as shares of the speed of a copy.
 
-One fused pass each over the same parameters: a bfloat16 gradient, scaled, updates master and moments, and the new
-bfloat16 parameter is written. Bytes are those that the pass reads and writes per parameter: the gradient (2), the
-parameter (2; 4 where the old one is read too, beside masters that are split or not there), and each state twice. With
-whole masters the parameter takes the gradient's place, as in an engine. A copy reads and writes two large buffers; all
-arrays lie on huge pages, and the rounds are interleaved.
+One fused pass each over the same parameters: a scaled bfloat16 gradient updates master and moments, and the new
+bfloat16 parameter is written. The bytes of a pass per parameter: the gradient (2), the parameter (2; 4 where the old
+value is read too, beside split or missing masters), and each state twice. With whole masters the parameter overwrites
+the gradient, as in an engine. A copy reads and writes two large buffers; all arrays lie on huge pages, and the rounds
+are interleaved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BETAS, _LR = (0.9, 0.999), 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What an optimizer's states are stored in."""
+    """Storage types of an optimizer's states."""
 
     name: str
     master: _C.StateType
@@ -38,7 +38,7 @@ class Scheme:
 
     @property
     def reads_param(self) -> bool:
-        """The old parameter holds the master, or its upper half."""
+        """Whether the old parameter holds the master or its upper half."""
         return self.master != _TYPES.FLOAT32
 
     def traffic(self) -> float:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _State:
-    """One array; it owns the memory."""
+    """One state array and its memory."""
 
     def __init__(self, kind: _C.StateType, numel: int):
         dtype = {_TYPES.FLOAT32: torch.float32, _TYPES.LOWER_HALF: torch.int16, _TYPES.BFLOAT16: torch.bfloat16}
@@ -77,14 +77,11 @@ class _State:
         self.array = _C.optim.StateArray(data, kind, scales)
 
     def fill(self, values: torch.Tensor) -> None:
-        """Of float32."""
         if self._data is not None and self._data.dtype == torch.float32:
             self._data.copy_(values)
 
 
 class _Update:
-    """Calls one scheme's kernel."""
-
     def __init__(self, scheme: Scheme, master: torch.Tensor, grad: torch.Tensor, threads: int):
         numel = master.numel()
         self._scheme, self._threads, self._numel = scheme, threads, numel
@@ -125,7 +122,7 @@ def run(args: argparse.Namespace) -> dict:
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(args.numel, generator=generator) * 0.02
     grad = torch.randn(args.numel, generator=generator).to(torch.bfloat16)
-    copies = Copies(args.numel, args.num_threads)  # below some size memcpy writes through caches, and is slower
+    copies = Copies(args.numel, args.num_threads)  # small copies go through caches and are slower
     cases: dict[str, Callable[[], None]] = {s.name: _Update(s, master, grad, args.num_threads) for s in SCHEMES}
     seconds = median_seconds({**cases, "copy_": copies.by_torch, "memcpy": copies.by_memcpy}, args.repeats)
     copies.close()
@@ -144,7 +141,6 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def format_table(result: dict) -> str:
-    """The result of run() for people."""
     title = (
         f"CPU updates, {result['numel']:,} parameters, {result['num_threads']} threads, {result['isa']}, "
         f"{result['cpu']}; a copy moves {result['copy_gbps']:.1f} GB/s; goal {GOAL:.2f} of it"

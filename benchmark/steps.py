@@ -1,11 +1,11 @@
-"""PatrickStar's training steps one by one: what each took, what the engine did in it, and what bounds some of them.
+"""PatrickStar's training steps one by one: time, counts of the engine's work, and the bounds of some steps.
 
 The benchmark's model, batches and optimizer, as in ``benchmark.compare``, in this process. Lines go to standard error
-while it runs, so that a run that ends early leaves what it came to.
+while it runs, so that a run that ends early leaves its figures.
 
-* seconds: of one step, with a synchronisation at its end.
-* predicted: what the engine takes the next step to be, 0 before it has measured one.
-* The rest as ``benchmark.step_counts`` counts it.
+* seconds: of one step, synchronised at its end.
+* predicted: the engine's prediction of the next step; 0 before it has measured a step.
+* The rest is counted by ``benchmark.step_counts``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmark.common import SHAPES, model_flops, provenance, synchronize, token_batch
+from benchmark.common import SHAPES, model_flops, provenance, show, synchronize, token_batch
 from benchmark.step_counts import counts, in_words, levels, since
 from patrickstar.command.flags import memory_size
 from patrickstar.config import Master, Speculation, States
@@ -33,14 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients, 0: no clipping")
     parser.add_argument(
-        "--trace", type=int, nargs="*", default=[], metavar="STEP", help="say what bounds these, from 0"
+        "--trace", type=int, nargs="*", default=[], metavar="STEP", help="print what bounds these steps (from 0)"
     )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of a model, its batches and its engine, for :func:`make_job`."""
+    """Flags of model, batches and engine, for :func:`make_job`."""
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
     parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
     parser.add_argument("--speculation", choices=[member.value for member in Speculation], default="auto")
@@ -54,8 +54,8 @@ def make_job(args: argparse.Namespace, clipping: float) -> Job:
     from benchmark.systems import Job
 
     return Job(
-        system="patrickstar", model=args.model, ranks=1, length=SHAPES[args.model].length, batch=args.batch_size,
-        clipping=clipping, speculation=args.speculation, states=args.states, master=args.master,
+        system="patrickstar", model=args.model, ranks=1, length=args.seq_len or SHAPES[args.model].length,
+        batch=args.batch_size, clipping=clipping, speculation=args.speculation, states=args.states, master=args.master,
         gpu_bytes=args.device_memory, host_bytes=args.host_memory, warmup=0, steps=args.steps,
     )  # fmt: skip
 
@@ -75,8 +75,8 @@ def timed_step(engine: Any, optimizer: Any, tokens: dict[str, torch.Tensor]) -> 
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains; the rows are steps."""
-    from benchmark.systems.device import training_device
+    """Trains. The rows are steps."""
+    from benchmark.ranks import training_device
     from benchmark.systems.patrickstar import training_options
     from benchmark.systems.weights import build_job_model
     from patrickstar.profiling.summary import summarize
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     engine, optimizer = initialize_engine(lambda: build_job_model(job), device.index or 0, config)
     init_seconds = time.perf_counter() - begin
-    _say(f"initialised in {init_seconds:.1f} s")
+    show(f"initialised in {init_seconds:.1f} s")
     engine.train()
     generator = torch.Generator().manual_seed(1)
     rows: list[dict[str, Any]] = []
@@ -106,10 +106,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         row |= since(before, now) | levels(engine)
         before = now
         rows.append(row)
-        _say(_line(row))
+        show(_line(row))
         if trace:
             texts[step] = summarize(trace).text(step)
-            _say(texts[step])
+            show(texts[step])
     report = engine.report()
     engine.discard()
     median = statistics.median(row["seconds"] for row in rows[len(rows) // 2 :])
@@ -120,10 +120,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _line(row: dict[str, Any]) -> str:
     norm = [] if row["norm"] is None else [f"norm {row['norm']:.4f}"]
     begin = [f"step {row['step']}: {row['seconds']:.3f} s, predicted {row['predicted']:.3f}, loss {row['loss']:.4f}"]
@@ -131,7 +127,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """All steps, and what bounds those that were traced."""
+    """All steps, and the bounds of traced steps."""
     report = result["report"]
     lines = [
         f"{result['model']}, batch {result['batch']}: median of the second half "

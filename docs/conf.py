@@ -11,6 +11,8 @@ from sphinx.application import Sphinx
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import figures
+
 import patrickstar
 
 project = "PatrickStar"
@@ -37,6 +39,11 @@ logging.getLogger("patrickstar").setLevel(logging.WARNING)  # of the runs that p
 _WITH_UNIT = re.compile(r"(\d) (?=(?:s|ms|us|x|%|B|GB|GiB|MiB|KiB|GB/s|MB|TFLOPS|H200s?)\b|%)")
 
 
+def fill_figures(app: Sphinx, page: str, text: list[str]) -> None:
+    """Figures come from benchmark/results/latest.json."""
+    text[0] = figures.fill(text[0], figures.read_latest())
+
+
 def keep_units(app: Sphinx, tree: nodes.document) -> None:
     """A number in a table is not parted from its unit."""
     for entry in tree.findall(nodes.entry):
@@ -57,6 +64,7 @@ def show_examples(app: Sphinx, what: str, name: str, subject: object, options: o
 
 
 def setup(app: Sphinx) -> None:
-    """What is done to docstrings, before napoleon, and to each page once it is read."""
+    """Figures before a page is parsed, docstrings before napoleon, units once a page is read."""
+    app.connect("source-read", fill_figures)
     app.connect("autodoc-process-docstring", show_examples, priority=400)
     app.connect("doctree-read", keep_units)

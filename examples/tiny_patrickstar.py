@@ -1,4 +1,4 @@
-"""PatrickStar in 300 lines, with the bits of plain PyTorch. docs/architecture.md goes through it section by section."""
+"""PatrickStar in 300 lines, with the bits of plain PyTorch. docs/tiny.md goes through it section by section."""
 
 from __future__ import annotations
 

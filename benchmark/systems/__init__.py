@@ -1,9 +1,8 @@
-"""The systems that ``benchmark.compare`` runs.
+"""The systems that ``benchmark.compare`` and ``benchmark.run longest`` run: PatrickStar and its peers.
 
-A *system* is one way to train a model: PatrickStar or a peer. Each has a module in this package whose functions
-``build_*`` turn a :class:`Job` into a :class:`System`. All of them get the same job: the same model code, values,
-batches and optimizer. A worker process per rank (``worker.py``) trains one system; the parent (``launcher.py``) imports
-neither the systems nor CUDA.
+Each system has a module in this package, whose function ``build_*`` turns a :class:`Job` into a :class:`System`. All
+systems get the same job: the same model code, values, batches and optimizer. ``worker.py`` trains one system on one
+rank in a process of its own; the parent (``run.py``) imports neither the systems nor CUDA.
 """
 
 from __future__ import annotations
@@ -19,31 +18,29 @@ from benchmark.common import SHAPES, Shape
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """The optimizer of every system, over float32 master weights."""
 
-
 COMPILED = ("no", "blocks", "whole")
-"""What of a model ``torch.compile`` compiles: nothing, each transformer block by itself as torchtitan does, or all of
-it in one call, which the system then cuts as it has to.
-"""
+"""Argument of ``torch.compile``: nothing, each transformer block as in torchtitan, or the whole model in one call."""
+
+LOGITS_PER_TILE = 2**28
+"""For peers that compute the loss in tiles: 1 GiB in float32, as in Arctic Long Sequence Training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the workers of one run train, and within which limits."""
+    """The work and the limits of one run's processes."""
 
     system: str
-    """A key of :data:`SYSTEMS`."""
+    """A key of :data:`SYSTEMS`, or of :data:`LONG_SYSTEMS` where ranks share each sequence."""
     model: str
     """A key of ``SHAPES``."""
     ranks: int
-    """Worker processes, each with a GPU of its own (if there are any)."""
+    """Processes, each with a GPU of its own (if there are any)."""
     length: int
     """Tokens per sequence."""
     batch: int
-    """Sequences per step of each rank, or of the ranks that share matrices."""
+    """Sequences per step of each rank, or of the ranks that share matrices or sequences."""
     clipping: float
     """Largest global norm of the gradients; 0: no clipping."""
-    speculation: str
-    """PatrickStar's ``optimizer.speculation``."""
     gpu_bytes: int | None
     """Limit on device memory of each rank; None: the whole GPU."""
     host_bytes: int | None
@@ -54,6 +51,8 @@ class Job:
     """Timed steps."""
     compiled: str = "no"
     """One of :data:`COMPILED`."""
+    speculation: str = "auto"
+    """PatrickStar's ``optimizer.speculation``."""
     states: str = "fp32"
     """PatrickStar's ``optimizer.states``."""
     master: str = "exact"
@@ -64,16 +63,32 @@ class Job:
     """PatrickStar's ``tensor_parallel.columns``."""
     chunk_numel: int = 64 * 2**20
     """PatrickStar's ``default_chunk_size``."""
+    shares_sequence: bool = False
+    """All ranks share each sequence."""
+    tile_tokens: int = 8192
+    """Tokens per tile, for MLPs of :data:`LONG_SYSTEMS` that are computed in tiles."""
+    is_profiled: bool = True
+    """One more step runs under the profiler."""
 
     @property
     def ranks_per_batch(self) -> int:
-        """How many ranks are called with the same sequences."""
-        return self.rows * self.columns
+        """Number of ranks that are called with the same sequences."""
+        return self.ranks if self.shares_sequence else self.rows * self.columns
 
     @property
     def shape(self) -> Shape:
         """The model's shape at this sequence length."""
         return dataclasses.replace(SHAPES[self.model], length=self.length)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens of a sequence that have a next one."""
+        return self.length - 1
+
+    @property
+    def spec(self) -> SystemSpec:
+        """The system's entry."""
+        return (LONG_SYSTEMS if self.shares_sequence else SYSTEMS)[self.system]
 
 
 class System(Protocol):
@@ -82,16 +97,16 @@ class System(Protocol):
     version: str
     """Of the package that trains."""
     settings: dict[str, Any]
-    """What this system was given beyond the job, for the record."""
+    """The system's settings beyond the job, for the record."""
     device: torch.device
-    """Where batches go."""
+    """The device of the batches."""
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Forward, backward and update; returns the loss of this rank's batch before the update."""
+        """Forward, backward and update; returns the loss before the update, of this rank's or of the shared batch."""
         ...
 
     def grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients, before clipping; None where it was not computed."""
+        """Global norm of the last step's gradients before clipping; None where it was not computed."""
         ...
 
     def report(self) -> dict[str, Any]:
@@ -101,20 +116,22 @@ class System(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SystemSpec:
-    """Where a system is."""
+    """Location and abilities of a system."""
 
     module: str
     """In this package."""
     build: str
-    """Function of ``module`` that makes a :class:`System` of a :class:`Job`."""
-    package: str
-    """Import name of what has to be installed."""
+    """Function of ``module`` from a :class:`Job` to a :class:`System`."""
+    package: str = "torch"
+    """Import name of the required package."""
     prepare: str | None = None
-    """Function of ``module`` that does what a machine needs once, such as compiling; not part of the timing."""
+    """Function of ``module`` for work that a machine needs once, such as compiling; not timed."""
     limits_host_itself: bool = False
-    """Whether it keeps to ``Job.host_bytes`` by itself; otherwise its processes are ended when they exceed them."""
+    """Whether it keeps to ``Job.host_bytes`` by itself; otherwise its processes are killed when they exceed them."""
     max_ranks: int | None = None
-    """The most ranks that ``build`` is made for; None: any number."""
+    """The most ranks that ``build`` supports; None: any number."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Variables of its processes, unless the user sets them."""
 
     @property
     def is_installed(self) -> bool:
@@ -129,9 +146,22 @@ SYSTEMS = {
     "hf-trainer": SystemSpec(
         module="hf_trainer", build="build_in_trainer", package="accelerate", limits_host_itself=True, max_ranks=1
     ),
-    "fsdp2": SystemSpec(module="fsdp2", build="build_resident", package="torch"),
-    "fsdp2-offload": SystemSpec(module="fsdp2", build="build_offloaded", package="torch"),
+    "fsdp2": SystemSpec(module="fsdp2", build="build_resident"),
+    "fsdp2-offload": SystemSpec(module="fsdp2", build="build_offloaded"),
     "deepspeed-zero3-offload": SystemSpec(
         module="deepspeed", build="build_zero3_offloaded", package="deepspeed", prepare="compile_kernels", max_ranks=1
     ),
 }
+
+_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+LONG_SYSTEMS = {
+    "patrickstar": SystemSpec(module="patrickstar", build="build_long", package="patrickstar", limits_host_itself=True),
+    "fsdp2-offload": SystemSpec(module="long_fsdp2", build="build_inputs_on_device", environment=_EXPANDABLE),
+    "fsdp2-offload-inputs": SystemSpec(module="long_fsdp2", build="build_inputs_on_host", environment=_EXPANDABLE),
+    "fsdp2-offload-tiled": SystemSpec(module="long_fsdp2", build="build_tiled", environment=_EXPANDABLE),
+    "deepspeed-ulysses": SystemSpec(
+        module="alst", build="build_alst", package="deepspeed", prepare="compile_kernels", environment=_EXPANDABLE
+    ),
+}
+"""Systems at their best for one long sequence that all ranks share."""

@@ -1,7 +1,6 @@
 """DeepSpeed ZeRO-3 with parameters and optimizer offloaded to pinned host memory, and its CPU Adam.
 
-On one rank: the model, whole in host memory, is what its partitioning starts from, and several ranks would each have
-it whole.
+On one rank only: its partitioning starts from the whole model in host memory, which each of several ranks would hold.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import deepspeed
 import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
+from benchmark.ranks import init_torch_group, limit_device_memory, training_device
 from benchmark.systems import ADAMW, Job
-from benchmark.systems.device import limit_device_memory, training_device
-from benchmark.systems.ranks import init_torch_group
 from benchmark.systems.weights import build_job_model, fill_parameters
 
 _SUB_GROUP_NUMEL = int(1e8)
@@ -27,7 +25,6 @@ def compile_kernels() -> None:
 
 
 def build_zero3_offloaded(job: Job) -> Zero3:
-    """ZeRO stage 3 on one process."""
     return Zero3(job)
 
 
@@ -36,7 +33,7 @@ class Zero3:
 
     def __init__(self, job: Job):
         self.device = training_device()
-        limit_device_memory(job)
+        limit_device_memory(job.gpu_bytes)
         init_torch_group()
         config = zero3_config(job.batch, job.clipping, pin=self.device.type == "cuda")
         self.version = deepspeed.__version__.strip()
@@ -64,7 +61,7 @@ class Zero3:
 
 
 def zero3_config(batch: int, clipping: float, *, pin: bool) -> dict[str, Any]:
-    """ZeRO stage 3 with parameters and optimizer in host memory, which is pinned or not."""
+    """ZeRO stage 3 with parameters and optimizer in host memory, pinned or pageable."""
     host = {"device": "cpu", "pin_memory": pin}
     return {
         "train_micro_batch_size_per_gpu": batch,

@@ -1,9 +1,8 @@
 """FSDP2 (``torch.distributed.fsdp.fully_shard``) as a system, with everything resident or with CPUOffloadPolicy.
 
-Set up as its documentation recommends: one group per transformer block and one for the rest, parameters gathered in
-bfloat16 over float32 shards, resharded after forward, prefetching as it does by itself, the fused AdamW. The mesh is
-all ranks. Gradients are reduced in bfloat16, which is its default: on one rank a reduction changes no value, on several
-it sends half the bytes of float32.
+Set up as its documentation recommends: one group per transformer block and one for the rest, all-gathers in bfloat16
+over float32 shards, resharding after forward, its own prefetching, the fused AdamW. The mesh is all ranks. Gradients
+are reduced in bfloat16, its default: one rank's reduction changes no value, several send half the bytes of float32.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmark.ranks import init_torch_group, limit_device_memory, training_device
 from benchmark.systems import ADAMW, Job
-from benchmark.systems.device import limit_device_memory, training_device
-from benchmark.systems.ranks import init_torch_group
 from benchmark.systems.weights import blocks, build_job_model, fill_parameters
 
 
@@ -28,7 +26,7 @@ def build_resident(job: Job) -> Sharded:
 
 
 def build_offloaded(job: Job) -> Sharded:
-    """Parameters, gradients and states in pinned host memory, where AdamW runs too."""
+    """Parameters, gradients and states in pinned host memory, where AdamW also runs."""
     device = training_device()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     return Sharded(job, device, shards=torch.device("cpu"), offload=offload)
@@ -40,7 +38,7 @@ class Sharded:
     version = torch.__version__
 
     def __init__(self, job: Job, device: torch.device, *, shards: torch.device, offload: OffloadPolicy):
-        limit_device_memory(job)
+        limit_device_memory(job.gpu_bytes)
         init_torch_group()
         self.device = device
         self.settings: dict[str, Any] = {"param_dtype": "bfloat16", "offload_policy": repr(offload)}

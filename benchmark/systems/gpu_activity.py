@@ -1,9 +1,9 @@
-"""What the GPU does in one step, from PyTorch's profiler: how long it computes, and what is copied.
+"""The GPU's activity in one step, from PyTorch's profiler: seconds of computing, and copied bytes.
 
-A moment is *computing* when at least one kernel other than a collective runs on the GPU. What is left of a step is time
-in which the GPU waits: for a transfer, for a collective, for an optimizer on the host, or for the launching thread.
-This is measured in the same way for every system, whatever it calls its streams. NCCL's kernels occupy the GPU while
-they wait for other ranks, so they are no computing; the time in which nothing but them runs is a figure of its own.
+The GPU is *computing* while at least one kernel other than a collective runs. In the rest of a step it waits: for a
+transfer, a collective, an optimizer on the host, or the launching thread. The measure is the same for every system,
+whatever it calls its streams. NCCL's kernels occupy the GPU while they wait for other ranks, so they do not count as
+computing; the time in which only they run is a figure of its own.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-_LAUNCH_MICROSECONDS = 20  # of a gap: longer ones are not the pause between two kernels that were queued
+_LAUNCH_MICROSECONDS = 20  # a longer gap is no pause between two queued kernels
 _NUM_GAPS = 24
 _NUM_KERNELS = 15
 _COLLECTIVE_PREFIX = "nccl"
 _DIRECTIONS = {"HtoD": "uploaded", "DtoH": "downloaded"}
 
 NUM_PROFILED_STEPS = 2
-"""How often :func:`profile_step` runs a step."""
+"""Steps that :func:`profile_step` runs."""
 
 
 def profile_step(step: Callable[[], None]) -> dict[str, Any]:
-    """Runs ``step`` twice, the second time under the profiler, and returns :func:`summarize` of that, with
-    ``"kernels"``, the :func:`longest_kernels`. ``step`` has to synchronise.
+    """Runs ``step``, which must synchronise, twice; the second run is profiled.
+
+    Returns:
+        :func:`summarize` of the trace, and :func:`longest_kernels` as ``"kernels"``.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
@@ -47,11 +49,13 @@ def profile_step(step: Callable[[], None]) -> dict[str, Any]:
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of computing and of nothing but collectives, bytes and seconds of copies by direction, and the longest
-    gaps between kernels other than collectives, of a trace in Chrome's format.
+    """Figures of a trace in Chrome's format.
+
+    Seconds of computing and of collectives alone; bytes and seconds of copies by direction; the longest gaps between
+    kernels other than collectives.
 
     Raises:
-        RuntimeError: there is no kernel in it.
+        RuntimeError: the trace has no kernel.
     """
     kernels: list[tuple[float, float, str]] = []
     collectives: list[tuple[float, float, str]] = []
@@ -81,8 +85,9 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def longest_kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kernels, collectives too, that took most of the time of a trace in Chrome's format: ``name``, ``seconds`` of
-    all that have it, which may have run side by side, and their ``number``; the longest first.
+    """Kernels of a trace in Chrome's format by name, collectives included, longest sum first.
+
+    ``seconds`` is the sum over the ``number`` of kernels with this ``name``; they may have overlapped.
     """
     seconds, number = Counter[str](), Counter[str]()
     for event in events:
@@ -95,8 +100,9 @@ def longest_kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _covered_and_gaps(kernels: list[tuple[float, float, str]]) -> tuple[float, Counter[str]]:
-    """Seconds that the union of all kernels takes, and seconds without any, by the kernels on both sides and by whether
-    the gap is longer than a launch takes.
+    """Seconds of the union of all kernels, and of gaps by the kernels on both sides.
+
+    A gap's name begins with ``long`` if it exceeds the time of a launch.
     """
     microseconds, gaps = 0.0, Counter[str]()
     kernels = sorted(kernels)
@@ -112,6 +118,6 @@ def _covered_and_gaps(kernels: list[tuple[float, float, str]]) -> tuple[float, C
 
 
 def _short(kernel: str) -> str:
-    """The kernel's name without namespaces' and templates' arguments, as far as it tells kernels apart."""
+    """The kernel's name without namespaces and template arguments."""
     functor = re.search(r"(\w*[Ff]unctor\w*|\w+_kernel_cuda\w*)", kernel)
     return functor.group(1) if functor else re.split(r"[<(]", kernel.removeprefix("void "), maxsplit=1)[0][-60:]

@@ -1,7 +1,7 @@
-"""PatrickStar inside Hugging Face's ``Trainer``: what the trainer's own loop costs beside ``patrickstar``'s plain one.
+"""PatrickStar inside Hugging Face's ``Trainer``, to time the trainer's loop beside the plain loop of ``patrickstar``.
 
-The trainer owns its loop, so it runs in a thread of its own and gets each batch when it asks for it; a step ends with
-its ``on_step_end``.
+The trainer owns its loop, so it runs in its own thread and takes each batch from a queue; a step ends with its
+``on_step_end``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import patrickstar
+from benchmark.ranks import training_device
 from benchmark.systems import ADAMW, Job
-from benchmark.systems.device import training_device
 from benchmark.systems.patrickstar import engine_config
 from benchmark.systems.weights import build_job_model
 from patrickstar.integrations.transformers import PatrickStarTrainer
 
-_MANY_STEPS = 1_000_000  # the benchmark decides when it ends
-_DECIDED = ("bf16", "gradient_clipping")  # by the TrainingArguments
+_MANY_STEPS = 1_000_000  # the benchmark ends it
+_DECIDED = ("bf16", "gradient_clipping")  # set by the TrainingArguments
 
 
 def build_in_trainer(job: Job) -> InTrainer:
@@ -34,7 +34,7 @@ def build_in_trainer(job: Job) -> InTrainer:
 
 
 class _Feed(IterableDataset):
-    """Batches, as they are put into a queue."""
+    """Yields the batches of a queue."""
 
     def __init__(self, batches: queue.SimpleQueue[dict[str, torch.Tensor]]):
         self._batches = batches
@@ -45,7 +45,7 @@ class _Feed(IterableDataset):
 
 
 class _Trainer(PatrickStarTrainer):
-    """Takes batches from a feed, decays all parameters as the other systems do, keeps the last loss."""
+    """Reads batches from a feed, decays all parameters as the other systems do, keeps the last loss."""
 
     last_loss: torch.Tensor
 
@@ -79,18 +79,11 @@ class InTrainer:
         config = {key: value for key, value in config.items() if key not in _DECIDED}
         config["optimizer"] = decided
         options = {
-            "per_device_train_batch_size": job.batch,
-            "max_steps": _MANY_STEPS,
-            "bf16": True,
-            "max_grad_norm": job.clipping,
-            "learning_rate": ADAMW["lr"],
-            "adam_beta1": ADAMW["betas"][0],
-            "adam_beta2": ADAMW["betas"][1],
-            "adam_epsilon": ADAMW["eps"],
-            "weight_decay": ADAMW["weight_decay"],
-            "lr_scheduler_type": "constant",
-            "optim": "adamw_torch",
-        }
+            "per_device_train_batch_size": job.batch, "max_steps": _MANY_STEPS, "bf16": True,
+            "max_grad_norm": job.clipping, "learning_rate": ADAMW["lr"], "adam_beta1": ADAMW["betas"][0],
+            "adam_beta2": ADAMW["betas"][1], "adam_epsilon": ADAMW["eps"], "weight_decay": ADAMW["weight_decay"],
+            "lr_scheduler_type": "constant", "optim": "adamw_torch",
+        }  # fmt: skip
         self.settings: dict[str, Any] = {
             "config": config,
             "arguments": options,
@@ -100,27 +93,19 @@ class InTrainer:
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._folder = tempfile.TemporaryDirectory()
         arguments = transformers.TrainingArguments(
-            output_dir=self._folder.name,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=self.device.type == "cpu",
-            logging_steps=10,
-            **options,
-        )
+            output_dir=self._folder.name, save_strategy="no", report_to="none", disable_tqdm=True,
+            use_cpu=self.device.type == "cpu", logging_steps=10, **options,
+        )  # fmt: skip
         self._trainer = _Trainer(
-            model=build_job_model(job),
-            args=arguments,
-            train_dataset=_Feed(self._batches),
-            callbacks=[_StepEnds(self._ends)],
-            patrickstar_config=config,
-        )
+            model=build_job_model(job), args=arguments, train_dataset=_Feed(self._batches),
+            callbacks=[_StepEnds(self._ends)], patrickstar_config=config,
+        )  # fmt: skip
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # it is the thread's
+                torch.cuda.set_device(self.device)  # per thread
             self._trainer.train()
         except BaseException as error:
             self._ends.put(error)

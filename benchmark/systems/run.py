@@ -1,4 +1,4 @@
-"""What came of one job, put together from the events of its ranks."""
+"""One job in fresh processes, and the figures that its ranks sent."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from benchmark.launch import Outcome, RunFailedError, launch, rank_environment
 from benchmark.systems import Job
-from benchmark.systems.events import Outcome
+
+_WORKER = "benchmark.systems.worker"
 
 
 @dataclasses.dataclass
 class Run:
-    """What came of one job."""
+    """Figures of one job. Lists have one entry per step, warm-up first."""
 
     job: Job
     outcome: Outcome = Outcome.TRAINED
@@ -24,31 +26,30 @@ class Run:
     version: str = ""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     init_seconds: float | None = None
-    """Of the rank that took longest."""
+    """Of the slowest rank."""
     step_seconds: list[float] = dataclasses.field(default_factory=list)
-    """Rank 0's, of all steps, warm-up first."""
+    """Of rank 0."""
     slowest_step_seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of the same steps, each of the rank that took longest."""
     losses: list[float] = dataclasses.field(default_factory=list)
-    """Of the same steps, means over the ranks."""
+    """Means over the ranks."""
     grad_norms: list[float | None] = dataclasses.field(default_factory=list)
-    """Of the same steps, before clipping; None where nobody knows it."""
+    """Before clipping; None where it was not computed."""
     device_peak_bytes: int | None = None
-    """Of the rank that took most."""
+    """Of the rank with the highest peak."""
     host_peak_bytes: int | None = None
     """Of all ranks together."""
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Rank 0's."""
+    """Of rank 0."""
     activity: dict[str, Any] | None = None
-    """What ``gpu_activity.summarize`` returns, of rank 0 in one step more; None: not measured."""
+    """Result of ``gpu_activity.profile_step`` for rank 0; None: not measured."""
     activity_reason: str = ""
     """Why it was not measured."""
     log_tail: str = ""
-    """The end of what the workers printed, if it did not train."""
+    """End of the processes' output, if the run did not train."""
 
     @property
     def stage(self) -> str:
-        """How far it is."""
+        """The present part of the run."""
         num_steps = len(self.step_seconds)
         if self.init_seconds is None:
             return "the initialisation"
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def num_clipped_steps(self) -> int | None:
-        """In how many timed steps clipping acted; None: there was none, or it is not known."""
+        """Timed steps in which clipping acted; None without clipping, or where norms are unknown."""
         norms = self.grad_norms[self.job.warmup :]
         if self.job.clipping <= 0 or not norms or None in norms:
             return None
@@ -72,20 +73,70 @@ class Run:
         return self.host_peak_bytes is not None and self.outcome is Outcome.TRAINED
 
 
-class WorkerEndedError(Exception):
-    """A worker, or all of them, had to be ended or have ended."""
+def run_system(
+    job: Job,
+    *,
+    timeout_seconds: float,
+    log: Callable[[str], None],
+    guard: Callable[[], str | None] = lambda: None,
+) -> Run:
+    """Runs ``job`` in a process per rank. Failures of processes are reported in the result, never raised.
 
-    def __init__(self, outcome: Outcome, reason: str, rank: int | None = None):
-        super().__init__(reason)
-        self.outcome = outcome
-        self.reason = reason
-        self.rank = rank
-        """None: no rank in particular."""
+    Args:
+        job: the work.
+        timeout_seconds: the processes are killed when they take longer.
+        log: called with a line per event.
+        guard: called many times a second; a returned reason kills the processes.
+    """
+    run, spec = Run(job), job.spec
+    if not spec.is_installed:
+        run.outcome, run.reason = Outcome.NOT_INSTALLED, f"there is no package {spec.package!r}"
+        return run
+    if spec.max_ranks is not None and job.ranks > spec.max_ranks:
+        run.outcome = Outcome.NOT_SUPPORTED
+        run.reason = f"{job.ranks} ranks, but this benchmark runs it on at most {spec.max_ranks}"
+        return run
+    limit_bytes = None if spec.limits_host_itself else job.host_bytes
+    host_peak_bytes = 0
+
+    def check(host_bytes: int) -> str | None:
+        nonlocal host_peak_bytes
+        host_peak_bytes = host_bytes
+        if limit_bytes is not None and host_bytes > limit_bytes:
+            return f"{host_bytes} bytes of host memory, {limit_bytes} are allowed"
+        return guard()
+
+    failure = launch(
+        _WORKER,
+        job,
+        timeout_seconds=timeout_seconds,
+        take=_RankEvents(run, log).take,
+        environment=lambda rank, ranks, port: {**spec.environment, **rank_environment(rank, ranks, port)},
+        guard=check,
+        # Rank 0 alone sends a profile. If its profile failed, the other ranks may wait for it without end.
+        is_complete=lambda reading: run.is_measured and 0 not in reading,
+    )
+    if failure is None and not run.is_measured:
+        failure = RunFailedError(Outcome.FAILED, "exit status 0")
+    if failure is not None:
+        _note(run, failure, host_peak_bytes)
+    return run
 
 
-class RankEvents:
-    """Adds the events of all ranks to a run: ``initialised``, ``step`` and ``measured`` once every rank has sent its
-    own, the others, which rank 0 alone sends, at once.
+def _note(run: Run, failure: RunFailedError, host_peak_bytes: int) -> None:
+    """A failure in the profiled step costs the profile alone."""
+    reason = f"{failure if run.job.ranks > 1 else failure.reason} (in {run.stage})"
+    if run.is_measured:
+        run.activity_reason = reason
+        return
+    run.outcome, run.reason, run.host_peak_bytes = failure.outcome, reason, host_peak_bytes
+    run.log_tail = failure.log_tail
+
+
+class _RankEvents:
+    """Adds the ranks' events to a run.
+
+    ``initialised``, ``step`` and ``measured`` are added once every rank has sent its own; rank 0 alone sends others.
     """
 
     def __init__(self, run: Run, log: Callable[[str], None]):
@@ -95,14 +146,7 @@ class RankEvents:
         self._pending = [collections.deque[dict[str, Any]]() for _ in range(run.job.ranks)]
 
     def take(self, rank: int, event: dict[str, Any]) -> None:
-        """One event of one rank, in its order.
-
-        Raises:
-            WorkerEndedError: it says that the rank failed.
-        """
         kind = event["event"]
-        if kind == "failed":
-            raise WorkerEndedError(Outcome(event["outcome"]), event["reason"], rank)
         if kind in ("initialised", "step", "measured"):
             self._pending[rank].append(event)
             while all(self._pending):
@@ -117,7 +161,6 @@ class RankEvents:
             raise ValueError(f"rank {rank} sent the event {kind!r}, which is not known")
 
     def _merge(self, events: list[dict[str, Any]]) -> None:
-        """Takes the same event of all ranks."""
         run, first = self._run, events[0]
         if first["event"] == "initialised":
             run.init_seconds = max(event["init_seconds"] for event in events)

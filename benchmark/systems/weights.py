@@ -1,17 +1,17 @@
-"""The model that every system trains: built without memory, then given the same values wherever it lies.
+"""The model that every system trains: built on the meta device, then filled with the same values in each system.
 
-Values depend on a parameter's name and shape alone, so that every system, every number of ranks and every way to shard
-starts from the same point. They are made on the GPU where there is one (18 billion in a second instead of minutes), a
-whole parameter at a time of which a rank keeps its shard, and are representable in bfloat16, for systems that make
-their float32 masters from 16-bit parameters.
+Values depend on a parameter's name and shape alone, so every system, number of ranks and way to shard starts from the
+same point. A whole parameter is made at a time, on the GPU where there is one (18 billion values in a second instead of
+minutes); a rank keeps its shard. Values are representable in bfloat16, for systems that make their float32 masters from
+16-bit parameters.
 
     model = build_job_model(job)            # parameters on the meta device
-    ...                                 # whatever the system does before memory is allocated
+    ...                                 # the system wraps or shards the model
     model.to_empty(device="cpu")
     fill_parameters(model)
 
-A system that materialises a model on the meta device by itself, as PatrickStar does, calls Hugging Face's
-``_init_weights`` for it, and gets the same values; of a model that ranks divide it reads them by name.
+PatrickStar materialises a model on the meta device by itself. It calls Hugging Face's ``_init_weights`` and gets the
+same values; for a tensor-parallel model it reads them by name.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from benchmark.common import Shape
+from benchmark.ranks import training_device
 from benchmark.systems import Job
-from benchmark.systems.device import training_device
 from patrickstar.module.materialize import attach_values
 
 _STD = 0.02  # GPT-2's
 
 
 def build_job_model(job: Job) -> nn.Module:
-    """The job's model on the meta device; its first call compiles what the job says."""
+    """The job's model on the meta device. ``torch.compile`` of the job's parts happens in its first call."""
     model = build_meta_model(job.shape)
-    if job.ranks_per_batch > 1:  # blocks of matrices have other shapes than what an initialiser would draw
+    if job.ranks_per_batch > 1:  # a shard's shape differs from what an initialiser would draw
         attach_values(model, NamedValues(model))
     if job.compiled == "blocks":
         for block in blocks(model):
@@ -52,7 +52,7 @@ def build_meta_model(shape: Shape) -> nn.Module:
     """The benchmark's model with its parameters and buffers on the meta device.
 
     Raises:
-        RuntimeError: it has other buffers than rotary embeddings'; their values would be lost on the meta device.
+        RuntimeError: a buffer is not a rotary embedding's; its values would be lost on the meta device.
     """
     with torch.device("meta"):
         model = shape.build()
@@ -76,7 +76,7 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 class NamedInitializer:
-    """Hugging Face's ``_init_weights`` of the benchmark's model: fills a module's own parameters, wherever they are."""
+    """Hugging Face's ``_init_weights`` for the benchmark's model: fills a module's own parameters on any device."""
 
     def __init__(self, model: nn.Module):
         self._names = {module: name for name, module in model.named_modules()}
@@ -93,7 +93,7 @@ class NamedInitializer:
 
 
 class NamedValues:
-    """The same values by name, for ranks that keep a block of each: whole ones are made on the training device."""
+    """Initial values by name, for tensor-parallel ranks: each whole parameter is made on the training device."""
 
     def __init__(self, model: nn.Module):
         self._shapes = {name: param.shape for name, param in model.named_parameters()}
@@ -108,8 +108,9 @@ class NamedValues:
 
 
 def initial_values(name: str, shape: torch.Size, num_layers: int, device: torch.device) -> torch.Tensor:
-    """The whole parameter in bfloat16, as GPT-2 has it: normal weights, those that end a residual branch scaled by the
-    depth, LayerNorm the identity. Equal on all devices of a type.
+    """The whole parameter in bfloat16, as in GPT-2: normal weights, LayerNorm the identity.
+
+    Weights at the end of a residual branch are scaled by the depth. Equal on all devices of a type.
     """
     values = torch.empty(shape, dtype=torch.bfloat16, device=device)
     if len(shape) == 1:
@@ -121,16 +122,17 @@ def initial_values(name: str, shape: torch.Size, num_layers: int, device: torch.
 
 @torch.no_grad()
 def fill_parameters(model: nn.Module) -> None:
-    """Gives every parameter, or this rank's shard of it, its initial value, and rotary embeddings theirs, which go to
-    the training device. Leaves no memory in PyTorch's GPU cache.
+    """Fills every parameter or this rank's shard of it, and rotary embeddings on the training device.
+
+    Empties PyTorch's GPU cache.
 
     Raises:
         ValueError: a parameter is sharded in another way than by rows over one group of ranks.
     """
     source = training_device()
     targets = {name: _local(param) for name, param in model.named_parameters()}
-    # Values from the GPU go to the host through this buffer: the many cores that widen them to float32 then also touch
-    # the pages of their destination for the first time, which takes one core several times as long.
+    # Values from the GPU go to the host through this buffer. The cores that widen them to float32 then also touch the
+    # pages of their destination for the first time, which takes one core several times as long.
     staging = torch.empty(max(target.numel() for target in targets.values()), dtype=torch.bfloat16)
     for name, param in model.named_parameters():
         target = targets[name]
@@ -145,7 +147,7 @@ def fill_parameters(model: nn.Module) -> None:
 
 @torch.no_grad()
 def fill_rotary(model: nn.Module) -> None:
-    """Gives rotary embeddings their values, in float32 on the training device."""
+    """Fills rotary embeddings in float32 on the training device."""
     for module in filter(_is_rotary, model.modules()):
         for name, buffer in module._buffers.items():
             module._buffers[name] = torch.empty(buffer.shape, dtype=torch.float32, device=training_device())
@@ -157,12 +159,12 @@ def _local(param: nn.Parameter) -> torch.Tensor:
 
 
 def _shard_of(values: torch.Tensor, name: str, param: nn.Parameter) -> torch.Tensor:
-    """The rows of ``values`` that this rank has of ``param``."""
+    """The rows of ``values`` in this rank's shard of ``param``."""
     if not isinstance(param, DTensor):
         return values
     mesh = param.device_mesh
     if param.placements != (Shard(0),):
         raise ValueError(f"{name} is placed as {param.placements}; only (Shard(dim=0),) can be filled")
-    num_rows = -(-values.shape[0] // mesh.size())  # as torch.chunk has it
+    num_rows = -(-values.shape[0] // mesh.size())  # as torch.chunk divides
     begin = min(mesh.get_local_rank() * num_rows, values.shape[0])
     return values[begin : begin + num_rows]

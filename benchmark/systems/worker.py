@@ -1,40 +1,29 @@
-"""One rank of one system in a process of its own: ``python -m benchmark.systems.worker JOB FD``, started by
-``launcher.py`` with the variables of torchrun.
+"""One rank of one system: ``python -m benchmark.systems.worker JOB FD``, started by ``benchmark.systems.run``.
 
-``JOB`` is a :class:`~benchmark.systems.Job` as JSON; events go to the file descriptor ``FD``.
+Events in order: ``provenance`` (rank 0 alone), ``initialised``, ``step`` (each), ``measured``, then from rank 0
+``profiled`` or ``not_profiled``. ``failed`` may come at any point.
 """
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import importlib
-import json
-import os
-import signal
-import sys
 import time
-import traceback
 from typing import Any
 
 import torch
 import transformers
 
 from benchmark.common import provenance, synchronize, token_batch
-from benchmark.systems import SYSTEMS, Job, System
-from benchmark.systems.device import training_device
-from benchmark.systems.events import EventWriter, Outcome, others_resident_bytes, peak_resident_bytes
+from benchmark.memory import others_resident_bytes, peak_resident_bytes
+from benchmark.ranks import Barrier, EventWriter, RankPlace, describe, training_device, work
+from benchmark.systems import Job, System
 from benchmark.systems.gpu_activity import NUM_PROFILED_STEPS, profile_step
-from benchmark.systems.ranks import Barrier, RankPlace
 
-_BATCH_SEED = 1  # of rank 0 and those it shares matrices with; the others have the next ones
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_BATCH_SEED = 1  # of rank 0 and the ranks that share its batch; the others have the next seeds
 
 
 class StepTimer:
-    """Steps of one system on one sequence of batches, each timed from the batch on the host to an idle device. All
-    ranks begin a step together.
-    """
+    """Steps of one system, each timed from the batch on the host to an idle device. All ranks begin a step together."""
 
     def __init__(self, job: Job, system: System, place: RankPlace, barrier: Barrier):
         self._job = job
@@ -43,7 +32,7 @@ class StepTimer:
         self._generator = torch.Generator().manual_seed(_BATCH_SEED + place.rank // job.ranks_per_batch)
 
     def run(self) -> tuple[float, float]:
-        """One step; returns its seconds and its loss, both this rank's."""
+        """Seconds and loss of one step, both this rank's."""
         system = self._system
         tokens = token_batch(self._job.shape, self._job.batch, self._generator)
         self._barrier.wait()
@@ -53,10 +42,10 @@ class StepTimer:
         return time.perf_counter() - begin, loss
 
 
-def train(job: Job, events: EventWriter, place: RankPlace) -> None:
-    """Builds the system, runs warm-up and timed steps, and those of the profiler."""
+def train(job: Job, place: RankPlace, events: EventWriter) -> None:
+    """Builds the system; runs warm-up and timed steps, then those of the profiler."""
     barrier = Barrier(place)
-    spec = SYSTEMS[job.system]
+    spec = job.spec
     module = importlib.import_module(f"benchmark.systems.{spec.module}")
     device = training_device()
     if device.type == "cuda":
@@ -74,7 +63,7 @@ def train(job: Job, events: EventWriter, place: RankPlace) -> None:
     for _ in range(job.warmup + job.steps):
         seconds, loss = timer.run()
         events.send("step", seconds=seconds, loss=loss, grad_norm=system.grad_norm() if job.clipping > 0 else None)
-    barrier.wait()  # until here no rank may end, nor give back memory that it shares
+    barrier.wait()  # until here no rank may end or release shared memory
     report = system.report()
     events.send(
         "measured",
@@ -84,22 +73,22 @@ def train(job: Job, events: EventWriter, place: RankPlace) -> None:
     )
     barrier.wait()
     if place.rank == 0:
-        _profile(timer, events)
-    elif torch.cuda.is_available():
+        _profile(timer, job, events)
+    elif torch.cuda.is_available() and job.is_profiled:
         for _ in range(NUM_PROFILED_STEPS):
             timer.run()
 
 
 def _host_peak_bytes(place: RankPlace) -> int:
-    """This rank's part of what all ranks had at most. What they share, as it is now, counts once."""
+    """This rank's part of the sum over all ranks, in which memory shared now counts once."""
     shared = others_resident_bytes() if place.num_ranks > 1 else 0
     return peak_resident_bytes() - shared
 
 
 def _device_peak_bytes(report: dict[str, Any]) -> int | None:
-    """What PyTorch's allocator reserved at most since the process began; None without a GPU.
+    """Peak reserved by PyTorch's allocator since the process began; None without a GPU.
 
-    A system that resets the allocator's peaks for purposes of its own, or simulates the device, reports its own.
+    A system that resets the allocator's peaks, or simulates the device, reports its own peak.
     """
     peaks = [torch.cuda.max_memory_reserved()] if torch.cuda.is_available() else []
     if "device_peak_bytes" in report:
@@ -107,51 +96,16 @@ def _device_peak_bytes(report: dict[str, Any]) -> int | None:
     return max(peaks, default=None)
 
 
-def _profile(timer: StepTimer, events: EventWriter) -> None:
-    """The figures are already sent: what goes wrong here costs the profile alone."""
-    if not torch.cuda.is_available():
-        events.send("not_profiled", reason="no GPU")
+def _profile(timer: StepTimer, job: Job, events: EventWriter) -> None:
+    """The figures are already sent: a failure here costs the profile alone."""
+    if not torch.cuda.is_available() or not job.is_profiled:
+        events.send("not_profiled", reason="not asked for" if torch.cuda.is_available() else "no GPU")
         return
     try:
         events.send("profiled", **profile_step(lambda: timer.run() and None))
     except Exception as error:  # noqa: BLE001
-        events.send("not_profiled", reason=_describe(error))
-
-
-def _describe(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
-def _outcome(error: BaseException) -> Outcome:
-    """Allocators say that memory is exhausted in classes and words of their own."""
-    by_class = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or type(error).__name__ == "MemoryBudgetError"
-    by_words = any(words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
-    return Outcome.OUT_OF_MEMORY if by_class or by_words else Outcome.FAILED
-
-
-def _end_with_parent() -> None:
-    """The kernel kills this process when the launcher ends, however that ends; it is in no session with it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def main() -> None:
-    _end_with_parent()
-    values: dict[str, Any] = json.loads(sys.argv[1])
-    job = Job(**{field.name: values[field.name] for field in dataclasses.fields(Job)})
-    events = EventWriter(os.fdopen(int(sys.argv[2]), "w", encoding="utf-8"))
-    exit_code = 0
-    try:
-        train(job, events, RankPlace.from_environment())
-    except Exception as error:  # noqa: BLE001
-        traceback.print_exc()
-        events.send("failed", outcome=_outcome(error).value, reason=_describe(error))
-        exit_code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Taking a model of many GB apart, piece by piece, takes longer than letting the kernel have it back at once.
-    os._exit(exit_code)
+        events.send("not_profiled", reason=describe(error))
 
 
 if __name__ == "__main__":
-    main()
+    work(train, Job)

@@ -1,4 +1,4 @@
-"""What a user of plain PyTorch does to the layers of a model for long sequences."""
+"""Changes to a model's layers that users of plain PyTorch make for long sequences."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _PIECE_BYTES = 64 * 2**20
+_NAME = "benchmark_gathered"
+# context_parallel() replaces the attribute of torch.nn.functional; this reference stays.
+_attention = scaled_dot_product_attention
 
 
 def fast_attention() -> contextlib.AbstractContextManager[None]:
-    """cuDNN's attention before flash attention, which takes 1.7 times as long on these GPUs."""
+    """Prefers cuDNN's attention to flash attention, which takes 1.7 times as long on H100s and H200s."""
     if not torch.cuda.is_available():
         return contextlib.nullcontext()
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
@@ -32,7 +39,7 @@ class HostInputs(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What brings it back. Copies are in the stream of the computation, so nobody has to wait for them."""
+    """Returns the function that copies it back. Copies run in the computation's stream, so no wait is needed."""
     device, shape, dtype = tensor.device, tensor.shape, tensor.dtype
     numel = max(1, _PIECE_BYTES // dtype.itemsize)
     pieces = [
@@ -54,7 +61,7 @@ def _to_device(back: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def checkpoint_layer(layer: nn.Module, *, inputs_on_host: bool) -> None:
-    """Computes a layer again in backward, from its input. Its hooks, such as FSDP's, run around that, not in it."""
+    """Recomputes a layer in backward from its input. The layer's hooks, such as FSDP's, run around the checkpoint."""
     forward = layer.forward
 
     def checkpointed(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -65,7 +72,7 @@ def checkpoint_layer(layer: nn.Module, *, inputs_on_host: bool) -> None:
 
 
 def tile_mlp(mlp: nn.Module, tile_tokens: int) -> None:
-    """Computes an MLP some tokens at a time, each tile again in backward."""
+    """Computes an MLP in tiles of tokens, each recomputed in backward."""
     forward = mlp.forward
 
     def tiled(hidden: torch.Tensor) -> torch.Tensor:
@@ -73,3 +80,33 @@ def tile_mlp(mlp: nn.Module, tile_tokens: int) -> None:
         return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
 
     mlp.forward = tiled  # type: ignore[method-assign]
+
+
+def use_gathered_attention(model: nn.Module) -> None:
+    """Replaces PyTorch's context parallelism, which has no kernel for CPUs, in runs without a GPU.
+
+    The model attends to the all-gathered keys and values of all ranks, by their positions.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _gathered_attention)
+    model.config._attn_implementation = _NAME
+
+
+def _gathered_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    position_ids: torch.Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    key, value = (_of_all_ranks(part.contiguous(), 2) for part in (key, value))
+    visible = position_ids[0][:, None] >= _of_all_ranks(position_ids.contiguous(), 1)[0][None, :]
+    out = _attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _of_all_ranks(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return all_gather_tensor_autograd(tensor, gather_dim=dim, group=dist.group.WORLD)

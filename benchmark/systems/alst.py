@@ -1,9 +1,12 @@
-"""DeepSpeed's Arctic Long Sequence Training: Ulysses over ZeRO-3 with parameters and optimizer on the host, MLPs and
-the loss in tiles, inputs of checkpointed layers on the host, as its tutorial puts them together.
+"""DeepSpeed's Arctic Long Sequence Training, set up as in its tutorial.
+
+Ulysses over ZeRO-3 with parameters and optimizer on the host; MLPs and the loss in tiles; inputs of checkpointed layers
+on the host.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,22 +22,23 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmark.longest_systems import CLIPPING, LOGITS_PER_TILE, Job
-from benchmark.longest_systems.layers import HostInputs, fast_attention
-from benchmark.systems.deepspeed import zero3_config
-from benchmark.systems.device import training_device
+from benchmark.ranks import training_device
+from benchmark.systems import LOGITS_PER_TILE, Job
+from benchmark.systems.deepspeed import compile_kernels, zero3_config
+from benchmark.systems.long_layers import HostInputs, fast_attention
 from benchmark.systems.weights import fill_rotary, initial_values
+
+__all__ = ["build_alst", "compile_kernels"]
 
 _BUCKET_NUMEL = int(1e8)
 
 
-def build(job: Job, variant: str) -> Alst:
-    """See :class:`benchmark.longest_systems.LongSystem`; there are no variants."""
+def build_alst(job: Job) -> Alst:
     return Alst(job)
 
 
 class Model(nn.Module):
-    """A model of Hugging Face that returns its part of the loss, whose logits exist a tile at a time."""
+    """A model of Hugging Face that returns its part of the loss; logits exist a tile at a time."""
 
     def __init__(self, model: nn.Module, vocab: int):
         super().__init__()
@@ -48,16 +52,10 @@ class Model(nn.Module):
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         head, num_tokens = self.model.lm_head, input_ids.shape[1]
         total = sequence_tiled_compute(
-            _loss_of_tile,
-            num_tokens,
-            math.ceil(num_tokens * self._vocab / LOGITS_PER_TILE),
-            {"hidden": hidden, "targets": shift_labels},
-            {"head": head},
-            "hidden",
-            compute_params=[head.weight],
-            output_unshard_dimension=0,
-            output_reduction="sum",
-        )
+            _loss_of_tile, num_tokens, math.ceil(num_tokens * self._vocab / LOGITS_PER_TILE),
+            {"hidden": hidden, "targets": shift_labels}, {"head": head}, "hidden", compute_params=[head.weight],
+            output_unshard_dimension=0, output_reduction="sum",
+        )  # fmt: skip
         return total / num_targets
 
 
@@ -77,82 +75,79 @@ def _tile_mlp(mlp: nn.Module, tile_tokens: int) -> None:
 
 
 def _checkpoint(function: Any, *args: Any) -> Any:
-    """What Hugging Face calls layers with. Reentrant, as Arctic Training has it; inputs are all that is kept then."""
+    """Hugging Face's checkpointing function. Reentrant as in Arctic Training, so only inputs are kept."""
     with HostInputs():
         return checkpoint(function, *args, use_reentrant=True)
 
 
 class Alst:
-    """See :class:`benchmark.longest_systems.LongSystem`."""
+    """See :class:`benchmark.systems.System`."""
 
     def __init__(self, job: Job):
-        self._job, self._device = job, training_device()
-        deepspeed.init_distributed(dist_backend="nccl" if self._device.type == "cuda" else "gloo")
-        self._config = _config(pin=self._device.type == "cuda", ranks=job.ranks)
+        self._job, self.device = job, training_device()
+        deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
+        self._config = _config(job, pin=self.device.type == "cuda")
         self.version = deepspeed.__version__.strip()
         self.settings: dict[str, Any] = {"config": self._config, "tile_tokens": job.tile_tokens}
-        with deepspeed.zero.Init(config_dict_or_path=self._config):  # parameter by parameter: nobody has all of it
-            model = job.shape.build()
+        with deepspeed.zero.Init(config_dict_or_path=self._config):  # parameter by parameter: never whole
+            model = dataclasses.replace(job.shape, checkpointing=False).build()
         _fill(model)
         model.gradient_checkpointing_enable({"use_reentrant": True})
         for layer in model.model.layers:
             layer._gradient_checkpointing_func = _checkpoint
             _tile_mlp(layer.mlp, job.tile_tokens)
         self._mpu = UlyssesSPAttentionHF.register_with_transformers(
-            model_name_or_path=model,
-            core_attn_implementation="sdpa",
-            sequence_parallel_size=job.ranks,
-            micro_batch_size=1,
-            seq_length=job.length,
-            seq_length_is_variable=False,
-        )
+            model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=job.ranks,
+            micro_batch_size=1, seq_length=job.length, seq_length_is_variable=False,
+        )  # fmt: skip
         whole = Model(model, job.shape.vocab)
         self._engine, *_ = deepspeed.initialize(
             model=whole, model_parameters=whole.parameters(), config=self._config, mpu=self._mpu
         )
         self._engine.train()
-        if self._device.type == "cuda":  # what was pinned while the model was made is not given back by itself
+        if self.device.type == "cuda":  # PyTorch keeps the memory pinned while the model was made
             torch.cuda.empty_cache()
             getattr(torch._C, "_host_emptyCache", lambda: None)()
 
     def _batch(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This rank's tokens, with their positions and targets."""
+        """This rank's tokens with their positions and targets."""
         sample = {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1])[None], "labels": tokens}
         if self._mpu is None:
             sample["shift_labels"] = nn.functional.pad(sample.pop("labels")[:, 1:], (0, 1), value=-100)
-        else:  # it takes a sample of each rank and gives out its own part of them in turn: here they are the same
+        else:  # the adapter exchanges one sample per rank; here all ranks give the same sample
             adapter = UlyssesSPDataLoaderAdapter(
                 [sample],
                 sp_rank=self._mpu.get_sequence_parallel_rank(),
                 sp_group=self._mpu.get_sequence_parallel_group(),
                 sp_world_size=self._mpu.get_sequence_parallel_world_size(),
-                device=self._device,
+                device=self.device,
             )
             sample = next(adapter)
-        return {name: value.to(self._device) for name, value in sample.items()}
+        return {name: value.to(self.device) for name, value in sample.items()}
 
-    def step(self, tokens: torch.Tensor) -> float:
-        batch = self._batch(tokens)
+    def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch = self._batch(batch["input_ids"])
         with fast_attention():
-            # ZeRO averages over the ranks, each of which has a part of the sum
+            # Each rank has a part of the sum over the targets, and ZeRO averages over the ranks.
             loss = self._engine(**batch, num_targets=self._job.num_targets / self._job.ranks)
             self._engine.backward(loss)
         self._engine.step()
         total = loss.detach().float()
         dist.all_reduce(total)
-        return total.item() / self._job.ranks
+        return total / self._job.ranks
 
     def grad_norm(self) -> float | None:
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
-    def device_peak_bytes(self) -> int | None:
-        return None
+    def report(self) -> dict[str, Any]:
+        return {}
 
 
 def _fill(model: nn.Module) -> None:
-    """Gives each parameter, of which every rank has a part, the benchmark's values, and rotary embeddings theirs in
-    float32: made within ``zero.Init`` they are of bfloat16, which is another model than the others train.
+    """Fills the sharded parameters, and rotary embeddings in float32.
+
+    ``zero.Init`` makes rotary embeddings in bfloat16, which would be another model than the other systems train.
     """
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
@@ -161,7 +156,7 @@ def _fill(model: nn.Module) -> None:
     fill_rotary(model)
 
 
-def _config(*, pin: bool, ranks: int) -> dict[str, Any]:
-    config = zero3_config(1, CLIPPING, pin=pin)
+def _config(job: Job, *, pin: bool) -> dict[str, Any]:
+    config = zero3_config(1, job.clipping, pin=pin)
     config["zero_optimization"]["reduce_bucket_size"] = _BUCKET_NUMEL
-    return {**config, "sequence_parallel_size": ranks}
+    return {**config, "sequence_parallel_size": job.ranks}
