@@ -203,6 +203,7 @@ def _run(job: Job, place: RankPlace, events: EventWriter) -> None:
     for size in job.sizes:
         with opener(job, size, device) as passes:
             found = measure(job, passes, device)
+        del passes  # the next size's memory is its own
         if place.rank == 0:
             events.send("measured", size=size, **found)
     if job.ranks > 1:
