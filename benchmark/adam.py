@@ -9,11 +9,12 @@ parameter is rounded to bfloat16. It is timed twice:
 - step: with the norm, as in a training loop. PatrickStar: sum of squares of the gradient, then the update. torch: cast,
   unscaling, clip_grad_norm_, AdamW(fused=True), cast.
 
-The passes of a two-phase update: param (the new parameter alone, 16 bytes per parameter), states (26 bytes). Before the
-clipping coefficient is known: between (parameters that are the same for all coefficients within 10 %, at a learning
-rate of 1e-5; 16 bytes), open (the rest, once the coefficient is known; the next forward waits for this pass alone).
-With split masters, whose new parameters overwrite the old: put (one coefficient, 16 bytes), put between (all within
-10 %), behind (the states, from recovered masters, 24 bytes).
+Passes of a two-phase update, with bytes per parameter:
+
+- param (16): the new parameter alone. states (26): the states, afterwards.
+- between (16): before the clipping coefficient is known, the parameters that are the same for all coefficients within
+  10 %, at a learning rate of 1e-5. open: the rest, once it is known; the next forward waits for this pass alone.
+- put (16), put between (16), behind (24): the same with split masters, whose new parameters overwrite the old.
 
 All arrays, also torch's and the copy's, lie on huge pages (where the system grants them), and the rounds are
 interleaved.

@@ -10,8 +10,7 @@ from typing import Any
 
 from patrickstar.plan import main as plan
 
-# Model, GPU, host memory, further flags.
-CASES = (
+CASES = (  # model, GPU, host memory, further flags
     ("llama-3.2-1b", "rtx3090", "32GiB", "--batch-size 4 --seq-len 2048 --checkpointing"),
     ("llama-3.2-3b", "rtx4090", "64GiB", "--batch-size 4 --seq-len 2048 --checkpointing"),
     ("llama-3.1-8b", "rtx4090", "128GiB", "--batch-size 4 --seq-len 2048"),

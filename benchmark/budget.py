@@ -1,8 +1,8 @@
 """Step time and moved bytes against the device budget, from all of the memory down to a tenth, with Belady's bound.
 
-The bound is computed from the observed accesses and activation memory alone, by its own sweep (not the planner's):
-compute copies stay as long as copies with a nearer next use leave room (Belady 1966), gradients go down once, copies
-come up at least once.
+The bound follows from the observed accesses and activation memory alone, by a sweep that is not the planner's. Compute
+copies stay as long as copies with a nearer next use leave room (Belady 1966). Gradients go down once, and copies come
+up at least once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[int]) -> int:
     """Least bytes over the link for one step, both directions, with nothing resident at its start.
 
-    Args:
-        timeline: the observed accesses of the step, in order.
-        sizes: bytes of each array.
-        room_of: bytes available to arrays at each entry of ``timeline``.
+    ``timeline`` has the step's accesses in order, ``sizes`` the bytes of each array, ``room_of`` the bytes available to
+    arrays at each entry of ``timeline``.
     """
     retired = {
         (chunk, kind) for moment in timeline for chunk, kind, mode in moment["accesses"] if mode == _C.AccessMode.RETIRE

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -208,3 +210,30 @@ def _commit() -> str:
 def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns ``function(*args)`` from a new process; function, arguments and result are pickled.
+
+    Raises:
+        RuntimeError: the process ended before it returned; its traceback is on stderr.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_send, args=(sender, function, args))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"its process ended with {process.exitcode}") from None
+    finally:
+        process.join()
+
+
+def _send(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    sender.send(function(*args))
+    sender.close()
+    sys.stderr.flush()
+    os._exit(0)  # closing an engine would first copy the model out of its chunks

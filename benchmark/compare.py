@@ -38,9 +38,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from benchmark.common import SHAPES, command_line
+from benchmark.common import SHAPES, command_line, show
 from benchmark.compare_report import Comparison, format_table
 from benchmark.plot_results import plot
 from benchmark.systems import COMPILED, SYSTEMS, Job
@@ -168,30 +167,22 @@ def _size(value: str, size: str) -> int:
         raise ValueError(f"--device-memory {value}: {error}") from None
 
 
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if a system trained."""
     args = parse_arguments(arguments)
     comparison = Comparison(command_line("benchmark.compare"))
     for job in args.jobs:
-        run = run_system(job, timeout_seconds=args.timeout, log=_log)
+        run = run_system(job, timeout_seconds=args.timeout, log=show)
         comparison.runs.append(run)
         if run.reason:
-            _log(f"{job.system}: {run.outcome.value}: {run.reason}\n{run.log_tail}")
+            show(f"{job.system}: {run.outcome.value}: {run.reason}\n{run.log_tail}")
         if args.json is not None:
-            _write_json(args.json, comparison.to_dict())
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(comparison.to_dict(), indent=2) + "\n", encoding="utf-8")
     print(format_table(comparison))
     if args.plot is not None:
         plot(comparison.to_dict(), "", args.plot)
     return 0 if any(run.is_measured for run in comparison.runs) else 1
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

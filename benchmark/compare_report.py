@@ -64,7 +64,6 @@ class Comparison:
         return max(0.0, self.step_seconds(run) - run.activity["computing_seconds"])
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, as JSON has them."""
         job = dataclasses.asdict(self.runs[0].job)
         common = {
             key: job[key]

@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
             engine.backward(engine(input_ids=tokens, labels=tokens)["loss"])
             optimizer.step()
             optimizer.zero_grad()
-            # The forward waits for all updates but the last ones, whose chunks it needs last: one period of the disk.
+            # The forward waits for all updates but those of its last chunks: one period of the disk.
             ends.append(time.perf_counter())
             reports.append(engine.report())
     seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)][_WARM_UP - 1 :]

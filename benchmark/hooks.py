@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _timed_step(forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]) -> tuple[float, float]:
-    """Seconds of forward and of backward."""
     begin = time.perf_counter()
     loss = forward()
     between = time.perf_counter()
@@ -40,7 +39,6 @@ def _least(steps: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Times forward and backward of whole steps."""
     torch.set_num_threads(1)
 
     def build() -> nn.Module:

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import json
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -21,11 +22,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
-from benchmark.memory import peak_resident_bytes
 from patrickstar import _C
 from patrickstar.planning.plan_cache import VARIABLE as PLAN_CACHE
 
@@ -48,14 +48,6 @@ class Outcome(enum.Enum):
     FAILED = "failed"
 
 
-class RankJob(Protocol):
-    """A dataclass that travels as JSON to each process."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes."""
-
-
 class RunFailedError(Exception):
     """A process failed, or a limit ended all of them."""
 
@@ -71,7 +63,7 @@ class RunFailedError(Exception):
 
     @property
     def distance_from_cause(self) -> int:
-        """Of several failed ranks, the one with the least distance is at fault."""
+        """The rank with the least distance is at fault, of several that failed."""
         if self.outcome is Outcome.OUT_OF_MEMORY:
             return 0
         return 2 if self.reason.startswith("RankFailure:") else 1  # PatrickStar's error for another rank's failure
@@ -127,14 +119,14 @@ def rank_environment(rank: int, num_ranks: int, store_port: int) -> dict[str, st
     }  # fmt: skip
 
 
-def worker_command(module: str, job: RankJob) -> list[str]:
+def worker_command(module: str, job: Any) -> list[str]:
     """The command of each rank without its last argument, the file descriptor for its lines."""
-    return [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))]  # type: ignore[call-overload]
+    return [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))]
 
 
 def launch(
     module: str,
-    job: RankJob,
+    job: Any,
     *,
     timeout_seconds: float,
     take: Callable[[int, dict[str, Any]], None],
@@ -146,7 +138,7 @@ def launch(
 
     Args:
         module: calls :func:`benchmark.ranks.work`.
-        job: given to each process.
+        job: a dataclass with ``ranks``, the number of processes; each gets it as JSON.
         timeout_seconds: all are killed when they take longer.
         take: called with a rank and each line of it, in the rank's order.
         environment: of (rank, number of ranks, store's port).
@@ -253,7 +245,7 @@ def _kill(workers: list[_Worker]) -> None:
         worker.process.wait()
 
 
-def collect(module: str, job: RankJob, **options: Any) -> tuple[list[dict[str, Any]], str | None]:
+def collect(module: str, job: Any, **options: Any) -> tuple[list[dict[str, Any]], str | None]:
     """:func:`launch`, with all lines in their order of arrival and the failure's text; its log goes to stderr."""
     lines: list[dict[str, Any]] = []
     failure = launch(module, job, take=lambda rank, line: lines.append(line), **options)
@@ -261,3 +253,34 @@ def collect(module: str, job: RankJob, **options: Any) -> tuple[list[dict[str, A
         return lines, None
     print(failure.log_tail, file=sys.stderr, flush=True)
     return lines, str(failure)
+
+
+def peak_resident_bytes(process: int | str = "self") -> int:
+    """Highest resident memory of a process so far, pinned memory included.
+
+    Where the kernel does not record the peak: another process's present resident memory, or this one's ``ru_maxrss``.
+    """
+    fields = _memory_fields(f"/proc/{process}/status")
+    for name in ("VmHWM", "VmRSS") if process != "self" else ("VmHWM",):
+        if name in fields:
+            return fields[name]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if process == "self" else 0
+
+
+def others_resident_bytes() -> int:
+    """Part of this process's resident memory that counts for the other processes sharing it: RSS less PSS.
+
+    0 where the kernel does not report it. Takes seconds for a hundred GiB.
+    """
+    fields = _memory_fields("/proc/self/smaps_rollup")
+    return fields["Rss"] - fields["Pss"] if "Rss" in fields and "Pss" in fields else 0
+
+
+def _memory_fields(path: str) -> dict[str, int]:
+    """Bytes by name, from lines ``name: 123 kB``; empty for a file that cannot be read."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    pairs = [line.split(":", 1) for line in lines if ":" in line and line.endswith(" kB")]
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}

@@ -1,9 +1,10 @@
 """The longest sequence that each system trains: a ladder of lengths, climbed until a length fails.
 
 One model, one sequence that all ranks share, exact AdamW with clipping at 1.0, bfloat16 compute, checkpointed layers.
-PatrickStar beside FSDP2 with PyTorch's context parallelism (inputs of checkpointed layers on the GPU; on the host; and
-also MLPs in tiles) and DeepSpeed's Arctic Long Sequence Training, each with its own offloading to the host. Each length
-of each system is a run in fresh processes; a system stops at its first failure. Shorter lengths come first.
+PatrickStar beside FSDP2 with PyTorch's context parallelism and DeepSpeed's Arctic Long Sequence Training, each with its
+own offloading to the host. FSDP2 has three variants: inputs of checkpointed layers on the GPU; on the host; on the host
+with MLPs in tiles. Each length of each system is a run in fresh processes, shorter lengths first. A system stops at its
+first failure.
 
 * s: of each step on the slowest rank, synchronised. In the first step memory is touched and pinned and kernels are
   chosen.
@@ -22,8 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark.common import SHAPES, LlamaShape, gib, model_flops, provenance, show, table
-from benchmark.fresh_process import in_fresh_process
+from benchmark.common import SHAPES, LlamaShape, gib, in_fresh_process, model_flops, provenance, show, table
 from benchmark.launch import Outcome
 from benchmark.systems import LONG_SYSTEMS, Job
 from benchmark.systems.run import Run, run_system
@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Climbs the ladder with all systems that are still on it."""
     end = time.monotonic() + (args.budget or float("inf"))
     rows: list[dict[str, Any]] = []
     fallen: set[str] = set()
@@ -116,7 +115,6 @@ def _used_bytes() -> int:
 
 
 def record(run: Run) -> dict[str, Any]:
-    """The row of one run."""
     job, seconds = run.job, run.slowest_step_seconds
     tflops = model_flops(job.shape, 1) / job.ranks / 1e12
     return {
@@ -163,7 +161,6 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """One row per run, and the longest sequence of each system."""
     rows = result["rows"]
     lines = [
         f"{result['model']}, {result['ranks']} ranks, {result['gpu']}, torch {result['torch_version']}; sizes in GiB",

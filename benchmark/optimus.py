@@ -4,8 +4,8 @@ Nothing runs: steps are predictions of ``patrickstar plan --tensor-parallel`` fo
 links is as fast as one H200 was measured to be. Within a node links have the rates of all-gathers and reduce-scatters
 that were measured on four H200s over NVLink; between nodes an adapter's data sheet rate, or NVLink's again.
 
-Weak scaling as in the paper (arXiv 2104.05343): on q x q GPUs a GPT with hidden size q times 1024, 512 tokens a
-sequence, and a batch that grows with q (96 for q = 2, as in its published script), the same for both ways. The paper
+Weak scaling as in the paper (arXiv 2104.05343): on q x q GPUs a GPT with hidden size q times 1024 and 512 tokens a
+sequence. The batch grows with q (96 for q = 2, as in its published script) and is the same for both ways. The paper
 compares with Megatron of 2021 on RTX 5000s, four a node, with the largest batch that each way allowed. So only the
 trend of ratios may be compared.
 

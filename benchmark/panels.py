@@ -1,11 +1,11 @@
 """A tensor-parallel model with most of its chunks on the host, against the same with everything on the GPUs.
 
-Whole training steps of a GPT or Llama over a mesh (``tensor_parallel``), by the same code on the same batches: once
-with the whole GPUs, which have room for values and states, and once within ``--device-memory`` of each. In the second
+Whole training steps of a GPT or Llama over a mesh (``tensor_parallel``), by the same code on the same batches. The
+first run has the whole GPUs, with room for values and states; the second ``--device-memory`` of each. In the second
 run panels of weights come from chunks on the host, gradients go there, and states are updated there. Each run is in
 fresh processes.
 
-All of a 30 B model must fit two GPUs for this, so moments have 8 bits and updates are made in backward: 6.03 bytes per
+All of a 30 B model must fit two GPUs for this. So moments have 8 bits and updates are made in backward: 6.03 bytes per
 parameter, 86 GiB on each of two H200s. ``--states`` and ``--speculation`` choose otherwise.
 
 * step: median of the timed steps on rank 0, each from the batch on the host to an idle GPU; all ranks begin together.
@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Both runs; a failed run has a reason and no figures."""
     runs = {
         name: run_system(_job(args, limit), timeout_seconds=args.timeout, log=show)
         for name, limit in (("resident", None), ("host chunks", args.device_memory))

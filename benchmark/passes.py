@@ -26,8 +26,6 @@ from benchmark.systems.gpu_activity import profile_step
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One system's measurements."""
-
     case: str
     """Module of this package."""
     system: str
@@ -59,7 +57,6 @@ Opener = Callable[[Job, int, torch.device], contextlib.AbstractContextManager[Pa
 
 
 def add_arguments(parser: Any, systems: Iterable[str], default: list[str]) -> None:
-    """Flags that both cases share."""
     parser.add_argument("--systems", nargs="+", choices=systems, default=default, metavar="NAME")
     parser.add_argument("--ranks", type=int, default=2, help="each with a GPU of its own")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -206,6 +203,7 @@ def _run(job: Job, place: RankPlace, events: EventWriter) -> None:
     for size in job.sizes:
         with opener(job, size, device) as passes:
             found = measure(job, passes, device)
+        del passes  # the next size's memory is its own
         if place.rank == 0:
             events.send("measured", size=size, **found)
     if job.ranks > 1:

@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmark.common import SHAPES, LlamaShape, gib, provenance, show, synchronize, table
-from benchmark.fresh_process import in_fresh_process
+from benchmark.common import SHAPES, LlamaShape, gib, in_fresh_process, provenance, show, synchronize, table
 from patrickstar import _C
 
 GOAL = 1.3

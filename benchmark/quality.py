@@ -3,8 +3,8 @@
 A GPT-2 trains from scratch on CPython's language reference, or with ``--docstrings-of torch transformers`` on some
 10 MB of these packages' docstrings, once for each scheme and seed. The seed decides initial values and order. A
 difference between schemes is significant only if it exceeds the spread of the float32 runs over seeds. Schemes are
-those of ``optimizer.states`` with AdamW, ``stochastic`` (states of 8 bits, no masters) and ``lion``, with a third of
-AdamW's learning rate and three times its weight decay, as its authors recommend (Chen et al. 2023).
+those of ``optimizer.states`` with AdamW, ``stochastic`` (states of 8 bits, no masters) and ``lion``. Lion has a third
+of AdamW's learning rate and three times its weight decay, as its authors recommend (Chen et al. 2023).
 
 * loss: on the held-out text after the last step: mean, least and most over the seeds.
 * against fp32: mean over the seeds of the relative difference to the float32 run with the same seed.

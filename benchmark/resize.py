@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Resizes, then begins again from checkpoints."""
+    """Resizes, then restarts from checkpoints."""
     if args.many <= args.few:
         raise SystemExit(f"--to is {args.many} and --from is {args.few}; give more ranks to change to")
     result: dict[str, Any] = {

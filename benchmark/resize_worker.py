@@ -23,7 +23,7 @@ from patrickstar.runtime import initialize_engine  # noqa: E402
 
 IMPORTED = time.time()
 _STEPS_AFTER = 4
-_READY_SECONDS = 300.0
+_READY_SECONDS = 280.0  # rank_timeout_seconds of the configuration
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Scheme:
 
     @property
     def reads_param(self) -> bool:
-        """Whether the old parameter holds the master or its upper half."""
+        """True if the old parameter holds the master or its upper half."""
         return self.master != _TYPES.FLOAT32
 
     def traffic(self) -> float:

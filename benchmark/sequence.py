@@ -1,9 +1,12 @@
 """Causal attention over a sequence that GPUs share, against one GPU's and PyTorch's context parallelism.
 
-Forward and backward of one layer's attention, the same numbers for all: PyTorch's own attention on one GPU, with flash
-attention and with cuDNN's; ``patrickstar.sequence.attention`` in the modes zigzag, ring and ulysses; and
-``torch.distributed.tensor.experimental.context_parallel`` with load balancing, by both of its rotations, over both
-kernels. Each system runs in fresh processes; a failed system is reported with the reason, and the others go on.
+Forward and backward of one layer's attention, the same numbers for all systems:
+
+* PyTorch's own attention on one GPU, with flash attention and with cuDNN's;
+* ``patrickstar.sequence.attention`` in the modes zigzag, ring and ulysses;
+* ``torch.distributed.tensor.experimental.context_parallel`` with load balancing, by both rotations, over both kernels.
+
+Each system runs in fresh processes; a failed system is reported with the reason, and the others go on.
 
 * ms: median of the iterations' times on the slowest rank, by CUDA events, the host running ahead.
 * TFLOPS: 3.5 times those of the causal half of two products of queries, keys and head_dim, per GPU.
@@ -149,7 +152,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the systems in turn."""
     options = {name: getattr(args, name) for name in ("heads", "key_heads", "head_dim")}
     rows, failures, settings = passes.run_systems(
         args, "sequence", sizes=args.lengths, options=options,

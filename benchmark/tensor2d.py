@@ -1,10 +1,13 @@
 """Tensor-parallel blocks of a GPT: in two dimensions, in one, and by PyTorch's DTensor.
 
 Forward and backward of the same blocks on the same tokens, without embedding, head and optimizer, which take as long in
-all systems: ``patrickstar.tensor2d`` on p x 1, 1 x p and, where that exists, square meshes, its one dimension, and
-``parallelize_module`` with ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel``, as it is and with blocks
-that ``torch.compile`` compiles, on GPUs with asynchronous tensor parallelism (``_micro_pipeline_tp``). All have the
-same attention kernels (SDPA), a layer for queries, keys and values together, and the dtype of ``--dtype``.
+all systems:
+
+* ``patrickstar.tensor2d`` on p x 1, 1 x p and square meshes, and in its one dimension;
+* ``parallelize_module`` with ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel``, as it is, and compiled
+  by ``torch.compile``, on GPUs with asynchronous tensor parallelism (``_micro_pipeline_tp``).
+
+All have the same attention kernels (SDPA), one layer for queries, keys and values, and the dtype of ``--dtype``.
 
 Systems take turns, ``--rounds`` times, each in fresh processes; a failed system is reported with the reason, and the
 others go on.
@@ -245,7 +248,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the systems in turn."""
     wrong = [tokens for tokens in args.tokens if tokens % args.seq_len]
     if wrong:
         raise ValueError(
@@ -303,7 +305,7 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def _kernels(rows: list[dict[str, Any]]) -> list[str]:
-    """Of the fastest system among ``rows``, and of PatrickStar's fastest."""
+    """Lines for the fastest system among ``rows``, and for PatrickStar's fastest."""
     by_time = sorted((row for row in rows if row["profile"] is not None), key=lambda row: row["median_seconds"])
     ours = [row for row in by_time if not row["system"].startswith("dtensor")]
     lines = []

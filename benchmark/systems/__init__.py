@@ -1,6 +1,6 @@
 """The systems that ``benchmark.compare`` and ``benchmark.run longest`` run: PatrickStar and its peers.
 
-Each system has a module in this package, whose function ``build_*`` turns a :class:`Job` into a :class:`System`. All
+Each system has a module in this package, with a function or class that makes a :class:`System` of a :class:`Job`. All
 systems get the same job: the same model code, values, batches and optimizer. ``worker.py`` trains one system on one
 rank in a process of its own; the parent (``run.py``) imports neither the systems nor CUDA.
 """
@@ -46,9 +46,8 @@ class Job:
     host_bytes: int | None
     """Limit on host memory of all ranks together; None: none."""
     warmup: int
-    """Steps before the timed ones."""
+    """Steps before the timed ones, ``steps``."""
     steps: int
-    """Timed steps."""
     compiled: str = "no"
     """One of :data:`COMPILED`."""
     speculation: str = "auto"
@@ -95,7 +94,7 @@ class System(Protocol):
     """A rank's part of a model with its optimizer, ready to train. It lives as long as its process."""
 
     version: str
-    """Of the package that trains."""
+    """The training package's version."""
     settings: dict[str, Any]
     """The system's settings beyond the job, for the record."""
     device: torch.device
@@ -121,13 +120,13 @@ class SystemSpec:
     module: str
     """In this package."""
     build: str
-    """Function of ``module`` from a :class:`Job` to a :class:`System`."""
+    """Function or class of ``module``, called with a :class:`Job`; returns a :class:`System`."""
     package: str = "torch"
     """Import name of the required package."""
     prepare: str | None = None
     """Function of ``module`` for work that a machine needs once, such as compiling; not timed."""
     limits_host_itself: bool = False
-    """Whether it keeps to ``Job.host_bytes`` by itself; otherwise its processes are killed when they exceed them."""
+    """The system keeps to ``Job.host_bytes`` by itself; otherwise its processes are killed when they exceed them."""
     max_ranks: int | None = None
     """The most ranks that ``build`` supports; None: any number."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -135,33 +134,33 @@ class SystemSpec:
 
     @property
     def is_installed(self) -> bool:
-        """Whether ``package`` can be found (it is not imported)."""
+        """True if ``package`` can be found; it is not imported."""
         return importlib.util.find_spec(self.package) is not None
 
 
 SYSTEMS = {
-    "patrickstar": SystemSpec(
-        module="patrickstar", build="build_chunked", package="patrickstar", limits_host_itself=True
-    ),
+    "patrickstar": SystemSpec(module="patrickstar", build="Chunked", package="patrickstar", limits_host_itself=True),
     "hf-trainer": SystemSpec(
-        module="hf_trainer", build="build_in_trainer", package="accelerate", limits_host_itself=True, max_ranks=1
+        module="hf_trainer", build="InTrainer", package="accelerate", limits_host_itself=True, max_ranks=1
     ),
     "fsdp2": SystemSpec(module="fsdp2", build="build_resident"),
     "fsdp2-offload": SystemSpec(module="fsdp2", build="build_offloaded"),
     "deepspeed-zero3-offload": SystemSpec(
-        module="deepspeed", build="build_zero3_offloaded", package="deepspeed", prepare="compile_kernels", max_ranks=1
+        module="deepspeed", build="Zero3", package="deepspeed", prepare="compile_kernels", max_ranks=1
     ),
 }
 
 _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 LONG_SYSTEMS = {
-    "patrickstar": SystemSpec(module="patrickstar", build="build_long", package="patrickstar", limits_host_itself=True),
+    "patrickstar": SystemSpec(
+        module="patrickstar", build="LongSequence", package="patrickstar", limits_host_itself=True
+    ),
     "fsdp2-offload": SystemSpec(module="long_fsdp2", build="build_inputs_on_device", environment=_EXPANDABLE),
     "fsdp2-offload-inputs": SystemSpec(module="long_fsdp2", build="build_inputs_on_host", environment=_EXPANDABLE),
     "fsdp2-offload-tiled": SystemSpec(module="long_fsdp2", build="build_tiled", environment=_EXPANDABLE),
     "deepspeed-ulysses": SystemSpec(
-        module="alst", build="build_alst", package="deepspeed", prepare="compile_kernels", environment=_EXPANDABLE
+        module="alst", build="Alst", package="deepspeed", prepare="compile_kernels", environment=_EXPANDABLE
     ),
 }
 """Systems at their best for one long sequence that all ranks share."""

@@ -28,13 +28,9 @@ from benchmark.systems.deepspeed import compile_kernels, zero3_config
 from benchmark.systems.long_layers import HostInputs, fast_attention
 from benchmark.systems.weights import fill_rotary, initial_values
 
-__all__ = ["build_alst", "compile_kernels"]
+__all__ = ["Alst", "compile_kernels"]
 
 _BUCKET_NUMEL = int(1e8)
-
-
-def build_alst(job: Job) -> Alst:
-    return Alst(job)
 
 
 class Model(nn.Module):

@@ -24,10 +24,6 @@ def compile_kernels() -> None:
     CPUAdamBuilder().load(verbose=False)
 
 
-def build_zero3_offloaded(job: Job) -> Zero3:
-    return Zero3(job)
-
-
 class Zero3:
     """See :class:`benchmark.systems.System`."""
 

@@ -28,11 +28,6 @@ _MANY_STEPS = 1_000_000  # the benchmark ends it
 _DECIDED = ("bf16", "gradient_clipping")  # set by the TrainingArguments
 
 
-def build_in_trainer(job: Job) -> InTrainer:
-    """A trainer with the model, the optimizer and the configuration of ``patrickstar``."""
-    return InTrainer(job)
-
-
 class _Feed(IterableDataset):
     """Yields the batches of a queue."""
 
@@ -69,7 +64,7 @@ class _StepEnds(transformers.TrainerCallback):
 
 
 class InTrainer:
-    """See :class:`benchmark.systems.System`."""
+    """A trainer with the model, the optimizer and the configuration of ``patrickstar``."""
 
     def __init__(self, job: Job):
         self.version = patrickstar.__version__

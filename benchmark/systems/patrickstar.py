@@ -15,18 +15,6 @@ from examples.pretraining import Pretraining, TrainingOptions
 _PROCESS_BYTES = 4 * 2**30  # host memory of a process beside its chunks: libraries, CUDA's context
 
 
-def build_chunked(job: Job) -> Chunked:
-    """PatrickStar within ``job.gpu_bytes`` (None: its default share of the GPU) and the rank's part of
-    ``job.host_bytes``.
-    """
-    return Chunked(job)
-
-
-def build_long(job: Job) -> LongSequence:
-    """PatrickStar with the sequence sharded over all ranks, the loss fused and MLPs in tiles."""
-    return LongSequence(job)
-
-
 def training_options(job: Job) -> TrainingOptions:
     """PatrickStar's settings for ``job``."""
     further: dict[str, Any] = {"optimizer": {"master": job.master}}
@@ -45,7 +33,7 @@ def engine_config(job: Job) -> dict[str, Any]:
 
 
 class Chunked:
-    """See :class:`benchmark.systems.System`."""
+    """PatrickStar within ``job.gpu_bytes`` (None: its default share) and a rank's part of ``job.host_bytes``."""
 
     def __init__(self, job: Job):
         options = training_options(job)
@@ -65,7 +53,7 @@ class Chunked:
 
 
 class LongSequence:
-    """See :class:`benchmark.systems.System`."""
+    """PatrickStar with the sequence sharded over all ranks, the loss fused and MLPs in tiles."""
 
     version = patrickstar.__version__
 

@@ -26,20 +26,20 @@ class Run:
     version: str = ""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     init_seconds: float | None = None
-    """Of the slowest rank."""
+    """Slowest rank."""
     step_seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of rank 0."""
+    """Rank 0."""
     slowest_step_seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     """Means over the ranks."""
     grad_norms: list[float | None] = dataclasses.field(default_factory=list)
     """Before clipping; None where it was not computed."""
     device_peak_bytes: int | None = None
-    """Of the rank with the highest peak."""
+    """The rank with the highest peak."""
     host_peak_bytes: int | None = None
-    """Of all ranks together."""
+    """Sum over all ranks."""
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of rank 0."""
+    """Rank 0."""
     activity: dict[str, Any] | None = None
     """Result of ``gpu_activity.profile_step`` for rank 0; None: not measured."""
     activity_reason: str = ""
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all timed steps are over, on every rank."""
+        """True if all timed steps are over on every rank."""
         return self.host_peak_bytes is not None and self.outcome is Outcome.TRAINED
 
 

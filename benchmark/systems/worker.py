@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from benchmark.common import provenance, synchronize, token_batch
-from benchmark.memory import others_resident_bytes, peak_resident_bytes
+from benchmark.launch import others_resident_bytes, peak_resident_bytes
 from benchmark.ranks import Barrier, EventWriter, RankPlace, describe, training_device, work
 from benchmark.systems import Job, System
 from benchmark.systems.gpu_activity import NUM_PROFILED_STEPS, profile_step

@@ -9,11 +9,10 @@ import torch
 from benchmark import compare
 from benchmark.common import SHAPES, model_flops, token_batch
 from benchmark.compare_report import Comparison, format_table
+from benchmark.launch import Outcome
 from benchmark.systems import SYSTEMS, Job
-from benchmark.systems.events import Outcome
 from benchmark.systems.gpu_activity import longest_kernels, summarize
-from benchmark.systems.launcher import run_system
-from benchmark.systems.run import Run
+from benchmark.systems.run import Run, run_system
 from benchmark.systems.weights import build_meta_model, fill_parameters
 
 pytestmark = pytest.mark.slow
@@ -87,7 +86,7 @@ def test_systems_train_the_same_thing(tmp_path, capsys, without_deepspeed):
 
 
 def expected_losses(num_ranks, batch, length):
-    """Of the first step, one per rank, in plain PyTorch on the initial values."""
+    """Losses of the first step, one per rank, in plain PyTorch on the initial values."""
     shape = dataclasses.replace(SHAPES["tiny"], length=length)
     model = build_meta_model(shape).to_empty(device="cpu")
     fill_parameters(model)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from benchmark.systems.events import others_resident_bytes, peak_resident_bytes
+from benchmark.launch import others_resident_bytes, peak_resident_bytes
 
 NUM_BYTES = 64 * 2**20
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.systems import Job, worker_group
-from benchmark.systems.events import Outcome
-from benchmark.systems.launcher import run_system
-from benchmark.systems.worker_group import rank_environment
+from benchmark import launch
+from benchmark.launch import Outcome, rank_environment
+from benchmark.systems import Job
+from benchmark.systems.run import run_system
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
@@ -52,7 +52,7 @@ def run(monkeypatch):
 
     def run_script(ranks, script, *, timeout_seconds=60, log=print, **values):
         monkeypatch.setattr(subprocess, "Popen", record)
-        monkeypatch.setattr(worker_group, "worker_command", lambda job: [sys.executable, "-c", WORKER + script])
+        monkeypatch.setattr(launch, "worker_command", lambda module, job: [sys.executable, "-c", WORKER + script])
         return run_system(job(ranks, **values), timeout_seconds=timeout_seconds, log=log)
 
     yield run_script

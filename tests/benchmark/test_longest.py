@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from benchmark import longest
-from benchmark.longest_systems import Job
-from benchmark.longest_systems.layers import HostInputs
-from benchmark.rank_jobs import run_ranks
+from benchmark.launch import Outcome
+from benchmark.systems import Job
+from benchmark.systems.long_layers import HostInputs
+from benchmark.systems.run import Run, run_system
 
 
 def options(text):
@@ -20,17 +21,15 @@ def options(text):
 
 def job(**values):
     common = {"system": "patrickstar", "model": "tiny-llama", "ranks": 2, "length": 64, "steps": 2, "tile_tokens": 16}
-    return Job(**{**common, "host_bytes": None, "results": "", **values})
+    common |= {"batch": 1, "clipping": 1.0, "gpu_bytes": None, "host_bytes": None, "warmup": 0}
+    return Job(**{**common, "shares_sequence": True, "is_profiled": False, **values})
 
 
-def line(rank, step, seconds, peak=7):
-    return {
-        "rank": rank, "step": step, "seconds": seconds, "loss": 7.0 - step, "grad_norm": 2.0, "device_peak_bytes": None,
-        "host_peak_bytes": peak,
-    }  # fmt: skip
-
-
-BUILT = [{"rank": rank, "built": 1.0 + rank, "version": "1", "settings": {}} for rank in range(2)]
+def done(given=None, outcome=Outcome.TRAINED, reason=""):
+    return Run(
+        given or job(), outcome, reason, init_seconds=2.0, slowest_step_seconds=[3.0, 1.0], losses=[7.0, 6.0],
+        grad_norms=[2.0, 2.0], host_peak_bytes=16,
+    )  # fmt: skip
 
 
 def test_a_system_stops_at_its_first_failure_and_each_run_is_written_down(monkeypatch, tmp_path):
@@ -39,11 +38,9 @@ def test_a_system_stops_at_its_first_failure_and_each_run_is_written_down(monkey
     def run(system, length, timeout, args):
         tried.append((system, length))
         fails = system == "fsdp2-offload" and length > 64
-        row = longest.record(
-            job(system=system, length=length),
-            [*BUILT, line(0, 0, 2.0), line(1, 0, 3.0)],
-            "rank 1: OutOfMemoryError: CUDA out of memory. Tried" if fails else None,
-        )
+        reason = "rank 1: OutOfMemoryError: CUDA out of memory. Tried" if fails else ""
+        outcome = Outcome.OUT_OF_MEMORY if fails else Outcome.TRAINED
+        row = longest.record(done(job(system=system, length=length), outcome, reason))
         return {**row, "host_used_bytes": 2**30}
 
     monkeypatch.setattr(longest, "_run", run)
@@ -66,11 +63,11 @@ def test_no_run_begins_when_the_time_is_over(monkeypatch):
     assert longest.run(options("--budget 1"))["rows"] == []
 
 
-def test_a_run_is_as_long_as_its_slowest_rank():
-    row = longest.record(job(), [*BUILT, line(0, 0, 2.0), line(1, 0, 3.0), line(1, 1, 1.0, 9), line(0, 1, 0.5)], None)
+def test_a_row_has_the_times_of_the_slowest_rank():
+    row = longest.record(done())
     assert row["outcome"] == longest.TRAINED and row["reason"] is None
     assert row["seconds"] == [3.0, 1.0] and row["losses"] == [7.0, 6.0] and row["build_seconds"] == 2.0
-    assert row["host_peak_bytes"] == [7, 9] and row["device_peak_bytes"] == [None, None]
+    assert row["host_peak_bytes"] == 16 and row["device_peak_bytes"] is None
 
 
 def test_what_failed_runs_say_of_themselves():
@@ -80,14 +77,11 @@ def test_what_failed_runs_say_of_themselves():
         "rank 1: MemoryBudgetError: chunk 3 needs 64 MiB on cuda:0, 12 MiB are left": longest.DEVICE,
         "rank 1: MemoryBudgetError: host memory: chunk 3 needs 64 MiB": longest.HOST,
         "host memory: 250.1 GiB are used, 250.0 may be": longest.HOST,
-        "rank 0 was ended by SIGKILL, as the host does when its memory is exhausted": longest.HOST,
-        "did not end within 200 s": longest.TIME,
+        "rank 0: SIGKILL, as the host does when its memory is exhausted": longest.HOST,
         "rank 0: ValueError: 17 tokens": longest.FAILED,
     }
-    assert {reason: longest.outcome_of(reason) for reason in said} == said
-    assert longest.record(job(), BUILT[:1], "did not end within 3 s")["reason"] == "did not end within 3 s (building)"
-    ended = longest.record(job(), [*BUILT, line(0, 0, 1.0)], "rank 1 ended with 1")
-    assert ended["reason"] == "rank 1 ended with 1 (step 0)"
+    assert {reason: longest.outcome_of(done(outcome=Outcome.FAILED, reason=reason)) for reason in said} == said
+    assert longest.outcome_of(done(outcome=Outcome.TIMED_OUT, reason="more than 200 s")) == longest.TIME
 
 
 def test_the_guard_counts_what_is_used(monkeypatch):
@@ -98,16 +92,13 @@ def test_the_guard_counts_what_is_used(monkeypatch):
     assert guard.check().startswith("host memory: ") and (guard.before_bytes, guard.peak_bytes) == (10, 95)
 
 
-def test_ranks_are_ended_when_the_guard_says_so(tmp_path):
-    given = job(results=str(tmp_path / "results"), length=64)
-    assert run_ranks("benchmark.longest_worker", given, 60.0, guard=lambda: "host memory: too much") == (
-        [],
-        "host memory: too much",
-    )
+def test_ranks_are_ended_when_the_guard_says_so():
+    ended = run_system(job(), timeout_seconds=60.0, log=print, guard=lambda: "host memory: too much")
+    assert ended.outcome is Outcome.OUT_OF_MEMORY and ended.reason.startswith("host memory: too much")
 
 
 def test_inputs_on_the_host_come_back_as_they_were(monkeypatch):
-    monkeypatch.setattr("benchmark.longest_systems.layers._PIECE_BYTES", 64)
+    monkeypatch.setattr("benchmark.systems.long_layers._PIECE_BYTES", 64)
     value = torch.randn(3, 5, 7, requires_grad=True)
     with HostInputs():
         squares = value.transpose(0, 2).square()

@@ -27,7 +27,7 @@ def test_a_budget_changes_no_loss_and_nothing_frozen_comes_down():
     assert resident["frozen_uploaded_bytes"] == resident["uploaded_bytes"] == 0
     assert budget["device_peak_bytes"] <= 1_000_000 < resident["device_peak_bytes"]
     assert budget["ratio"] > 0 and resident["ratio"] == 1
-    assert budget["plan"]["step_seconds"] > 0 and resident["plan"]["num_device_quantized_chunks"] == 12
+    assert resident["num_device_quantized_chunks"] == resident["num_quantized_chunks"]
 
 
 def test_a_system_that_fails_leaves_the_others():

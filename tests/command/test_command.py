@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import benchmark.compare
-import benchmark.train
+import benchmark.steps
 import patrickstar
 from patrickstar.command import main as command
 from patrickstar.command.flags import OLD_SPELLINGS, CommandParser, memory_size, run_reporting
@@ -130,9 +130,9 @@ def test_help_shows_defaults():
 
 
 def test_every_flag_of_plan_and_the_benchmarks_is_of_the_vocabulary():
-    train = CommandParser("train")
-    benchmark.train.add_arguments(train)
-    shown = [run("plan", "--help")[1], train.format_help(), help_of(benchmark.compare.parse_arguments)]
+    steps = CommandParser("steps")
+    benchmark.steps.add_arguments(steps)
+    shown = [run("plan", "--help")[1], steps.format_help(), help_of(benchmark.compare.parse_arguments)]
     for text in shown:
         words = text.replace("[", " ").replace("]", " ").split()
         assert "--batch-size" in words and "--device-memory" in words and "--clip" in words
