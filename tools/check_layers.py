@@ -1,4 +1,4 @@
-"""Checks includes between the files of csrc against the layers of the design (docs/design.md, CONTRIBUTING.md).
+"""Checks includes between the files of csrc against the layers of docs/architecture.md.
 
     python3 tools/check_layers.py [ROOT]
 

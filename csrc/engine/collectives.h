@@ -16,7 +16,7 @@
 //   in each round                 all ranks reduce-scatter the chunks that are complete everywhere, then all-gather
 //                                 the needed chunk with the lowest id
 //
-// So ranks may diverge without deadlock. A round takes 0.1 ms (docs/design.md). Rounds occur in the first step, in
+// So ranks may diverge without deadlock. A round takes 0.1 ms (docs/log.md). Rounds occur in the first step, in
 // evaluations, and after a plan miss. One rank alone does none of this.
 //
 // RankTurns (engine/rank_turns.h) carries out these decisions. Guarded by the engine's lock.

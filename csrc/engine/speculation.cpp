@@ -13,7 +13,7 @@ namespace {
 constexpr int kMostFailures = 5;
 int pause_after(int failures) { return failures < 2 ? 0 : 1 << (failures - 1); }
 // One in so many values has room to be scale-dependent. For a coefficient known to 10 % and a learning rate of 1e-5,
-// recomputing them took 1/70 of the time of all values (docs/design.md, `benchmark adam`). In place there is half the
+// recomputing them took 1/70 of the time of all values (docs/log.md, `benchmark adam`). In place there is half the
 // room, and it must also hold values that cannot be reconstructed; not measured.
 constexpr int64_t kElementsPerOpen = 16;
 constexpr int64_t kElementsPerOpenInPlace = 32;

@@ -4,8 +4,7 @@ A model of Hugging Face is called with whole sequences, the same on all ranks th
 tokens of them (:mod:`patrickstar.sequence.hugging_face`). Any other module gets what it is called with, and computes
 attention itself (:func:`patrickstar.sequence.attention`, with the engine's ``sequence_group``).
 
-[Note: gradients of a divided sequence] The ranks that share sequences have a part of the loss each ([Note: a loss in
-parts]), so their gradients add up; those of other data are averaged. Chunks hold the mean over all ranks, which is
+[Note: gradients of a divided sequence] The ranks that share sequences have a part of the loss each (`WholeSum`), so their gradients add up; those of other data are averaged. Chunks hold the mean over all ranks, which is
 multiplied by the ranks of a sequence wherever it is read ([Note: sums over ranks]).
 
 [Note: sequences beside matrices] Ranks that share matrices, too, are all called with the same batch. The rows of the

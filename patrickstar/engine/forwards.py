@@ -86,7 +86,7 @@ class Forwards:
         forward: Callable[[Callable[[], Any], Inputs], Any],
     ) -> Any:
         """The call ``run`` of a module that holds all parameters, by way of ``forward`` where it is one
-        ([Note: calls in place]).
+        (`ConvertedModule`).
 
         Inputs are moved as part of the forward: one whose inputs found no room is run again with an emptier device.
         """

@@ -1,7 +1,7 @@
 """Another number of ranks for an engine that goes on training: ``Engine.resize`` and ``Engine.join``.
 
 [Note: order of a resize] All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision
-([Note: decision of a resize]) nothing of an engine is changed: old ranks write copies of what others will need, and
+(`Rendezvous.decide`) nothing of an engine is changed: old ranks write copies of what others will need, and
 whoever needs them checks that they are in its folder, or fetches its pieces of them. After it each rank sets aside what
 it keeps, closes its core, and reopens it with the new ranks: the core is made for a number of ranks. The module, its
 ``Parameter`` objects, the engine, the optimizer and random number generators stay what they are.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("patrickstar")
 
 _STEPS_UNTIL_MEASURED = 10
-"""On a GPU a step is measured by then, if one is ([Note: the measured step]); the simulated device measures none."""
+"""On a GPU a step is measured by then, if one is (`StepPlanner`); the simulated device measures none."""
 
 
 class NoRunLog:

@@ -8,7 +8,7 @@
 
 [Note: kept activations] What autograd saves in such a forward is kept here instead: with activation checkpointing the
 inputs of the layers, which are computed again from them. Where they would take more than their share of the device,
-what was kept first is copied to host memory and let go ([Note: stashed activations], csrc/engine/stash.h). The copy
+what was kept first is copied to host memory and let go (`csrc/engine/stash.h`, csrc/engine/stash.h). The copy
 back begins when what was kept a little later is used. Its bits are those that were saved.
 """
 

@@ -1,6 +1,6 @@
 """Device memory that forward and backward need beside the activations that are kept, measured step by step.
 
-[Note: working activations] Activations have a share of the device ([Note: what stays], planning/activation_rules.py).
+[Note: working activations] Activations have a share of the device (`DeviceShares`, planning/activation_rules.py).
 Kept activations and working memory both count: working memory is that of one layer's operations, or of the loss. The
 first step measures it: at each tensor that is kept or used, the peak of live memory since the last one, less the bytes
 of kept activations. From then on activations leave as far as the device has no room for them beside working memory and

@@ -163,7 +163,7 @@ class Machine:
 
 H200 = Machine(
     name="h200",
-    source="one H200 and 16 Xeon cores: link, Adam and matrix products measured, other rates fitted (docs/design.md)",
+    source="one H200 and 16 Xeon cores: link, Adam and matrix products measured, other rates fitted (docs/log.md)",
     gpu=Gpu(
         matmul_tflops=710.0,
         matmul_float32_tflops=50.0,

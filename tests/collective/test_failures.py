@@ -192,7 +192,7 @@ def test_words():
 
 
 def test_all_parts_are_aborted_at_once():
-    """On a GPU the end of one may wait for the end of another ([Note: aborted at once])."""
+    """On a GPU the end of one may wait for the end of another (`abort_all`)."""
     at_once = threading.Barrier(3)
     met = []
 

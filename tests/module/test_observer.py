@@ -209,7 +209,7 @@ def engine():
 
 
 def test_users_hooks_are_the_only_ones_on_a_tensor(engine):
-    """Ours are on the nodes; see [Note: hooks on nodes] in csrc/bind/use_observer.h."""
+    """Ours are on the nodes; see `UseObserver` in csrc/bind/use_observer.h."""
     outputs, seen = [], []
     engine.module[0].register_forward_hook(lambda module, args, output: outputs.append(output))
     loss = engine(torch.ones(2, 4)).sum()

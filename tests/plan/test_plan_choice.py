@@ -101,7 +101,7 @@ def test_against_brute_force(problem, data, update):
 
 
 def delayed(count, first_late):
-    """[Note: updates that wait] in csrc/plan/plan_choice.h."""
+    """`choose_plan` in csrc/plan/plan_choice.h."""
     return [PARAM_FIRST] * first_late + [AFTER_NORM] * (count - first_late)
 
 

@@ -1,4 +1,4 @@
-"""Tensors on their way between ranks ([Note: parameters that are sent])."""
+"""Tensors on their way between ranks (`ThreadExchanges.begin`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks that each rank has alone, beside shared ones ([Note: ranks of a chunk]), shown by a toy with experts."""
+"""Chunks that each rank has alone, beside shared ones (`ChunkRanks`), shown by a toy with experts."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def sent_bytes():
 
 
 def test_bytes_are_those_of_the_formulas():
-    """In elements: [Note: the ring], patrickstar/sequence/rsa.py, and all-to-all's (N - 1) / N of q, k, v and out."""
+    """In elements: `RingAttention`, patrickstar/sequence/rsa.py, and all-to-all's (N - 1) / N of q, k, v and out."""
     num_ranks = 4
     block = 2 * 12 * (LENGTH // num_ranks) * 8 * 4  # bytes of one rank's q, k or v
     rsa = 2 * (num_ranks - 1) * block, (2 * (num_ranks - 1) + 2 * num_ranks) * block

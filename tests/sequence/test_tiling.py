@@ -86,7 +86,7 @@ def test_bits_where_rows_do_not_depend_on_their_number(tile_tokens):
 
 
 def test_a_gradient_is_rounded_once_and_handed_in_once():
-    """[Note: gradients of tiles]: 512 tiles lose no more than one rounding to bfloat16."""
+    """`in_tiles`: 512 tiles lose no more than one rounding to bfloat16."""
     torch.manual_seed(0)
     module, hidden = nn.Linear(HIDDEN, HIDDEN).bfloat16(), torch.randn(512, HIDDEN).bfloat16().abs()
     handed_in = []
@@ -122,7 +122,7 @@ def test_dropout_drops_the_same_again():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_within_a_checkpointed_layer(use_reentrant):
-    """[Note: the input is kept first]: what comes last in a layer is not computed a third time."""
+    """`_Kept`: what comes last in a layer is not computed a third time."""
     torch.manual_seed(0)
     module, hidden = Gated().double(), torch.randn(10, HIDDEN, dtype=torch.float64)
     params = list(module.parameters())
