@@ -1,7 +1,7 @@
 """Optimizer states on a disk: a step's bytes per second against sequential reads and writes of the same file system.
 
-A GPT trains with a batch so small that only the disk takes time, and with so little host memory that the states of
-nearly all chunks are on the disk.
+A GPT trains with a batch so small that only the disk takes time. Host memory is so small that the states of nearly all
+chunks are on the disk.
 
 * step: bytes read and written over the median time of the steps after the first two. A step's time begins when all
   updates of the step before are over.

@@ -28,7 +28,7 @@ MOST_WORDS = 30
 # Pattern, the term to use instead, and where the rule holds (a path's beginning).
 WORDS = (
     (r"\b[Tt]ides?\b", "activation memory", ""),
-    (r"\b[Pp]ayloads?\b", "chunk buffer", "csrc"),
+    (r"\b[Pp]ayloads?\b", "chunk buffer", "csrc/engine"),
     (r"\b[Vv]acated?\b", "evict all", ""),
     (r"\b[Tt]enants?\b", "memory client", "csrc"),
     (r"\bat home on\b", "resting on", ""),

@@ -1,1 +1,1 @@
-"""What ``finetune_llm.py`` is made of: conversations, their tokens, models to train, and data that Python ships."""
+"""Parts of ``finetune_llm.py``: conversations, their tokens, models to train, and data that Python ships."""

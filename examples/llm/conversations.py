@@ -26,14 +26,14 @@ _SHOWN_ERRORS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What one side said."""
+    """One turn of a conversation."""
 
     role: str
     """One of ``ROLES``."""
     content: str
 
     def as_dict(self) -> dict[str, str]:
-        """As chat templates want it."""
+        """Returns the dict that chat templates take."""
         return {"role": self.role, "content": self.content}
 
 
@@ -51,7 +51,7 @@ class Conversation:
         return [index for index, message in enumerate(self.messages) if message.role == "assistant"]
 
     def as_line(self) -> str:
-        """As it stands in a file."""
+        """Returns one line of a JSONL file."""
         return json.dumps({"messages": [message.as_dict() for message in self.messages]}, ensure_ascii=False)
 
 

@@ -54,7 +54,7 @@ class Tokens:
 
 @dataclasses.dataclass(kw_only=True)
 class Encoded:
-    """What became of a set of conversations."""
+    """Encoded conversations, and how many lost tokens."""
 
     examples: list[Tokens] = dataclasses.field(default_factory=list)
     num_cut: int = 0
@@ -63,7 +63,7 @@ class Encoded:
     """Examples of whose answers nothing was left."""
 
     def remarks(self, name: str, seq_len: int) -> list[str]:
-        """What the user should know of it."""
+        """Returns warnings about examples that were cut or dropped."""
         found = []
         if self.num_cut:
             found.append(
@@ -225,7 +225,7 @@ def _packed(examples: Sequence[Tokens], seq_len: int) -> list[list[Tokens]]:
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """What a model takes of rows: int64, and no columns in which no row has a token."""
+    """Converts rows to int64 and drops columns in which no row has a token."""
     width = batch["input_ids"].shape[1]
     if "attention_mask" in batch:
         longest = int(batch["attention_mask"].sum(1).max())

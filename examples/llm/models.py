@@ -24,7 +24,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Of ``--precision``."""
+    """Returns the dtype that ``--precision`` names."""
     return _DTYPES[precision]
 
 

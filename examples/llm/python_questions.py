@@ -81,7 +81,7 @@ def _functions() -> Iterator[tuple[str, Any]]:
 
 
 def _is_imported(value: Any, module: Any) -> bool:
-    """Whether ``module`` has ``value`` from a module of another purpose."""
+    """True if ``module`` imports ``value`` from an unrelated module."""
     home = getattr(value, "__module__", None)
     return home not in (None, module.__name__, "posixpath", "ntpath", "genericpath", f"_{module.__name__}")
 

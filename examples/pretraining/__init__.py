@@ -1,4 +1,4 @@
-"""What ``pretrain_gpt.py`` is made of. :class:`Pretraining` is a training run as a program uses it:
+"""Parts of ``pretrain_gpt.py``. :class:`Pretraining` is a training run as a program uses it:
 
 training = Pretraining(lambda: build_model(shape), TrainingOptions(gpu_memory="24GiB"))
 loss = training.step(batch)

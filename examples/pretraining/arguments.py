@@ -22,7 +22,7 @@ from .tokens import MAX_TOKENS, least_tokens, map_tokens, text_files
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run of the script does."""
+    """Options of one run of the script."""
 
     shape: ModelShape
     """The model."""
@@ -57,7 +57,7 @@ class RunOptions:
 
     @property
     def reads_text(self) -> bool:
-        """Whether ``data`` is still to be made tokens of."""
+        """True if ``data`` is text, not tokens."""
         return self.data is not None and self.data.suffix != ".bin"
 
 

@@ -37,7 +37,7 @@ class Batches:
 
     @property
     def samples_per_step(self) -> int:
-        """Of all ranks together."""
+        """Samples of a step over all ranks."""
         return self.num_rows * self.num_ranks
 
     def after(self, num_samples: int) -> dict[str, torch.Tensor]:

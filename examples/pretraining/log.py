@@ -1,4 +1,4 @@
-"""What a run says of its steps."""
+"""Log lines of a run's steps."""
 
 from __future__ import annotations
 

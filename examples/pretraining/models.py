@@ -12,7 +12,7 @@ from patrickstar.planning.models import enable_checkpointing
 
 
 class ModelKind(enum.Enum):
-    """What is pre-trained, and on which task."""
+    """Architecture and pre-training task."""
 
     GPT = "gpt"
     """Hugging Face's GPT-2 with an output layer of its own: the next token."""

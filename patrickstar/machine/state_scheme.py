@@ -71,8 +71,8 @@ def choose_layout(
 ) -> _C.Layout:
     """Returns the layout with the states of the configuration.
 
-    If updates begin in backward and the host lacks room for new parameters beside the old ones, masters are split and
-    gradients get memory of their own, at the same number of bytes. New parameters can then replace the old ones ([Note:
+    Masters are split and gradients get memory of their own, at the same number of bytes, under two conditions: updates
+    begin in backward, and the host lacks room for new parameters beside the old ones. New parameters can then replace the old ones ([Note:
     values in place]). No value's bits depend on it. Applies to Adam with float32 states and one rank.
 
     Args:
