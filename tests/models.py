@@ -1,6 +1,5 @@
-"""The models that tests train: small, deterministic, one for every way of using parameters that broke some predecessor.
-
-``MODELS[name]()`` gives a :class:`Case`: a function that builds the model, and one that makes a batch.
+"""Small deterministic models, one for every kind of use of parameters. ``MODELS[name]`` is a :class:`Case`: a function
+that builds the model and one that makes a batch.
 """
 
 from __future__ import annotations
@@ -135,8 +134,6 @@ def lora():
 
 
 class Mlp(nn.Module):
-    """The plainest case."""
-
     def __init__(self, width=32, depth=3):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
@@ -195,7 +192,9 @@ class Output:
 
 
 class KeywordsOnly(nn.Module):
-    """Keyword-only tensors in nested containers, a dataclass that pytree does not know as output, of every module."""
+    """Every module takes keyword-only tensors in nested containers and returns a dataclass that pytree does not
+    know.
+    """
 
     class Inner(nn.Module):
         def __init__(self):
@@ -261,9 +260,7 @@ def image_batch(generator: torch.Generator) -> dict[str, Any]:
 
 
 class FunctionalTying(nn.Module):
-    """The output layer reads the embedding's weight outside of its owner's forward, once directly and once through a
-    view.
-    """
+    """The output layer reads the embedding's weight outside of its owner's forward, directly and through a view."""
 
     def __init__(self):
         super().__init__()
@@ -278,8 +275,6 @@ class FunctionalTying(nn.Module):
 
 
 class Positions(nn.Module):
-    """A module that returns a view of its parameter."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.randn(1, 2 * LENGTH, 32) * 0.1)
@@ -289,8 +284,8 @@ class Positions(nn.Module):
 
 
 class EscapingView(nn.Module):
-    """Views of parameters that outlive the forward of the module that made them, and are needed in backward; what a
-    linear layer gave, which is a view of a product, is changed in place.
+    """Views of parameters outlive their module's forward and are needed in backward. A linear layer's output, a view of
+    a product, is changed in place.
     """
 
     def __init__(self):
@@ -321,7 +316,7 @@ class Parametrized(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The path through the experts differs from step to step; the router's auxiliary loss leaves by a side door."""
+    """The path through the experts differs from step to step; the router's auxiliary loss is read from an attribute."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -364,7 +359,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class CustomFunction(nn.Module):
-    """An autograd.Function that saves a parameter, and one that saves a view of a parameter."""
+    """An autograd.Function saves a parameter and another saves a view of a parameter."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -403,7 +398,7 @@ class Attention(nn.Module):
 
 
 class Frozen(Mlp):
-    """Frozen parameters among trainable ones, the very first tensor too."""
+    """Frozen parameters among trainable ones; the first tensor is frozen."""
 
     def __init__(self):
         super().__init__()

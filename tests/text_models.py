@@ -1,6 +1,5 @@
-"""All causal and masked language models of the installed transformers, small: their configurations with sizes replaced.
-
-build(name)()                  # GPT2LMHeadModel with two layers of width 32
+"""Small causal and masked language models of all classes in transformers: ``build(name)()`` is a model of width 32 and
+two layers.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ NOT_TRAINED = ("GitForCausalLM", "MusicgenForCausalLM", "MusicgenMelodyForCausal
 
 
 def text_models() -> list[str]:
-    """Names of classes."""
     from transformers.models.auto import modeling_auto as auto
 
     found = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
@@ -92,7 +90,6 @@ def text_models() -> list[str]:
 
 
 def tiny_config(kind: type) -> Any:
-    """The defaults of a class of configurations, with smaller sizes."""
     sizes = _sizes(kind())
     if "kv_lora_rank" in sizes or kind.__name__ in _AS_MANY_KEY_HEADS:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
@@ -119,7 +116,6 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def build(name: str) -> nn.Module:
-    """A small one of this class."""
     import transformers
 
     kind = getattr(transformers, name)

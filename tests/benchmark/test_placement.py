@@ -1,5 +1,3 @@
-"""``benchmark.placement`` on a small model: the same rules for every placement, and the best of them."""
-
 import pytest
 
 from benchmark import placed_jobs, placement
@@ -26,7 +24,6 @@ def test_a_placement_like_the_heuristics_one_has_its_step():
 
 
 def test_placements_that_the_budgets_do_not_hold_are_left_out():
-    """The host has no room for all states, the device has none for all of them with compute's."""
     for order in ("first", "last", "spread"):
         search = Search(SCARCE_HOST)
         counts = [found.count for found in search.candidates(order, range(search.num_chunks + 1))]

@@ -1,5 +1,3 @@
-"""A save that ends anywhere, by a kill or by an error, leaves a loadable checkpoint: the old one or the new one."""
-
 from __future__ import annotations
 
 import errno
@@ -18,8 +16,8 @@ KILLED, FINISHED = 77, 0
 
 
 class FaultyDisk(Disk):
-    """Does ``fault(what the call is about)`` instead of the n-th call, and of all after it where ``and_on``; a
-    descriptor is closed all the same, as the system does it.
+    """Calls ``fault(description)`` instead of the n-th call (and of all later ones with ``and_on``). Descriptors are
+    closed anyway, as the system does.
     """
 
     def __init__(self, at, fault, and_on=False):
@@ -49,7 +47,6 @@ for _name in CALLS:
 
 
 def tensors(version, num_ranks):
-    """Two parameters; the bits of one version in one never go with those of another."""
     cuts = [round(12 * rank / num_ranks) for rank in range(num_ranks + 1)]
     return [Held(f"p{index}", "master", torch.arange(12.0) + 100 * version + 1000 * index, cuts) for index in range(2)]
 
@@ -65,7 +62,6 @@ def save_version(path, version, tag, num_ranks=1, disk=None):
 
 
 def loaded_version(path, tag=None):
-    """The version of a checkpoint, whose every bit is that version's."""
     with Checkpoint.find(path, tag) as checkpoint:
         checkpoint.verify()
         version = checkpoint.manifest.state["version"]
@@ -76,7 +72,6 @@ def loaded_version(path, tag=None):
 
 
 def in_a_child(work):
-    """Its exit status."""
     child = os.fork()
     if child == 0:
         try:
@@ -98,7 +93,6 @@ def in_a_child(work):
     ],
 )
 def test_killed_at_every_call(tmp_path, tag, others, num_ranks):
-    """A new tag, and the tag that is there already: that of the latest checkpoint, and that of one before."""
     statuses = []
     versions = set()
     at = 0
@@ -144,9 +138,6 @@ def raising(code):
 )
 @pytest.mark.parametrize("tag", ["new", "old"])
 def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
-    """One clear error, the old checkpoint or the complete new one, no descriptor left open; and no second copy, but
-    where nothing can be removed any more, or where the disk may not know yet which is which.
-    """
     at, outcomes, open_before = 0, [], len(list(Path("/proc/self/fd").iterdir()))
     names = {"latest", "old", tag}
     while outcomes[-1:] != ["saved"]:
@@ -189,7 +180,7 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
 
 
 class SmallDisk(Disk):
-    """So many bytes fit into a folder; a file that is removed makes room."""
+    """Limits the bytes in a folder; removing a file frees its bytes."""
 
     def __init__(self, folder, capacity):
         self._folder, self._capacity = folder, capacity
@@ -205,9 +196,6 @@ def size_of(folder):
 
 
 def test_a_disk_that_fills_while_a_tag_is_replaced(tmp_path):
-    """It takes the new checkpoint beside the old one and not a byte more: the file `latest`, which led to another one,
-    is written when the old one is gone. On a smaller disk nothing changes and nothing is left.
-    """
     save_version(tmp_path, 1, "old")
     save_version(tmp_path, 1, "other")
     present = size_of(tmp_path)
@@ -234,8 +222,6 @@ def test_a_replaced_latest_is_not_written_again(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_lock_that_cannot_be_closed_is_told_in_the_log(tmp_path, fails, caplog):
-    """A save that is complete is so; one that failed says why it did."""
-
     class Sticky(Disk):
         def create(self, path):
             if fails:
@@ -349,7 +335,6 @@ def test_what_latest_says(tmp_path):
 
 
 def test_every_flipped_bit_of_latest_is_refused(tmp_path):
-    """No checkpoint is loaded in place of the one that it names, though each neighbour of its tag is there."""
     neighbours = ["step0", "step2", "step3", "step5", "step9", "stdp1", "sTep1"]
     for tag in [*neighbours, "step1"]:
         save_version(tmp_path, 1, tag)
@@ -371,7 +356,6 @@ def test_every_flipped_bit_of_latest_is_refused(tmp_path):
 
 
 def test_a_latest_without_checksum_is_read_where_no_bit_can_be_wrong(tmp_path):
-    """As older versions wrote it, or a user does."""
     for tag in ("step1", "step10", "step2", "step4"):
         save_version(tmp_path, 1, tag)
     for text in ("step1", "step1\n", "step10\n", "step2\n", "step4\n"):

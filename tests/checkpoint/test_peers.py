@@ -1,5 +1,3 @@
-"""Ranks that are processes save one checkpoint over gloo, and fail together."""
-
 from __future__ import annotations
 
 import json
@@ -84,7 +82,7 @@ def test_a_phase_hears_all_ranks_or_fails_on_all():
 
 
 class Preempted(Exception):  # noqa: N818 (it is no error)
-    """Raised by a signal's handler."""
+    pass
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Preempted])
@@ -106,8 +104,6 @@ def test_an_interrupt_comes_out_as_it_is_and_the_others_are_told(interrupt):
 
 
 class Gone(OneRank):
-    """The only rank that is left."""
-
     def exchange(self, message):
         raise RuntimeError("the others are gone")
 

@@ -1,7 +1,5 @@
-"""A save that a power cut ends: what was synced is there, of the rest anything may be, and a whole checkpoint loads.
-
-The model of a disk is that of a journaling file system: a folder's changes reach the disk in their order, up to any of
-those since its last sync; an unsynced file holds what it had, zeros, or a torn piece.
+"""Saves that a power cut ends. The disk model is a journaling file system: changes of a folder reach the disk in order,
+up to any of those since its last sync. An unsynced file holds its old content, zeros, or a torn piece.
 """
 
 from __future__ import annotations
@@ -47,8 +45,6 @@ class Folder:
 
 
 class ModelledDisk(Disk):
-    """The real disk, and beside it a model of what is on it; keeps the model after each call."""
-
     def __init__(self, root):
         self.root, self.tree = root, Folder()
         self._open = {}
@@ -127,7 +123,6 @@ class ModelledDisk(Disk):
 
 
 def write_after_a_cut(node, path, generator):
-    """One of the states in which a power cut may leave the disk."""
     if isinstance(node, Folder):
         path.mkdir()
         for name, child in generator.choice(node.history).items():
@@ -137,7 +132,6 @@ def write_after_a_cut(node, path, generator):
 
 
 def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk, others=()):
-    """The versions that load after power cuts in the course of a save; those of all tags are checked."""
     path = tmp_path / "saved"
     for present in ("old", *others):
         save_version(path, 1, present)
@@ -159,7 +153,6 @@ def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk, others=()):
 
 @pytest.mark.parametrize(("tag", "others"), [("new", []), ("old", []), ("old", ["other"])])
 def test_after_a_power_cut(tmp_path, tag, others):
-    """At every call of a save, in random states of the disk; a save that returned stays."""
     versions = cut_at_every_call(tmp_path, tag, others=others)
     print(f"{tag}: {len(versions)} states of the disk, the old checkpoint in {versions.count(1)}")
     assert set(versions) == {1, 2}

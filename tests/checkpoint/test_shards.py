@@ -1,5 +1,3 @@
-"""Any ranks that hold any ranges save; any others load; every bit is the same."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +22,6 @@ SHAPES = [(), (1,), (7,), (0, 3), (5, 6), (3, 1, 4), (2, 3, 2, 2)]
 
 @st.composite
 def held_tensors(draw, num_ranks):
-    """Some tensors, each split over the ranks at any places; also the same tensors split over others."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6, unique=True))
     here, there = [], []
@@ -74,7 +71,6 @@ def test_any_ranks_load_what_any_ranks_saved(tmp_path_factory, data, sizes, max_
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), size=st.integers(1, 4), max_bytes=st.sampled_from([1, 100, 2**30]))
 def test_export_needs_no_gathering(tmp_path_factory, data, size, max_bytes):
-    """Whole row-major tensors, as the library reads them, whoever held which ranges in whatever order."""
     tensors, _ = data.draw(held_tensors((size, 1)))
     path = tmp_path_factory.mktemp("exported") / "model"
 
@@ -144,7 +140,6 @@ def burning():
 
 
 def test_memory_is_one_shard(tmp_path):
-    """While a checkpoint is written and read there is one shard beside the tensors, or one stored and one wanted."""
     alive, most = set(), 0
     shape, count = (1000,), 20
 
@@ -168,7 +163,6 @@ def test_memory_is_one_shard(tmp_path):
 
 
 def test_order_of_files_and_ranks_does_not_matter(tmp_path):
-    """1 -> 3 -> 2 -> 4 -> 1 ranks: the stored bits are those of the begin."""
     shuffled = random.Random(0)
     values = [torch.randn(n, 7, generator=torch.Generator().manual_seed(n)) for n in (1, 4, 50)]
     previous = None

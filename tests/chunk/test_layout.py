@@ -1,5 +1,3 @@
-"""The layout: aligned, disjoint, homogeneous, in order."""
-
 from __future__ import annotations
 
 import pytest
@@ -44,7 +42,6 @@ def test_errors():
 
 
 def test_working_set():
-    """Both chunks of a module that straddles them, and the larger one's gradient."""
     layout = _C.Layout.pack([128, 128, 128], [DTYPES[1]] * 3, [True] * 3, 256)
     assert layout.num_chunks == 2
     assert _C.working_set_bytes(layout, [[0]]) == 2 * 256 * 2
@@ -57,7 +54,6 @@ def test_working_set():
     st.lists(st.integers(1, 30_000), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([4096, 16384, 65536])
 )
 def test_shards(numels, num_ranks, chunk_numel):
-    """The ranks' shards are of one size, hold every element once, and cut no block of 4096 elements of a parameter."""
     args = (numels, [DTYPES[0]] * len(numels), [True] * len(numels), chunk_numel)
     layouts = [_C.Layout.pack(*args, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)]
     for param, numel in enumerate(numels):
@@ -86,7 +82,6 @@ def test_a_rank_that_is_not_there():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30_000), st.booleans()), min_size=1, max_size=12), st.integers(1, 3))
 def test_parameters_that_other_ranks_share_lie_in_other_chunks(params, num_ranks):
-    """Own ones as with one rank, whole on each; all ranks have the same chunks."""
     numels, own = zip(*params, strict=True)
     given = [_C.ChunkRanks.own() if is_own else _C.ChunkRanks.groups_of(num_ranks) for is_own in own]
     layouts = [
@@ -121,7 +116,6 @@ def test_groups_between_one_rank_and_all_are_refused():
     st.sampled_from([1, 2, 3]),
 )
 def test_quantised_parameters_lie_in_chunks_of_their_own(params, kind, num_ranks):
-    """Whatever states the others have; chunks are as large as their codes and scales, at the bounds of blocks."""
     numels, quantised = zip(*params, strict=True)
     types = _C.StateType
     states = [_C.StateFormat(types.FLOAT32, types.SIGNED8 if i % 2 else types.FLOAT32) for i in range(len(params))]

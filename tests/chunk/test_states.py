@@ -1,5 +1,3 @@
-"""The state machine, seen through a step."""
-
 from __future__ import annotations
 
 import pytest
@@ -50,7 +48,6 @@ def test_states_over_a_step():
     ],
 )
 def test_transitions(path, legal):
-    """Illegal moves throw."""
     if legal is False:
         with pytest.raises(StateError, match="cannot go from"):
             for before, after in zip(path, path[1:], strict=False):

@@ -1,5 +1,3 @@
-"""The collectives of one, two and four gloo ranks, against the values that all ranks can compute by themselves."""
-
 import threading
 
 import pytest
@@ -14,7 +12,6 @@ from tests.optim.kernel_calls import DTYPES, random_values
 
 
 def values_of(rank, num_ranks, shard_numel, dtype, seed=0):
-    """What a rank has of a chunk: wild values, each rank others."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return random_values(num_ranks * shard_numel, dtype, generator, True)
 
@@ -86,7 +83,6 @@ def test_collectives(num_ranks):
 
 
 def check_large():
-    """More than a socket buffers: 32 MiB for each of two ranks."""
     with open_ranks(timeout_seconds=60) as ranks:
         num_bytes = 32 << 20
         whole = torch.full((2 * num_bytes,), ranks.context.rank, dtype=torch.uint8)
@@ -99,7 +95,6 @@ def test_large_messages():
 
 
 def use_from_two_threads(num_rounds):
-    """All-gathers and reduce-scatters of the same sizes, in two threads that no rank runs at the same pace."""
     with open_ranks(timeout_seconds=60) as ranks:
         errors = []
 

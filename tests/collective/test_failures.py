@@ -1,5 +1,3 @@
-"""A rank that dies, raises, hangs, disagrees or never comes: the others end within the timeout, and say who it was."""
-
 import os
 import signal
 import threading
@@ -20,7 +18,6 @@ PATIENCE_SECONDS = 90
 
 
 def gather_forever(at_round_ten):
-    """All-gathers; rank 2 does `at_round_ten()` in the tenth."""
     with open_ranks(timeout_seconds=TIMEOUT_SECONDS) as ranks:
         whole = torch.zeros(ranks.gather.size * 1000)
         for index in range(1000):
@@ -79,7 +76,6 @@ def test_a_rank_that_hangs():
 
 
 def raise_and_stay():
-    """Rank 1 raises under guard, is caught by a user's script, and its process and connections live on."""
     with open_ranks(timeout_seconds=1000) as ranks:
         try:
             with ranks.guard("step 3"):
@@ -100,7 +96,6 @@ def test_a_rank_that_raises_and_stays_does_not_keep_the_others_until_the_timeout
 
 
 def stop_heartbeat():
-    """Rank 1 stops as a whole: no connection breaks, and nobody waits for it in a collective."""
     with open_ranks(timeout_seconds=TIMEOUT_SECONDS) as ranks:
         if ranks.context.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -192,7 +187,6 @@ def test_words():
 
 
 def test_all_parts_are_aborted_at_once():
-    """On a GPU the end of one may wait for the end of another ([Note: aborted at once])."""
     at_once = threading.Barrier(3)
     met = []
 

@@ -1,7 +1,3 @@
-"""Messages between ranks that are damaged, cut, or of another kind: whoever reads one says so by its own error, and
-takes no more memory than the message has.
-"""
-
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +29,7 @@ SLACK_BYTES = 16 * 2**20
 
 
 def damaged(message, others=()):
-    """(what was done to it, the message) again and again; ``others`` are of other kinds."""
+    """Yields (damage, message) forever; ``others`` are messages of other kinds."""
     choose = random.Random(len(message))
     cuts = range(len(message)) if len(message) <= FLIPS else sorted(choose.sample(range(len(message)), FLIPS))
     for length in cuts:
@@ -86,11 +82,11 @@ def test_messages_of_a_step(num_chunks):
 
 
 class SilentError(Exception):
-    """The other rank has nothing more to say: something else was understood than it said."""
+    pass
 
 
 class Replies:
-    """A control group of two; what comes from the other rank, 0, is written by hand."""
+    """A control group of two whose messages from rank 0 are written by hand."""
 
     rank, size, call = 1, 2, ""
 
@@ -161,8 +157,6 @@ def read_changes(ranks):
 
 
 class FewParams:
-    """Two parameters of six elements in one chunk, of which rank 1 keeps the second."""
-
     specs = [  # noqa: RUF012
         SimpleNamespace(name=name, param=torch.arange(6.0), quantization=_C.QuantType.NONE, is_own=False)
         for name in "ab"
@@ -212,8 +206,6 @@ ONLY_VALUES = {read_gradients, read_rest}
 
 @pytest.mark.parametrize("read", REPLIES, ids=lambda read: read.__name__)
 def test_messages_that_python_reads(read, monkeypatch):
-    """Damage that is refused, is so by the same error; and no other number of bytes is ever taken for values."""
-
     def run(replies):
         ranks = two_ranks()
         ranks.control.replies = list(replies)

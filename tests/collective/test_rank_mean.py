@@ -1,5 +1,3 @@
-"""The mean over ranks on the host: against float64, bit for bit against the same steps in torch, NaN and denormals."""
-
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ def mean_of_ranks(shards, num_ranks, out=None):
 
 
 def reference(shards, num_ranks):
-    """The same steps, by torch's own float32 arithmetic."""
     rows = shards.view(num_ranks, -1).float()
     total = rows[0].clone()
     for row in rows[1:]:

@@ -1,5 +1,3 @@
-"""The command ``patrickstar``: its subcommands, flags and errors."""
-
 import contextlib
 import io
 import json
@@ -25,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*words):
-    """Status, output and errors of the command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,5 +1,3 @@
-"""Amounts of memory as people write and read them."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

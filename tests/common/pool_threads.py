@@ -1,5 +1,3 @@
-"""Where the worker threads of this process's pools may run, as the kernel says."""
-
 from __future__ import annotations
 
 import re
@@ -9,7 +7,7 @@ from patrickstar import _C
 
 
 def worker_masks() -> dict[str, list[int]]:
-    """{name of a pool's worker: the CPUs it may run on}, of all live pools' workers (names must differ)."""
+    """{name of a pool's worker: the CPUs it may run on}, of all live pools; names must differ."""
     masks = {}
     for task in Path("/proc/self/task").iterdir():
         status = (task / "status").read_text()

@@ -1,5 +1,3 @@
-"""What is read of the CPUs: lists, cores, nodes and quotas, from made-up trees and from this machine."""
-
 from __future__ import annotations
 
 import math
@@ -53,7 +51,6 @@ def test_two_nodes_with_hyper_threads(tmp_path):
 
 
 def test_only_what_is_allowed_counts(tmp_path):
-    """A mask that starts at a second hyper-thread and leaves holes."""
     topology = hyper_threaded(2, 2, 2).read(tmp_path, [7, 1, 4])
     assert topology.cpus == [(1, 1, 0), (4, 0, 0), (7, 3, 1)]
 

@@ -1,5 +1,3 @@
-"""Which threads compute, and on which CPUs: the rules, on made-up machines."""
-
 from __future__ import annotations
 
 import collections
@@ -134,7 +132,6 @@ def test_shares_are_disjoint_and_complete(machine, num_sharing, data):
 
 
 def check_workers(threads, share, core_of):
-    """Of a process's share a core is left to launch, a CPU more to the caller; cores come before hyper-threads."""
     workers = threads.worker_cpus
     assert threads.num_threads == len(workers) + 1
     assert set(workers) <= set(share)

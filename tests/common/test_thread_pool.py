@@ -1,5 +1,3 @@
-"""Workers run where they are told to, callers where they were; loops share the workers and wait for none."""
-
 from __future__ import annotations
 
 import os
@@ -59,8 +57,6 @@ def test_pinned_workers_compute_the_same():
 
 
 class Blocked:
-    """A loop whose pieces wait, one at a time, until they are let go."""
-
     def __init__(self, pool, num_pieces, priority):
         self._arrived = threading.Semaphore(0)
         self._callers_gate, self._workers_gate = threading.Semaphore(0), threading.Semaphore(0)
@@ -77,12 +73,10 @@ class Blocked:
         self.num_done += 1
 
     def await_threads(self, count):
-        """Returns when so many threads wait in pieces of it."""
         for _ in range(count):
             assert self._arrived.acquire(timeout=60)
 
     def let_go(self, count):
-        """The caller of the loop has so many pieces more, and its workers together as many."""
         self._callers_gate.release(count)
         self._workers_gate.release(count)
 
@@ -93,7 +87,6 @@ class Blocked:
 
 @pytest.mark.parametrize("priority", [_C.Priority.URGENT, _C.Priority.BACKGROUND])
 def test_a_loop_waits_for_no_worker_that_is_busy_elsewhere(priority):
-    """Neither for one that the system has not woken yet: the caller does all pieces itself then."""
     pool = _C.ThreadPool(2)
     other = Blocked(pool, 2, priority)
     other.await_threads(2)  # its caller, and the only worker

@@ -1,5 +1,3 @@
-"""A queue of tasks: what fails ends no process and no other task, and what is needed first may run first."""
-
 from __future__ import annotations
 
 import threading
@@ -41,7 +39,6 @@ def test_the_failure_reaches_any_thread():
 
 
 def run(tasks, gates=()):
-    """The order in which these run: (name, rank, after), all submitted while the worker is held up."""
     queue = _C.WorkQueue()
     begin = _C.HostEvent()
     queue.submit(name="begin", after=begin)

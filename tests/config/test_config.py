@@ -1,5 +1,3 @@
-"""The configuration: accepted keys, defaults, and errors that name the nearest key."""
-
 from __future__ import annotations
 
 import copy
@@ -167,7 +165,6 @@ def test_nothing_is_logged_by_default(caplog):
 
 
 def test_a_configuration_is_immutable_and_can_be_copied_and_pickled():
-    """Sections that are made from a table too."""
     config = parse_config({"aio": {"queue_depth": 3}, "checkpoint": {"writer": {"type": "MOCK"}}, "fp16": {}})
     for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert other == config

@@ -1,5 +1,3 @@
-"""Configurations as scripts have them: what comes of each, and which wrong ones are refused how."""
-
 from __future__ import annotations
 
 import itertools
@@ -102,7 +100,6 @@ def test_values_of_public_configurations_arrive():
 
 
 def test_every_key_of_deepspeed_is_known():
-    """Also in sections that are only checked as a whole."""
     keys = list(all_keys())
     known = {f"{key.section}.{name}".lstrip(".") for key in keys for name in (key.name, *key.spellings)}
     whole = tuple(f"{key.path}." for key in keys if key.fate is not None and key.fate.accepts is not None)
@@ -112,8 +109,8 @@ def test_every_key_of_deepspeed_is_known():
 
 
 def test_which_adam():
-    """As in DeepSpeed's engine: "AdamW" decouples whatever the mode says; "Adam" does unless the mode is False. The
-    default of torch.optim.AdamW's weight decay is 0.01, of DeepSpeed's 0.
+    """DeepSpeed's rule: "AdamW" decouples in any mode; "Adam" does unless the mode is False. The default weight decay
+    is 0.01 in torch.optim.AdamW and 0 in DeepSpeed.
     """
     choices = itertools.product(Dialect, ("Adam", "adam", "AdamW"), (None, True, False), (False, True))
     for dialect, name, mode, torch_adam in choices:
@@ -126,7 +123,6 @@ def test_which_adam():
 
 
 def test_batch_sizes_are_those_that_solve_the_equation():
-    """Against all triples: the given ones fix the others, without accumulation where that leaves a choice."""
     sizes = (None, 1, 2, 3, 4, 6, 12)
     num_refused = 0
     for ranks in (1, 2, 3):
@@ -205,7 +201,6 @@ def test_all_problems_are_named_at_once():
 
 
 def test_parameters_on_a_disk_send_optimizer_states_there():
-    """Of two folders that of the states counts."""
     on_disk = {"device": "nvme", "nvme_path": "/params"}
     for offload, path in (
         ({"offload_param": on_disk}, "/params"),

@@ -1,5 +1,3 @@
-"""docs/config.md says what happens to each key. Each of its rows is tried here, so that it is true."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -22,7 +20,6 @@ WORDS = {Action.MAPPED: "mapped to `", Action.NO_EFFECT: "no effect: "}
 
 
 def rows() -> dict[tuple[str, str], str]:
-    """What happens, by section and key."""
     found, section = {}, ""
     for line in TABLE.splitlines():
         if line.startswith("## "):
@@ -34,7 +31,6 @@ def rows() -> dict[tuple[str, str], str]:
 
 
 def cases(action: Action) -> list[Case]:
-    """The keys to which the table says that this happens."""
     table, word = rows(), WORDS.get(action, action.value)
     found = [case for case in CASES if table[case.title, case.key.name].startswith(word)]
     assert found
@@ -42,7 +38,6 @@ def cases(action: Action) -> list[Case]:
 
 
 def test_the_table_is_the_schema():
-    """It is what tools/config_table.py makes, has every key, and every key has a meaning and a fate."""
     spec = importlib.util.spec_from_file_location("config_table", ROOT / "tools" / "config_table.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
@@ -68,7 +63,6 @@ def test_mapped_keys_change_their_target():
 
 
 def test_keys_without_effect_are_named_in_one_line(caplog):
-    """Each changes nothing but itself; all of them together are one line."""
     everything = {"bf16": {"enabled": True}}
     without_effect = cases(Action.NO_EFFECT)
     for case in without_effect:
@@ -84,7 +78,6 @@ def test_keys_without_effect_are_named_in_one_line(caplog):
 
 
 def test_refused_values_are_errors_that_say_why():
-    """And a value that asks for nothing is no error."""
     refused = cases(Action.REFUSED)
     for case in refused:
         for value in case.key.fate.only or ({"enabled": False}, {}, None):

@@ -1,5 +1,3 @@
-"""Whatever a configuration holds, it is taken, or refused by a ValueError with a line for each problem."""
-
 from __future__ import annotations
 
 import collections
@@ -60,7 +58,6 @@ def config_of(path, value):
 
 
 def check(config, dialect):
-    """Taken, and then taken by all that reads it; or refused in lines."""
     try:
         parsed = parse_config(config, dialect)
         make_loss_scaler(parsed)
@@ -74,7 +71,6 @@ def check(config, dialect):
 
 
 def test_strange_values_of_every_key():
-    """Each value where it may hurt, spread over all keys."""
     of_special_kinds = ["optimizer", "optimizer.params.lr", "optimizer.params.betas", "device_memory", "bf16", "plan"]
     of_special_kinds += ["fp16.initial_scale_power", "default_chunk_size", "scheduler", "zero_optimization", "amp"]
     of_special_kinds += ["csv_monitor", "train_batch_size", "communication_data_type", "host_threads.num_threads"]
@@ -101,7 +97,7 @@ VALUES = st.recursive(
 
 
 class Built(dict):
-    """A section made here, which may be added to."""
+    pass
 
 
 @settings(deadline=None, max_examples=120, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -138,7 +134,6 @@ MESSAGES = [
 
 
 def test_messages():
-    """In one line each."""
     for config, message in MESSAGES:
         with pytest.raises(ValueError, match=message) as caught:
             parse_config(config)
@@ -146,7 +141,6 @@ def test_messages():
 
 
 def test_what_is_there_twice_is_nested_once():
-    """A section that two keys share is no cycle."""
     device = {"device": "cpu"}
     shared = {"offload_param": device, "offload_optimizer": device}
     assert parse_config({"zero_optimization": shared}).zero_optimization.offload_param.device == "cpu"

@@ -1,5 +1,3 @@
-"""``patrickstar.initialize``: a DeepSpeed script's calls, against plain PyTorch."""
-
 from __future__ import annotations
 
 import argparse
@@ -56,12 +54,11 @@ def config(**more):
 
 
 def warmup(step):
-    """The rate of WarmupLR, linear from 0 over 4 steps; as with DeepSpeed the first two steps have the first rate."""
+    """WarmupLR's rate, linear from 0 over 4 steps; as with DeepSpeed the first two steps have the first rate."""
     return 0.01 * min(1.0, max(step - 1, 0) / 4)
 
 
 def plain_run(steps, num_ranks=1, clipping=0.5, lr_of=lambda step: 0.01):
-    """The same with PyTorch alone: losses of micro-batches by rank, norms, final parameters."""
     module = net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
     samplers = [DistributedSampler(data(), num_ranks, rank) for rank in range(num_ranks)]
@@ -82,7 +79,6 @@ def plain_run(steps, num_ranks=1, clipping=0.5, lr_of=lambda step: 0.01):
 
 
 def test_a_typical_script(tmp_path):
-    """Arguments, a JSON file, a loader, a schedule, accumulation, clipping; nothing in it is PatrickStar's."""
     scheduler = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"},
@@ -142,7 +138,6 @@ def test_the_engine_stands_for_its_module():
 
 
 def test_a_users_optimizer_and_schedule():
-    """They are taken over with groups, state and place; the numbers are PyTorch's."""
     runs = []
     for through_engine in (False, True):
         model = net()
@@ -187,7 +182,6 @@ def test_a_users_optimizer_and_schedule():
     "scheduler", [None, {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02}}]
 )
 def test_resume(tmp_path, scheduler):
-    """A resumed run goes on with the same bits, schedule and counts included."""
     more = {"scheduler": scheduler} if scheduler else {}
     states, rates = [], []
     batches = [batch for batch in DataLoader(data(), batch_size=4)]
@@ -245,7 +239,6 @@ def test_the_bounds_of_a_step():
 
 
 def test_a_refused_load_leaves_the_step_as_it_is(tmp_path):
-    """Within an accumulation: the step goes on, and updates at its boundary."""
     engine, *_ = deepspeed.initialize(model=net(), config=config())
     batches = [batch for batch in DataLoader(data(), batch_size=4)]
     with engine:
@@ -261,7 +254,6 @@ def test_a_refused_load_leaves_the_step_as_it_is(tmp_path):
 
 
 def test_whole_values():
-    """What DeepSpeed's safe_* functions read and set, against autograd's own gradients and torch's optimizer."""
     plain, batches = net(), [batch for batch in DataLoader(data(), batch_size=4)]
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=net(), config=config(gradient_clipping=0.0, gradient_accumulation_steps=1))
@@ -297,7 +289,6 @@ def test_whole_values():
 
 
 def test_gathered_parameters():
-    """Ordinary parameters inside; what the modifying rank changed is in the float32 values afterwards, and no more."""
     engine, *_ = deepspeed.initialize(model=net(), config=config(bf16={"enabled": True}))
     with engine:
         param = engine.module.layers[0].weight
@@ -357,7 +348,6 @@ PUBLIC = Path(__file__).parent.parent / "config" / "public"
 
 
 def test_public_configurations_train(tmp_path, monkeypatch):
-    """As they are; what a Trainer would fill in for "auto" is filled in."""
     monkeypatch.chdir(tmp_path)  # some write logs
     values = {**TRAINER, "train_batch_size": 16}
     for path in sorted(PUBLIC.glob("*.json")):

@@ -1,5 +1,3 @@
-"""The loss scale as DeepSpeed's scripts read it, with the numbers that DeepSpeed's rule gives."""
-
 from __future__ import annotations
 
 import math
@@ -21,7 +19,6 @@ def engine_of(**more):
 
 
 def step(engine, value):
-    """One step whose gradients are ``value``."""
     engine.backward(engine(torch.ones(1, 10)).float().sum())
     for param in engine.parameters():
         utils.safe_set_full_grad(param, torch.full(param.shape, value))

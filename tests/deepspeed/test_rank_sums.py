@@ -1,5 +1,3 @@
-"""``gradient_allreduce_op``: "sum", against one process of plain PyTorch that adds up what the ranks' batches give."""
-
 from __future__ import annotations
 
 import pytest
@@ -16,8 +14,6 @@ LARGE = 40_000.0  # in float16; twice as much is not
 
 
 class Mixed(nn.Module):
-    """In chunks and with PyTorch."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
@@ -29,8 +25,6 @@ class Mixed(nn.Module):
 
 
 class Own(nn.Module):
-    """Each rank has a parameter of its own."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 4)
@@ -87,7 +81,6 @@ def train():
 
 
 def plain_run(num_ranks):
-    """Norms, the first step's gradients, the final values."""
     module = seeded(Mixed)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
     norms, gradients = [], {}
@@ -106,9 +99,6 @@ def plain_run(num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sums(num_ranks):
-    """Values, norms, gradients read and set; also where 1 / ranks is no number of float32's. A parameter whose gradient
-    is each rank's own is not multiplied.
-    """
     norms, gradients, state = plain_run(num_ranks)
     for rank, (rank_norms, rank_gradients, rank_state, own) in enumerate(run_ranks(num_ranks, train)):
         assert rank_norms == pytest.approx(norms, rel=1e-6)

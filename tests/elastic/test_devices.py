@@ -1,5 +1,3 @@
-"""What stays on devices in a resize: which parameters, where a device has no room, and who does not come."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -20,7 +18,7 @@ from tests.elastic.test_resize import assert_same
 
 
 def test_as_many_as_devices_have_room_for():
-    """Parameter 1 takes 40 bytes of rank 0's device and 80 of rank 1's, and a tenth of each is left free."""
+    """Parameter 1 takes 40 bytes of rank 0's device and 80 of rank 1's; a tenth of each device is left free."""
     sizes = {0: (2, 2), 1: (4, 4), 3: (1,)}
     moves = [Move(0, 1, 0, 0, 5), Move(0, 1, 1, 0, 10), Move(1, 0, 1, 10, 15), Move(0, 1, 3, 0, 1)]
     chosen = [those_with_room([0, 1, 3], sizes, moves, rooms) for rooms in ([1000, 1000], [44, 1000], [1000, 111])]
@@ -30,7 +28,6 @@ def test_as_many_as_devices_have_room_for():
 
 
 def test_elements_are_copied_as_they_are_stored():
-    """A chunk's arrays are read and written again by two ranges each, and nothing else is taken for them."""
     engine, optimizer = trained(CONFIGS["on the device"])
     with engine:
         runtime = engine._session.runtime
@@ -70,7 +67,6 @@ def test_what_cannot_be_copied_so_is_not(name):
 
 
 def test_a_device_without_room_for_what_is_kept(monkeypatch, tmp_path):
-    """What has no room beside the core that closes is kept on the host: the resize is decided by then."""
     engine, optimizer = trained(CONFIGS["on the device"])
 
     def make(*args):
@@ -97,7 +93,6 @@ def test_a_process_that_does_not_come():
 
 
 def test_processes_that_share_a_gpu_receive_nothing_there():
-    """Also one that joins and says the same of itself as a rank that stays."""
     facts = dict.fromkeys(("available_bytes", "usable_bytes", "reserve_bytes", "held_bytes", "device_bytes"), 1)
     one = MemoryFacts(host="a", device="first", free_device_bytes=5, **facts)
     shares, apart = dataclasses.replace(one), dataclasses.replace(one, device="second", free_device_bytes=7)

@@ -1,5 +1,3 @@
-"""A resize to as many ranks goes through closing and reopening the core: nothing that an engine knows is lost."""
-
 from __future__ import annotations
 
 import pytest
@@ -28,9 +26,6 @@ def build():
 
 @pytest.mark.parametrize("options", [("fp32", {}), ("fp16", {}), ("bf16", {"speculation": "commit"})], ids=str)
 def test_a_run_with_resizes_is_one_without(options, tmp_path):
-    """To the bit, with parameters that stay with PyTorch, frozen ones, one unfrozen on the way, buffers, other memory
-    orders, and masters in two halves; engine, optimizer and parameters are the same objects.
-    """
     precision, optimizer_options = options
 
     def train(resizes):

@@ -1,5 +1,3 @@
-"""A DeepSpeed script that follows orders, against the same script on one rank that nobody gives orders."""
-
 from __future__ import annotations
 
 import csv

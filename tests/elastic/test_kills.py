@@ -1,7 +1,3 @@
-"""A process is killed as a phase of a resize begins: the others go on from a consistent state, or end with an error
-that says so, and nobody hangs.
-"""
-
 from __future__ import annotations
 
 import signal
@@ -83,7 +79,6 @@ def test_one_is_killed(plan, victim, phase, tmp_path):
 
 @pytest.mark.slow
 def test_one_is_killed_that_others_fetch_from(tmp_path):
-    """Before it has told them where."""
     for number in range(3):
         (tmp_path / str(number)).mkdir()
     check(GROW, MEMBER, Phase.CHECK, tmp_path, own_folders="{}")

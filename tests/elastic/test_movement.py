@@ -1,5 +1,3 @@
-"""Who sends what to whom, against brute force over owners of single elements."""
-
 from __future__ import annotations
 
 import itertools
@@ -12,7 +10,6 @@ from patrickstar.elastic.movement import assign_ranks, find_moves
 
 
 def parts_of(numels, chunk_numel, num_ranks):
-    """By rank, from layouts as engines make them."""
     layouts = [
         _C.Layout.pack(
             numels, [_C.DType.FLOAT32] * len(numels), [True] * len(numels), chunk_numel, num_ranks=num_ranks, rank=rank
@@ -54,7 +51,6 @@ def equal_parts(numel, num_ranks):
 
 
 def test_no_other_order_of_ranks_keeps_more():
-    """By brute force over all choices of ranks that stay and of their places, in order or not."""
     for num_old, num_new in itertools.product(range(1, 6), repeat=2):
         check_order(num_old, num_new)
 

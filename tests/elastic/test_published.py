@@ -1,5 +1,3 @@
-"""Files in which shards travel: which move is in which, and what is written is what is read."""
-
 from __future__ import annotations
 
 import os
@@ -21,7 +19,6 @@ ARRAYS = {0: 3, 1: 3, 2: 1, 3: 3, 4: 1}
 
 
 def content(piece):
-    """Of a piece: no other has it."""
     text = f"{piece.move.source}{piece.move.target}{piece.move.param}{piece.array}".encode()
     return text * piece.move.numel
 

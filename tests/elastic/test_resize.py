@@ -1,5 +1,3 @@
-"""Training that changes its number of ranks, against the same training on one rank that does not."""
-
 from __future__ import annotations
 
 import pytest
@@ -16,7 +14,6 @@ ALONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def alone(number):
-    """The environment of a process that begins alone, on a GPU of its own where there are enough."""
     return ALONE | {"LOCAL_RANK": str(number % max(torch.cuda.device_count(), 1))}
 
 
@@ -70,14 +67,10 @@ def check(plan, folder, precision, loss_tolerance, own_folders=".", optimizer=No
 
 
 def test_one_two_four_three_and_one_rank(tmp_path):
-    """Every value, moment, count and random number is the same to the bit across each resize; losses are those of one
-    rank within rounding, and each sample of the epoch is seen once.
-    """
     check([1, 2, 4, 3, 1], tmp_path, "fp32", 1e-4)
 
 
 def test_processes_without_a_common_folder_fetch_what_they_need(tmp_path):
-    """As on hosts of their own: old ranks, processes that join, and one that leaves and has what others need."""
     for number in range(3):
         (tmp_path / str(number)).mkdir()
     check([1, 2, 3, 1], tmp_path, "fp32", 1e-4, own_folders="{}", optimizer=ON_HOST)

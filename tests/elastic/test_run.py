@@ -1,5 +1,3 @@
-"""Orders from whoever started the processes, against the same script that nobody gives orders."""
-
 from __future__ import annotations
 
 import threading
@@ -19,13 +17,10 @@ NEVER = 10**9
 
 
 def environment(number):
-    """The first process begins the run, the others are started to join it."""
     return {**ALONE, "PATRICKSTAR_ELASTIC_JOINS": "1" if number > 0 else "0"}
 
 
 class Started:
-    """Processes of a run, and what they return when it is over."""
-
     def __init__(self, num_processes, folder, num_steps):
         store = serve_rendezvous("127.0.0.1", 0)
         self.orders = Orders(store)
@@ -37,7 +32,6 @@ class Started:
         self._thread.start()
 
     def until(self, ask):
-        """What it answers when it answers something."""
         deadline = time.monotonic() + 60
         while (answer := ask()) is None or answer is False:
             assert self._thread.is_alive()
@@ -49,7 +43,6 @@ class Started:
         return self.until(lambda: self.orders.outcome(number))
 
     def let_train(self, num_steps):
-        """At least so many steps more."""
         first = self.until(self.orders.report).num_steps
         self.until(lambda: self.orders.report().num_steps >= first + num_steps)
 
@@ -61,7 +54,6 @@ class Started:
 
 @pytest.fixture(scope="module")
 def ordered(tmp_path_factory):
-    """A run of one, two, three and one rank that is stopped then."""
     folder = tmp_path_factory.mktemp("ordered")
     run = Started(3, folder, NEVER)
     outcomes, reports = [], []
@@ -78,7 +70,6 @@ def ordered(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(ordered, tmp_path_factory):
-    """One process that trains three steps more than the other run, from the beginning."""
     num_steps = ordered[0][0]["num_steps"] + 3
     folder = tmp_path_factory.mktemp("straight")
     (result,) = run_ranks(1, follow_orders, None, str(folder), num_steps, environment=environment)

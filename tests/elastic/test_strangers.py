@@ -1,5 +1,3 @@
-"""Access to an elastic run: orders, invitations and the run's files."""
-
 from __future__ import annotations
 
 import contextlib
@@ -192,7 +190,6 @@ def test_a_resize_forks_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("open_umask")
 def test_files_of_a_resize_are_the_users_alone(tmp_path):
-    """Which files they are: tests/elastic/test_published.py."""
     found = {}
 
     def note(phase):
@@ -209,7 +206,6 @@ def test_files_of_a_resize_are_the_users_alone(tmp_path):
 
 
 def test_state_comes_back_without_pickle(tmp_path):
-    """Plain values and tensors as they were; anything else is refused, by both sides."""
     state = {
         "a": [1, (2.5, None), {"b": float("inf"), 3: True}],
         "tensors": {"w": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "empty": torch.empty(0, 2)},

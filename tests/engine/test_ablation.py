@@ -1,5 +1,3 @@
-"""Mechanisms that a measurement leaves out (csrc/common/ablation.h): the same bits without them."""
-
 from __future__ import annotations
 
 import pytest
@@ -11,7 +9,6 @@ from tests.training import assert_same, make_host_config, promised, taken_over, 
 
 @pytest.fixture
 def left_out():
-    """``left_out(mechanisms)``, until the test is over."""
     yield _C.leave_out
     _C.leave_out([])
 

@@ -1,5 +1,3 @@
-"""A module that host memory would not hold in its own dtype: the engine says so before it closes, and stays open."""
-
 from __future__ import annotations
 
 import pytest

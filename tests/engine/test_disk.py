@@ -1,7 +1,3 @@
-"""Optimizer states on a disk under the host: no bit is another one, and a disk that fails loses nothing that a
-checkpoint held.
-"""
-
 from __future__ import annotations
 
 import copy
@@ -36,7 +32,7 @@ def config_of(precision="bf16", *, speculation="never", states="fp32", on_device
 
 @functools.cache
 def needed(case, precision, speculation="never", states="fp32", accumulate=1, numel=4096, optimizer="null"):
-    """Host memory for all states, and the least with a disk. ``optimizer`` as JSON."""
+    """Host bytes for all states, and the least with a disk. ``optimizer`` is JSON."""
     form = {"speculation": speculation, "states": states, "optimizer": json.loads(optimizer)}
     engine, _ = initialize_engine(case.build, 0, config_of(precision, default_chunk_size=numel, **form))
     with engine:
@@ -53,7 +49,7 @@ def disk(tmp_path, io="auto", **more):
 
 
 def on_disk(tmp_path, share=0.0, precision="bf16", *, accumulate=1, io="auto", case=GPT2, **more):
-    """The configuration of a host with ``share`` of the room between the least and what all states take."""
+    """A host with ``share`` of the room between the least and the bytes of all states."""
     form = more.get("speculation", "never"), more.get("states", "fp32")
     rule = json.dumps(more.get("optimizer"))
     everything, least = needed(case, precision, *form, accumulate, more.get("default_chunk_size", 4096), rule)
@@ -62,7 +58,6 @@ def on_disk(tmp_path, share=0.0, precision="bf16", *, accumulate=1, io="auto", c
 
 
 def check_passed_through(report):
-    """States were read and written, each once a step."""
     assert 0 < report["num_disk_chunks"] <= report["num_chunks"]
     assert report["disk_bytes"] > 0
     assert report["disk_read_bytes"] > 0
@@ -127,7 +122,6 @@ def test_gradients_that_accumulate(tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("speculation", ["always", "commit"])
 def test_random_delays(seed, speculation, tmp_path):
-    """On every queue, and a slow disk, they show a wait that is missing."""
     expected = train(GPT2, config_of(), steps=STEPS)
     delays = {"max_random_us": 500, "seed": seed}
 
@@ -142,9 +136,8 @@ def test_random_delays(seed, speculation, tmp_path):
 
 
 def test_states_that_come_back_from_the_device(tmp_path):
-    """A forward without a backward, and a backward that is interrupted, leave the plan: gradients find no room on the
-    host, and chunks are updated on the device. Their states come down into memory whose last chunk a slow disk is still
-    writing.
+    """A forward without a backward and an interrupted backward leave the plan: gradients find no room on the host and
+    chunks are updated on the device. Their states come down into memory whose last chunk a slow disk is still writing.
     """
     expected = train(GPT2, config_of(), steps=STEPS + 1)
     device_bytes = least_device_memory(GPT2, config_of(), steps=2) + needed(GPT2, "bf16")[0] // 2
@@ -173,7 +166,6 @@ def interrupt_backward(engine, loss):
 
 
 def test_three_tiers(tmp_path):
-    """With room on the device states move there, and others from the disk to where these were."""
     expected = train(GPT2, config_of(), steps=STEPS)
     everything, least = needed(GPT2, "bf16")
     device_bytes = least_device_memory(GPT2, config_of(), steps=2) + everything // 4
@@ -191,7 +183,6 @@ def test_three_tiers(tmp_path):
 
 
 def test_skipped_steps(tmp_path):
-    """Where gradients overflow nothing is updated, and values come back from masters on the disk."""
     config = config_of("fp16")
     config["fp16"] |= {"initial_scale_power": 24}
     expected = train(GPT2, config, steps=6)
@@ -202,8 +193,6 @@ def test_skipped_steps(tmp_path):
 
 
 def test_unfreezing_is_refused_where_the_host_is_full(tmp_path):
-    """The error says what to do; frozen again, training goes on with the same bits."""
-
     def frozen():
         model = gpt2(hidden=32, layers=12)
         model.transformer.h[0].requires_grad_(False)
@@ -226,7 +215,6 @@ def test_unfreezing_is_refused_where_the_host_is_full(tmp_path):
 
 @pytest.mark.parametrize("speculation", ["never", "commit"])
 def test_checkpoints(speculation, tmp_path):
-    """One of a run with a disk goes on without, and the other way round."""
     folder, states = tmp_path / "checkpoint", tmp_path / "disk"
     states.mkdir()
     with_disk = on_disk(states, 0.1, speculation=speculation)
@@ -249,7 +237,6 @@ FAULTS = {
 @pytest.mark.parametrize("speculation", ["never", "commit"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_disk_that_fails(fault, speculation, tmp_path):
-    """A named error within a step, an engine that can be closed, and a checkpoint that goes on with the same bits."""
     folder, states = tmp_path / "checkpoint", tmp_path / "disk"
     states.mkdir()
     config = on_disk(states, 0.1, speculation=speculation)
@@ -278,7 +265,6 @@ def test_a_disk_that_fails(fault, speculation, tmp_path):
 
 
 def test_a_disk_without_room(tmp_path):
-    """It is found before the first step; so is one that is given too little, and a folder that there is not."""
     config = on_disk(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
@@ -306,7 +292,6 @@ def test_deepspeeds_keys(tmp_path):
 
 
 def test_the_predicted_step_knows_the_disk(tmp_path):
-    """Once a step was measured, which needs a link that takes time."""
     found = []
 
     def look(engine, step):

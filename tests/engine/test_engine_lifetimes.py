@@ -1,5 +1,3 @@
-"""Engines that come and go in one process leave nothing behind, at once and without the garbage collector."""
-
 from __future__ import annotations
 
 import pytest

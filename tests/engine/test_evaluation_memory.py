@@ -1,5 +1,3 @@
-"""Evaluation and ``generate`` within the least device memory in which training fits."""
-
 from __future__ import annotations
 
 import pytest
@@ -46,7 +44,6 @@ def case_of(name, shape=SHAPE, tokens_per_sample=64):
 
 
 def check_fits(case, config, budget):
-    """Trains, evaluates and generates in turn within ``budget``."""
     batch = case.batch(torch.Generator().manual_seed(1))
     engine, optimizer = initialize_engine(case.build, 0, {**config, "device_memory": budget})
     with engine:

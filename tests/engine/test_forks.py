@@ -1,7 +1,3 @@
-"""Forks of a process with an engine (a DataLoader's workers, a subprocess): whatever they call of the engine is
-refused, and neither that nor how they end changes anything for the process that made it.
-"""
-
 from __future__ import annotations
 
 import atexit
@@ -30,7 +26,6 @@ PATIENCE_SECONDS = 30  # of a fork that hangs: its alarm ends it
 
 
 def refusals(engine, optimizer, loss, folder):
-    """{call: its error}, of a fork; one that came through says "none". Last it leaves a block of the engine."""
     x = torch.randn(4, WIDTH)
     weight = engine.module.layers[0].weight
 
@@ -76,7 +71,6 @@ def refusals(engine, optimizer, loss, folder):
 
 
 def in_a_fork(work, leave):
-    """What ``work()`` returns in a fork that ends by ``leave()``, and its exit status."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -101,15 +95,12 @@ def leave_at_once():
 
 
 def leave_by_exit():
-    """The end of a script: Python's and C's handlers, and whatever destructors do."""
     gc.collect()
     atexit._run_exitfuncs()
     ctypes.CDLL(None).exit(0)
 
 
 class Reads(Dataset):
-    """A data set whose items are what the engine says in a worker."""
-
     def __init__(self, work):
         self.work = work
 
@@ -126,9 +117,6 @@ def in_a_worker(work):
 
 
 def train(folder, forking):
-    """Losses and values of four steps. With ``forking``, forks try everything between a forward and its backward,
-    between that and the step, and between two steps; the third is what they said.
-    """
     torch.manual_seed(0)
     config = make_config("bf16", default_chunk_size=8192, device_memory="1MiB", rank_timeout_seconds=60)
     engine, optimizer = initialize_engine(Tower, 0, config)

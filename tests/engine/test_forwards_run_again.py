@@ -1,7 +1,3 @@
-"""A forward that ran out of device memory. Run again, it gives the numbers of one forward; where it cannot be, the
-error says why.
-"""
-
 from __future__ import annotations
 
 import collections
@@ -20,8 +16,6 @@ INPUTS = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Model(nn.Module):
-    """Runs out of memory once, where ``fails`` is set, behind what ``act`` does to ``hidden``."""
-
     fails = False
 
     def __init__(self, act):

@@ -1,5 +1,3 @@
-"""Frozen values and codes that stay on the device have no copy on the host; they go down once if they must leave."""
-
 from __future__ import annotations
 
 import itertools
@@ -18,13 +16,11 @@ ROOMY = {"bf16": 220_000, "fp16": 220_000, "fp32": 440_000}
 
 
 def with_sizes(sizes: list[int], build=Tower) -> Case:
-    """Batches of these sizes in turn."""
     steps = itertools.cycle(sizes)
     return Case(build, lambda generator: {"x": torch.randn(next(steps), 8, generator=generator)})
 
 
 def moved(run: Run, key: str) -> list[int]:
-    """Bytes, or numbers, of each step after the first."""
     return [after[key] - before[key] for before, after in zip(run.chunk_reports, run.chunk_reports[1:], strict=False)]
 
 
@@ -50,7 +46,6 @@ def test_what_stays_leaves_the_host(kind, precision):
 
 @pytest.mark.parametrize("kind", [None, "nf4"])
 def test_what_comes_and_goes_keeps_its_copy(kind):
-    """It is never copied back."""
     config = make_host_config("bf16", default_chunk_size=4096, device_memory=70_000, **quantization(kind))
     run = train(TOWER, config, steps=9)
     assert moved(run, "uploaded_bytes")[-1] > 2 * TRAINED_BYTES
@@ -60,7 +55,6 @@ def test_what_comes_and_goes_keeps_its_copy(kind):
 
 @pytest.mark.parametrize(("kind", "device_memory", "size"), [(None, 220_000, 56), ("nf4", 220_000, 72)])
 def test_pressure_takes_it_down_once(kind, device_memory, size):
-    """Long batches after short ones, and both again: what has left keeps its copy; codes return after eight steps."""
     sizes = [4] * 8 + [size] * 3 + [4, size] * 2
     config = make_config("bf16", default_chunk_size=4096, **quantization(kind))
     run = train(with_sizes(sizes), {**config, "device_memory": device_memory}, steps=len(sizes))
@@ -75,16 +69,12 @@ def test_pressure_takes_it_down_once(kind, device_memory, size):
 
 
 class HalfTrained(Tower):
-    """The last three layers are trained too."""
-
     def __init__(self):
         super().__init__()
         self.layers[9:].requires_grad_(True)
 
 
 def test_updates_ahead_take_the_room_and_give_it_back():
-    """On a host that has no room for any beside the frozen values, all start in backward once these have left it."""
-
     def run(**more):
         config = make_host_config("fp16", default_chunk_size=4096, **more)  # which needs room to update ahead
         config["optimizer"]["speculation"] = "always"
@@ -101,8 +91,6 @@ def test_updates_ahead_take_the_room_and_give_it_back():
 
 
 class Trained(Tower):
-    """As a whole."""
-
     def __init__(self):
         super().__init__()
         self.requires_grad_(True)
@@ -110,7 +98,6 @@ class Trained(Tower):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_trained_values_leave_with_their_states(precision):
-    """Of host memory others may have all, but for one gradient on its way."""
     limit, rooms = 2_000_000, []
 
     def look(engine, step):
@@ -125,8 +112,6 @@ def test_trained_values_leave_with_their_states(precision):
 
 
 def test_what_has_left_can_be_unfrozen():
-    """And read and written, which brings it back."""
-
     def look(engine, step):
         if step == 7:
             before.append(engine.full_value(engine.module.layers[5].weight).clone())

@@ -1,7 +1,3 @@
-"""The host's peak, predicted before the first step ends, against what the arena mapped in the end: at most 5 % more,
-and never less.
-"""
-
 from __future__ import annotations
 
 import pytest
@@ -30,7 +26,6 @@ CASES = {
 
 
 def peaks(case, config, accumulate=1):
-    """The report after the first backward of the first step, and that of the end."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(case.build, 0, config)
     with engine:
@@ -77,7 +72,6 @@ def test_predicted_against_mapped(name, precision):
 
 
 def test_gradients_that_accumulate():
-    """Known beforehand they are part of the prediction."""
     config = make_config("bf16", default_chunk_size=8 * 1024, device_memory="6MB")
     config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0}
     before, after = peaks(CASES["gpt2"], parse_config(config, Dialect.DEEPSPEED), accumulate=2)
@@ -87,7 +81,6 @@ def test_gradients_that_accumulate():
 
 
 def test_plans_without_an_engine_say_the_same():
-    """The pure function, given where states were and are."""
     config = make_config("bf16", default_chunk_size=8 * 1024, device_memory="12MB", host_memory="60MB")
     config["optimizer"]["speculation"] = "always"
     torch.manual_seed(0)

@@ -1,5 +1,3 @@
-"""The budget that an error names is enough: whoever obeys it gets past the step that failed, on every rank."""
-
 from __future__ import annotations
 
 import os
@@ -31,7 +29,6 @@ class Net(nn.Module):
 
 
 def train(budget, done):
-    """Trains; ``done`` grows by each step. The state."""
     rank = int(os.environ.get("RANK", 0))
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(Net, 0, {"device_memory": budget, "default_chunk_size": 4160})
@@ -46,7 +43,7 @@ def train(budget, done):
 
 
 def climb():
-    """Obeys each error; what was seen, (budget, steps done). The last budget changes no bit."""
+    """Obeys each error; (budget, steps done) of each attempt."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("gloo")
     seen, budget = [], 1

@@ -1,5 +1,3 @@
-"""Host memory: never a second copy of the model, budgets kept, the arena's books right."""
-
 from __future__ import annotations
 
 import json
@@ -46,8 +44,8 @@ print(json.dumps(figures))
 
 
 def test_the_model_is_never_held_twice():
-    """50 M parameters: 4 bytes each while the model is built, plus one chunk; 14 in training, plus the device's
-    slots.
+    """50 M parameters: 4 bytes each while the model is built, and one chunk; 14 in training, and the device's
+    buffers.
     """
     output = subprocess.run([sys.executable, "-c", _INIT_SCRIPT], text=True, capture_output=True, check=True).stdout
     figures = json.loads(output.splitlines()[-1])
@@ -62,7 +60,6 @@ def test_the_model_is_never_held_twice():
 
 
 def test_host_budget_is_kept():
-    """Fourteen bytes a parameter and one spare chunk are enough; accumulation asks for more and says so."""
     config = make_config("bf16", default_chunk_size=2048, device_memory="200KB")
     config["optimizer"]["params"]["use_hybrid_adam"] = False
     count = sum(p.numel() for p in Mlp().parameters())
@@ -83,8 +80,6 @@ def test_host_budget_is_kept():
 
 
 def test_states_go_to_the_device_when_the_host_is_full():
-    """Host and device budgets together hold the model; numbers are the same."""
-
     def run(**budgets):
         torch.manual_seed(0)
         engine, optimizer = initialize_engine(Mlp, 0, make_config("bf16", default_chunk_size=2048, **budgets))

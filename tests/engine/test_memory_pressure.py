@@ -1,5 +1,3 @@
-"""Never out of memory while it would fit: tides that rise, forwards that are run again."""
-
 from __future__ import annotations
 
 import gc
@@ -23,7 +21,7 @@ LENGTHS = (128, 512, 4096, 256, 2048, 128, 4096)
 
 
 class TokenWise(nn.Module):
-    """Its tide grows with the length of the sequence, from far below its parameters to far above them."""
+    """Activation memory grows with the sequence, from far below the parameters' to far above."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +41,6 @@ class TokenWise(nn.Module):
 
 
 def alternating(lengths) -> Case:
-    """Batches of one sequence, of these lengths in turn."""
     step = -1
 
     def batch(generator):
@@ -57,9 +54,6 @@ def alternating(lengths) -> Case:
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_alternating_sequence_lengths(precision, caplog):
-    """The tide of the first step is that of the shortest sequence; the longest still fits into the least budget that it
-    fits into alone.
-    """
     least = least_device_memory(alternating([4096]), make_config(precision))
     expected = train(alternating(LENGTHS), make_config(precision), steps=len(LENGTHS))
     caplog.set_level(logging.INFO, "patrickstar")
@@ -88,8 +82,6 @@ def test_evaluation_of_longer_batches_between_steps():
 
 
 class RunsOut(Mlp):
-    """Runs out of device memory at its ``failures``-th forwards, half way through."""
-
     failures: set[int] = set()
     calls = 0
 
@@ -155,7 +147,6 @@ class TooLarge(nn.Linear):
 
 
 def test_a_forward_that_always_runs_out_says_where_and_what_helps():
-    """The module, what was asked for, the budget, and a device_memory that is at least that."""
     engine, _ = initialize_engine(HeadRunsOut, 0, make_config(device_memory="1MB"))
     with engine:
         inputs = torch.randn(1000, 64)
@@ -189,7 +180,6 @@ CHECKPOINTED, LEAVES = "gradient_checkpointing_enable(", '"activations": {"offlo
     ],
 )
 def test_remedies_are_named_where_they_apply(activations, checkpoints, named, others):
-    """By their keys of the configuration; what it asks for already is left out."""
     model = MODELS["llama"].build()
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -204,7 +194,6 @@ def test_remedies_are_named_where_they_apply(activations, checkpoints, named, ot
 
 
 def test_remedies_of_a_divided_model_leave_its_loss():
-    """Which is never made of all logits; its MLPs can be computed in tiles."""
     model = MODELS["llama"].build()
     parallelize(model, MeshGroup.alone())
     remedies = "; ".join(ActivationRemedies(model, parse_config(make_config())).texts())
@@ -223,7 +212,6 @@ def test_remedies_of_other_models_are_no_keys_that_would_be_refused():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_buffers_are_as_if_the_first_attempt_had_not_been(precision, caplog):
-    """Running statistics, a counter and a buffer that is assigned change before the forward runs out of memory."""
     case = Case(CountsAndRunsOut, MODELS["mlp"].batch, MODELS["mlp"].loss)
     case_that_fails([])
     expected = train(case, make_config(precision), steps=4)
@@ -316,7 +304,6 @@ def test_a_backward_that_ran_out_of_memory_can_be_run_again():
 
 
 def test_inputs_that_find_no_room(monkeypatch, caplog):
-    """Moving a batch to the device is part of the forward, which is run again where that ran out of memory."""
     inputs = torch.randn(2, 64)
     move = torch.Tensor.to
     refused = []
@@ -337,15 +324,11 @@ def test_inputs_that_find_no_room(monkeypatch, caplog):
 
 
 def test_gradients_that_left_are_back_before_the_step():
-    """Late in the last backward activations rise, and gradients of chunks whose states are on the device leave it. They
-    come back when backward is over, as far as there is room, before their updates' turn comes; no number changes.
-    """
     config = make_config("bf16", default_chunk_size=16 * 1024, gradient_clipping=1.0)
     case = Case(lambda: gpt2(hidden=64, layers=6), token_batch)
     budget = 4 * least_device_memory(case, config)
 
     def trained(rise_bytes):
-        """Losses; by step, how many chunks' gradients were not on the device late in backward, and after it."""
         torch.manual_seed(0)
         engine, optimizer = initialize_engine(case.build, 0, {**config, "device_memory": budget})
         generator = torch.Generator().manual_seed(1)

@@ -1,5 +1,3 @@
-"""Lion and SGD with momentum through the engine: torch's bits in float32, and for any placement the same bits."""
-
 from __future__ import annotations
 
 import functools
@@ -43,7 +41,7 @@ def config_of(rule, precision="bf16", *, on_device=True, speculation="auto", sta
 
 
 def lion(params, lr, betas, weight_decay):
-    """Chen et al. 2023, algorithm 2; lerp(m, g, 1 - beta) is beta * m + (1 - beta) * g. Gives its step."""
+    """Chen et al. 2023, algorithm 2; lerp(m, g, 1 - beta) is beta * m + (1 - beta) * g."""
     momenta = [torch.zeros_like(param) for param in params]
 
     @torch.no_grad()
@@ -59,7 +57,6 @@ def lion(params, lr, betas, weight_decay):
 
 
 def plainly(case, rule, steps, seed=0):
-    """Losses and parameters with plain PyTorch in float32."""
     torch.manual_seed(seed)
     module = case.build()
     params = list(module.parameters())
@@ -79,7 +76,6 @@ def plainly(case, rule, steps, seed=0):
 @pytest.mark.parametrize("rule", PARAMS)
 @pytest.mark.parametrize("name", ["gpt2", "mixture_of_experts"])
 def test_the_bits_of_torch(rule, name):
-    """Clipping aside, float32 training with plain PyTorch gives the very same numbers."""
     case = MODELS[name]
     losses, state = plainly(case, rule, 8)
     run = train(case, config_of(rule, "fp32"), steps=8)
@@ -102,7 +98,6 @@ def least(rule, states="fp32"):
 @pytest.mark.parametrize("rule", PARAMS)
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_budgets_and_sides(rule, states):
-    """Nothing that decides where and when a chunk is updated changes a bit."""
     roomy = expected(rule, states=states)
     for config in (
         config_of(rule, states=states, device_memory=least(rule, states)),
@@ -115,7 +110,6 @@ def test_budgets_and_sides(rule, states):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_other_precisions(rule, precision):
-    """float16: a loss scale that overflows at first."""
     roomy = expected(rule, precision)
     config = config_of(rule, precision, on_device=False, speculation="always", default_chunk_size=4096)
     run = train(WIDE, config, steps=STEPS)
@@ -126,7 +120,6 @@ def test_other_precisions(rule, precision):
 @pytest.mark.parametrize("rule", PARAMS)
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_clipping_that_always_acts(rule, states):
-    """Parameters are made in backward for all factors near the last one, states behind the step."""
     roomy = expected(rule, states=states, clipping=1e-3)
     config = config_of(rule, states=states, on_device=False, speculation="always", gradient_clipping=1e-3)
     run = train(WIDE, config, steps=STEPS)
@@ -145,7 +138,6 @@ def test_accumulation(rule):
 
 
 def bytes_per_parameter(config):
-    """Of what an engine keeps, where it is at home."""
     engine, _ = initialize_engine(WIDE.build, 0, config)
     with engine:
         chunks = [engine._session.layout.chunk(i) for i in range(engine._session.layout.num_chunks)]
@@ -157,7 +149,6 @@ def bytes_per_parameter(config):
     ("states", "waiting", "committed"), [("fp32", 10, 8), ("bf16", 8, 6), ("8bit", 2 + 4 + 1.016, 2 + 2 + 1.016)]
 )
 def test_bytes_per_parameter(states, waiting, committed):
-    """With momentum alone; where updates are committed in backward the master is split."""
     for speculation, expects in (("auto", waiting), ("commit", committed)):
         found = bytes_per_parameter(config_of("Lion", states=states, speculation=speculation))
         assert expects - 1e-2 <= found < expects + (0.4 if states == "8bit" else 1e-6)  # the embedding counts
@@ -166,7 +157,7 @@ def test_bytes_per_parameter(states, waiting, committed):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_committed_in_backward(rule, states):
-    """Masters are split, and parameters rounded away from zero where they are halfway, once in 2^17."""
+    """Masters are split; values halfway between two parameters are rounded away from zero, once in 2^17."""
     config = functools.partial(config_of, rule, states=states, speculation="commit")
     roomy = train(WIDE, config(), steps=STEPS)
     need = least_device_memory(WIDE, config(on_device=False), steps=2)
@@ -237,8 +228,6 @@ def frozen():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_groups_schedules_and_parameters_that_stay_with_pytorch(rule):
-    """Options of a group's own, a learning rate that changes, an embedding in host memory."""
-
     def groups(module):
         embedding = [module.transformer.wte.weight]
         others = [param for param in module.parameters() if param is not embedding[0]]

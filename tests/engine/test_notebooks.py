@@ -1,5 +1,3 @@
-"""Cells that are run again, in IPython's shell."""
-
 from __future__ import annotations
 
 import gc
@@ -26,7 +24,6 @@ optimizer.step()
 
 @pytest.fixture
 def run():
-    """Runs a cell in a shell as a notebook does; raises what it raised."""
     from IPython.core.interactiveshell import InteractiveShell  # takes a while to load
 
     main = sys.modules["__main__"]  # which the shell replaces
@@ -62,7 +59,6 @@ CELLS = {
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_cell_that_is_run_again(cell, run):
-    """One engine is open, whatever the cells in between left."""
     for _ in range(3):
         run(cell)
         assert len(open_sessions()) == 1
@@ -73,7 +69,6 @@ def test_a_cell_that_is_run_again(cell, run):
 
 
 def test_another_budget_in_the_same_cell(run):
-    """Budgets of open engines would have to be the same."""
     for budget in ("1MiB", "2MiB"):
         run(f'engine, optimizer = initialize_engine(Net, 0, {{**config, "device_memory": "{budget}"}})')
         names = run(STEP)
@@ -107,7 +102,6 @@ def test_two_engines_that_are_wanted(cells, run):
 
 @pytest.mark.slow
 def test_a_list_of_engines_that_is_made_again(run):
-    """They are freed by the garbage collector, since nothing leads to them."""
     for _ in range(2):
         run(
             "engines = []\nfor _ in range(2):\n    engine, _ = initialize_engine(Net, 0, config)\n"
@@ -118,7 +112,6 @@ def test_a_list_of_engines_that_is_made_again(run):
 
 
 def test_an_engine_in_the_way_is_named(run):
-    """A name that the statement does not assign holds it."""
     run("first = initialize_engine(Net, 0, config)")
     with pytest.raises(ValueError, match="all engines of a process share one budget") as raised:
         run('second = initialize_engine(Net, 0, {**config, "device_memory": "2MiB"})')

@@ -1,5 +1,3 @@
-"""The engine as a name for its module, engines that nothing names any more, and closing that fails half way."""
-
 from __future__ import annotations
 
 import copy
@@ -58,7 +56,6 @@ def test_attributes_of_the_module(open_engine):
 
 
 def test_hugging_face_names(tmp_path):
-    """``generate``, ``save_pretrained`` and the model's ``config``."""
     torch.manual_seed(0)
     plain = MODELS["gpt2"].build().eval()
     tokens = torch.tensor([[1, 2, 3]])
@@ -90,8 +87,6 @@ def test_an_engine_is_not_copied(copied):
 
 
 def test_an_engine_that_a_cell_left_open():
-    """No name of it is left, but a traceback may keep it: it is closed by name of the process."""
-
     def cell():
         engine, _ = initialize_engine(lambda: module, 0, make_config("bf16"))
         engine(torch.ones(2, 8))
@@ -124,14 +119,12 @@ def train_once(module):
 
 
 def test_a_teardown_that_fails_half_way():
-    """Each part is done, whichever fails; the first failure is raised, and the next engine opens."""
     num_parts = close_with_failures(set())
     for failing in [{part} for part in range(num_parts)] + [{0, num_parts - 1}, {1, 4, 5}, set(range(num_parts))]:
         close_with_failures(failing)
 
 
 def close_with_failures(failing):
-    """How many parts the teardown has, of which those in ``failing`` raise when they are done, by index."""
     module = Net()
     before = module.layer.weight.detach().clone()
     engine, _ = initialize_engine(lambda: module, 0, make_config("bf16"))

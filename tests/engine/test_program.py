@@ -1,5 +1,3 @@
-"""An engine's step is the program of its plan (csrc/plan/ops.h): the same instructions, in the same order."""
-
 from __future__ import annotations
 
 import collections
@@ -35,7 +33,6 @@ WAYS = {
 
 
 def step_of(way, room, hybrid=False, plan_of=lambda engine: engine.plan()):
-    """The program of a plan and the trace of the step that follows it."""
     budget = int(room * least_device_memory(LAYERS, make_config("bf16", default_chunk_size=16 * 1024)))
     programs = []
 
@@ -51,10 +48,9 @@ def step_of(way, room, hybrid=False, plan_of=lambda engine: engine.plan()):
 
 
 def orders(program, trace):
-    """By track, chunks and kinds of arrays in their order: planned, and carried out.
-
-    Uploads and updates on the host are sorted: a value that is still being made is passed over, and updates in backward
-    come in the order of need. After the norm one span, with the first one's chunk, stands for several small chunks.
+    """By track, chunks and kinds of arrays in order: planned, and executed. Uploads and host updates are sorted, since
+    a value in the making is passed over and updates in backward come in the order of need. After the norm one span,
+    named by the first chunk, stands for several small chunks.
     """
     planned, carried_out = collections.defaultdict(list), collections.defaultdict(list)
     spans = collections.defaultdict(list)
@@ -90,8 +86,6 @@ def test_a_step_is_its_program(way, room, hybrid):
 
 
 def test_visits():
-    """Every other chunk's, chosen by hand: the plan of so small a model has none."""
-
     def visit(engine):
         plan = engine.plan()
         recipes = ["VISIT" if chunk % 2 == 0 else one for chunk, one in enumerate(plan.times.updates)]

@@ -1,7 +1,3 @@
-"""Frozen weights in 4 and 8 bits: the values of the published formulas, the same bits wherever they are, and the bytes
-that they take.
-"""
-
 from __future__ import annotations
 
 import logging
@@ -21,7 +17,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def frozen_llama() -> nn.Module:
-    """Its linear layers are frozen, but for the head; embeddings and norms are trained."""
     model = llama()
     for name, param in model.named_parameters():
         param.requires_grad_("proj" not in name)
@@ -36,7 +31,6 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def plain_model(kind: str, dtype: torch.dtype) -> nn.Module:
-    """With plain PyTorch, the frozen weights replaced by what quantisation makes of them."""
     torch.manual_seed(0)
     model = frozen_llama()
     with torch.no_grad():
@@ -51,7 +45,6 @@ def plain_model(kind: str, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_values_are_those_of_the_formulas(kind, precision):
-    """In state dicts, in what the model computes, and when the engine gives it back."""
     dtype = DTYPES[precision]
     plain = plain_model(kind, dtype)
     batch = token_batch(torch.Generator().manual_seed(1))
@@ -69,7 +62,6 @@ def test_values_are_those_of_the_formulas(kind, precision):
 
 
 def test_training_is_that_of_plain_pytorch():
-    """In float32, where ours and torch.optim's updates are the same up to rounding."""
     plain = plain_model("nf4", torch.float32)
     optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -89,7 +81,6 @@ def test_training_is_that_of_plain_pytorch():
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_budgets_change_no_bit(kind):
-    """All on the device; chunks come and go; codes on the device; other chunk sizes; without room on the host."""
     config = {"quantization": {"type": kind}}
     reference = train(CASE, make_config("bf16", **config), steps=5)
     assert len({report["uploaded_bytes"] for report in reference.chunk_reports}) == 1
@@ -116,8 +107,6 @@ def test_budgets_change_no_bit(kind):
     ],
 )
 def test_states_of_what_is_trained_beside(options):
-    """They do not concern what is quantised."""
-
     def run(**more):
         config = make_config("bf16", quantization={"type": "nf4"}, default_chunk_size=4096, **more)
         config["optimizer"] |= options
@@ -132,7 +121,7 @@ def test_states_of_what_is_trained_beside(options):
 
 
 class Tower(nn.Module):
-    """Frozen layers above a trained one; of width 64 each is as large as a chunk of 4096 elements."""
+    """Frozen layers above a trained one; with width 64 each layer fills a chunk of 4096 elements."""
 
     def __init__(self, num_layers: int = 12, width: int = 64):
         super().__init__()
@@ -159,7 +148,7 @@ TRAINED_BYTES = 2 * (8 * 64 + 128)
 
 
 def tower_bytes(**config) -> tuple[int, int]:
-    """Uploaded and downloaded bytes of the last of several steps, which are those of its plan."""
+    """Uploaded and downloaded bytes of the last step, which has a plan."""
     config = make_host_config("bf16", default_chunk_size=4096, device_memory=30_000, **config)
     reports = train(TOWER, config, steps=6).chunk_reports
     moved = tuple(reports[-1][key] - reports[-2][key] for key in ("uploaded_bytes", "downloaded_bytes"))
@@ -168,7 +157,6 @@ def tower_bytes(**config) -> tuple[int, int]:
 
 
 def test_bytes_over_the_link():
-    """What goes up is codes and scales; nothing of a frozen chunk comes down."""
     whole, whole_down = tower_bytes()
     num_fetches, rest = divmod(whole - 2 * TRAINED_BYTES, 2 * 4096)
     assert rest == 0 and num_fetches >= 20  # of 24 uses: 12 layers, forward and backward
@@ -181,7 +169,6 @@ def test_bytes_over_the_link():
 
 
 def test_codes_move_to_the_device():
-    """Where they fit there and values do not: nothing is uploaded any more."""
     config = make_config("bf16", default_chunk_size=4096, quantization={"type": "nf4"})
     roomy = train(TOWER, {**config, "device_memory": 110_000}, steps=6)
     rows = roomy.chunk_reports
@@ -210,7 +197,6 @@ def chunk_kinds(engine) -> dict[str, _C.QuantType]:
 
 
 def test_which_weights():
-    """Of a model in which all is frozen but the norms: linear layers, without the head and what is named."""
     model = llama()
     for name, param in model.named_parameters():
         param.requires_grad_("norm" in name)
@@ -274,7 +260,6 @@ def test_a_resize_is_refused():
 
 
 def test_values_that_are_written():
-    """The same ones stay as they are, others are quantised."""
     torch.manual_seed(0)
     engine, _ = initialize_engine(frozen_llama, 0, make_config("bf16", quantization={"type": "nf4"}))
     with engine:
@@ -297,8 +282,6 @@ def test_what_the_log_says(caplog):
 
 
 def test_checkpoints(tmp_path):
-    """Resumed with the same bits; and the base comes back where it was another one."""
-
     def run(steps, *, load=False, save=False, seed=0):
         torch.manual_seed(seed)
         config = make_config("bf16", device_memory=400_000, default_chunk_size=2048, quantization={"type": "nf4"})

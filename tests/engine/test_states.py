@@ -1,5 +1,3 @@
-"""Moments of 16 and 8 bits: fewer bytes, nearly AdamW's losses, and for given states the same bits in any placement."""
-
 from __future__ import annotations
 
 import functools
@@ -33,7 +31,6 @@ def expected(states, precision="bf16", clipping=0.0) -> Run:
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_budgets_and_sides(states, precision):
-    """Nothing that decides where and when a chunk is updated changes a bit."""
     roomy = expected(states, precision)
     least = least_device_memory(WIDE, config_of(states, precision))
     for config in (
@@ -45,7 +42,6 @@ def test_budgets_and_sides(states, precision):
 
 
 def bytes_per_parameter(config):
-    """Of what an engine keeps, where it is at home."""
     engine, _ = initialize_engine(WIDE.build, 0, config)
     with engine:
         chunks = [engine._session.layout.chunk(i) for i in range(engine._session.layout.num_chunks)]
@@ -54,9 +50,7 @@ def bytes_per_parameter(config):
 
 @pytest.mark.parametrize(("states", "expects"), [("bf16", 8), ("8bit", 6.03)])
 def test_committed_in_backward(states, expects):
-    """Masters are split, for two bytes less. Where a master is halfway between two compute values there, they are
-    rounded otherwise than without promise, once in 2^17.
-    """
+    """Split masters take two bytes less. Values halfway between two parameters are rounded otherwise, once in 2^17."""
     roomy = train(WIDE, config_of(states, speculation="commit"), steps=STEPS)
     on_host = config_of(states, speculation="commit", on_device=False)
     least = least_device_memory(WIDE, on_host, steps=2)
@@ -71,7 +65,6 @@ def test_committed_in_backward(states, expects):
 
 @pytest.mark.parametrize("states", STATES)
 def test_clipping_that_always_acts(states):
-    """Parameters are made in backward for all factors near the last one, states behind the step."""
     roomy = expected(states, clipping=1e-3)
     run = train(
         WIDE,
@@ -113,7 +106,6 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(states, on_device, tmp_pa
 
 
 def test_which_parameters_keep_float32():
-    """With 8 bits embeddings, norms, biases and small matrices, as published; with bfloat16 none."""
     for states, kept in (("bf16", False), ("8bit", True)):
         engine, _ = initialize_engine(WIDE.build, 0, config_of(states))
         with engine:

@@ -1,7 +1,3 @@
-"""bfloat16 parameters without masters: 4.03 bytes per parameter, nearly AdamW's losses, and in any placement the same
-bits.
-"""
-
 from __future__ import annotations
 
 import functools
@@ -41,7 +37,6 @@ def least(states):
 
 @pytest.mark.parametrize(("states", "lion"), [("fp32", False), ("bf16", False), ("8bit", False), ("8bit", True)])
 def test_budgets_and_sides(states, lion):
-    """Nothing that decides where a chunk is updated changes a bit. Random delays show a wait that is missing."""
     delays = {"max_random_us": 500, "seed": 1}
     for more in (
         {"on_device": False},
@@ -54,9 +49,6 @@ def test_budgets_and_sides(states, lion):
 
 
 def test_gradients_that_wait():
-    """For the norm: the bits of updates that are committed where nothing is clipped; and where clipping acts, or two
-    backwards make a step, those of any placement.
-    """
     for more in ({}, {"on_device": False, "default_chunk_size": 4096, "device_memory": least("8bit")}):
         run = train(WIDE, config_of(speculation="auto", **more), steps=STEPS)
         assert promised(run.report) == 0
@@ -75,7 +67,6 @@ def test_gradients_that_wait():
     [("fp32", "commit", 10), ("bf16", "commit", 6), ("8bit", "commit", 4.03), ("8bit", "auto", 6.03)],
 )
 def test_bytes_per_parameter(states, speculation, expects):
-    """A gradient that waits has 2 of its own."""
     engine, _ = initialize_engine(WIDE.build, 0, config_of(states, speculation=speculation))
     with engine:
         chunks = [engine._session.layout.chunk(i) for i in range(engine._session.layout.num_chunks)]
@@ -86,7 +77,6 @@ def test_bytes_per_parameter(states, speculation, expects):
 
 @pytest.mark.parametrize("speculation", ["commit", "never"])
 def test_states_on_both_sides(speculation):
-    """What the host lacks of a model the device has, beside the least that it needs."""
     config = config_of("bf16", default_chunk_size=4096, speculation=speculation)
     roomy = train(WIDE, config, steps=3)
     count = roomy.report["num_chunk_elements"]
@@ -100,7 +90,6 @@ def test_states_on_both_sides(speculation):
 
 
 def test_losses_are_nearly_those_of_adamw():
-    """Of 6 steps from scratch; and rounding is on average none, so that small steps are not lost."""
     exact = train(WIDE, config_of("fp32", master="exact"), steps=STEPS)
     gaps = [abs(a - b) / b for a, b in zip(expected("fp32").losses, exact.losses, strict=True)]
     print(f"{max(gaps):.1e}")
@@ -108,7 +97,6 @@ def test_losses_are_nearly_those_of_adamw():
 
 
 def test_values_are_the_parameters():
-    """What a state dict holds in float32 are bfloat16 values, also right after it was loaded."""
     for value in expected().state.values():
         assert_same_bits(value.bfloat16().to(value.dtype), value)
     engine, _ = initialize_engine(gpt2, 0, config_of())

@@ -1,5 +1,3 @@
-"""Updates that the device makes for the host ([Note: visits], csrc/engine/visits.h) change no bit."""
-
 from __future__ import annotations
 
 import functools
@@ -27,8 +25,6 @@ def expected(**kwargs):
 
 
 def visiting(which, piece_numel=PIECE):
-    """From the second step on, chunks visit for which ``which(step, chunk)`` is true."""
-
     def choose(engine, step):
         count = engine._session.layout.num_chunks
         engine._session.runtime.set_visits([step > 0 and which(step, chunk) for chunk in range(count)], piece_numel)

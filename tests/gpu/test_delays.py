@@ -1,5 +1,3 @@
-"""Random delays on every stream of a real GPU: a wait that is missing shows in the numbers."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Optimizer states on a disk beside a real GPU: the same bits, also while states are moved between all three."""
-
 from __future__ import annotations
 
 import pytest

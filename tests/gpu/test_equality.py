@@ -1,5 +1,3 @@
-"""Placement never changes numbers, on a real GPU: ``make test-gpu``."""
-
 from __future__ import annotations
 
 import pytest
@@ -28,7 +26,6 @@ WIDE = Case(wide_gpt2, wide_batch)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_budgets(precision):
-    """20 steps: everything resident = 1/4 of model data = 1/8 of it; reserved memory never exceeds the budget."""
     unlimited = train(WIDE, make_config(precision, default_chunk_size=4 * MIB))
     assert unlimited.report["num_device_state_chunks"] == unlimited.report["num_chunks"]
     model_data = unlimited.report["num_parameters"] * (16 if precision == "fp32" else 14)
@@ -51,7 +48,6 @@ def test_budgets(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_where_adam_runs(precision):
-    """The CPU's Adam and the GPU's give the same bits, clipping included."""
     config = make_config(precision, gradient_clipping=0.1, default_chunk_size=4 * MIB)
     on_gpu = train(WIDE, config)
     config["optimizer"]["params"]["use_hybrid_adam"] = False
@@ -95,9 +91,6 @@ def test_accumulation(precision):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_models(name, precision, monkeypatch):
-    """Every model: everything resident, and states on the host with chunks of a few KiB, fetched on demand into little
-    memory.
-    """
     config = make_config(precision, gradient_clipping=1.0)
     resident = train(MODELS[name], config, steps=6)
     make_options = core_setup.make_engine_options
@@ -116,7 +109,6 @@ def test_models(name, precision, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lstm", "mixture_of_experts"])
 def test_against_pytorch(name):
-    """float32 against torch.optim on the CPU: other kernels, so only close."""
     run = train(MODELS[name], make_config(), steps=10)
     error = relative_error(run, train_plain(MODELS[name], steps=10))
     print(f"{name}: parameters within {error:.1e} of the CPU's")

@@ -1,5 +1,5 @@
-"""Evaluation and ``generate`` on a GPU within a budget near the least in which training fits: the allocator of a GPU
-leaves blocks in pieces, so that the least one is not the same in each run.
+"""Evaluation and ``generate`` within a budget near training's least. The GPU's allocator leaves blocks in pieces, so
+the least budget differs between runs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""With a GPU threads are pinned and leave a core to the launching thread; no number changes."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Attention that is kept for backward, by the kernels of a GPU: the same bits, fewer calls."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Optimizers of one moment, and parameters without masters, on a real GPU: the same bits on either side."""
-
 from __future__ import annotations
 
 import pytest

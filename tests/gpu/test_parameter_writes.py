@@ -1,5 +1,3 @@
-"""Writes and reads of parameters in chunks on a GPU."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Quantised chunks on a GPU: the kernel gives the bits of the host's, and training those of any budget."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Groups of ranks over NCCL on all GPUs of the machine: the bits of the host, and the end of a killed rank."""
-
 import os
 import signal
 
@@ -66,7 +64,6 @@ def lose_the_last_rank(device_index=None):
 
 
 def test_a_killed_rank():
-    """With one GPU this is the launcher's report alone."""
     outcomes = rank_outcomes(NUM_RANKS, lose_the_last_rank, timeout_seconds=180, environment=see_gpus)
     assert outcomes[-1].returncode == -signal.SIGKILL
     for outcome in outcomes[:-1]:

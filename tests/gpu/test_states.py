@@ -1,5 +1,3 @@
-"""Moments of fewer bytes on a real GPU: the same bits on either side and in any budget."""
-
 from __future__ import annotations
 
 import pytest
@@ -26,7 +24,6 @@ def test_sides_and_budgets(states, precision):
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_committed_in_backward(states):
-    """With split masters."""
     on_gpu = train(WIDE, config_of(states, speculation="commit", default_chunk_size=4 * MIB))
     on_cpu = train(WIDE, config_of(states, speculation="commit", on_device=False))
     assert promised(on_gpu.report) > 0 < promised(on_cpu.report)

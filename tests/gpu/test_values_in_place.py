@@ -1,5 +1,3 @@
-"""New parameters in the place of the old ones on a real GPU: the same bits whatever the step turns out to be."""
-
 from __future__ import annotations
 
 import pytest
@@ -14,13 +12,11 @@ CHUNK = {"default_chunk_size": MIB}
 
 
 def plain(**config) -> dict:
-    """Every update waits for the norm."""
     return on_host("bf16", "never", **CHUNK, **config)
 
 
 @pytest.fixture(scope="module")
 def host_memory() -> int:
-    """For the states, and half a byte per parameter beside them."""
     report = train(WIDE, plain(), steps=2).report
     return report["host_peak_bytes"] + report["num_chunk_elements"] // 2
 
@@ -36,7 +32,6 @@ def expect_in_place(run: Run) -> None:
 
 @pytest.mark.parametrize("rank", [None, 1, 4, 7])
 def test_states_on_the_host(host_memory, rank):
-    """Without clipping, and clipping in most, some and few of eight steps."""
     norms = sorted(train(WIDE, plain(gradient_clipping=1e9), steps=8).grad_norms)
     clipping = {} if rank is None else {"gradient_clipping": norms[rank]}
     run = train(WIDE, on_host("bf16", "always", host_memory=host_memory, **CHUNK, **clipping), steps=8)

@@ -1,5 +1,3 @@
-"""Updates that a real GPU makes for the host ([Note: visits], csrc/engine/visits.h): the same bits."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,6 +1,6 @@
-"""What works with PEFT: the rows of docs/compatibility.md, each with the run that shows it.
+"""The rows of docs/compatibility.md on PEFT, each with the run that shows it.
 
-``python -m tests.integrations.compatibility`` writes the table; ``test_peft.py`` runs every row and compares the page.
+``python -m tests.integrations.compatibility`` writes the table; test_peft.py runs every row and compares the page.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _ATTENTION = ["q_proj", "v_proj"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table."""
-
     name: str
     """What is used, with PEFT's own names."""
     adapt: Callable[[nn.Module], PeftModel]
@@ -136,8 +134,6 @@ def build(row: Row) -> PeftModel:
 
 @dataclasses.dataclass
 class Adapted:
-    """A training of a row."""
-
     losses: list[float]
     adapters: dict[str, torch.Tensor]
     report: dict[str, Any]
@@ -158,7 +154,6 @@ def train_plain(row: Row) -> Adapted:
 
 
 def train_in_engine(row: Row, folder: Path) -> Adapted:
-    """Also saves the adapters into ``folder`` while the engine is open."""
     config = make_config(row.precision, gradient_clipping=0.1, default_chunk_size=4096, device_memory=600_000)
     engine, optimizer = initialize_engine(
         lambda: build(row), 0, config, lambda model: [param for param in model.parameters() if param.requires_grad]
@@ -177,7 +172,6 @@ def train_in_engine(row: Row, folder: Path) -> Adapted:
 
 
 def page() -> str:
-    """docs/compatibility.md."""
     rows = [f"| {row.name} | {'1 %' if row.precision == 'bf16' else '1e-6'} | yes | {row.note} |" for row in ROWS]
     more = [f"| {name} | {what} | {f'`{test}`' if test else ''} |" for name, what, test in MORE]
     return "\n".join(

@@ -1,5 +1,3 @@
-"""Rank 0's model is everybody's, whoever makes the engine."""
-
 from __future__ import annotations
 
 from tests.integrations import first_rank

@@ -1,5 +1,3 @@
-"""Models of Hugging Face with a fused loss against the same models as they are."""
-
 import copy
 
 import pytest

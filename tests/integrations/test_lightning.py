@@ -1,5 +1,3 @@
-"""Lightning's Trainer with our strategy, against the same Trainer with Lightning's own strategies and plain AdamW."""
-
 import json
 import logging
 import os
@@ -78,8 +76,6 @@ def test_numbers_are_those_of_plain_lightning(tmp_path):
 
 
 class Thaw(pl.callbacks.BaseFinetuning):
-    """The last layer is trained alone in the first epoch."""
-
     def freeze_before_training(self, pl_module):
         self.freeze(pl_module.body[:-2])
 
@@ -137,8 +133,6 @@ class Failing(Regression):
 
 
 class Shifted(Regression):
-    """With buffers, which ranks have of their own at first, as they have all of their model."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("shift", torch.randn(WIDTH))
@@ -151,7 +145,6 @@ class Shifted(Regression):
 
 
 def fit_shifted(seed):
-    """Its losses and values."""
     torch.manual_seed(seed)
     module = Shifted()
     make_trainer(PatrickStarStrategy(CONFIG), devices=2, max_epochs=1).fit(module, loader())
@@ -159,7 +152,6 @@ def fit_shifted(seed):
 
 
 def rank_runs(folder):
-    """On one of two ranks."""
     # Rank 0's model is everybody's.
     assert_same_bits(fit_shifted(5 * int(os.environ["RANK"])), fit_shifted(0))
     plain = fit("ddp", devices=2)
@@ -238,8 +230,6 @@ class Manual(Regression):
 
 
 class Plateau(Regression):
-    """Its learning rate falls after every epoch; every fourth batch is left out."""
-
     def configure_optimizers(self):
         optimizer = self.make_optimizer()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=10.0)
@@ -301,8 +291,6 @@ def test_after_a_run(tmp_path):
 
 
 class Adapted(Regression):
-    """One layer is trained, and alone in checkpoints."""
-
     def __init__(self):
         super().__init__()
         self.strict_loading = False
@@ -340,8 +328,6 @@ def test_a_failed_run_leaves_an_ordinary_module():
 
 
 class HoldsEngine(Regression):
-    """What a user may try: our optimizer in Lightning's own strategy, which would clip nothing."""
-
     def configure_optimizers(self):
         self.engine, optimizer = initialize_engine(lambda: self, 0, {"optimizer": {"type": "AdamW"}})
         return optimizer

@@ -1,5 +1,3 @@
-"""Averaged weights under Lightning's Trainer."""
-
 from __future__ import annotations
 
 import pytest
@@ -15,8 +13,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Averages(pl.callbacks.WeightAveraging):
-    """Swaps averages in for each validation; keeps what is trained when the run ends."""
-
     def __init__(self):
         super().__init__(avg_fn=get_ema_avg_fn(0.9))
         self.ends = None
@@ -34,7 +30,6 @@ class Keeps(pl.Callback):
 
 
 def test_averaged_weights_leave_the_training_as_it_is():
-    """In 16 bits as well: what is trained has the same float32 values, and the average is one of float32 values."""
     with_averages, without = Averages(), Keeps()
     for callback in (with_averages, without):
         module = fit(PatrickStarStrategy(CONFIG), callbacks=[callback], precision="bf16-mixed")

@@ -1,5 +1,3 @@
-"""What accelerate's ParallelismConfig says of ranks that share sequences or matrices."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Runs under Hugging Face's trainers, plain and in an engine: so small that a process can do many of them."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -18,8 +16,6 @@ MODEL_DATA_BYTES = 16 * 106_752  # float32: parameter, gradient and both states,
 
 
 class Tokens(Dataset):
-    """Sentences of random tokens."""
-
     def __init__(self, count: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.rows = torch.randint(1, VOCAB, (count, LENGTH), generator=generator)
@@ -75,8 +71,8 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 class SftLikeTrainer(Trainer):
-    """Overrides what TRL's ``SFTTrainer`` overrides, and as it does: the loss with metrics of its own, that come out in
-    the next log.
+    """Overrides the methods that TRL's ``SFTTrainer`` overrides: the loss adds metrics, which appear in the next
+    log.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -111,8 +107,6 @@ class PatrickStarSftLikeTrainer(PatrickStarTrainerMixin, SftLikeTrainer):
 
 @dataclasses.dataclass
 class Run:
-    """What a training said and left."""
-
     losses: list[float]
     norms: list[float]
     evals: list[float]
@@ -123,7 +117,6 @@ class Run:
 
 
 def train(trainer: Trainer, resume: str | None = None, *, evaluate_first: bool = False) -> Run:
-    """Evaluates first or not, trains; closes the engine if there is one."""
     before = trainer.evaluate()["eval_loss"] if evaluate_first else 0.0
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
@@ -145,7 +138,7 @@ def train(trainer: Trainer, resume: str | None = None, *, evaluate_first: bool =
 
 
 def make_trainer(cls: type[Trainer], folder: Path, *, config: dict[str, Any] | None = None, **more: Any) -> Trainer:
-    """Of 10 sentences: with 2 of them in a step (4 on two ranks), the last step of an epoch on two ranks is shorter."""
+    """10 sentences, 2 in a step (4 on two ranks): on two ranks the last step of an epoch is shorter."""
     own = {"patrickstar_config": engine_config(**(config or {}))} if issubclass(cls, PatrickStarTrainerMixin) else {}
     dropout, model = more.pop("dropout", 0.0), more.pop("model", None)
     return cls(

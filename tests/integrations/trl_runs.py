@@ -1,5 +1,3 @@
-"""Runs under TRL's own trainers, on a tiny Llama and sentences of random words."""
-
 from __future__ import annotations
 
 import random
@@ -63,7 +61,6 @@ def prompts(count: int, longest: int, seed: int) -> list[str]:
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """Of both trainers' arguments."""
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -85,7 +82,7 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 def sft(cls: type[Trainer], folder: Path, **own: Any) -> Run:
-    """With prompts so long that a rank of a sequence may have no token that counts."""
+    """Prompts are so long that a rank of a sequence may have no token that counts."""
     data = Dataset.from_dict({"prompt": prompts(16, 20, 1), "completion": sentences(16, 9, 2)})
     args = SFTConfig(**options(folder), max_length=32)
     return train(cls(llama(), args, train_dataset=data, eval_dataset=data.select(range(6)),
@@ -93,7 +90,7 @@ def sft(cls: type[Trainer], folder: Path, **own: Any) -> Run:
 
 
 def dpo(cls: type[Trainer], folder: Path, *, lora: bool = False, **own: Any) -> Run:
-    """With a model of reference beside, or the model without its adapters."""
+    """With a reference model, or with the model without its adapters as reference."""
     kinds = {"prompt": prompts(16, 9, 1), "chosen": sentences(16, 9, 2), "rejected": sentences(16, 14, 3)}
     data, model = Dataset.from_dict(kinds), llama()
     if lora:
@@ -105,7 +102,6 @@ def dpo(cls: type[Trainer], folder: Path, *, lora: bool = False, **own: Any) -> 
 
 
 def run_shared(folder: Path) -> dict[str, Run]:
-    """Each on ranks that share sequences."""
     own = {"patrickstar_config": {"sequence_parallel": {"size": 2, "mode": "zigzag"}, "default_chunk_size": 8192}}
     return {
         "sft": sft(PatrickStarSFTTrainer, folder / "sft", **own),

@@ -1,5 +1,3 @@
-"""The configuration's host_threads: what the core is told, where threads run, and that no number changes."""
-
 from __future__ import annotations
 
 import gc
@@ -50,7 +48,6 @@ def test_affinity(monkeypatch, affinity, with_gpu, environment, num_sharing, exp
 
 @pytest.mark.parametrize(("num_sharing", "index"), [(8, 6), (4, 2), (1, 0)])
 def test_processes_that_share_cpus_are_told_apart_by_their_local_rank(monkeypatch, num_sharing, index):
-    """Four processes that share: of eight with two masks, each half counts from 0."""
     monkeypatch.setenv("LOCAL_RANK", "6")
     options = host_thread_options(HostThreadsConfig(num_sharing_processes=num_sharing), with_gpu=True)
     assert (options.sharing_index, options.num_sharing) == (index, num_sharing)

@@ -1,5 +1,3 @@
-"""The host arena against a model of its books."""
-
 from __future__ import annotations
 
 import resource
@@ -76,7 +74,6 @@ def test_huge_blocks_start_on_huge_pages():
 
 
 def mapped_here():
-    """Bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -101,7 +98,6 @@ def test_a_region_that_cannot_be_prepared_leaves_nothing_mapped(ahead):
 
 
 def test_regions_go_from_one_arena_to_another():
-    """What a former arena gives back serves blocks of the next one, without more than these need."""
     size = 2**20
     kept = _C.KeptRegions()
     former = _C.HostArena(64 * size, prepares=True)

@@ -1,5 +1,3 @@
-"""Pages over NUMA nodes: what the kernel says of a mapping that was told to."""
-
 from __future__ import annotations
 
 import ctypes
@@ -13,7 +11,6 @@ from patrickstar import _C
 
 
 def policy_of(address: int) -> str:
-    """The memory policy of the mapping that begins at ``address``."""
     line = re.search(rf"^0*{address:x} (\S+)", Path("/proc/self/numa_maps").read_text(), re.MULTILINE)
     assert line is not None, f"no mapping begins at {address:x}"
     return line.group(1)

@@ -1,5 +1,3 @@
-"""Device slots: which idle ones go back first, and what serves a request."""
-
 from __future__ import annotations
 
 import pytest
@@ -48,7 +46,6 @@ def test_a_larger_slot_serves_where_memory_is_scarce(waste_ratio, served):
 
 
 def test_sizes_that_alternate_need_no_new_slots_in_the_end():
-    """As layers of two chunks do that come and go."""
     slots = _C.SlotPool(420, 0.125)
     numbers = []
     for _ in range(3):
@@ -76,7 +73,6 @@ def test_books(requests, waste_ratio):
 
 
 def test_what_stays_gets_the_size_it_asks_for():
-    """However scarce memory is: idle slots of other sizes leave instead."""
     slots = _C.SlotPool(300, 0.125)
     idle_slots(slots, [110, 110])
     assert slots.acquire(100, _C.SlotFit.EXACT)

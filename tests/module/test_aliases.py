@@ -1,5 +1,3 @@
-"""Memory shared with a trained parameter is refused before anything is moved; tensors that only look so are not."""
-
 from __future__ import annotations
 
 import pytest
@@ -110,7 +108,6 @@ def prune_head(m):
 
 
 def cut_columns(m):
-    """Two parts of one matrix, without a common element."""
     both = torch.rand(20, 16)
     m.embed.weight, m.head.weight = nn.Parameter(both[:, :8]), nn.Parameter(both[:, 8:])
 
@@ -148,7 +145,6 @@ def test_trained_as_in_plain_pytorch(change):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tie_is_kept(precision, tmp_path):
-    """Through steps, writes, files and the engine's end; the frozen parameter has no gradient."""
     tokens = torch.arange(20)
     engine, optimizer = initialize_engine(lambda: Model(tie_frozen), 0, make_config(precision))
     with engine:

@@ -1,5 +1,3 @@
-"""Complex parameters stay with PyTorch: pairs of real numbers in norms, updates and files."""
-
 from __future__ import annotations
 
 import pytest

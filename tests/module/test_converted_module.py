@@ -1,5 +1,3 @@
-"""The user's module, used directly: it does what it does without an engine."""
-
 from __future__ import annotations
 
 import copy
@@ -49,7 +47,6 @@ def test_a_call_of_the_module_is_a_call_of_the_engine():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "lora"])
 def test_state_dict(name, precision):
-    """Values of their own, of the user's dtype; tied ones share a tensor; modules inside say the same."""
     torch.manual_seed(0)
     plain = MODELS[name].build().state_dict(keep_vars=True)
     engine, _ = built(name, precision=precision)
@@ -105,7 +102,6 @@ def test_save_pretrained_and_copies(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "lora"])
 def test_generate(name):
-    """Between two steps, also through the wrapper of PEFT."""
     torch.manual_seed(0)
     plain = MODELS[name].build().eval()
     tokens = batches(1)[0]["input_ids"][:, :4]
@@ -128,7 +124,6 @@ def test_generate(name):
 
 
 def test_gradients_between_backward_and_step():
-    """Norm, values, and a norm to clip to that only the host of the training knows."""
     torch.manual_seed(0)
     plain = MODELS["gpt2"].build()
     optim = torch.optim.AdamW(plain.parameters(), **ADAM)
@@ -187,7 +182,6 @@ def test_zero_grad_of_the_module():
 
 
 def test_a_walk_through_all_parameters():
-    """Outside of any module, within less than they take together (133 kB)."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     engine, optimizer = initialize_engine(lambda: layers, 0, {"device_memory": 90_000, "default_chunk_size": 4160})
@@ -216,7 +210,6 @@ CONVERSIONS = {
 
 
 def test_conversions_of_an_open_module_are_refused():
-    """Before anything is changed; those that change nothing pass, and leave chunks where they are."""
     engine, _ = built("gpt2", precision="bf16", device_memory=1_000_000, default_chunk_size=8192)
     with engine:
         module = engine.module

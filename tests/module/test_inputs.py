@@ -1,5 +1,3 @@
-"""Wrong use: a clear error before anything is lost, or correct behaviour; never silence."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -77,7 +75,6 @@ def test_budget_below_the_working_set():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_host_budget_too_small(precision):
-    """The error names no amount that there cannot be, and the least one that works: one byte less does not."""
     config = make_config(precision, device_memory="200KB", default_chunk_size=8192)
     config["optimizer"]["params"]["use_hybrid_adam"] = False
     message = r"host memory takes (\d+) .* raise host_memory to at least (\d+) bytes, or device_memory"
@@ -180,7 +177,6 @@ def test_clip_grad_norm_is_refused(engine_and_optimizer):
 
 
 def test_dropping_gradients_the_pytorch_way(engine_and_optimizer):
-    """``p.grad = None`` and both ``zero_grad`` forget folded gradients."""
     engine, optimizer = engine_and_optimizer
     before = engine.state_dict()
     for forget in (
@@ -217,8 +213,6 @@ def test_step_without_gradients_does_nothing(engine_and_optimizer):
 
 
 def test_an_exception_in_forward_or_backward_loses_nothing():
-    """A step that failed leaves no trace: the run goes on as if it had not been."""
-
     class Failing(Mlp):
         fail = None
 

@@ -1,5 +1,3 @@
-"""Models built on the meta device."""
-
 from __future__ import annotations
 
 import pytest
@@ -57,8 +55,6 @@ def test_hugging_face_models_get_their_own_initialisation(build, tokens):
 
 
 class Everything(nn.Module):
-    """Initialisers of PyTorch: norms with buffers, recurrent layers, attention, a tied and a frozen weight."""
-
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(32, 16)
@@ -145,8 +141,6 @@ def test_a_module_partly_on_meta():
 
 
 class TwoLayers(nn.Module):
-    """The weight of one layer is initialised again by the module around it, which has a parameter of its own."""
-
     def __init__(self):
         super().__init__()
         self.plain, self.rewritten = nn.Linear(4, 4, bias=False), Rewriting()
@@ -163,14 +157,11 @@ class Rewriting(nn.Module):
 
 
 class KnownValues(dict):
-    """By name, and what they are read as."""
-
     def read(self, name):
         return self[name]
 
 
 def test_values_that_stay_in_host_memory_are_not_copied():
-    """Unless an initialiser might write them, where they come from."""
     model = on_meta(TwoLayers)()
     values = KnownValues({name: torch.randn(4, 4) for name in ("plain.weight", "rewritten.inner.weight")})
     before = {name: tensor.clone() for name, tensor in values.items()}

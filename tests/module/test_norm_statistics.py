@@ -1,5 +1,3 @@
-"""BatchNorm's running statistics and weights have one dtype, as kernels want it, whatever the user's model has."""
-
 from __future__ import annotations
 
 import copy

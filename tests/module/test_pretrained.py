@@ -1,5 +1,3 @@
-"""Weights that go from safetensors into chunks: what transformers loads, and no more memory than a piece."""
-
 from __future__ import annotations
 
 import json
@@ -32,7 +30,6 @@ def saved(name, folder, **options):
 
 @pytest.mark.parametrize(("name", "options"), [("gpt2", {}), ("llama", {"max_shard_size": "20kB"}), ("t5", {})])
 def test_values_are_those_of_the_folder(tmp_path, name, options):
-    """One file or several, tied weights, buffers; and the model computes the same."""
     model = saved(name, tmp_path, **options).eval()
     batch = token_batch(torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -49,7 +46,6 @@ def test_values_are_those_of_the_folder(tmp_path, name, options):
 
 
 def falcon_h1():
-    """The model sets a buffer of its layers."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -87,7 +83,6 @@ def test_buffers_that_a_module_above_fills(tmp_path):
 
 
 def test_a_body_gets_a_new_head(tmp_path, caplog):
-    """The prefix of the body is added; what the folder lacks is initialised, and said."""
     body = saved("gpt2", tmp_path).transformer
     body.save_pretrained(tmp_path / "body")
     with caplog.at_level(logging.WARNING, logger="patrickstar"):
@@ -155,7 +150,6 @@ WRONG_INDEXES = {
 
 
 def test_wrong_indexes(tmp_path):
-    """One clear error, from all that read a folder; a file outside is not looked at."""
     folder = tmp_path / "folder"
     model = saved("gpt2", folder)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -176,7 +170,6 @@ def test_wrong_indexes(tmp_path):
 
 
 def test_files_of_a_cache_are_links(tmp_path):
-    """As Hugging Face's cache has them: blobs beside, and links by name."""
     saved("llama", tmp_path / "blobs", max_shard_size="20kB")
     folder = tmp_path / "snapshot"
     folder.mkdir()
@@ -216,8 +209,7 @@ print((peak - before) / num_bytes)
 
 
 def test_memory(tmp_path):
-    """The chunks' 4 bytes per parameter, and of the memory-mapped files what the system likes to keep: up to
-    4 more. A copy would be a third."""
+    """The chunks' 4 bytes per parameter, and up to 4 more of memory-mapped files. A copy would be a third."""
     config = transformers.GPT2Config(vocab_size=2000, n_embd=512, n_layer=12, n_head=8, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="30MB")
     ratio = float(

@@ -1,5 +1,3 @@
-"""A copy of a module to try something out on: few layers, float32, no dropout; the module is as it was."""
-
 import functools
 import types
 
@@ -98,7 +96,7 @@ def test_half_precision_and_the_meta_device_get_values_of_their_own():
 
 
 def test_a_forward_that_was_assigned_computes_with_the_copy():
-    """Also one that calls the class's through what it closes over, as TRL's does."""
+    """Also a forward that calls the class's through a closure, as TRL's does."""
     model = Model([Layer(0), Layer(1)])
     former = model.forward
 

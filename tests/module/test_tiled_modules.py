@@ -1,5 +1,3 @@
-"""Which modules of a model are computed in tiles, how they are refused, and what stays usable."""
-
 from __future__ import annotations
 
 import copy
@@ -80,7 +78,6 @@ def test_what_is_found(name):
 
 
 def step(model):
-    """Loss and gradients."""
     model.zero_grad()
     torch.manual_seed(1)
     tokens = torch.randint(1, 64, (2, 13))
@@ -111,7 +108,7 @@ def test_models_are_the_same_in_tiles(make):
 
 
 class _SiluMul(torch.autograd.Function):
-    """As Liger-Kernel's: backward writes into what forward has kept."""
+    """As Liger-Kernel's: backward overwrites saved tensors."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -129,7 +126,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 class LigerSwiGLUMLP(LlamaMLP):
-    """Stands for Liger-Kernel's class, whose kernels need a GPU: the same attributes and style of patching."""
+    """Replaces Liger-Kernel's class, whose kernels need a GPU: the same attributes and patching."""
 
     def forward(self, x):
         return self.down_proj(_SiluMul.apply(self.gate_proj(x), self.up_proj(x)))

@@ -1,5 +1,3 @@
-"""The monitor's parts by themselves."""
-
 from __future__ import annotations
 
 import sys
@@ -67,7 +65,6 @@ def test_sizes_of_batches():
 
 
 def test_which_steps_are_traced():
-    """Each is over for a step when its trace is taken; one that was given up is taken a step later."""
     often = [2, 4, 6, 8, 10, 12]
     for interval, traced in ((1, often), (2, often), (3, [2, 5, 8, 11]), (6, [5, 11])):
         check_traced_steps(interval, traced)

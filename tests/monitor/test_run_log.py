@@ -1,5 +1,3 @@
-"""What the log says of a plain loop, and where the log goes."""
-
 from __future__ import annotations
 
 import functools
@@ -20,7 +18,6 @@ ACCUMULATE = 2
 
 
 def train(tmp_path, **config):
-    """Five steps with accumulation, a backward that counts for nothing, a checkpoint that is saved and gone back to."""
     torch.manual_seed(0)
     options = make_config("bf16", default_chunk_size=8192, device_memory="600KB", **config)
     engine, optimizer = initialize_engine(CASE.build, 0, options)
@@ -88,7 +85,6 @@ def test_it_says_nothing_below_the_level(tmp_path, caplog):
 
 @pytest.fixture
 def plain_logging(monkeypatch):
-    """Makes it as in a process in which nobody set up logging; gives the logger."""
     logger = logging.getLogger("patrickstar")
     level = logger.level
 

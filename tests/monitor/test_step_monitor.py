@@ -1,5 +1,3 @@
-"""The monitor beside an engine: its figures are the engine's, it changes no number and waits for nothing."""
-
 from __future__ import annotations
 
 import csv
@@ -35,7 +33,7 @@ CASE = Case(functools.partial(Mlp, width=WIDTH), token_batch)
 
 
 def ticks():
-    """A clock that goes on by 1/8 s whenever it is read."""
+    """A clock that advances 1/8 s whenever it is read."""
     return functools.partial(next, itertools.count(0.0, 0.125))
 
 
@@ -57,7 +55,6 @@ def facts_of(module, **options):
 
 
 def watch(case, config, options, steps, clock=None):
-    """As ``train``, with a monitor that traces the engine's steps."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(case.build, 0, config)
     generator = torch.Generator().manual_seed(1)
@@ -99,13 +96,11 @@ def watch(case, config, options, steps, clock=None):
 
 @pytest.fixture
 def lines(caplog):
-    """Gives what was logged about steps."""
     caplog.set_level(logging.INFO, "patrickstar")
     return lambda: [message for message in caplog.messages if message.startswith("step ")]
 
 
 def test_a_run_that_is_watched(tmp_path, lines):
-    """A budget, accumulation, clipping, a traced step in each interval, one of them for another reader too."""
     config = make_config(
         "fp16", default_chunk_size=8192, device_memory="600KB", gradient_clipping=0.1, steps_per_print=0
     )
@@ -165,7 +160,6 @@ def test_a_run_that_is_watched(tmp_path, lines):
 
 
 def test_no_number_is_read_between_lines(lines):
-    """A loss without values raises when it is read: at the line, and before it nowhere."""
     report = {"grad_norm": 1.0, "loss_scale": 1.0, "num_skipped_steps": 0, "device_peak_bytes": 0, "host_peak_bytes": 0}
     monitor = StepMonitor(
         MonitorOptions(steps_per_print=3), RunFacts(num_parameters=1, num_trainable=1), lambda: report
@@ -181,7 +175,6 @@ def test_no_number_is_read_between_lines(lines):
 
 
 def test_a_silent_logger(lines, caplog):
-    """Nothing is read while nobody would see it, and the first line after that is of the steps since."""
     report = {"grad_norm": 1.0, "loss_scale": 1.0, "num_skipped_steps": 0, "device_peak_bytes": 0, "host_peak_bytes": 0}
     facts = RunFacts(num_parameters=1, num_trainable=1)
     monitor = StepMonitor(MonitorOptions(steps_per_print=2), facts, lambda: report, clock=ticks())
@@ -218,7 +211,6 @@ def test_other_ranks_and_idle_monitors_do_nothing(tmp_path, lines):
 
 
 def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, lines):
-    """Two ranks, metrics without lines, a skipped step, a last interval that is not full."""
     report = {"grad_norm": 1.5, "loss_scale": 2.0, "num_skipped_steps": 0, "device_peak_bytes": 3 * GIB}
     report["host_peak_bytes"] = 5 * GIB
     asked = {"csv_monitor": CsvMonitorConfig(enabled=True, output_path=str(tmp_path))}
@@ -253,7 +245,6 @@ def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, lines):
 
 
 def test_flops_of_a_step(tmp_path, capsys):
-    """Counted through the engine's parameters: the products of the model's matrices, and no number changes."""
     file = tmp_path / "deep" / "flops.txt"
     config = make_config(default_chunk_size=8192, device_memory="600KB")
     asked = FlopsProfilerConfig(enabled=True, profile_step=2, output_file=str(file), top_modules=2)
@@ -276,7 +267,6 @@ def test_flops_of_a_step(tmp_path, capsys):
 
 
 def test_the_example_of_the_documentation(lines):
-    """``engine.make_monitor`` in a plain loop."""
     text = (Path(__file__).parents[2] / "docs" / "logging.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(block, "logging.md", "exec"), {"__name__": "docs"})

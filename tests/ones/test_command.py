@@ -1,5 +1,3 @@
-"""Traces, figures and the command."""
-
 import json
 import math
 import subprocess

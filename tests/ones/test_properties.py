@@ -1,5 +1,3 @@
-"""What every policy keeps to, for jobs and clusters that hypothesis makes up."""
-
 import dataclasses
 import math
 
@@ -18,8 +16,6 @@ HISTORY = history(seed=0, num_jobs=1)[:20]
 
 
 class Watched:
-    """A policy whose allocations are kept."""
-
     def __init__(self, policy):
         self.policy = policy
         self.foresight, self.interval_s = policy.foresight, max(policy.interval_s, 10.0)
@@ -91,7 +87,6 @@ def test_the_same_seed_gives_the_same_schedule(name):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_reordering_is_contiguous_and_moves_the_fewest(data):
-    """Against all placements in the same order of jobs."""
     num_gpus, num_jobs = 7, 3
     running = np.array(data.draw(st.lists(st.integers(-1, num_jobs - 1), min_size=num_gpus, max_size=num_gpus)))
     counts = data.draw(st.lists(st.integers(0, 3), min_size=num_jobs, max_size=num_jobs))

@@ -1,5 +1,3 @@
-"""Where the ranks of a job are, by what their processes and their orders say."""
-
 from __future__ import annotations
 
 import types
@@ -12,8 +10,6 @@ from patrickstar.ones.cluster.ray_ranks import JobProcesses
 
 
 class Ranks:
-    """Stands in for the processes of a group: those that have ended are polled as such."""
-
     def __init__(self, *actors: str):
         self.actors = list(actors)
 

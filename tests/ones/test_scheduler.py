@@ -1,5 +1,3 @@
-"""The scheduler of a real cluster, with a fleet that only notes what it is told."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -24,8 +22,6 @@ def submission(name, **changes):
 
 
 class NotedFleet:
-    """Carries every order out at once, unless ``is_slow``: then when ``carry_out`` is called."""
-
     def __init__(self, is_slow=False):
         self.ranks, self.ordered, self.steps, self.phases = {}, {}, {}, {}
         self.is_slow = is_slow
@@ -67,7 +63,6 @@ class NotedFleet:
         self.ordered.pop(name, None)
 
     def num_gpus(self):
-        """In use: by what runs, and by what is to run."""
         return sum(max(count, self.ordered.get(name, 0)) for name, count in self.ranks.items())
 
 
@@ -230,8 +225,6 @@ def test_a_new_scheduler_goes_on_where_the_last_one_was(tmp_path):
 
 
 class DiesInRemove(NotedFleet):
-    """The scheduler dies where it is told to end a job's processes."""
-
     def remove(self, name):
         if name in self.ranks:
             raise KeyboardInterrupt

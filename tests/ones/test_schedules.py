@@ -1,5 +1,3 @@
-"""Schedules that can be computed by hand, and the simulator's promises."""
-
 import math
 
 import pytest
@@ -12,7 +10,6 @@ FOUR = Cluster(4)
 
 
 def times(trace, name, cluster=FOUR):
-    """{job: (first start, end)}, rounded to milliseconds."""
     result = simulate(trace, make_policy(name), cluster)
     return {job.job: (round(job.first_start_s, 3), round(job.end_s, 3)) for job in result.jobs}
 
@@ -31,14 +28,15 @@ def test_fifo_runs_by_arrival_and_nobody_overtakes():
 
 
 def test_srtf_preempts_for_what_ends_sooner():
-    """At 10 b (30 s) stops a (90 s left); at 20 c starts beside b; at 25 c and d have 5 s left each and c came first,
-    so d waits until 30; it then stops b, which has 10 s left, until 35. b pays 2 s to restart: 47; a then too."""
+    """At 10 b (30 s) stops a (90 s left); at 20 c starts beside b. At 25 c and d have 5 s left each and c came first,
+    so d waits until 30; it then stops b, which has 10 s left, until 35. b pays 2 s to restart: 47; a then too.
+    """
     expected = {"a": (0, 139), "b": (10, 47), "c": (20, 30), "d": (30, 35)}
     assert times(TRACE, "srtf") == expected
 
 
 def test_tiresias_serves_the_least_served_queue_first():
-    """a leaves the first queue after 3250 GPU-seconds, 812.5 s on 4 GPUs, and is asked at the next 10 s."""
+    """a leaves the first queue after 3250 GPU-seconds, 812.5 s on 4 GPUs; the next check is 10 s later at most."""
     trace = (linear_job("a", 0, 4, 2000), linear_job("b", 100, 4, 50))
     assert times(trace, "tiresias") == {"a": (0, 2050), "b": (820, 870)}
 
@@ -52,8 +50,6 @@ def test_optimus_gives_the_gpu_where_it_saves_the_most():
 
 
 class Scripted(Memoryless):
-    """Grants as written, at the times written."""
-
     def __init__(self, script):
         self.script = script
         self.interval_s = 1.0

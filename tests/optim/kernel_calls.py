@@ -1,4 +1,4 @@
-"""Tensors in, raw addresses out: how the tests of tests/optim call the leaf kernels."""
+"""Calls of the leaf kernels: tensors in, raw addresses out."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SPECIALS = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, -1.1754944e-38, 6e-8, -6.1e
 
 
 def adam_scalars(step, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True, grad_scale=1.0):
-    """The fields of AdamScalars for step `step` (from 1), as the optimizer computes them in float64."""
+    """The fields of AdamScalars for step `step` (from 1), computed in float64."""
     beta1, beta2 = betas
     return {
         "grad_scale": grad_scale,
@@ -46,7 +46,7 @@ def random_values(numel, dtype, generator, wild):
 
 @dataclass
 class AdamArrays:
-    """One range of Adam's arrays; param is None for none, and shares grad's memory when in_place."""
+    """One range of Adam's arrays; param may be None, and shares grad's memory when in_place."""
 
     master: torch.Tensor
     momentum: torch.Tensor

@@ -1,7 +1,3 @@
-"""Adam without the correction of its states' bias: in chunks, for parameters that stay with PyTorch, and as scripts
-for DeepSpeed ask for it.
-"""
-
 from __future__ import annotations
 
 import pytest
@@ -23,8 +19,8 @@ STEPS = 4
 def reference(name: str) -> Run:
     """PyTorch's corrected Adam in float64, with options that take the correction back.
 
-    The corrected step is lr' / c1 * m / (sqrt(v / c2) + eps') with c1 = 1 - beta1^t and c2 = 1 - beta2^t; it is
-    lr * m / (sqrt(v) + eps) for lr' = lr * c1 / sqrt(c2) and eps' = eps / sqrt(c2). Decoupled decay takes lr' * decay'.
+    The corrected step is lr' / c1 * m / (sqrt(v / c2) + eps') with c1 = 1 - beta1^t and c2 = 1 - beta2^t; it is lr * m
+    / (sqrt(v) + eps) for lr' = lr * c1 / sqrt(c2) and eps' = eps / sqrt(c2). Decoupled decay takes lr' * decay'.
     """
     case = MODELS["mlp"]
     torch.manual_seed(0)
@@ -47,7 +43,6 @@ def reference(name: str) -> Run:
 
 
 def test_without_bias_correction():
-    """The embedding stays with PyTorch, the rest is in chunks."""
     for name in ("AdamW", "Adam"):
         expected = reference(name)
         config = make_config(optimizer=name, use_cpu_embedding=True)
@@ -89,10 +84,10 @@ def grouped(module):
 
 @torch.no_grad()
 def deepspeeds_formula(decoupled):
-    """Losses and values in float64, as csrc/adam/cpu_adam_impl.cpp of DeepSpeed (Step_1) writes it, where
-    bias_correction1 = bias_correction2 = 1 without correction:
+    """Losses and values in float64, as csrc/adam/cpu_adam_impl.cpp of DeepSpeed (Step_1) computes them; without
+    correction bias_correction1 = bias_correction2 = 1:
 
-        m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+        m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2
         p = (p - lr wd p if AdamW) - lr / bias_correction1 m / (sqrt(v) / sqrt(bias_correction2) + eps)
 
     with g + wd p in place of g for Adam.
@@ -134,7 +129,6 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_deepspeeds_optimizers_without_correction(name):
-    """By themselves, and taken over in the middle of a run; what they say is what DeepSpeed's say."""
     make, base = MAKERS[name]
     losses, expected = deepspeeds_formula(decoupled=base is torch.optim.AdamW)
     module = layers()
@@ -170,7 +164,6 @@ def test_deepspeeds_optimizers_without_correction(name):
 
 
 def test_the_given_optimizer_decides_not_the_configuration():
-    """An optimizer with correction stays one where the configuration's has none."""
     states = []
     for params in ({}, {"bias_correction": False}):
         module = layers()
@@ -184,7 +177,6 @@ def test_the_given_optimizer_decides_not_the_configuration():
 
 
 def test_integrations_hear_of_it():
-    """It goes into the configuration that Accelerate and Lightning make; said otherwise there, it is refused."""
     for corrects in (True, False):
         taken = groups_of(FusedAdam(layers().parameters(), bias_correction=corrects))
         made = parse_config(with_optimizer({}, taken))

@@ -1,5 +1,3 @@
-"""Sums of squares: one order of summation whatever the ISA, the threads and the split, and right."""
-
 import math
 from fractions import Fraction
 
@@ -17,7 +15,7 @@ LANES = 64
 
 
 def squares_in_order(values):
-    """[Note: one order of summation], with torch's float64 operations; squares of float32 are exact in it."""
+    """[Note: one order of summation] with torch's float64 operations; squares of float32 are exact in it."""
     partials = []
     for begin in range(0, values.numel(), BLOCK):
         block = values[begin : begin + BLOCK].double().square()
@@ -102,7 +100,7 @@ def test_denormals_count(isa):
     seed=st.integers(0, 2**31),
 )
 def test_partials_are_added_up_to_more_than_twice_a_double(count, first, seed):
-    """Against exact fractions: what is lost is less than 2^-100 of the sum, whose order therefore changes nothing."""
+    """The error is less than 2^-100 of the exact sum, so its order changes nothing."""
     generator = torch.Generator().manual_seed(seed)
     partials = torch.rand(first + count, dtype=torch.float64, generator=generator)
     partials *= 10.0 ** torch.randint(-30, 30, (first + count,), generator=generator)

@@ -1,5 +1,3 @@
-"""The loss scaler follows DeepSpeed's rule, refuses impossible options, and resumes exactly."""
-
 import math
 import random
 
@@ -13,8 +11,9 @@ LossScaler = _C.optim.LossScaler
 
 
 class DeepSpeedScaler:
-    """DynamicLossScaler.update_scale of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py), less its messages
-    and its exception at the minimum (Copyright Microsoft Corporation, Apache-2.0)."""  # noqa: D205, D209
+    """DynamicLossScaler.update_scale of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py), without its messages
+    and its exception at the minimum (Copyright Microsoft Corporation, Apache-2.0).
+    """
 
     def __init__(self, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis):
         self.cur_scale = init_scale

@@ -1,7 +1,3 @@
-"""Lion and SGD with momentum: against the paper's formula and torch.optim.SGD in float64, and every instruction set
-bitwise against scalar, with every type of momentum and master.
-"""
-
 from __future__ import annotations
 
 import dataclasses
@@ -100,7 +96,6 @@ def torch_sgd(param, grads, **options):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rule", SCALARS, ids=str)
 def test_ten_steps_against_others(isa, rule):
-    """Float32 states, in float64 there; the gradient's scale is applied beforehand."""
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(1000, generator=generator)
     grads = [torch.randn(1000, generator=generator) for _ in range(10)]
@@ -124,7 +119,6 @@ def test_ten_steps_against_others(isa, rule):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dampening", "nesterov"), [(0.0, False), (0.3, False), (0.0, True)])
 def test_ten_steps_with_the_bits_of_torch(isa, dampening, nesterov):
-    """In float32: SGD's momentum and parameters, the first step's whole gradient included."""
     generator = torch.Generator().manual_seed(2)
     param = torch.nn.Parameter(torch.randn(1000, generator=generator))
     options = {"lr": 0.05, "momentum": 0.9, "dampening": dampening, "weight_decay": 0.1, "nesterov": nesterov}
@@ -148,7 +142,6 @@ def test_ten_steps_with_the_bits_of_torch(isa, dampening, nesterov):
 @pytest.mark.parametrize("momentum", MOMENTA, ids=str)
 @pytest.mark.parametrize("numel", [257, 70_001])
 def test_the_other_passes(isa, rule, momentum, numel):
-    """New states apart, the parameter alone, what settles between two scales and what stays open: one update's bits."""
     scalars = {**SCALARS[rule], "step_size": 1e-4}
     initial = Update.random(numel, momentum, StateType.FLOAT32)
     expected = initial.copy()
@@ -183,7 +176,6 @@ def test_the_other_passes(isa, rule, momentum, numel):
 @pytest.mark.parametrize("rule", SCALARS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_is_settled_holds_for_every_scale_between(rule, dtype):
-    """Any bits, scales far apart. What is not open has the bits of each scale; where too many are, all are made."""
     initial = Update.random(5000, StateType.FLOAT32, StateType.FLOAT32, dtype, dtype, wild=True)
     for least, most in ((0.25, 1.5), (1e-3, 1e3)):
         update = initial.copy()
@@ -203,7 +195,6 @@ def test_what_is_settled_holds_for_every_scale_between(rule, dtype):
 @pytest.mark.parametrize("momentum", MOMENTA, ids=str)
 @pytest.mark.parametrize("master", MASTERS, ids=str)
 def test_states_of_fewer_bytes(isa, rule, momentum, master):
-    """The update of float32 states, between their expanded values and plain roundings; on all instruction sets."""
     for numel in SIZES:
         for misalign in (0, 5):
             initial = Update.random(numel, momentum, master)
@@ -233,7 +224,6 @@ def test_states_of_fewer_bytes(isa, rule, momentum, master):
 @pytest.mark.parametrize("rule", SCALARS, ids=str)
 @pytest.mark.parametrize(("grad", "param"), [(torch.float32, torch.float16), (torch.float16, torch.float16)], ids=str)
 def test_any_bits(isa, rule, grad, param):
-    """Special values and any bit pattern give the same bits everywhere; what is not finite stays seen."""
     update = Update.random(70_001, StateType.FLOAT32, StateType.FLOAT32, grad, param, wild=True)
     expected = update.copy()
     update.run(isa, rule)

@@ -1,5 +1,3 @@
-"""An optimizer's state dict is taken as a whole, or refused with nothing changed."""
-
 from __future__ import annotations
 
 import copy
@@ -18,7 +16,6 @@ CASE = MODELS["mlp"]
 
 
 def start(precision="fp32", optimizer="AdamW", **params):
-    """An engine whose embedding stays with PyTorch, after a step."""
     config = make_config(precision, optimizer, use_cpu_embedding=True)
     config["optimizer"]["params"] |= params
     torch.manual_seed(0)
@@ -42,8 +39,6 @@ def group(**options):
 
 
 def entry(**values):
-    """Of the last parameter: what is before it must not be taken either."""
-
     def change(state):
         last = state["state"][max(state["state"])]
         for key, value in values.items():
@@ -135,7 +130,6 @@ def test_wrong_states_change_nothing():
 
 
 def test_what_torch_says_otherwise_is_taken():
-    """Options as tensors, a step as a number, keys of how torch computes; states that a parameter never had."""
     engine, hybrid = start()
     with engine:
         state = copy.deepcopy(hybrid.state_dict())
@@ -157,7 +151,6 @@ def test_what_torch_says_otherwise_is_taken():
 
 
 def test_an_adamw_state_is_not_taken_for_adam():
-    """Its weight decay would become an L2 term without a word; the other way round torch's AdamW takes it too."""
     engine, hybrid = start(optimizer="Adam")
     with engine:
         state = copy.deepcopy(hybrid.state_dict())
@@ -186,7 +179,6 @@ def test_a_checkpoint_with_impossible_options_is_refused_before_it_is_loaded(tmp
 
 
 def test_model_parameters_with_impossible_options():
-    """Also in the groups that an engine is built with; nothing stays open."""
     for options, message in (
         ({"lr": math.inf}, r"model_parameters\[0\].lr is inf"),
         ({"lr": math.nan}, r"model_parameters\[0\].lr is nan"),

@@ -1,5 +1,3 @@
-"""``patrickstar plan`` proposes a loss without logits, tiles and host memory for activations where each applies."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +22,6 @@ from tests.plan.test_advice import ask
 
 @pytest.fixture(scope="module")
 def planner():
-    """One for all: their traces are the same few."""
     return Planner()
 
 
@@ -36,8 +33,6 @@ def save(folder, config, architecture):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """The folder of one whose logits take most, and its MLPs what is left."""
-
     def made(layers, intermediate):
         config = LlamaConfig(
             vocab_size=16000, hidden_size=256, intermediate_size=intermediate, num_hidden_layers=layers,
@@ -55,7 +50,6 @@ def advised(planner, question):
 
 
 def test_what_does_not_fit_is_answered_with_the_least_that_does(planner, llama):
-    """The fused loss alone, or tiles with it; and the configuration that is printed says so."""
     work = Workload(model=llama(4, 4096), batch=1, length=32768, checkpointing=True)
     for device_mib, flags, section in (
         (2000, ("--fused-loss",), {"loss": "fused"}),
@@ -92,7 +86,6 @@ def test_what_does_not_apply_is_not_proposed(llama, tmp_path):
 
 @pytest.mark.slow
 def test_a_step_that_the_loss_without_logits_makes_shorter(planner):
-    """The room of the logits is worth more to chunks; also to activations that are kept instead of computed again."""
     work = Workload(model="gpt:512x8", batch=16, length=128, checkpointing=True)
     answer = planner.answer(ask(1380, 4096, work))
     found = {advice.proposal.kind: advice for advice in advise(planner, answer)}
@@ -105,7 +98,6 @@ def test_a_step_that_the_loss_without_logits_makes_shorter(planner):
 
 @pytest.mark.slow
 def test_host_memory_in_which_activations_find_room(planner, llama):
-    """Where the host has none for them, more of it makes the step shorter; where it has, nothing is proposed."""
     work = Workload(
         model=llama(16, 1024), batch=1, length=32768, checkpointing=True, loss=LossComputation.FUSED, tile_tokens=4096
     )

@@ -1,5 +1,3 @@
-"""What ``patrickstar plan`` advises is planned again, and keeps what it promises."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -31,7 +29,6 @@ CHECKPOINTED = dataclasses.replace(WORK, checkpointing=True)
 
 
 def ask(device_mib, host_mib, workload=WORK, machine=SMALL_GPU, **changes):
-    """A question about the small model."""
     settings = {key: changes.pop(key) for key in ("speculation", "accumulation", "margin_use_ratio") if key in changes}
     setting = Setting(device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **settings)
     return Question(workload=workload, machine=machine, setting=setting, **changes)
@@ -60,7 +57,6 @@ EACH_CASE = [pytest.param(case, marks=pytest.mark.slow) if case in FURTHER else 
 
 @pytest.fixture(scope="module")
 def planner():
-    """One for all cases: their traces are the same few."""
     return Planner()
 
 
@@ -114,7 +110,7 @@ def test_the_configuration_trains(planner):
 
 @pytest.mark.parametrize("workload", [WORK, CHECKPOINTED], ids=["kept", "recomputed"])
 def test_more_memory_never_makes_a_step_longer(planner, workload):
-    """As far as the simulator can tell steps from each other: 0.5 % (kPredictionTolerance)."""
+    """Within the simulator's resolution of 0.5 % (kPredictionTolerance)."""
     for device_sizes, host_sizes in (([600], [1100, 1200, 1500, 4096]), ([550, 600, 700, 850, 1000], [4096])):
         steps = []
         for device_mib in device_sizes:
@@ -157,7 +153,6 @@ def test_too_little_host_memory_is_answered_with_what_would_do(planner):
 
 
 def test_states_that_do_not_fit_are_answered_with_fewer_bytes(planner):
-    """The most exact moments that fit, with the step that was promised."""
     question = ask(450, 800, CHECKPOINTED)
     with pytest.raises(DoesNotFitError, match="raise host_memory") as refused:
         planner.answer(question)
@@ -169,7 +164,6 @@ def test_states_that_do_not_fit_are_answered_with_fewer_bytes(planner):
 
 
 def test_what_else_takes_fewer_bytes(planner):
-    """Masters are left out where fewer bytes of moments are not enough, adapters are trained where nothing else is."""
     found = {}
     for host_mib in (700, 550):
         question = ask(450, host_mib, CHECKPOINTED)
@@ -184,7 +178,6 @@ def test_what_else_takes_fewer_bytes(planner):
 
 
 def test_states_that_do_not_fit_are_answered_with_a_disk(planner):
-    """As large as placement fills it: with less they do not fit."""
     question = ask(450, 1350, dataclasses.replace(CHECKPOINTED, model="gpt:512x24"))
     with pytest.raises(DoesNotFitError) as refused:
         planner.answer(question)

@@ -1,5 +1,3 @@
-"""``patrickstar plan``."""
-
 from __future__ import annotations
 
 import functools
@@ -162,7 +160,7 @@ def test_presets_name_their_source(name):
 
 @functools.cache
 def uses_of(name, batch=16):
-    """Uses and parameters of the benchmark's GPT: length 1024, full recomputation, bf16."""
+    """The benchmark's GPT: length 1024, full recomputation, bf16."""
     model = build_model(name, batch, 1024, checkpointing=True)
     params = plan_params(model.module, torch.bfloat16, use_cpu_embedding=False)
     return trace_uses(model.module, params, torch.bfloat16, model.inputs, H200.gpu), params
@@ -170,15 +168,13 @@ def uses_of(name, batch=16):
 
 @functools.cache
 def case_of(name, batch=16, ranks=1):
-    """These and the layout: chunks of 64 Mi elements."""
+    """Chunks have 64 Mi elements."""
     uses, params = uses_of(name, batch)
     return uses, make_layout(params, 64 * 2**20, ranks)
 
 
 def recorded_runs():
-    """PatrickStar's GPTs in these files, and in those of four GPUs: file and place in it. One of those was made before
-    updates in two passes, where the host had no room for others ahead of the step.
-    """
+    """PatrickStar's GPTs in these files: file and index. One was recorded before updates in two passes."""
     names = ["4.3b-24gib", "4.3b-24gib-defaults", "4.3b-whole-gpu"]
     names += ["6.3b-24gib", "6.3b-24gib-defaults", "10.5b", "16.1b"]
     several = sorted(path for path in RESULTS.glob("h200x4*.json") if path.stem != "h200x4-compare-21b-24gib")
@@ -190,7 +186,7 @@ def recorded_runs():
 
 @pytest.mark.parametrize(("path", "index"), list(recorded_runs()))
 def test_predicted_steps_against_measured_ones(path, index):
-    """Every recorded case: within 5 % on one GPU, within 10 % on several of one node."""
+    """Within 5 % on one GPU, within 10 % on several of one node."""
     result = json.loads(path.read_text())
     run = result["systems"][index]
     config = run["settings"]["config"]
@@ -209,7 +205,7 @@ def test_predicted_steps_against_measured_ones(path, index):
 
 
 def test_predicted_step_of_four_gpus_against_fsdp2():
-    """10.5 B with all states on four H200s takes FSDP2 2.62 s, and it has the same work to do; within 10 %."""
+    """FSDP2 takes 2.62 s for 10.5 B with all states on four H200s and has the same work; within 10 %."""
     setting = Setting(device_bytes=134 * 2**30, host_bytes=112 * 2**30)
     case = predict_case(*case_of("10.5b", ranks=4), H200, setting, Cluster(gpus_per_node=4))
     print(f"predicted {case.step.seconds:.3f} s, FSDP2 2.62 s; {case.step.roofline_line()}")

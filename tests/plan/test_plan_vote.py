@@ -1,5 +1,3 @@
-"""What ranks make of their votes on the next plan: the slowest of all."""
-
 from __future__ import annotations
 
 import pytest
@@ -32,7 +30,6 @@ def test_one_rank_agrees_with_itself():
 
 
 def test_the_slowest_rank_counts():
-    """By moment and rate; but what a rank waits for in collectives is another's lateness: there the fastest counts."""
     found = _C.agreed_vote([vote(2.0, [1.0, 5.0]), vote(4.0, [2.0, 3.0]), vote(3.0, [0.5, 4.0])])
     assert found["compute_seconds"] == [2.0, 5.0]
     assert all(getattr(found["rates"], name) == 2.0 for name in LOWER_IS_SLOWER)
@@ -40,7 +37,6 @@ def test_the_slowest_rank_counts():
 
 
 def test_the_rank_counts_whose_activations_leave():
-    """By moment and direction, whether others have any that leave or none."""
     votes = [
         vote(1.0, [1.0, 1.0], activations=activations)
         for activations in ([[8, 0, 0], [0, 8, 4]], [], [[2, 0, 0], [0, 9, 9]])

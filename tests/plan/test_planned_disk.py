@@ -1,5 +1,3 @@
-"""Plans with a disk under the host: ``patrickstar plan --disk``."""
-
 from __future__ import annotations
 
 import json
@@ -20,7 +18,6 @@ def plan(capsys, *args, expect=0):
 
 @pytest.fixture(scope="module")
 def host_bytes():
-    """What all states take."""
     import contextlib
     import io
 
@@ -30,7 +27,6 @@ def host_bytes():
 
 
 def test_a_disk_takes_what_the_host_has_no_room_for(capsys, host_bytes):
-    """With less host memory more is on the disk, and a step is no shorter."""
     found = [
         plan(capsys, "--host-memory", f"{int(share * host_bytes)}B", "--disk", "1TiB", "--disk-bandwidth", "0.1")
         for share in (1.0, 0.96, 0.92, 0.88)

@@ -1,5 +1,3 @@
-"""The planner against an independent optimum, and its rules."""
-
 from __future__ import annotations
 
 from hypothesis import given, settings
@@ -28,7 +26,7 @@ def read_costs(sizes):
 
 
 def replay(plan, uses, sizes, room):
-    """Executes a plan; returns uploaded bytes. Every moment must have what it needs and stay within its room."""
+    """Executes a plan; uploaded bytes. Checks that every moment has its arrays and stays within its room."""
     resident, uploaded = set(), 0
     for moment, (steps, arrays) in enumerate(zip(plan["moments"], uses, strict=True)):
         for array, _ in steps["evict"]:
@@ -65,7 +63,6 @@ def problems(draw, sizes):
 @settings(max_examples=300, deadline=None)
 @given(problems(st.just(10)))
 def test_optimal_for_equal_sizes(problem):
-    """Exactly the fewest bytes, whatever the tide does, and the prefetches cost nothing."""
     uses, sizes, tides, limit = problem
     room = [limit - tide for tide in tides]
     plan = _C.make_plan(moments_of(uses, tides), read_costs(sizes), limit_bytes=limit)
@@ -77,7 +74,6 @@ def test_optimal_for_equal_sizes(problem):
 @settings(max_examples=200, deadline=None)
 @given(problems(st.integers(1, 50)))
 def test_valid_for_any_sizes(problem):
-    """Within the limit and complete for any sizes; never better than the bound."""
     uses, sizes, tides, limit = problem
     room = [limit - tide for tide in tides]
     plan = _C.make_plan(moments_of(uses, tides), read_costs(sizes), limit_bytes=limit)
@@ -98,14 +94,12 @@ def test_a_training_step():
 
 
 def test_prefetch_looks_one_moment_ahead():
-    """With room for two chunks each next one is on its way before it is needed."""
     plan = _C.make_plan(moments_of([{0}, {1}, {2}, {3}], [0] * 4), read_costs([10] * 4), limit_bytes=20)
     assert [steps["fetch"] for steps in plan["moments"]] == [[(0, PARAM)], [], [], []]
     assert [steps["prefetch"] for steps in plan["moments"]] == [[(1, PARAM)], [(2, PARAM)], [(3, PARAM)], []]
 
 
 def test_surviving_copies_are_not_fetched_again():
-    """An array whose device copy stays valid over the step costs nothing in the steady state when there is room."""
     costs = {(array, PARAM): (10, 10, 0, 0, True) for array in range(4)}
     uses = forward_backward(4)
     assert _C.make_plan(moments_of(uses, [0] * 8), costs, limit_bytes=40)["uploaded_bytes"] == 0
@@ -113,9 +107,6 @@ def test_surviving_copies_are_not_fetched_again():
 
 
 def test_gradients_retire_or_are_evicted_last():
-    """A gradient slot is created without an upload and leaves with a download; dirty arrays go after clean dead
-    ones.
-    """
     moments = [
         {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(0, PARAM, READ)]},
         {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(1, PARAM, READ)]},
@@ -144,7 +135,6 @@ def test_gradients_retire_or_are_evicted_last():
 
 
 def test_the_tide_decides():
-    """The same room on average, but a high tide in the middle: what the peak pushes out comes back after it."""
     uses = [{0}, {1}, {2}, {0}, {1}]
     flat = _C.make_plan(moments_of(uses, [0] * 5), read_costs([10] * 3), limit_bytes=30)
     peak = _C.make_plan(moments_of(uses, [0, 0, 20, 0, 0]), read_costs([10] * 3), limit_bytes=30)
@@ -156,7 +146,6 @@ def test_the_tide_decides():
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(problems(st.integers(1, 20)), problems(st.just(10))), st.integers(1, 60))
 def test_room_for_prefetches(problem, prefetch_bytes):
-    """Fetches start ahead within the room set aside, and cost what a device with so much less room costs."""
     uses, sizes, tides, limit = problem
     room = [limit - tide for tide in tides]
     moments, costs = moments_of(uses, tides), read_costs(sizes)
@@ -168,7 +157,6 @@ def test_room_for_prefetches(problem, prefetch_bytes):
 
 
 def test_prefetches_start_as_early_as_they_fit():
-    """Four arrays in a row; room for the one in use and two more."""
     uses = [{0}, {1}, {2}, {3}]
     plan = _C.make_plan(moments_of(uses, [0] * 4), read_costs([10] * 4), limit_bytes=30, prefetch_bytes=20)
     assert [step["prefetch"] for step in plan["moments"]] == [[(1, PARAM), (2, PARAM)], [(3, PARAM)], [], []]

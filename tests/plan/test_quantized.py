@@ -1,5 +1,3 @@
-"""``patrickstar plan --quantization``: a frozen base in 4 or 8 bits."""
-
 from __future__ import annotations
 
 import json
@@ -20,7 +18,6 @@ def planned(capsys, *args):
 
 
 def test_bytes(capsys):
-    """Of the linear layers, as they are stored; of the rest nothing changes."""
     small = ["--device-memory", "192MiB", "--chunk-numel", "524288", "--lora-rank", "8"]
     whole = planned(capsys, *small)
     found = planned(capsys, *small, "--quantization", "nf4")
@@ -32,9 +29,6 @@ def test_bytes(capsys):
 
 
 def test_dequantisation_takes_time(capsys, monkeypatch):
-    """Codes and values of the GPU's memory, each time that values are made: at most in forward, its recomputation and
-    backward.
-    """
     question = ["--device-memory", "192MiB", "--chunk-numel", "524288", "--lora-rank", "8", "--gpu", "h200"]
     question += ["--quantization", "nf4"]
     busy = [planned(capsys, *question)["roofline_seconds"]]
@@ -46,7 +40,6 @@ def test_dequantisation_takes_time(capsys, monkeypatch):
 
 
 def test_adapters_are_assumed(capsys):
-    """A model that is trained as a whole has nothing to quantise."""
     given = planned(capsys, "--device-memory", "1GiB", "--quantization", "nf4", "--lora-rank", "16")
     assumed = planned(capsys, "--device-memory", "1GiB", "--quantization", "nf4")
     assert assumed == given

@@ -1,5 +1,3 @@
-"""Recipes of updates: one table for engines, plans and the simulator (csrc/plan/recipe.h)."""
-
 from __future__ import annotations
 
 import pytest
@@ -11,7 +9,6 @@ SCALES = (_C.ExpectedScale.EXACT, _C.ExpectedScale.BETWEEN)
 
 
 def starts(states, start, scale, dtype=_C.DType.BFLOAT16):
-    """Names of recipes, by how much there is memory for."""
     return [_C.earliest_recipe(True, dtype, states, start, ahead, scale).name for ahead in AHEADS]
 
 
@@ -36,7 +33,6 @@ def test_speculative_updates_begin_as_far_as_there_is_memory():
 
 
 def test_in_32_bits_none_begins_while_clipping_acts():
-    """Nearly every value differs between two scales, so none could be kept."""
     exact, between = ((_C.Tier.HOST, _C.UpdateStart.SPECULATIVE, scale) for scale in SCALES)
     assert starts(*exact, _C.DType.FLOAT32) == starts(*exact)
     assert starts(*between, _C.DType.FLOAT32) == ["HOST", "HOST_TWO_PASSES", "HOST_TWO_PASSES"]

@@ -1,5 +1,3 @@
-"""``patrickstar plan`` of matrices that several GPUs share."""
-
 from __future__ import annotations
 
 import contextlib
@@ -110,7 +108,6 @@ def test_waits_are_what_products_do_not_hide(mode, rows, columns):
 
 
 def test_a_layer_waits_in_backward_for_its_weights_too():
-    """Panels are saved for backward inside of products, where no torch function sees a parameter."""
     uses, model = trace(2, 2)
     names = [name for name, _ in model.module.named_parameters()]
     weights = {index for index, name in enumerate(names) if name.endswith("qkv.weight")}
@@ -129,7 +126,6 @@ def test_parameters_and_activations_are_divided():
 
 @pytest.mark.parametrize("links", [Links(gbps=1e-3), Links(attention_tflops=1e-9)], ids=["ulysses", "zigzag"])
 def test_sequences_are_divided_beside_matrices(llama, links):
-    """Each rank has what it would have of sequences that are half as long, but for attention."""
     alone, short = trace(2, 2, name=llama, length=LENGTH // 2)
     shared, model = trace(2, 2, name=llama, shared=SharedSequences(size=2, links=links))
     assert model.inputs["input_ids"].shape == (BATCH // 2, LENGTH // 2)
@@ -165,7 +161,6 @@ def test_lines_across_nodes_are_as_fast_as_their_adapters():
 
 
 def test_chunks_are_shared_by_those_that_have_the_same(capsys):
-    """Eight GPUs as two meshes of four: half of the parameters' quarter on each."""
     one = as_json(capsys, *GPT, "--tensor-parallel", "2x2")
     two = as_json(capsys, *GPT, "--tensor-parallel", "2x2", "--nodes", "2", "--link", "ib400")
     assert two["least_host_bytes"] == pytest.approx(one["least_host_bytes"] / 2, rel=0.1)

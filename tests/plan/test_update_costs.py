@@ -1,5 +1,3 @@
-"""What updates cost by the types of their states and by rule, beside what was measured."""
-
 from __future__ import annotations
 
 import json

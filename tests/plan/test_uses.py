@@ -1,5 +1,3 @@
-"""What the meta device says of a step, against really trained models."""
-
 from __future__ import annotations
 
 import pytest
@@ -20,7 +18,6 @@ NAMES = ["gpt2", "bert", "llama", "mlp", "t5", "albert", "lora", "shared", "froz
 
 
 def real_moments(case, checkpointing, states_on_device):
-    """The timeline of the second step of a real run."""
     torch.manual_seed(0)
     config = make_config(default_chunk_size=CHUNK_NUMEL, device_memory=2**40)
     config["optimizer"]["params"]["use_hybrid_adam"] = states_on_device
@@ -77,8 +74,7 @@ def peak(moments):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_moments_as_a_real_run(name):
-    """The same sequence; a highest tide within 10 % (of these tiny models, where rounding to 512 bytes shows).
-
+    """The highest activation memory is within 10 % (rounding to 512 bytes shows in tiny models).
     nn.MultiheadAttention's differs more: the CPU has a kernel for whole layers.
     """
     real, meta = (moments(MODELS[name], False, False) for moments in (real_moments, meta_moments))

@@ -1,5 +1,3 @@
-"""What is written of a trace: the trace event format, the figures, the picture. Asking for it changes no number."""
-
 from __future__ import annotations
 
 import itertools
@@ -26,7 +24,6 @@ def result():
 
 
 def test_the_format(result):
-    """Every event has what the trace event format asks of its kind; spans of a row are disjoint or nested."""
     data = json.loads(json.dumps(chrome_trace(result.trace, 5, result.layers), allow_nan=False))
     events = data["traceEvents"]
     assert {event["ph"] for event in events} == PHASES
@@ -114,7 +111,6 @@ def test_the_picture(result, tmp_path):
 
 
 def test_the_picture_names_layers_and_time(result, tmp_path):
-    """Text is drawn as outlines, and matplotlib writes what it says into a comment beside them."""
     from patrickstar.profiling.picture import draw, layer_spans, thinned
 
     spans = layer_spans(result.trace, result.layers)
@@ -136,7 +132,6 @@ def test_the_picture_names_layers_and_time(result, tmp_path):
 
 
 def test_the_layers_of_moments(result):
-    """Forward meets them in the order of registration, backward the other way round; the tied embedding is the head."""
     order = ["transformer.wte", "transformer.wpe", *(f"transformer.h.{i}" for i in range(4)), "transformer.ln_f"]
     for phase, way in ((_C.Phase.FORWARD, 1), (_C.Phase.BACKWARD, -1)):
         found = result.layers.of_moments([m for m in result.trace["moments"] if m["phase"] == phase])
@@ -179,7 +174,6 @@ def test_layers_that_chunks_share():
 
 
 def test_a_trace_without_transfers(tmp_path):
-    """Everything resident, no budget."""
     result = traced(WIDE, make_config("bf16"))
     trace, layers = result.trace, result.layers
     assert not any(event["name"] == "device budget" for event in chrome_trace(trace, 5, layers)["traceEvents"])
@@ -193,7 +187,6 @@ def test_a_trace_without_transfers(tmp_path):
 
 
 def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
-    """The trace and the figures are written, and the log says what is missing."""
     monkeypatch.delitem(sys.modules, "patrickstar.profiling.picture", raising=False)
     for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -205,7 +198,6 @@ def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_config(step, tmp_path, caplog):
-    """``config["profile"]``: the files of that step, one line in the log, and the same numbers."""
     config = make_config("fp16", device_memory="1200KB", gradient_clipping=1.0)
     output = tmp_path / "deep" / "profile"
     with caplog.at_level(logging.INFO, logger="patrickstar.profiling"), caplog.at_level(logging.INFO, "patrickstar"):

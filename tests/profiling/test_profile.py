@@ -1,5 +1,3 @@
-"""``python -m patrickstar.profile script.py``."""
-
 from __future__ import annotations
 
 import json

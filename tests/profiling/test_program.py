@@ -1,5 +1,3 @@
-"""A traced step beside its program: the first instruction that differs is named."""
-
 from __future__ import annotations
 
 import pytest
@@ -62,7 +60,6 @@ def test_a_step_as_predicted():
 
 @pytest.mark.parametrize("index", range(len(PROGRAM)))
 def test_the_first_that_differs_is_named(index):
-    """The instructions after it differ as well."""
     slower = [
         PlayedInstruction(**{**vars(one), "seconds": one.seconds * (1.06 if place >= index else 1.04)})
         for place, one in enumerate(PROGRAM)
@@ -74,7 +71,6 @@ def test_the_first_that_differs_is_named(index):
 
 
 def test_updates_in_one_span():
-    """Three chunks, updated together."""
     updates = [instruction("update_host", _C.Lane.HOST, chunk, at=None) for chunk in (3, 4, 5)]
     trace = trace_of([PlayedInstruction(**{**vars(updates[0]), "seconds": 0.03, "amount": 3 * MIB})])
     comparison = compare(trace, updates)
@@ -83,14 +79,12 @@ def test_updates_in_one_span():
 
 
 def test_what_the_trace_lacks():
-    """Work of the step before, and results that were not used, are no instructions of this one."""
     comparison = compare(trace_of(PROGRAM, _C.SpanOwner.STEP_BEFORE), PROGRAM)
     assert [one.op for one in comparison.missing] == [one.op for one in PROGRAM if one.op != "compute"]
     assert [one.instruction.op for one in comparison.compared] == ["compute"]
 
 
 def test_a_profile_writes_it(tmp_path):
-    """After the measured step, on a simulated link: nearly all instructions that move bytes are in the trace."""
     budget = 2 * least_device_memory(LAYERS, make_config("bf16", default_chunk_size=16 * 1024))
     step = MEASURED + 4
     train(LAYERS, linked(device_memory=budget, profile={"step": step, "output": str(tmp_path)}), steps=step + 1)

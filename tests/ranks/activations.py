@@ -1,5 +1,3 @@
-"""What a rank keeps of a sequence that it shares. At a module's top level, so that processes can import it."""
-
 from __future__ import annotations
 
 import contextlib
@@ -18,7 +16,7 @@ LLAMA = Model("llama", {"max_position_embeddings": 2048, "hidden_size": 64, "int
 
 
 class SavedBytes:
-    """Of what autograd keeps of a module's forward, but parameters: each storage once."""
+    """Bytes that autograd keeps of a module's forward without parameters; each storage counts once."""
 
     def __init__(self, module: nn.Module):
         self._params = {param.untyped_storage()._cdata for param in module.parameters()}
@@ -46,9 +44,6 @@ class SavedBytes:
 
 
 def saved_bytes(cases: list[tuple[int, str, int]]) -> list[tuple[int, int]]:
-    """By ranks of a sequence, mode and length: bytes that one layer saves for backward, and the highest tide of a step
-    without recomputation.
-    """
     dist.init_process_group("gloo")
     found = []
     for size, mode, length in cases:

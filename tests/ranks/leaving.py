@@ -1,7 +1,3 @@
-"""What leaves the device of a rank whose sequences are as long as it is told. At a module's top level, so that
-processes can import it.
-"""
-
 from __future__ import annotations
 
 import dataclasses
@@ -14,7 +10,6 @@ from tests.training import train
 
 
 def trained(lengths, settings):
-    """By setting (``offload``, ``device_memory``): losses, bytes that left in each step, the tide of each plan."""
     dist.init_process_group("gloo")
     case = dataclasses.replace(WIDE, batch=functools.partial(long_batch, length=lengths[dist.get_rank()]))
     found = []

@@ -1,5 +1,3 @@
-"""Parameters that stay with PyTorch, on ranks. Functions of a module's top level, so that processes can import them."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -14,10 +12,6 @@ from tests.training import ADAM, make_config
 
 
 class Managed(nn.Module):
-    """An embedding for the host, a layer whose gradients are averaged by PyTorch's side, one left to each rank, and a
-    complex parameter.
-    """
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 32)

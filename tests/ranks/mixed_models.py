@@ -1,5 +1,5 @@
-"""Small mixtures of experts and vision-language models of transformers, with batches that take other paths through
-them: without images, or with tokens that reach other experts.
+"""Small mixtures of experts and vision-language models of transformers, with batches without images or for other
+experts.
 """
 
 from __future__ import annotations
@@ -186,7 +186,6 @@ FAMILIES = [*VISION_MODELS, *MIXTURES]
 
 
 def build(family: str) -> Callable[[], nn.Module]:
-    """Builds the model; experts run one by one, those that no token reaches not at all."""
     import transformers
 
     def make() -> nn.Module:

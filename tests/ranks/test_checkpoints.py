@@ -1,5 +1,3 @@
-"""Checkpoints of sharded chunks: any ranks write them, any others load them, and training goes on to the bit."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -28,9 +26,6 @@ def train_part(
     optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Steps ``begin`` to ``end`` of a run, from a checkpoint if there is one; saves at the end if told to.
-    ``optimizer``: of the configuration, instead of AdamW. What commits updates in backward does not clip.
-    """
     case = MODELS["gpt2"]
     torch.manual_seed(0)
     clipping = 0.0 if "speculation" in (optimizer or {}) else 1.0
@@ -77,7 +72,6 @@ def test_two_ranks_go_on_where_they_were(tmp_path):
 
 
 def test_another_number_of_ranks(tmp_path):
-    """1, 2, 4 and 1 ranks: what is stored stays the same to the bit; so do exported weights."""
     folders = [str(tmp_path / name) for name in ("one", "two", "four")]
     one = run_ranks(1, train_part, None, 0, 3, folders[0])[0]
     two = run_ranks(2, train_part, folders[0], 0, 0, folders[1])
@@ -96,7 +90,6 @@ def test_another_number_of_ranks(tmp_path):
 
 @pytest.mark.parametrize("states", ["8bit", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_moments_of_fewer_bytes_on_another_number_of_ranks(tmp_path, states):
-    """Two ranks, one and two, which go on as if they had not been away."""
     two, one = str(tmp_path / "two"), str(tmp_path / "one")
     straight = run_ranks(2, train_part, None, 0, 5, None, "bf16", states)
     run_ranks(2, train_part, None, 0, 3, two, "bf16", states)
@@ -122,9 +115,6 @@ COMMITTED = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}, "spec
     ],
 )
 def test_other_states_on_another_number_of_ranks(tmp_path, states, optimizer):
-    """The same without a variance, with split masters and without masters; and two ranks with little device memory make
-    the same bits.
-    """
     two, one = str(tmp_path / "two"), str(tmp_path / "one")
     straight = run_ranks(2, train_part, None, 0, 5, None, "bf16", states, optimizer)
     run_ranks(2, train_part, None, 0, 3, two, "bf16", states, optimizer)

@@ -1,5 +1,3 @@
-"""Optimizer states on a disk with two ranks: each has a file of its own, and no bit is another one."""
-
 from __future__ import annotations
 
 import pytest
@@ -21,7 +19,6 @@ def deep_gpt2():
 
 
 def train_with_and_without(folder):
-    """States and reports of a run whose states are on the host, and of one whose states are on disk."""
     dist.init_process_group("gloo")
     case = Case(deep_gpt2, token_batch)
     engine, _ = initialize_engine(case.build, 0, Task(case, "bf16", options=OPTIONS).config())

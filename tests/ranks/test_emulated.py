@@ -1,5 +1,3 @@
-"""Ranks that are threads: exchanges, agreements, and what one of them raises."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Tensors on their way between ranks ([Note: parameters that are sent])."""
-
 from __future__ import annotations
 
 import threading
@@ -14,8 +12,6 @@ from tests.training import make_config
 
 
 class Nobody:
-    """A communicator of two ranks that sends nothing."""
-
     rank, size = 0, 2
 
     def __init__(self):
@@ -26,8 +22,6 @@ class Nobody:
 
 
 class Sending(torch.autograd.Function):
-    """A product with a matrix, which is sent too, and whose use in backward no torch function shows."""
-
     @staticmethod
     def forward(ctx, rows, weight, exchanges):
         ctx.save_for_backward(rows, weight)
@@ -48,7 +42,6 @@ class SendingLinear(nn.Linear):
 
 
 def test_parameters_that_are_sent_are_used_by_the_thread_that_sends_them():
-    """Their addresses are asked for there, so that backward holds them as it does without messages."""
     communicator = Nobody()
 
     def build():

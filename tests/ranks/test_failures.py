@@ -1,5 +1,3 @@
-"""A rank is lost in the middle of training: the others end with an error that names it, not in an abort."""
-
 from __future__ import annotations
 
 import os
@@ -64,8 +62,6 @@ def test_the_error_says_in_which_call_a_rank_was_killed(moment, call):
 
 
 class Skips(nn.Module):
-    """A layer for a rank that leaves out a backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -75,7 +71,6 @@ class Skips(nn.Module):
 
 
 def leave_out_a_backward() -> tuple[str, float]:
-    """The error of a rank of which rank 1 makes no backward in the fourth step, and the seconds until it is raised."""
     rank, _ = rank_and_size()
     config = make_config("fp32", device_memory="170KB", default_chunk_size=4160, rank_timeout_seconds=60)
     engine, optimizer = initialize_engine(Skips, 0, config)
@@ -114,7 +109,6 @@ def train_until_rank_1_raises() -> None:
 
 
 def test_an_error_between_two_calls_of_the_engine_ends_all_ranks():
-    """Well before the timeout, and the others' error quotes it."""
     other, at_fault = rank_outcomes(2, train_until_rank_1_raises, timeout_seconds=50)
     print(other.error)
     assert at_fault.error == "ValueError: the batch is bad"

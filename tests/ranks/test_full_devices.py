@@ -1,4 +1,4 @@
-"""Devices that a plan fills to the last byte, with memory as CUDA has it: slots are larger than what they hold."""
+"""Devices that a plan fills to the last byte. As with CUDA, buffers are larger than their content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ FULL = [
 
 
 def train(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any], int]:
-    """Losses, values, the report, and the bytes that came down in the last step."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(lambda: gpt2(hidden=128, layers=12), 0, config)
     losses = []
@@ -59,8 +58,8 @@ def train_all() -> list[Any]:
 
 
 def test_no_more_comes_down_than_is_planned():
-    """Gathered values did, each one just before the plan dropped it, and gradients between two of their parts; on the
-    host they took the room of complete gradients, which then did not fit the device.
+    """Gathered values must not, and neither must gradients between two of their parts: on the host they would take the
+    room of complete gradients.
     """
     for ample, *runs in run_ranks(2, train_all, timeout_seconds=200):
         for losses, values, report, downloaded in runs:

@@ -1,5 +1,3 @@
-"""While a rank waits for one that is late, its other Python threads run: loaders, loggers, the watch of failures."""
-
 from __future__ import annotations
 
 import threading
@@ -19,8 +17,6 @@ INSIDE_SECONDS = 0.1  # until the waiting rank is in the call, as a rule
 
 
 class Late:
-    """Rank 1 makes a call when a thread of rank 0 has run while rank 0 was in that call."""
-
     def __init__(self, folder: str):
         self._folder = Path(folder)
 

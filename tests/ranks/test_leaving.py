@@ -1,5 +1,3 @@
-"""Activations that leave the device of one rank and not of the other: each decides alone, plans know of both."""
-
 from __future__ import annotations
 
 from tests.distributed import run_ranks

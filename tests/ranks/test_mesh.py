@@ -1,5 +1,3 @@
-"""A mesh of ranks: who shares which axes, and what they open along one."""
-
 from __future__ import annotations
 
 import itertools
@@ -41,7 +39,6 @@ def test_every_rank_has_coordinates_of_its_own(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_who_shares_axes(mesh):
-    """Every set of axes divides the ranks; who is in a group differs in these axes alone, and all such are in it."""
     for axes in axes_in_all_ways():
         division = mesh.division(*axes)
         assert sorted(itertools.chain.from_iterable(division)) == list(range(mesh.size))
@@ -89,7 +86,6 @@ def test_the_nearest_meshes():
 
 
 def sum_along(some):
-    """The ranks' numbers along an axis, from messages between each two of them, and what this rank adds to them."""
     exchanges = open_exchanges(some, "a sum")
     others = [rank for rank in range(exchanges.size) if rank != exchanges.rank]
     mine = torch.tensor([some.context.rank])
@@ -133,7 +129,6 @@ def test_exchanges_along_each_axis():
 
 
 def share_chunks():
-    """With the rank that has the same column: shards, agreement within the calls of all, and who is named."""
     with join_ranks(timeout_seconds=60) as everybody:
         rank = everybody.context.rank
         with everybody.guard("opening"):
@@ -163,7 +158,6 @@ def test_ranks_that_share_chunks():
 
 
 def lose_one_along_an_axis():
-    """Rank 3 dies between two steps of its sequence; ranks 0 and 1 share only data with it and its neighbour."""
     with open_ranks(timeout_seconds=6) as everybody:
         ranks = MeshRanks(everybody, Mesh(data=2, sequence=2))
         sequence = open_exchanges(ranks.along("sequence"), "the sequence")
@@ -186,7 +180,6 @@ def test_a_rank_that_dies_along_one_axis_ends_all():
 
 
 def train_with_data_alone():
-    """A mesh of data only opens nothing: as many groups of torch.distributed as without one."""
     with open_ranks(timeout_seconds=60) as everybody:
         opened = everybody._connections
         before = len(opened._groups), len(opened._communicators)

@@ -1,7 +1,3 @@
-"""Mixtures of experts and vision-language models of transformers on ranks whose batches differ after planned steps: no
-images on one of them, or tokens that reach other experts. Losses and parameters are those of plain PyTorch.
-"""
-
 from __future__ import annotations
 
 from typing import Any
@@ -21,7 +17,6 @@ NUM_COMMON, NUM_STEPS = 2, 6
 
 
 def batches(family: str, step: int, accumulate: int, rank: int) -> list[dict[str, torch.Tensor]]:
-    """The first steps are alike; later the ranks have images and many tokens in turn."""
     is_common = step < NUM_COMMON
     return [
         batch(
@@ -62,7 +57,6 @@ def train_families(families: list[str], accumulate: int, checkpointing: bool) ->
 
 
 def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Losses by rank, and the state."""
     torch.manual_seed(0)
     module = build(family)().train()
     optimizer = torch.optim.AdamW(module.parameters(), **SMOOTH_ADAM)

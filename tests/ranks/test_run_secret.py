@@ -1,5 +1,3 @@
-"""A run's secret is its user's alone, servers listen where they are told, and hosts in messages are checked."""
-
 from __future__ import annotations
 
 import os
@@ -105,7 +103,6 @@ def test_addresses():
 
 
 def test_a_socket_listens_where_it_was_told():
-    """By an address or an interface; never on all of them."""
     for host in ("127.0.0.1", "localhost", "lo"):
         with listen(listening_address(host), 0) as listening:
             assert listening.getsockname()[0] == "127.0.0.1"
@@ -119,7 +116,6 @@ def test_a_socket_listens_where_it_was_told():
 
 
 def test_gloo_listens_where_its_store_does(monkeypatch):
-    """On loopback, unless ranks are on several machines or the user has named an interface."""
     for host, named, within in (
         ("127.0.0.1", None, "lo"),
         ("127.0.0.1", "eth7", "eth7"),

@@ -1,5 +1,3 @@
-"""The memory of activations is flat where the length grows with the ranks that share it, as counted and as planned."""
-
 from __future__ import annotations
 
 import pytest
@@ -34,7 +32,6 @@ def planned_tide(size, mode, length):
 
 
 def test_memory_is_flat_where_the_length_grows_with_the_ranks():
-    """Bytes that a layer saves, counted; the whole tide, counted and planned."""
     by_rank = run_ranks(4, saved_bytes, CASES)
     for size, mode, length in CASES:
         print(size, mode, length, [found[CASES.index((size, mode, length))] for found in by_rank])

@@ -1,5 +1,3 @@
-"""Several engines on two ranks: the same bits within a shared budget, and what plain PyTorch gives for all batches."""
-
 from __future__ import annotations
 
 import os

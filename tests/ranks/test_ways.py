@@ -1,7 +1,3 @@
-"""Ranks whose models go different ways, after steps that were alike and have a plan: no rank waits for ever. Numbers
-are those of plain PyTorch, and the same with a plan as without.
-"""
-
 from __future__ import annotations
 
 import pytest

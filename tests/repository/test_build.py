@@ -1,6 +1,5 @@
-"""pip install in pip's build isolation: against the PyTorch of the environment it installs into, or one sentence.
-
-The environments are made without pip and filled with the pip that runs the tests.
+"""pip install in pip's build isolation: against the PyTorch of the environment it installs into, or one sentence. The
+environments are made without pip and filled with the pip that runs the tests.
 """
 
 import json
@@ -41,7 +40,7 @@ def run(command, **kwargs):
 
 
 def make_environment(folder, *, with_torch):
-    """A virtual environment's Python. PyTorch comes into sight by a .pth file, as an editable install's would."""
+    """A virtual environment's Python. A .pth file makes PyTorch visible, as an editable install's would."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     if with_torch:
@@ -75,7 +74,6 @@ def pip_install(python, source, **environment):
 
 
 def make_compiler(path):
-    """A C++ compiler that finds most of its work done."""
     made = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     path.write_text(COMPILER.format(made=made, compiler=shutil.which(os.environ.get("CXX", "c++"))))
     path.chmod(0o755)
@@ -84,7 +82,6 @@ def make_compiler(path):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The tree as a source distribution holds it: what it misses, the build misses."""
     folder = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT, folder / "checkout", ignore=NOT_SOURCE)
     # No PyTorch is needed for it, and none must be imported.
@@ -160,7 +157,6 @@ def test_without_pytorch_pip_install_stops_with_one_sentence(source, tmp_path):
 
 
 def make_toolkit(folder, release):
-    """A CUDA toolkit as far as the build looks at it."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(

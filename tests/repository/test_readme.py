@@ -1,5 +1,3 @@
-"""What the README shows works (links and flags: tests/repository/test_docs.py; in a new clone: tools/newcomer.sh)."""
-
 import json
 import os
 import re
@@ -50,7 +48,6 @@ def test_commands_run_when_pasted_into_an_empty_folder(tmp_path):
 
 
 def rows(kind):
-    """The cells of the table's lines that are said to be so."""
     lines = [line.strip("| ") for line in README.text.splitlines() if line.endswith(f"| {kind} |")]
     assert lines
     return lines

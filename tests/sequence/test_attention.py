@@ -1,5 +1,3 @@
-"""Attention over a divided sequence against softmax(q k^T) v by autograd, in float64, on 1 to 4 ranks."""
-
 import dataclasses
 import itertools
 import math
@@ -89,7 +87,6 @@ CASES = {
 
 
 def whole(case):
-    """q, k, v and the gradient of the output, of all tokens."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(heads, width):
@@ -100,7 +97,6 @@ def whole(case):
 
 
 def dense(case):
-    """The output and the gradients of q, k and v, by PyTorch's autograd."""
     q, k, v, grad = whole(case)
     leaves = [part.requires_grad_() for part in (q, k, v)]
     k, v = (part.repeat_interleave(case.heads // case.key_heads, dim=1) for part in (k, v))
@@ -132,7 +128,6 @@ def dense(case):
 
 
 def groups(mode):
-    """The group of torch.distributed for a mode, None where the mode has none of this size."""
     everyone = SequenceGroup()
     if mode is not Mode.HYBRID:
         return everyone
@@ -143,7 +138,6 @@ def groups(mode):
 
 
 def divided(case, mode, group, dtype=torch.float64, device="cpu"):
-    """The output and the gradients, of the tokens that are here."""
     here = positions_of_rank(group.rank, group.size, LENGTH // group.size, mode)
     *leaves, grad = (part.to(dtype)[:, :, here].to(device, copy=True) for part in whole(case))
     for leaf in leaves:
@@ -154,7 +148,6 @@ def divided(case, mode, group, dtype=torch.float64, device="cpu"):
 
 
 def own_groups(mode, ranks):
-    """As :func:`groups`, of the extension's."""
     if mode is not Mode.HYBRID:
         return SequenceGroup.of_ranks(ranks)
     sequence = MeshRanks(ranks, Mesh(sequence=len(ranks.members))).along("sequence")
@@ -162,28 +155,23 @@ def own_groups(mode, ranks):
 
 
 def errors_over_torch(cases):
-    """As :func:`errors_on_each_rank`, through torch.distributed."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return errors_on_each_rank(cases, {mode: groups(mode) for mode in Mode})
 
 
 def errors_in_small_tiles(cases):
-    """As :func:`errors_over_torch`; masked parts of blocks have 5 queries and keys at most, plain ones as many scores
-    per head.
-    """
+    """Masked parts of blocks have 5 queries and keys at most, plain ones as many scores per head."""
     block._TILE_TOKENS, block._TILE_SCORES = 5, 5 * 2 * 12
     return errors_over_torch(cases)
 
 
 def errors_over_own_groups(cases):
-    """As :func:`errors_on_each_rank`, through groups of the extension's."""
     with open_ranks(timeout_seconds=60) as ranks:
         return errors_on_each_rank(cases, {mode: own_groups(mode, ranks) for mode in Mode})
 
 
 def errors_on_each_rank(cases, by_mode):
-    """Of every case and mode, how far output and gradients are from the dense ones at most, on this rank."""
     found = {}
     for name in cases:
         expected = dense(CASES[name])
@@ -214,7 +202,6 @@ def test_as_dense_attention(num_ranks, errors, cases):
 
 
 def sent_bytes():
-    """What each mode sends forward and in backward, on this rank."""
     dist.init_process_group("gloo")
     found = {}
     for mode in (Mode.RSA, Mode.RING, Mode.ZIGZAG, Mode.ULYSSES):
@@ -243,7 +230,6 @@ def test_bytes_are_those_of_the_formulas():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("mode", "is_causal"), [("zigzag", True), ("zigzag", False), ("ring", False), ("ring", True)])
 def test_blocks_of_a_turn_are_merged(mode, is_causal, size):
-    """One at most, of the queries and keys that see each other and no others."""
     length = 2 * size * 4
     rule = rule_of(torch.zeros(1, 1, length, 8), causal=is_causal)
     seen = torch.zeros(length, length, dtype=torch.int64)
@@ -279,7 +265,6 @@ def test_blocks_with_masks_are_merged_where_all_is_seen(options, num_blocks):
 
 
 def kernel_calls():
-    """Of zigzag, on this rank."""
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
         calls = count_kernels(patch)
@@ -292,7 +277,6 @@ def test_each_turn_calls_a_kernel_once():
 
 
 def order_of_backward():
-    """What this rank does in backward of a ring, in its order."""
     dist.init_process_group("gloo")
     events = []
 
@@ -346,7 +330,6 @@ def in_bfloat16():
 
 
 def test_half_precision_is_rounded_little():
-    """Inputs and blocks are rounded to 8 bits of mantissa, sums over blocks are not: about that of one rank."""
     case = CASES["causal"]
     *leaves, grad = (part.bfloat16() for part in whole(case))
     for leaf in leaves:
@@ -362,7 +345,6 @@ def test_half_precision_is_rounded_little():
 
 
 def lose_a_rank_in_backward():
-    """Rank 2 dies between the forward and the backward of the second call."""
     with open_ranks(timeout_seconds=6) as ranks:
         group = SequenceGroup.of_ranks(ranks)
         q, k, v, grad = (part[:, :, : LENGTH // group.size] for part in whole(CASES["causal"]))

@@ -1,5 +1,3 @@
-"""Which kernel computes a block: a table for the devices that this machine does not have."""
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
-"""The calls of a GPU's kernels, on a machine without one: operations that demand what those of PyTorch demand, and
-compute in float64 what these compute, take their place.
-
-Each call is made on meta tensors first, so that the real operation's schema and its shapes hold.
+"""Calls of a GPU's kernels without a GPU. Substitutes demand the arguments of PyTorch's operations and compute in
+float64. Each call is made on meta tensors first, so that the real operation's schema and shapes hold.
 """
 
 import types
@@ -17,13 +15,11 @@ LENGTH = 520  # halves and quarters of it are no multiples of 16 or 32, quarters
 
 
 def on_meta(name, args, options):
-    """What the real operation gives, in shapes."""
     given = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
     return getattr(torch.ops.aten, name)(*given, **options)
 
 
 def is_token_major(tensor):
-    """But for the batch: rows may be some of a sequence's."""
     _, heads, _, head_dim = tensor.shape
     return tensor.stride()[1:] == (head_dim, heads * head_dim, 1)
 
@@ -142,7 +138,7 @@ OPERATIONS = types.SimpleNamespace(
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """`hopper(kernels)`: this machine passes for one with a GPU that has these; gives the calls."""
+    """`hopper(kernels)`: this machine passes for one with a GPU that has these kernels; gives the calls."""
     calls = count_kernels(monkeypatch)
     kernels._cudnn_lse_dims()  # of the real operation
     monkeypatch.setattr(kernels, "_aten", OPERATIONS)
@@ -196,7 +192,6 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masked_blocks(hopper, monkeypatch, dtype, name, tile):
-    """Parts of them are seen whole, and have the fast kernels."""
     monkeypatch.setattr(block, "_TILE_TOKENS", tile)
     calls, parts = hopper(Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT), tensors(dtype)
     options = dict(MASKS[name])

@@ -1,5 +1,3 @@
-"""The tiled loss against cross_entropy of whole logits."""
-
 import pytest
 import torch
 from torch.nn import functional
@@ -9,7 +7,6 @@ from patrickstar.sequence import linear_cross_entropy
 
 
 def draw(dtype=torch.float64, tokens=(3, 7), with_bias=True):
-    """hidden, weight, bias and labels; some labels do not count."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(*tokens, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(50, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -100,8 +97,6 @@ def test_what_does_not_go_together_is_refused(change, message):
 
 
 class LanguageModel(torch.nn.Module):
-    """Embedding, a layer, and a head that is the embedding or its own."""
-
     def __init__(self, loss, is_tied):
         super().__init__()
         torch.manual_seed(0)

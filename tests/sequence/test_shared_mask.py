@@ -1,5 +1,3 @@
-"""The mask of a divided call: the keys that a query sees are found by trying, and nothing is computed with it."""
-
 import pytest
 import torch
 from torch import nn

@@ -1,5 +1,3 @@
-"""The survey of a model: its numbering of tokens, the modules that attend."""
-
 import pytest
 import torch
 from torch import nn

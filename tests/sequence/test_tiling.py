@@ -1,5 +1,3 @@
-"""Tiles of tokens against plain PyTorch: outputs, gradients, random numbers, recomputation, and memory by counting."""
-
 from __future__ import annotations
 
 import itertools
@@ -16,8 +14,6 @@ SHAPES = [(23, HIDDEN), (1, 17, HIDDEN), (3, 7, HIDDEN), (2, 3, 5, HIDDEN)]
 
 
 class Gated(nn.Module):
-    """As Llama's, with biases, and dropout where asked for."""
-
     def __init__(self, dropout=0.0, hidden=HIDDEN, intermediate=INTERMEDIATE, bias=True):
         super().__init__()
         self.gate, self.up = (nn.Linear(hidden, intermediate, bias=bias) for _ in range(2))
@@ -32,8 +28,6 @@ class Gated(nn.Module):
 
 
 class RowByRow(nn.Module):
-    """A linear layer and a norm of which no row depends on how many rows there are."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(INTERMEDIATE, HIDDEN))
@@ -45,7 +39,6 @@ class RowByRow(nn.Module):
 
 
 def run(module, hidden, tile_tokens=None):
-    """The output, the input's gradient, the parameters' gradients; ``tile_tokens`` None: plain PyTorch."""
     module.zero_grad()
     hidden = hidden.clone().requires_grad_()
     params = list(module.parameters())
@@ -98,7 +91,6 @@ def test_a_gradient_is_rounded_once_and_handed_in_once():
 
 
 def test_dropout_drops_the_same_again():
-    """As the same tiles one after the other, and the generator goes on as if nothing were computed again."""
     module, hidden = Gated(dropout=0.4).double(), torch.randn(2, 9, HIDDEN, dtype=torch.float64)
 
     def one_after_the_other(rows):
@@ -122,7 +114,7 @@ def test_dropout_drops_the_same_again():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_within_a_checkpointed_layer(use_reentrant):
-    """[Note: the input is kept first]: what comes last in a layer is not computed a third time."""
+    """[Note: the input is kept first]: a layer's last module is not computed a third time."""
     torch.manual_seed(0)
     module, hidden = Gated().double(), torch.randn(10, HIDDEN, dtype=torch.float64)
     params = list(module.parameters())
@@ -143,7 +135,6 @@ def test_within_a_checkpointed_layer(use_reentrant):
 
 
 def test_autocast_and_frozen_parameters():
-    """The recomputation is in the forward's dtype; what requires no grad gets none, nor does the input."""
     torch.manual_seed(0)
     module, hidden = Gated(), torch.randn(9, HIDDEN)
     module.up.requires_grad_(False)
@@ -175,7 +166,7 @@ def test_without_gradients_nothing_is_kept():
 
 
 def peak_bytes(function):
-    """Most bytes of tensors alive at a time in ``function()``, beside those before: every allocation is counted."""
+    """Most bytes of live tensors in ``function()``, beyond those before; every allocation counts."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -183,8 +174,8 @@ def peak_bytes(function):
 
 
 def test_intermediate_tensors_exist_for_one_tile():
-    """docs/guides/long_sequences.md: six of [tokens, intermediate size] at the peak of a gated MLP; in tiles, six of
-    [tile, intermediate size], with two gradients of the parameters and four tensors of [tokens, hidden size].
+    """docs/guides/long_sequences.md: a gated MLP has six of [tokens, intermediate size] at its peak; in tiles, six of
+    [tile, intermediate size], two gradients of the parameters and four tensors of [tokens, hidden size].
     """
     tokens, hidden_size, size = 1024, 8, 512
     module = Gated(hidden=hidden_size, intermediate=size, bias=False)

@@ -1,5 +1,3 @@
-"""What is counted, against the formulas of the papers; what a rank receives is in test_layers.py and test_models.py."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Who sends to whom along a line, between threads in the place of ranks."""
-
 import collections
 import queue
 import threading
@@ -14,16 +12,12 @@ from tests.tensor2d.on_meshes import draw, gap
 
 
 class Post:
-    """What ranks of a line have sent each other."""
-
     def __init__(self):
         self.letters = collections.defaultdict(queue.Queue)
         self.sent = collections.defaultdict(list)  # by exchange: (of, to)
 
 
 class ByThreads:
-    """The exchanges of one rank, each over when it is begun."""
-
     def __init__(self, post, rank, size):
         self.post, self.rank, self.size, self.count = post, rank, size, 0
 
@@ -41,7 +35,6 @@ class ByThreads:
 
 
 def on_threads(size, function):
-    """What `function(line)` returns by rank, and who sent to whom in each exchange."""
     post, found = Post(), [None] * size
 
     def run(rank):
@@ -73,7 +66,6 @@ def test_an_owner_sends_few_copies(size, most_sent):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_everybody_sends_to_another_one(size, dtype):
-    """In each exchange of both products and their gradients, and they are what one process computes."""
     hidden, first, second = draw(2, 2 * size, 6), draw(3 * size, 6), draw(3 * size, 6)
     grad = draw(2, 2 * size, 6, seed=1)
     whole = [part.to(dtype).double().requires_grad_() for part in (hidden, first, second)]
@@ -99,7 +91,6 @@ def test_everybody_sends_to_another_one(size, dtype):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_products_in_pieces_are_those_of_one_process(size, batch, monkeypatch):
-    """As large ones are cut: samples one by one, or tokens of a single one; in place, with biases."""
     monkeypatch.setattr(orders, "_FILLING", 1)
     monkeypatch.setattr(orders, "_TILE", 1)
     hidden, first, second = draw(batch, 4 * size, 6), draw(3 * size, 6), draw(3 * size, 6)

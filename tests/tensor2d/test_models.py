@@ -1,5 +1,3 @@
-"""Whole models on meshes against Hugging Face's in one process: losses, gradients, bytes, steps of AdamW."""
-
 import functools
 
 import pytest
@@ -49,7 +47,6 @@ def build(name, dtype, group, device="cpu"):
 
 
 def compare_once(name, group, device="cpu"):
-    """Gaps of logits, loss and gradients in float64, and the bytes that came here, forward and backward."""
     ours, theirs = build(name, torch.float64, group, device)
     theirs = theirs.to(device)  # also there the angles of positions are float32, and those of two devices differ
     ids, labels = (part.to(device) for part in batch())
@@ -81,7 +78,6 @@ def compare_once(name, group, device="cpu"):
 
 
 def train(name, group):
-    """Gaps of losses, norms and parameters in float64, after steps of AdamW with gradients that are clipped."""
     ours, theirs = build(name, torch.float64, group)
     ids, labels = batch()
     settings = {"lr": 1e-3, "weight_decay": 0.1}
@@ -109,7 +105,6 @@ def check_models(rows, columns):
 
 
 def product_bytes(linears, config, tied, place):
-    """Forward and backward, by cost.py."""
     vocabulary = -(-VOCABULARY // place.num_panels) * place.num_panels
     found = cost.embedding(TOKENS, 24, place.rows, place.columns)
     found += cost.head(TOKENS, 24, vocabulary, place, tied=tied)
@@ -124,9 +119,6 @@ def grad_or_zeros(parameter):
 
 
 def train_beside(_rows, columns):
-    """A column of data beside the mesh: this rank's loss and clipped gradients, with blocks that are computed again in
-    backward and a frozen layer, and what they should be.
-    """
     dist.init_process_group("gloo")
     mesh = Mesh(data=2, columns=columns)
     group = MeshGroup.of_torch(mesh)

@@ -1,5 +1,3 @@
-"""Whole models divided in one dimension against Hugging Face's in one process: losses, gradients, bytes."""
-
 import itertools
 import os
 
@@ -30,7 +28,6 @@ def open_line():
 
 
 def compare(name, line):
-    """Gaps of loss, logits and gradients, and the bytes of products that came here, forward and backward."""
     theirs = reference(name, torch.float64)
     make, config = MODELS[name]
     tall, wide = tall_group(line), wide_group(line)
@@ -57,7 +54,6 @@ def compare(name, line):
 
 
 def compare_in_place(name, line, attention):
-    """Gaps of loss and gradients of Hugging Face's model, divided in place and called with whole sequences."""
     theirs, ours = reference(name, torch.float64), reference(name, torch.float64, attention)
     parallelize_1d(ours, line)
     tokens = batch(LENGTH)[0]
@@ -74,14 +70,12 @@ def compare_in_place(name, line, attention):
 
 
 def generated(model):
-    """Greedily, of lengths that no number of ranks divides all of, behind padding."""
     tokens, mask = batch(LENGTH)[0], torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[0, :3] = 0
     return model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
 
 
 def in_16_bits(line):
-    """A pair of layers in bfloat16 against the whole of it in float64."""
     group = tall_group(line)
     layers = ColumnLinear1D(12, 24, group, bias=False), RowLinear1D(24, 12, group, bias=False)
     weights = draw(24, 12, seed=1) / 4, draw(12, 24, seed=2) / 4

@@ -1,5 +1,3 @@
-"""Hugging Face's models divided in place, against themselves."""
-
 import pytest
 import torch
 import transformers
@@ -45,7 +43,6 @@ def build(name, dtype=torch.float64):
 
 
 def run(model, name, ids, labels, padding, loss=None):
-    """Logits and loss; of BERT labels are those of their tokens."""
     others = {"token_type_ids": ids % 2} if name == "bert" else {"shift_labels": labels}
     out = model(ids, attention_mask=padding, labels=labels, **others)
     # Theirs is rounded to float32.
@@ -80,7 +77,6 @@ def compare(name, group):
 
 
 def generate(group):
-    """Whether each row continues its samples as one process does."""
     theirs, ours = build("llama").eval(), build("llama").eval()
     parallelize(ours, group)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

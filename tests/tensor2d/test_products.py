@@ -1,5 +1,3 @@
-"""The three products and their gradients against the matrices as a whole, on meshes of any shape."""
-
 import collections
 import itertools
 
@@ -37,7 +35,7 @@ PRODUCTS = {
 
 
 def errors_of_products(group, device="cpu"):
-    """{(product, dtype, what): gap} of outputs, gradients, and gradients of gradients."""
+    """{(product, dtype, kind): gap} of outputs, gradients, and gradients of gradients."""
     found = {}
 
     def whole_of(block):
@@ -74,7 +72,6 @@ def errors_of_products(group, device="cpu"):
 
 
 def received(group):
-    """{product: bytes of panels and of partial sums that came here}, and those of a turned matrix."""
     found = {}
     for name, (product, _, *shapes) in PRODUCTS.items():
         before = group.received_bytes
@@ -115,7 +112,6 @@ def test_products_as_one_process_computes_them(rows, columns):
 
 
 def try_products_in_pieces(rows, columns):
-    """As :func:`try_products`, of products cut as large ones are; and how many messages came for each."""
     orders._FILLING, orders._TILE = 1, 1
     group = open_mesh(rows, columns)
     messages = collections.Counter()
@@ -180,7 +176,7 @@ def test_sums_of_16_bits_are_rounded_once():
 
 
 def sums_of_two(rows, columns):
-    """1 + 2^-8 of the first rank and 2^-8 of the second, with a bias of 0; and with one of -1 that is added too."""
+    """1 + 2^-8 of the first rank and 2^-8 of the second, with a bias of 0, and with an added bias of -1."""
     group = open_mesh(rows, columns)
     if columns == 1:
         block = divide_activation(torch.tensor([[1.0], [2.0**-8], [2.0**-8], [0.0]]).bfloat16(), group.place)
@@ -196,13 +192,11 @@ def sums_of_two(rows, columns):
 
 
 def test_sums_on_top_of_what_came_are_rounded_once():
-    """By the rank that keeps them: the first one's own summand is not rounded before."""
     assert on_mesh(1, 2, sums_of_two)[0] == (1 + 2.0**-7, 1 + 2.0**-7, 2.0**-7)
     assert on_mesh(2, 1, sums_of_two)[0] == 1 + 2.0**-7
 
 
 def over_own_groups(rows, columns):
-    """As :func:`try_products`, over the lines that an engine's ranks have."""
     with open_ranks(timeout_seconds=60) as ranks:
         group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(rows=rows, columns=columns)))
         return errors_of_products(group), received(group)["turned is right"]

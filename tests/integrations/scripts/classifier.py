@@ -1,5 +1,5 @@
-"""Trains a classifier of sentences in CSV files, as scripts for transformers' Trainer do: built like ``run_glue.py`` of
-its examples, which no package has. Nothing of PatrickStar is in it.
+"""Trains a classifier of sentences in CSV files with transformers' Trainer, as ``run_glue.py`` of its examples does.
+Knows nothing of PatrickStar.
 """
 
 from dataclasses import dataclass

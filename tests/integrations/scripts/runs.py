@@ -1,8 +1,6 @@
-"""Runs scripts by ``patrickstar run`` and without it, all in one process: importing what they need takes longest.
+"""Runs scripts with and without ``patrickstar run`` in one process, since imports take longest.
 
-    python -m tests.integrations.scripts.runs FOLDER
-
-Each run leaves in ``FOLDER/runs`` what its script writes. The child of ``test_unchanged_scripts.py``.
+``python -m tests.integrations.scripts.runs FOLDER`` leaves each run's files in ``FOLDER/runs``.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ SMALL = {LANGUAGE_MODEL: "2MiB", CLASSIFIER: "2MiB", SFT: "5MiB"}
 
 
 def write_inputs(folder: Path) -> None:
-    """A tiny Llama with a tokenizer of its own, and sentences in the files that the scripts read."""
     chosen = random.Random(0)
     lines = []
     for _ in range(120):
@@ -67,7 +64,6 @@ def write_inputs(folder: Path) -> None:
 
 
 def arguments_of(script: Path, folder: Path) -> list[str]:
-    """What each script is given, in all of its runs."""
     given = {"--model_name_or_path": folder / "model", "--report_to": "none", "--seed": 7, "--learning_rate": 3e-3}
     given |= {"--logging_steps": 2, "--per_device_train_batch_size": 2, "--per_device_eval_batch_size": 2}
     given |= {"--max_steps": 12, "--save_steps": 6, "--disable_tqdm": True, "--use_cpu": True}
@@ -82,7 +78,6 @@ def arguments_of(script: Path, folder: Path) -> list[str]:
 
 
 def run_all(folder: Path) -> None:
-    """Each script without PatrickStar, with it, within a small budget, and resumed in another one."""
     write_inputs(folder)
     config = folder / "patrickstar.json"
     config.write_text(json.dumps({"default_chunk_size": 8192}))

@@ -1,5 +1,3 @@
-"""What of a compiled module is compiled as one."""
-
 from __future__ import annotations
 
 import pytest
@@ -23,8 +21,6 @@ class Callable(nn.Module):
 
 
 class Own(Callable):
-    """A block without layers of PyTorch."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
@@ -38,8 +34,6 @@ class Stage(Callable):
 
 
 class Heads(Callable):
-    """A block with a list of small ones."""
-
     def __init__(self):
         super().__init__()
         self.heads = nn.ModuleList(Block(2) for _ in range(4))
