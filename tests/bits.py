@@ -1,7 +1,5 @@
 """Bitwise comparison. ``torch.equal`` takes -0.0 for 0.0, NaN for different from itself, and ignores dtypes."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from typing import Any

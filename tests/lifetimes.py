@@ -1,7 +1,5 @@
 """What a process holds while engines are opened and closed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -2,8 +2,6 @@
 that builds the model and one that makes a batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Pages of the documentation: fenced blocks, links, and Python blocks as one script."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """Recipes that train with several engines at once, and the same with plain PyTorch."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -2,8 +2,6 @@
 two layers.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

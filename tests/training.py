@@ -1,7 +1,5 @@
 """Training runs that tests compare: through the engine, and with plain PyTorch."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Ranks as threads; sources and sinks that hold arbitrary ranges of tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence

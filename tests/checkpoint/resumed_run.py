@@ -3,8 +3,6 @@
 python -m tests.checkpoint.resumed_run '{"precision": "fp16", "load": "folder", "steps": 3}'
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -2,8 +2,6 @@
 up to any of those since its last sync. An unsynced file holds its old content, zeros, or a torn piece.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Made-up machines: the files below / that describe CPUs to a process."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

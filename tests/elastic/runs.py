@@ -1,7 +1,5 @@
 """Functions that processes of an elastic run execute."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

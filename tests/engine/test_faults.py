@@ -1,7 +1,5 @@
 """One test for each fault of the first PatrickStar."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

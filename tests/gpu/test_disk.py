@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.test_disk import check_passed_through, config_of, on_disk

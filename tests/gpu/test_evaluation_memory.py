@@ -2,8 +2,6 @@
 the least budget differs between runs.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

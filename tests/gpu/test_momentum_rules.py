@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.engine import test_momentum_rules as rules

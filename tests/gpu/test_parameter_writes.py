@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.bits import assert_same_bits

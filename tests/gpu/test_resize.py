@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.elastic.test_resize import ON_HOST, alone, check

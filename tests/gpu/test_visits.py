@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.test_visits import WAYS, config_of, visiting

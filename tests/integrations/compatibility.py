@@ -3,8 +3,6 @@
 ``python -m tests.integrations.compatibility`` writes the table; test_peft.py runs every row and compares the page.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path

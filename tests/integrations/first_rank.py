@@ -1,7 +1,5 @@
 """Two ranks whose models differ in every value train rank 0's model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

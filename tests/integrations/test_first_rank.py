@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.integrations import first_rank
 
 

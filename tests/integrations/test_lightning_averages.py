@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim.swa_utils import get_ema_avg_fn

@@ -1,7 +1,5 @@
 """All runs on two ranks of this folder's tests, in one start of the ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

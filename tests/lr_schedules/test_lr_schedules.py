@@ -1,7 +1,5 @@
 """Schedules against closed forms in float64 (interpolation between knots), in a run and beyond its end."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -2,8 +2,6 @@
 user's cluster alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

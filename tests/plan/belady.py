@@ -5,8 +5,6 @@ arrays of one size the matrix is totally unimodular (intervals on a line), so th
 a lower bound.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import lil_matrix

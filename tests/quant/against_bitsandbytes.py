@@ -5,8 +5,6 @@ Needs ``pip install bitsandbytes`` (43 MB), which the tests do not require. Reco
 benchmark/results/cpu-bitsandbytes.txt.
 """
 
-from __future__ import annotations
-
 import platform
 
 import torch

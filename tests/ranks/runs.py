@@ -1,7 +1,5 @@
 """Functions that ranks execute."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.engine.test_compute_formats import SGD, STEPS, install, plainly

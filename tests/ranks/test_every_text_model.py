@@ -2,8 +2,6 @@
 slow.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 import subprocess

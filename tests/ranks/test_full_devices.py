@@ -1,7 +1,5 @@
 """Devices that a plan fills to the last byte. As with CUDA, buffers are larger than their content."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

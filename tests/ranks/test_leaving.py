@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.distributed import run_ranks
 from tests.engine.test_stashed_activations import LENGTH, wide_reference
 from tests.ranks.leaving import trained

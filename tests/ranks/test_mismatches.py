@@ -3,8 +3,6 @@
 One set of processes runs the pairs of a group, and groups run beside each other, since most time goes by in waiting.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import os

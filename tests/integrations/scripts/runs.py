@@ -3,8 +3,6 @@
 ``python -m tests.integrations.scripts.runs FOLDER`` leaves each run's files in ``FOLDER/runs``.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
