@@ -1,6 +1,4 @@
-import copy
 import functools
-import json
 import logging
 import resource
 
@@ -10,29 +8,23 @@ import torch
 from patrickstar import _C, CheckpointError, DiskError, MemoryBudgetError
 from patrickstar.config import Dialect, parse_config
 from patrickstar.runtime import initialize_engine
+from tests import schemes
 from tests.bits import assert_same_bits
 from tests.models import MODELS, Case, gpt2, token_batch
-from tests.training import assert_same, go_on, least_device_memory, make_config, promised, train
+from tests.training import assert_same, go_on, least_device_memory, promised, train
 
 GPT2 = Case(lambda: gpt2(hidden=32, layers=12), token_batch)
 STEPS = 4
 
 
-LION = {"type": "Lion", "params": {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}}
-
-
-def config_of(precision="bf16", *, speculation="never", states="fp32", on_device=False, optimizer=None, **more):
-    config = make_config(precision, **{"default_chunk_size": 4096, **more})
-    config["optimizer"] |= {"speculation": speculation, "states": states, **copy.deepcopy(optimizer or {})}
-    config["optimizer"]["params"]["use_hybrid_adam"] = on_device
-    return config
+def config_of(**more):
+    return schemes.config_of(**{"on_device": False, "speculation": "never", "default_chunk_size": 4096, **more})
 
 
 @functools.cache
-def needed(case, precision, speculation="never", states="fp32", accumulate=1, numel=4096, optimizer="null"):
-    """Host bytes for all states, and the least with a disk. ``optimizer`` is JSON."""
-    form = {"speculation": speculation, "states": states, "optimizer": json.loads(optimizer)}
-    engine, _ = initialize_engine(case.build, 0, config_of(precision, default_chunk_size=numel, **form))
+def needed(case, accumulate=1, **scheme):
+    """Host bytes for all states, and the least with a disk."""
+    engine, _ = initialize_engine(case.build, 0, config_of(**scheme))
     with engine:
         layout = engine._session.layout
         backwards = _C.Backwards.SEVERAL if accumulate > 1 else _C.Backwards.ONE
@@ -46,13 +38,13 @@ def disk(tmp_path, io="auto", **more):
     return {"disk_memory": {"path": str(tmp_path), "size": "64GiB", "io": io, **more}}
 
 
-def on_disk(tmp_path, share=0.0, precision="bf16", *, accumulate=1, io="auto", case=GPT2, **more):
+SCHEME = ["rule", "states", "master", "precision", "speculation", "default_chunk_size"]
+
+
+def on_disk(tmp_path, share=0.0, *, accumulate=1, io="auto", case=GPT2, **more):
     """A host with ``share`` of the room between the least and the bytes of all states."""
-    form = more.get("speculation", "never"), more.get("states", "fp32")
-    rule = json.dumps(more.get("optimizer"))
-    everything, least = needed(case, precision, *form, accumulate, more.get("default_chunk_size", 4096), rule)
-    host_bytes = least + int(share * (everything - least))
-    return config_of(precision, host_memory=host_bytes, **disk(tmp_path, io), **more)
+    everything, least = needed(case, accumulate, **{key: more[key] for key in SCHEME if key in more})
+    return config_of(host_memory=least + int(share * (everything - least)), **disk(tmp_path, io), **more)
 
 
 def check_passed_through(report):
@@ -66,8 +58,8 @@ def check_passed_through(report):
 @pytest.mark.parametrize("io", ["auto", "threads"])
 @pytest.mark.parametrize(("precision", "share"), [("bf16", 0.0), ("bf16", 0.5), ("fp32", 0.1), ("fp16", 0.3)])
 def test_no_number_changes(precision, share, io, tmp_path):
-    expected = train(GPT2, config_of(precision, gradient_clipping=0.1), steps=STEPS)
-    run = train(GPT2, on_disk(tmp_path, share, precision, io=io, gradient_clipping=0.1), steps=STEPS)
+    expected = train(GPT2, config_of(precision=precision, gradient_clipping=0.1), steps=STEPS)
+    run = train(GPT2, on_disk(tmp_path, share, precision=precision, io=io, gradient_clipping=0.1), steps=STEPS)
     assert_same(run, expected)
     assert run.grad_norms == expected.grad_norms
     check_passed_through(run.report)
@@ -96,8 +88,8 @@ def test_every_way_of_using_parameters(name, tmp_path):
         {"speculation": "always"},
         {"speculation": "commit"},
         {"speculation": "commit", "states": "8bit"},
-        {"speculation": "commit", "optimizer": {"master": "stochastic"}},
-        {"optimizer": LION},
+        {"speculation": "commit", "master": "stochastic"},
+        {"rule": "Lion"},
     ],
 )
 def test_formats_and_times_of_updates(more, tmp_path):
@@ -138,7 +130,7 @@ def test_states_that_come_back_from_the_device(tmp_path):
     chunks are updated on the device. Their states come down into memory whose last chunk a slow disk is still writing.
     """
     expected = train(GPT2, config_of(), steps=STEPS + 1)
-    device_bytes = least_device_memory(GPT2, config_of(), steps=2) + needed(GPT2, "bf16")[0] // 2
+    device_bytes = least_device_memory(GPT2, config_of(), steps=2) + needed(GPT2)[0] // 2
     batch = token_batch(torch.Generator().manual_seed(0))
 
     def interfere(engine, step):
@@ -165,7 +157,7 @@ def interrupt_backward(engine, loss):
 
 def test_three_tiers(tmp_path):
     expected = train(GPT2, config_of(), steps=STEPS)
-    everything, least = needed(GPT2, "bf16")
+    everything, least = needed(GPT2)
     device_bytes = least_device_memory(GPT2, config_of(), steps=2) + everything // 4
     config = on_disk(tmp_path, 0.3, on_device=True, device_memory=device_bytes)
     run = train(GPT2, config, steps=STEPS)
@@ -181,11 +173,11 @@ def test_three_tiers(tmp_path):
 
 
 def test_skipped_steps(tmp_path):
-    config = config_of("fp16")
+    config = config_of(precision="fp16")
     config["fp16"] |= {"initial_scale_power": 24}
     expected = train(GPT2, config, steps=6)
     assert expected.report["num_skipped_steps"] > 0
-    config = on_disk(tmp_path, 0.1, "fp16")
+    config = on_disk(tmp_path, 0.1, precision="fp16")
     config["fp16"] |= {"initial_scale_power": 24}
     assert_same(train(GPT2, config, steps=6), expected)
 

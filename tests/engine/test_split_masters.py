@@ -110,33 +110,6 @@ def test_values_halfway_between_two_compute_values():
             assert all((state["exp_avg_sq"] >= 0).all() for state in optimizer.state_dict()["state"].values())
 
 
-def test_unfreezing():
-    def run(speculation):
-        torch.manual_seed(0)
-        engine, optimizer = initialize_engine(frozen, 0, config_of(speculation))
-        losses = []
-        with engine:
-            generator = torch.Generator().manual_seed(0)
-            for step in range(5):
-                if step == 2:
-                    engine.module.requires_grad_(True)
-                loss = engine(**token_batch(generator))["loss"]
-                losses.append(loss.item())
-                engine.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            return losses, engine.state_dict()
-
-    assert_same_bits(run("commit"), run("never"))
-
-
-def frozen():
-    model = gpt2()
-    model.transformer.wte.requires_grad_(False)
-    model.transformer.h[0].requires_grad_(False)
-    return model
-
-
 def test_the_form_is_for_committed_bfloat16():
     for config, expected in ((config_of("commit"), True), (config_of("never"), False), (make_config("fp32"), False)):
         engine, _ = initialize_engine(gpt2, 0, config)
