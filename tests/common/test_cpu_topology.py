@@ -85,10 +85,7 @@ def test_a_machine_that_tells_nothing(tmp_path):
             4.0,
         ),
         # Version 1.
-        (
-            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
-            math.inf,
-        ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, math.inf),
         (
             {
                 "proc/self/cgroup": "5:memory:/other\n4:cpu,cpuacct:/docker/ab\n0::/",

@@ -50,8 +50,7 @@ def test_odd_cpus(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cpus", "num_threads", "worker_cpus"),
-    [([3], 1, []), ([2, 3], 1, []), ([2, 6], 1, []), ([1, 2, 3], 2, [2])],
+    ("cpus", "num_threads", "worker_cpus"), [([3], 1, []), ([2, 3], 1, []), ([2, 6], 1, []), ([1, 2, 3], 2, [2])]
 )
 def test_few_cpus(tmp_path, cpus, num_threads, worker_cpus):
     topology = hyper_threaded(1, 4, 2).read(tmp_path, cpus)  # 2 and 6 are one core

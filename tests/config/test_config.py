@@ -5,14 +5,7 @@ import pickle
 import pytest
 import torch
 
-from patrickstar.config import (
-    Config,
-    HostAffinity,
-    OptimizerType,
-    log_accepted_options,
-    parse_bytes,
-    parse_config,
-)
+from patrickstar.config import Config, HostAffinity, OptimizerType, log_accepted_options, parse_bytes, parse_config
 from patrickstar.integrations.decided_config import ranks_per_sample
 
 

@@ -251,10 +251,7 @@ def test_files(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     for text, message in (
         ('{"bf16": {"enabled": true, "enabled": false}}', "enabled is given twice"),
-        (
-            '{"bf16": {"enabled": true},}',
-            "is not JSON: .*; take out comments and trailing commas, or pip",
-        ),
+        ('{"bf16": {"enabled": true},}', "is not JSON: .*; take out comments and trailing commas, or pip"),
         ("[1]", "config is a list"),
     ):
         file.write_text(text)

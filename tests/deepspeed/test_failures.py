@@ -45,10 +45,7 @@ INTO_CHUNKS = {
     "trained": ("patrickstar.engine.session_parts.TrainedParams", 0),
     "profiler": ("patrickstar.engine.session_parts.make_profiler", 0),
 }
-WHEN_OPEN = {
-    "optimizer": ("patrickstar.{}.make_optimizer", 0),
-    "engine": ("patrickstar.{}.{}Engine", 0),
-}
+WHEN_OPEN = {"optimizer": ("patrickstar.{}.make_optimizer", 0), "engine": ("patrickstar.{}.{}Engine", 0)}
 
 
 class InjectedError(Exception):

@@ -75,11 +75,7 @@ def joining_steps(plan: list[int]) -> list[int]:
 
 
 def train(
-    address: str,
-    plan: list[int],
-    folder: str,
-    precision: str = "fp32",
-    optimizer_section: dict[str, Any] | None = None,
+    address: str, plan: list[int], folder: str, precision: str = "fp32", optimizer_section: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Runs one process of a run whose step k has ``plan[k]`` ranks; the first process begins the run. Shards go through
     ``folder``, in which {} stands for the process's number. ``optimizer_section`` replaces AdamW.
@@ -224,11 +220,7 @@ def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
     run = ElasticRun(
-        engine,
-        {"schedule": schedule, "sampler": sampler},
-        checkpoint=folder,
-        look_seconds=0.05,
-        rendezvous=address,
+        engine, {"schedule": schedule, "sampler": sampler}, checkpoint=folder, look_seconds=0.05, rendezvous=address
     )
     result: dict[str, Any] = {"losses": {}, "seen": {}, "end": None}
     while run.num_steps < num_steps and result["end"] is None:

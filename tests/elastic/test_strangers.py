@@ -50,10 +50,7 @@ def test_the_secret_of_a_run_ends_with_its_rendezvous(tmp_path, monkeypatch):
     secret_file = served.secret_file
     assert secret_file.is_relative_to(tmp_path)
     assert (mode(secret_file), mode(secret_file.parent)) == (0o600, 0o700)
-    assert served.environment == {
-        "PATRICKSTAR_ELASTIC": served.address,
-        "PATRICKSTAR_ELASTIC_SECRET": str(secret_file),
-    }
+    assert served.environment == {"PATRICKSTAR_ELASTIC": served.address, "PATRICKSTAR_ELASTIC_SECRET": str(secret_file)}
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", served.port), 1)  # of this machine, and not where it listens
     del served

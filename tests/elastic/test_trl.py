@@ -45,12 +45,7 @@ def make(cls: Any, folder: str, accumulation: int, **own: Any) -> Any:
     more = {"max_steps": 6, "gradient_accumulation_steps": accumulation, "seed": SEED}
     args = SFTConfig(**options(Path(folder)) | more, max_length=32)
     return cls(
-        llama(),
-        args,
-        train_dataset=data,
-        eval_dataset=data.select(range(6)),
-        processing_class=tokenizer(),
-        **own,
+        llama(), args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer(), **own
     )
 
 

@@ -54,11 +54,7 @@ def plainly(case: Case, num_ranks: int = 1) -> Run:
 
 def config_of(precision="bf16", *, on_device=True, speculation="never", **more):
     config = make_config(precision, **more)
-    config["optimizer"] = {
-        "type": "SGD",
-        "params": {**SGD, "use_hybrid_adam": on_device},
-        "speculation": speculation,
-    }
+    config["optimizer"] = {"type": "SGD", "params": {**SGD, "use_hybrid_adam": on_device}, "speculation": speculation}
     return config
 
 

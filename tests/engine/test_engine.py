@@ -349,12 +349,7 @@ def test_optimizer_state_moves_to_pytorch_and_back():
 
 
 @pytest.mark.parametrize(
-    "option",
-    [
-        {"warmup_gpu_chunk_mem_ratio": 0.3},
-        {"use_fake_dist": True},
-        {"margin_use_ratio": 0.1},
-    ],
+    "option", [{"warmup_gpu_chunk_mem_ratio": 0.3}, {"use_fake_dist": True}, {"margin_use_ratio": 0.1}]
 )
 def test_memory_options_do_not_change_numbers(option):
     config = make_config("bf16")

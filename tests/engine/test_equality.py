@@ -133,8 +133,7 @@ def test_against_pytorch(name, optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [*itertools.product(MODELS, ["fp32", "bf16"]), *((name, "fp16") for name in VARIED)],
+    ("name", "precision"), [*itertools.product(MODELS, ["fp32", "bf16"]), *((name, "fp16") for name in VARIED)]
 )
 def test_models_in_their_least_budget(name, precision):
     config = make_config(precision, gradient_clipping=1.0)

@@ -114,10 +114,7 @@ def with_renormed_table():
     return model
 
 
-REFUSED = {
-    "memory": lambda: Model(changed_tensor),
-    "up.table.weight": with_renormed_table,
-}
+REFUSED = {"memory": lambda: Model(changed_tensor), "up.table.weight": with_renormed_table}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,10 +17,7 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, pad_token_id=0, **sizes))
 
 
-CASES = {
-    "gpt2": Case(lambda: gpt2(hidden=64, layers=36), token_batch),
-    "llama": Case(llama, token_batch),
-}
+CASES = {"gpt2": Case(lambda: gpt2(hidden=64, layers=36), token_batch), "llama": Case(llama, token_batch)}
 
 
 def peaks(case, config, accumulate=1):
@@ -41,11 +38,7 @@ def peaks(case, config, accumulate=1):
         return before, engine.report()
 
 
-SETTINGS = [
-    (4, 4.0, "always", 0.0),
-    (4, 0.9, "always", 0.0),
-    (2, 1.1, "always", 1e-3),
-]
+SETTINGS = [(4, 4.0, "always", 0.0), (4, 0.9, "always", 0.0), (2, 1.1, "always", 1e-3)]
 """Device budget over an eighth of the host's need, host budget over that need, speculation, clipping."""
 
 

@@ -152,13 +152,7 @@ def test_a_forward_that_always_runs_out_says_where_and_what_helps():
             engine(inputs)
         (note,) = raised.value.__notes__
         print(note)
-        for part in (
-            "in heads.0",
-            "2.5 GiB more",
-            "device_memory is 977 KiB",
-            "at least 2.51GiB",
-            "smaller batch",
-        ):
+        for part in ("in heads.0", "2.5 GiB more", "device_memory is 977 KiB", "at least 2.51GiB", "smaller batch"):
             assert part in note
         assert "Nothing was updated" in note
 

@@ -75,7 +75,7 @@ def orders(program, trace):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("room", [1.2, 2, 4])
+@pytest.mark.parametrize("room", [1.2, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["states on the host", "states on both"])
 def test_a_step_is_its_program(way, room, hybrid):
     planned, carried_out = orders(*step_of(way, room, hybrid))

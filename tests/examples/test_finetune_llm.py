@@ -440,10 +440,7 @@ def test_a_broken_line_is_refused_before_anything_is_loaded(text, message, examp
         ("--model {tmp}/t5", "is of type t5, which is no causal language model"),
         ("--model {tmp}/broken", "its tokenizer cannot be loaded"),
         ("--model {llama} --seq-len 300", "the model takes rows of 256 tokens"),
-        (
-            "--model {mistral} --data {tmp}/system.jsonl",
-            "the tokenizer's chat template refuses it: Only",
-        ),
+        ("--model {mistral} --data {tmp}/system.jsonl", "the tokenizer's chat template refuses it: Only"),
         ("--lora", "give one with --model"),
         ("--model {llama} --quantization nf4", "give --lora too"),
         ("--lr zero", "invalid float value: 'zero'"),

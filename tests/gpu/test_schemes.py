@@ -42,11 +42,7 @@ def test_updates_that_wait(scheme, precision):
 
 @pytest.mark.parametrize(
     "scheme",
-    [
-        ("AdamW", "bf16"),
-        ("AdamW", "8bit"),
-        *itertools.product(["AdamW", "Lion"], ["fp32", "8bit"], ["stochastic"]),
-    ],
+    [("AdamW", "bf16"), ("AdamW", "8bit"), *itertools.product(["AdamW", "Lion"], ["fp32", "8bit"], ["stochastic"])],
 )
 def test_committed_updates(scheme):
     check_committed(ROOM, scheme)

@@ -158,9 +158,7 @@ def rank_runs(folder):
     for checkpoint_format in ("file", "folder"):
         path = f"{folder}/{checkpoint_format}"
         ours = fit(
-            PatrickStarStrategy(CONFIG, checkpoint_format=checkpoint_format),
-            devices=2,
-            callbacks=[SaveAfter(0, path)],
+            PatrickStarStrategy(CONFIG, checkpoint_format=checkpoint_format), devices=2, callbacks=[SaveAfter(0, path)]
         )
         assert relative_error(ours.losses, plain.losses) <= TOLERANCE
         assert relative_error(ours.norms, plain.norms) <= TOLERANCE

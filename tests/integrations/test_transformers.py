@@ -292,11 +292,7 @@ def test_an_unmodified_trainer_does_not_train_our_model(tmp_path):
         ({"save_on_each_node": True}, {}, "save_on_each_node is set"),
         ({"optim": "adafactor"}, {}, "optim is 'adafactor'; .* set optim to 'adamw_torch'"),
         ({"bf16": True}, {"bf16": {"enabled": False}}, r"bf16.enabled is False in patrickstar_config, but Training"),
-        (
-            {},
-            {"optimizer": {"params": {"lr": 1e-4}}},
-            r"optimizer.params.lr is 0.0001 .*learning_rate is 0.003; leave",
-        ),
+        ({}, {"optimizer": {"params": {"lr": 1e-4}}}, r"optimizer.params.lr is 0.0001 .*learning_rate is 0.003; leave"),
         ({}, {"gradient_clipping": 1.0}, r"gradient_clipping is 1.0 .*max_grad_norm is 0.5"),
         ({}, {"train_batch_size": 4}, "train_batch_size is 4 .* ranks is 2"),
         ({}, {"device_memry": 4}, "unknown key device_memry: did you mean device_memory"),

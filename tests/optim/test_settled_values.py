@@ -87,8 +87,8 @@ def test_settled_values_hold_for_every_scale_between(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_ten_million_values(isa):
-    numel = 10_000_000 if isa != "scalar" else 2_000_000
+def test_few_values_are_open(isa):
+    numel = 4_000_000 if isa == ISAS[-1] else 500_000
     generator = torch.Generator().manual_seed(0)
     arrays = make_arrays(numel, torch.bfloat16, torch.bfloat16, in_place=False, seed=1, wild=False)
     arrays.master.normal_(0, 0.02, generator=generator)

@@ -107,8 +107,8 @@ def test_all_bits_are_those_of_the_update(numel, moments, seed, wild, step, lr, 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("lr", "most_open"), [(1e-5, 0.006), (1e-4, 0.02)])
-def test_ten_million_values(isa, lr, most_open):
-    numel = 10_000_000 if isa != "scalar" else 1_000_000
+def test_few_values_are_open(isa, lr, most_open):
+    numel = 4_000_000 if isa == ISAS[-1] else 500_000
     generator = torch.Generator().manual_seed(0)
     initial = Update.random(numel, FLOATS, _C.StateType.FLOAT32, torch.bfloat16, torch.bfloat16, seed=1)
     initial.master.data.normal_(0, 0.02, generator=generator)

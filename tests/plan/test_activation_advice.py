@@ -5,12 +5,7 @@ from transformers import BertConfig, LlamaConfig
 
 from patrickstar.config import LossComputation, parse_config
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS
-from patrickstar.planning.activation_proposals import (
-    fewer_activations,
-    fused_loss,
-    host_memory_for_activations,
-    tiles,
-)
+from patrickstar.planning.activation_proposals import fewer_activations, fused_loss, host_memory_for_activations, tiles
 from patrickstar.planning.advice import advise, rescue
 from patrickstar.planning.planner import Planner
 from patrickstar.planning.question import Workload

@@ -72,10 +72,7 @@ def simulate(
     Checks that the step moves the plan's bytes.
     """
     count = 1 + max(chunk for m in moments for chunk, *_ in m["accesses"])
-    limits = {
-        "limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB),
-        "fixed_bytes": fixed,
-    }
+    limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB), "fixed_bytes": fixed}
     costs = costs_of(count, device_states, ranks)
     plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=int(prefetch * GB))
     if not prefetches:
@@ -452,10 +449,7 @@ def test_activations_share_the_queues():
         step_with(copies[:2])
 
 
-THERE_AND_BACK = [
-    *forward(3),
-    *(moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in (2, 1, 0)),
-]
+THERE_AND_BACK = [*forward(3), *(moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in (2, 1, 0))]
 
 
 def there_and_back(rates, update=AT_RETIRE, **options):

@@ -38,13 +38,7 @@ def test_the_format(result):
         if event["ph"] == "C":
             assert all(isinstance(value, int) for value in event["args"].values())
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert list(names.values()) == [
-        "compute",
-        "upload stream",
-        "download stream",
-        "host Adam",
-        "device Adam",
-    ]
+    assert list(names.values()) == ["compute", "upload stream", "download stream", "host Adam", "device Adam"]
     for row in names:
         spans = sorted(
             ((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row),

@@ -6,11 +6,7 @@ from tests.bits import assert_same_bits
 from tests.quant.formulas import NF4, Int8, Nf4, dynamic_map
 
 ISAS = _C.optim.supported_isas()
-DTYPES = {
-    torch.float32: _C.DType.FLOAT32,
-    torch.bfloat16: _C.DType.BFLOAT16,
-    torch.float16: _C.DType.FLOAT16,
-}
+DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
 NUMELS = [1, 2, 63, 64, 65, 200, 256, 4096, 16384, 16385, 3 * 16384 + 77, 100_003]
 QUANT = {"nf4": _C.QuantType.NF4, "int8": _C.QuantType.INT8}
 

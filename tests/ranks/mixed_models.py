@@ -157,12 +157,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": EXPERTS,
     "Olmoe": EXPERTS,
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Phimoe": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.0,
-        "input_jitter_noise": 0.0,
-    },
+    "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "DeepseekV3": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,

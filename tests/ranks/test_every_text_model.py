@@ -15,7 +15,7 @@ from tests.ranks.every_text_model import batches, try_all
 from tests.text_models import NOT_TRAINED, build, text_models
 from tests.training import assert_same, least_device_memory, make_config, relative_error, train, train_plain
 
-NUM_SLICES = 38
+NUM_SLICES = 57
 STEPS = 3
 MESH = {"BertForMaskedLM", "BertLMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM"}
 """Classes that there are plans for."""

@@ -71,12 +71,7 @@ def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list
 
 
 def check(
-    families: list[str],
-    num_ranks: int,
-    accumulate: int,
-    checkpointing: bool,
-    tolerance: float = 5e-6,
-    **options: Any,
+    families: list[str], num_ranks: int, accumulate: int, checkpointing: bool, tolerance: float = 5e-6, **options: Any
 ) -> None:
     arguments = (families, accumulate, checkpointing)
     by_rank = run_ranks(num_ranks, train_families, *arguments, timeout_seconds=600, **options)

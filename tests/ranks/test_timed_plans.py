@@ -52,13 +52,7 @@ def train(config: dict[str, Any], *, case: Case = LAYERS, ask_at: tuple[int, ...
             plans.append((plan.times, plan.steps, plan.prediction, plan.problem["prefetch_bytes"]))
             traces.append(runtime.take_trace())
         layers = engine._session.chunk_layers
-        return {
-            "losses": losses,
-            "state": engine.state_dict(),
-            "plans": plans,
-            "traces": traces,
-            "layers": layers,
-        }
+        return {"losses": losses, "state": engine.state_dict(), "plans": plans, "traces": traces, "layers": layers}
 
 
 def train_all(configs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ def check(num_ranks: int, seeds: range, accumulate: int, kinds: tuple[str, ...])
 
 @pytest.mark.parametrize(("num_ranks", "accumulate", "kinds"), [(2, 2, ANY), (3, 1, ("shorter",)), (3, 1, ANY)])
 def test_ranks_that_go_different_ways_train_as_plain_pytorch(num_ranks, accumulate, kinds):
-    check(num_ranks, range(3), accumulate, kinds)
+    check(num_ranks, range(2), accumulate, kinds)
 
 
 @pytest.mark.parametrize("lost", ["bias", "weight and bias"])
@@ -46,8 +46,7 @@ def test_a_parameter_without_a_gradient_on_one_rank_gets_the_mean_with_zero(lost
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "accumulate", "kinds"),
-    [(2, 1, ANY), (2, 3, ANY), (3, 2, ANY), (4, 1, ANY), (4, 2, ("shorter",))],
+    ("num_ranks", "accumulate", "kinds"), [(2, 1, ANY), (2, 3, ANY), (3, 2, ANY), (4, 1, ANY), (4, 2, ("shorter",))]
 )
 def test_many_ways(num_ranks, accumulate, kinds):
     check(num_ranks, range(100, 115), accumulate, kinds)

@@ -140,10 +140,7 @@ def by_our_names(name, model, of=lambda parameter: parameter):
 
 
 def gpt2_names(theirs):
-    found = {
-        "tokens.weight": theirs["transformer.wte.weight"],
-        "positions.weight": theirs["transformer.wpe.weight"],
-    }
+    found = {"tokens.weight": theirs["transformer.wte.weight"], "positions.weight": theirs["transformer.wpe.weight"]}
     modules = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "attention.attend.qkv", "attn.c_proj": "attention.out"}
     modules |= {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
     for index in range(GPT2.n_layer):

@@ -241,10 +241,7 @@ REFUSED = [
     (lambda: Linear2D(10, 12, at(2, 3)), r"Linear2D\(10, 12\): the input: 10 cannot be cut into lcm\(2, 3\) = 6"),
     (lambda: Linear2D(12, 10, at(2, 3)), r"the output: 10 .* take 12"),
     (lambda: Attention2D(12, 4, at(1, 3)), r"heads: 4 cannot be cut into .* take 3, or a mesh of 3 x 1"),
-    (
-        lambda: Attention2D(12, 4, at(1, 2), key_heads=1),
-        r"heads of keys and values: 1 .* take 2, or a mesh of 2 x 1",
-    ),
+    (lambda: Attention2D(12, 4, at(1, 2), key_heads=1), r"heads of keys and values: 1 .* take 2, or a mesh of 2 x 1"),
     (lambda: Attention2D(12, 4, at(1, 1), key_heads=3), r"4 heads and 3 of keys"),
     (lambda: LayerNorm2D(10, at(2, 3)), r"LayerNorm2D\(10\): features: 10 cannot be cut into 3 columns"),
     (lambda: LMHead2D(12, 9, at(1, 1), tied=Embedding2D(8, 12, at(1, 1))), "table is 8 x 12; give one of 9 x 12"),

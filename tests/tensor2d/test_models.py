@@ -6,15 +6,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar.ranks.mesh import Axis, Mesh
-from patrickstar.tensor2d import (
-    MeshGroup,
-    clip_grad_norm,
-    cost,
-    divide_batch,
-    load_whole,
-    whole_logits,
-    whole_values,
-)
+from patrickstar.tensor2d import MeshGroup, clip_grad_norm, cost, divide_batch, load_whole, whole_logits, whole_values
 from patrickstar.tensor2d.division import Split
 from patrickstar.tensor2d.hugging_face import layer_shape
 from patrickstar.tensor2d.layer import Layer2D

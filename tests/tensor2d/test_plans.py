@@ -3,15 +3,7 @@ import torch
 import transformers
 from torch import nn
 
-from patrickstar.tensor2d import (
-    Linear2D,
-    MeshGroup,
-    SmallEmbedding2D,
-    Summa2D,
-    divide_batch,
-    parallelize,
-    whole_logits,
-)
+from patrickstar.tensor2d import Linear2D, MeshGroup, SmallEmbedding2D, Summa2D, divide_batch, parallelize, whole_logits
 from patrickstar.tensor2d.layer import source_values
 from tests.tensor2d.models import GPT2, LLAMA, VOCABULARY, batch, exact_norms
 from tests.tensor2d.on_meshes import gap, on_mesh, open_mesh

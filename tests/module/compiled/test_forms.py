@@ -14,15 +14,7 @@ from tests.module.compiled.forms import (
     train_compiled_plain,
     without_wrappers,
 )
-from tests.training import (
-    Run,
-    assert_same,
-    least_device_memory,
-    make_config,
-    relative_error,
-    train,
-    train_plain,
-)
+from tests.training import Run, assert_same, least_device_memory, make_config, relative_error, train, train_plain
 
 SMALL = {"fp32": 400_000, "bf16": 200_000}
 """Bytes of the device, of 1.4 and 1.1 MB that the tower takes where there is room."""

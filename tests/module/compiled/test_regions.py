@@ -82,10 +82,7 @@ def names(module, **options):
                 "decoder.final_layer_norm",
             ],
         ),
-        (
-            MODELS["mixture_of_experts"].build,
-            [f"layers.{i}.experts.{k}" for i in range(3) for k in range(4)],
-        ),
+        (MODELS["mixture_of_experts"].build, [f"layers.{i}.experts.{k}" for i in range(3) for k in range(4)]),
         (MODELS["albert"].build, [""]),
     ],
 )
