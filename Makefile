@@ -24,7 +24,7 @@ PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -
 
 QUICK = tests/test_bits.py tests/chunk tests/config $(addprefix tests/checkpoint/test_, blocks.py codec.py \
   engine_checkpoints.py resume.py shards.py) $(addprefix tests/engine/test_, engine.py equality.py step_state.py) \
-  $(addprefix tests/plan/test_, placement.py plan_choice.py plan_vote.py planner.py recipes.py simulator.py)
+  $(addprefix tests/plan/test_, placement.py plan_choice.py planner.py simulator.py)
 
 quick: build  ## equality of numbers, checkpoints, planner, configuration: a minute, after each edit
 	$(PYTEST) -m "not gpu and not slow" $(QUICK) $(ARGS)

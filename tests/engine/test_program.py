@@ -5,9 +5,10 @@ import pytest
 
 from patrickstar import _C
 from patrickstar.planning.simulation import played_instructions
+from tests.models import MODELS
 from tests.plan.test_timed_planner import LAYERS, MEASURED, linked
 from tests.profiling.traces import traced
-from tests.training import least_device_memory, make_config
+from tests.training import assert_same, least_device_memory, make_config, make_host_config, promised, taken_over, train
 
 STEP = MEASURED + 4
 TRACKS = {
@@ -93,3 +94,21 @@ def test_visits():
     planned, carried_out = orders(*step_of("promised", 4, plan_of=visit))
     assert carried_out == planned
     assert len(planned[_C.Track.VISIT]) > 4
+
+
+@pytest.fixture
+def left_out():
+    yield _C.leave_out
+    _C.leave_out([])
+
+
+@pytest.mark.parametrize("speculation", ["always", "commit"])
+def test_bits_do_not_depend_on_a_mechanism(left_out, speculation):
+    clipping = {"gradient_clipping": 0.1} if speculation == "always" else {}
+    config = make_host_config("bf16", device_memory=2**20, default_chunk_size=2048, **clipping)
+    config["optimizer"]["speculation"] = speculation
+    expected = train(MODELS["llama"], config, steps=4)
+    assert taken_over(expected.report) + promised(expected.report) > 0
+    for mechanism in _C.Mechanism.__members__.values():
+        left_out([mechanism])
+        assert_same(train(MODELS["llama"], config, steps=4), expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patrickstar import MemoryBudgetError
-from tests.engine.test_evaluation_memory import MODELS, SHAPE, case_of, check_fits
+from tests.engine.test_memory import MODELS, SHAPE, case_of, check_fits
 from tests.training import make_config, train
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import pytest
 from patrickstar import _C
 from patrickstar.config import HostThreadsConfig
 from patrickstar.machine.engine_options import host_thread_options
-from tests.common.pool_threads import worker_masks
+from tests.common.test_thread_pool import worker_masks
 from tests.gpu.test_equality import MIB, WIDE
 from tests.training import assert_same, make_config, train
 

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
 
 from patrickstar import RankFailure, StateError
 from patrickstar.checkpoint import tags
@@ -398,3 +399,32 @@ def test_by_name_with_a_file(tmp_path, caplog):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON|is neither JSON"):
         PatrickStarStrategy(str(tmp_path / "config.json"))
+
+
+class Averages(pl.callbacks.WeightAveraging):
+    def __init__(self):
+        super().__init__(avg_fn=get_ema_avg_fn(0.9))
+        self.ends = None
+
+    def on_train_end(self, trainer, module):
+        self.ends = trainer.strategy.engine.state_dict()
+        super().on_train_end(trainer, module)
+
+
+class Keeps(pl.Callback):
+    ends = None
+
+    def on_train_end(self, trainer, module):
+        self.ends = trainer.strategy.engine.state_dict()
+
+
+def test_averaged_weights_leave_the_training_as_it_is():
+    with_averages, without = Averages(), Keeps()
+    for callback in (with_averages, without):
+        module = fit(PatrickStarStrategy(CONFIG), callbacks=[callback], precision="bf16-mixed")
+        if callback is with_averages:
+            averaged = dict(module.named_parameters())
+    assert_same_bits(with_averages.ends, without.ends)
+    for name, value in averaged.items():
+        assert not torch.equal(value, value.bfloat16().float()), name
+        assert_same_bits(value.detach(), dict(with_averages._average_model.module.named_parameters())[name].detach())

@@ -10,6 +10,7 @@ from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, Pat
 from patrickstar.optimizer.lion import Lion
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
+from tests.integrations import first_rank
 from tests.integrations.trainer_runs import (
     MODEL_DATA_BYTES,
     PatrickStarSftLikeTrainer,
@@ -407,3 +408,7 @@ def test_two_ranks_generate(two_ranks):
     padded = [tokens + [0] * (width - len(tokens)) for tokens in alone]
     for rank in two_ranks:
         assert rank["generated"] == padded
+
+
+def test_ranks_with_differing_models(two_ranks):
+    first_rank.check([rank["first_rank"] for rank in two_ranks])

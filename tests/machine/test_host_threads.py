@@ -7,7 +7,7 @@ from patrickstar import _C
 from patrickstar.config import HostAffinity, HostThreadsConfig
 from patrickstar.machine.engine_options import host_thread_options
 from tests.bits import assert_same_bits
-from tests.common.pool_threads import worker_masks
+from tests.common.test_thread_pool import worker_masks
 from tests.models import MODELS
 from tests.training import make_config, train
 

@@ -10,6 +10,7 @@ from patrickstar import _C
 from patrickstar.config import Speculation
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import Plan, Setting, main, predict_case
+from patrickstar.planning import simulation
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.machines import H200, MACHINES, measured
 from patrickstar.planning.models import build_model
@@ -217,3 +218,104 @@ def test_predicted_compute_against_a_measured_ceiling():
     predicted = sum(make_timeline(uses, layout, [False] * layout.num_chunks).seconds)
     print(f"predicted {predicted:.3f} s, measured 1.553 s, {predicted / 1.553 - 1:+.1%}")
     assert predicted == pytest.approx(1.553, rel=0.05)
+
+
+MODEL = ["--model", "gpt:512x8", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB", "--no-advice"]
+LINEAR = 8 * 12 * 512**2  # weights of the blocks' linear layers
+
+
+def planned(capsys, *args):
+    assert main([*MODEL, *args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_bytes(capsys):
+    small = ["--device-memory", "192MiB", "--chunk-numel", "524288", "--lora-rank", "8"]
+    whole = planned(capsys, *small)
+    found = planned(capsys, *small, "--quantization", "nf4")
+    saved = whole["least_host_bytes"] - found["least_host_bytes"]
+    assert saved == pytest.approx((2 - 0.5159) * LINEAR, rel=0.05)
+    assert found["config"]["quantization"] == {"type": "nf4"}
+    assert found["uploaded_bytes"] < whole["uploaded_bytes"]
+    assert "quantization" not in whole["config"]
+
+
+def test_dequantisation_takes_time(capsys, monkeypatch):
+    question = ["--device-memory", "192MiB", "--chunk-numel", "524288", "--lora-rank", "8", "--gpu", "h200"]
+    question += ["--quantization", "nf4"]
+    busy = [planned(capsys, *question)["roofline_seconds"]]
+    monkeypatch.setattr(simulation, "_dequantized_bytes", lambda chunks, rates: [])
+    busy.append(planned(capsys, *question)["roofline_seconds"])
+    more = sum(busy[0][queue] - busy[1][queue] for queue in ("compute", "upload"))
+    once = (2 + 0.5159) * LINEAR / H200.gpu.memory_gbps / 1e9
+    assert once * 0.3 < more < once * 3.1
+
+
+def test_adapters_are_assumed(capsys):
+    given = planned(capsys, "--device-memory", "1GiB", "--quantization", "nf4", "--lora-rank", "16")
+    assumed = planned(capsys, "--device-memory", "1GiB", "--quantization", "nf4")
+    assert assumed == given
+    assert main([*MODEL, "--device-memory", "1GiB", "--quantization", "nf4"]) == 0
+    assert "LoRA of rank 16, frozen weights in nf4" in capsys.readouterr().out
+
+
+def test_wrong_types(capsys):
+    with pytest.raises(SystemExit):
+        main([*MODEL, "--quantization", "fp4"])
+    assert "invalid choice: 'fp4'" in capsys.readouterr().err
+
+
+# Two tables of words have four fifths of the parameters, each in a chunk of its own, which stays on the host.
+ASKED = ["--model", "gpt:256x8", "--batch-size", "2", "--seq-len", "64", "--device-memory", "192MiB", "--no-advice"]
+ASKED += ["--chunk-numel", "262144", "--margin-use-ratio", "0.05", "--speculation", "never"]
+
+
+def plan(capsys, *args, expect=0):
+    assert main([*ASKED, *args, "--json"]) == expect
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def host_bytes():
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*ASKED, "--host-memory", "4GiB", "--json"]) == 0
+    return json.loads(out.getvalue())["least_host_bytes"]
+
+
+def test_a_disk_takes_what_the_host_has_no_room_for(capsys, host_bytes):
+    found = [
+        plan(capsys, "--host-memory", f"{int(share * host_bytes)}B", "--disk", "1TiB", "--disk-bandwidth", "0.1")
+        for share in (1.0, 0.96, 0.92, 0.88)
+    ]
+    assert found[0]["num_disk_chunks"] == 0
+    assert "disk_memory" in found[0]["config"]
+    for before, after in zip(found, found[1:], strict=False):
+        assert after["disk_bytes"] > before["disk_bytes"]
+        assert after["step_seconds"] >= before["step_seconds"]
+        assert after["disk_read_bytes"] == after["disk_written_bytes"] == after["disk_bytes"]
+        assert after["roofline_seconds"]["disk_read"] == pytest.approx(after["disk_bytes"] / 0.1e9)
+        assert after["host_peak_bytes"] <= after["host_budget_bytes"]
+    assert found[-1]["bound"] in ("disk_read", "disk_write")
+
+
+def test_without_it_the_model_does_not_fit(capsys, host_bytes):
+    scarce = ["--host-memory", f"{int(0.5 * host_bytes)}B", "--gpu-memory", "1GiB"]
+    refused = plan(capsys, *scarce, expect=1)
+    least = plan(capsys, "--host-memory", f"{host_bytes}B", "--disk", "1TiB")["least_host_bytes"]
+    assert least < refused["least_host_bytes"]
+    fits = plan(capsys, "--host-memory", f"{least}B", "--disk", "1TiB")
+    assert fits["num_disk_chunks"] > 0
+    committed = plan(capsys, "--host-memory", f"{host_bytes}B", "--disk", "1TiB", "--speculation", "commit")
+    assert committed["fits"]
+
+
+def test_what_it_prints(capsys, host_bytes):
+    assert main([*ASKED, "--host-memory", f"{int(0.9 * host_bytes)}B", "--disk", "1TiB"]) == 0
+    out = capsys.readouterr().out
+    assert "on disk: the optimizer states of " in out
+    assert "least that works, all optimizer states on host and disk" in out
+    assert main([*ASKED, "--host-memory", "4GiB", "--disk", "1TiB"]) == 0
+    assert "nothing is on disk: GPU and host have room" in capsys.readouterr().out

@@ -7,17 +7,23 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.sequence import HybridGroup, Mode, Padding, SequenceGroup, attention, block, positions_of_rank
+from patrickstar.sequence.divided_attention import running, shared_mask
 from patrickstar.sequence.dropout import Dropout
 from patrickstar.sequence.kernels import KERNELS
 from patrickstar.sequence.masking import Cover, KeyPadding
+from patrickstar.sequence.positions import Numbering
 from patrickstar.sequence.ring import blocks_of_turn
+from patrickstar.sequence.shared_mask import Reach, SharedMask, reach_of
+from patrickstar.sequence.survey import Survey, check_reached, survey_model, without_numbers
 from patrickstar.sequence.ulysses import key_heads, query_heads
 from tests.distributed import rank_outcomes, run_ranks
 from tests.sequence.emulation import Place, count_kernels, rule_of
+from tests.text_models import build
 
 LENGTH = 24  # divided by 2, 3 and 4 ranks, and by twice as many slices
 SEED = 11
@@ -397,3 +403,115 @@ def test_heads_of_ranks():
     assert key_heads(8, 4, 2) == ((0, 1), (2, 3))
     assert key_heads(8, 2, 4) == ((0,), (0,), (1,), (1,))
     assert key_heads(12, 4, 3) == ((0, 0, 0, 1), (1, 1, 2, 2), (2, 3, 3, 3))
+
+
+def masks():
+    from transformers import masking_utils as masks
+
+    tokens = torch.tensor([[0, 0, 1, 1, 2]])
+    window = masks.sliding_window_causal_mask_function
+    or_all = masks.or_masks(masks.causal_mask_function, lambda *_: torch.tensor(True))
+    return {
+        "causal": (masks.causal_mask_function, None, Reach(None, 0)),
+        "all": (masks.bidirectional_mask_function, None, Reach(None, None)),
+        "window": (window(5), 5, Reach(4, 0)),
+        "long window": (window(4096), 4096, Reach(4095, 0)),
+        "window of one": (window(1), 1, Reach(0, 0)),
+        "both ways": (masks.sliding_window_bidirectional_mask_function(3), 3, Reach(3, 3)),
+        "causal, or all": (or_all, None, Reach(None, None)),
+        "window that is not told": (window(1000), None, None),
+        "window that sees nothing": (window(0), 0, None),
+        "chunks": (masks.chunked_causal_mask_function(4, torch.zeros(1)), 4, None),
+        "by kinds of tokens": (masks.blockwise_overlay(tokens), None, None),
+        "packed": (masks.packed_sequence_mask_function(tokens), None, None),
+    }
+
+
+def test_what_a_mask_lets_see():
+    for name, (sees, window, expected) in masks().items():
+        assert reach_of(sees, window) == expected, name
+
+
+def test_transformers_gets_it_while_a_divided_call_runs():
+    from transformers.masking_utils import causal_mask_function
+
+    options = {"batch_size": 2, "kv_length": 6, "mask_function": causal_mask_function, "kv_offset": 0}
+    call = object()
+    for version in ({"q_length": 6, "q_offset": 0, "device": "cpu"}, {"cache_position": torch.arange(6)}):
+        with running(call):
+            mask = shared_mask(**options, **version)
+        assert (mask.call, mask.reach, tuple(mask.shape)) == (call, Reach(None, 0), (2, 1, 6, 6))
+    assert not isinstance(shared_mask(**options, q_length=6, q_offset=0, allow_is_causal_skip=False), SharedMask)
+
+
+def test_models_hand_it_down_and_compute_nothing_with_it():
+    class DogeLike(nn.Module):
+        def forward(self, mask):
+            return torch.where(mask, 0.0, 1.0)
+
+    call = object()
+    mask = SharedMask(call, Reach(None, 0), (2, 1, 8, 8), "cpu")
+    for handed in (mask, mask[:, :, :, :8], mask.detach(), mask.to(torch.float32)):
+        assert isinstance(handed, SharedMask) and handed.call is call
+        assert handed.shape == (2, 1, 8, 8) and handed.dim() == 4 and handed.dtype == torch.bool
+    with pytest.raises(ValueError, match=r"DogeLike computes with its attention mask \(where\)"):
+        DogeLike()(mask)
+
+
+BATCH = {
+    "input_ids": torch.tensor([[20, 30, 1, 40, 50, 60, 11, 12], [1, 1, 21, 31, 41, 51, 61, 13]]),
+    "attention_mask": torch.tensor([[1] * 8, [0, 0, 1, 1, 1, 1, 1, 1]]),
+}
+PLACES = list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "numbering", "inside", "first"),
+    [
+        ("LlamaForCausalLM", Numbering.BY_PLACE, (), PLACES),
+        ("RobertaForMaskedLM", Numbering.AFTER_PADDING, (), [2, 3, 1, 4, 5, 6, 7, 8]),
+        ("EsmForMaskedLM", Numbering.AFTER_PADDING, (), [2, 3, 1, 4, 5, 6, 7, 8]),
+        ("OPTForCausalLM", Numbering.BY_MASK, (), PLACES),
+        ("BartForCausalLM", Numbering.BY_PLACE, ("model.decoder.embed_positions",), PLACES),
+    ],
+)
+def test_a_model_is_told_what_it_would_count_itself(name, numbering, inside, first):
+    model = build(name).eval()
+    survey = survey_model(model, BATCH)
+    assert (survey.positions.numbering, survey.positions.inside) == (numbering, inside)
+    whole = survey.positions.of(BATCH["input_ids"], BATCH["attention_mask"])
+    assert whole[0].tolist() == first
+    assert Survey.from_json(survey.to_json()) == survey
+    if not inside:
+        real = BATCH["attention_mask"].bool()
+        with torch.no_grad():
+            told, alone = (model(**BATCH, **given).logits[real] for given in ({"position_ids": whole}, {}))
+        torch.testing.assert_close(told, alone)
+
+
+def test_a_model_that_counts_otherwise_is_refused():
+    model = build("LlamaForCausalLM").eval()
+    forward = model.forward
+
+    def backwards(input_ids, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).flip(0)[None] * 2
+        return forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+
+    model.forward = backwards
+    with pytest.raises(ValueError, match="LlamaForCausalLM numbers the tokens .* in a way that is not known"):
+        survey_model(model, BATCH)
+
+
+def test_layers_that_did_not_take_part_are_named():
+    class Attends(nn.Module):
+        pass
+
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"attend": Attends()}) for _ in range(3))})
+    attending = Survey(frozenset({without_numbers("layers.0.attend")})).attending_modules(model)
+    modules = [layer["attend"] for layer in model["layers"]]
+    check_reached(model, attending, {id(module) for module in modules})
+    with pytest.raises(ValueError, match=r"attention of layers.1.attend \(Attends\) was not computed over the whole"):
+        check_reached(model, attending, {id(modules[0]), id(modules[2])})
+    with pytest.raises(ValueError, match="attention of ModuleDict was not"):
+        check_reached(model, {}, set())
