@@ -34,23 +34,12 @@ def lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def gpt2(hidden=32, layers=2, dropout=0.0):
+def gpt2(hidden=32, layers=2, dropout=0.0, heads=4, length=LENGTH):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=LENGTH,
-            n_embd=hidden,
-            n_layer=layers,
-            n_head=4,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    sizes = {"vocab_size": VOCAB, "n_positions": length, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
 
 
 def bert():
@@ -88,22 +77,24 @@ def t5():
     )
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=None, vocab=VOCAB, length=LENGTH, **more):
+    from transformers import LlamaConfig
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=LENGTH,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    more = {"bos_token_id": 0, "eos_token_id": 0, "architectures": ["LlamaForCausalLM"], **more}
+    return LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate or 2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=length, **more,
+    )  # fmt: skip
+
+
+def llama(**sizes):
+    from transformers import LlamaForCausalLM
+
+    attention = sizes.pop("attention", None)
+    config = llama_config(**sizes)
+    if attention is not None:
+        config._attn_implementation = attention
+    return LlamaForCausalLM(config)
 
 
 def albert():

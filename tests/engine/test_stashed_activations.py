@@ -7,7 +7,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.profiling.chrome import chrome_trace
 from patrickstar.runtime import initialize_engine
-from tests.models import MODELS, VOCAB, Case
+from tests.models import MODELS, VOCAB, Case, llama
 from tests.profiling.traces import traced
 from tests.training import ADAM, Run, assert_same, least_device_memory, make_config, train
 
@@ -16,19 +16,8 @@ HIDDEN_BYTES = 2 * LENGTH * HIDDEN * 4
 
 
 def deep_llama(vocab=VOCAB, length=LENGTH):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=length,
-    )
-    config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config)
+    sizes = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "kv_heads": 1, "intermediate": 48}
+    return llama(**sizes, vocab=vocab, length=length, attention="sdpa")
 
 
 def long_batch(generator, length=LENGTH):

@@ -197,15 +197,8 @@ print((peak - before) / numel, (own() - before) / numel)
 
 def test_memory_of_a_folder(tmp_path):
     """Mapped files apart, less than a byte per weight is ever taken."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path, max_shard_size="30MB")
+    model = llama(hidden=512, layers=8, heads=8, kv_heads=8, intermediate=2048, vocab=512, length=2048)
+    model.bfloat16().save_pretrained(tmp_path, max_shard_size="30MB")
     done = subprocess.run(
         [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True
     )

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
 from patrickstar import _C
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
+from tests import models
 
 VOCAB, LENGTH, HIDDEN = 97, 8, 64
 MODEL_DATA_BYTES = 16 * 106_752  # float32: parameter, gradient and both states, as torch.optim.AdamW has them
@@ -27,20 +28,7 @@ class Tokens(Dataset):
 
 def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=LENGTH,
-            n_embd=HIDDEN,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    return models.gpt2(HIDDEN, dropout=dropout, heads=2, length=LENGTH)
 
 
 def engine_config(**more: Any) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 from tests.integrations.trainer_runs import Run, train
+from tests.models import llama as tiny_llama
 
 WORDS = [f"w{number}" for number in range(60)]
 SPECIAL = ["<pad>", "<end>", "<unknown>"]
@@ -26,20 +27,8 @@ class PatrickStarDPOTrainer(PatrickStarTrainerMixin, DPOTrainer):
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(SPECIAL) + len(WORDS),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    return tiny_llama(vocab=len(SPECIAL) + len(WORDS), length=64, **tokens)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

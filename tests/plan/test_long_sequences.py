@@ -11,6 +11,7 @@ from patrickstar.planning.machines import H200
 from patrickstar.planning.models import SharedSequences, build_model
 from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Links
+from tests.models import llama_config
 
 BF16 = ["--host-memory", "4GiB", "--device-memory", "256MiB", "--no-advice"]
 GPT = ["--model", "gpt:128x4", "--host-memory", "4GiB", "--device-memory", "2GiB", "--no-advice"]
@@ -19,20 +20,8 @@ LAYERS, HIDDEN, WIDE, VOCAB = 2, 64, 128, 1000
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=WIDE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    )
     path = tmp_path_factory.mktemp("llama")
-    config.save_pretrained(path)
+    llama_config(HIDDEN, LAYERS, intermediate=WIDE, vocab=VOCAB, length=4096).save_pretrained(path)
     return str(path)
 
 

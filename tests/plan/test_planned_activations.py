@@ -14,7 +14,7 @@ from patrickstar.planning.question import Workload
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
-from tests.models import VOCAB
+from tests.models import VOCAB, llama
 from tests.training import make_config
 
 LENGTH, HIDDEN, WIDE, LAYERS, TILE = 1024, 64, 256, 6, 480  # the last tile has 64 tokens
@@ -22,20 +22,8 @@ INPUT_BYTES = LENGTH * HIDDEN * 4
 
 
 def build(vocab=VOCAB):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config)
+    sizes = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "kv_heads": 1, "intermediate": WIDE}
+    return llama(**sizes, vocab=vocab, length=LENGTH, attention="sdpa", use_cache=False)
 
 
 def counted_tide(tile_tokens):

@@ -3,7 +3,6 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from patrickstar import _C
 from patrickstar.config import MatrixMode, parse_config
@@ -19,6 +18,7 @@ from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Links
 from patrickstar.tensor2d import Place, cost
 from patrickstar.tensor2d.cost import LayerShape, Mode
+from tests.models import llama_config
 
 HIDDEN, LAYERS, VOCAB, BATCH, LENGTH = 256, 3, 50304, 8, 128
 NAME = f"gpt:{HIDDEN}x{LAYERS}"
@@ -51,18 +51,9 @@ def trace(
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=16 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=512,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    )
     path = tmp_path_factory.mktemp("llama")
-    config.save_pretrained(path)
+    sizes = {"heads": 8, "kv_heads": 4, "intermediate": 16 * HIDDEN}
+    llama_config(HIDDEN, LAYERS, **sizes, vocab=512, length=4096).save_pretrained(path)
     return str(path)
 
 

@@ -122,6 +122,28 @@ def train_plain(task: Task, size: int) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def train_plainly_for_all(build, num_steps: int, losses_of_step, clipping: float | None = None) -> dict[str, Any]:
+    """AdamW on the mean of the ranks' losses, which ``losses_of_step(module, step)`` yields; losses are by rank."""
+    torch.manual_seed(0)
+    module = build()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        losses.append([])
+        for loss in losses_of_step(module, step):
+            loss.backward()
+            losses[-1].append(loss.item())
+        for param in module.parameters():
+            if param.grad is not None:
+                param.grad /= len(losses[-1])
+        if clipping is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clipping)
+        optimizer.step()
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {"losses": [list(of_rank) for of_rank in zip(*losses, strict=True)], "state": state}
+
+
 UNEVEN_ROWS = [(2, 2), (3, 1), (1, 3), (3, 1)]
 """Of each step's four rows, how many the first and the second of two ranks take."""
 
@@ -152,21 +174,12 @@ def train_uneven() -> dict[str, Any]:
 
 
 def train_uneven_plain() -> dict[str, Any]:
-    case = MODELS["gpt2"]
-    torch.manual_seed(0)
-    module = case.build()
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
-    generator = torch.Generator().manual_seed(1)
-    losses: list[list[float]] = [[], []]
-    for counts in UNEVEN_ROWS:
-        optimizer.zero_grad()
-        for rank, batch in enumerate(uneven_rows(case, generator, counts)):
-            loss = case.loss(module(**batch))
-            (loss / 2).backward()
-            losses[rank].append(loss.item())
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-    return {"losses": losses, "state": {name: value.detach() for name, value in module.state_dict().items()}}
+    case, generator = MODELS["gpt2"], torch.Generator().manual_seed(1)
+
+    def losses(module, step):
+        return (case.loss(module(**batch)) for batch in uneven_rows(case, generator, UNEVEN_ROWS[step]))
+
+    return train_plainly_for_all(case.build, len(UNEVEN_ROWS), losses, clipping=1.0)
 
 
 class Branches(nn.Module):
@@ -203,17 +216,13 @@ def train_branches(options: dict[str, Any], on_host: bool, swap_at: int) -> dict
 
 
 def train_branches_plain(size: int, swap_at: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module = Branches()
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
     generator = torch.Generator().manual_seed(1)
-    for step in range(6):
-        optimizer.zero_grad()
+
+    def losses(module, step):
         inputs = torch.randn(size, 8, 64, generator=generator)
-        for rank in range(size):
-            (module(inputs[rank], 2 if rank == 0 and step >= swap_at else rank) / size).backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+        return (module(x, 2 if rank == 0 and step >= swap_at else rank) for rank, x in enumerate(inputs))
+
+    return train_plainly_for_all(Branches, 6, losses)["state"]
 
 
 BUFFERS = ("mean", "largest", "count", "seen", "nothing", "norm.running_mean", "norm.running_var")
@@ -380,16 +389,12 @@ def lose_gradients(lost: str, losing_rank: int) -> dict[str, torch.Tensor]:
 
 
 def lose_gradients_plain(lost: str, losing_rank: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module = LosesGradients("", 0)
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
-    for step in range(LOSING_STEPS):
-        optimizer.zero_grad()
+    def losses(module, step):
         for rank in range(2):
             module.lost, module.calls = lost if rank == losing_rank else "", step
-            (module(losing_batch(step, rank)) / 2).backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+            yield module(losing_batch(step, rank))
+
+    return train_plainly_for_all(lambda: LosesGradients("", 0), LOSING_STEPS, losses)["state"]
 
 
 def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tuple[float, float]]:

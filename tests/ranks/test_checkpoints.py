@@ -88,26 +88,14 @@ def test_another_number_of_ranks(tmp_path):
             assert_same_bits(value, one["state"][name].to(value.dtype), name)
 
 
-@pytest.mark.parametrize("states", ["8bit", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_moments_of_fewer_bytes_on_another_number_of_ranks(tmp_path, states):
-    two, one = str(tmp_path / "two"), str(tmp_path / "one")
-    straight = run_ranks(2, train_part, None, 0, 5, None, "bf16", states)
-    run_ranks(2, train_part, None, 0, 3, two, "bf16", states)
-    alone = train_part(two, 0, 0, one, "bf16", states)
-    again = run_ranks(2, train_part, one, 3, 5, None, "bf16", states)
-    for rank in range(2):
-        assert again[rank]["losses"] == straight[rank]["losses"][3:]
-        assert_same_state(again[rank]["loaded"], alone["state"])
-        assert_same_state(again[rank]["state"], straight[rank]["state"])
-        assert_same_state(again[rank]["states"], straight[rank]["states"])
-
-
 COMMITTED = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}, "speculation": "commit"}
 
 
 @pytest.mark.parametrize(
     ("states", "optimizer"),
     [
+        ("8bit", None),
+        pytest.param("bf16", None, marks=pytest.mark.slow),
         ("8bit", {"type": "Lion", "params": {"lr": 3e-4, "weight_decay": 0.1}}),
         ("fp32", {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}}),
         ("fp32", COMMITTED),

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from patrickstar.command.main import main
 from patrickstar.command.script import run_script
+from tests.models import llama
 
 HERE = Path(__file__).parent
 LANGUAGE_MODEL, CLASSIFIER = HERE / "language_model.py", HERE / "classifier.py"
@@ -45,19 +46,8 @@ def write_inputs(folder: Path) -> None:
         tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>", model_max_length=32
     )
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    llama(hidden=64, layers=4, vocab=128, length=32, **tokens).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
 
 
