@@ -52,7 +52,7 @@ def _of_tensors(actual: Any, expected: Any, what: str) -> str | None:
             return f"{what}: {actual!r:.100}, expected {expected!r:.100}"
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return f"{what}: {actual.dtype} {tuple(actual.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
-    with _C.HostAllocations(), torch.no_grad():  # which a simulated device's budget does not count
+    with _C.HostAllocations(), torch.no_grad():  # not counted by a simulated device's budget
         pairs = [(tensor, bits(tensor)) for tensor in (_on_host(actual), _on_host(expected))]
         differing = pairs[0][1] != pairs[1][1]
         places = (differing.any(-1) if actual.is_complex() else differing).nonzero()

@@ -7,17 +7,17 @@ import sys
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["PATRICKSTAR_PLAN_CACHE"] = "0"  # the user's is neither read nor written
+os.environ["PATRICKSTAR_PLAN_CACHE"] = "0"  # do not touch the user's cache
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
 if not {"gpu", "gpu and alone", "gpu and not alone"} & set(sys.argv) and "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers of pytest-xdist have it from the process that started them
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers of pytest-xdist inherit it
 
 import pytest
 import torch
 
 from patrickstar.engine.open_session import drop_unreachable_sessions
 
-torch.set_num_threads(1)  # models are so small that a second one only waits, and other tests run beside
+torch.set_num_threads(1)  # small models gain nothing from more, and other tests run beside
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -29,11 +29,10 @@ _FAILURE_GRACE_SECONDS = 5.0  # after the first failure, for the others to fail 
 @dataclasses.dataclass
 class Outcome:
     returncode: int | None
-    """None: killed here, because it did not end in time."""
+    """None: killed after the timeout."""
     value: object
-    """What the function returned."""
     error: str
-    """ "ValueError: text" of what it raised, or nothing."""
+    """"ValueError: text", or empty."""
     output: str
     """Standard output and error, with the traceback."""
     seconds: float

@@ -418,4 +418,4 @@ MODELS: dict[str, Case] = {
 }
 
 VARIED = ["gpt2", "t5", "lora", "unused", "shared", "parametrized", "mixture_of_experts", "frozen"]
-"""Of these, one for each way to use parameters: for tests of which another one goes through all models."""
+"""One model for each way to use parameters, for tests that need not run all models."""

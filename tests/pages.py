@@ -17,12 +17,12 @@ _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)
 @dataclasses.dataclass(frozen=True)
 class Block:
     language: str
-    """The first word behind the opening fence; empty where there is none."""
+    """The first word after the opening fence, or empty."""
     text: str
     line: int
-    """Of its first line in the page, from 1."""
+    """Line number of the first line, from 1."""
     not_run: str | None
-    """The reason in a comment ``<!-- not run: reason -->`` just before it; None: it is to be run."""
+    """The reason in a comment ``<!-- not run: reason -->`` just before it, or None."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.models import MODELS
 from tests.training import make_config
 
-CASE = MODELS["conv_net"]  # which has buffers
+CASE = MODELS["conv_net"]  # has buffers
 TAG = "t"
 
 

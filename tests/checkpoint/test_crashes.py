@@ -34,7 +34,7 @@ class FaultyDisk(Disk):
 
 def _faulty(name):
     def call(self, *args):
-        if name == "close":  # where some file systems say that a write did not fit
+        if name == "close":  # some file systems report a full disk here
             Disk.close(self, *args)
             return self.before(name, args[0])
         self.before(name, args[0])
@@ -116,7 +116,7 @@ def test_killed_at_every_call(tmp_path, tag, others, num_ranks):
         if tag == "new":
             assert loaded_version(path, "old") == 1
         assert len([left for left in path.iterdir() if left.name.startswith(".")]) <= 2
-        # The next save goes through, and clears what is left.
+        # The next save succeeds and removes the rest.
         assert save_version(path, 3, "next") == [path / "next"]
         assert loaded_version(path) == 3
         assert not [left for left in path.iterdir() if left.name.startswith(".")]
@@ -153,7 +153,7 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
         if isinstance(result, Exception):
             assert isinstance(result, CheckpointError), disk.names
             assert os.strerror(code) in str(result)
-            assert str(tmp_path) in str(result).partition(os.strerror(code))[2]  # which file it was
+            assert str(tmp_path) in str(result).partition(os.strerror(code))[2]  # names the file
             outcomes.append("complete" if "is complete" in str(result) else "refused")
             if outcomes[-1] == "refused":
                 assert loaded_version(path) == loaded_version(path, "old") == 1
@@ -165,7 +165,7 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
                 unknown = tag == "old" and disk.names[at - 1 :][0] == "sync_folder"
                 assert and_on or bool(left) == unknown
                 assert left == set(told)
-        elif at <= disk.count:  # a fault of something that is not needed
+        elif at <= disk.count:  # the faulty call was optional
             outcomes.append("saved all the same")
             assert loaded_version(path) == 2
             assert disk.names[at - 1] in ("remove_file", "remove_folder", "close")
@@ -398,7 +398,7 @@ class File:
 class Folder:
     def __init__(self):
         self.history = [{}]
-        """Its entries since the last sync, then after each change."""
+        """The folder's entries since the last sync, then after each change."""
 
     @property
     def entries(self):

@@ -44,7 +44,7 @@ def check_reduce_scatter(communicator, shard_numel, dtype, in_place, seed=0):
     whole = chunks[rank].clone()
     shard = whole[own] if in_place else torch.empty(shard_numel, dtype=dtype)
     reduce_scatter_mean(communicator, whole, shard)
-    # One rank's mean is what it has, whatever NaN that is.
+    # One rank's mean keeps the bits of any NaN.
     expected = reference(torch.cat([chunk[own] for chunk in chunks]), size) if size > 1 else chunks[0]
     assert_same_bits(shard, expected, f"mean of {shard_numel} {dtype}")
 
@@ -57,7 +57,6 @@ def check_collectives():
                 for in_place in (False, True):
                     check_reduce_scatter(ranks.scatter, shard_numel, dtype, in_place)
         check_all_gather(ranks.gather, 0, torch.float32)
-        # The same data in shards cut elsewhere: the same bits.
         data = values_of(ranks.context.rank, 1, 1200 * ranks.gather.size, torch.bfloat16)
         whole_mean = torch.empty(0, dtype=torch.bfloat16)
         for num_pieces in (1, 3):

@@ -13,7 +13,7 @@ from patrickstar.ranks.wording import describe_disagreement, format_ranks
 from tests.distributed import rank_outcomes, run_ranks
 
 TIMEOUT_SECONDS = 6
-# For the imports and the goodbyes of processes that share two cores with other tests; a hang takes longer.
+# Enough for imports and exits of processes on two busy cores; a hang takes longer.
 PATIENCE_SECONDS = 90
 
 
@@ -65,7 +65,7 @@ def test_a_rank_that_raises():
 
 @pytest.mark.slow
 def test_a_rank_that_hangs():
-    # It is killed by the launcher here, as torchrun does.
+    # The launcher kills it, as torchrun does.
     outcomes = rank_outcomes(3, gather_forever, sleep_long, timeout_seconds=PATIENCE_SECONDS, stop_after_failure=True)
     assert outcomes[2].returncode is None
     for outcome in survivors(outcomes, 2):

@@ -22,7 +22,7 @@ from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.context import DistributedContext
 from patrickstar.ranks.distributed import RankGroups
 
-FLIPS = 400  # of one message: all of a shorter one
+FLIPS = 400  # per message, at most
 SLACK_BYTES = 16 * 2**20
 
 
@@ -69,7 +69,7 @@ def test_messages_of_a_step(num_chunks):
             for what, bad in damaged(message, [other for name, other in messages.items() if name != kind]):
                 try:
                     _C.read_message(kind, bad, num_chunks)
-                    assert what.startswith("bit"), (kind, what)  # of a value, which may be another one
+                    assert what.startswith("bit"), (kind, what)  # a value may differ
                 except _C.StateError as error:
                     assert "another rank's message of" in str(error)
                     refused[kind] += 1
@@ -149,7 +149,7 @@ def read_phase(ranks):
 
 
 def read_changes(ranks):
-    item = _Gathered.__new__(_Gathered)  # of no engine
+    item = _Gathered.__new__(_Gathered)  # without an engine
     item._values, item._handle = torch.zeros(3), SimpleNamespace(name="weight")
     _of_rank(SimpleNamespace(ranks=ranks, guard=lambda _: contextlib.nullcontext()), [item], [None], 0)
 
@@ -197,9 +197,8 @@ REPLIES = {
     read_changes: [changes()],
     read_values: [NEXT, b"[]", bytes(24), b"[]"],
 }
-"""What rank 0 says to each of these."""
 ONLY_VALUES = {read_gradients, read_rest}
-"""Whose every byte counts."""
+"""Every byte of these messages counts."""
 
 
 @pytest.mark.parametrize("read", REPLIES, ids=lambda read: read.__name__)

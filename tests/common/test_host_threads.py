@@ -226,7 +226,7 @@ def test_a_machine_that_tells_nothing(tmp_path):
         ({"sys/fs/cgroup/cpu.max": "max 100000"}, math.inf),
         ({"sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
         ({"sys/fs/cgroup/cpu.max": "nonsense"}, math.inf),
-        # Version 2, of a service within a limited slice.
+        # Version 2: a service within a limited slice.
         (
             {
                 "proc/self/cgroup": "0::/slice/service",

@@ -35,14 +35,14 @@ VALUES: list[Any] = [
     ),
     *("sum", "stochastic", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]
-"""For each key one of them is another value than its default, and one is refused where some are."""
+"""Values by key: at least one differs from the default, and one is refused where any is."""
 
 REQUIRED = {
     "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
     "WarmupDecayLR": {"total_num_steps": 9},
     "WarmupCosineLR": {"total_num_steps": 9},
 }
-"""Parameters that a schedule cannot be without."""
+"""Required parameters of each schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,6 @@ class Case:
 
     key: Key
     title: str
-    """The section as docs/config.md names it."""
     beside: dict[str, Any]
 
     @property

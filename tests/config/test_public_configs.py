@@ -38,7 +38,7 @@ TRAINER = {
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_max_lr": 2e-5,
 }
-"""What Hugging Face's Trainer would fill in, for a step of 64 samples on 4 ranks."""
+"""Values that Hugging Face's Trainer fills in for "auto": 64 samples a step on 4 ranks."""
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EXPECTED = {
@@ -55,7 +55,7 @@ EXPECTED = {
     "megatron_gpt2_zero2": (FP16, 1.0, None, (8, 2, 1)),
     "tutorial_onecycle_monitors": (BF16, 1.0, "OneCycle", (64, 8, 2)),
 }
-"""Of each file: the dtype, clipping, the schedule, and the batch sizes on 4 ranks."""
+"""By file: dtype, clipping, schedule, batch sizes on 4 ranks."""
 
 
 def test_public_configurations_are_understood(caplog):
@@ -247,7 +247,7 @@ def test_files(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text('{"gradient_clipping": 0.25}')
     assert parse_config(file).gradient_clipping == parse_config(str(file)).gradient_clipping == 0.25
-    for name in ("hjson", "json5"):  # as if not installed
+    for name in ("hjson", "json5"):  # not installed
         monkeypatch.setitem(sys.modules, name, None)
     for text, message in (
         ('{"bf16": {"enabled": true, "enabled": false}}', "enabled is given twice"),

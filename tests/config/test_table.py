@@ -108,9 +108,9 @@ def test_initialize_engine_refuses_what_initialize_alone_does():
 def test_auto_is_as_if_the_key_were_left_out():
     for case in CASES:
         if case.key.sections or case.key.field.is_required() or case.key.path == "tensor_parallel.mode":
-            continue  # of the mode, "auto" is a value of its own, and not the default
+            continue  # "auto" is a mode of its own, not the default
         if case.key.name == "nvme_path":
-            continue  # its device cannot be without it
+            continue  # required by its device
         given = case.given("auto")
         assert case.key.path in auto_keys(given)
         parsed = parse_config(given, case.dialect)

@@ -275,7 +275,7 @@ def fail_on_ranks():
             assert open_sessions() == [], name
             if name in BEFORE_CHUNKS or name in WHEN_OPEN:
                 assert_same_bits(seen(module), before, name)
-            else:  # what other ranks hold of a parameter cannot be had from a rank that fails
+            else:  # other ranks' parts cannot come from a failing rank
                 tensors = dict(module.named_parameters())
                 assert all(type(param) is nn.Parameter for param in tensors.values()), name
                 for key, values in seen(module).items():

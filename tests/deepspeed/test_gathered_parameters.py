@@ -50,7 +50,6 @@ def take_out(net):
 
 WRONG = {reshape: ValueError, cast: ValueError, shrink: ValueError, stumble: KeyError}
 REPLACED = {replace: ValueError, take_out: ValueError}
-"""Also where changes do not count."""
 
 
 def check_alike(engine, optimizer, plain_state, param):

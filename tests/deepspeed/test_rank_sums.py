@@ -64,7 +64,7 @@ def train():
             engine.backward(engine(*batch(step, rank)))
             if step == 0:
                 gradients = {name: safe_get_full_grad(param) for name, param in engine.named_parameters()}
-            if step == STEPS - 1:  # what is set is what is read, and what the update takes
+            if step == STEPS - 1:  # values that are set are read back and used by the update
                 half = safe_get_full_grad(weight) / 2
                 safe_set_full_grad(weight, half)
                 torch.testing.assert_close(safe_get_full_grad(weight), half, rtol=1e-6, atol=0)

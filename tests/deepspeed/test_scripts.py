@@ -81,7 +81,7 @@ def test_classes_and_functions_that_make_an_optimizer(make, expected):
     )
     with engine:
         assert engine.optimizer_name() == expected
-        assert not isinstance(optimizer, (FusedAdam, DeepSpeedCPUAdam))  # which is no error
+        assert not isinstance(optimizer, (FusedAdam, DeepSpeedCPUAdam))  # no error
         engine.backward(engine(*BATCHES[0]))
         engine.step()
 

@@ -131,7 +131,7 @@ def held_bytes_while_saving(engine, path):
 
     states.value = value
     gc.collect()
-    gc.freeze()  # what there is now is not listed any more
+    gc.freeze()  # existing objects are not listed
     try:
         engine.save_16bit_model(path.parent, path.name)
     finally:

@@ -11,7 +11,7 @@ from tests.elastic.test_resize import assert_same
 from tests.training import make_config
 
 BEFORE = (Phase.GATHER, Phase.PUBLISH, Phase.CHECK)
-"""Phases in which a signal's exception comes out at once."""
+"""Phases in which a signal's exception is raised at once."""
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.elastic.runs import GLOBAL_BATCH, joining_steps, state_of, train
 from tests.training import make_config, make_host_config
 
 ON_HOST = make_host_config("fp32")["optimizer"]
-"""Of a configuration: nothing stays on devices, so that files are what shards travel in."""
+"""Nothing stays on devices, so shards travel in files."""
 ALONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 

@@ -134,7 +134,6 @@ def test_bad_arguments(monkeypatch):
 
 PLAN = {2: 2, 4: 3, 7: 1}
 RANKS = [1, 1, 2, 2, 3, 3, 3, 1, 1, 1]
-"""By step."""
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.elastic.trainer_runs import (
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 
 PLAN = {3: 2, STEPS_PER_EPOCH: 3, 11: 1}
-"""After a step in an epoch that is not logged, after the last of an epoch, and again within one."""
+"""Steps: within an epoch (not logged), the last of an epoch, and within the next."""
 
 
 def environment(number):

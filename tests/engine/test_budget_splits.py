@@ -11,10 +11,10 @@ from tests.training import assert_same, least_device_memory, make_config, taken_
 
 STEPS = 3
 DEVICES = [1.0, 1.2, 1.6, 2.2, 3.2]
-"""Of the least that works where the host holds everything."""
+"""Shares of the least device memory that works when the host holds everything."""
 SEVERAL = _C.Backwards.SEVERAL
 SUMS = [1.02, 1.05, 1.1]
-"""Of the need: what the host holds then, and that least device; no chunk is divided."""
+"""Shares of the need: the host's bytes plus the least device memory. No chunk is split."""
 GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 
 

@@ -66,7 +66,7 @@ def test_no_number_changes(precision, share, io, tmp_path):
     assert run.report["host_peak_bytes"] <= run.report["predicted_host_peak_bytes"]
     last, before = run.chunk_reports[-1], run.chunk_reports[-2]
     print(f"{share}: {last['num_disk_chunks']} of {last['num_chunks']} chunks, {last['disk_io']}")
-    # All that is there passes through once, but for what a set still has when its turn comes.
+    # All states pass through once, except those still in memory when their turn comes.
     assert last["disk_written_bytes"] - before["disk_written_bytes"] == last["disk_bytes"]
     assert 0.5 * last["disk_bytes"] < last["disk_read_bytes"] - before["disk_read_bytes"] <= last["disk_bytes"]
 
@@ -248,7 +248,7 @@ def test_a_disk_that_fails(fault, speculation, tmp_path):
     assert str(states) in str(raised.value)
     with pytest.raises(CheckpointError, match=f"what was saved before is as it was.*{message}"):
         engine.save_checkpoint(folder)
-    with pytest.raises(DiskError):  # the module cannot have its values back
+    with pytest.raises(DiskError):  # the module cannot get its values back
         engine.close()
     assert engine._session.runtime.closed
     assert_same_bits(go_on(GPT2, config, 3, folder, load=True), expected)

@@ -20,7 +20,7 @@ from tests.distributed import run_ranks
 from tests.lifetimes import WIDTH, Tower
 from tests.training import make_config
 
-PATIENCE_SECONDS = 30  # of a fork that hangs: its alarm ends it
+PATIENCE_SECONDS = 30  # the alarm of a hanging fork
 
 
 def refusals(engine, optimizer, loss, folder):
@@ -63,7 +63,7 @@ def refusals(engine, optimizer, loss, folder):
             errors[name] = "none"
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(StateError):  # of a rank alone
+    with contextlib.suppress(StateError):  # single-rank errors
         engine.__exit__(ValueError, ValueError("the end of a fork"), None)
     return errors
 

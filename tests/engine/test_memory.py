@@ -29,7 +29,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 torch.set_num_threads(2)
-weight = nn.Parameter(torch.zeros(4, 4))  # what PyTorch loads at first use is not ours
+weight = nn.Parameter(torch.zeros(4, 4))  # PyTorch's lazy loading is not counted
 (torch.zeros(1, 4).bfloat16() @ weight.bfloat16()).sum().backward()
 torch.optim.AdamW([weight]).step()
 width, depth = 1024, 48
@@ -173,7 +173,7 @@ def test_they_fit_where_training_fits(name, loss):
 
 
 ROWS = [4, 4, 48, 4, 160]
-"""Of each step's batch on the first rank; the second has half of them in odd steps."""
+"""Rows of each step's batch on the first rank; the second has half of them in odd steps."""
 
 
 class Net(nn.Module):
@@ -211,7 +211,7 @@ def climb():
         try:
             state = train(budget, done)
             break
-        except (MemoryBudgetError, RankFailure) as error:  # the second: another rank was the first to say it
+        except (MemoryBudgetError, RankFailure) as error:  # RankFailure: another rank raised first
             named = int(re.search(r"at least (\d+) bytes", str(error)).group(1))
         finally:
             seen.append((budget, len(done)))
@@ -227,7 +227,7 @@ def check(seen):
     print(seen)
     budgets, steps = zip(*seen, strict=True)
     assert list(budgets) == sorted(set(budgets)), "each error names more than what there was"
-    # The first error, of an engine that cannot be opened, leaves the activations out and says so.
+    # The first error, from opening the engine, excludes the activations and says so.
     assert list(steps[1:]) == sorted(set(steps[1:])), "each step that failed is passed with the budget that was named"
     assert steps[-1] == len(ROWS)
 

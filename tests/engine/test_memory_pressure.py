@@ -342,7 +342,7 @@ def test_gradients_that_left_are_back_before_the_step():
                 return sum(not runtime.is_on_device(chunk, _C.ArrayKind.GRAD) for chunk in states)
 
             def rise(_grad):
-                if len(losses) == STEPS - 1:  # which no plan has reckoned with
+                if len(losses) == STEPS - 1:  # no plan has foreseen this
                     torch.empty(rise_bytes, dtype=torch.uint8)
                 late.append(num_away())
 

@@ -97,7 +97,7 @@ def test_an_engine_that_a_cell_left_open():
 
     module = Net()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    patrickstar.close_open_engine()  # there is none
+    patrickstar.close_open_engine()  # no engine is open
     try:
         cell()
     except KeyError as error:
@@ -244,7 +244,7 @@ optimizer.step()
 def run():
     from IPython.core.interactiveshell import InteractiveShell  # takes a while to load
 
-    main = sys.modules["__main__"]  # which the shell replaces
+    main = sys.modules["__main__"]  # the shell replaces it
     shell = InteractiveShell.instance()
 
     def run_cell(source):

@@ -62,7 +62,7 @@ def orders(program, trace):
         track = TRACKS.get(one.op)
         if track is None or one.amount == 0:
             continue
-        if covered[track] > 0:  # by the span of another chunk
+        if covered[track] > 0:  # covered by another chunk's span
             covered[track] -= one.amount
             continue
         if track not in MOVES:

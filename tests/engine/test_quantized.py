@@ -143,7 +143,7 @@ TOWER = Case(Tower, tower_batch)
 
 
 TRAINED_BYTES = 2 * (8 * 64 + 128)
-"""Of the compute value, or the gradient, of the layer below, padded."""
+"""Bytes of the trained layer's compute value (or gradient), padded."""
 
 
 def tower_bytes(**config) -> tuple[int, int]:
@@ -158,12 +158,12 @@ def tower_bytes(**config) -> tuple[int, int]:
 def test_bytes_over_the_link():
     whole, whole_down = tower_bytes()
     num_fetches, rest = divmod(whole - 2 * TRAINED_BYTES, 2 * 4096)
-    assert rest == 0 and num_fetches >= 20  # of 24 uses: 12 layers, forward and backward
+    assert rest == 0 and num_fetches >= 20  # 24 uses: 12 layers, forward and backward
     for kind, num_bytes in (("nf4", 4096 / 2 + 4096 / 64 + 8), ("int8", 4096 + 4 * 4096 / 256)):
         quantized, down = tower_bytes(quantization={"type": kind})
         print(f"{kind}: {quantized} bytes up per step, {down} down; in 16 bits {whole} and {whole_down}")
         num_quantized, rest = divmod(quantized - 2 * TRAINED_BYTES, num_bytes)
-        assert rest == 0 and num_fetches <= num_quantized <= 24  # what is dequantised takes room too
+        assert rest == 0 and num_fetches <= num_quantized <= 24  # dequantised values take room too
         assert down == whole_down == TRAINED_BYTES
 
 
@@ -309,9 +309,9 @@ def test_checkpoints(tmp_path):
 
 
 NUMEL = 12 * 4096
-"""Of the frozen layers."""
+"""Elements of the frozen layers."""
 ROOMY = {"bf16": 220_000, "fp16": 220_000, "fp32": 440_000}
-"""Device memory for all values and small batches' activations, and not for those of long batches."""
+"""Room for all values and the activations of small batches, but not of long ones."""
 
 
 def with_sizes(sizes: list[int], build=Tower) -> Case:
@@ -360,7 +360,7 @@ def test_pressure_takes_it_down_once(kind, device_memory, size):
     down = moved(run, "downloaded_bytes")
     print(f"down by step: {down}, evictions {run.report['num_pressure_evictions']}")
     assert run.chunk_reports[7]["host_bytes"] == 0 < run.chunk_reports[8]["host_bytes"]
-    states = 6 * TRAINED_BYTES  # of what is trained, which pressure takes down as well
+    states = 6 * TRAINED_BYTES  # trained states, which leave under pressure as well
     assert states < down[7] <= states + (NUMEL if kind else 2 * NUMEL)
     assert max(down[8:]) <= states
     assert run.report["device_peak_bytes"] <= device_memory
@@ -375,7 +375,7 @@ class HalfTrained(Tower):
 
 def test_updates_ahead_take_the_room_and_give_it_back():
     def run(**more):
-        config = make_host_config("fp16", default_chunk_size=4096, **more)  # which needs room to update ahead
+        config = make_host_config("fp16", default_chunk_size=4096, **more)  # needs room for speculative updates
         config["optimizer"]["speculation"] = "always"
         return train(with_sizes(sizes, HalfTrained), config, steps=len(sizes))
 

@@ -255,7 +255,7 @@ def test_it_comes_back_after_memory_was_needed():
     print(f"{run.report['num_device_state_chunks']} chunks on the device; {counts}")
     assert counts[4] == counts[6] < counts[-1]  # host memory is prepared in the background
     assert_same(run, train(WIDE, never, steps=16))
-    assert run.report["num_device_state_chunks"] > 0  # which have come back by now
+    assert run.report["num_device_state_chunks"] > 0  # they have come back by now
 
 
 def test_choice_of_chunks_follows_from_sizes():
@@ -266,7 +266,7 @@ def test_choice_of_chunks_follows_from_sizes():
         if step >= 5:
             engine._session.runtime.plan_anew()
 
-    # Forwards of one row are shorter than passes over states.
+    # A forward of one row is shorter than a pass over states.
     case = Case(
         lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))),
         lambda generator: {"input": torch.randn(1, 1024, generator=generator)},

@@ -26,7 +26,7 @@ def long_batch(generator, length=LENGTH):
 
 
 DEEP = Case(deep_llama, long_batch)
-WIDE = Case(functools.partial(deep_llama, 2048), long_batch)  # whose logits take 6 times what its layers' inputs do
+WIDE = Case(functools.partial(deep_llama, 2048), long_batch)  # its logits take 6 times the bytes of its layers' inputs
 
 
 def stashing(offload, precision="fp32", **config):

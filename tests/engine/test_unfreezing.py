@@ -331,7 +331,7 @@ def test_checkpoints(tmp_path, caplog):
         engine.save_checkpoint(tmp_path, "before")
         go_on(engine, optimizer, thaw_gradually, range(1, 5))
         engine.save_checkpoint(tmp_path, "after")
-        # Those that were trained since begin with a step count of 0 again.
+        # Parameters trained since then restart with a step count of 0.
         engine.load_checkpoint(tmp_path, "before")
         thaw_gradually(engine.module.requires_grad_(False), 0)
         engine.module.transformer.ln_f.requires_grad_(True)

@@ -153,7 +153,7 @@ def stop_in_backward(loss):
     return _Stop.apply(loss)
 
 
-# Sums of gradients in float32 have no room beside them.
+# There is no room for float32 sums of gradients.
 WITHOUT_SUMS = [interfere for interfere in INTERFERENCES if interfere is not second_backward]
 
 

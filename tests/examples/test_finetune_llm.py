@@ -216,7 +216,7 @@ def test_packed_rows_hold_every_conversation_once(encoding):
     assert sorted(map(tuple, found)) == sorted(tuple(each.input_ids) for each in tokens)
 
 
-# Which tokens are answers.
+# Answer tokens.
 
 
 def spans_of(encoder, tokens) -> list[str]:
@@ -387,7 +387,7 @@ def test_two_ranks_train_as_one_with_their_batches_together(example, folders, ch
         torch.testing.assert_close(weights[1][key], value, rtol=1e-2, atol=1e-3)
 
 
-# What is refused.
+# Refusals.
 
 
 BROKEN_LINES = [

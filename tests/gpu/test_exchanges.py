@@ -88,7 +88,7 @@ def compute_meanwhile(device_index):
         for index in range(20):
             torch.cuda._sleep(LONG_SLEEP if index % exchanges.size == exchanges.rank else SHORT_SLEEP)
             pending, received = ring(exchanges, 100 * index + exchanges.rank)
-            trash = overwrite()  # nothing of what is on its way
+            trash = overwrite()  # must not overwrite data in transit
             pending.wait()
             got = received + 0.0
             del received, pending

@@ -23,7 +23,7 @@ def batch(generator):
 def trained(keep_attention, **config):
     section = {"keep_attention": keep_attention}
     config = make_config("bf16", activations=section, default_chunk_size=2**20, **config)
-    with CountedKernels() as kernels, sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # whose backward can be deterministic
+    with CountedKernels() as kernels, sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # its backward can be deterministic
         run = train(Case(build, batch), config, steps=STEPS, checkpointing=False)
     print(f"{keep_attention}: {kernels.count} calls, {run.report['stashed_bytes']} bytes left the device")
     return run, kernels.count

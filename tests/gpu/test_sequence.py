@@ -59,7 +59,7 @@ def sdpa(q, k, v, grad, rule, backend):
         seen = rule.masking.mask(*WHOLE, q.device)
         counts = seen.any(dim=-1, keepdim=True)
         given = {"attn_mask": seen | ~counts}
-    # Grouped heads are not for all backends.
+    # Some backends have no grouped heads.
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in leaves[1:])
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(leaves[0], token_major(k), token_major(v), **given)

@@ -26,15 +26,14 @@ _ATTENTION = ["q_proj", "v_proj"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     name: str
-    """What is used, with PEFT's own names."""
+    """PEFT's names."""
     adapt: Callable[[nn.Module], PeftModel]
-    """Puts it onto a fresh model."""
+    """Adapts a new model."""
     precision: str = "fp32"
-    """``"bf16"``: losses are compared to 1 %, else to 1e-6."""
+    """``"bf16"``: losses agree to 1 %, otherwise to 1e-6."""
     checkpointing: bool = False
-    """Activations are computed again in backward."""
+    """Activation checkpointing."""
     note: str = ""
-    """What a user should know."""
 
 
 def _lora(**options: Any) -> Callable[[nn.Module], PeftModel]:
@@ -109,7 +108,7 @@ MORE = [
         "",
     ),
 ]
-"""What is not a way of adapting; each with its test."""
+"""Rows beside the ways of adapting, each with its test."""
 
 
 def batches(count: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:

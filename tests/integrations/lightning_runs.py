@@ -14,7 +14,7 @@ warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
 WIDTH, LAYERS, BATCH = 90, 8, 4
 NUM_PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 CLIPPING = 0.05
-"""Below every gradient norm of these runs."""
+"""Less than every gradient norm of these runs."""
 CONFIG = {"device_memory": 16 * NUM_PARAMETERS // 4, "default_chunk_size": 8192}
 """A quarter of model data: parameter, master and two states take 16 bytes in float32."""
 

@@ -14,7 +14,7 @@ from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gp
 from tests.module.compiled.forms import BACKEND
 
 BUDGET = 640_000
-"""Bytes of the device, of 1.7 MB of model data: one of two blocks at a time."""
+"""Device bytes for one of two blocks at a time; model data have 1.7 MB."""
 
 
 @pytest.fixture(autouse=True)

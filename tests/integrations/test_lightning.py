@@ -65,7 +65,6 @@ def test_numbers_are_those_of_plain_lightning(tmp_path):
     assert ours.reports[0]["device_peak_bytes"] <= CONFIG["device_memory"]
     assert_ordinary(ours)
 
-    # Each goes on from the other's checkpoint.
     resumed = fit("auto", ckpt_path=tmp_path / "plain.ckpt")
     to_plain = fit("auto", ckpt_path=tmp_path / "ours.ckpt")
     from_plain = fit(PatrickStarStrategy(CONFIG), ckpt_path=tmp_path / "plain.ckpt")
@@ -153,7 +152,7 @@ def fit_shifted(seed):
 
 
 def rank_runs(folder):
-    # Rank 0's model is everybody's.
+    # All ranks train rank 0's model.
     assert_same_bits(fit_shifted(5 * int(os.environ["RANK"])), fit_shifted(0))
     plain = fit("ddp", devices=2)
     for checkpoint_format in ("file", "folder"):
@@ -194,7 +193,7 @@ def test_evaluation_holds_parameters_alone():
             results.append(getattr(make_trainer(strategy), name)(module, loader(), **options))
         if name == "predict":
             assert_same_bits(*results)
-            assert module.reports[0]["host_peak_bytes"] < 8 * NUM_PARAMETERS  # of 16 in training
+            assert module.reports[0]["host_peak_bytes"] < 8 * NUM_PARAMETERS  # 16 in training
         else:
             assert results[0] == results[1]
         assert_ordinary(module)
@@ -395,7 +394,7 @@ def test_by_name_with_a_file(tmp_path, caplog):
         said = [message for message in caplog.messages if message.startswith("step ")]
         assert len(said) == lines
         assert relative_error(ours.losses, fit("auto").losses) <= TOLERANCE
-    assert said[1].startswith(f"step 6  loss {sum(ours.losses[10:12]) / 2:.4f}  ")  # of two batches
+    assert said[1].startswith(f"step 6  loss {sum(ours.losses[10:12]) / 2:.4f}  ")  # mean of two batches
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON|is neither JSON"):
         PatrickStarStrategy(str(tmp_path / "config.json"))

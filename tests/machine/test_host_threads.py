@@ -27,7 +27,7 @@ def _no_launcher(monkeypatch):
         ("auto", False, {}, None, _C.Affinity.FREE),
         ("pinned", False, {}, None, _C.Affinity.PINNED),
         ("free", True, {}, None, _C.Affinity.FREE),
-        # Several processes, and nobody said whose the CPUs are.
+        # Several processes without an assignment of CPUs.
         ("auto", True, {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"}, None, _C.Affinity.FREE),
         ("auto", True, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None, _C.Affinity.PINNED),
         ("auto", True, {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 8, _C.Affinity.PINNED),

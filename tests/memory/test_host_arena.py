@@ -136,7 +136,7 @@ def test_the_kernel_knows_the_policy():
     num_bytes = 4 * 2**20
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    # In the middle, so that it is a mapping of its own. One node is enough for the kernel, and there may be but one.
+    # In the middle, so that it is a mapping of its own. One node suffices for the kernel.
     agreed = _C.interleave_pages(address + 2**20, 2 * 2**20, [node])
     policy = policy_of(address + 2**20) if agreed else "refused"
     print(f"policy: {policy}")
@@ -205,7 +205,7 @@ def test_a_larger_slot_serves_where_memory_is_scarce(waste_ratio, served):
     (larger,) = idle_slots(slots, [117])
     assert (slots.acquire(83) == larger) is served
     assert slots.used_bytes == (117 if served else 83)
-    # One that is more than half as large again does not.
+    # A buffer more than half as large again does not.
     slots = _C.SlotPool(300, waste_ratio)
     (larger,) = idle_slots(slots, [117])
     assert slots.acquire(77) != larger

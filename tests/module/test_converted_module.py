@@ -109,7 +109,7 @@ def test_generate(name):
     with engine:
         engine.eval()
         for _ in range(2):
-            with _C.HostAllocations():  # what is not the engine's is no activation of it
+            with _C.HostAllocations():  # tensors outside the engine are no activations
                 expected = plain.generate(input_ids=tokens, **options)
             assert torch.equal(engine.module.generate(input_ids=tokens, **options), expected)
             engine.train()

@@ -92,7 +92,6 @@ ARRIVE = {
     "load_state_dict": lambda m: m.a.load_state_dict({"weight": VALUES, "bias": ROW}),
 }
 ROUND = {"out", "out with itself", "out of a view", "OpOverload with out"}
-"""Functions give what they write its dtype before."""
 REFUSED = {
     "relu, inplace": lambda m: F.relu(m.a.weight, inplace=True),
     "hardtanh, inplace": lambda m: F.hardtanh(m.a.weight, -0.1, 0.1, inplace=True),

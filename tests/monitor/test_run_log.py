@@ -59,7 +59,7 @@ def test_a_plain_loop(tmp_path, caplog):
         loss = sum(run.losses[ACCUMULATE * (step - 1) : ACCUMULATE * step])
         assert line.startswith(f"step {step}  loss {loss:.4f}  grad norm ")
         seconds, rate = re.search(r"  (\S+ \w+)/step  (\S+) tokens/s", line).groups()
-        tokens = (ACCUMULATE + 1) * BATCH * LENGTH  # of all forwards that could train
+        tokens = (ACCUMULATE + 1) * BATCH * LENGTH  # all forwards in training mode
         shown = float(rate.removesuffix("k")) * (1000 if rate.endswith("k") else 1)
         number, unit = seconds.split()
         assert shown == pytest.approx(tokens / (float(number) * {"s": 1, "ms": 1e-3}[unit]), rel=0.02)

@@ -49,11 +49,10 @@ class Watched:
     run: Run
     num_parameters: int
     reports: list[dict]
-    """After each step."""
     stalls: list[dict]
-    """What the sampler took."""
+    """The sampler's readings."""
     user_trace: dict | None
-    """Of the seventh step, asked for by another reader."""
+    """The seventh step's trace, requested by another reader."""
 
 
 def facts_of(module, **options):
@@ -128,7 +127,7 @@ def test_a_run_that_is_watched(tmp_path, lines):
     for span in trace["spans"]:
         if span["track"] == _C.Track.STALL:
             stalled[span["cause"]] = stalled.get(span["cause"], 0.0) + span["seconds"]
-    assert trace["seconds"] == watched.stalls[1]["seconds"]  # of the same step, and each reader has its own
+    assert trace["seconds"] == watched.stalls[1]["seconds"]  # the same step; each reader has its own trace
     assert stalled == pytest.approx(watched.stalls[1]["stalled_seconds"])
     for line, step, taken in zip(said, (4, 8), watched.stalls, strict=True):
         print(line)

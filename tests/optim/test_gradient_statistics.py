@@ -179,7 +179,7 @@ class Layers(nn.Module):
 
 BATCHES = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(2))
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-RATES = (0.02, 0.005)  # of the weights and of the biases
+RATES = (0.02, 0.005)  # weights, biases
 
 
 def layers(dtype=torch.float32):

@@ -96,7 +96,6 @@ def test_defaults_are_deepspeeds():
 
 
 def test_hysteresis_is_not_the_scale_factor():
-    # The first PatrickStar passed hysteresis as scale factor.
     scaler = LossScaler(hysteresis=5, initial_scale_power=10)
     for _ in range(5):
         scaler.update(True)

@@ -53,7 +53,7 @@ def test_every_master_comes_back(isa, values):
     assert_same_bits(signed.abs(), variance)
     halfway = int(torch.signbit(signed).sum())
     assert 0 < halfway < len(master) / 6
-    # A split is made anew from whatever signs there are.
+    # A new split ignores the old signs.
     assert_same_bits(split(isa, master, signed), (param, lower, signed))
 
 

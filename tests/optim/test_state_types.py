@@ -271,7 +271,7 @@ def check_independent(one, other, what):
     limit = 5 / len(one) ** 0.5
     assert abs(numpy.corrcoef(one, other)[0, 1]) < limit, what
     bits = [(x[:, None] >> numpy.arange(16) & 1).astype(numpy.float32) - 0.5 for x in (one, other)]
-    assert abs(4 * bits[0].T @ bits[1] / len(one)).max() < 1.2 * limit, f"{what}: bits"  # the most of 256
+    assert abs(4 * bits[0].T @ bits[1] / len(one)).max() < 1.2 * limit, f"{what}: bits"  # the largest of 256
     for shift in (0, 12):
         pairs = (one >> shift & 15) * 16 + (other >> shift & 15)
         check_uniform(numpy.bincount(pairs, minlength=256), f"{what}: pairs")

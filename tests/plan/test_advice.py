@@ -20,7 +20,7 @@ from patrickstar.planning.question import Question, Workload
 from patrickstar.planning.setting import DoesNotFitError, Setting
 
 MIB = 2**20
-# A small model on a small GPU behaves as a large one on a large one: slow host and link, few operations at a time.
+# Slow host and link and few operations per second: a small model behaves as a large one on a large GPU.
 SMALL_GPU = given_host(
     given_gpu(MACHINES["a10"], tflops=2.0, gbps=60.0, num_bytes=1600 * MIB, link_gbps=1.0), cores=2, gbps=10.0
 )
@@ -246,7 +246,7 @@ def test_lora_trains_adapters_alone(capsys):
     assert found["least_host_bytes"] < whole["least_host_bytes"] / 3
 
 
-# By the configurations that their makers have published.
+# Published configurations.
 NUM_PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,

@@ -64,7 +64,6 @@ def test_the_memory_of_a_host_is_shared():
     assert four.rates(H200, HostTraffic()).host_adam_params_per_second == pytest.approx(213 / 4 / 28 * 1e9)
     beside = four.rates(H200, HostTraffic(upload_gbps=10.0)).host_adam_params_per_second
     assert beside == pytest.approx((213 / 4 - 10) / 28 * 1e9)
-    # Whoever wants more than there is gets its share of it.
     busy = four.rates(H200, HostTraffic(upload_gbps=50, download_gbps=50, adam_gbps=150))
     assert busy.upload_gbps == pytest.approx(213 / 4 * 50.8 / (2 * 50.8 + 5.2 * 28))
 

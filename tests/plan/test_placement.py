@@ -215,7 +215,7 @@ HEADED_STEP = [[(0, PARAM)], [(15, PARAM)], [(15, PARAM), (15, GRAD)], [(0, PARA
 def test_slots_of_rare_sizes_have_room_at_all_moments(headed):
     _, problem = problem_of(headed, HEADED_STEP, room=100 * VALUES)
     assert problem["idle_bytes"] == [2 * HEAD, HEAD, 0, 2 * HEAD]
-    # Where there is little room, no more than half of what a moment leaves.
+    # With little room: at most half of an access's free bytes.
     _, problem = problem_of(headed, HEADED_STEP, room=2 * HEAD + 2 * VALUES)
     assert problem["idle_bytes"] == [(2 * HEAD + VALUES) // 2, (HEAD + 2 * VALUES) // 2, 0, HEAD]
     _, problem = problem_of(headed, HEADED_STEP, room=0)

@@ -111,7 +111,7 @@ def test_another_layout_is_refused(planned):
     _case, config, _run, plan, path = planned
     with pytest.raises(ValueError, match=rf"is a plan for {len(plan.chunks)} chunks, this engine has"):
         initialize_engine(MODELS["bert"].build, 0, {**config, "plan": str(path)})
-    # Nothing of the refused engine is left in the way of the next.
+    # The refused engine does not block the next one.
     torch.manual_seed(0)
     engine, _ = initialize_engine(MODELS["mlp"].build, 0, small_chunks())
     engine.close()

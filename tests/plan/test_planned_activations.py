@@ -84,7 +84,7 @@ def test_what_leaves_is_no_part_of_the_tide():
     left, first = leaving(device)
     print(f"tide {staying} staying, {left} with {first.away_bytes} away")
     assert 2 * INPUT_BYTES <= first.away_bytes < (LAYERS + 1) * INPUT_BYTES
-    # The first backward's, when two may still be leaving and two have come back.
+    # The first backward: two may still be leaving and two have come back.
     assert INPUT_BYTES < staying - left <= first.away_bytes
     scarce = leaving(dataclasses.replace(device, room_bytes=2 * INPUT_BYTES))[1].away_bytes
     assert INPUT_BYTES <= scarce <= 2 * INPUT_BYTES

@@ -408,7 +408,7 @@ def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
     compute = step["compute_seconds"] + step["device_adam_seconds"]
     assert step["seconds"] >= max(*busy, compute) - 1e-9
     assert step["seconds"] <= sum(busy) + compute + rates["synchronize_seconds"] + 1e-9
-    # What the compute queue does not work, it waits.
+    # The compute queue works or waits.
     assert step["seconds"] == pytest.approx(compute + sum(step["stall_seconds"].values()), rel=1e-6)
 
 

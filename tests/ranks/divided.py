@@ -21,7 +21,7 @@ BATCH, LENGTH = 2, 24
 @dataclasses.dataclass(frozen=True)
 class Model:
     name: str
-    """Its type, or, of one that stands for others, its class."""
+    """A model type, or a class name."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> nn.Module:
@@ -93,10 +93,10 @@ class Run:
     precision: str = "fp32"
     length: int = LENGTH
     checkpointing: bool | None = None
-    """use_reentrant, or None: none."""
+    """use_reentrant, or None for no checkpointing."""
     accumulate: int = 1
     tiers: tuple[ActivationTier, ...] = ()
-    """Where activations of a GPT-2's layers rest, turned on by one layer with each step. Empty: none is chosen."""
+    """Resting tiers of a GPT-2's layer activations, rotated by one layer each step; empty: the engine chooses."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ from tests.training import ADAM, make_config
 
 STEPS = 6
 CLIPPING = 0.01
-"""Below the norm of every step."""
+"""Less than the norm of every step."""
 
 
 class Experts(nn.Module):
@@ -43,10 +43,8 @@ class Run:
     precision: str = "fp32"
     accumulate: int = 1
     on_host: bool = False
-    """All optimizer states there."""
     speculation: str = "auto"
     options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"gradient_clipping": CLIPPING})
-    """Keys of the configuration."""
 
 
 def inputs(size: int, accumulate: int = 1) -> list[list[torch.Tensor]]:

@@ -149,7 +149,7 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], int]] = {
         0,
     ),
 }
-"""By family: its configuration, and how many tokens stand for an image."""
+"""By family: configuration, and tokens per image."""
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

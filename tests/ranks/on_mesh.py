@@ -25,14 +25,14 @@ class MeshRun:
     columns: int = 1
     mode: str = "2d"
     sequence: int = 1
-    """Ranks that share each sequence, with the same blocks."""
+    """Ranks that share each sequence and hold the same blocks."""
     sequence_mode: str = "auto"
     kind: str = "plain"
     steps: int = 10
     precision: str = "fp32"
     clip: float = CLIP
     checkpointing: bool | None = None
-    """use_reentrant, or None: none."""
+    """use_reentrant, or None for no checkpointing."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:

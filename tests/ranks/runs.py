@@ -23,20 +23,18 @@ class Task:
     """One training run."""
 
     model: str | Case
-    """Its name, or itself."""
+    """A name in MODELS, or a case."""
     precision: str = "fp32"
     steps: int = 5
     accumulate: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the configuration."""
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of its section ``optimizer``."""
+    """The section ``optimizer``."""
     on_host: bool = False
-    """All optimizer states on the host."""
     swaps: bool = False
-    """Between steps all values are read, others are written, and those that were read are put back."""
+    """Between steps all values are read, overwritten and restored."""
     visits: bool = False
-    """From the second step on the device makes the host's updates, in small pieces ([Note: visits])."""
+    """GPU round-trip updates from the second step on, in small pieces."""
 
     @property
     def case(self) -> Case:
@@ -145,7 +143,7 @@ def train_plainly_for_all(build, num_steps: int, losses_of_step, clipping: float
 
 
 UNEVEN_ROWS = [(2, 2), (3, 1), (1, 3), (3, 1)]
-"""Of each step's four rows, how many the first and the second of two ranks take."""
+"""Rows of the first and the second rank in each step."""
 
 
 def uneven_rows(case: Case, generator: torch.Generator, counts: tuple[int, int]) -> list[dict[str, torch.Tensor]]:

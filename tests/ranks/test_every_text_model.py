@@ -18,7 +18,7 @@ from tests.training import assert_same, least_device_memory, make_config, relati
 NUM_SLICES = 57
 STEPS = 3
 MESH = {"BertForMaskedLM", "BertLMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM"}
-"""Classes that there are plans for."""
+"""Classes with a tensor-parallel plan."""
 
 
 def number_of_this_run() -> int:

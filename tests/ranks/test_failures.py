@@ -25,7 +25,7 @@ def train_until_rank_1_is_lost(inside: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     case = MODELS["gpt2"]
-    # Every value is gathered in forward and again in backward.
+    # Every value is all-gathered in forward and again in backward.
     config = make_config("fp32", device_memory="1MB", default_chunk_size=16384, rank_timeout_seconds=20)
     engine, optimizer = initialize_engine(case.build, 0, config)
     with engine:

@@ -14,7 +14,7 @@ from tests.training import make_config
 
 STEPS = 5
 SLOW = {"delays": {"link_gbps": 0.01, "link_latency_us": 5}}
-"""A link so slow that the host's updates, and with them memory for more gradients, are late."""
+"""A link so slow that the host's updates are late, and so is memory for more gradients."""
 FULL = [
     {"device_memory": 7_300_000, "host_memory": 5_000_000} | SLOW,
     {"device_memory": 6_500_000, "host_memory": 5_500_000},

@@ -33,7 +33,7 @@ EXCHANGES = {
     "one batch fewer": [],
     "one batch more": ["forward", "backward", "step"],
 }
-"""What a rank can be waiting in for the others, by the call that it makes."""
+"""Calls in which a rank may wait for the others, by its own call."""
 PAIRS = list(itertools.product(EXCHANGES, EXCHANGES))
 NUM_GROUPS = 5
 SAVED_TOO_EARLY = "save_checkpoint between backward and step"

@@ -27,7 +27,7 @@ def planned_tide(size, mode, length):
     with torch.device("meta"):
         module = LLAMA.build()
     params = plan_params(module, torch.float32, use_cpu_embedding=False)
-    # Transfers take all of the time, of which ulysses has fewer; or none, where the ring is taken.
+    # Transfers take all of the time (ulysses has fewer), or none (the ring is chosen).
     links = Links(gbps=1e-3) if mode == "ulysses" else Links(attention_tflops=1e-9)
     division = PlannedDivision(module, 1, length, size, links)
     assert division.choice.mode is Mode(mode)
@@ -45,7 +45,7 @@ def test_memory_is_flat_where_the_length_grows_with_the_ranks():
         alone, two, four, heads = (saved for saved, _ in found)
         assert two == pytest.approx(alone, rel=0.02)  # equal today
         assert four == pytest.approx(alone, rel=0.02)
-        # The output by heads and by tokens; and each rank has one of two key heads, of all tokens.
+        # The output by heads and by tokens; each rank has one of two key heads for all tokens.
         assert heads == alone + 4 * (LENGTH * 64 + 2 * LENGTH * (64 - 32))
     for case, (_, tide) in list(zip(CASES, by_rank[0], strict=True))[1:]:
         planned = planned_tide(*case)

@@ -10,7 +10,7 @@ from tests.ranks.test_training import relative_error
 GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
 MISTRAL = Model("mistral", {"sliding_window": 7})
 ROBERTA, STABLELM, BART = Model("RobertaForMaskedLM"), Model("StableLmForCausalLM"), Model("BartForCausalLM")
-"""Positions that follow from tokens, layers that hand nothing down, positions that the model cannot be told."""
+"""Models whose positions follow from tokens, whose layers pass nothing on, or whose positions cannot be given."""
 
 
 def divided(num_ranks, runs):

@@ -9,7 +9,7 @@ from tests.distributed import run_ranks
 from tests.several_engines import RECIPES, config_of, run, run_plain
 
 BUDGETS = {"distil": "600KB", "prefer": "700KB", "adversaries": "300KB", "actor_and_critic": "300KB"}
-"""Of the device, for all engines together."""
+"""Device bytes of all engines together."""
 
 
 def run_all():

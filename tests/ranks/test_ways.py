@@ -22,7 +22,7 @@ def check(num_ranks: int, seeds: range, accumulate: int, kinds: tuple[str, ...])
             assert run["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
             for name, value in wanted["state"].items():
                 torch.testing.assert_close(run["state"][name], value, rtol=1e-5, atol=2e-6)
-            # Of three ranks or more, a gradient that comes after its reduce-scatter is added in another order.
+            # With three ranks or more, a gradient after its reduce-scatter is added in another order.
             if num_ranks == 2 or kinds == ("shorter",):
                 assert run["losses"] == without[rank][index]["losses"]
                 assert_same_bits(run["state"], without[rank][index]["state"])

@@ -14,7 +14,7 @@ from tests.ranks.runs import rank_and_size
 from tests.training import make_config
 
 SMOOTH_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.01}
-"""With an eps above which a gradient's rounding error is as small in the update."""
+"""eps is so large that a gradient's rounding error stays as small in the update."""
 NUM_BLOCKS = 6
 
 
@@ -25,9 +25,9 @@ class Way:
     blocks: tuple[int, ...]
     checkpointed: bool = False
     cut_at: int | None = None
-    """The index in ``blocks`` from which on backward stops: what came before gets no gradient through it."""
+    """Backward stops before this index of ``blocks``: earlier blocks get no gradient through it."""
     experts: tuple[int, ...] = ()
-    """Rows of the common mixture that are used, each as often as it is named."""
+    """Rows of the common mixture, each used as often as it is named."""
 
 
 class Blocks(nn.Module):

@@ -69,7 +69,7 @@ fi
 
 def pip_install(python, source, **environment):
     command = [sys.executable, "-m", "pip", "--python", python, "install", "-v", "."]
-    # Nothing of it is timed; ccache, which PyTorch's build calls where it is there, would ask the compiler below twice.
+    # ccache, which PyTorch's build would use, would call the compiler below twice.
     return run(command, cwd=source, env={"PATRICKSTAR_OPTIMIZATION": "-O0", "CCACHE_DISABLE": "1", **environment})
 
 
@@ -84,7 +84,7 @@ def make_compiler(path):
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT, folder / "checkout", ignore=NOT_SOURCE)
-    # No PyTorch is needed for it, and none must be imported.
+    # PyTorch must not be imported.
     code = "import sys; sys.modules['torch'] = None; import patrickstar_build as b; print(b.build_sdist(sys.argv[1]))"
     environment = {"PYTHONPATH": str(folder / "checkout" / "build_backend")}
     done = run([sys.executable, "-c", code, str(folder)], cwd=folder / "checkout", env=environment)
@@ -122,7 +122,7 @@ def test_pip_install_builds_against_the_pytorch_of_the_environment(source, tmp_p
     minor = ".".join(torch.__version__.split(".")[:2])
     part = f"cu{info['cuda'].replace('.', '')}" if info["cuda"] else "cpu"
     assert version == f"{patrickstar.__version__}+torch{minor}.{part}"
-    # A line for each source, whole commands nowhere.
+    # One line for each source and no whole commands.
     lines = [line.strip() for line in (installed.stdout + installed.stderr).splitlines()]
     sources = recipe.sources(source, with_cuda=info["cuda"] is not None)
     built = [line.split("] ")[1] for line in lines if line.startswith("[")]

@@ -29,7 +29,7 @@ LENGTH = 24  # divided by 2, 3 and 4 ranks, and by twice as many slices
 SEED = 11
 
 
-# Of the two sequences of a batch; a whole slice of 2, 3 and 4 ranks may be padding.
+# Padding of a batch's two sequences; a whole slice of 2, 3 and 4 ranks may be padding.
 PADDINGS = {
     "right": torch.arange(LENGTH) < torch.tensor([[LENGTH - 5], [LENGTH - 15]]),
     "left": torch.arange(LENGTH) >= torch.tensor([[13], [0]]),
@@ -47,7 +47,7 @@ class Case:
     cu_seqlens: tuple = None
     length: int = None
     padding: str = None
-    sees: bool = False  # padding is not seen, but sees
+    sees: bool = False  # padding attends but is not attended to
     dropout_p: float = 0.0
     scale: float = None
     value_dim: int = 8

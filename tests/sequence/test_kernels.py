@@ -142,7 +142,7 @@ OPERATIONS = types.SimpleNamespace(
 def hopper(monkeypatch):
     """`hopper(kernels)`: this machine passes for one with a GPU that has these kernels; gives the calls."""
     calls = count_kernels(monkeypatch)
-    kernels._cudnn_lse_dims()  # of the real operation
+    kernels._cudnn_lse_dims()  # the real operation's
     monkeypatch.setattr(kernels, "_aten", OPERATIONS)
 
     def switch(*enabled):

@@ -181,7 +181,7 @@ def test_intermediate_tensors_exist_for_one_tile():
     module = Gated(hidden=hidden_size, intermediate=size, bias=False)
     params = list(module.parameters())
     num_params = sum(param.numel() for param in params)
-    module(torch.randn(2, hidden_size)).sum().backward()  # what PyTorch takes once
+    module(torch.randn(2, hidden_size)).sum().backward()  # PyTorch's one-time allocations
     peaks = {}
     for tile_tokens in (tokens, 256, 64, 16):
         module.zero_grad()

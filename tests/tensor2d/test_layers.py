@@ -193,7 +193,7 @@ def test_layers(rows, columns):
     alone = saved_bytes(MeshGroup.alone())
     for linears, far, rms, loss, embedding, initial, saved in on_mesh(rows, columns, all_layers):
         assert {key: value for key, value in linears.items() if not abs(value) <= 1e-12} == {}
-        assert far <= 2e-4  # of inputs whose own rounding is 6e-5 of their deviation
+        assert far <= 2e-4  # the inputs' rounding is 6e-5 of their deviation
         assert rms[0] == torch.bfloat16 and rms[1] <= 2**-8
         assert loss[0] == torch.float32 and loss[1] <= 1e-6 and loss[2] <= 2**-8 and loss[3] == 0
         assert embedding == [1.0, 3.0, 2.0, 1.0, 1.0, 0, 0, 0, 0, 0, 1.0]

@@ -58,7 +58,7 @@ def compare_in_place(name, line, attention):
     parallelize_1d(ours, line)
     tokens = batch(LENGTH)[0]
     loss = ours(tokens, labels=tokens).loss
-    # Their own loss is rounded to float32.
+    # Hugging Face's loss is rounded to float32.
     expected = nn.functional.cross_entropy(theirs(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     for value in (expected, loss):
         value.backward()
@@ -115,7 +115,7 @@ def test_models_in_one_dimension_as_hugging_face_computes_them(ranks):
             tokens = BATCH * LENGTH
             layer = cost.received_1d(cost.LayerShape(hidden=24), tokens, ranks)
             part = (ranks - 1) / ranks * tokens * 24
-            # The embedding and the head: a scatter and a gather, and their opposites, of the head one more.
+            # Embedding and head: a reduce-scatter and an all-gather each, their opposites, and one more for the head.
             assert received == [8 * (2 * layer.forward + 2 * part), 8 * (2 * layer.backward + 3 * part)]
 
 

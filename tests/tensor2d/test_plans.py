@@ -37,7 +37,7 @@ def build(name, dtype=torch.float64):
 def run(model, name, ids, labels, padding, loss=None):
     others = {"token_type_ids": ids % 2} if name == "bert" else {"shift_labels": labels}
     out = model(ids, attention_mask=padding, labels=labels, **others)
-    # Theirs is rounded to float32.
+    # Hugging Face's is rounded to float32.
     return out.logits, out.loss if loss is None else loss(out.logits, labels)
 
 

@@ -60,7 +60,7 @@ def errors_of_products(group, device="cpu"):
             expected.backward(weight.double())
             grads, plain_grads = [leaf.grad for leaf in leaves], [leaf.grad for leaf in plain_leaves]
         else:
-            # Twice: the gradient of the squares of gradients.
+            # Twice, for the gradient of the squares of gradients.
             loss = (out.square() * part).sum()
             grads = torch.autograd.grad(loss, leaves, create_graph=True)
             grads = [*grads, *torch.autograd.grad(sum(part.square().sum() for part in grads), leaves)]

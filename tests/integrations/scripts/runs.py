@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 LANGUAGE_MODEL, CLASSIFIER = HERE / "language_model.py", HERE / "classifier.py"
 SFT = Path(trl.__file__).parent / "scripts" / "sft.py"  # TRL's own, as it is packaged
 SMALL = {LANGUAGE_MODEL: "2MiB", CLASSIFIER: "2MiB", SFT: "5MiB"}
-"""Device budgets below what each script takes without one."""
+"""Device budgets below each script's unlimited peak."""
 
 
 def write_inputs(folder: Path) -> None:

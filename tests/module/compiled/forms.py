@@ -10,7 +10,7 @@ from tests.models import VOCAB, Case, lm_loss, token_batch
 from tests.training import ADAM, Run, make_config
 
 BACKEND = "aot_eager"
-"""Dynamo and AOTAutograd as with any backend, and no C++ or Triton to compile."""
+"""Dynamo and AOTAutograd without compiling C++ or Triton."""
 WIDTH = 32
 Forward = Callable[..., Any]
 
@@ -77,7 +77,6 @@ def blocks_in_place(module: nn.Module) -> nn.Module:
 
 
 BEFORE = {form.__name__: form for form in (whole, in_place, one_graph, wrapped_blocks, blocks_in_place)}
-"""Compiled by ``model_func``."""
 
 
 def engine_compile(engine: Any) -> Forward:
@@ -129,7 +128,7 @@ AFTER = {
         compiled_function,
     )
 }
-"""Compiled when the engine is there; each gives what is called in its place."""
+"""Forms that are compiled after the engine is made; each returns the callable to use."""
 
 
 def case_of(form: str, case: Case = TOWER) -> Case:

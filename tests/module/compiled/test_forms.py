@@ -17,9 +17,9 @@ from tests.module.compiled.forms import (
 from tests.training import Run, assert_same, least_device_memory, make_config, relative_error, train, train_plain
 
 SMALL = {"fp32": 400_000, "bf16": 200_000}
-"""Bytes of the device, of 1.4 and 1.1 MB that the tower takes where there is room."""
+"""Device bytes; without a limit the tower takes 1.4 and 1.1 MB."""
 ROOM_BYTES = 64 * 1024
-"""Beyond the least budget: what a compiler leaves behind counts as activations until it is collected."""
+"""Beyond the least budget: the compiler's garbage counts as activations until it is collected."""
 
 
 def assert_close(run: Run, reference: Run, tolerance: float) -> None:

@@ -159,7 +159,7 @@ def test_cuda_graphs_are_refused(options):
     with engine:
         with pytest.raises(ValueError, match="CUDA graphs"):
             engine.compile(**options)
-        torch.compile(engine, **options)(torch.ones(2, 8))  # of a caller it does not learn this
+        torch.compile(engine, **options)(torch.ones(2, 8))  # its caller does not learn this
         assert not engine.is_compiled
 
 
