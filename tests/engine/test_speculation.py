@@ -171,10 +171,9 @@ def test_what_changes_between_backward_and_step(interfere):
     assert_same_bits((losses, state), (expected_losses, expected_state))
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_closing_between_backward_and_step(num_steps):
+def check_closing_between_backward_and_step(config, num_steps):
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(WIDE.build, 0, on_host("bf16", "always"))
+    engine, optimizer = initialize_engine(WIDE.build, 0, config)
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):
         engine.backward(engine(**WIDE.batch(generator))["loss"])
@@ -184,6 +183,11 @@ def test_closing_between_backward_and_step(num_steps):
     module = engine.module
     engine.close()
     assert_same_bits(module.state_dict(), before)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_closing_between_backward_and_step(num_steps):
+    check_closing_between_backward_and_step(on_host("bf16", "always"), num_steps)
 
 
 def test_host_memory_bounds_it():

@@ -4,11 +4,11 @@ import torch
 from patrickstar import _C
 from patrickstar.engine import core_setup
 from patrickstar.machine import state_scheme
-from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import WIDE, short_batch, wide_gpt2
 from tests.engine.test_speculation import (
     INTERFERENCES,
+    check_closing_between_backward_and_step,
     interfered,
     nothing,
     on_host,
@@ -182,17 +182,7 @@ def test_gradients_that_are_not_finite(wide):
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_closing_between_backward_and_step(num_steps, wide):
-    torch.manual_seed(0)
-    engine, optimizer = initialize_engine(WIDE.build, 0, wide)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(num_steps):
-        engine.backward(engine(**WIDE.batch(generator))["loss"])
-        optimizer.step()
-    before = engine.state_dict()
-    engine.backward(engine(**WIDE.batch(generator))["loss"])
-    module = engine.module
-    engine.close()
-    assert_same_bits(module.state_dict(), before)
+    check_closing_between_backward_and_step(wide, num_steps)
 
 
 @pytest.mark.parametrize("name", VARIED)

@@ -5,7 +5,7 @@ import torch
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import DTYPES, ISAS, address, make_arrays
+from tests.optim.kernel_calls import DTYPES, ISAS, address, check_other_passes, make_arrays
 from tests.optim.test_state_types import KEY, State, half_away, momentum_bits, param_bits, rounded_to_bf16
 
 StateType = _C.StateType
@@ -49,6 +49,9 @@ class Update:
             return torch.empty(len(tensor) + misalign, dtype=tensor.dtype)[misalign:].copy_(tensor)
 
         return Update(self.master.copy(misalign), self.momentum.copy(misalign), aside(self.grad), aside(self.param))
+
+    def arrays(self):
+        return [self.master.array, self.momentum.array]
 
     def arguments(self, num_threads=2, *, with_param=True):
         param = address(self.param) if with_param else 0
@@ -144,31 +147,13 @@ def test_the_other_passes(isa, rule, momentum, numel):
     initial = Update.random(numel, momentum, StateType.FLOAT32)
     expected = initial.copy()
     _C.optim.momentum_step("scalar", rule, *expected.arguments(), key=KEY, **scalars)
-    untouched = [initial.master.memory, initial.momentum.memory]
 
-    update, new = initial.copy(3), initial.copy(3)
-    states = [new.master.array, new.momentum.array]
-    _C.optim.momentum_apart(isa, rule, *update.arguments(), new_states=states, key=KEY, **scalars)
-    assert_same_bits([new.master.memory, new.momentum.memory, update.param], expected.memory(), "new states")
-    assert_same_bits(update.memory()[:2], untouched, "old states")
+    def call(name, update, *more, with_param=True, **options):
+        kernel = getattr(_C.optim, f"momentum_{name or 'step'}")
+        key = {} if name in ("param_between", "param_open") else {"key": KEY}
+        kernel(isa, rule, *update.arguments(with_param=with_param), *more, **key, **options)
 
-    update = initial.copy()
-    _C.optim.momentum_param(isa, rule, *update.arguments(), key=KEY, **scalars)
-    assert_same_bits(update.param, expected.param, "parameter alone")
-    assert_same_bits(update.memory()[:2], untouched, "only read")
-    _C.optim.momentum_step(isa, rule, *update.arguments(with_param=False), key=KEY, **scalars)
-    assert_same_bits(update.memory(), expected.memory(), "states behind")
-
-    scale = scalars["grad_scale"]
-    update = initial.copy()
-    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
-    least = {**scalars, "grad_scale": scale * 0.98}
-    _C.optim.momentum_param_between(isa, rule, *update.arguments(), scale * 1.02, address(logs), **least)
-    counts = logs[:, :8].contiguous().view(torch.int64)
-    assert (counts >= 0).all() and counts.sum() < numel / 8 and (counts.sum() > 0 or numel < 1000)
-    _C.optim.momentum_param_open(isa, rule, *update.arguments(), address(logs), **scalars)
-    assert_same_bits(update.param, expected.param, "settled and open")
-    assert_same_bits(update.memory()[:2], untouched, "only read")
+    check_other_passes(call, initial, expected, scalars, numel / 8)
 
 
 @pytest.mark.parametrize("rule", SCALARS, ids=str)

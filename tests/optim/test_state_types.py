@@ -9,7 +9,16 @@ import torch
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import DTYPES, ISAS, adam_scalars, address, make_arrays, random_values, run_adam
+from tests.optim.kernel_calls import (
+    DTYPES,
+    ISAS,
+    adam_scalars,
+    address,
+    check_other_passes,
+    make_arrays,
+    random_values,
+    run_adam,
+)
 
 StateType = _C.StateType
 BLOCK = _C.optim.STATE_BLOCK
@@ -381,6 +390,9 @@ class Update:
     def memory(self):
         return [self.master.memory, self.momentum.memory, self.variance.memory, self.param]
 
+    def arrays(self):
+        return [self.master.array, self.momentum.array, self.variance.array]
+
     def arguments(self, param=True):
         kind = DTYPES[self.param.dtype]
         return (self.master.array, self.momentum.array, self.variance.array, address(self.grad),
@@ -475,33 +487,13 @@ def test_the_other_passes(isa, moments, numel):
     dtypes = (torch.bfloat16, torch.bfloat16)
     initial = Update.random(numel, MOMENTS[moments], StateType.FLOAT32, *dtypes, seed=9)
     scalars = SCALARS["fine_tuning"]
-    expected = expected_update(initial, scalars)
-    untouched = [initial.master.memory, initial.momentum.memory, initial.variance.memory]
 
-    update, new = initial.copy(3), initial.copy(3)
-    new_states = [new.master.array, new.momentum.array, new.variance.array]
-    _C.optim.adam_apart(isa, *update.arguments(), 2, new_states=new_states, key=KEY, **scalars)
-    states = [new.master.memory, new.momentum.memory, new.variance.memory]
-    assert_same_bits([*states, update.param], expected.memory(), "new states")
-    assert_same_bits(update.memory()[:3], untouched, "old states")
+    def call(name, update, *more, with_param=True, **options):
+        kernel = getattr(_C.optim, f"adam_{name}" if name else "adam")
+        key = {} if name in ("param_between", "param_open") else {"key": KEY}
+        kernel(isa, *update.arguments(with_param), 2, *more, **key, **options)
 
-    update = initial.copy()
-    _C.optim.adam_param(isa, *update.arguments(), 2, key=KEY, **scalars)
-    assert_same_bits(update.param, expected.param, "parameter alone")
-    assert_same_bits(update.memory()[:3], untouched, "only read")
-    _C.optim.adam(isa, *update.arguments(param=False), 2, key=KEY, **scalars)
-    assert_same_bits(update.memory(), expected.memory(), "states behind")
-
-    update = initial.copy()
-    scale = scalars["grad_scale"]
-    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
-    least = {**scalars, "grad_scale": scale * 0.98}
-    _C.optim.adam_param_between(isa, *update.arguments(), 2, scale * 1.02, address(logs), **least)
-    counts = logs[:, :8].contiguous().view(torch.int64)
-    assert (counts >= 0).all() and counts.sum() < numel / 2 and (counts.sum() > 0 or numel < 1000)
-    _C.optim.adam_param_open(isa, *update.arguments(), 2, address(logs), **scalars)
-    assert_same_bits(update.param, expected.param, "settled and open")
-    assert_same_bits(update.memory()[:3], untouched, "only read")
+    check_other_passes(call, initial, expected_update(initial, scalars), scalars, numel / 2)
 
 
 @pytest.mark.parametrize("isa", ISAS)
