@@ -224,6 +224,7 @@ class SendingLinear(nn.Linear):
 
 
 def test_parameters_that_are_sent_are_used_by_the_thread_that_sends_them():
+    """[Note: parameters that are sent]"""
     communicator = Nobody()
 
     def build():
