@@ -54,9 +54,9 @@ def test_figures_agree_with_each_other(capsys):
 
 
 def test_the_least_budgets_it_names_work(capsys):
-    found = as_json(capsys, *SMALL, "--device-memory", "1GiB")
+    found = as_json(capsys, *SMALL, "--device-memory", "1GiB", "--no-advice")
     least = ["--device-memory", f"{found['least_device_bytes']}B", "--chunk-numel", str(found["chunk_numel"])]
-    small = [*SMALL[:-1], f"{found['least_host_bytes']}B"]
+    small = [*SMALL[:-1], f"{found['least_host_bytes']}B", "--no-advice"]
     again = as_json(capsys, *small, *least)
     assert again["least_device_bytes"] <= found["least_device_bytes"]
     least[1] = f"{int(again['least_device_bytes'] * 0.99)}B"
@@ -116,7 +116,8 @@ def test_hugging_face_configurations(capsys, tmp_path):
         tmp_path / "blip2"
     )
     for path in (tmp_path / "llama", tmp_path / "llama" / "config.json", tmp_path / "bert", tmp_path / "gemma3"):
-        args = ["--model", str(path), *SMALL[2:], "--device-memory", "256MiB"]
+        advice = [] if path.name == "bert" else ["--no-advice"]
+        args = ["--model", str(path), *SMALL[2:], "--device-memory", "256MiB", *advice]
         assert as_json(capsys, *args)["step_seconds"] > 0
     assert "it needs pixel_values as well" in run(capsys, "--model", str(tmp_path / "blip2"), *SMALL[2:], expect=2).err
     assert "512 positions" in run(capsys, "--model", str(tmp_path / "bert"), *SMALL[2:4], "--seq-len", "1024",
@@ -125,14 +126,14 @@ def test_hugging_face_configurations(capsys, tmp_path):
 
 def test_the_plan_can_be_saved(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    found = as_json(capsys, *SMALL, "--device-memory", "256MiB", "--save", str(path))
+    found = as_json(capsys, *SMALL, "--device-memory", "256MiB", "--no-advice", "--save", str(path))
     plan = Plan.load(path)
     assert len(plan.chunks) == found["num_chunks"]
     assert plan.uploaded_bytes == found["uploaded_bytes"]
 
 
 def test_activations_need_less_memory_with_recomputation(capsys):
-    args = [*SMALL, "--device-memory", "1GiB"]
+    args = [*SMALL, "--device-memory", "1GiB", "--no-advice"]
     whole, recomputed = as_json(capsys, *args), as_json(capsys, *args, "--checkpointing")
     assert recomputed["tide_peak_bytes"] < whole["tide_peak_bytes"]
     assert recomputed["roofline_seconds"]["compute"] > whole["roofline_seconds"]["compute"]

@@ -99,7 +99,9 @@ def test_a_forward_that_writes_parameters_uses_them_no_longer():
     assert len(writing) >= len(reading) > 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "lora", "lstm", "conv_net", "mixture_of_experts"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "lora", "lstm", "conv_net", "mixture_of_experts"]
+)
 def test_operations_that_are_remembered_cost_what_they_did(name, monkeypatch):
     _, remembered = meta_uses(MODELS[name], False)
     monkeypatch.setattr(MetaOperations, "run", lambda self, func, args, kwargs: (func(*args, **kwargs), None))
