@@ -6,8 +6,7 @@ import torch
 
 from patrickstar.ranks.distributed import open_ranks
 from tests.bits import assert_same_bits
-from tests.collective.test_communicator import values_of
-from tests.collective.test_rank_mean import reference
+from tests.collective.test_communicator import reference, values_of
 from tests.distributed import rank_outcomes, run_ranks
 from tests.optim.kernel_calls import DTYPES
 
