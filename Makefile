@@ -7,7 +7,7 @@ GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
 QUIET = $(if $(filter 1,$(V)),,@)
 
-.PHONY: help build demo test test-slow test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
+.PHONY: help build demo quick test test-slow test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -21,6 +21,13 @@ demo: build  ## teach a Llama to answer within less memory than its states take 
 	$(RUN) --extras build,examples --editable -- examples/finetune_llm.py --demo $(ARGS)
 
 PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal
+
+QUICK = tests/test_bits.py tests/chunk tests/config $(addprefix tests/checkpoint/test_, blocks.py codec.py \
+  engine_checkpoints.py resume.py shards.py) $(addprefix tests/engine/test_, engine.py equality.py step_state.py) \
+  $(addprefix tests/plan/test_, placement.py plan_choice.py planner.py simulator.py)
+
+quick: build  ## equality of numbers, checkpoints, planner, configuration: a minute, after each edit
+	$(PYTEST) -m "not gpu and not slow" $(QUICK) $(ARGS)
 
 test: build  ## the tests that need no GPU, but slow ones, two at a time (JOBS=1 ARGS="tests/optim -k adam")
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)

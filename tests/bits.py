@@ -1,8 +1,4 @@
-"""What "bitwise the same" means in tests. For ``torch.equal`` -0.0 equals 0.0, NaN equals nothing, and a dtype may be
-another.
-"""
-
-from __future__ import annotations
+"""Bitwise comparison. ``torch.equal`` takes -0.0 for 0.0, NaN for different from itself, and ignores dtypes."""
 
 import struct
 from collections.abc import Mapping
@@ -16,22 +12,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The patterns of its elements as integers, in its shape; those of a complex element are a row of two."""
+    """Bit patterns of the elements as integers, in the tensor's shape; a complex element is a row of two."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str = "values") -> None:
-    """Two tensors, numbers or other plain values, or dicts, lists and tuples of these: equal in type, dtype, shape and
-    every bit. The error says where the first difference is.
-    """
+    """Compares tensors and plain values, also nested in dicts, lists and tuples: type, dtype, shape and every bit."""
     difference = first_difference(actual, expected, what)
     assert difference is None, difference
 
 
 def first_difference(actual: Any, expected: Any, what: str = "values") -> str | None:
-    """The same as a line of text; None where there is none."""
+    """The first difference as one line of text, or None."""
     if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
         return _of_tensors(actual, expected, what)
     if isinstance(expected, Mapping):
@@ -58,7 +52,7 @@ def _of_tensors(actual: Any, expected: Any, what: str) -> str | None:
             return f"{what}: {actual!r:.100}, expected {expected!r:.100}"
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return f"{what}: {actual.dtype} {tuple(actual.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
-    with _C.HostAllocations(), torch.no_grad():  # which a simulated device's budget does not count
+    with _C.HostAllocations(), torch.no_grad():  # not counted by a simulated device's budget
         pairs = [(tensor, bits(tensor)) for tensor in (_on_host(actual), _on_host(expected))]
         differing = pairs[0][1] != pairs[1][1]
         places = (differing.any(-1) if actual.is_complex() else differing).nonzero()
@@ -76,7 +70,7 @@ def _of_tensors(actual: Any, expected: Any, what: str) -> str | None:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of an ordinary tensor: a parameter's memory may leave the device while it is looked at."""
+    """Copies: a parameter's memory may leave the device while it is compared."""
     return tensor.detach().clone().cpu().as_subclass(torch.Tensor)
 
 

@@ -1,7 +1,4 @@
-"""Shared fixtures: one open engine at a time, quiet libraries, one thread of PyTorch's.
-
-Without ``-m gpu`` the tests use the simulated device, on a machine with a GPU too.
-"""
+"""Fixtures for all tests. Without ``-m gpu`` tests use the simulated device, also on a machine with a GPU."""
 
 import gc
 import os
@@ -10,23 +7,23 @@ import sys
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["PATRICKSTAR_PLAN_CACHE"] = "0"  # the user's is neither read nor written
+os.environ["PATRICKSTAR_PLAN_CACHE"] = "0"  # do not touch the user's cache
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
 if not {"gpu", "gpu and alone", "gpu and not alone"} & set(sys.argv) and "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers of pytest-xdist have it from the process that started them
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers of pytest-xdist inherit it
 
 import pytest
 import torch
 
 from patrickstar.engine.open_session import drop_unreachable_sessions
 
-torch.set_num_threads(1)  # models are so small that a second one only waits, and other tests run beside
+torch.set_num_threads(1)  # small models gain nothing from more, and other tests run beside
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _set_libraries_aside():
-    """What PyTorch, transformers and others have made is left out of the collections behind a file's tests, which
-    would look through it for a quarter of a second each; what files before have left is collected once.
+    """Freezes the objects of PyTorch, transformers and other libraries: a collection would visit them for a quarter of
+    a second.
     """
     gc.unfreeze()
     gc.collect()
@@ -35,7 +32,7 @@ def _set_libraries_aside():
 
 @pytest.fixture(autouse=True)
 def _collect_engines():
-    """A test that ends by an exception drops its engine; its memory must not count in the next one."""
+    """A test that ends by an exception drops its engine, whose memory must not count in the next test."""
     yield
     drop_unreachable_sessions()
     if torch.cuda.is_available():
@@ -44,7 +41,6 @@ def _collect_engines():
 
 @pytest.fixture
 def open_umask():
-    """Files get the mode that they are made with."""
     before = os.umask(0)
     yield
     os.umask(before)

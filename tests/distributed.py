@@ -1,11 +1,9 @@
-"""Processes that are ranks of one run, for tests: `run_ranks(2, function, argument)`.
+"""Runs a function on ranks that are processes: `run_ranks(2, function, argument)`.
 
-Each rank is a Python process with the environment of torchrun, one thread and torch's store on a free port of this
-machine. `function` must be importable (of a module's top level); it and its arguments and results are pickled.
-
-Ranks are forked from a server that has imported what all of them import (tests/rank_imports.py) and done nothing else:
-a process of its own would spend five seconds on that. With `prefixes`, and on a GPU (CUDA and what is built on it make
-no promise about forks), they are processes of their own.
+Each rank has torchrun's environment, one thread, and torch's store on a free port. `function` must be importable from a
+module's top level; `function`, arguments and results are pickled. Ranks are forked from a server that has imported
+tests/rank_imports.py, which saves five seconds for each rank. With `prefixes`, and with a GPU (CUDA does not survive
+forks), each rank is a new process.
 """
 
 import contextlib
@@ -30,25 +28,22 @@ _FAILURE_GRACE_SECONDS = 5.0  # after the first failure, for the others to fail 
 
 @dataclasses.dataclass
 class Outcome:
-    """How a rank ended."""
-
     returncode: int | None
-    """None: killed here, because it did not end in time."""
+    """None: killed after the timeout."""
     value: object
-    """What the function returned."""
     error: str
-    """ "ValueError: text" of what it raised, or nothing."""
+    """"ValueError: text", or empty."""
     output: str
     """Standard output and error, with the traceback."""
     seconds: float
 
 
 class RanksFailedError(AssertionError):
-    """A rank raised, died or hung."""
+    pass
 
 
 def run_ranks(num_ranks, function, *args, timeout_seconds=120, **options):
-    """What `function(*args)` returns on each rank. Raises RanksFailedError with the output of the first that failed."""
+    """Results of `function(*args)` by rank. Raises RanksFailedError with the output of the first rank that failed."""
     outcomes = rank_outcomes(
         num_ranks, function, *args, timeout_seconds=timeout_seconds, stop_after_failure=True, **options
     )
@@ -71,10 +66,9 @@ def rank_outcomes(
     environment=None,
     absent=(),
 ):
-    """How each rank ended; no process is left behind.
-
-    `prefixes[rank]` goes before a rank's command (["ip", "netns", "exec", name]), `environment(rank)` over its
-    environment, in which None unsets a variable; ranks in `absent` are never started.
+    """Outcomes by rank; all processes have ended. `prefixes[rank]` precedes a rank's command (such as ["ip", "netns",
+    "exec", name]); `environment(rank)` overrides its environment, where None unsets a variable; ranks in `absent` never
+    start.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task").write_bytes(pickle.dumps((function, args, timeout_seconds)))
@@ -91,7 +85,6 @@ def rank_outcomes(
 
 
 def start_of(variables, prefixes):
-    """How a rank with these variables is started: as a fork where it sees no GPU."""
     return _start_fork if variables.get("CUDA_VISIBLE_DEVICES") == "" and not prefixes else _start_process
 
 
@@ -102,7 +95,7 @@ def _start_process(folder, rank, variables, prefix):
 
 
 class _Fork:
-    """A forked rank, with the methods of Popen that are used here."""
+    """A forked rank with the methods of Popen that this module uses."""
 
     def __init__(self, folder, rank, variables):
         context = multiprocessing.get_context("forkserver")
@@ -130,9 +123,7 @@ def _start_fork(folder, rank, variables, _prefix):
 
 @contextlib.contextmanager
 def server_environment():
-    """The server, started with the first rank, sees neither threads nor GPUs. Were one visible, what it imports might
-    begin to use CUDA (torchao does, which transformers imports where it is installed), and no fork can go on with that.
-    """
+    """The server sees no GPU: an import (torchao's, for example) might use CUDA, after which no fork can."""
     ours = {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -159,9 +150,7 @@ def _run_fork(folder, rank, variables):
 
 
 def free_port():
-    """A port of this machine that nobody listens on; below those that connections get, which could take it before a
-    rank listens.
-    """
+    """An unused port below the range of outgoing connections, which could take it before a rank listens."""
     while True:
         port = random.randrange(10000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):

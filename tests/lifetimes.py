@@ -1,6 +1,4 @@
-"""What a process holds, and engines that come and go in it."""
-
-from __future__ import annotations
+"""What a process holds while engines are opened and closed."""
 
 import gc
 import os
@@ -18,8 +16,6 @@ WIDTH = 64
 
 
 class Tower(nn.Module):
-    """Some layers, and a statistic that forward changes."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -43,7 +39,7 @@ def footprint():
 
 
 def settled_num_threads():
-    """A thread that has been joined is listed until the kernel has buried it: the least of some moments."""
+    """The least of several readings: Linux lists a joined thread for a while."""
     counts = []
     for _ in range(10):
         counts.append(len(list(Path("/proc/self/task").iterdir())))
@@ -52,9 +48,7 @@ def settled_num_threads():
 
 
 def settled_device_bytes():
-    """What is taken of the GPU. NCCL's buffers there are mapped by other ranks too, and go when the last of them has
-    closed: the least of some moments.
-    """
+    """The least of several readings: NCCL's buffers go when the last rank that maps them has closed."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     taken = []
@@ -70,7 +64,6 @@ def resident_bytes():
 
 
 def train_and_close(seed, collect=lambda: None, **config):
-    """One engine, two steps; its loss."""
     torch.manual_seed(seed)
     collect()
     options = make_config("bf16", default_chunk_size=8192, rank_timeout_seconds=60, **config)
@@ -88,10 +81,8 @@ def train_and_close(seed, collect=lambda: None, **config):
 
 
 def come_and_go(num_engines, config, collecting_rank=None):
-    """Engines one after the other, the garbage collector off; what is held after the second and after the last one,
-    and how much more memory is resident.
-
-    On `collecting_rank` it is run at random points instead.
+    """Footprints after the second and the last engine, and the growth of resident memory. The garbage collector is off,
+    but on `collecting_rank` it runs at random points.
     """
     rank = int(os.environ.get("RANK") or 0)
     choose = random.Random(7)

@@ -1,9 +1,6 @@
-"""The models that tests train: small, deterministic, one for every way of using parameters that broke some predecessor.
-
-``MODELS[name]()`` gives a :class:`Case`: a function that builds the model, and one that makes a batch.
+"""Small deterministic models, one for every kind of use of parameters. ``MODELS[name]`` is a :class:`Case`: a function
+that builds the model and one that makes a batch.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
@@ -37,23 +34,12 @@ def lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def gpt2(hidden=32, layers=2, dropout=0.0):
+def gpt2(hidden=32, layers=2, dropout=0.0, heads=4, length=LENGTH):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=LENGTH,
-            n_embd=hidden,
-            n_layer=layers,
-            n_head=4,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    sizes = {"vocab_size": VOCAB, "n_positions": length, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
 
 
 def bert():
@@ -91,22 +77,24 @@ def t5():
     )
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=None, vocab=VOCAB, length=LENGTH, **more):
+    from transformers import LlamaConfig
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=LENGTH,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    more = {"bos_token_id": 0, "eos_token_id": 0, "architectures": ["LlamaForCausalLM"], **more}
+    return LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate or 2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=length, **more,
+    )  # fmt: skip
+
+
+def llama(**sizes):
+    from transformers import LlamaForCausalLM
+
+    attention = sizes.pop("attention", None)
+    config = llama_config(**sizes)
+    if attention is not None:
+        config._attn_implementation = attention
+    return LlamaForCausalLM(config)
 
 
 def albert():
@@ -135,8 +123,6 @@ def lora():
 
 
 class Mlp(nn.Module):
-    """The plainest case."""
-
     def __init__(self, width=32, depth=3):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
@@ -195,7 +181,9 @@ class Output:
 
 
 class KeywordsOnly(nn.Module):
-    """Keyword-only tensors in nested containers, a dataclass that pytree does not know as output, of every module."""
+    """Every module takes keyword-only tensors in nested containers and returns a dataclass that pytree does not
+    know.
+    """
 
     class Inner(nn.Module):
         def __init__(self):
@@ -261,9 +249,7 @@ def image_batch(generator: torch.Generator) -> dict[str, Any]:
 
 
 class FunctionalTying(nn.Module):
-    """The output layer reads the embedding's weight outside of its owner's forward, once directly and once through a
-    view.
-    """
+    """The output layer reads the embedding's weight outside of its owner's forward, directly and through a view."""
 
     def __init__(self):
         super().__init__()
@@ -278,8 +264,6 @@ class FunctionalTying(nn.Module):
 
 
 class Positions(nn.Module):
-    """A module that returns a view of its parameter."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.randn(1, 2 * LENGTH, 32) * 0.1)
@@ -289,8 +273,8 @@ class Positions(nn.Module):
 
 
 class EscapingView(nn.Module):
-    """Views of parameters that outlive the forward of the module that made them, and are needed in backward; what a
-    linear layer gave, which is a view of a product, is changed in place.
+    """Views of parameters outlive their module's forward and are needed in backward. A linear layer's output, a view of
+    a product, is changed in place.
     """
 
     def __init__(self):
@@ -321,7 +305,7 @@ class Parametrized(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The path through the experts differs from step to step; the router's auxiliary loss leaves by a side door."""
+    """The path through the experts differs from step to step; the router's auxiliary loss is read from an attribute."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -364,7 +348,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class CustomFunction(nn.Module):
-    """An autograd.Function that saves a parameter, and one that saves a view of a parameter."""
+    """An autograd.Function saves a parameter and another saves a view of a parameter."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -403,7 +387,7 @@ class Attention(nn.Module):
 
 
 class Frozen(Mlp):
-    """Frozen parameters among trainable ones, the very first tensor too."""
+    """Frozen parameters among trainable ones; the first tensor is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -434,4 +418,4 @@ MODELS: dict[str, Case] = {
 }
 
 VARIED = ["gpt2", "t5", "lora", "unused", "shared", "parametrized", "mixture_of_experts", "frozen"]
-"""Of these, one for each way to use parameters: for tests of which another one goes through all models."""
+"""One model for each way to use parameters, for tests that need not run all models."""

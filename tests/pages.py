@@ -1,6 +1,4 @@
-"""Pages of the documentation as tests see them: their fenced blocks, their links, and their Python as one script."""
-
-from __future__ import annotations
+"""Pages of the documentation: fenced blocks, links, and Python blocks as one script."""
 
 import dataclasses
 import os
@@ -18,35 +16,28 @@ _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block."""
-
     language: str
-    """The first word behind the opening fence; empty where there is none."""
+    """The first word after the opening fence, or empty."""
     text: str
     line: int
-    """Of its first line in the page, from 1."""
+    """Line number of the first line, from 1."""
     not_run: str | None
-    """The reason in a comment ``<!-- not run: reason -->`` just before it; None: it is to be run."""
+    """The reason in a comment ``<!-- not run: reason -->`` just before it, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A Markdown file of the repository."""
-
     path: Path
 
     @property
     def name(self) -> str:
-        """Relative to the repository."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def text(self) -> str:
-        """All of it."""
         return self.path.read_text(encoding="utf-8")
 
     def blocks(self, *languages: str) -> list[Block]:
-        """The fenced blocks in these languages, in order; all for none. Also those within HTML comments."""
         text = self.text
         found = [
             Block(
@@ -60,7 +51,7 @@ class Page:
         return [block for block in found if not languages or block.language in languages]
 
     def script(self) -> str:
-        """Its Python blocks that are to be run, each on the lines that it has in the page."""
+        """The Python blocks that are to be run, each on its lines of the page."""
         lines: list[str] = []
         for block in self.blocks("python"):
             if block.not_run is None:
@@ -68,23 +59,20 @@ class Page:
         return "\n".join(lines) + "\n" if lines else ""
 
     def links(self) -> list[str]:
-        """Targets of its links and pictures, without those in blocks."""
         return re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", self.text))
 
     def anchors(self) -> set[str]:
-        """What a link may name behind #: its headings as GitHub spells them."""
+        """Headings as GitHub spells them."""
         headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", self.text), re.MULTILINE)
         plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading)).lower() for heading in headings]
         return {heading.strip().replace(" ", "-") for heading in plain}
 
 
 def all_pages() -> list[Page]:
-    """README.md, then those of docs, sorted."""
     return [Page(path) for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]]
 
 
 def run_page(page: Page, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the page's script in ``folder``, on the simulated device, with nothing to download from."""
     script = folder / page.name.replace("/", "-").replace(".md", ".py")
     script.write_text(page.script(), encoding="utf-8")
     environment = {
@@ -100,8 +88,8 @@ def run_page(page: Page, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def shows(output: str, excerpt: str) -> bool:
-    """Whether ``output`` has the lines of ``excerpt`` one after the other. ``…`` stands for anything within its line,
-    and alone on one for any lines.
+    """Whether ``output`` has the lines of ``excerpt`` in order. ``…`` stands for any text within a line, and alone for
+    any lines.
     """
     patterns = [re.escape(line).replace("…", ".*") + "\n" for line in excerpt.splitlines()]
     pattern = "".join("(?:.*\n)*?" if line == ".*\n" else line for line in patterns)

@@ -1,4 +1,4 @@
-"""What the server of ranks imports before it forks them (tests/distributed.py). Importing starts no thread."""
+"""Imports of the server that forks ranks (tests/distributed.py). Importing this starts no thread."""
 
 import torch
 import transformers.models.gpt2.modeling_gpt2

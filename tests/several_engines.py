@@ -1,6 +1,4 @@
-"""Recipes that train with several engines at once, beside the same with plain PyTorch."""
-
-from __future__ import annotations
+"""Recipes that train with several engines at once, and the same with plain PyTorch."""
 
 import contextlib
 import copy
@@ -20,8 +18,6 @@ from tests.training import ADAM, make_config
 
 @dataclasses.dataclass
 class Result:
-    """What a run gave: ``states`` by the model's name."""
-
     losses: list[float]
     states: dict[str, dict[str, torch.Tensor]]
     reports: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -29,7 +25,7 @@ class Result:
 
 @dataclasses.dataclass
 class Player:
-    """A model that a recipe uses, and how it is trained; plain PyTorch's and an engine's look alike."""
+    """A model of a recipe; plain PyTorch's and an engine's have one interface."""
 
     call: Callable[..., Any]
     backward: Callable[[torch.Tensor], None]
@@ -78,7 +74,7 @@ def distil(players, generator):
 
 
 def prefer(players, generator):
-    """DPO: a policy, and what it was at the beginning."""
+    """DPO: a policy and its initial values."""
     policy, reference = players["policy"], players["reference"]
     chosen, rejected = tokens_of(generator), tokens_of(generator)
 
@@ -98,7 +94,7 @@ def prefer(players, generator):
 
 
 def adversaries(players, generator):
-    """A generator that learns through its discriminator, whose gradients of that are dropped."""
+    """A generator learns through its discriminator, whose gradients are dropped."""
     maker, judge = players["maker"], players["judge"]
     real, noise = torch.randn(8, 16, generator=generator), torch.randn(8, 8, generator=generator)
     fake = maker.call(noise)
@@ -115,7 +111,7 @@ def adversaries(players, generator):
 
 
 def actor_and_critic(players, generator):
-    """Three: a policy, its critic, which one loss trains together, and a frozen reward that gradients pass through."""
+    """One loss trains a policy and its critic; gradients pass through a frozen reward model."""
     actor, critic, reward = players["actor"], players["critic"], players["reward"]
     state = torch.randn(8, 8, generator=generator)
     actor.zero_grad()
@@ -142,7 +138,7 @@ RECIPES = {
 
 
 def run(name: str, config: dict[str, Any], steps: int = 6, rank: int = 0) -> Result:
-    """With an engine for each model, all within the device budget of ``config``."""
+    """One engine for each model, all within the device budget of ``config``."""
     step, builders = RECIPES[name]
     with contextlib.ExitStack() as opened:
         players, engines = {}, {}
@@ -158,7 +154,6 @@ def run(name: str, config: dict[str, Any], steps: int = 6, rank: int = 0) -> Res
 
 
 def run_plain(name: str, steps: int = 6, rank: int = 0) -> Result:
-    """With plain PyTorch in float32; where torch.distributed is there, gradients are the ranks' mean."""
     step, builders = RECIPES[name]
     models, players = {}, {}
     for index, (role, build) in enumerate(builders.items()):

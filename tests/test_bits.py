@@ -1,7 +1,3 @@
-"""The helper that other tests trust: what it takes for a difference."""
-
-from __future__ import annotations
-
 import math
 
 import pytest

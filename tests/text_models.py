@@ -1,9 +1,6 @@
-"""All causal and masked language models of the installed transformers, small: their configurations with sizes replaced.
-
-build(name)()                  # GPT2LMHeadModel with two layers of width 32
+"""Small causal and masked language models of all classes in transformers: ``build(name)()`` is a model of width 32 and
+two layers.
 """
-
-from __future__ import annotations
 
 import inspect
 import re
@@ -16,10 +13,10 @@ from tests.models import VOCAB
 
 POSITIONS = 64
 FIRST_WORD = 10
-"""Tokens below are special."""
+"""Tokens below this number are special."""
 _SPECIAL = ("pad", "bos", "eos", "unk", "sep", "cls", "mask")
 _SIZES: list[tuple[str, Any]] = [
-    # The first pattern that the whole name of an attribute matches gives its value; None: it stays what it is.
+    # The first pattern that matches an attribute's whole name gives its value; None keeps the default.
     (r"chunk_size_feed_forward|type_vocab_size|num_labels|audio_.*", None),
     (r"vocab_size|.*_vocab_size|vocab_size_.*|n_vocab", VOCAB),
     (r".*codebook_size", 64),
@@ -69,7 +66,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "Zamba2Config": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
-"""Further values by class of configurations, which the smaller sizes ask for."""
+"""Further values by configuration class that the smaller sizes require."""
 _AS_MANY_KEY_HEADS = ("EsmcConfig",)
 NOT_BUILT = {
     "BltForCausalLM": "its parts do not go together when they are small",
@@ -78,13 +75,12 @@ NOT_BUILT = {
     "Gemma4UnifiedAssistantForCausalLM": "it reads the cache of another model",
     "ReformerModelWithLMHead": "it needs another configuration than the class that is tried",
 }
-"""Classes that are not tried, and why."""
+"""Classes that are not tried, with the reason."""
 NOT_TRAINED = ("GitForCausalLM", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "PerceiverForMaskedLM")
-"""Classes that do not compute a loss of tokens and labels alone."""
+"""Classes that cannot compute a loss from tokens and labels alone."""
 
 
 def text_models() -> list[str]:
-    """Names of classes."""
     from transformers.models.auto import modeling_auto as auto
 
     found = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
@@ -92,7 +88,6 @@ def text_models() -> list[str]:
 
 
 def tiny_config(kind: type) -> Any:
-    """The defaults of a class of configurations, with smaller sizes."""
     sizes = _sizes(kind())
     if "kv_lora_rank" in sizes or kind.__name__ in _AS_MANY_KEY_HEADS:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
@@ -119,7 +114,6 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def build(name: str) -> nn.Module:
-    """A small one of this class."""
     import transformers
 
     kind = getattr(transformers, name)

@@ -1,7 +1,5 @@
 """Training runs that tests compare: through the engine, and with plain PyTorch."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -37,7 +35,7 @@ def make_config(precision: str = "fp32", optimizer: str = "AdamW", **config: Any
 
 
 def make_host_config(precision: str, **config: Any) -> dict[str, Any]:
-    """The same with all optimizer states on the host, however little the activations of this machine's kernels take."""
+    """All optimizer states rest on the host."""
     result = make_config(precision, **config)
     result["optimizer"]["params"]["use_hybrid_adam"] = False
     return result
@@ -53,8 +51,8 @@ def train(
     before_step=None,
     model_parameters=None,
 ) -> Run:
-    """Trains through the engine. ``checkpointing``: use_reentrant of Hugging Face's gradient checkpointing, or None for
-    none. ``before_step(engine, step)`` may look or interfere.
+    """``checkpointing`` is use_reentrant of Hugging Face's gradient checkpointing, or None for none.
+    ``before_step(engine, step)`` is called before each step.
     """
     torch.manual_seed(seed)
     engine, optimizer = initialize_engine(case.build, 0, config, model_parameters=model_parameters)
@@ -80,9 +78,7 @@ def train(
 
 
 def go_on(case: Case, config: dict[str, Any], steps: int, folder: Any, *, load: bool, save: bool = False, look=None):
-    """So many steps from the checkpoint in ``folder`` on, which is written anew; gives model's and optimizer's state.
-    ``look(engine)`` sees the engine first.
-    """
+    """Trains from the checkpoint in ``folder``; states of model and optimizer. ``look(engine)`` is called first."""
     engine, optimizer = initialize_engine(case.build, 0, config)
     with engine:
         if look is not None:
@@ -108,7 +104,6 @@ def train_plain(
     clipping: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Run:
-    """The same with plain PyTorch."""
     torch.manual_seed(seed)
     module = case.build().to(dtype)
     module.train()
@@ -127,8 +122,8 @@ def train_plain(
 
 
 def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kwargs: Any) -> int:
-    """The least device budget that works for ``steps``, as the errors say it: of the first step, which measures it, and
-    of a later one that needs more than the first.
+    """The least device budget that works for ``steps``, by the bytes that errors name: those of the first step, and of
+    a later step that needs more.
     """
     budget = 1
     for _ in range(8):
@@ -143,7 +138,7 @@ def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kw
 
 
 def assert_same(one: Run, other: Run) -> None:
-    """Bitwise: every loss, every tensor."""
+    """Every loss and every tensor have the same bits."""
     assert [loss.hex() for loss in one.losses] == [loss.hex() for loss in other.losses]  # NaN equals NaN
     assert_same_bits(one.state, other.state)
 
@@ -157,13 +152,13 @@ def relative_error(run: Run, reference: Run) -> float:
 
 
 def promised(report: Mapping[str, Any]) -> int:
-    """Updates that were made in backward for good."""
+    """Updates that ran in backward for good."""
     ways = ("host_promised", "visit", "disk_promised", "device_promised")
     return sum(report[f"num_updates_{way}"] for way in ways)
 
 
 def taken_over(report: Mapping[str, Any]) -> int:
-    """Updates that began in backward and were what the step made of them."""
+    """Updates that began in backward and were the step's."""
     return report["num_updates_host_ahead"] + report["num_updates_host_two_passes_ahead"]
 
 
@@ -173,5 +168,5 @@ def two_passes(report: Mapping[str, Any]) -> int:
 
 
 def visits(report: Mapping[str, Any]) -> int:
-    """Updates that the device made for the host."""
+    """GPU round-trip updates."""
     return report["num_updates_visit"]

@@ -1,5 +1,3 @@
-"""``benchmark.compare`` end to end on a machine without a GPU, and how it ends what goes wrong."""
-
 import dataclasses
 import json
 
@@ -35,7 +33,6 @@ JOB = Job(
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    """OpenMP threads that spin on busy cores would take most of the time."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -86,7 +83,6 @@ def test_systems_train_the_same_thing(tmp_path, capsys, without_deepspeed):
 
 
 def expected_losses(num_ranks, batch, length):
-    """Losses of the first step, one per rank, in plain PyTorch on the initial values."""
     shape = dataclasses.replace(SHAPES["tiny"], length=length)
     model = build_meta_model(shape).to_empty(device="cpu")
     fill_parameters(model)

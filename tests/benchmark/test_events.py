@@ -1,5 +1,3 @@
-"""Memory that processes share counts once."""
-
 import mmap
 import os
 

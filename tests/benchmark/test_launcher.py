@@ -1,5 +1,3 @@
-"""How the launcher puts ranks together and ends them. The workers are small scripts that send what a test says."""
-
 import json
 import os
 import signal
@@ -42,7 +40,6 @@ def job(ranks, **values):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs `script`; afterwards none of its processes is alive."""
     started = []
     start = subprocess.Popen
 
@@ -166,7 +163,6 @@ def test_what_ranks_are_told(monkeypatch):
 
 
 def test_a_worker_ends_with_its_parent():
-    """Also when that is killed: they are in no session together."""
     values = json.dumps(vars(job(1, system="patrickstar", steps=100_000)))
     command = [sys.executable, "-m", "benchmark.systems.worker", values, "1"]  # events to the standard output
     script = (

@@ -1,5 +1,3 @@
-"""``benchmark.run longest`` on a machine without a GPU: its ladder, what it says of failed runs, and its systems."""
-
 import argparse
 import json
 

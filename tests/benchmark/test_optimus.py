@@ -1,5 +1,3 @@
-"""``benchmark.run optimus``, which simulates."""
-
 import json
 import sys
 

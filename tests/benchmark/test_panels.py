@@ -1,5 +1,3 @@
-"""``benchmark.run panels`` on a machine without a GPU: most of a model in chunks on the host changes no loss."""
-
 import json
 import sys
 

@@ -1,7 +1,3 @@
-"""The plot of a recorded comparison."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

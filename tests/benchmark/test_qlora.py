@@ -1,5 +1,3 @@
-"""``benchmark.run qlora`` on a machine without a GPU."""
-
 import argparse
 
 import pytest

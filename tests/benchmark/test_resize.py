@@ -1,5 +1,3 @@
-"""``benchmark.run resize`` on a machine without a GPU."""
-
 import argparse
 
 import pytest

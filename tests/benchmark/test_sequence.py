@@ -1,5 +1,3 @@
-"""``benchmark.run sequence`` on a machine without a GPU: its figures, and what fails there."""
-
 import argparse
 import json
 import re
@@ -46,7 +44,6 @@ def test_a_system_that_takes_too_long_is_ended():
 
 
 def test_a_length_that_fails_leaves_those_before_it():
-    """17 tokens are not two equal slices on each of two ranks."""
     result = sequence.run(options(f"{SMALL} --lengths 16 34 --systems zigzag"))
     assert [row["length"] for row in result["rows"]] == [16]
     assert "17 tokens, which are not two equal slices" in result["failures"][0]["reason"]

@@ -1,5 +1,3 @@
-"""``benchmark.run steps`` on a machine without a GPU."""
-
 import argparse
 import json
 

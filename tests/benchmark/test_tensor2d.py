@@ -1,5 +1,3 @@
-"""``benchmark.run tensor2d`` on a machine without a GPU: all systems compute the same."""
-
 import json
 import re
 import sys

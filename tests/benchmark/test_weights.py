@@ -1,5 +1,3 @@
-"""Initial values: equal for every way to shard a model and to give it memory."""
-
 import pytest
 import torch
 import torch.distributed as dist

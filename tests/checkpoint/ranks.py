@@ -1,6 +1,4 @@
-"""Ranks that are threads, and sources and sinks that hold any ranges of tensors."""
-
-from __future__ import annotations
+"""Ranks as threads; sources and sinks that hold arbitrary ranges of tensors."""
 
 import dataclasses
 import threading
@@ -17,8 +15,6 @@ TIMEOUT_SECONDS = 60
 
 
 class ThreadPeers:
-    """One of the ranks of a group of threads."""
-
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[bytes]):
         self.rank, self.size = rank, size
         self._barrier, self._board = barrier, board
@@ -32,7 +28,6 @@ class ThreadPeers:
 
 
 def on_ranks(size: int, work: Callable[[ThreadPeers], Any]) -> list[Any]:
-    """Runs ``work`` on every rank; its results, or the exceptions it raised, by rank."""
     barrier, board = threading.Barrier(size), [b""] * size
 
     def run(rank: int) -> Any:
@@ -47,7 +42,7 @@ def on_ranks(size: int, work: Callable[[ThreadPeers], Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A tensor and which rank holds which of its elements: rank ``i`` those of [edges[i], edges[i + 1])."""
+    """A tensor of which rank ``i`` holds the elements [edges[i], edges[i + 1])."""
 
     name: str
     kind: str
@@ -66,8 +61,6 @@ class Held:
 
 
 class HeldSource:
-    """What one rank holds of some tensors."""
-
     def __init__(self, tensors: Sequence[Held], rank: int):
         self._tensors, self._rank = tensors, rank
 
@@ -79,8 +72,6 @@ class HeldSource:
 
 
 class HeldSink:
-    """Collects what one rank wants of some tensors."""
-
     def __init__(self, tensors: Sequence[Held], rank: int):
         self._tensors, self._rank = tensors, rank
         self.got: dict[tuple[str, str], torch.Tensor] = {}
@@ -93,7 +84,6 @@ class HeldSink:
         self.got[(wanted.name, wanted.kind)] = values.clone()
 
     def check(self):
-        """That all of it came, bit for bit."""
         expected = {}
         for held in self._tensors:
             fields = held.range_of(self._rank)

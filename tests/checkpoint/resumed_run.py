@@ -1,11 +1,7 @@
-"""A training run that uses everything a checkpoint keeps, and digests of all its state.
+"""Trains with all state that a checkpoint keeps and prints digests of that state as JSON.
 
-    python -m tests.checkpoint.resumed_run '{"precision": "fp16", "load": "folder", "steps": 3}'
-
-prints the digests after the steps, as JSON.
+python -m tests.checkpoint.resumed_run '{"precision": "fp16", "load": "folder", "steps": 3}'
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -24,14 +20,12 @@ CLIENT_STATE = {"epoch": 3, "best": float("inf"), "shape": (2, 16), 7: [True, No
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """From all three global generators."""
     tokens = torch.randint(1, VOCAB, (2, LENGTH)) + int(np.random.randint(VOCAB)) + random.randrange(VOCAB)
     tokens = tokens % (VOCAB - 1) + 1
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def digest(values: Any) -> str:
-    """Of tensors' bytes and everything else's text, in order."""
     total = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -54,7 +48,6 @@ def digest(values: Any) -> str:
 def run(
     precision: str, steps: int, load: str | None = None, save_at: int = -1, save: str = "", **config: Any
 ) -> dict[str, Any]:
-    """Trains ``steps`` steps, from a checkpoint if there is one, and saves one after ``save_at`` of them."""
     seed = 0 if load is None else 99
     for seeded in (torch.manual_seed, np.random.seed, random.seed):
         seeded(seed)

@@ -1,5 +1,3 @@
-"""Blocks of divided parameters in a manifest: whole tensors of them, and descriptions that cannot be believed."""
-
 import copy
 import dataclasses
 import itertools

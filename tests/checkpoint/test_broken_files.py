@@ -1,7 +1,3 @@
-"""A broken file is found before anything is loaded; an engine that got half of a checkpoint trains no more."""
-
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -19,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.models import MODELS
 from tests.training import make_config
 
-CASE = MODELS["conv_net"]  # which has buffers
+CASE = MODELS["conv_net"]  # has buffers
 TAG = "t"
 
 
@@ -44,7 +40,6 @@ def save(engine, folder, max_file_bytes):
 
 
 def all_of(engine, optimizer):
-    """What an engine holds."""
     session = engine._session
     return {
         "values": engine.state_dict(),
@@ -63,8 +58,6 @@ def save_on_a_rank(folder):
 
 
 def damaged_copies(path, copies):
-    """Of a checkpoint's folder: each file missing, shorter, longer, and with a changed bit in its header."""
-
     def change(file, position):
         data = bytearray(file.read_bytes())
         data[position] ^= 1
@@ -89,7 +82,6 @@ def damaged_copies(path, copies):
 
 
 def load_each(folders):
-    """What loading each of them says, and what it changed."""
     engine, optimizer = trained_engine(1)
     results = []
     with engine:
@@ -156,7 +148,6 @@ def interrupt(monkeypatch):
 
 @pytest.mark.parametrize("how", ["damage", "interrupt"])
 def test_an_engine_that_got_half_of_a_checkpoint_trains_no_more(tmp_path, how, monkeypatch):
-    """Until one is loaded to its end."""
     expected_engine, expected_optimizer = trained_engine(0)
     with expected_engine:
         good = save(expected_engine, tmp_path / "good", 2**30)

@@ -1,5 +1,3 @@
-"""Users' state survives exactly, or is refused by name."""
-
 import collections
 import json
 import math
@@ -89,7 +87,6 @@ def test_what_was_never_encoded_is_refused(value):
 
 @pytest.mark.parametrize("name", ["MultiStepLR", "LambdaLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau"])
 def test_schedulers(name):
-    """The state of PyTorch's own schedulers, some of which keep counters, infinities and integer keys."""
     arguments = {
         "MultiStepLR": {"milestones": [2, 3]},
         "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},

@@ -1,9 +1,8 @@
-"""A save that ends anywhere, by a kill or by an error, leaves a loadable checkpoint: the old one or the new one."""
-
-from __future__ import annotations
-
+import copy
 import errno
 import os
+import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ KILLED, FINISHED = 77, 0
 
 
 class FaultyDisk(Disk):
-    """Does ``fault(what the call is about)`` instead of the n-th call, and of all after it where ``and_on``; a
-    descriptor is closed all the same, as the system does it.
+    """Calls ``fault(description)`` instead of the n-th call (and of all later ones with ``and_on``). Descriptors are
+    closed anyway, as the system does.
     """
 
     def __init__(self, at, fault, and_on=False):
@@ -35,7 +34,7 @@ class FaultyDisk(Disk):
 
 def _faulty(name):
     def call(self, *args):
-        if name == "close":  # where some file systems say that a write did not fit
+        if name == "close":  # some file systems report a full disk here
             Disk.close(self, *args)
             return self.before(name, args[0])
         self.before(name, args[0])
@@ -49,7 +48,6 @@ for _name in CALLS:
 
 
 def tensors(version, num_ranks):
-    """Two parameters; the bits of one version in one never go with those of another."""
     cuts = [round(12 * rank / num_ranks) for rank in range(num_ranks + 1)]
     return [Held(f"p{index}", "master", torch.arange(12.0) + 100 * version + 1000 * index, cuts) for index in range(2)]
 
@@ -65,7 +63,6 @@ def save_version(path, version, tag, num_ranks=1, disk=None):
 
 
 def loaded_version(path, tag=None):
-    """The version of a checkpoint, whose every bit is that version's."""
     with Checkpoint.find(path, tag) as checkpoint:
         checkpoint.verify()
         version = checkpoint.manifest.state["version"]
@@ -76,7 +73,6 @@ def loaded_version(path, tag=None):
 
 
 def in_a_child(work):
-    """Its exit status."""
     child = os.fork()
     if child == 0:
         try:
@@ -98,7 +94,6 @@ def in_a_child(work):
     ],
 )
 def test_killed_at_every_call(tmp_path, tag, others, num_ranks):
-    """A new tag, and the tag that is there already: that of the latest checkpoint, and that of one before."""
     statuses = []
     versions = set()
     at = 0
@@ -121,7 +116,7 @@ def test_killed_at_every_call(tmp_path, tag, others, num_ranks):
         if tag == "new":
             assert loaded_version(path, "old") == 1
         assert len([left for left in path.iterdir() if left.name.startswith(".")]) <= 2
-        # The next save goes through, and clears what is left.
+        # The next save succeeds and removes the rest.
         assert save_version(path, 3, "next") == [path / "next"]
         assert loaded_version(path) == 3
         assert not [left for left in path.iterdir() if left.name.startswith(".")]
@@ -144,9 +139,6 @@ def raising(code):
 )
 @pytest.mark.parametrize("tag", ["new", "old"])
 def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
-    """One clear error, the old checkpoint or the complete new one, no descriptor left open; and no second copy, but
-    where nothing can be removed any more, or where the disk may not know yet which is which.
-    """
     at, outcomes, open_before = 0, [], len(list(Path("/proc/self/fd").iterdir()))
     names = {"latest", "old", tag}
     while outcomes[-1:] != ["saved"]:
@@ -161,7 +153,7 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
         if isinstance(result, Exception):
             assert isinstance(result, CheckpointError), disk.names
             assert os.strerror(code) in str(result)
-            assert str(tmp_path) in str(result).partition(os.strerror(code))[2]  # which file it was
+            assert str(tmp_path) in str(result).partition(os.strerror(code))[2]  # names the file
             outcomes.append("complete" if "is complete" in str(result) else "refused")
             if outcomes[-1] == "refused":
                 assert loaded_version(path) == loaded_version(path, "old") == 1
@@ -173,7 +165,7 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
                 unknown = tag == "old" and disk.names[at - 1 :][0] == "sync_folder"
                 assert and_on or bool(left) == unknown
                 assert left == set(told)
-        elif at <= disk.count:  # a fault of something that is not needed
+        elif at <= disk.count:  # the faulty call was optional
             outcomes.append("saved all the same")
             assert loaded_version(path) == 2
             assert disk.names[at - 1] in ("remove_file", "remove_folder", "close")
@@ -189,7 +181,7 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
 
 
 class SmallDisk(Disk):
-    """So many bytes fit into a folder; a file that is removed makes room."""
+    """Limits the bytes in a folder; removing a file frees its bytes."""
 
     def __init__(self, folder, capacity):
         self._folder, self._capacity = folder, capacity
@@ -205,9 +197,6 @@ def size_of(folder):
 
 
 def test_a_disk_that_fills_while_a_tag_is_replaced(tmp_path):
-    """It takes the new checkpoint beside the old one and not a byte more: the file `latest`, which led to another one,
-    is written when the old one is gone. On a smaller disk nothing changes and nothing is left.
-    """
     save_version(tmp_path, 1, "old")
     save_version(tmp_path, 1, "other")
     present = size_of(tmp_path)
@@ -234,8 +223,6 @@ def test_a_replaced_latest_is_not_written_again(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_lock_that_cannot_be_closed_is_told_in_the_log(tmp_path, fails, caplog):
-    """A save that is complete is so; one that failed says why it did."""
-
     class Sticky(Disk):
         def create(self, path):
             if fails:
@@ -349,7 +336,6 @@ def test_what_latest_says(tmp_path):
 
 
 def test_every_flipped_bit_of_latest_is_refused(tmp_path):
-    """No checkpoint is loaded in place of the one that it names, though each neighbour of its tag is there."""
     neighbours = ["step0", "step2", "step3", "step5", "step9", "stdp1", "sTep1"]
     for tag in [*neighbours, "step1"]:
         save_version(tmp_path, 1, tag)
@@ -371,7 +357,6 @@ def test_every_flipped_bit_of_latest_is_refused(tmp_path):
 
 
 def test_a_latest_without_checksum_is_read_where_no_bit_can_be_wrong(tmp_path):
-    """As older versions wrote it, or a user does."""
     for tag in ("step1", "step10", "step2", "step4"):
         save_version(tmp_path, 1, tag)
     for text in ("step1", "step1\n", "step10\n", "step2\n", "step4\n"):
@@ -392,3 +377,154 @@ def test_tags_are_names_of_folders(tmp_path, tag):
     assert isinstance(error, CheckpointError)
     assert "the tag is" in str(error)
     assert list(tmp_path.iterdir()) == []
+
+
+STATES_PER_PREFIX = 25
+BLOCK = 64  # bytes that are written or not, in place of a disk's 4096
+
+
+class File:
+    def __init__(self, data=b"", synced=b""):
+        self.data, self.synced = data, synced
+
+    def after_a_cut(self, generator):
+        if self.data == self.synced:
+            return self.synced
+        torn = generator.randrange(len(self.data) + 1) // BLOCK * BLOCK
+        zeros = bytes(len(self.data))
+        return generator.choice([self.synced, self.data, zeros, self.data[:torn], self.data[:torn] + zeros[torn:]])
+
+
+class Folder:
+    def __init__(self):
+        self.history = [{}]
+        """The folder's entries since the last sync, then after each change."""
+
+    @property
+    def entries(self):
+        return self.history[-1]
+
+    def put(self, changes):
+        self.history.append({name: node for name, node in {**self.entries, **changes}.items() if node is not None})
+
+
+class ModelledDisk(Disk):
+    def __init__(self, root):
+        self.root, self.tree = root, Folder()
+        self._open = {}
+        self._load(root, self.tree)
+        self.states = [copy.deepcopy(self.tree)]
+
+    def _load(self, path, folder):
+        for child in path.iterdir():
+            node = Folder() if child.is_dir() else File(child.read_bytes(), child.read_bytes())
+            if child.is_dir():
+                self._load(child, node)
+            folder.put({child.name: node})
+        folder.history = folder.history[-1:]
+
+    def _find(self, path):
+        node = self.tree
+        for name in path.relative_to(self.root).parts:
+            node = node.entries[name]
+        return node
+
+    def _put(self, path, node):
+        self._find(path.parent).put({path.name: node})
+
+    def _note(self):
+        self.states.append(copy.deepcopy(self.tree))
+
+    def make_folder(self, path):
+        super().make_folder(path)
+        self._put(path, Folder())
+        self._note()
+
+    def create(self, path):
+        fd = super().create(path)
+        self._open[fd] = File()
+        self._put(path, self._open[fd])
+        self._note()
+        return fd
+
+    def write(self, fd, data):
+        count = super().write(fd, data[:100])
+        self._open[fd].data += bytes(data[:count])
+        self._note()
+        return count
+
+    def sync(self, fd):
+        super().sync(fd)
+        self._open[fd].synced = self._open[fd].data
+        self._note()
+
+    def sync_folder(self, path):
+        super().sync_folder(path)
+        folder = self._find(path)
+        folder.history = folder.history[-1:]
+        self._note()
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        assert source.parent == target.parent
+        self._find(source.parent).put({target.name: self._find(source), source.name: None})
+        self._note()
+
+    def exchange(self, one, other):
+        super().exchange(one, other)
+        self._find(one.parent).put({one.name: self._find(other), other.name: self._find(one)})
+        self._note()
+
+    def remove_file(self, path):
+        super().remove_file(path)
+        self._put(path, None)
+        self._note()
+
+    def remove_folder(self, path):
+        super().remove_folder(path)
+        self._put(path, None)
+        self._note()
+
+
+def write_after_a_cut(node, path, generator):
+    if isinstance(node, Folder):
+        path.mkdir()
+        for name, child in generator.choice(node.history).items():
+            write_after_a_cut(child, path / name, generator)
+    else:
+        path.write_bytes(node.after_a_cut(generator))
+
+
+def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk, others=()):
+    path = tmp_path / "saved"
+    for present in ("old", *others):
+        save_version(path, 1, present)
+    disk = make_disk(path)
+    save(path, tag, HeldSource(tensors(2, 1), 0), {"version": 2}, SaveOptions(disk=disk))
+    generator = random.Random(0)
+    expected = {"old": {1} if tag == "new" else {1, 2}, "new": {2}, "other": {1}}
+    versions = []
+    for tree in disk.states:
+        for _ in range(STATES_PER_PREFIX):
+            left = tmp_path / "left"
+            write_after_a_cut(tree, left, generator)
+            versions.append(loaded_version(left))
+            for found in tags(left):
+                assert loaded_version(left, found) in expected[found]
+            shutil.rmtree(left)
+    return versions
+
+
+@pytest.mark.parametrize(("tag", "others"), [("new", []), ("old", []), ("old", ["other"])])
+def test_after_a_power_cut(tmp_path, tag, others):
+    versions = cut_at_every_call(tmp_path, tag, others=others)
+    print(f"{tag}: {len(versions)} states of the disk, the old checkpoint in {versions.count(1)}")
+    assert set(versions) == {1, 2}
+    assert set(versions[-STATES_PER_PREFIX:]) == {2}
+
+
+@pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
+def test_the_model_finds_a_forgotten_sync(tmp_path, forgotten):
+    disk = type("Forgetful", (ModelledDisk,), {forgotten: lambda self, where: None})
+    with pytest.raises(CheckpointError):
+        cut_at_every_call(tmp_path, "new", disk)

@@ -1,7 +1,3 @@
-"""What is not as it was saved is refused, and named; so is what never was a checkpoint."""
-
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -47,7 +43,6 @@ def flip(path, offset, bit):
 
 @pytest.mark.parametrize("file", ["manifest.json", FILE])
 def test_every_flipped_byte_is_refused(tmp_path, file):
-    """Each byte of the manifest, the header and the payload: by loading, and by verifying."""
     path = saved(tmp_path)
     size = (path / file).stat().st_size
     generator = random.Random(0)
@@ -125,7 +120,6 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path, tensors, 
 
 
 def test_another_kind_or_precision_of_the_same_parameter_is_taken(tmp_path):
-    """Saved trainable, wanted frozen; the states are left out."""
     path = saved(tmp_path)
     frozen = Held("embed.weight", "frozen", TENSORS[0].values.to(torch.bfloat16), (0, 160))
     sink = load(path, [frozen, TENSORS[2]])
@@ -133,7 +127,6 @@ def test_another_kind_or_precision_of_the_same_parameter_is_taken(tmp_path):
 
 
 def described(path):
-    """The manifest's content."""
     return json.loads((path / "manifest.json").read_bytes())["manifest"]
 
 
@@ -220,7 +213,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_manifests(tmp_path, name):
-    """With the right checksum, so that it is the content that is judged."""
     path = saved(tmp_path)
     manifest = described(path)
     (path / "manifest.json").write_bytes(as_file(manifest))
@@ -260,7 +252,6 @@ def test_a_manifest_survives_itself(tmp_path):
 
 
 def test_nothing_but_tensors_and_json_is_read():
-    """No pickle, torch.load, eval or import of a name that a file gives, anywhere in what reads one."""
     from pathlib import Path
 
     import patrickstar

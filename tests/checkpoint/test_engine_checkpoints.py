@@ -1,7 +1,3 @@
-"""Checkpoints of engines: bit-equal to what the state dicts say, for every model; and what is refused."""
-
-from __future__ import annotations
-
 import copy
 import json
 
@@ -19,7 +15,7 @@ from tests.training import make_config
 
 
 class Rest(Mlp):
-    """What is beside chunks: a layer with PyTorch, buffers, extra state, a parameter without elements."""
+    """Has everything beside chunks: a layer with PyTorch, buffers, extra state, a parameter without elements."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +103,6 @@ def test_files_hold_what_the_state_dicts_say(tmp_path):
 
 
 def test_other_budgets_and_precisions_load(tmp_path):
-    """A float32 run goes on in bfloat16: the masters are those that were saved."""
     case = MODELS["gpt2"]
     engine, optimizer = start(case, "fp32")
     with engine:
@@ -122,8 +117,6 @@ def test_other_budgets_and_precisions_load(tmp_path):
 
 
 def test_a_layer_frozen_later(tmp_path):
-    """Saved trainable, loaded frozen: values come, states stay behind; and the other way round."""
-
     def frozen_embedding():
         model = Mlp()
         model.embed.weight.requires_grad_(False)
@@ -230,8 +223,6 @@ def test_export_for_hugging_face(tmp_path, dtype):
 
 
 def test_export_keeps_the_name_that_hugging_face_keeps(tmp_path):
-    """Also where the tied weight was registered under the other name first."""
-
     class OutputFirst(nn.Module):
         _tied_weights_keys = ["head.weight"]
 

@@ -1,7 +1,3 @@
-"""N + M steps = N steps, save, a new process, M steps: bit for bit, onto any budget."""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,9 +16,6 @@ UNLIKE = ("losses", "evictions", "skipped_before_saving")
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_new_process_goes_on_bit_for_bit(tmp_path, precision):
-    """Dropout, clipping, groups, a scheduler, three random number generators; with fp16 the last step before saving
-    overflowed.
-    """
     folder = str(tmp_path)
     whole = run(precision, N + M)
     saving = run(precision, N + M, save_at=N, save=folder)

@@ -1,10 +1,8 @@
-"""Any ranks that hold any ranges save; any others load; every bit is the same."""
-
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -13,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from patrickstar.checkpoint import Checkpoint, CheckpointError, SaveOptions, save
+from patrickstar.checkpoint import Checkpoint, CheckpointError, OneRank, SaveOptions, save
 from patrickstar.checkpoint.export import INDEX_NAME, ExportOptions, export
+from patrickstar.checkpoint.peers import phase
 from tests.bits import assert_same_bits
 from tests.checkpoint.ranks import Held, HeldSink, HeldSource, on_ranks
 
@@ -24,7 +23,6 @@ SHAPES = [(), (1,), (7,), (0, 3), (5, 6), (3, 1, 4), (2, 3, 2, 2)]
 
 @st.composite
 def held_tensors(draw, num_ranks):
-    """Some tensors, each split over the ranks at any places; also the same tensors split over others."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6, unique=True))
     here, there = [], []
@@ -74,7 +72,6 @@ def test_any_ranks_load_what_any_ranks_saved(tmp_path_factory, data, sizes, max_
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), size=st.integers(1, 4), max_bytes=st.sampled_from([1, 100, 2**30]))
 def test_export_needs_no_gathering(tmp_path_factory, data, size, max_bytes):
-    """Whole row-major tensors, as the library reads them, whoever held which ranges in whatever order."""
     tensors, _ = data.draw(held_tensors((size, 1)))
     path = tmp_path_factory.mktemp("exported") / "model"
 
@@ -144,7 +141,6 @@ def burning():
 
 
 def test_memory_is_one_shard(tmp_path):
-    """While a checkpoint is written and read there is one shard beside the tensors, or one stored and one wanted."""
     alive, most = set(), 0
     shape, count = (1000,), 20
 
@@ -168,7 +164,6 @@ def test_memory_is_one_shard(tmp_path):
 
 
 def test_order_of_files_and_ranks_does_not_matter(tmp_path):
-    """1 -> 3 -> 2 -> 4 -> 1 ranks: the stored bits are those of the begin."""
     shuffled = random.Random(0)
     values = [torch.randn(n, 7, generator=torch.Generator().manual_seed(n)) for n in (1, 4, 50)]
     previous = None
@@ -184,3 +179,106 @@ def test_order_of_files_and_ranks_does_not_matter(tmp_path):
             checkpoint.load(sink)
         sink.check()
         previous = [sink.got[(f"p{i}", "master")].view(value.shape) for i, value in enumerate(values)]
+
+
+EDGES = {1: (0, 100), 2: (0, 33, 100)}
+
+
+def tensors(size):
+    return [Held(name, "master", torch.arange(100.0) * (1 + index), EDGES[size]) for index, name in enumerate("ab")]
+
+
+_SCRIPT = """
+import datetime, json, sys
+import torch.distributed as dist
+from patrickstar.checkpoint import CheckpointError, GroupPeers, SaveOptions, save
+from tests.checkpoint.ranks import HeldSource
+from tests.checkpoint.test_shards import tensors
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+)
+peers = GroupPeers()
+sizes = [len(message) for message in peers.exchange(b"x" * (rank * 1000))]
+save(f"{folder}/saved", "t", HeldSource(tensors(2), rank), {}, SaveOptions(peers=peers))
+source = HeldSource(tensors(2) if rank == 0 else [], rank)  # rank 1 lost its part
+try:
+    save(f"{folder}/saved", "u", source, {}, SaveOptions(peers=peers))
+    error = None
+except CheckpointError as refused:
+    error = str(refused)
+print(json.dumps([sizes, error]))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes(tmp_path):
+    children = [
+        subprocess.Popen([sys.executable, "-c", _SCRIPT, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    results = [child.communicate(timeout=300)[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    for result in results:
+        sizes, error = json.loads(result.splitlines()[-1])
+        assert sizes == [0, 1000]
+        assert "master of a: 33 of its 100 elements" in error
+    check_load_on(1, tmp_path / "saved", tensors(1))
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", "t"]
+
+
+def test_a_phase_hears_all_ranks_or_fails_on_all():
+    def speak(peers):
+        with phase(peers, "it failed") as turn:
+            turn.say = {"rank": peers.rank}
+        return turn.heard
+
+    assert on_ranks(3, speak) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+
+    def stumble(peers):
+        with phase(peers, "it failed"):
+            if peers.rank > 0:
+                raise OSError(28, "No space left on device", f"file{peers.rank}")
+
+    for error in on_ranks(3, stumble):
+        assert isinstance(error, CheckpointError)
+        assert str(error) == (
+            "it failed: rank 1: No space left on device (file1); rank 2: No space left on device (file2)"
+        )
+    with pytest.raises(CheckpointError, match="^it failed: ValueError: no$"), phase(OneRank(), "it failed"):
+        raise ValueError("no")
+
+
+class Preempted(Exception):  # noqa: N818 (it is no error)
+    pass
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Preempted])
+def test_an_interrupt_comes_out_as_it_is_and_the_others_are_told(interrupt):
+    def work(peers):
+        try:
+            with phase(peers, "it failed"):
+                if peers.rank == 1:
+                    error = interrupt()
+                    error.raised_by_signal = True  # as engine/interrupts.py delivers it
+                    raise error
+        except BaseException as raised:
+            return raised
+
+    first, second = on_ranks(2, work)
+    assert isinstance(first, CheckpointError) and f"rank 1: {interrupt.__name__}" in str(first)
+    assert type(second) is interrupt
+    assert first.on_all_ranks and second.on_all_ranks
+
+
+class Gone(OneRank):
+    def exchange(self, message):
+        raise RuntimeError("the others are gone")
+
+
+def test_an_interrupt_comes_out_as_it_is_where_nobody_can_be_told():
+    with pytest.raises(KeyboardInterrupt), phase(Gone(), "it failed"):
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="the others are gone"), phase(Gone(), "it failed"):
+        raise ValueError("no")

@@ -1,12 +1,12 @@
-"""The layout: aligned, disjoint, homogeneous, in order."""
-
-from __future__ import annotations
-
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar import _C
+from patrickstar import _C, StateError
+from patrickstar.runtime import initialize_engine
+from tests.models import Mlp, token_batch
+from tests.training import make_config
 
 DTYPES = [_C.DType.FLOAT32, _C.DType.BFLOAT16, _C.DType.FLOAT16]
 ALIGNMENT = 128
@@ -44,7 +44,6 @@ def test_errors():
 
 
 def test_working_set():
-    """Both chunks of a module that straddles them, and the larger one's gradient."""
     layout = _C.Layout.pack([128, 128, 128], [DTYPES[1]] * 3, [True] * 3, 256)
     assert layout.num_chunks == 2
     assert _C.working_set_bytes(layout, [[0]]) == 2 * 256 * 2
@@ -57,7 +56,6 @@ def test_working_set():
     st.lists(st.integers(1, 30_000), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([4096, 16384, 65536])
 )
 def test_shards(numels, num_ranks, chunk_numel):
-    """The ranks' shards are of one size, hold every element once, and cut no block of 4096 elements of a parameter."""
     args = (numels, [DTYPES[0]] * len(numels), [True] * len(numels), chunk_numel)
     layouts = [_C.Layout.pack(*args, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)]
     for param, numel in enumerate(numels):
@@ -86,7 +84,6 @@ def test_a_rank_that_is_not_there():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30_000), st.booleans()), min_size=1, max_size=12), st.integers(1, 3))
 def test_parameters_that_other_ranks_share_lie_in_other_chunks(params, num_ranks):
-    """Own ones as with one rank, whole on each; all ranks have the same chunks."""
     numels, own = zip(*params, strict=True)
     given = [_C.ChunkRanks.own() if is_own else _C.ChunkRanks.groups_of(num_ranks) for is_own in own]
     layouts = [
@@ -121,7 +118,6 @@ def test_groups_between_one_rank_and_all_are_refused():
     st.sampled_from([1, 2, 3]),
 )
 def test_quantised_parameters_lie_in_chunks_of_their_own(params, kind, num_ranks):
-    """Whatever states the others have; chunks are as large as their codes and scales, at the bounds of blocks."""
     numels, quantised = zip(*params, strict=True)
     types = _C.StateType
     states = [_C.StateFormat(types.FLOAT32, types.SIGNED8 if i % 2 else types.FLOAT32) for i in range(len(params))]
@@ -152,3 +148,51 @@ def test_states_do_not_divide_what_is_quantised():
 def test_what_is_trained_is_not_quantised():
     with pytest.raises(ValueError, match="parameter 0 is trained and was to be quantised"):
         _C.Layout.pack([300], [DTYPES[1]], [True], 1024, quantization=[_C.QuantType.NF4])
+
+
+def test_states_over_a_step():
+    engine, optimizer = initialize_engine(Mlp, 0, make_config("bf16", default_chunk_size=1024))
+    with engine:
+        runtime = engine._session.runtime
+        ids = {name: param._patrickstar.id for name, param in engine.named_parameters()}
+
+        def states():
+            return {runtime.param_state(i) for i in ids.values()}
+
+        assert states() == {"FREE"}
+        seen = []
+        engine.module.layers[1][0].register_forward_hook(lambda *_: None)
+        engine.module.layers[1][0].register_forward_pre_hook(
+            lambda *_: seen.append(runtime.param_state(ids["layers.1.0.weight"]))
+        )
+        loss = engine(**token_batch(torch.Generator().manual_seed(0)))["loss"]
+        assert seen == ["COMPUTE"]
+        assert states() == {"HOLD_AFTER_FWD"}
+        engine.backward(loss)
+        assert states() == {"HOLD_AFTER_BWD"}
+        optimizer.step()
+        assert states() == {"HOLD"}
+        assert {runtime.chunk_state(chunk) for chunk in range(engine.report()["num_chunks"])} == {"HOLD"}
+        with torch.no_grad():
+            engine(**token_batch(torch.Generator().manual_seed(0)))
+        assert states() == {"HOLD"}
+
+
+@pytest.mark.parametrize(
+    ("path", "legal"),
+    [
+        (["HOLD", "COMPUTE", "HOLD_AFTER_FWD", "COMPUTE", "HOLD_AFTER_BWD", "HOLD"], True),
+        (["HOLD_AFTER_BWD", "FREE"], None),
+        (["COMPUTE", "FREE"], False),
+        (["HOLD", "HOLD_AFTER_FWD"], False),
+        (["HOLD_AFTER_FWD", "RELEASED"], False),
+    ],
+)
+def test_transitions(path, legal):
+    if legal is False:
+        with pytest.raises(StateError, match="cannot go from"):
+            for before, after in zip(path, path[1:], strict=False):
+                _C.check_transition(before, after)
+    else:
+        for before, after in zip(path, path[1:], strict=False):
+            _C.check_transition(before, after)

@@ -1,7 +1,3 @@
-"""Messages from rank to rank: any of them at once, in any directions; a rank that dies in them, raises or stays away;
-an abort. The same through the queue on which tensors travel while a rank computes.
-"""
-
 import os
 import random
 import signal
@@ -23,9 +19,6 @@ SIZES = (0, 1, 7, 4096, 100_003)
 
 
 def random_messages(size, seed):
-    """(from, to, what it holds) of one round, the same on all ranks: a permutation, or any messages of any sizes, also
-    none; several between the same two ranks.
-    """
     choose = random.Random(seed)
     pairs = []
     if seed % 2:
@@ -45,7 +38,6 @@ def addresses(messages):
 
 
 def exchange_at_random():
-    """How many messages of random rounds this rank got."""
     with open_ranks(timeout_seconds=60) as ranks:
         group = ranks.open_communicator("a test")
         count = 0
@@ -73,7 +65,6 @@ def test_any_messages(num_ranks):
 
 
 def exchange_much():
-    """More than sockets buffer, both ways and from all to all, so that who sends before it receives would never end."""
     with open_ranks(timeout_seconds=60) as ranks:
         group = ranks.gather
         others = [rank for rank in range(group.size) if rank != group.rank]
@@ -113,7 +104,7 @@ def test_one_rank_alone_has_nobody_to_talk_to():
 
 
 def exchange_forever(at_round_ten):
-    """Round a ring of three, on a queue of its own; rank 2 does `at_round_ten()` in the tenth round."""
+    """Runs in a ring of three, on its own queue; rank 2 calls `at_round_ten()` in the tenth round."""
     with open_ranks(timeout_seconds=TIMEOUT_SECONDS) as ranks:
         exchanges = open_exchanges(ranks, "a ring")
         mine, theirs = torch.zeros(2, 1000)
@@ -145,7 +136,6 @@ def test_a_rank_that_raises():
 
 
 def stay_away():
-    """Rank 1 never takes part, and lives on: the wait ends with the timeout."""
     with open_ranks(timeout_seconds=2) as ranks:
         exchanges = open_exchanges(ranks, "a pair")
         if ranks.context.rank == 1:
@@ -178,9 +168,6 @@ def test_abort_ends_an_exchange_of_another_thread():
 
 
 def begin_and_compute():
-    """What comes is there after the wait alone, in the order in which exchanges were begun, also where nobody keeps
-    what is sent; what fails is raised by the wait.
-    """
     with open_ranks(timeout_seconds=60) as ranks:
         exchanges = open_exchanges(ranks, "a pair")
         other = 1 - exchanges.rank
@@ -203,7 +190,6 @@ def test_exchanges_wait_for_each_other_and_not_for_their_rank():
 
 
 def open_some(members_of):
-    """What each rank says of the communicator that it opens with `members_of[rank]`; messages within them."""
     with open_ranks(timeout_seconds=60) as ranks:
         group = ranks.open_communicator("a test", members_of[ranks.context.rank])
         others = [rank for rank in range(group.size) if rank != group.rank]
@@ -245,7 +231,6 @@ def test_members_that_do_not_go_together_are_refused_on_all_ranks():
 
 
 def lose_one_of_a_pair():
-    """Pairs of ranks that exchange; the last rank dies in its pair, the others are told by number and by watch."""
     with open_ranks(timeout_seconds=TIMEOUT_SECONDS) as ranks:
         rank = ranks.context.rank
         group = ranks.open_communicator("a pair", (rank // 2 * 2, rank // 2 * 2 + 1))

@@ -1,5 +1,3 @@
-"""A rank that dies, raises, hangs, disagrees or never comes: the others end within the timeout, and say who it was."""
-
 import os
 import signal
 import threading
@@ -15,12 +13,11 @@ from patrickstar.ranks.wording import describe_disagreement, format_ranks
 from tests.distributed import rank_outcomes, run_ranks
 
 TIMEOUT_SECONDS = 6
-# For the imports and the goodbyes of processes that share two cores with other tests; a hang takes longer.
+# Enough for imports and exits of processes on two busy cores; a hang takes longer.
 PATIENCE_SECONDS = 90
 
 
 def gather_forever(at_round_ten):
-    """All-gathers; rank 2 does `at_round_ten()` in the tenth."""
     with open_ranks(timeout_seconds=TIMEOUT_SECONDS) as ranks:
         whole = torch.zeros(ranks.gather.size * 1000)
         for index in range(1000):
@@ -68,7 +65,7 @@ def test_a_rank_that_raises():
 
 @pytest.mark.slow
 def test_a_rank_that_hangs():
-    # It is killed by the launcher here, as torchrun does.
+    # The launcher kills it, as torchrun does.
     outcomes = rank_outcomes(3, gather_forever, sleep_long, timeout_seconds=PATIENCE_SECONDS, stop_after_failure=True)
     assert outcomes[2].returncode is None
     for outcome in survivors(outcomes, 2):
@@ -79,7 +76,6 @@ def test_a_rank_that_hangs():
 
 
 def raise_and_stay():
-    """Rank 1 raises under guard, is caught by a user's script, and its process and connections live on."""
     with open_ranks(timeout_seconds=1000) as ranks:
         try:
             with ranks.guard("step 3"):
@@ -100,7 +96,6 @@ def test_a_rank_that_raises_and_stays_does_not_keep_the_others_until_the_timeout
 
 
 def stop_heartbeat():
-    """Rank 1 stops as a whole: no connection breaks, and nobody waits for it in a collective."""
     with open_ranks(timeout_seconds=TIMEOUT_SECONDS) as ranks:
         if ranks.context.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -192,7 +187,6 @@ def test_words():
 
 
 def test_all_parts_are_aborted_at_once():
-    """On a GPU the end of one may wait for the end of another (`abort_all`)."""
     at_once = threading.Barrier(3)
     met = []
 

@@ -1,9 +1,3 @@
-"""Messages between ranks that are damaged, cut, or of another kind: whoever reads one says so by its own error, and
-takes no more memory than the message has.
-"""
-
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools
@@ -28,12 +22,12 @@ from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.context import DistributedContext
 from patrickstar.ranks.distributed import RankGroups
 
-FLIPS = 400  # of one message: all of a shorter one
+FLIPS = 400  # per message, at most
 SLACK_BYTES = 16 * 2**20
 
 
 def damaged(message, others=()):
-    """(what was done to it, the message) again and again; ``others`` are of other kinds."""
+    """Yields (damage, message) forever; ``others`` are messages of other kinds."""
     choose = random.Random(len(message))
     cuts = range(len(message)) if len(message) <= FLIPS else sorted(choose.sample(range(len(message)), FLIPS))
     for length in cuts:
@@ -75,7 +69,7 @@ def test_messages_of_a_step(num_chunks):
             for what, bad in damaged(message, [other for name, other in messages.items() if name != kind]):
                 try:
                     _C.read_message(kind, bad, num_chunks)
-                    assert what.startswith("bit"), (kind, what)  # of a value, which may be another one
+                    assert what.startswith("bit"), (kind, what)  # a value may differ
                 except _C.StateError as error:
                     assert "another rank's message of" in str(error)
                     refused[kind] += 1
@@ -86,11 +80,11 @@ def test_messages_of_a_step(num_chunks):
 
 
 class SilentError(Exception):
-    """The other rank has nothing more to say: something else was understood than it said."""
+    pass
 
 
 class Replies:
-    """A control group of two; what comes from the other rank, 0, is written by hand."""
+    """A control group of two whose messages from rank 0 are written by hand."""
 
     rank, size, call = 1, 2, ""
 
@@ -155,14 +149,12 @@ def read_phase(ranks):
 
 
 def read_changes(ranks):
-    item = _Gathered.__new__(_Gathered)  # of no engine
+    item = _Gathered.__new__(_Gathered)  # without an engine
     item._values, item._handle = torch.zeros(3), SimpleNamespace(name="weight")
     _of_rank(SimpleNamespace(ranks=ranks, guard=lambda _: contextlib.nullcontext()), [item], [None], 0)
 
 
 class FewParams:
-    """Two parameters of six elements in one chunk, of which rank 1 keeps the second."""
-
     specs = [  # noqa: RUF012
         SimpleNamespace(name=name, param=torch.arange(6.0), quantization=_C.QuantType.NONE, is_own=False)
         for name in "ab"
@@ -205,15 +197,12 @@ REPLIES = {
     read_changes: [changes()],
     read_values: [NEXT, b"[]", bytes(24), b"[]"],
 }
-"""What rank 0 says to each of these."""
 ONLY_VALUES = {read_gradients, read_rest}
-"""Whose every byte counts."""
+"""Every byte of these messages counts."""
 
 
 @pytest.mark.parametrize("read", REPLIES, ids=lambda read: read.__name__)
 def test_messages_that_python_reads(read, monkeypatch):
-    """Damage that is refused, is so by the same error; and no other number of bytes is ever taken for values."""
-
     def run(replies):
         ranks = two_ranks()
         ranks.control.replies = list(replies)

@@ -1,5 +1,3 @@
-"""Which rank a process is and which groups it gets: alone, by the environment, in a torch.distributed that is there."""
-
 import contextlib
 import json
 import os
@@ -96,7 +94,7 @@ def test_local_ranks_of_some_ranks_are_counted_among_them(no_ranks):
 
 
 def where_the_store_listens():
-    """The class of the world's store, and the addresses (hexadecimal, as in /proc) at which its port is listened to."""
+    """The class of the world's store and the addresses (hexadecimal, as in /proc) at which its port listens."""
     with open_ranks(timeout_seconds=60) as ranks:
         ranks.check_agreement("anything", "is agreed on")
         store = dist.distributed_c10d._get_default_store()
@@ -110,7 +108,6 @@ def where_the_store_listens():
 
 
 def test_the_store_of_a_world_listens_where_it_was_told(tmp_path):
-    """On loopback for an address there; with a secret it answers processes that know it alone."""
     assert run_ranks(2, where_the_store_listens) == [("TCPStore", {"0100007F"})] * 2
     write_secret(tmp_path / "secret")
     secret = {"PATRICKSTAR_ELASTIC_SECRET": str(tmp_path / "secret")}
@@ -135,7 +132,6 @@ def test_an_initialised_torch_distributed_is_used_and_left():
 
 
 def connect_before_the_world(meeting_port):
-    """What passes in a communicator, what is gathered once it is the ranks', and what is left of it."""
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
     key = bytes(32)
     port = serve_world("127.0.0.1", key, 60) if rank == 0 else None
@@ -165,9 +161,6 @@ def test_communicators_that_were_connected_before_their_world():
 
 
 def test_forks_are_made_where_nothing_uses_cuda(monkeypatch):
-    """Ranks of tests that see a GPU are processes of their own, and the process that others are forked from sees
-    none: what it imports cannot begin to use one.
-    """
     for visible, is_fork in (("", True), ("0", False), (None, False)):
         variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         start = start_of(variables, prefixes=None)
@@ -181,7 +174,6 @@ def test_forks_are_made_where_nothing_uses_cuda(monkeypatch):
 
 
 def share_gpus(gpus):
-    """What a rank has whose GPU is `gpus[rank]`, with the host's communicators for those of a GPU."""
     made = []
 
     def make_staged(group_name, *, device, members):
@@ -200,7 +192,6 @@ def share_gpus(gpus):
 
 
 def test_ranks_that_share_a_gpu_talk_through_the_host():
-    """All of them do, also the one that has a GPU of its own."""
     results = run_ranks(3, share_gpus, ["GPU-a", "GPU-b", "GPU-a"])
     assert results == [([0, 0], [0.0, 1.0, 2.0], (rank, 0, sharers)) for rank, sharers in enumerate([2, 1, 2])]
 
@@ -261,9 +252,8 @@ def gather_across_nodes():
 
 @contextlib.contextmanager
 def two_nodes():
-    """Prefixes and environment of two ranks on nodes of their own: network namespaces with names, joined by a cable.
-
-    Where this process may not make them, one machine with an address that is not the usual one.
+    """Prefixes and environment of two ranks in network namespaces joined by a cable; without the right to make these,
+    one machine with an unusual address.
     """
     names = [f"ps{os.getpid()}{side}" for side in "ab"]
 

@@ -1,5 +1,3 @@
-"""``patrickstar checkpoint``: what it shows and writes is what was saved, by any number of ranks."""
-
 import json
 
 import pytest
@@ -26,7 +24,6 @@ STATE = {
 
 
 def tensors():
-    """Two ranks' parts; the weight is stored in columns, and its states are there."""
     held = [
         Held("layer.weight", "master", WEIGHT, [0, 7, 12], (1, 0)),
         Held("layer.bias", "frozen", BIAS.bfloat16(), [0, 0, 5]),
@@ -37,7 +34,6 @@ def tensors():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two checkpoints of two ranks; the second is the latest."""
     for tag, step in (("first", 20), ("second", 40)):
         results = on_ranks(
             2,

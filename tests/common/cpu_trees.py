@@ -1,6 +1,4 @@
-"""Made-up machines: the files below / that tell a process about its CPUs."""
-
-from __future__ import annotations
+"""Made-up machines: the files below / that describe CPUs to a process."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +8,7 @@ from patrickstar import _C
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """``nodes[i]`` are the cores of node i, each a tuple of its CPUs (hyper-threads)."""
+    """``nodes[i]`` are the cores of node i; a core is a tuple of its CPUs (hyper-threads)."""
 
     nodes: list[list[tuple[int, ...]]]
 
@@ -19,7 +17,6 @@ class Machine:
         return sorted(cpu for node in self.nodes for core in node for cpu in core)
 
     def write(self, root: Path) -> None:
-        """As the kernel shows it, below ``root``."""
         folder = root / "sys/devices/system/node"
         put(folder / "online", _as_list(range(len(self.nodes))))
         for node, cores in enumerate(self.nodes):
@@ -30,13 +27,12 @@ class Machine:
                     put(siblings, _as_list(core))
 
     def read(self, root: Path, cpus: list[int] | None = None) -> _C.CpuTopology:
-        """What the core reads, of all CPUs or of some."""
         self.write(root)
         return _C.read_cpu_topology(self.cpus if cpus is None else cpus, str(root))
 
 
 def hyper_threaded(num_nodes: int, cores_per_node: int, threads_per_core: int) -> Machine:
-    """As Linux numbers x86: the first hyper-threads of all cores of all nodes, then the second ones."""
+    """Numbers CPUs as Linux does on x86: the first hyper-threads of all cores of all nodes, then the second ones."""
     total = num_nodes * cores_per_node
     return Machine(
         [
@@ -50,7 +46,6 @@ def hyper_threaded(num_nodes: int, cores_per_node: int, threads_per_core: int) -
 
 
 def put(path: Path, text: str) -> None:
-    """Writes a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
 

@@ -1,17 +1,14 @@
-"""Workers run where they are told to, callers where they were; loops share the workers and wait for none."""
-
-from __future__ import annotations
-
 import os
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.common.pool_threads import worker_masks
 from tests.optim.kernel_calls import adam_scalars, make_arrays, run_adam
 
 
@@ -59,8 +56,6 @@ def test_pinned_workers_compute_the_same():
 
 
 class Blocked:
-    """A loop whose pieces wait, one at a time, until they are let go."""
-
     def __init__(self, pool, num_pieces, priority):
         self._arrived = threading.Semaphore(0)
         self._callers_gate, self._workers_gate = threading.Semaphore(0), threading.Semaphore(0)
@@ -77,12 +72,10 @@ class Blocked:
         self.num_done += 1
 
     def await_threads(self, count):
-        """Returns when so many threads wait in pieces of it."""
         for _ in range(count):
             assert self._arrived.acquire(timeout=60)
 
     def let_go(self, count):
-        """The caller of the loop has so many pieces more, and its workers together as many."""
         self._callers_gate.release(count)
         self._workers_gate.release(count)
 
@@ -93,7 +86,6 @@ class Blocked:
 
 @pytest.mark.parametrize("priority", [_C.Priority.URGENT, _C.Priority.BACKGROUND])
 def test_a_loop_waits_for_no_worker_that_is_busy_elsewhere(priority):
-    """Neither for one that the system has not woken yet: the caller does all pieces itself then."""
     pool = _C.ThreadPool(2)
     other = Blocked(pool, 2, priority)
     other.await_threads(2)  # its caller, and the only worker
@@ -157,3 +149,83 @@ def test_many_callers_at_once():
     for thread in threads:
         thread.join(60)
     assert counts == [[20] * 1000] * 6
+
+
+def test_whoever_waits_for_a_task_that_failed_gets_the_failure():
+    queue = _C.WorkQueue()
+    before, failing, after = queue.submit(), queue.submit("no memory"), queue.submit()
+    after.wait()
+    before.wait()
+    assert failing.is_over
+    for _ in range(2):
+        with pytest.raises(_C.SystemError, match="no memory"):
+            failing.wait()
+    failing.settle()
+
+
+def test_the_failure_reaches_any_thread():
+    event = _C.WorkQueue().submit("no memory")  # the queue ends before anybody waits
+    found = []
+
+    def wait():
+        try:
+            event.wait()
+        except _C.SystemError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == ["no memory"] * 4
+
+
+def run(tasks, gates=()):
+    queue = _C.WorkQueue()
+    begin = _C.HostEvent()
+    queue.submit(name="begin", after=begin)
+    events = [queue.submit(name=name, rank=rank, after=after) for name, rank, after in tasks]
+    begin.complete()
+    for name, gate in gates:
+        deadline = time.monotonic() + 60
+        while name not in queue.names and time.monotonic() < deadline:
+            time.sleep(0.001)
+        gate.complete()
+    for event in events:
+        event.wait()
+    return queue.names[1:]
+
+
+def test_what_is_needed_first_runs_first():
+    assert run([("c", 3, None), ("a", 1, None), ("b", 2, None), ("first of two", 2, None)]) == [
+        "a", "b", "first of two", "c",
+    ]  # fmt: skip
+
+
+def test_others_are_neither_overtaken_nor_do_they_overtake():
+    tasks = [("c", 3, None), ("b", 2, None), ("plain", None, None), ("a", 1, None), ("end", None, None)]
+    assert run(tasks) == ["b", "c", "plain", "a", "end"]
+
+
+def test_what_is_not_ready_waits_for_its_turn():
+    gate = _C.HostEvent()
+    assert run([("c", 3, None), ("a", 1, gate), ("b", 2, None)], [("c", gate)]) == ["b", "c", "a"]
+
+
+def test_where_none_is_ready_the_oldest_runs():
+    gates = [_C.HostEvent(), _C.HostEvent()]
+    tasks = [("c", 3, gates[0]), ("a", 1, gates[1]), ("b", 2, gates[1])]
+    assert run(tasks, [("begin", gates[0]), ("c", gates[1])]) == ["c", "a", "b"]
+
+
+def worker_masks() -> dict[str, list[int]]:
+    """{name of a pool's worker: the CPUs it may run on}, of all live pools; names must differ."""
+    masks = {}
+    for task in Path("/proc/self/task").iterdir():
+        status = (task / "status").read_text()
+        name = re.search(r"^Name:\t(.*)$", status, re.MULTILINE).group(1)
+        if name.startswith("ps-worker-"):
+            assert name not in masks, "two pools are alive"
+            masks[name] = _C.parse_cpu_list(re.search(r"^Cpus_allowed_list:\t(.*)$", status, re.MULTILINE).group(1))
+    return masks

@@ -1,7 +1,3 @@
-"""A case for each key of the schema: a configuration that gives it one value after the other, and what comes of it."""
-
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator
@@ -39,42 +35,37 @@ VALUES: list[Any] = [
     ),
     *("sum", "stochastic", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]
-"""For each key one of them is another value than its default, and one is refused where some are."""
+"""Values by key: at least one differs from the default, and one is refused where any is."""
 
 REQUIRED = {
     "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
     "WarmupDecayLR": {"total_num_steps": 9},
     "WarmupCosineLR": {"total_num_steps": 9},
 }
-"""Parameters that a schedule cannot be without."""
+"""Required parameters of each schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One key, and what has to be given beside it for it to count."""
+    """One key, and the other keys that it needs to take effect."""
 
     key: Key
     title: str
-    """The section as docs/config.md names it."""
     beside: dict[str, Any]
 
     @property
     def dialect(self) -> Dialect:
-        """An entry point that acts on it."""
         return Dialect.DEEPSPEED if self.key.reader is Reader.INITIALIZE else Dialect.PATRICKSTAR
 
     def given(self, value: Any) -> dict[str, Any]:
-        """The configuration with that value."""
         config = copy.deepcopy(self.beside)
         put(config, self.key.path, value)
         return config
 
     def before(self) -> Config:
-        """What comes of the configuration without the key."""
         return parse_config(self.beside, self.dialect)
 
     def outcomes(self) -> Iterator[tuple[Any, Config | str]]:
-        """For each value the parsed configuration, or the error's text."""
         for value in VALUES:
             try:
                 yield value, parse_config(self.given(value), self.dialect)
@@ -82,7 +73,6 @@ class Case:
                 yield value, str(error)
 
     def changing(self, path: str) -> tuple[Any, Config]:
-        """A value that changes what ``path`` names, and what comes of it."""
         before = at(self.before(), path)
         for value, after in self.outcomes():
             if isinstance(after, Config) and at(after, path) != before:
@@ -91,7 +81,6 @@ class Case:
 
 
 def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a dotted key."""
     *sections, name = path.split(".")
     for section in sections:
         config = config.setdefault(section, {})
@@ -99,7 +88,6 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def at(config: Config, path: str) -> Any:
-    """The value of a dotted key; None in a section that is None."""
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -107,7 +95,6 @@ def at(config: Config, path: str) -> Any:
 
 
 def differences(one: Section, other: Section, section: str = "") -> list[str]:
-    """The dotted keys in which two configurations differ."""
     found = []
     for name in type(one).model_fields:
         a, b = getattr(one, name), getattr(other, name)
@@ -119,7 +106,6 @@ def differences(one: Section, other: Section, section: str = "") -> list[str]:
 
 
 def all_cases() -> list[Case]:
-    """One for each key, sections included."""
     keys = list(all_keys())
     switches = {
         key.section for key in keys if key.name == "enabled" and key.fate and key.fate.action is Action.HONOURED

@@ -1,7 +1,3 @@
-"""Configurations as scripts have them: what comes of each, and which wrong ones are refused how."""
-
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -42,7 +38,7 @@ TRAINER = {
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_max_lr": 2e-5,
 }
-"""What Hugging Face's Trainer would fill in, for a step of 64 samples on 4 ranks."""
+"""Values that Hugging Face's Trainer fills in for "auto": 64 samples a step on 4 ranks."""
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EXPECTED = {
@@ -59,7 +55,7 @@ EXPECTED = {
     "megatron_gpt2_zero2": (FP16, 1.0, None, (8, 2, 1)),
     "tutorial_onecycle_monitors": (BF16, 1.0, "OneCycle", (64, 8, 2)),
 }
-"""Of each file: the dtype, clipping, the schedule, and the batch sizes on 4 ranks."""
+"""By file: dtype, clipping, schedule, batch sizes on 4 ranks."""
 
 
 def test_public_configurations_are_understood(caplog):
@@ -102,7 +98,6 @@ def test_values_of_public_configurations_arrive():
 
 
 def test_every_key_of_deepspeed_is_known():
-    """Also in sections that are only checked as a whole."""
     keys = list(all_keys())
     known = {f"{key.section}.{name}".lstrip(".") for key in keys for name in (key.name, *key.spellings)}
     whole = tuple(f"{key.path}." for key in keys if key.fate is not None and key.fate.accepts is not None)
@@ -112,8 +107,8 @@ def test_every_key_of_deepspeed_is_known():
 
 
 def test_which_adam():
-    """As in DeepSpeed's engine: "AdamW" decouples whatever the mode says; "Adam" does unless the mode is False. The
-    default of torch.optim.AdamW's weight decay is 0.01, of DeepSpeed's 0.
+    """DeepSpeed's rule: "AdamW" decouples in any mode; "Adam" does unless the mode is False. The default weight decay
+    is 0.01 in torch.optim.AdamW and 0 in DeepSpeed.
     """
     choices = itertools.product(Dialect, ("Adam", "adam", "AdamW"), (None, True, False), (False, True))
     for dialect, name, mode, torch_adam in choices:
@@ -126,7 +121,6 @@ def test_which_adam():
 
 
 def test_batch_sizes_are_those_that_solve_the_equation():
-    """Against all triples: the given ones fix the others, without accumulation where that leaves a choice."""
     sizes = (None, 1, 2, 3, 4, 6, 12)
     num_refused = 0
     for ranks in (1, 2, 3):
@@ -205,7 +199,6 @@ def test_all_problems_are_named_at_once():
 
 
 def test_parameters_on_a_disk_send_optimizer_states_there():
-    """Of two folders that of the states counts."""
     on_disk = {"device": "nvme", "nvme_path": "/params"}
     for offload, path in (
         ({"offload_param": on_disk}, "/params"),
@@ -254,14 +247,11 @@ def test_files(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text('{"gradient_clipping": 0.25}')
     assert parse_config(file).gradient_clipping == parse_config(str(file)).gradient_clipping == 0.25
-    for name in ("hjson", "json5"):  # as if not installed
+    for name in ("hjson", "json5"):  # not installed
         monkeypatch.setitem(sys.modules, name, None)
     for text, message in (
         ('{"bf16": {"enabled": true, "enabled": false}}', "enabled is given twice"),
-        (
-            '{"bf16": {"enabled": true},}',
-            "is not JSON: .*; take out comments and trailing commas, or pip",
-        ),
+        ('{"bf16": {"enabled": true},}', "is not JSON: .*; take out comments and trailing commas, or pip"),
         ("[1]", "config is a list"),
     ):
         file.write_text(text)

@@ -1,7 +1,3 @@
-"""docs/config.md says what happens to each key. Each of its rows is tried here, so that it is true."""
-
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -22,7 +18,6 @@ WORDS = {Action.MAPPED: "mapped to `", Action.NO_EFFECT: "no effect: "}
 
 
 def rows() -> dict[tuple[str, str], str]:
-    """What happens, by section and key."""
     found, section = {}, ""
     for line in TABLE.splitlines():
         if line.startswith("## "):
@@ -34,7 +29,6 @@ def rows() -> dict[tuple[str, str], str]:
 
 
 def cases(action: Action) -> list[Case]:
-    """The keys to which the table says that this happens."""
     table, word = rows(), WORDS.get(action, action.value)
     found = [case for case in CASES if table[case.title, case.key.name].startswith(word)]
     assert found
@@ -42,7 +36,6 @@ def cases(action: Action) -> list[Case]:
 
 
 def test_the_table_is_the_schema():
-    """It is what tools/config_table.py makes, has every key, and every key has a meaning and a fate."""
     spec = importlib.util.spec_from_file_location("config_table", ROOT / "tools" / "config_table.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
@@ -68,7 +61,6 @@ def test_mapped_keys_change_their_target():
 
 
 def test_keys_without_effect_are_named_in_one_line(caplog):
-    """Each changes nothing but itself; all of them together are one line."""
     everything = {"bf16": {"enabled": True}}
     without_effect = cases(Action.NO_EFFECT)
     for case in without_effect:
@@ -84,7 +76,6 @@ def test_keys_without_effect_are_named_in_one_line(caplog):
 
 
 def test_refused_values_are_errors_that_say_why():
-    """And a value that asks for nothing is no error."""
     refused = cases(Action.REFUSED)
     for case in refused:
         for value in case.key.fate.only or ({"enabled": False}, {}, None):
@@ -117,9 +108,9 @@ def test_initialize_engine_refuses_what_initialize_alone_does():
 def test_auto_is_as_if_the_key_were_left_out():
     for case in CASES:
         if case.key.sections or case.key.field.is_required() or case.key.path == "tensor_parallel.mode":
-            continue  # of the mode, "auto" is a value of its own, and not the default
+            continue  # "auto" is a mode of its own, not the default
         if case.key.name == "nvme_path":
-            continue  # its device cannot be without it
+            continue  # required by its device
         given = case.given("auto")
         assert case.key.path in auto_keys(given)
         parsed = parse_config(given, case.dialect)

@@ -1,9 +1,3 @@
-"""Whatever fails while an engine is made, on any rank: the module is what it was, nothing is open, another try
-works.
-"""
-
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging
@@ -51,10 +45,7 @@ INTO_CHUNKS = {
     "trained": ("patrickstar.engine.session_parts.TrainedParams", 0),
     "profiler": ("patrickstar.engine.session_parts.make_profiler", 0),
 }
-WHEN_OPEN = {
-    "optimizer": ("patrickstar.{}.make_optimizer", 0),
-    "engine": ("patrickstar.{}.{}Engine", 0),
-}
+WHEN_OPEN = {"optimizer": ("patrickstar.{}.make_optimizer", 0), "engine": ("patrickstar.{}.{}Engine", 0)}
 
 
 class InjectedError(Exception):
@@ -88,7 +79,6 @@ def build():
 
 
 def seen(module):
-    """All that a failure must leave as it is; on the meta device there are no values."""
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     return {
         name: (
@@ -129,7 +119,6 @@ ENTRIES = {
 
 @contextlib.contextmanager
 def failing(place, on_this_rank=True):
-    """An exception in the call of ``place`` that is named; every other call goes through."""
     path, index = place
     owner, name = path.rsplit(".", 1)
     owner = importlib.import_module(owner)
@@ -158,7 +147,6 @@ def places_of(entry):
 
 
 def one_step(entry, module):
-    """Its loss, and the values after it."""
     engine, optimizer = ENTRIES[entry][0](module)
     with engine:
         loss = engine(torch.arange(4).view(2, 2))
@@ -239,8 +227,6 @@ def test_what_a_user_gets_wrong():
 
 
 class Meta(nn.Module):
-    """A model that is built on the meta device."""
-
     def __init__(self):
         super().__init__()
         with torch.device("meta"):
@@ -271,7 +257,6 @@ def test_a_model_on_the_meta_device():
 
 
 def fail_on_ranks():
-    """One rank fails at each place in turn: all have an error that quotes it."""
     rank, size = rank_and_size()
     dist.init_process_group("gloo")
     rank_failures._LINGER_SECONDS = 0.3  # the store's server stays
@@ -290,7 +275,7 @@ def fail_on_ranks():
             assert open_sessions() == [], name
             if name in BEFORE_CHUNKS or name in WHEN_OPEN:
                 assert_same_bits(seen(module), before, name)
-            else:  # what other ranks hold of a parameter cannot be had from a rank that fails
+            else:  # other ranks' parts cannot come from a failing rank
                 tensors = dict(module.named_parameters())
                 assert all(type(param) is nn.Parameter for param in tensors.values()), name
                 for key, values in seen(module).items():

@@ -1,7 +1,3 @@
-"""DeepSpeed's safe_* functions for values, gradients and states: whole on every rank, and each rank's own part."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -26,7 +22,7 @@ class Scale(nn.Module):
 
 
 class Net(nn.Module):
-    """One layer is frozen, one parameter stays with PyTorch, one lies in memory with its dimensions swapped."""
+    """One layer is frozen, one parameter stays with PyTorch, one has swapped dimensions in memory."""
 
     def __init__(self):
         super().__init__()
@@ -59,12 +55,10 @@ def engine_of(**more):
 
 
 def random_like(values, seed, dtype=torch.float32):
-    """The same on all ranks."""
     return torch.rand(values.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def set_and_read(precision):
-    """What is set between backward and step, or between two steps, is what is read, bit by bit, on each rank."""
     deepspeed.init_distributed()
     dtype = getattr(torch, precision)
     with engine_of(**PRECISIONS[precision]) as engine:
@@ -87,7 +81,6 @@ def set_and_read(precision):
 
 
 def parts(precision):
-    """Each rank's parts beside the whole tensors; parts that were set, as whole tensors."""
     deepspeed.init_distributed()
     dtype, found = getattr(torch, precision), {}
     with engine_of(**PRECISIONS[precision]) as engine:
@@ -121,7 +114,6 @@ def parts(precision):
 
 
 def own_values(engine, part, dtype=torch.float32):
-    """Others on each rank, and numbers that any dtype holds."""
     return torch.full_like(part, 0.25 * (1 + engine.global_rank)).to(dtype)
 
 
@@ -132,7 +124,6 @@ def test_what_is_set_is_read(precision):
 
 @pytest.mark.parametrize(("num_ranks", "precision"), [(1, "float32"), (2, "float32"), (2, "float16")])
 def test_parts_make_the_whole(num_ranks, precision):
-    """In memory order, rank after rank; of what stays with PyTorch each rank has the whole."""
     ranks = run_ranks(num_ranks, parts, precision)
     strides = ranks[0][1]
     for name, what in ranks[0][0]:
@@ -171,7 +162,6 @@ def test_what_the_optimizer_does_not_have_is_none():
 
 
 def test_states_that_are_set_before_the_first_update():
-    """They are read, and the update takes them, as torch.optim's that begins with them."""
     plain = net()
     reference = torch.optim.AdamW(
         [p for p in plain.parameters() if p.requires_grad], lr=0.01, betas=(0.8, 0.95), weight_decay=0.1
@@ -213,7 +203,6 @@ def test_many_gradients_are_changed_at_once():
 
 
 def test_sums_of_micro_batches_within_no_sync():
-    """The same micro-batches after zero_grad give the same losses and gradients, bit by bit."""
     found = []
     with engine_of() as engine:
         for _ in range(2):

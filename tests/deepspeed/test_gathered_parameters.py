@@ -1,7 +1,3 @@
-"""``GatheredParameters`` around code that does what it should not: what counts is refused, and all is as it was."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -54,11 +50,9 @@ def take_out(net):
 
 WRONG = {reshape: ValueError, cast: ValueError, shrink: ValueError, stumble: KeyError}
 REPLACED = {replace: ValueError, take_out: ValueError}
-"""Also where changes do not count."""
 
 
 def check_alike(engine, optimizer, plain_state, param):
-    """Values are what they were, the parameter is in its chunk, and a step can be made."""
     assert_same_bits(engine.state_dict(), plain_state)
     assert type(param) is not nn.Parameter
     assert param.shape == (16, 8)
@@ -70,7 +64,6 @@ def check_alike(engine, optimizer, plain_state, param):
 
 
 def go_wrong():
-    """Every way in turn; rank 0's changes count, and each rank does the same."""
     results = []
     engine, optimizer = initialize_engine(
         Net, 0, make_config("bf16", default_chunk_size=65536, rank_timeout_seconds=60)

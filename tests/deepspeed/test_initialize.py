@@ -1,7 +1,3 @@
-"""``patrickstar.initialize``: a DeepSpeed script's calls, against plain PyTorch."""
-
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -13,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import patrickstar as deepspeed
-from patrickstar import _C, StateError
+from patrickstar import _C, StateError, utils
 from patrickstar.config import fill_auto
 from tests.bits import assert_same_bits
 from tests.config.test_public_configs import TRAINER
@@ -56,12 +52,11 @@ def config(**more):
 
 
 def warmup(step):
-    """The rate of WarmupLR, linear from 0 over 4 steps; as with DeepSpeed the first two steps have the first rate."""
+    """WarmupLR's rate, linear from 0 over 4 steps; as with DeepSpeed the first two steps have the first rate."""
     return 0.01 * min(1.0, max(step - 1, 0) / 4)
 
 
 def plain_run(steps, num_ranks=1, clipping=0.5, lr_of=lambda step: 0.01):
-    """The same with PyTorch alone: losses of micro-batches by rank, norms, final parameters."""
     module = net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
     samplers = [DistributedSampler(data(), num_ranks, rank) for rank in range(num_ranks)]
@@ -82,7 +77,6 @@ def plain_run(steps, num_ranks=1, clipping=0.5, lr_of=lambda step: 0.01):
 
 
 def test_a_typical_script(tmp_path):
-    """Arguments, a JSON file, a loader, a schedule, accumulation, clipping; nothing in it is PatrickStar's."""
     scheduler = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"},
@@ -142,7 +136,6 @@ def test_the_engine_stands_for_its_module():
 
 
 def test_a_users_optimizer_and_schedule():
-    """They are taken over with groups, state and place; the numbers are PyTorch's."""
     runs = []
     for through_engine in (False, True):
         model = net()
@@ -187,7 +180,6 @@ def test_a_users_optimizer_and_schedule():
     "scheduler", [None, {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02}}]
 )
 def test_resume(tmp_path, scheduler):
-    """A resumed run goes on with the same bits, schedule and counts included."""
     more = {"scheduler": scheduler} if scheduler else {}
     states, rates = [], []
     batches = [batch for batch in DataLoader(data(), batch_size=4)]
@@ -245,7 +237,6 @@ def test_the_bounds_of_a_step():
 
 
 def test_a_refused_load_leaves_the_step_as_it_is(tmp_path):
-    """Within an accumulation: the step goes on, and updates at its boundary."""
     engine, *_ = deepspeed.initialize(model=net(), config=config())
     batches = [batch for batch in DataLoader(data(), batch_size=4)]
     with engine:
@@ -261,7 +252,6 @@ def test_a_refused_load_leaves_the_step_as_it_is(tmp_path):
 
 
 def test_whole_values():
-    """What DeepSpeed's safe_* functions read and set, against autograd's own gradients and torch's optimizer."""
     plain, batches = net(), [batch for batch in DataLoader(data(), batch_size=4)]
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=net(), config=config(gradient_clipping=0.0, gradient_accumulation_steps=1))
@@ -297,7 +287,6 @@ def test_whole_values():
 
 
 def test_gathered_parameters():
-    """Ordinary parameters inside; what the modifying rank changed is in the float32 values afterwards, and no more."""
     engine, *_ = deepspeed.initialize(model=net(), config=config(bf16={"enabled": True}))
     with engine:
         param = engine.module.layers[0].weight
@@ -357,7 +346,6 @@ PUBLIC = Path(__file__).parent.parent / "config" / "public"
 
 
 def test_public_configurations_train(tmp_path, monkeypatch):
-    """As they are; what a Trainer would fill in for "auto" is filled in."""
     monkeypatch.chdir(tmp_path)  # some write logs
     values = {**TRAINER, "train_batch_size": 16}
     for path in sorted(PUBLIC.glob("*.json")):
@@ -375,3 +363,85 @@ def test_public_configurations_train(tmp_path, monkeypatch):
             assert engine.global_steps == 2, path.name
             assert all(math.isfinite(loss) for loss in losses), path.name
     assert list(tmp_path.rglob("*.csv"))
+
+
+INF, NAN = math.inf, math.nan
+
+
+def engine_of(**more):
+    torch.manual_seed(0)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1.5e-4}}, **more}
+    return deepspeed.initialize(model=nn.Linear(10, 1), config=config)[:2]
+
+
+def step(engine, value):
+    engine.backward(engine(torch.ones(1, 10)).float().sum())
+    for param in engine.parameters():
+        utils.safe_set_full_grad(param, torch.full(param.shape, value))
+    engine.step()
+
+
+SCALES = {
+    "it doubles after each window": (
+        {"initial_scale_power": 8, "loss_scale_window": 2},
+        [0.1, -0.1] * 5,
+        [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096],
+    ),
+    "each overflow halves it down to 1": (
+        {"initial_scale_power": 3, "loss_scale_window": 2, "hysteresis": 1},
+        [INF, -INF, NAN, NAN],
+        [4, 2, 1, 1],
+    ),
+    "down to the least": (
+        {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 2.0},
+        [INF, -INF, NAN, NAN],
+        [8, 4, 2, 2],
+    ),
+    "a window begins after an overflow": (
+        {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1},
+        [INF, NAN, 0.1, 0.1, 0.1, INF],
+        [128, 64, 64, 64, 128, 64],
+    ),
+    "the first overflow is tolerated": ({"initial_scale_power": 8}, [INF, INF, INF], [256, 128, 64]),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_dynamic(case):
+    options, gradients, scales = SCALES[case]
+    engine, optimizer = engine_of(fp16={"enabled": True, **options})
+    with engine:
+        scaler = optimizer.loss_scaler
+        assert optimizer.dynamic_loss_scale and scaler.dynamic and scaler.dynamic_loss_scale
+        assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (0.0, True)
+        power = options["initial_scale_power"]
+        assert scaler.cur_scale == engine.initial_dynamic_scale() == 2**power
+        assert scaler.scale_window == options.get("loss_scale_window", 1000)
+        assert scaler.min_loss_scale == scaler.min_scale == options.get("min_loss_scale", 1.0)
+        for index, (gradient, scale) in enumerate(zip(gradients, scales, strict=True)):
+            step(engine, gradient)
+            assert (scaler.cur_scale, scaler.loss_scale) == (scale, scale)
+            assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.loss_scale_config.cur_scale) == (scale,) * 3
+            assert scaler.cur_iter == index + 1
+            assert optimizer.overflow == (not math.isfinite(gradient))
+            assert optimizer.overflow != engine.was_step_applied()
+        overflows = [index for index, gradient in enumerate(gradients) if not math.isfinite(gradient)]
+        assert engine.skipped_steps == len(overflows)
+        assert scaler.last_overflow_iter == (overflows[-1] if overflows else -1)
+
+
+def test_static_and_none():
+    engine, optimizer = engine_of(fp16={"enabled": True, "loss_scale": 138.0})
+    with engine:
+        assert (optimizer.loss_scale, optimizer.dynamic_loss_scale, engine.loss_scale()) == (138.0, False, 138.0)
+        assert (engine.dynamic_loss_scale(), optimizer.loss_scaler.use_grad_scaling) == (False, True)
+        step(engine, INF)
+        assert (optimizer.cur_scale, engine.was_step_applied()) == (138.0, False)
+    for precision in ({}, {"bf16": {"enabled": True}}):
+        engine, optimizer = engine_of(**precision)
+        with engine:
+            scaler = optimizer.loss_scaler
+            assert (optimizer.cur_scale, optimizer.dynamic_loss_scale) == (1.0, False)
+            assert (scaler.cur_scale, scaler.dynamic, scaler.use_grad_scaling) == (1.0, False, False)
+            step(engine, NAN)
+            assert (scaler.cur_scale, scaler.cur_iter, engine.skipped_steps) == (1.0, 0, 1)

@@ -1,7 +1,3 @@
-"""Lion and SGD as DeepSpeed's scripts ask for them: by the configuration, or as an optimizer of their own."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -29,7 +25,6 @@ def batch(step):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("from_config", [True, False])
 def test_both_ways_in(name, from_config):
-    """Three steps as plain PyTorch makes them; the state by PyTorch's name."""
     kind, options, own, state = OPTIONS[name]
     plain, model = net(), net()
     theirs = kind(plain.parameters(), **options)

@@ -1,7 +1,3 @@
-"""``save_checkpoint`` and ``load_checkpoint`` with DeepSpeed's options: what is saved, what is loaded, what stays."""
-
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -20,8 +16,6 @@ WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "w
 
 
 class Net(nn.Module):
-    """With a frozen layer, a buffer, and a last layer that a model may not have."""
-
     def __init__(self, with_last=True):
         super().__init__()
         self.base, self.middle = nn.Linear(16, 24).requires_grad_(False), nn.Linear(24, 10)
@@ -53,7 +47,6 @@ def train(engine, batches):
 
 
 def seen(engine):
-    """All that a checkpoint may change: values, states, the options of the next step, the counts."""
     values = {name: value.clone() for name, value in engine.state_dict().items()}
     trained = [(name, param) for name, param in engine.named_parameters() if param.requires_grad]
     states = {
@@ -73,7 +66,6 @@ def same(one, other):
 
 @pytest.fixture
 def saved(tmp_path):
-    """What an engine had when it was saved, after three steps."""
     with engine_of(0) as engine:
         train(engine, BATCHES[:3])
         engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
@@ -81,7 +73,6 @@ def saved(tmp_path):
 
 
 def loaded(folder, **options):
-    """What another engine has, after one step of its own, before and after it loaded that."""
     with engine_of(1) as engine:
         train(engine, BATCHES[3:4])
         before = seen(engine)
@@ -104,7 +95,6 @@ def loaded(folder, **options):
     ],
 )
 def test_what_is_taken_and_what_stays(saved, options, taken):
-    """Rates are both the schedule's and the groups'."""
     folder, state = saved
     before, after = loaded(folder, **options)
     for what in state:
@@ -123,7 +113,6 @@ def test_the_schedule_stays_where_it_is(saved):
 
 
 def test_other_models(saved, caplog):
-    """Not strictly, those that both have are loaded; the log names the others."""
     folder, state = saved
     with engine_of(1, with_last=False) as engine:
         own = seen(engine)
@@ -157,7 +146,6 @@ def save_without_frozen(folder):
 
 
 def load_without_frozen(folder):
-    """Into a model with the same frozen values, as a pretrained one has them."""
     deepspeed.init_distributed()
     with engine_of(0) as engine:
         engine.load_checkpoint(folder, tag="trained", load_module_strict=False)
@@ -166,7 +154,6 @@ def load_without_frozen(folder):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_without_frozen_parameters(tmp_path, num_ranks):
-    """The run goes on; ``latest`` leads where it led before."""
     state = run_ranks(num_ranks, save_without_frozen, str(tmp_path))[0]
     assert latest_tag(tmp_path) == "whole"
     size = {tag: sum(file.stat().st_size for file in (tmp_path / tag).iterdir()) for tag in ("whole", "trained")}
@@ -181,7 +168,6 @@ def test_without_frozen_parameters(tmp_path, num_ranks):
 
 
 def test_weights_for_accelerate():
-    """What ``Accelerator.get_state_dict`` asks a DeepSpeed engine for."""
     with engine_of(0, bf16={"enabled": True}) as engine:
         assert engine.zero_gather_16bit_weights_on_model_save()
         weights = engine._zero3_consolidated_16bit_state_dict()

@@ -1,7 +1,3 @@
-"""``gradient_allreduce_op``: "sum", against one process of plain PyTorch that adds up what the ranks' batches give."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,8 +12,6 @@ LARGE = 40_000.0  # in float16; twice as much is not
 
 
 class Mixed(nn.Module):
-    """In chunks and with PyTorch."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
@@ -29,8 +23,6 @@ class Mixed(nn.Module):
 
 
 class Own(nn.Module):
-    """Each rank has a parameter of its own."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 4)
@@ -72,7 +64,7 @@ def train():
             engine.backward(engine(*batch(step, rank)))
             if step == 0:
                 gradients = {name: safe_get_full_grad(param) for name, param in engine.named_parameters()}
-            if step == STEPS - 1:  # what is set is what is read, and what the update takes
+            if step == STEPS - 1:  # values that are set are read back and used by the update
                 half = safe_get_full_grad(weight) / 2
                 safe_set_full_grad(weight, half)
                 torch.testing.assert_close(safe_get_full_grad(weight), half, rtol=1e-6, atol=0)
@@ -87,7 +79,6 @@ def train():
 
 
 def plain_run(num_ranks):
-    """Norms, the first step's gradients, the final values."""
     module = seeded(Mixed)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
     norms, gradients = [], {}
@@ -106,9 +97,6 @@ def plain_run(num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sums(num_ranks):
-    """Values, norms, gradients read and set; also where 1 / ranks is no number of float32's. A parameter whose gradient
-    is each rank's own is not multiplied.
-    """
     norms, gradients, state = plain_run(num_ranks)
     for rank, (rank_norms, rank_gradients, rank_state, own) in enumerate(run_ranks(num_ranks, train)):
         assert rank_norms == pytest.approx(norms, rel=1e-6)

@@ -1,7 +1,3 @@
-"""``patrickstar.initialize`` on two ranks, against one process of plain PyTorch that sees the batches of both."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

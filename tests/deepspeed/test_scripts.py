@@ -1,7 +1,3 @@
-"""What scripts for DeepSpeed, and libraries beside them, read off an engine, its optimizer and its parameters."""
-
-from __future__ import annotations
-
 import contextlib
 import logging
 
@@ -50,7 +46,6 @@ def test_what_the_configuration_says():
 
 
 def test_attributes_of_parameters():
-    """Of stage 3, for as long as the engine lives; ``ds_shape`` and ``ds_numel`` are always the whole parameter's."""
     model = net()
     engine, *_ = deepspeed.initialize(
         model=model, config=config(zero_optimization={"stage": 3}, bf16={"enabled": True})
@@ -86,13 +81,12 @@ def test_classes_and_functions_that_make_an_optimizer(make, expected):
     )
     with engine:
         assert engine.optimizer_name() == expected
-        assert not isinstance(optimizer, (FusedAdam, DeepSpeedCPUAdam))  # which is no error
+        assert not isinstance(optimizer, (FusedAdam, DeepSpeedCPUAdam))  # no error
         engine.backward(engine(*BATCHES[0]))
         engine.step()
 
 
 def test_where_a_script_puts_adams_options(caplog):
-    """DeepSpeed reads ``torch_adam`` and ``adam_w_mode`` in ``params`` alone; beside them they are named in the log."""
     beside = {"type": "Adam", "params": {"lr": 0.01}, "torch_adam": 1, "adam_w_mode": False}
     with caplog.at_level(logging.INFO, logger="patrickstar"):
         engine, *_ = deepspeed.initialize(
@@ -108,7 +102,6 @@ def test_where_a_script_puts_adams_options(caplog):
 
 
 def test_further_keys_of_groups(tmp_path):
-    """A name, or a factor that the script's schedule multiplies with, stays in its group and in checkpoints."""
     model = net()
     groups = [
         {"params": [param for param in model.parameters() if param.ndim > 1], "name": "matrices", "lr_scale": 0.5},
@@ -141,7 +134,6 @@ def test_a_no_sync_within_another():
 
 
 def test_the_caller_counts():
-    """Four backwards and a step are what the engine makes of four micro-batches, wherever the step is called."""
     states = []
     for managed in (True, False):
         options = config(gradient_accumulation_steps=4, managed_gradient_accumulation=managed)
@@ -166,7 +158,6 @@ def test_the_caller_counts():
 
 
 def test_backwards_that_are_coalesced():
-    """As within no_sync; a loss cannot be scaled for a backward that is not the engine's."""
     norms = []
     for coalesced in (False, True):
         engine, *_ = deepspeed.initialize(model=net(), config=config(gradient_accumulation_steps=1))
@@ -185,7 +176,6 @@ def test_backwards_that_are_coalesced():
 
 
 def test_leaf_modules():
-    """They are named, and not changed."""
     model = net()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     for kinds in ([nn.Linear], ["Linear"], ["torch.nn.modules.linear.Linear"]):
@@ -196,9 +186,6 @@ def test_leaf_modules():
 
 
 def test_the_momentum_of_one_cycle():
-    """From the highest down to the lowest and back, then it grows; the update of the first step has the lowest, and
-    those after it what the schedule said before them.
-    """
     up, low, high, rate = 4, 0.08, 0.09, 1e-3
     params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_min_mom": low, "cycle_max_mom": high}
     params |= {"cycle_first_step_size": up, "decay_step_size": up, "decay_mom_rate": rate}
@@ -218,7 +205,6 @@ def test_the_momentum_of_one_cycle():
 
 
 def test_the_schedules_first_rates():
-    """Before the first step, as DeepSpeed has them."""
     cases = {
         "WarmupLR": ({"warmup_min_lr": 1e-4}, 1e-4),
         "WarmupDecayLR": ({"total_num_steps": 8, "warmup_min_lr": 1e-4}, 1e-4),

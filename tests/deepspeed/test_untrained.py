@@ -1,7 +1,3 @@
-"""Parameters that require grad and are in no group: as with torch.optim, backward goes through them and they stay."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -19,7 +15,6 @@ ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
 
 
 def chosen(module):
-    """A weight in the middle and the last bias: what backward needs for them passes the others."""
     return [module.layers[2].weight, module.layers[4].bias]
 
 
@@ -45,7 +40,6 @@ def run(engine, step):
 
 @pytest.mark.parametrize("how", ["model_parameters", "optimizer", "initialize_engine"])
 def test_they_stay_and_are_not_in_the_norm(how, caplog):
-    """Without weight decay, too; the norm that clips is that of the optimizer's parameters."""
     model, clipping = net(), 0.5
     options = config(gradient_accumulation_steps=1, gradient_clipping=clipping)
     if how == "initialize_engine":
@@ -74,8 +68,6 @@ def test_they_stay_and_are_not_in_the_norm(how, caplog):
 
 
 class Kept(nn.Module):
-    """Two parameters stay with PyTorch; one of them is in no group."""
-
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(16, 16)
@@ -112,7 +104,6 @@ def test_one_that_stays_with_pytorch():
 
 
 def test_a_checkpoint_of_such_a_run(tmp_path):
-    """It goes on with the same bits; an engine that trains all of them is told that it is another."""
     states = []
     for resumed in (False, True):
         model = net()

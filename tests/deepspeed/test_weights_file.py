@@ -1,7 +1,3 @@
-"""``save_16bit_model``: one file, whole or not at all, and no more memory than it takes."""
-
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -51,7 +47,6 @@ def start(**more):
 
 
 def expected_of(engine, with_frozen=True):
-    """The values of the ``state_dict``, rounded; what is no chunk's is as it is."""
     frozen = ("layers.1.",) if not with_frozen else ()
     return {
         name: value if name.startswith(("norm.", "count")) else value.bfloat16()
@@ -83,8 +78,6 @@ def test_what_is_in_it(tmp_path, name, with_frozen):
 
 
 class FullDisk(Disk):
-    """Takes so many bytes; the file is not synced afterwards, nor gets a name, where it takes all but that."""
-
     def __init__(self, num_bytes, refused="write"):
         self._left, self._refused = num_bytes, refused
 
@@ -103,7 +96,6 @@ class FullDisk(Disk):
 
 
 def fail_and_go_on(folder):
-    """On each rank: what was said for every way to fail, what memory was held, and whether training goes on."""
     engine = start()
     path = folder / "model.safetensors"
     with engine:
@@ -130,7 +122,6 @@ def fail_and_go_on(folder):
 
 
 def held_bytes_while_saving(engine, path):
-    """The most that new tensors hold when the next parameter is read."""
     states, held = engine._session.states, []
     value_of = states.value
 
@@ -140,7 +131,7 @@ def held_bytes_while_saving(engine, path):
 
     states.value = value
     gc.collect()
-    gc.freeze()  # what there is now is not listed any more
+    gc.freeze()  # existing objects are not listed
     try:
         engine.save_16bit_model(path.parent, path.name)
     finally:
@@ -157,7 +148,6 @@ def new_tensor_bytes():
 
 
 def test_two_ranks_fail_together_and_go_on(tmp_path):
-    """One error on both; the file of before is as it was; nothing is left; neither rank holds what it need not."""
     results = run_ranks(2, fail_and_go_on, tmp_path)
     parameter, model = 4 * WIDTH * WIDTH, 2 * LAYERS * WIDTH * WIDTH
     for rank, (said, held, _, steps) in enumerate(results):

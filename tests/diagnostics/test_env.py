@@ -1,5 +1,3 @@
-"""python -m patrickstar.env says what is there and what mends the rest, also where PatrickStar cannot be imported."""
-
 import ast
 import copy
 import json
@@ -37,7 +35,6 @@ def run(*arguments, python=(sys.executable,), cwd=ROOT, **variables):
 
 @pytest.fixture
 def bare_package(tmp_path):
-    """The package without its extension."""
     shutil.copytree(PACKAGE, tmp_path / "patrickstar", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return tmp_path
 
@@ -148,7 +145,6 @@ def test_a_section_that_fails_does_not_end_the_report(monkeypatch):
 
 @pytest.fixture
 def healthy():
-    """The report of a machine with one GPU and all parts in place."""
     report = copy.deepcopy(env.collect())
     report["torch"] = {"version": "2.11.0", "cuda": "13.0", "nccl": "2.28.9", "sees_gpus": 1, "folder": "/torch"}
     report["extension"] = {"file": "/_C.so", "built_with": {"torch": "2.11.0", "cuda": "13.0", "nccl": "2.28.9"}}

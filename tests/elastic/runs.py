@@ -1,6 +1,4 @@
-"""What processes of an elastic run do in these tests."""
-
-from __future__ import annotations
+"""Functions that processes of an elastic run execute."""
 
 import os
 import signal
@@ -37,7 +35,7 @@ DEVICE_MEMORY = 384 * 1024
 
 
 def build() -> nn.Module:
-    """Of several chunks of 16 K elements, so that two ranks and more have shards of them."""
+    """Several chunks of 16 K elements, so that two and more ranks have shards of them."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(16, 4 * WIDTH),
@@ -56,7 +54,6 @@ def samples() -> torch.utils.data.TensorDataset:
 
 
 def state_of(engine: Any, optimizer: Any) -> dict[str, Any]:
-    """All that must not change in a resize."""
     found = {name: value.cpu().clone() for name, value in engine.state_dict().items()}
     state = optimizer.state_dict()
     for index, entry in state["state"].items():
@@ -68,7 +65,9 @@ def state_of(engine: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def joining_steps(plan: list[int]) -> list[int]:
-    """Of each process of a run whose step k has ``plan[k]`` ranks, the step before which it comes: 0 for the first."""
+    """By process, the step before which it joins a run whose step k has ``plan[k]`` ranks; 0 for the first
+    processes.
+    """
     steps = [0]
     for step, (before, now) in enumerate(zip(plan, plan[1:], strict=False), 1):
         steps += [step] * (now - before)
@@ -76,15 +75,10 @@ def joining_steps(plan: list[int]) -> list[int]:
 
 
 def train(
-    address: str,
-    plan: list[int],
-    folder: str,
-    precision: str = "fp32",
-    optimizer_section: dict[str, Any] | None = None,
+    address: str, plan: list[int], folder: str, precision: str = "fp32", optimizer_section: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. Shards go through
-    ``folder``, in which {} stands for the process's number. ``optimizer_section``: of the configuration, instead of
-    AdamW.
+    """Runs one process of a run whose step k has ``plan[k]`` ranks; the first process begins the run. Shards go through
+    ``folder``, in which {} stands for the process's number. ``optimizer_section`` replaces AdamW.
     """
     number = int(os.environ["RANK"])
     folder = folder.format(number)
@@ -130,7 +124,6 @@ def train(
 
 
 def train_across_nodes(address: str, port: int, plan: list[int], folder: str) -> dict[str, Any]:
-    """:func:`train` on nodes of their own, the first of which serves the rendezvous."""
     store = serve_rendezvous(address, port) if os.environ["RANK"] == "0" else None
     try:
         return train(f"{address}:{port}", plan, folder)
@@ -139,9 +132,8 @@ def train_across_nodes(address: str, port: int, plan: list[int], folder: str) ->
 
 
 def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str, shards: str) -> dict[str, Any]:
-    """One process of a run of three steps with a resize before the second and one before the third, in which a process
-    is killed as a phase begins. What has become of the others is the result's ``end``. Shards go through ``shards``, in
-    which {} stands for the process's number.
+    """Runs one process of three steps with a resize before the second and the third, in which a process is killed as a
+    phase begins. The result's ``end`` says how the others ended.
     """
     number = int(os.environ["RANK"])
     shards = shards.format(number)
@@ -207,7 +199,6 @@ def wait_for(path: Path) -> None:
 
 
 def join_another_run(address: str, difference: str) -> dict[str, Any]:
-    """The second of two processes has another "model" or other "data" than the first, which is to go on alone."""
     joins = os.environ["RANK"] == "1"
     differs = difference if joins else ""
     engine, optimizer = initialize_engine(
@@ -225,16 +216,11 @@ def join_another_run(address: str, difference: str) -> dict[str, Any]:
 
 
 def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
-    """A script with the elastic line, which knows nothing of how many ranks there are when."""
     engine, optimizer = initialize_engine(build, 0, make_config("fp32", default_chunk_size=16384))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
     run = ElasticRun(
-        engine,
-        {"schedule": schedule, "sampler": sampler},
-        checkpoint=folder,
-        look_seconds=0.05,
-        rendezvous=address,
+        engine, {"schedule": schedule, "sampler": sampler}, checkpoint=folder, look_seconds=0.05, rendezvous=address
     )
     result: dict[str, Any] = {"losses": {}, "seen": {}, "end": None}
     while run.num_steps < num_steps and result["end"] is None:
@@ -265,13 +251,13 @@ def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
 
 
 def give(orders: Orders, num_ranks: int | None) -> None:
-    """The order is there when this returns: what is written is not answered, what is asked is."""
+    """Returns when the order is in place: a written order gets no answer, a requested one does."""
     number = orders.stop() if num_ranks is None else orders.resize(num_ranks)
     assert orders.outcome(number) is None
 
 
 def follow_with_initialize(address: str | None, plan: dict[int, int], folder: str) -> dict[str, Any]:
-    """A DeepSpeed script with the elastic line; ``plan`` says after which step there are how many ranks."""
+    """A DeepSpeed script with the elastic line; ``plan`` gives numbers of ranks by step."""
     config = {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": 2,
@@ -314,7 +300,6 @@ def follow_with_initialize(address: str | None, plan: dict[int, int], folder: st
 
 
 def tidal_engine(device_memory: int) -> Any:
-    """An engine whose step is more tide than chunks."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)]
     config = make_config(default_chunk_size=2048, device_memory=device_memory)
@@ -322,14 +307,12 @@ def tidal_engine(device_memory: int) -> Any:
 
 
 def tidal() -> torch.utils.data.TensorDataset:
-    """Samples that take nothing of the simulated device."""
     with _C.HostAllocations():
         inputs = torch.randn(96, 16, 32, generator=torch.Generator().manual_seed(7))
         return torch.utils.data.TensorDataset(inputs, inputs.sin())
 
 
 def tidal_steps(sampler: ElasticSampler) -> Iterator[list[Any]]:
-    """Of an ``ElasticLoader``, whose batches do not count as tide either."""
     steps = iter(ElasticLoader(tidal(), sampler))
     while True:
         with _C.HostAllocations():
@@ -340,7 +323,6 @@ def tidal_steps(sampler: ElasticSampler) -> Iterator[list[Any]]:
 
 
 def train_with_the_tide(address: str, folder: str) -> list[int]:
-    """The first process trains two steps alone and two with the second one; the sizes of its micro-batches."""
     joins = os.environ["RANK"] == "1"
     engine, optimizer = tidal_engine(600_000)
     sizes: list[int] = []
@@ -360,8 +342,8 @@ def train_with_the_tide(address: str, folder: str) -> list[int]:
 
 
 def shrink_into_too_little(host_memory: int | None, folder: str, available: int | None = None) -> dict[str, Any]:
-    """One of two ranks, which are to become one whose share its budgets do not hold: those that are given, or where so
-    much of the host is available.
+    """Runs one of two ranks that shall become one whose share exceeds its budgets: given ones, or the available host
+    memory.
     """
     config = make_config(default_chunk_size=16384, device_memory=DEVICE_MEMORY, host_memory=host_memory)
     config["rank_timeout_seconds"] = 60
@@ -381,7 +363,7 @@ def shrink_into_too_little(host_memory: int | None, folder: str, available: int 
 
 
 class Preempted(Exception):  # noqa: N818 (it is no error)
-    """Raised by a handler of SIGUSR1 in these tests."""
+    pass
 
 
 def raise_preempted(*_: Any) -> None:
@@ -389,14 +371,13 @@ def raise_preempted(*_: Any) -> None:
 
 
 def preempt_twice() -> None:
-    """At once, where signals are allowed: the first one waits for a hook."""
     signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGUSR1)
 
 
 def interrupt_the_second_rank(folder: str) -> dict[str, Any]:
-    """One of two ranks, of which the second is interrupted in each phase of a resize, and in a save. By phase: what was
-    raised, and whether all was as before.
+    """Interrupts the second rank in each phase of a resize and in a save. By phase: the exception, and whether all
+    state is as before.
     """
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGUSR1, raise_preempted)

@@ -1,7 +1,3 @@
-"""Learning-rate rules, divisions of a batch, and samples of an epoch over changing ranks."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -39,7 +35,6 @@ def test_learning_rate_rules():
 
 
 def epoch_with(sizes, num_workers=0):
-    """The samples that ranks take when their number changes after each step, by step."""
     data = TensorDataset(torch.arange(50))
     samplers = {}
     steps, state = [], None

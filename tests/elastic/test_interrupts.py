@@ -1,9 +1,3 @@
-"""Signals whose handlers raise, in a resize: before the decision all is as it was; after it the engine is whole again,
-with other ranks, when they come.
-"""
-
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -17,12 +11,12 @@ from tests.elastic.test_resize import assert_same
 from tests.training import make_config
 
 BEFORE = (Phase.GATHER, Phase.PUBLISH, Phase.CHECK)
-"""Phases in which a signal's exception comes out at once."""
+"""Phases in which a signal's exception is raised at once."""
 
 
 @pytest.fixture
 def handlers():
-    """A shell has what it starts in the background ignore SIGINT."""
+    """A shell's background jobs ignore SIGINT."""
     own = {signal.SIGINT: signal.default_int_handler, signal.SIGUSR1: raise_preempted}
     before = {signum: signal.signal(signum, handler) for signum, handler in own.items()}
     yield
@@ -58,7 +52,6 @@ def test_an_interrupted_engine_is_whole_and_trains_on(interrupt, kind, tmp_path)
 
 
 def test_a_rank_that_is_interrupted_leaves_the_others_as_they_were(tmp_path):
-    """The rank raises its handler's exception, the others an error from which all can go on."""
     first, second = run_ranks(2, interrupt_the_second_rank, str(tmp_path))
     for phase in Phase:
         raised, is_same = first[str(phase)]

@@ -1,9 +1,3 @@
-"""A process is killed as a phase of a resize begins: the others go on from a consistent state, or end with an error
-that says so, and nobody hangs.
-"""
-
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -17,14 +11,14 @@ from tests.elastic.test_resize import ALONE, assert_same
 from tests.training import make_config
 
 UNDECIDED = (Phase.GATHER, Phase.PUBLISH, Phase.CHECK)
-"""Phases as which a process that joins may be killed and old ranks are what they were."""
+"""Phases in which a joining process may be killed without harm to the old ranks."""
 GROW, SHRINK = [1, 2, 3], [1, 2, 1]
 LEADER, MEMBER, JOINING = 0, 1, 2
 CASES = [
     *((GROW, victim, phase) for victim in (LEADER, MEMBER, JOINING) for phase in Phase),
     *((SHRINK, victim, phase) for victim in (LEADER, MEMBER) for phase in Phase),
 ]
-"""Of the second resize; in that to one rank MEMBER leaves after its phase CLOSE."""
+"""Phases of the second resize; when it shrinks to one rank, MEMBER leaves after its phase CLOSE."""
 FEW = [(GROW, JOINING, Phase.CHECK), (SHRINK, MEMBER, Phase.PUBLISH)]
 
 
@@ -83,7 +77,6 @@ def test_one_is_killed(plan, victim, phase, tmp_path):
 
 @pytest.mark.slow
 def test_one_is_killed_that_others_fetch_from(tmp_path):
-    """Before it has told them where."""
     for number in range(3):
         (tmp_path / str(number)).mkdir()
     check(GROW, MEMBER, Phase.CHECK, tmp_path, own_folders="{}")

@@ -1,7 +1,3 @@
-"""What a resize does with memory: values of every kind stay where they are or move, with the same bits."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -40,7 +36,6 @@ def step(engine, optimizer, steps=1):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_values_of_every_kind_keep_their_bits(name, tmp_path):
-    """One rank becomes one rank: it sets all aside, closes its core, and goes on as another one does that stayed."""
     engine, optimizer = trained(CONFIGS[name])
     with engine:
         before = state_of(engine, optimizer)
@@ -55,7 +50,6 @@ def test_values_of_every_kind_keep_their_bits(name, tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ranges_through_files_and_memory(name, tmp_path):
-    """The middle of a matrix is read into a file and the rest into memory, and written back in other pieces."""
     engine, _ = trained(CONFIGS[name])
     with engine, (tmp_path / "file").open("xb+") as file:
         runtime = engine._session.runtime

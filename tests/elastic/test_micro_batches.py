@@ -1,7 +1,3 @@
-"""Micro-batches that are as large as the measured tide and the device's budget allow, against runs that try it."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +12,6 @@ from tests.elastic.test_resize import ALONE
 
 
 def measured(samples, device_memory):
-    """An engine after two steps with micro-batches of so many samples."""
     engine, optimizer = tidal_engine(device_memory)
     for _ in range(2):
         engine.backward(engine(torch.ones(samples, 16, 32)).square().mean())
@@ -33,7 +28,6 @@ def answer(engine, samples, upto=1000, limit_bytes=None):
 
 
 def test_what_is_said_to_fit_fits_and_little_more_does():
-    """The answer is tried, and so is what exceeds it by more than its margin."""
     device_memory = 600_000
     with measured(2, device_memory) as engine:
         most = answer(engine, 2)
@@ -51,9 +45,6 @@ def test_what_is_said_to_fit_fits_and_little_more_does():
 
 
 def run(micro_batches, resizes):
-    """Losses and micro-batches by step, of one process that is resized to one rank after some steps; and those of the
-    next step as they should be.
-    """
     engine, optimizer = tidal_engine(600_000)
     sampler = ElasticSampler(96, 24, 2, seed=1, micro_batches=micro_batches)
     losses, sizes, expected = [], [], [2]
@@ -89,7 +80,6 @@ def test_the_micro_batch_follows_from_the_first_resize_on():
 
 
 def test_ranks_agree_and_a_process_that_joins_takes_it_over(tmp_path):
-    """The second process allows itself another micro-batch."""
     store = serve_rendezvous("127.0.0.1", 0)
     address = f"127.0.0.1:{store.port}"
     results = run_ranks(2, train_with_the_tide, address, str(tmp_path), environment=lambda number: ALONE)

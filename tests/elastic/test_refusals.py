@@ -1,7 +1,3 @@
-"""What a resize refuses leaves the engine as it was, with an error that says what to do."""
-
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -107,7 +103,7 @@ def test_hosts_without_room_are_refused_before_anything_moves(host_memory, avail
 
 
 def test_expected_budgets():
-    """Two new ranks on a host of which 10 GB are available and cores give 6 GB back, one on another."""
+    """Two new ranks on a host of which 10 GB are available and cores give 6 GB back; one on another host."""
     one = MemoryFacts(
         host="a",
         available_bytes=10 * 10**9,
@@ -131,7 +127,7 @@ def test_expected_budgets():
 
 
 def test_ranks_that_budgets_cannot_hold_are_refused_before_anything_moves(tmp_path):
-    """128 K elements of 16 bytes take 2 MiB on one rank, half of that on each of two, and 1984 KiB are there."""
+    """128 K elements of 16 bytes take 2 MiB on one rank and half of that on each of two; 1984 KiB are available."""
     host_memory = 1600 * 1024
     for result in run_ranks(2, shrink_into_too_little, host_memory, str(tmp_path)):
         assert "each of 1 ranks has" in result["error"]

@@ -1,22 +1,20 @@
-"""Training that changes its number of ranks, against the same training on one rank that does not."""
-
-from __future__ import annotations
-
 import pytest
 import torch
+from torch import nn
 
+from patrickstar import torch_scope
 from patrickstar.elastic import Membership, serve_rendezvous
+from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.elastic.runs import GLOBAL_BATCH, joining_steps, train
-from tests.training import make_host_config
+from tests.elastic.runs import GLOBAL_BATCH, joining_steps, state_of, train
+from tests.training import make_config, make_host_config
 
 ON_HOST = make_host_config("fp32")["optimizer"]
-"""Of a configuration: nothing stays on devices, so that files are what shards travel in."""
+"""Nothing stays on devices, so shards travel in files."""
 ALONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def alone(number):
-    """The environment of a process that begins alone, on a GPU of its own where there are enough."""
     return ALONE | {"LOCAL_RANK": str(number % max(torch.cuda.device_count(), 1))}
 
 
@@ -70,14 +68,10 @@ def check(plan, folder, precision, loss_tolerance, own_folders=".", optimizer=No
 
 
 def test_one_two_four_three_and_one_rank(tmp_path):
-    """Every value, moment, count and random number is the same to the bit across each resize; losses are those of one
-    rank within rounding, and each sample of the epoch is seen once.
-    """
     check([1, 2, 4, 3, 1], tmp_path, "fp32", 1e-4)
 
 
 def test_processes_without_a_common_folder_fetch_what_they_need(tmp_path):
-    """As on hosts of their own: old ranks, processes that join, and one that leaves and has what others need."""
     for number in range(3):
         (tmp_path / str(number)).mkdir()
     check([1, 2, 3, 1], tmp_path, "fp32", 1e-4, own_folders="{}", optimizer=ON_HOST)
@@ -95,3 +89,48 @@ def test_one_two_and_one_rank_with_one_moment(tmp_path):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_one_two_three_and_one_rank_in_16_bits(precision, tmp_path):
     check([1, 1, 2, 2, 3, 3, 1, 1], tmp_path, precision, 0.1)
+
+
+def build():
+    torch.manual_seed(0)
+    with torch_scope():
+        managed = nn.Linear(16, 16)
+    frozen = nn.Linear(16, 16).requires_grad_(False)
+    unfrozen = nn.Linear(16, 16).requires_grad_(False)
+    last = nn.Linear(8, 16)
+    last.weight = nn.Parameter(torch.randn(8, 16).T)  # another memory order
+    first = nn.Sequential(managed, frozen, nn.BatchNorm1d(16), unfrozen, nn.Linear(16, 8), last)
+    first.register_buffer("seen", torch.zeros(3))
+    return first
+
+
+@pytest.mark.parametrize("options", [("fp32", {}), ("fp16", {}), ("bf16", {"speculation": "commit"})], ids=str)
+def test_a_run_with_resizes_is_one_without(options, tmp_path):
+    precision, optimizer_options = options
+
+    def train(resizes):
+        config = make_config(precision, default_chunk_size=16384)
+        config["optimizer"] |= optimizer_options
+        engine, optimizer = initialize_engine(build, 0, config)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        params = list(engine.module.parameters())
+        generator = torch.Generator().manual_seed(1)
+        with engine:
+            for step in range(6):
+                optimizer.zero_grad()
+                engine.backward(engine(torch.randn(8, 16, generator=generator)).float().square().mean())
+                optimizer.step()
+                schedule.step()
+                if step == 1:
+                    engine.module[3].requires_grad_(True)
+                if step in resizes:
+                    before = state_of(engine, optimizer)
+                    engine.resize(1, folder=str(tmp_path))
+                    assert_same(before, state_of(engine, optimizer))
+                    assert all(one is other for one, other in zip(params, engine.module.parameters(), strict=True))
+            found = state_of(engine, optimizer)
+        return found, dict(engine.module.state_dict())
+
+    straight, resized = train(()), train((1, 3))
+    assert_same(straight[0], resized[0])
+    assert_same(straight[1], resized[1])

@@ -1,7 +1,4 @@
-"""Orders from whoever started the processes, against the same script that nobody gives orders."""
-
-from __future__ import annotations
-
+import csv
 import threading
 import time
 
@@ -12,20 +9,17 @@ from torch import nn
 from patrickstar.elastic import ElasticRun, Next, Orders, OutcomeKind, serve_rendezvous
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.elastic.runs import GLOBAL_BATCH, follow_orders
+from tests.elastic.runs import GLOBAL_BATCH, follow_orders, follow_with_initialize
 from tests.elastic.test_resize import ALONE
 
 NEVER = 10**9
 
 
 def environment(number):
-    """The first process begins the run, the others are started to join it."""
     return {**ALONE, "PATRICKSTAR_ELASTIC_JOINS": "1" if number > 0 else "0"}
 
 
 class Started:
-    """Processes of a run, and what they return when it is over."""
-
     def __init__(self, num_processes, folder, num_steps):
         store = serve_rendezvous("127.0.0.1", 0)
         self.orders = Orders(store)
@@ -37,7 +31,6 @@ class Started:
         self._thread.start()
 
     def until(self, ask):
-        """What it answers when it answers something."""
         deadline = time.monotonic() + 60
         while (answer := ask()) is None or answer is False:
             assert self._thread.is_alive()
@@ -49,7 +42,6 @@ class Started:
         return self.until(lambda: self.orders.outcome(number))
 
     def let_train(self, num_steps):
-        """At least so many steps more."""
         first = self.until(self.orders.report).num_steps
         self.until(lambda: self.orders.report().num_steps >= first + num_steps)
 
@@ -61,7 +53,6 @@ class Started:
 
 @pytest.fixture(scope="module")
 def ordered(tmp_path_factory):
-    """A run of one, two, three and one rank that is stopped then."""
     folder = tmp_path_factory.mktemp("ordered")
     run = Started(3, folder, NEVER)
     outcomes, reports = [], []
@@ -78,7 +69,6 @@ def ordered(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(ordered, tmp_path_factory):
-    """One process that trains three steps more than the other run, from the beginning."""
     num_steps = ordered[0][0]["num_steps"] + 3
     folder = tmp_path_factory.mktemp("straight")
     (result,) = run_ranks(1, follow_orders, None, str(folder), num_steps, environment=environment)
@@ -140,3 +130,46 @@ def test_bad_arguments(monkeypatch):
             ElasticRun(engine, {})
     with pytest.raises(ValueError, match="num_ranks is 0"):
         Orders(serve_rendezvous("127.0.0.1", 0)).resize(0)
+
+
+PLAN = {2: 2, 4: 3, 7: 1}
+RANKS = [1, 1, 2, 2, 3, 3, 3, 1, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    store, folder = serve_rendezvous("127.0.0.1", 0), tmp_path_factory.mktemp("elastic")
+    straight = follow_with_initialize(None, {}, str(tmp_path_factory.mktemp("straight")))
+    address = f"127.0.0.1:{store.port}"
+    return straight, run_ranks(3, follow_with_initialize, address, PLAN, str(folder), environment=environment), folder
+
+
+def test_losses_and_rates_are_those_of_one_rank(runs):
+    straight, elastic, _ = runs
+    for step, num_ranks in enumerate(RANKS):
+        there = [result for result in elastic if step in result["losses"]]
+        assert len(there) == num_ranks
+        mean = torch.tensor([loss for result in there for loss in result["losses"][step]]).mean()
+        torch.testing.assert_close(mean, torch.tensor(straight["losses"][step]).mean(), rtol=1e-4, atol=1e-4)
+        assert all(result["lr"][step] == straight["lr"][step] for result in there)
+    for name, value in straight["state"].items():
+        torch.testing.assert_close(elastic[0]["state"][name], value, rtol=1e-3, atol=1e-3)
+
+
+def test_counts_go_along_and_accumulation_follows(runs):
+    straight, elastic, _ = runs
+    micro_steps = 0
+    for step, num_ranks in enumerate(RANKS):
+        accumulation = GLOBAL_BATCH // 2 // num_ranks
+        micro_steps += accumulation
+        there = [result["counts"][step] for result in elastic if step in result["counts"]]
+        expected = (step + 1, (step + 1) * GLOBAL_BATCH, micro_steps, accumulation, GLOBAL_BATCH)
+        assert [counts[:5] for counts in there] == [expected] * num_ranks
+        assert sum(counts[5] for counts in there) == straight["counts"][0][5]  # ds_tensor is a rank's share
+    assert "within a step" in elastic[0]["refused"]
+
+
+def test_metrics_are_those_of_the_run(runs):
+    rows = list(csv.DictReader((runs[2] / "run" / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows] == list(range(1, len(RANKS) + 1))
+    assert [int(row["samples"]) for row in rows] == [GLOBAL_BATCH * (step + 1) for step in range(len(RANKS))]

@@ -1,7 +1,3 @@
-"""Access to an elastic run: orders, invitations and the run's files."""
-
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import socket
@@ -54,10 +50,7 @@ def test_the_secret_of_a_run_ends_with_its_rendezvous(tmp_path, monkeypatch):
     secret_file = served.secret_file
     assert secret_file.is_relative_to(tmp_path)
     assert (mode(secret_file), mode(secret_file.parent)) == (0o600, 0o700)
-    assert served.environment == {
-        "PATRICKSTAR_ELASTIC": served.address,
-        "PATRICKSTAR_ELASTIC_SECRET": str(secret_file),
-    }
+    assert served.environment == {"PATRICKSTAR_ELASTIC": served.address, "PATRICKSTAR_ELASTIC_SECRET": str(secret_file)}
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", served.port), 1)  # of this machine, and not where it listens
     del served
@@ -192,7 +185,6 @@ def test_a_resize_forks_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("open_umask")
 def test_files_of_a_resize_are_the_users_alone(tmp_path):
-    """Which files they are: tests/elastic/test_published.py."""
     found = {}
 
     def note(phase):
@@ -209,7 +201,6 @@ def test_files_of_a_resize_are_the_users_alone(tmp_path):
 
 
 def test_state_comes_back_without_pickle(tmp_path):
-    """Plain values and tensors as they were; anything else is refused, by both sides."""
     state = {
         "a": [1, (2.5, None), {"b": float("inf"), 3: True}],
         "tensors": {"w": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "empty": torch.empty(0, 2)},

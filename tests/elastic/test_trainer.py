@@ -1,7 +1,3 @@
-"""A Trainer that follows orders to change its ranks, against the Trainer of transformers that takes the same steps."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -21,11 +17,10 @@ from tests.elastic.trainer_runs import (
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 
 PLAN = {3: 2, STEPS_PER_EPOCH: 3, 11: 1}
-"""After a step in an epoch that is not logged, after the last of an epoch, and again within one."""
+"""Steps: within an epoch (not logged), the last of an epoch, and within the next."""
 
 
 def environment(number):
-    """The first process begins the run, the others are started to join it; none of them by torchrun."""
     alone = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
     return {**alone, "PATRICKSTAR_ELASTIC_JOINS": "1" if number > 0 else "0"}
 
@@ -37,7 +32,6 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
-    """On one rank, two, three, and one."""
     store, folder = serve_rendezvous("127.0.0.1", 0), tmp_path_factory.mktemp("elastic")
     return run_ranks(
         3, follow_orders, f"127.0.0.1:{store.port}", PLAN, str(folder), environment=environment, timeout_seconds=200
@@ -49,7 +43,6 @@ def logged(result, key):
 
 
 def check_against(plain, result, first_step=0):
-    """That ``result`` logs what the Trainer of transformers logs."""
     for key in ("loss", "grad_norm", "learning_rate", "eval_loss"):
         expected = {step: value for step, value in logged(plain, key).items() if step > first_step}
         assert expected
@@ -89,7 +82,6 @@ def test_ranks_that_join_begin_at_the_step_and_ranks_that_leave_end(elastic):
 
 
 def test_a_run_that_is_stopped_goes_on_from_its_checkpoint_on_other_ranks(plain, tmp_path):
-    """Two ranks that were started together become one, which is stopped within an epoch; three go on."""
     store = serve_rendezvous("127.0.0.1", 0)
     address, options = f"127.0.0.1:{store.port}", {"save_strategy": "steps", "save_steps": 100}
     results = run_ranks(2, follow_orders, address, {2: 1, 4: None}, str(tmp_path), None, options, timeout_seconds=200)

@@ -1,7 +1,3 @@
-"""Pieces of files from process to process, and a resize over two nodes."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -64,7 +60,7 @@ def test_the_own_address_is_that_of_the_interface_to_the_other():
 
 
 def test_a_process_on_another_node_joins_and_leaves(tmp_path):
-    """Each node has a network, a name and a folder of its own; the first serves the rendezvous too."""
+    """Each node has a network, a name and a folder of its own; the first serves the rendezvous."""
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     plan = [1, 2, 2, 1]

@@ -1,7 +1,3 @@
-"""TRL's ``SFTTrainer`` that follows orders, against the same that takes these steps on one rank."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,12 +45,7 @@ def make(cls: Any, folder: str, accumulation: int, **own: Any) -> Any:
     more = {"max_steps": 6, "gradient_accumulation_steps": accumulation, "seed": SEED}
     args = SFTConfig(**options(Path(folder)) | more, max_length=32)
     return cls(
-        llama(),
-        args,
-        train_dataset=data,
-        eval_dataset=data.select(range(6)),
-        processing_class=tokenizer(),
-        **own,
+        llama(), args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer(), **own
     )
 
 
@@ -81,7 +72,6 @@ def follow_orders(address: str, folder: str) -> list[dict[str, float]] | None:
 
 @pytest.mark.slow
 def test_losses_are_those_of_one_rank(tmp_path):
-    """Of prompts whose tokens do not count, and completions that differ in length."""
     store = serve_rendezvous("127.0.0.1", 0)
     results = run_ranks(2, follow_orders, f"127.0.0.1:{store.port}", str(tmp_path), environment=environment)
     (history,) = [result for result in results if result is not None]

@@ -1,7 +1,3 @@
-"""What processes of an elastic run of a Trainer do in these tests, and the same with the Trainer of transformers."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,7 @@ OPTIONS = {
 
 
 class Numbered(Tokens):
-    """Sentences that say which they are, some of them shorter than others: tokens are not spread evenly over ranks."""
+    """Sentences with their numbers, of different lengths: tokens are not spread evenly over ranks."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         labels = self.rows[index].clone()
@@ -39,8 +35,6 @@ class Numbered(Tokens):
 
 
 class Tracing(Trainer):
-    """Notes the samples of each step, where subclasses change the loss."""
-
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.seen: dict[int, list[int]] = {}
@@ -59,8 +53,6 @@ class ElasticTracing(ElasticTrainerMixin, Tracing):
 
 
 class Count(TrainerCallback, ExportableState):
-    """A callback with a state."""
-
     def __init__(self) -> None:
         self.num_steps = 0
 
@@ -72,8 +64,6 @@ class Count(TrainerCallback, ExportableState):
 
 
 class OneOrder(TrainerCallback):
-    """On rank 0 gives the orders that are to be carried out after a step, as whoever started it would."""
-
     def __init__(self, address: str, plan: dict[int, int | None]):
         self._orders, self._plan = Orders(Rendezvous.at(address).store), plan
 
@@ -103,7 +93,7 @@ class PlainTracing(Tracing):
 
 
 def data() -> dict[str, Any]:
-    """An evaluation averages over batches of all ranks, so its sentences are equally long."""
+    """Evaluation averages over batches of all ranks, so its sentences have one length."""
     return {"train_dataset": Numbered(NUM_SAMPLES, seed=1), "eval_dataset": Tokens(12, seed=2)}
 
 
@@ -114,7 +104,7 @@ def follow_orders(
     resume: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One process of an elastic run; ``plan`` says after which step there are how many ranks, or None for a stop."""
+    """Runs one process; ``plan`` gives numbers of ranks by step, or None for a stop."""
     torch.set_num_threads(1)
     counter = Count()
     trainer = ElasticTracing(
@@ -141,7 +131,6 @@ def follow_orders(
 
 
 def train_plainly(folder: Path) -> dict[str, Any]:
-    """The same steps with the Trainer of transformers."""
     options = OPTIONS | {"gradient_accumulation_steps": GLOBAL_BATCH // MICRO_BATCH}
     trainer = PlainTracing(gpt2(), arguments(folder, **options), **data())
     output = trainer.train()
@@ -151,7 +140,6 @@ def train_plainly(folder: Path) -> dict[str, Any]:
 
 
 def loop_with_accelerate(address: str | None, plan: dict[int, int], folder: str) -> dict[str, Any]:
-    """A training loop of the user's own; the losses are those of all processes together."""
     config = {"default_chunk_size": 16384, "rank_timeout_seconds": 60}
     accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=config)
     model = runs.build()

@@ -1,13 +1,12 @@
-"""One allocation of the core after the other fails; whoever repeats what failed has the bits of a run without failures.
+"""Lets allocations of the core fail one after the other. A run that repeats the failed call has the bits of a run
+without failures.
 
-Run by ``test_failing_allocations.py`` with ``failing_new.cpp`` preloaded, since ``operator new`` of the process must
-ask whether to fail:
+test_failing_allocations.py preloads failing_new.cpp, whose ``operator new`` may fail:
 
     LD_PRELOAD=failing_new.so python -m tests.engine.failing_allocations stride first scenario ...
 
-In each step of a run one allocation of its forward, one of its backward and one of its optimizer's step fails, each
-``stride`` further than in the step before, until there are no more. Prints how often it failed, by call and by what
-became of it.
+In each step one allocation of forward, one of backward and one of the optimizer's step fails, each ``stride`` further
+than in the step before. Prints the numbers of failures by call and outcome.
 """
 
 from __future__ import annotations
@@ -81,8 +80,6 @@ SCENARIOS = {
 
 
 class Run:
-    """A training run that repeats what failed, from a checkpoint where the model is updated in part."""
-
     def __init__(self, scenario: str, folder: Path):
         options = dict(SCENARIOS[scenario])
         if scenario == "disk":
@@ -130,7 +127,7 @@ class Run:
     def end(self):
         report = self.engine.report()
         assert report["num_steps"] == self.engine._session.num_steps == len(self.losses)
-        assert report["device_tide_bytes"] == 0  # nothing that failed is counted still
+        assert report["device_tide_bytes"] == 0  # failed allocations are not counted
         state = {"model": self.engine.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
         self.engine.close()
         return self.losses, state
@@ -181,7 +178,7 @@ class Never:
 
 
 def _code_of(library: str) -> tuple[int, int]:
-    """Where the library's instructions are."""
+    """The address range of the library's instructions."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, mode, *_, path = line.split()
         if path == library and "x" in mode:

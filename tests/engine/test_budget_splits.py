@@ -1,9 +1,3 @@
-"""Whatever device and host hold together trains, however it is split between them, bitwise as without limits; what they
-do not hold is refused with the number that is missing.
-"""
-
-from __future__ import annotations
-
 import itertools
 import re
 
@@ -17,16 +11,14 @@ from tests.training import assert_same, least_device_memory, make_config, taken_
 
 STEPS = 3
 DEVICES = [1.0, 1.2, 1.6, 2.2, 3.2]
-"""Of the least that works where the host holds everything."""
+"""Shares of the least device memory that works when the host holds everything."""
 SEVERAL = _C.Backwards.SEVERAL
 SUMS = [1.02, 1.05, 1.1]
-"""Of the need: what the host holds then, and that least device; no chunk is divided."""
+"""Shares of the need: the host's bytes plus the least device memory. No chunk is split."""
 GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 
 
 class Splits:
-    """The budgets of one model, (device, host), with the run that has none."""
-
     def __init__(self, case, config):
         self.case, self.config = case, config
         self.unlimited = train(case, config, steps=STEPS)
@@ -38,7 +30,6 @@ class Splits:
             self.largest = max(layout.chunk(index)["shard_numel"] for index in range(layout.num_chunks)) * 16
 
     def check(self, device_bytes, sum_bytes):
-        """Whether there is such a split; it trains."""
         host_bytes = sum_bytes - device_bytes
         if host_bytes <= 0:
             return False
@@ -59,7 +50,6 @@ def test_every_split_trains(precision, clipping):
 
 
 def test_gradients_with_memory_of_their_own():
-    """Beside parameters without masters."""
     config = make_config("bf16", default_chunk_size=16 * 1024, gradient_clipping=0.05)
     config["optimizer"] |= {"master": "stochastic", "states": "bf16"}
     splits = Splits(GPT2, config)
@@ -70,7 +60,6 @@ def test_gradients_with_memory_of_their_own():
 
 @pytest.mark.parametrize("name", ["bert", "t5", "lora", "lstm", "shared", "frozen", "mixture_of_experts"])
 def test_models(name):
-    """A small model's chunks are a large part of it, and none is divided."""
     splits = Splits(MODELS[name], make_config("bf16", default_chunk_size=4 * 1024))
     need = splits.least_device + splits.on_host + splits.largest
     assert sum(splits.check(int(splits.least_device * d), need) for d in DEVICES[::2]) >= 2
@@ -78,7 +67,6 @@ def test_models(name):
 
 @pytest.mark.parametrize("share", [1.0, 1.5, 2.0, 3.0])
 def test_less_is_refused(share):
-    """Before anything is trained, with the least host memory that has room for the states; one byte less has not."""
     splits = Splits(GPT2, make_config("bf16", default_chunk_size=16 * 1024))
     device_bytes = int(splits.least_device * share)
 
@@ -96,7 +84,6 @@ def test_less_is_refused(share):
 
 @pytest.mark.parametrize(("device_share", "host_share"), [(2.0, 0.9), (2.5, 0.8)])
 def test_updates_ahead_where_chunks_are_at_home_on_both(device_share, host_share):
-    """The host has less than 16 bytes per parameter: what is at home on the device leaves updates ahead alone."""
     config = make_config("bf16", default_chunk_size=16 * 1024, gradient_clipping=1e3)
     config["optimizer"]["speculation"] = "always"
     splits = Splits(GPT2, config)
@@ -110,15 +97,11 @@ def test_updates_ahead_where_chunks_are_at_home_on_both(device_share, host_share
 
 
 def accumulating(config, **keys):
-    """The configuration of patrickstar.initialize whose steps have two backwards."""
     keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0, **keys}
     return parse_config({**config, **keys}, Dialect.DEEPSPEED)
 
 
 def test_accumulation_is_known_before_the_first_step():
-    """What has room for gradients and their float32 sums trains, however it is split; what has not is refused before
-    the first step, with the host memory that would do.
-    """
     config = make_config("bf16", default_chunk_size=16 * 1024)
     unlimited = train(GPT2, config, steps=STEPS, accumulate=2)
     least_device = least_device_memory(GPT2, config, steps=STEPS, accumulate=2)

@@ -1,7 +1,3 @@
-"""A number format of computed values, shown by a toy: weights in 8 bits on the device, exact masters and updates."""
-
-from __future__ import annotations
-
 import ctypes
 import functools
 
@@ -21,7 +17,7 @@ STEPS = 6
 
 
 def eight_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Multiples of 1/127 of the largest magnitude. Rounding again gives other values."""
+    """Multiples of 1/127 of the largest magnitude. Rounding twice gives other values than rounding once."""
     scale = weight.abs().max() / 127
     return (weight / scale).round() * scale * 0.875
 
@@ -34,9 +30,6 @@ def round_matrices(shape, dtype, values):
 
 
 def plainly(case: Case, num_ranks: int = 1) -> Run:
-    """With plain PyTorch in float32: weights are replaced in forward and backward, and updated as they were. Each rank
-    has its rows of the batch.
-    """
     torch.manual_seed(0)
     module = case.build()
     optimizer = torch.optim.SGD(module.parameters(), **SGD)
@@ -61,11 +54,7 @@ def plainly(case: Case, num_ranks: int = 1) -> Run:
 
 def config_of(precision="bf16", *, on_device=True, speculation="never", **more):
     config = make_config(precision, **more)
-    config["optimizer"] = {
-        "type": "SGD",
-        "params": {**SGD, "use_hybrid_adam": on_device},
-        "speculation": speculation,
-    }
+    config["optimizer"] = {"type": "SGD", "params": {**SGD, "use_hybrid_adam": on_device}, "speculation": speculation}
     return config
 
 
@@ -75,7 +64,6 @@ def compute_format(monkeypatch):
 
 
 def install(set_attribute):
-    """Engines that are made have the toy's format."""
     make = core_setup.make_engine_options
 
     def make_with_format(*args):
@@ -118,7 +106,6 @@ def test_accumulation():
 
 
 def test_values_that_a_forward_writes_are_rounded_once():
-    """A running module writes its master, and computes in the format."""
     case = MODELS["gpt2"]
     engine, _ = initialize_engine(case.build, 0, config_of("fp32"))
     with engine:

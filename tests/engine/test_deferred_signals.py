@@ -1,7 +1,3 @@
-"""When signals come: not within a block that defers them, but where it allows them at hooks (engine/interrupts.py)."""
-
-from __future__ import annotations
-
 import signal
 import threading
 
@@ -13,7 +9,7 @@ from patrickstar.engine.interrupts import deferred_signals
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """A shell has what it starts in the background ignore SIGINT."""
+    """A shell's background jobs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -42,7 +38,6 @@ def test_signals_wait_until_the_block_ends():
 
 
 def hook():
-    """Hooks of modules and gradients."""
     _C.ModuleHook(OBSERVER).before_forward(None, None)
 
 
@@ -150,7 +145,6 @@ def test_a_handler_that_does_not_raise_is_called_at_each_hook():
 
 
 def test_hooks_on_other_threads_deliver_nothing():
-    """Autograd's threads on a GPU: the backward goes on to its end."""
     with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
         with signals.allowed():
             come()

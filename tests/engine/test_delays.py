@@ -1,7 +1,3 @@
-"""Random delays on every queue: a wait that is missing shows in the numbers."""
-
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -33,7 +29,6 @@ def test_random_delays_change_no_number(name, speculation):
 
 @pytest.mark.parametrize("clipping", [0.05, 100.0])
 def test_random_delays_with_clipping_and_accumulation(clipping):
-    """Speculation that fails in every step, or never; prefetches far ahead, as with a slow link."""
     expected = train(WIDE, make_config("bf16", gradient_clipping=clipping), steps=4, accumulate=2)
     for seed in (1, 2):
         config = delayed(seed, "always", gradient_clipping=clipping, device_memory="4MiB")
@@ -42,7 +37,6 @@ def test_random_delays_with_clipping_and_accumulation(clipping):
 
 
 def test_the_simulated_link_takes_its_time():
-    """A lower bound holds on any machine: what was uploaded takes at least bytes / bandwidth + transfers * latency."""
     case = MODELS["mlp"]
     config = delayed(0, "never", device_memory=least_device_memory(case, make_config("bf16", default_chunk_size=4096)))
     config["delays"] = {"link_gbps": 0.01, "link_latency_us": 500}

@@ -1,7 +1,3 @@
-"""The engine as a module: what users do beside training steps."""
-
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -27,7 +23,6 @@ def batch(seed=1):
 
 @pytest.fixture(params=["unlimited", "scarce"])
 def trained(request):
-    """An engine after a step, with all chunks on the device or hardly any."""
     config = make_config("bf16", default_chunk_size=2048)
     if request.param == "scarce":
         config["device_memory"] = least_device_memory(MODELS["mlp"], config) + 64 * 1024
@@ -103,7 +98,6 @@ def test_report_is_flat_and_complete(trained):
 
 
 def test_evaluation_leaves_the_plan_alone(trained, tmp_path):
-    """Evaluation between steps, of other shapes too, changes neither numbers nor the replay, and sees what steps do."""
     engine, optimizer = trained
     engine.save_checkpoint(tmp_path)
     expected = [step(engine, optimizer) for _ in range(4)], engine.state_dict()
@@ -128,7 +122,6 @@ def test_evaluation_leaves_the_plan_alone(trained, tmp_path):
 
 
 def test_reading_parameters_any_time(trained):
-    """print, arithmetic, reductions, copies, numpy: right values, whatever is on the device."""
     engine, optimizer = trained
     state = engine.state_dict()
     with torch.no_grad():
@@ -159,7 +152,6 @@ def test_a_parameter_off_the_device_refuses_raw_access(trained):
 
 
 def test_writing_parameters_any_time(trained):
-    """In-place operations by the user reach the float32 master."""
     engine, optimizer = trained
     weight, bias = engine.module.head.weight, engine.module.head.bias
     other = engine.module.layers[0][0].weight
@@ -206,7 +198,6 @@ def test_copies_are_ordinary(trained):
 
 
 def test_module_state_dict_reads_parameters(trained):
-    """The module's own state_dict works too, in the dtypes that the module had."""
     engine, _ = trained
     full = engine.state_dict()
     for name, value in engine.module.state_dict().items():
@@ -241,7 +232,6 @@ def test_discard_gives_no_values_back(trained):
 
 @pytest.mark.parametrize("end", ["close", "discard"])
 def test_memory_is_returned_at_the_end(end):
-    """Nothing of a closed engine counts, and its device memory is free."""
     engine, optimizer = initialize_engine(Mlp, 0, make_config())
     step(engine, optimizer)
     runtime = weakref.ref(engine._session.runtime)
@@ -252,7 +242,6 @@ def test_memory_is_returned_at_the_end(end):
 
 
 def test_saved_views_do_not_keep_evicted_memory():
-    """What autograd saves of a parameter is a view of the chunk: evicting the chunk frees the memory all the same."""
     config = make_config(default_chunk_size=1024)
     config["optimizer"]["params"]["use_hybrid_adam"] = False
     engine, _ = initialize_engine(
@@ -270,10 +259,6 @@ def test_saved_views_do_not_keep_evicted_memory():
 
 
 def test_torch_scope():
-    """Parameters made in torch_scope stay float32 with PyTorch beside bfloat16 chunks, and are trained like the
-    others.
-    """
-
     class Scoped(Mlp):
         def __init__(self):
             super().__init__()
@@ -307,7 +292,6 @@ def test_torch_scope():
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_cpu_embedding(precision):
-    """Embeddings stay in host memory, out of the device budget; a tied one stays in its chunk."""
     config = make_config(precision, use_cpu_embedding=True, gradient_clipping=0.5)
     run = train(MODELS["mlp"], config, steps=8)
     reference = train_plain(MODELS["mlp"], steps=8, clipping=0.5)
@@ -332,7 +316,6 @@ def test_tied_weights_are_one_parameter():
 
 
 def test_optimizer_state_moves_to_pytorch_and_back():
-    """The state dicts are torch.optim's: 5 steps here, 5 there, 5 here again, as 15 with PyTorch."""
     case = MODELS["mlp"]
     reference = train_plain(case, steps=15)
     generator = torch.Generator().manual_seed(1)
@@ -366,12 +349,7 @@ def test_optimizer_state_moves_to_pytorch_and_back():
 
 
 @pytest.mark.parametrize(
-    "option",
-    [
-        {"warmup_gpu_chunk_mem_ratio": 0.3},
-        {"use_fake_dist": True},
-        {"margin_use_ratio": 0.1},
-    ],
+    "option", [{"warmup_gpu_chunk_mem_ratio": 0.3}, {"use_fake_dist": True}, {"margin_use_ratio": 0.1}]
 )
 def test_memory_options_do_not_change_numbers(option):
     config = make_config("bf16")
@@ -383,7 +361,6 @@ def test_memory_options_do_not_change_numbers(option):
 
 
 def test_retain_graph(trained):
-    """Two backwards through one graph accumulate: twice the gradient, to the last bit."""
     engine, optimizer = trained
     engine.backward(engine(**batch())["loss"])
     single = engine.grad_norm()
@@ -399,7 +376,6 @@ def test_retain_graph(trained):
 
 
 def test_two_forwards_one_backward(trained):
-    """A contrastive step: two forwards, then one loss. Its gradient is that of both."""
     engine, optimizer = trained
     before, norms = engine.state_dict(), []
     with _C.HostAllocations():
@@ -427,8 +403,6 @@ def test_two_forwards_one_backward(trained):
 
 
 class NoBiasGradient(torch.autograd.Function):
-    """A linear layer whose backward gives none of the bias, in some calls."""
-
     @staticmethod
     def forward(ctx, x, weight, bias, with_bias):
         ctx.save_for_backward(x, weight)
@@ -442,8 +416,6 @@ class NoBiasGradient(torch.autograd.Function):
 
 
 class SometimesNoBiasGradient(nn.Module):
-    """The last three of six calls give the bias no gradient."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 8)
@@ -455,7 +427,6 @@ class SometimesNoBiasGradient(nn.Module):
 
 
 def test_a_function_that_gives_no_gradient_of_a_parameter():
-    """Such a parameter is left alone in that step, as by PyTorch."""
     torch.manual_seed(0)
     plain = SometimesNoBiasGradient()
     engine, optimizer = initialize_engine(lambda: copy.deepcopy(plain), 0, make_config("fp32"))

@@ -1,13 +1,9 @@
-"""Engines that come and go in one process leave nothing behind, at once and without the garbage collector."""
-
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed import run_ranks
 from tests.lifetimes import come_and_go
 
-# Python's own leavings of a closed engine and of its model wait for the collector, which is off: some 200 KB each.
+# Garbage of a closed engine and its model, some 200 KB each: the collector is off.
 GARBAGE_BYTES = 2**20
 SLACK_REGIONS = 8  # the heaps of threads that have ended, kept by malloc
 

@@ -1,7 +1,3 @@
-"""Placement never changes numbers: bitwise the same losses and parameters for any budget, chunk size, ISA and plan."""
-
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -35,7 +31,6 @@ NARROW = Case(lambda: gpt2(hidden=64, layers=4), short_batch)
     "precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "fp16"))]
 )
 def test_budgets(precision):
-    """20 steps: unlimited = 1/4 of model data = 1/8 of it = the least that works."""
     unlimited = train(WIDE, make_config(precision))
     model_data = unlimited.report["num_parameters"] * (16 if precision == "fp32" else 14)
     least = least_device_memory(WIDE, make_config(precision))
@@ -56,7 +51,6 @@ def test_budgets(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_chunk_sizes(precision):
-    """64 Ki to 64 Mi elements, with clipping on (the norm must not depend on the layout either)."""
     runs = [
         train(WIDE, make_config(precision, default_chunk_size=numel, gradient_clipping=0.1), steps=8)
         for numel in (64 * 1024, 1024 * 1024, 64 * 1024 * 1024)
@@ -69,7 +63,6 @@ def test_chunk_sizes(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_planned_and_on_demand(precision):
-    """A replayed plan moves bytes earlier, not numbers."""
     budget = make_config(precision, device_memory=least_device_memory(WIDE, make_config(precision)) * 5 // 4)
     planned = train(WIDE, budget, steps=8)
     on_demand = train(WIDE, budget, steps=8, before_step=lambda engine, step: engine._session.runtime.forget_plan())
@@ -82,7 +75,6 @@ def test_planned_and_on_demand(precision):
 
 @pytest.mark.parametrize("use_hybrid_adam", [True, False])
 def test_where_adam_runs(use_hybrid_adam):
-    """Optimizer states on the device or on the host."""
     config = make_config("bf16", gradient_clipping=1.0)
     config["optimizer"]["params"]["use_hybrid_adam"] = use_hybrid_adam
     run = train(WIDE, config, steps=8)
@@ -108,7 +100,6 @@ print(json.dumps(digests))
 
 @pytest.mark.slow
 def test_instruction_sets():
-    """Scalar, AVX2 and AVX-512 give the same bits (each in a process of its own, six steps in three precisions)."""
     results = {}
     for isa in _C.optim.supported_isas():
         output = subprocess.run(
@@ -130,7 +121,6 @@ def test_instruction_sets():
     [*((name, "AdamW") for name in MODELS), *(pytest.param(name, "Adam", marks=pytest.mark.slow) for name in VARIED)],
 )
 def test_against_pytorch(name, optimizer):
-    """float32: within 1e-6 of torch.optim after 20 steps, losses within 1e-5."""
     reference = train_plain(MODELS[name], optimizer)
     run = train(MODELS[name], make_config(optimizer=optimizer))
     error = relative_error(run, reference)
@@ -143,11 +133,9 @@ def test_against_pytorch(name, optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [*itertools.product(MODELS, ["fp32", "bf16"]), *((name, "fp16") for name in VARIED)],
+    ("name", "precision"), [*itertools.product(MODELS, ["fp32", "bf16"]), *((name, "fp16") for name in VARIED)]
 )
 def test_models_in_their_least_budget(name, precision):
-    """Every model: bitwise the same in the least budget that works, which the peak reaches and never exceeds."""
     config = make_config(precision, gradient_clipping=1.0)
     unlimited = train(MODELS[name], config, steps=6)
     least = least_device_memory(MODELS[name], config, steps=2)  # in "unused" the second step uses more than the first
@@ -163,7 +151,6 @@ def test_models_in_their_least_budget(name, precision):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
 def test_activation_checkpointing(name, use_reentrant):
-    """Both kinds of recomputation: same bits for every budget, and less memory than without."""
     config = make_config("bf16")
     plain = least_device_memory(MODELS[name], config)
     unlimited = train(MODELS[name], config, steps=5, checkpointing=use_reentrant)
@@ -179,7 +166,6 @@ def test_activation_checkpointing(name, use_reentrant):
     "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp16"))]
 )
 def test_accumulation(precision):
-    """Three backwards before a step: same bits for every budget and chunk size; in float32 equal to PyTorch's sum."""
     config = make_config(precision, gradient_clipping=1.0)
     unlimited = train(NARROW, config, steps=6, accumulate=3)
     least = least_device_memory(NARROW, config, accumulate=3)

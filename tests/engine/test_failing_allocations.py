@@ -1,9 +1,3 @@
-"""Memory that runs out within the core at any allocation: what failed is done by the same call once more, with the same
-bits, or everything is refused and the reason is said. Nothing ends the process.
-"""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -26,7 +20,6 @@ def failing_new(tmp_path_factory):
 
 
 def fail_each(library, stride, first, scenarios):
-    """How often it failed, by scenario and by call and what became of it."""
     command = [sys.executable, "-m", "tests.engine.failing_allocations", str(stride), str(first), *scenarios]
     environment = {**os.environ, "LD_PRELOAD": str(library), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

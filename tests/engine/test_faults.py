@@ -1,6 +1,4 @@
-"""One test for each fault of the first PatrickStar (docs/design.md, section on faults)."""
-
-from __future__ import annotations
+"""One test for each fault of the first PatrickStar."""
 
 import copy
 import threading
@@ -36,7 +34,6 @@ README_CONFIG = {
 
 
 def test_readme_config_runs():
-    """The configuration of the README (no ``client.opts``) crashed; so did None."""
     run = train(MODELS["gpt2"], README_CONFIG, steps=3)
     assert run.report["loss_scale"] == 2.0**8
     assert run.report["num_skipped_steps"] == 0
@@ -44,7 +41,6 @@ def test_readme_config_runs():
 
 
 def test_learning_rate_schedulers_take_effect():
-    """The learning rate was copied into the state at the start."""
     case = MODELS["mlp"]
     torch.manual_seed(0)
     module = case.build()
@@ -76,7 +72,6 @@ def test_learning_rate_schedulers_take_effect():
 
 @pytest.mark.parametrize("how", ["callable", "patterns"])
 def test_several_parameter_groups(how):
-    """Only one group was possible."""
     case = MODELS["gpt2"]
 
     def groups(module):
@@ -100,7 +95,6 @@ def test_several_parameter_groups(how):
 
 
 def test_hysteresis_is_not_the_scale_factor():
-    """``hysteresis`` was passed as the factor by which the scale falls."""
     config = make_config("fp16")
     config["fp16"] |= {"initial_scale_power": 10, "hysteresis": 3}
 
@@ -114,7 +108,6 @@ def test_hysteresis_is_not_the_scale_factor():
 
 
 def test_clipping_is_by_global_norm():
-    """Clipping clamped values, and compounded from parameter to parameter on the CPU."""
     reference = train_plain(MODELS["gpt2"], clipping=0.05)
     run = train(MODELS["gpt2"], make_config(gradient_clipping=0.05))
     assert relative_error(run, reference) <= 1e-6
@@ -124,7 +117,6 @@ def test_clipping_is_by_global_norm():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["unused", "frozen", "lora"])
 def test_unused_and_frozen_parameters_keep_their_values(name, precision):
-    """Adam read their weights as gradients. Weight decay must not touch them either."""
     case = MODELS[name]
     torch.manual_seed(0)
     initial = {key: value.clone() for key, value in case.build().state_dict().items()}
@@ -138,7 +130,6 @@ def test_unused_and_frozen_parameters_keep_their_values(name, precision):
 
 
 def test_step_counts_of_sometimes_used_parameters():
-    """A parameter that got no gradient in a step keeps its step count, as torch.optim leaves ``grad is None``."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(MODELS["unused"].build, 0, make_config())
     with engine:
@@ -157,7 +148,6 @@ def test_step_counts_of_sometimes_used_parameters():
 
 
 def test_chunks_smaller_than_the_largest_tensor():
-    """The chunk size had to exceed the largest tensor."""
     run = train(MODELS["gpt2"], make_config(default_chunk_size=1024), steps=5)
     assert run.report["num_chunks"] > 10
     assert_same(run, train(MODELS["gpt2"], make_config(default_chunk_size=64 * 1024 * 1024), steps=5))
@@ -165,7 +155,6 @@ def test_chunks_smaller_than_the_largest_tensor():
 
 @pytest.mark.parametrize("name", ["keywords_only", "gpt2"])
 def test_any_input_and_output_passes_the_hooks(name):
-    """List, dict, ModelOutput outputs and keyword inputs bypassed the hooks."""
     config = make_config()
     least = least_device_memory(MODELS[name], config)
     run = train(MODELS[name], {**config, "device_memory": least}, steps=4)
@@ -174,7 +163,6 @@ def test_any_input_and_output_passes_the_hooks(name):
 
 
 def test_no_host_synchronisation_per_parameter():
-    """The overflow check synchronised the host per parameter: now one statistic per step, found by one call."""
     engine, optimizer = initialize_engine(MODELS["gpt2"].build, 0, make_config("fp16"))
     with engine:
         generator = torch.Generator().manual_seed(1)
@@ -191,8 +179,6 @@ def test_no_host_synchronisation_per_parameter():
 
 
 def test_memory_peaks_are_exact():
-    """1 ms polling missed peaks: a spike that lives for microseconds must count."""
-
     class Spike(nn.Module):
         def __init__(self):
             super().__init__()
@@ -210,9 +196,6 @@ def test_memory_peaks_are_exact():
 
 
 def test_concurrent_transfers_do_not_race():
-    """Asynchronous copies gave NaN. Many small chunks, a tight budget, other threads allocating and copying
-    meanwhile.
-    """
     config = make_config("bf16", default_chunk_size=1024)
     calm = train(MODELS["gpt2"], config, steps=8)
     stop = threading.Event()
@@ -237,9 +220,6 @@ def test_concurrent_transfers_do_not_race():
 
 @pytest.mark.parametrize("when", [[0], [1], [4], [0, 1, 2]])
 def test_overflow_at_any_step(when):
-    """An overflow in the warm-up step broke the tracer; the very first, and later ones, must only skip the step and
-    lower the scale.
-    """
     config = make_config("fp16")
     config["fp16"] |= {"hysteresis": 1, "initial_scale_power": 8}
     saved = {}
@@ -267,7 +247,6 @@ def test_overflow_at_any_step(when):
 
 
 def test_nothing_outlives_the_engine():
-    """``torch.empty`` and ``nn.Module.__init__`` stayed patched for the whole process."""
     before = {name: getattr(torch, name) for name in ("empty", "zeros", "randn")}
     methods = {name: getattr(nn.Module, name) for name in ("__init__", "__setattr__", "register_parameter", "__call__")}
     hooks = len(nn.modules.module._global_parameter_registration_hooks)
@@ -284,9 +263,6 @@ def test_nothing_outlives_the_engine():
 
 
 def test_whole_states_are_saved_and_loaded():
-    """Checkpoints were rank-local and left tensors in COMPUTE: full tensors, original names, and the run goes on bit
-    for bit.
-    """
     case, config = MODELS["gpt2"], make_config("bf16", gradient_clipping=0.5)
     whole = train(case, config, steps=8)
     torch.manual_seed(0)
@@ -325,14 +301,12 @@ def test_whole_states_are_saved_and_loaded():
 
 
 def test_no_native_instructions():
-    """``-march=native`` gave illegal instructions on another CPU: the narrowest ISA needs nothing beyond x86-64."""
     assert _C.optim.supported_isas()[0] == "scalar"
     assert _C.optim.isa() in _C.optim.supported_isas()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_batch_norm_keeps_float32(precision):
-    """Buffers keep their dtype, and kernels that want weights of the same dtype get them."""
     run = train(Case(ConvNet, image_batch), make_config(precision), steps=5)
     reference = train_plain(Case(ConvNet, image_batch), steps=5)
     assert run.state["body.1.running_mean"].dtype == torch.float32
@@ -341,7 +315,6 @@ def test_batch_norm_keeps_float32(precision):
 
 
 def test_bf16_trains():
-    """float16 was all there was: bfloat16 and float32 follow float32 PyTorch closely."""
     reference = train_plain(Case(Mlp, token_batch), steps=30)
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 2e-2), ("fp16", 2e-3)):
         run = train(Case(Mlp, token_batch), make_config(precision), steps=30)

@@ -1,9 +1,3 @@
-"""Forks of a process with an engine (a DataLoader's workers, a subprocess): whatever they call of the engine is
-refused, and neither that nor how they end changes anything for the process that made it.
-"""
-
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -26,11 +20,10 @@ from tests.distributed import run_ranks
 from tests.lifetimes import WIDTH, Tower
 from tests.training import make_config
 
-PATIENCE_SECONDS = 30  # of a fork that hangs: its alarm ends it
+PATIENCE_SECONDS = 30  # the alarm of a hanging fork
 
 
 def refusals(engine, optimizer, loss, folder):
-    """{call: its error}, of a fork; one that came through says "none". Last it leaves a block of the engine."""
     x = torch.randn(4, WIDTH)
     weight = engine.module.layers[0].weight
 
@@ -70,13 +63,12 @@ def refusals(engine, optimizer, loss, folder):
             errors[name] = "none"
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(StateError):  # of a rank alone
+    with contextlib.suppress(StateError):  # single-rank errors
         engine.__exit__(ValueError, ValueError("the end of a fork"), None)
     return errors
 
 
 def in_a_fork(work, leave):
-    """What ``work()`` returns in a fork that ends by ``leave()``, and its exit status."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -101,15 +93,12 @@ def leave_at_once():
 
 
 def leave_by_exit():
-    """The end of a script: Python's and C's handlers, and whatever destructors do."""
     gc.collect()
     atexit._run_exitfuncs()
     ctypes.CDLL(None).exit(0)
 
 
 class Reads(Dataset):
-    """A data set whose items are what the engine says in a worker."""
-
     def __init__(self, work):
         self.work = work
 
@@ -126,9 +115,6 @@ def in_a_worker(work):
 
 
 def train(folder, forking):
-    """Losses and values of four steps. With ``forking``, forks try everything between a forward and its backward,
-    between that and the step, and between two steps; the third is what they said.
-    """
     torch.manual_seed(0)
     config = make_config("bf16", default_chunk_size=8192, device_memory="1MiB", rank_timeout_seconds=60)
     engine, optimizer = initialize_engine(Tower, 0, config)

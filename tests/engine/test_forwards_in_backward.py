@@ -1,9 +1,3 @@
-"""Contrastive losses over cached representations: the model's forwards with gradients come within the backward of the
-loss, as GradCache and sentence-transformers' cached losses have it.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -23,7 +17,6 @@ def build():
 
 
 def cached_loss(model, x):
-    """A leaf, whose hook runs forward and backward of each part."""
     with torch.no_grad():
         found = [model(part).float().requires_grad_() for part in x.chunk(PARTS)]
     rows = torch.cat(found)
@@ -69,7 +62,6 @@ def test_as_in_plain_pytorch(accumulate):
 
 
 def test_in_any_budget():
-    """In 16 bits too, to which inputs are cast."""
     for precision in ("fp32", "bf16"):
         expected = train_in_engine(make_config(precision))
         small = {"default_chunk_size": 1024, "device_memory": "64KiB"}
@@ -96,7 +88,6 @@ def test_other_losses_than_these_are_refused():
 
 
 def build_kept():
-    """Only the last layer is trained, which stays with PyTorch."""
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(8, 64), nn.Tanh()).requires_grad_(False)
     with torch_scope():

@@ -1,9 +1,3 @@
-"""Ctrl-C at any instant of a run: whoever redoes the step that was not applied, the save or the load, loses nothing,
-and has the bits of a run that was never interrupted.
-"""
-
-from __future__ import annotations
-
 import random
 import signal
 import sys
@@ -27,8 +21,6 @@ PACKAGE = str(Path(patrickstar.__file__).parent)
 
 
 class Net(nn.Module):
-    """Chunked parameters, and some that stay with PyTorch."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
@@ -52,8 +44,6 @@ def config(**options):
 
 
 class Run:
-    """A training run that may be interrupted, and does again what was not done."""
-
     def __init__(self, folder, **options):
         torch.manual_seed(0)
         self.engine, *_ = patrickstar.initialize(model=Net(), config=config(**options))
@@ -63,14 +53,12 @@ class Run:
         return torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * step + micro_batch))
 
     def step(self, step):
-        """The step of this number, from its first micro-batch on."""
         engine = self.engine
         for micro_batch in range(MICRO_BATCHES):
             engine.backward(engine(self.batch(step, micro_batch)))
             engine.step()
 
     def redo(self, step, interrupts):
-        """The same, again and again until it is done."""
         while self.engine.global_steps == step:
             try:
                 with interrupts:
@@ -117,7 +105,7 @@ class Never:
 
 
 class AtRandomInstants:
-    """An alarm whose handler raises KeyboardInterrupt as Ctrl-C's does, within a time that grows until a call ends."""
+    """Raises KeyboardInterrupt from an alarm's handler, within a time that grows until a call ends."""
 
     def __init__(self, seconds):
         self.count = 0
@@ -139,7 +127,7 @@ class AtRandomInstants:
 
 
 class AtInstructions:
-    """One SIGINT at an instruction of the package's own code, counted from the beginning of each block."""
+    """Sends one SIGINT at an instruction of the package's own code, counted from the beginning of each block."""
 
     def __init__(self, instants):
         self.count = 0
@@ -172,7 +160,7 @@ class AtInstructions:
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """A shell has what it starts in the background ignore SIGINT."""
+    """A shell's background jobs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -228,7 +216,6 @@ def test_interrupts_at_every_part_of_the_engines_code(tmp_path):
 
 
 def test_a_step_is_whole_when_its_interrupt_comes():
-    """Ctrl-C within ``step`` is raised when it is over: everything that changes with it has changed."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(Net, 0, {"fp16": {"initial_scale_power": 30, "hysteresis": 1}})
     with engine:
@@ -244,7 +231,7 @@ def test_a_step_is_whole_when_its_interrupt_comes():
 
 
 class Preempted(Exception):  # noqa: N818 (it is no error)
-    """Raised by a handler of the user's."""
+    pass
 
 
 def test_what_a_handler_raises_comes_out_of_saving_and_loading(tmp_path):
@@ -280,10 +267,6 @@ def interrupt(_gradient):
 
 @pytest.mark.parametrize("offload", ["never", "always"])
 def test_activations_of_an_interrupted_backward_leave_the_device(offload):
-    """Autograd's queue does not keep them, nor does an operation's own output (tanh saves it): they go once nothing of
-    the user's refers to them. Nor do those of a loss that gets no backward stay.
-    """
-
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
@@ -312,8 +295,6 @@ def test_activations_of_an_interrupted_backward_leave_the_device(offload):
 
 
 class Interrupting:
-    """The core, with a Ctrl-C in the middle of each step."""
-
     def __init__(self, runtime):
         self.runtime = runtime
 

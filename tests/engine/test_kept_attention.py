@@ -1,9 +1,3 @@
-"""What attention gives in checkpointed layers, kept for backward ([Note: kept attention]): kernels that are not called
-again, the same bits.
-"""
-
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -17,8 +11,6 @@ from tests.training import Run, assert_same, least_device_memory, train
 
 
 class CountedKernels(TorchDispatchMode):
-    """Of attention's forward."""
-
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -55,9 +47,6 @@ def least() -> int:
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_kernels_are_not_called_again(precision):
-    """In the first forward it is not known what else will be kept ([Note: working activations]); from then on host
-    memory has room for all.
-    """
     run, count = counted(keeping("always", precision=precision, device_memory=least()), 3)
     print(f"{count} calls, {run.report['stashed_bytes']} bytes left the device")
     assert count == (2 + 1 + 1) * LAYERS
@@ -67,7 +56,6 @@ def test_kernels_are_not_called_again(precision):
 
 @pytest.mark.parametrize("least_shares", [2, 0.5])
 def test_an_ample_device_keeps_all_of_them(least_shares):
-    """Where so little is kept that nothing would ever have to leave, also in tensors too small for the stash."""
     device_memory = int(4096 / least_shares) * long_batch(torch.Generator())["input_ids"].numel() * HIDDEN * 2
     run, count = counted(keeping("always", precision="bf16", device_memory=device_memory), 3)
     assert count == (2 + 1 + 1) * LAYERS
@@ -76,9 +64,6 @@ def test_an_ample_device_keeps_all_of_them(least_shares):
 
 @pytest.mark.slow
 def test_as_many_as_there_is_room_for():
-    """Inputs of the layers come first; where host memory has room for some of the outputs beside them the rest is
-    computed again, and no forward runs out of memory.
-    """
     counts = set()
     states = 16 * sum(param.numel() for param in deep_llama().parameters())
     for room in (0, 1 << 19, 1 << 22):
@@ -97,7 +82,6 @@ def test_default_leaves_short_sequences_alone():
 
 @pytest.mark.slow
 def test_without_a_limit_of_the_device():
-    """Nothing leaves, and there is room for all."""
     run, count = counted(keeping("always"), 3)
     assert run.report["stashed_bytes"] == 0
     assert count == (2 + 1 + 1) * LAYERS
@@ -106,15 +90,12 @@ def test_without_a_limit_of_the_device():
 
 @pytest.mark.slow
 def test_reentrant_checkpoints_compute_again():
-    """They run their forward without autograd, where kernels give no log-sum-exp."""
     run, count = counted(keeping("always", device_memory=least() + (1 << 17)), 2, checkpointing=True)
     assert count == 2 * 2 * LAYERS
     assert_same(run, train(DEEP, stashing("never"), steps=2, checkpointing=True))
 
 
 def test_dropout_computes_again():
-    """The recomputation draws the random numbers that the forward drew."""
-
     def dropping():
         model = deep_llama()
         for layer in model.model.layers:

@@ -1,9 +1,3 @@
-"""The cache of plans in an engine: the first step of a run like an earlier one replays its plan, and no number depends
-on it.
-"""
-
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -35,7 +29,6 @@ def tokens(batch, length=LENGTH):
 
 @pytest.fixture(scope="module")
 def least():
-    """The least device memory of a batch of 4 and of 16 sequences."""
     config = make_config(default_chunk_size=4096)
     return {batch: least_device_memory(Case(gpt2, tokens(batch)), config, steps=STEPS) for batch in (4, 16)}
 
@@ -46,7 +39,6 @@ def config(tmp_path, least):
 
 
 def replayed(run, step=0):
-    """Which share of the moments of a run's first steps was replayed."""
     before = run.chunk_reports[step - 1] if step > 0 else {"num_replayed_moments": 0, "num_moments": 0}
     now = run.chunk_reports[step]
     return (now["num_replayed_moments"] - before["num_replayed_moments"]) / (now["num_moments"] - before["num_moments"])
@@ -76,7 +68,6 @@ def test_a_second_run_replays_from_its_first_step_on(config, name):
 
 @pytest.mark.parametrize("times", [False, True])
 def test_a_run_with_measured_times_keeps_them(config, times):
-    """The plan is kept again when it was chosen by time; a second run has these times from the beginning."""
     if times:
         config |= {"delays": {"link_gbps": 0.5}}
         config["optimizer"]["params"]["use_hybrid_adam"] = False
@@ -112,7 +103,6 @@ def other_runs(config):
 
 
 def test_another_run_plans_anew(config):
-    """Of other shapes of inputs, another model, other budgets, chunks or precision."""
     train(CASE, config, steps=STEPS)
     for count, (case, keys) in enumerate(other_runs(config), start=2):
         run = train(case, {**config, **keys}, steps=STEPS)
@@ -122,7 +112,6 @@ def test_another_run_plans_anew(config):
 
 
 def damaged(text):
-    """Texts in the place of an entry's."""
     digest, _, plan = text.partition("\n")
     yield ""
     yield "\x00" * 100
@@ -151,7 +140,6 @@ def test_what_is_no_plan_of_this_run_is_replaced(config):
 
 
 def test_switched_off(config, tmp_path, monkeypatch):
-    """By the configuration or, where it says nothing, by the environment; a plan that is named wins."""
     plans = []
     train(CASE, {**config, "plan_cache": False}, before_step=lambda engine, step: plans.append(step and engine.plan()))
     plans[-1].save(tmp_path / "plan.json")
@@ -167,7 +155,6 @@ def test_switched_off(config, tmp_path, monkeypatch):
 
 
 def train_by_functions(config, batches):
-    """Losses of steps whose inputs the engine does not see: of so many sequences each."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(gpt2, 0, config)
     with engine:
@@ -188,7 +175,6 @@ def train_by_functions(config, batches):
 
 @pytest.mark.parametrize("percent", [100, 105, 130])
 def test_longer_batches_than_those_of_the_kept_plan(config, least, percent):
-    """What trains without a plan trains with one whose steps have less tide, within the budget and to the same bits."""
     config["device_memory"] = least[16] * percent // 100
     expected, _ = train_by_functions({**config, "plan_cache": False}, [16, 4, 16])
     train_by_functions(config, [4, 4, 4])
@@ -199,7 +185,6 @@ def test_longer_batches_than_those_of_the_kept_plan(config, least, percent):
 
 
 def train_twice(config):
-    """On this rank: a cold run and a warm one; only the first rank has a cache, the other's setting does not count."""
     if rank_and_size()[0] > 0:
         config = {**config, "plan_cache": False}
     task = Task(CASE, steps=STEPS, options=config)

@@ -1,9 +1,3 @@
-"""Where activations of each layer rest between its forward and its backward ([Note: activations of a layer]): on the
-device, on the host, or nowhere, with the same bits.
-"""
-
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -36,19 +30,16 @@ SCARCE = {"device_memory": "4MB"}  # a 4,096th of which a tensor takes that may 
 
 
 def choose(engine, *tiers):
-    """By layer of GPT-2; fewer tiers than layers leave the last ones out."""
     names = [name for name, child in engine.module.named_modules() if hasattr(child, "ln_1")]
     engine._session.layer_activations.choose(dict(zip(names, tiers, strict=False)))
 
 
 def each_in_turn(engine, step):
-    """A toy policy: in each step another one of all assignments to three layers."""
     choose(engine, *EVERY[step % len(EVERY)])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_assignment_has_the_same_bits(precision):
-    """With dropout: a layer draws the same random numbers, and leaves the generator as a checkpoint does."""
     config = make_config(precision, **SCARCE)
     chosen = train(DROPPING, config, len(EVERY), checkpointing=False, before_step=each_in_turn)
     assert_same(chosen, train(DROPPING, config, len(EVERY), checkpointing=False))
@@ -63,8 +54,6 @@ def test_every_assignment_has_the_same_bits(precision):
 
 
 class Made(TorchDispatchMode):
-    """Notes the storages that operations make while ``layer`` is not None, by layer, without holding them."""
-
     def __init__(self, layers):
         super().__init__()
         self.layer = None
@@ -93,7 +82,6 @@ class Made(TorchDispatchMode):
 
 @pytest.fixture
 def opened():
-    """``opened(build, checkpoint=..., **config)``: engine and optimizer; the engines are closed afterwards."""
     with contextlib.ExitStack() as stack:
 
         def open_engine(build=DROPPING.build, checkpoint=None, **config):
@@ -107,7 +95,6 @@ def opened():
 
 
 def test_memory_is_free_between_forward_and_backward(opened):
-    """Nothing holds what a recomputed layer or one on the host had on the device."""
     engine, _ = opened(functools.partial(gpt2, layers=3))
     batch, tides = token_batch(torch.Generator().manual_seed(0)), {}
     for tiers in [(RECOMPUTE, RECOMPUTE, RECOMPUTE), (KEEP, KEEP, KEEP), (RECOMPUTE, KEEP, OFFLOAD)]:
@@ -133,8 +120,6 @@ def test_memory_is_free_between_forward_and_backward(opened):
 
 
 class Twice(nn.Module):
-    """Calls its first layer twice, and trains the second one's norms alone."""
-
     def __init__(self):
         super().__init__()
         self.model = gpt2(dropout=0.1)
@@ -149,7 +134,6 @@ class Twice(nn.Module):
 
 
 def test_layers_that_are_called_twice_or_frozen(opened):
-    """Evaluation in between draws no random numbers and keeps nothing."""
     losses, states = [], []
     for chosen in ([()], [(KEEP, OFFLOAD), (OFFLOAD, KEEP), (KEEP, KEEP), (RECOMPUTE, KEEP), (OFFLOAD, RECOMPUTE)]):
         engine, optimizer = opened(Twice)
@@ -171,7 +155,6 @@ def test_layers_that_are_called_twice_or_frozen(opened):
 
 
 def test_without_a_stash(opened):
-    """Kept as autograd has them; the host is refused."""
     never = {"activations": {"offload": "never"}}
     run = train(DROPPING, make_config(**never), 3, checkpointing=False, before_step=lambda e, _: choose(e, KEEP, KEEP))
     assert_same(run, train(DROPPING, make_config(**never), 3, checkpointing=False))
@@ -226,8 +209,6 @@ def test_a_layer_that_can_no_longer_choose_runs_without_a_tier(late):
 
 
 class Around(nn.Module):
-    """Checkpoints a whole model, whose layers checkpoint within."""
-
     def __init__(self):
         super().__init__()
         self.model = dropping()

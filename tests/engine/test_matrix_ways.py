@@ -1,7 +1,3 @@
-"""Which way matrices are divided, and why."""
-
-from __future__ import annotations
-
 import types
 
 import pytest
@@ -24,7 +20,6 @@ def line(size):
 
 
 def chosen(model, rows, columns, **config):
-    """Of ``rows`` x ``columns`` ranks that share matrices, without exchanging anything."""
     matrices = {"rows": rows, "columns": columns, "mode": config.pop("mode", "auto")}
     parsed = parse_config({**config, "tensor_parallel": matrices}, Dialect.DEEPSPEED)
     mesh = types.SimpleNamespace(everybody=types.SimpleNamespace(members=tuple(range(rows * columns))))

@@ -1,11 +1,10 @@
-"""Never out of memory while it would fit: tides that rise, forwards that are run again."""
-
-from __future__ import annotations
-
+import collections
 import gc
 import logging
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from patrickstar.config import parse_config
 from patrickstar.engine.activations import ActivationRemedies
 from patrickstar.runtime import initialize_engine
 from patrickstar.tensor2d import MeshGroup, parallelize
+from tests.bits import assert_same_bits
 from tests.models import MODELS, Case, Mlp, gpt2, token_batch
 from tests.training import assert_same, least_device_memory, make_config, train
 
@@ -23,7 +23,7 @@ LENGTHS = (128, 512, 4096, 256, 2048, 128, 4096)
 
 
 class TokenWise(nn.Module):
-    """Its tide grows with the length of the sequence, from far below its parameters to far above them."""
+    """Activation memory grows with the sequence, from far below the parameters' to far above."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,6 @@ class TokenWise(nn.Module):
 
 
 def alternating(lengths) -> Case:
-    """Batches of one sequence, of these lengths in turn."""
     step = -1
 
     def batch(generator):
@@ -57,9 +56,6 @@ def alternating(lengths) -> Case:
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_alternating_sequence_lengths(precision, caplog):
-    """The tide of the first step is that of the shortest sequence; the longest still fits into the least budget that it
-    fits into alone.
-    """
     least = least_device_memory(alternating([4096]), make_config(precision))
     expected = train(alternating(LENGTHS), make_config(precision), steps=len(LENGTHS))
     caplog.set_level(logging.INFO, "patrickstar")
@@ -88,8 +84,6 @@ def test_evaluation_of_longer_batches_between_steps():
 
 
 class RunsOut(Mlp):
-    """Runs out of device memory at its ``failures``-th forwards, half way through."""
-
     failures: set[int] = set()
     calls = 0
 
@@ -155,7 +149,6 @@ class TooLarge(nn.Linear):
 
 
 def test_a_forward_that_always_runs_out_says_where_and_what_helps():
-    """The module, what was asked for, the budget, and a device_memory that is at least that."""
     engine, _ = initialize_engine(HeadRunsOut, 0, make_config(device_memory="1MB"))
     with engine:
         inputs = torch.randn(1000, 64)
@@ -163,13 +156,7 @@ def test_a_forward_that_always_runs_out_says_where_and_what_helps():
             engine(inputs)
         (note,) = raised.value.__notes__
         print(note)
-        for part in (
-            "in heads.0",
-            "2.5 GiB more",
-            "device_memory is 977 KiB",
-            "at least 2.51GiB",
-            "smaller batch",
-        ):
+        for part in ("in heads.0", "2.5 GiB more", "device_memory is 977 KiB", "at least 2.51GiB", "smaller batch"):
             assert part in note
         assert "Nothing was updated" in note
 
@@ -189,7 +176,6 @@ CHECKPOINTED, LEAVES = "gradient_checkpointing_enable(", '"activations": {"offlo
     ],
 )
 def test_remedies_are_named_where_they_apply(activations, checkpoints, named, others):
-    """By their keys of the configuration; what it asks for already is left out."""
     model = MODELS["llama"].build()
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -204,7 +190,6 @@ def test_remedies_are_named_where_they_apply(activations, checkpoints, named, ot
 
 
 def test_remedies_of_a_divided_model_leave_its_loss():
-    """Which is never made of all logits; its MLPs can be computed in tiles."""
     model = MODELS["llama"].build()
     parallelize(model, MeshGroup.alone())
     remedies = "; ".join(ActivationRemedies(model, parse_config(make_config())).texts())
@@ -223,7 +208,6 @@ def test_remedies_of_other_models_are_no_keys_that_would_be_refused():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_buffers_are_as_if_the_first_attempt_had_not_been(precision, caplog):
-    """Running statistics, a counter and a buffer that is assigned change before the forward runs out of memory."""
     case = Case(CountsAndRunsOut, MODELS["mlp"].batch, MODELS["mlp"].loss)
     case_that_fails([])
     expected = train(case, make_config(precision), steps=4)
@@ -316,7 +300,6 @@ def test_a_backward_that_ran_out_of_memory_can_be_run_again():
 
 
 def test_inputs_that_find_no_room(monkeypatch, caplog):
-    """Moving a batch to the device is part of the forward, which is run again where that ran out of memory."""
     inputs = torch.randn(2, 64)
     move = torch.Tensor.to
     refused = []
@@ -337,15 +320,11 @@ def test_inputs_that_find_no_room(monkeypatch, caplog):
 
 
 def test_gradients_that_left_are_back_before_the_step():
-    """Late in the last backward activations rise, and gradients of chunks whose states are on the device leave it. They
-    come back when backward is over, as far as there is room, before their updates' turn comes; no number changes.
-    """
     config = make_config("bf16", default_chunk_size=16 * 1024, gradient_clipping=1.0)
     case = Case(lambda: gpt2(hidden=64, layers=6), token_batch)
     budget = 4 * least_device_memory(case, config)
 
     def trained(rise_bytes):
-        """Losses; by step, how many chunks' gradients were not on the device late in backward, and after it."""
         torch.manual_seed(0)
         engine, optimizer = initialize_engine(case.build, 0, {**config, "device_memory": budget})
         generator = torch.Generator().manual_seed(1)
@@ -363,7 +342,7 @@ def test_gradients_that_left_are_back_before_the_step():
                 return sum(not runtime.is_on_device(chunk, _C.ArrayKind.GRAD) for chunk in states)
 
             def rise(_grad):
-                if len(losses) == STEPS - 1:  # which no plan has reckoned with
+                if len(losses) == STEPS - 1:  # no plan has foreseen this
                     torch.empty(rise_bytes, dtype=torch.uint8)
                 late.append(num_away())
 
@@ -383,3 +362,123 @@ def test_gradients_that_left_are_back_before_the_step():
     assert losses == expected
     assert late[-1] > usual[-1] + 2
     assert after[-1] <= late[-1] // 2
+
+
+INPUTS = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Model(nn.Module):
+    fails = False
+
+    def __init__(self, act):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.act = nn.Linear(8, 16), nn.Linear(16, 4), act
+        self.calls = 0
+        self.scales = [1.0]
+        self.by_name = collections.defaultdict(list)
+        self.rng, self.numpy_rng = random.Random(0), np.random.default_rng(0)
+        self.torch_rng = torch.Generator().manual_seed(0)
+        self.memory = torch.ones(16)
+
+    def forward(self, x):
+        hidden = self.act(self, self.up(x))
+        if Model.fails:
+            Model.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return self.down(hidden.relu())
+
+
+def numpy_mask(_, hidden):
+    return hidden * torch.from_numpy(np.random.rand(16) < 0.8).float()
+
+
+def python_number(_, hidden):
+    return hidden * (1 + random.random())
+
+
+def own_generators(model, hidden):
+    noise = torch.rand(16, generator=model.torch_rng)
+    return hidden * (model.rng.random() + model.numpy_rng.random() + noise)
+
+
+def counter(model, hidden):
+    model.calls += 1
+    model.seen_first = getattr(model, "seen_first", hidden.shape[0])
+    return hidden * 0.9**model.calls
+
+
+def containers(model, hidden):
+    model.scales.append(model.scales[-1] * 0.9)
+    model.by_name["hidden"].append(len(model.by_name["hidden"]))
+    return hidden * model.scales[-1] * (1 + sum(model.by_name["hidden"]))
+
+
+def recurrent(model, hidden):
+    model.memory = (model.memory * 0.5 + hidden.detach().mean(0)).clone()
+    return hidden + model.memory
+
+
+def written_parameter(model, hidden):
+    model.down.weight.data.mul_(0.9)
+    return hidden
+
+
+def losses_of(act, failing_step):
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    engine, optimizer = initialize_engine(lambda: Model(act), 0, make_config())
+
+    def call():
+        if act is written_parameter:  # beside the module's own call, as a LightningModule's step may
+            engine.module.up.weight.data.mul_(0.9)
+        return engine.module(INPUTS)
+
+    with engine:
+        losses = []
+        for step in range(5):
+            Model.fails = step == failing_step
+            loss = engine.run_forward(call).square().mean()
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, engine.state_dict()
+
+
+RESTORED = [numpy_mask, python_number, own_generators, counter, containers, recurrent, written_parameter]
+
+
+@pytest.mark.parametrize("act", RESTORED)
+def test_numbers_are_those_of_one_forward(act, caplog):
+    assert_same_bits(losses_of(act, 3), losses_of(act, None))
+    assert len([message for message in caplog.messages if "the forward is run again" in message]) == 1
+
+
+def changed_tensor(model, hidden):
+    model.memory += 1
+    return hidden + model.memory
+
+
+def changed_table(model, hidden):
+    return hidden + model.up.table(torch.arange(6))
+
+
+def with_renormed_table():
+    model = Model(changed_table)
+    model.up.table = nn.Embedding(6, 16, max_norm=0.5)
+    return model
+
+
+REFUSED = {"memory": lambda: Model(changed_tensor), "up.table.weight": with_renormed_table}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_undone_is_not_run_again(name):
+    engine, _ = initialize_engine(REFUSED[name], 0, make_config())
+    with engine:
+        Model.fails = True
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 MiB") as raised:
+            engine(INPUTS)
+        note = "".join(getattr(raised.value, "__notes__", [name]))
+        print(note)
+        assert name in note
+        engine(INPUTS)

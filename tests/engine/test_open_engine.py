@@ -1,21 +1,22 @@
-"""The engine as a name for its module, engines that nothing names any more, and closing that fails half way."""
-
-from __future__ import annotations
-
 import copy
+import gc
 import io
 import pickle
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import patrickstar
-from patrickstar import StateError
-from patrickstar.engine.open_session import open_sessions
+from patrickstar import _C, StateError
+from patrickstar.engine import closing
+from patrickstar.engine.open_session import close_open_engine, open_sessions
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
+from tests.distributed import run_ranks
 from tests.models import MODELS
+from tests.ranks.runs import rank_and_size, rows
 from tests.training import make_config
 
 
@@ -58,7 +59,6 @@ def test_attributes_of_the_module(open_engine):
 
 
 def test_hugging_face_names(tmp_path):
-    """``generate``, ``save_pretrained`` and the model's ``config``."""
     torch.manual_seed(0)
     plain = MODELS["gpt2"].build().eval()
     tokens = torch.tensor([[1, 2, 3]])
@@ -90,8 +90,6 @@ def test_an_engine_is_not_copied(copied):
 
 
 def test_an_engine_that_a_cell_left_open():
-    """No name of it is left, but a traceback may keep it: it is closed by name of the process."""
-
     def cell():
         engine, _ = initialize_engine(lambda: module, 0, make_config("bf16"))
         engine(torch.ones(2, 8))
@@ -99,7 +97,7 @@ def test_an_engine_that_a_cell_left_open():
 
     module = Net()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    patrickstar.close_open_engine()  # there is none
+    patrickstar.close_open_engine()  # no engine is open
     try:
         cell()
     except KeyError as error:
@@ -124,14 +122,12 @@ def train_once(module):
 
 
 def test_a_teardown_that_fails_half_way():
-    """Each part is done, whichever fails; the first failure is raised, and the next engine opens."""
     num_parts = close_with_failures(set())
     for failing in [{part} for part in range(num_parts)] + [{0, num_parts - 1}, {1, 4, 5}, set(range(num_parts))]:
         close_with_failures(failing)
 
 
 def close_with_failures(failing):
-    """How many parts the teardown has, of which those in ``failing`` raise when they are done, by index."""
     module = Net()
     before = module.layer.weight.detach().clone()
     engine, _ = initialize_engine(lambda: module, 0, make_config("bf16"))
@@ -166,3 +162,176 @@ def close_with_failures(failing):
     engine.close()
     train_once(module)
     return num_parts
+
+
+CASE = MODELS["gpt2"]
+
+
+def step(engine, optimizer, seed, take=lambda batch: batch):
+    loss = CASE.loss(engine(**take(CASE.batch(torch.Generator().manual_seed(seed)))))
+    engine.backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
+def test_an_engine_that_cannot_close_stays_open(monkeypatch):
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(CASE.build, 0, make_config("bf16"))
+    step(engine, optimizer, 1)
+    room = 4 * sum(param.numel() for param in engine.module.parameters()) - engine.report()["host_bytes"]
+    assert room > 0  # all states are on the device
+    monkeypatch.setattr(closing, "available_bytes", lambda: closing._RESERVE_BYTES + room - 1)
+    with pytest.raises(_C.MemoryBudgetError, match=r"own parameters take .*engine\.discard\(\)"):
+        engine.close()
+    step(engine, optimizer, 2)
+    expected = engine.state_dict()
+    monkeypatch.setattr(closing, "available_bytes", lambda: closing._RESERVE_BYTES + room)
+    engine.close()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param, expected[name])
+
+
+def test_it_can_be_discarded(monkeypatch):
+    engine, optimizer = initialize_engine(CASE.build, 0, make_config("bf16"))
+    step(engine, optimizer, 1)
+    monkeypatch.setattr(closing, "available_bytes", lambda: 0)
+    engine.discard()
+    assert all(param.numel() == 0 for param in engine.module.parameters())
+
+
+def close_with_less_room_on_rank_1():
+    rank, _ = rank_and_size()
+    engine, optimizer = initialize_engine(CASE.build, 0, make_config("bf16"))
+    step(engine, optimizer, 1, rows)
+    params = engine._session.params
+    if rank == 1:
+        params.host_bytes_when_released = lambda: 2**60
+    try:
+        engine.close()
+        text = ""
+    except _C.MemoryBudgetError as error:
+        text = str(error)
+    loss = step(engine, optimizer, 2, rows)
+    vars(params).pop("host_bytes_when_released", None)
+    engine.close()
+    return text, loss
+
+
+def test_ranks_stay_open_together():
+    (first, loss), (second, same) = run_ranks(2, close_with_less_room_on_rank_1, timeout_seconds=100)
+    assert "rank 1: MemoryBudgetError: the module's own parameters take" in first
+    assert second.startswith("the module's own parameters take")
+    assert loss > 0
+    assert same > 0
+
+
+SETUP = """
+import torch
+from patrickstar.runtime import initialize_engine
+from tests.engine.test_open_engine import Net
+config = {"bf16": {"enabled": True}, "default_chunk_size": 1024, "device_memory": "1MiB"}
+model = Net()
+engines = []
+"""
+STEP = """
+loss = engine(torch.ones(2, 8))
+engine.backward(loss)
+optimizer.step()
+"""
+
+
+@pytest.fixture
+def run():
+    from IPython.core.interactiveshell import InteractiveShell  # takes a while to load
+
+    main = sys.modules["__main__"]  # the shell replaces it
+    shell = InteractiveShell.instance()
+
+    def run_cell(source):
+        result = shell.run_cell(source, store_history=True)
+        if result.error_in_exec is not None:
+            raise result.error_in_exec
+        return shell.user_ns
+
+    run_cell(SETUP)
+    yield run_cell
+    shell.reset()
+    InteractiveShell.clear_instance()
+    sys.modules["__main__"] = main
+    gc.collect()
+    close_open_engine()
+
+
+CELLS = {
+    "a function": "engine, optimizer = initialize_engine(Net, 0, config)",
+    "a module": "engine, optimizer = initialize_engine(lambda: model, 0, config)",
+    "a schedule": "engine, optimizer = initialize_engine(Net, 0, config)\n"
+    "schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)",
+    "a magic word": "%%capture\nengine, optimizer = initialize_engine(Net, 0, config)",
+    "a function of the notebook": "def build():\n    return initialize_engine(Net, 0, config)\n"
+    "engine, optimizer = build()",
+    "initialize": "import patrickstar\nengine, optimizer, *_ = patrickstar.initialize(model=Net(), config="
+    '{"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})',
+}
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_a_cell_that_is_run_again(cell, run):
+    for _ in range(3):
+        run(cell)
+        assert len(open_sessions()) == 1
+        names = run(STEP)
+        with pytest.raises(ValueError, match="the loss has shape"):
+            run("engine.backward(torch.ones(2))")  # its traceback leads to the engine
+    assert open_sessions()[0].owner.face() is names["engine"]
+
+
+def test_another_budget_in_the_same_cell(run):
+    for budget in ("1MiB", "2MiB"):
+        run(f'engine, optimizer = initialize_engine(Net, 0, {{**config, "device_memory": "{budget}"}})')
+        names = run(STEP)
+    assert names["engine"].report()["device_budget_bytes"] == 2**21
+    assert len(open_sessions()) == 1
+
+
+TWO_ENGINES = {
+    "a loop": [
+        "for _ in range(2):\n    engine, optimizer = initialize_engine(Net, 0, config)\n    engines.append(engine)"
+    ],
+    "other statements": [
+        "teacher, _ = initialize_engine(Net, 0, config)",
+        "engine, _ = initialize_engine(Net, 0, config)",
+    ],
+    "another name": ["engine, _ = initialize_engine(Net, 0, config)\nengines.append(engine)"] * 2,
+    "a list": ["engines.append(initialize_engine(Net, 0, config)[0])"] * 2,
+    "its module": [
+        "engine, _ = initialize_engine(lambda: model, 0, config)\nteacher, model = model, Net()",
+        "engine, _ = initialize_engine(lambda: model, 0, config)",
+    ],
+}
+
+
+@pytest.mark.parametrize("cells", TWO_ENGINES.values(), ids=TWO_ENGINES)
+def test_two_engines_that_are_wanted(cells, run):
+    for cell in cells:
+        run(cell)
+    assert len(open_sessions()) == 2
+
+
+@pytest.mark.slow
+def test_a_list_of_engines_that_is_made_again(run):
+    for _ in range(2):
+        run(
+            "engines = []\nfor _ in range(2):\n    engine, _ = initialize_engine(Net, 0, config)\n"
+            "    engines.append(engine)"
+        )
+        gc.collect()
+        assert len(open_sessions()) == 2
+
+
+def test_an_engine_in_the_way_is_named(run):
+    run("first = initialize_engine(Net, 0, config)")
+    with pytest.raises(ValueError, match="all engines of a process share one budget") as raised:
+        run('second = initialize_engine(Net, 0, {**config, "device_memory": "2MiB"})')
+    if hasattr(raised.value, "__notes__"):
+        assert "engine.close() frees one that is no longer needed" in raised.value.__notes__[0]

@@ -1,7 +1,3 @@
-"""A user's torch optimizer, taken over in the middle of a run: the run goes on as if nothing had happened."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 

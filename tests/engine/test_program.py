@@ -1,7 +1,3 @@
-"""An engine's step is the program of its plan (csrc/plan/ops.h): the same instructions, in the same order."""
-
-from __future__ import annotations
-
 import collections
 import dataclasses
 
@@ -9,9 +5,10 @@ import pytest
 
 from patrickstar import _C
 from patrickstar.planning.simulation import played_instructions
+from tests.models import MODELS
 from tests.plan.test_timed_planner import LAYERS, MEASURED, linked
 from tests.profiling.traces import traced
-from tests.training import least_device_memory, make_config
+from tests.training import assert_same, least_device_memory, make_config, make_host_config, promised, taken_over, train
 
 STEP = MEASURED + 4
 TRACKS = {
@@ -35,7 +32,6 @@ WAYS = {
 
 
 def step_of(way, room, hybrid=False, plan_of=lambda engine: engine.plan()):
-    """The program of a plan and the trace of the step that follows it."""
     budget = int(room * least_device_memory(LAYERS, make_config("bf16", default_chunk_size=16 * 1024)))
     programs = []
 
@@ -51,10 +47,9 @@ def step_of(way, room, hybrid=False, plan_of=lambda engine: engine.plan()):
 
 
 def orders(program, trace):
-    """By track, chunks and kinds of arrays in their order: planned, and carried out.
-
-    Uploads and updates on the host are sorted: a value that is still being made is passed over, and updates in backward
-    come in the order of need. After the norm one span, with the first one's chunk, stands for several small chunks.
+    """By track, chunks and kinds of arrays in order: planned, and executed. Uploads and host updates are sorted, since
+    a value in the making is passed over and updates in backward come in the order of need. After the norm one span,
+    named by the first chunk, stands for several small chunks.
     """
     planned, carried_out = collections.defaultdict(list), collections.defaultdict(list)
     spans = collections.defaultdict(list)
@@ -67,7 +62,7 @@ def orders(program, trace):
         track = TRACKS.get(one.op)
         if track is None or one.amount == 0:
             continue
-        if covered[track] > 0:  # by the span of another chunk
+        if covered[track] > 0:  # covered by another chunk's span
             covered[track] -= one.amount
             continue
         if track not in MOVES:
@@ -81,7 +76,7 @@ def orders(program, trace):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("room", [1.2, 2, 4])
+@pytest.mark.parametrize("room", [1.2, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["states on the host", "states on both"])
 def test_a_step_is_its_program(way, room, hybrid):
     planned, carried_out = orders(*step_of(way, room, hybrid))
@@ -90,8 +85,6 @@ def test_a_step_is_its_program(way, room, hybrid):
 
 
 def test_visits():
-    """Every other chunk's, chosen by hand: the plan of so small a model has none."""
-
     def visit(engine):
         plan = engine.plan()
         recipes = ["VISIT" if chunk % 2 == 0 else one for chunk, one in enumerate(plan.times.updates)]
@@ -101,3 +94,21 @@ def test_visits():
     planned, carried_out = orders(*step_of("promised", 4, plan_of=visit))
     assert carried_out == planned
     assert len(planned[_C.Track.VISIT]) > 4
+
+
+@pytest.fixture
+def left_out():
+    yield _C.leave_out
+    _C.leave_out([])
+
+
+@pytest.mark.parametrize("speculation", ["always", "commit"])
+def test_bits_do_not_depend_on_a_mechanism(left_out, speculation):
+    clipping = {"gradient_clipping": 0.1} if speculation == "always" else {}
+    config = make_host_config("bf16", device_memory=2**20, default_chunk_size=2048, **clipping)
+    config["optimizer"]["speculation"] = speculation
+    expected = train(MODELS["llama"], config, steps=4)
+    assert taken_over(expected.report) + promised(expected.report) > 0
+    for mechanism in _C.Mechanism.__members__.values():
+        left_out([mechanism])
+        assert_same(train(MODELS["llama"], config, steps=4), expected)

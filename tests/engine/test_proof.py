@@ -1,5 +1,3 @@
-"""The proof at start: a rewritten model computes the same, or the engine is not opened."""
-
 import random
 import types
 
@@ -63,7 +61,6 @@ def with_lora(model):
 
 
 def test_adapters_that_change_nothing_yet():
-    """LoRA's B is zero at first, in a model; not in the copy that is compared."""
     model = with_lora(build("LlamaForCausalLM"))
     for mode in (MatrixMode.TWO, MatrixMode.ONE):
         prove(model, MESH, mode)
@@ -80,8 +77,6 @@ def test_adapters_that_lose_a_gradient_behind_what_is_zero(monkeypatch):
 
 
 class LocalAttention(nn.Module):
-    """Attends to the tokens of the call alone."""
-
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -102,7 +97,6 @@ def with_local_attention():
 
 
 def with_neighbours(place):
-    """A module of the model also sees the token before."""
     model = build("LlamaForCausalLM")
     add_neighbours(model.get_submodule(place))
     return model
@@ -116,7 +110,6 @@ def add_neighbours(module):
 
 
 def with_another_mlp():
-    """An MLP with a ``forward`` that no plan knows."""
     model = build("LlamaForCausalLM")
     mlp = model.model.layers[0].mlp
     mlp.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), mlp)
@@ -186,8 +179,6 @@ def test_everything_is_as_it_was():
 
 
 class Plain(nn.Module):
-    """No model of Hugging Face."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))})

@@ -1,9 +1,4 @@
-"""Frozen weights in 4 and 8 bits: the values of the published formulas, the same bits wherever they are, and the bytes
-that they take.
-"""
-
-from __future__ import annotations
-
+import itertools
 import logging
 
 import pytest
@@ -15,13 +10,12 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import Case, gpt2, llama, token_batch
 from tests.quant.formulas import dequantized
-from tests.training import assert_same, make_config, make_host_config, train
+from tests.training import Run, assert_same, make_config, make_host_config, train
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def frozen_llama() -> nn.Module:
-    """Its linear layers are frozen, but for the head; embeddings and norms are trained."""
     model = llama()
     for name, param in model.named_parameters():
         param.requires_grad_("proj" not in name)
@@ -36,7 +30,6 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def plain_model(kind: str, dtype: torch.dtype) -> nn.Module:
-    """With plain PyTorch, the frozen weights replaced by what quantisation makes of them."""
     torch.manual_seed(0)
     model = frozen_llama()
     with torch.no_grad():
@@ -51,7 +44,6 @@ def plain_model(kind: str, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_values_are_those_of_the_formulas(kind, precision):
-    """In state dicts, in what the model computes, and when the engine gives it back."""
     dtype = DTYPES[precision]
     plain = plain_model(kind, dtype)
     batch = token_batch(torch.Generator().manual_seed(1))
@@ -69,7 +61,6 @@ def test_values_are_those_of_the_formulas(kind, precision):
 
 
 def test_training_is_that_of_plain_pytorch():
-    """In float32, where ours and torch.optim's updates are the same up to rounding."""
     plain = plain_model("nf4", torch.float32)
     optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -89,7 +80,6 @@ def test_training_is_that_of_plain_pytorch():
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_budgets_change_no_bit(kind):
-    """All on the device; chunks come and go; codes on the device; other chunk sizes; without room on the host."""
     config = {"quantization": {"type": kind}}
     reference = train(CASE, make_config("bf16", **config), steps=5)
     assert len({report["uploaded_bytes"] for report in reference.chunk_reports}) == 1
@@ -116,8 +106,6 @@ def test_budgets_change_no_bit(kind):
     ],
 )
 def test_states_of_what_is_trained_beside(options):
-    """They do not concern what is quantised."""
-
     def run(**more):
         config = make_config("bf16", quantization={"type": "nf4"}, default_chunk_size=4096, **more)
         config["optimizer"] |= options
@@ -132,7 +120,7 @@ def test_states_of_what_is_trained_beside(options):
 
 
 class Tower(nn.Module):
-    """Frozen layers above a trained one; of width 64 each is as large as a chunk of 4096 elements."""
+    """Frozen layers above a trained one; with width 64 each layer fills a chunk of 4096 elements."""
 
     def __init__(self, num_layers: int = 12, width: int = 64):
         super().__init__()
@@ -155,11 +143,11 @@ TOWER = Case(Tower, tower_batch)
 
 
 TRAINED_BYTES = 2 * (8 * 64 + 128)
-"""Of the compute value, or the gradient, of the layer below, padded."""
+"""Bytes of the trained layer's compute value (or gradient), padded."""
 
 
 def tower_bytes(**config) -> tuple[int, int]:
-    """Uploaded and downloaded bytes of the last of several steps, which are those of its plan."""
+    """Uploaded and downloaded bytes of the last step, which has a plan."""
     config = make_host_config("bf16", default_chunk_size=4096, device_memory=30_000, **config)
     reports = train(TOWER, config, steps=6).chunk_reports
     moved = tuple(reports[-1][key] - reports[-2][key] for key in ("uploaded_bytes", "downloaded_bytes"))
@@ -168,20 +156,18 @@ def tower_bytes(**config) -> tuple[int, int]:
 
 
 def test_bytes_over_the_link():
-    """What goes up is codes and scales; nothing of a frozen chunk comes down."""
     whole, whole_down = tower_bytes()
     num_fetches, rest = divmod(whole - 2 * TRAINED_BYTES, 2 * 4096)
-    assert rest == 0 and num_fetches >= 20  # of 24 uses: 12 layers, forward and backward
+    assert rest == 0 and num_fetches >= 20  # 24 uses: 12 layers, forward and backward
     for kind, num_bytes in (("nf4", 4096 / 2 + 4096 / 64 + 8), ("int8", 4096 + 4 * 4096 / 256)):
         quantized, down = tower_bytes(quantization={"type": kind})
         print(f"{kind}: {quantized} bytes up per step, {down} down; in 16 bits {whole} and {whole_down}")
         num_quantized, rest = divmod(quantized - 2 * TRAINED_BYTES, num_bytes)
-        assert rest == 0 and num_fetches <= num_quantized <= 24  # what is dequantised takes room too
+        assert rest == 0 and num_fetches <= num_quantized <= 24  # dequantised values take room too
         assert down == whole_down == TRAINED_BYTES
 
 
 def test_codes_move_to_the_device():
-    """Where they fit there and values do not: nothing is uploaded any more."""
     config = make_config("bf16", default_chunk_size=4096, quantization={"type": "nf4"})
     roomy = train(TOWER, {**config, "device_memory": 110_000}, steps=6)
     rows = roomy.chunk_reports
@@ -210,7 +196,6 @@ def chunk_kinds(engine) -> dict[str, _C.QuantType]:
 
 
 def test_which_weights():
-    """Of a model in which all is frozen but the norms: linear layers, without the head and what is named."""
     model = llama()
     for name, param in model.named_parameters():
         param.requires_grad_("norm" in name)
@@ -274,7 +259,6 @@ def test_a_resize_is_refused():
 
 
 def test_values_that_are_written():
-    """The same ones stay as they are, others are quantised."""
     torch.manual_seed(0)
     engine, _ = initialize_engine(frozen_llama, 0, make_config("bf16", quantization={"type": "nf4"}))
     with engine:
@@ -297,8 +281,6 @@ def test_what_the_log_says(caplog):
 
 
 def test_checkpoints(tmp_path):
-    """Resumed with the same bits; and the base comes back where it was another one."""
-
     def run(steps, *, load=False, save=False, seed=0):
         torch.manual_seed(seed)
         config = make_config("bf16", device_memory=400_000, default_chunk_size=2048, quantization={"type": "nf4"})
@@ -324,3 +306,128 @@ def test_checkpoints(tmp_path):
             torch.testing.assert_close(other[name].float(), value.float(), rtol=0.05, atol=2e-3)
         else:
             assert_same_bits(other[name], value, name)
+
+
+NUMEL = 12 * 4096
+"""Elements of the frozen layers."""
+ROOMY = {"bf16": 220_000, "fp16": 220_000, "fp32": 440_000}
+"""Room for all values and the activations of small batches, but not of long ones."""
+
+
+def with_sizes(sizes: list[int], build=Tower) -> Case:
+    steps = itertools.cycle(sizes)
+    return Case(build, lambda generator: {"x": torch.randn(next(steps), 8, generator=generator)})
+
+
+def moved(run: Run, key: str) -> list[int]:
+    return [after[key] - before[key] for before, after in zip(run.chunk_reports, run.chunk_reports[1:], strict=False)]
+
+
+def quantization(kind: str | None) -> dict:
+    return {} if kind is None else {"quantization": {"type": kind}}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_what_stays_leaves_the_host(kind, precision):
+    config = make_config(precision, default_chunk_size=4096, **quantization(kind))
+    run = train(TOWER, {**config, "device_memory": ROOMY[precision]}, steps=8)
+    hosts = [report["host_bytes"] for report in run.chunk_reports]
+    print(f"host bytes by step: {hosts}")
+    itemsize = 4 if precision == "fp32" else 2
+    if kind is None:
+        assert hosts[0] >= itemsize * NUMEL
+    assert run.report["host_peak_bytes"] >= (NUMEL // 2 if kind else itemsize * NUMEL)
+    assert hosts[-1] == 0 and run.report["device_peak_bytes"] <= ROOMY[precision]
+    assert not any(moved(run, "uploaded_bytes")[2:] + moved(run, "downloaded_bytes")[2:])
+    assert_same(run, train(TOWER, config, steps=8))
+
+
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_what_comes_and_goes_keeps_its_copy(kind):
+    config = make_host_config("bf16", default_chunk_size=4096, device_memory=70_000, **quantization(kind))
+    run = train(TOWER, config, steps=9)
+    assert moved(run, "uploaded_bytes")[-1] > 2 * TRAINED_BYTES
+    assert set(moved(run, "downloaded_bytes")[1:]) == {TRAINED_BYTES}
+    assert_same(run, train(TOWER, make_config("bf16", default_chunk_size=4096, **quantization(kind)), steps=9))
+
+
+@pytest.mark.parametrize(("kind", "device_memory", "size"), [(None, 220_000, 56), ("nf4", 220_000, 72)])
+def test_pressure_takes_it_down_once(kind, device_memory, size):
+    sizes = [4] * 8 + [size] * 3 + [4, size] * 2
+    config = make_config("bf16", default_chunk_size=4096, **quantization(kind))
+    run = train(with_sizes(sizes), {**config, "device_memory": device_memory}, steps=len(sizes))
+    down = moved(run, "downloaded_bytes")
+    print(f"down by step: {down}, evictions {run.report['num_pressure_evictions']}")
+    assert run.chunk_reports[7]["host_bytes"] == 0 < run.chunk_reports[8]["host_bytes"]
+    states = 6 * TRAINED_BYTES  # trained states, which leave under pressure as well
+    assert states < down[7] <= states + (NUMEL if kind else 2 * NUMEL)
+    assert max(down[8:]) <= states
+    assert run.report["device_peak_bytes"] <= device_memory
+    assert_same(run, train(with_sizes(sizes), config, steps=len(sizes)))
+
+
+class HalfTrained(Tower):
+    def __init__(self):
+        super().__init__()
+        self.layers[9:].requires_grad_(True)
+
+
+def test_updates_ahead_take_the_room_and_give_it_back():
+    def run(**more):
+        config = make_host_config("fp16", default_chunk_size=4096, **more)  # needs room for speculative updates
+        config["optimizer"]["speculation"] = "always"
+        return train(with_sizes(sizes, HalfTrained), config, steps=len(sizes))
+
+    sizes = [4] * 9 + [56] * 3 + [4]
+    limited = run(device_memory=200_000, host_memory=280_000)
+    started, down = moved(limited, "num_speculated_updates"), moved(limited, "downloaded_bytes")
+    print(f"started {started}, down {down}, host {[report['host_bytes'] for report in limited.chunk_reports]}")
+    assert started[:4] == [0] * 4 and started[5:8] == [4] * 3
+    assert down[8] > down[7] == down[10]
+    assert limited.report["host_peak_bytes"] <= 280_000
+    assert_same(limited, run())
+
+
+class Trained(Tower):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_trained_values_leave_with_their_states(precision):
+    limit, rooms = 2_000_000, []
+
+    def look(engine, step):
+        rooms.append(engine._session.runtime.host_room_of_activations())
+
+    config = make_config(precision, default_chunk_size=4096, device_memory="4MB", host_memory=limit)
+    run = train(Case(Trained, TOWER.batch), config, steps=8, before_step=look)
+    print(f"room by step: {rooms} of {limit}")
+    assert run.report["num_device_state_chunks"] == 13
+    assert rooms[0] < limit - 2 * NUMEL
+    assert rooms[-1] > limit - 3 * 4 * 4096
+
+
+def test_what_has_left_can_be_unfrozen():
+    def look(engine, step):
+        if step == 7:
+            before.append(engine.full_value(engine.module.layers[5].weight).clone())
+            engine.module.layers[5].requires_grad_(True)
+        elif step == 8:
+            with torch.no_grad():
+                values.append(engine.full_value(engine.module.layers[3].weight).clone())
+                engine.module.layers[3].weight.mul_(0.5)
+
+    def run(**more):
+        config = make_config("bf16", default_chunk_size=4096, **more)
+        return train(TOWER, config, steps=10, before_step=look, model_parameters=lambda model: [*model.parameters()])
+
+    values: list[torch.Tensor] = []
+    before: list[torch.Tensor] = []
+    limited, unlimited = run(device_memory=ROOMY["bf16"], host_memory=400_000), run()
+    assert limited.chunk_reports[6]["host_bytes"] == 0
+    assert torch.equal(*values) and torch.equal(*before)
+    assert not torch.equal(limited.state["layers.5.weight"].float(), before[0].float())
+    assert_same(limited, unlimited)

@@ -1,7 +1,3 @@
-"""Several engines in one process, within one budget."""
-
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -28,7 +24,6 @@ def test_against_plain_pytorch(name):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_shared_budget(name, precision):
-    """The same bits where all together have little memory, and where they have much."""
     roomy = run(name, config_of(precision))
     budget = 2 * max(report["device_peak_bytes"] for report in roomy.reports.values()) // 3
     scarce = run(name, config_of(precision, device_memory=budget))
@@ -42,7 +37,6 @@ def test_a_shared_budget(name, precision):
 
 
 def test_operations_on_parameters_of_several_engines():
-    """A moving average of one model in another, and a distance between both that is trained."""
     engine, optimizer = initialize_engine(Generator, 0, make_config("bf16", device_memory="1MB"))
     other, _ = initialize_engine(Generator, 0, make_config("bf16"))
     with engine, other:
@@ -66,8 +60,6 @@ def test_operations_on_parameters_of_several_engines():
 
 
 def test_parameters_that_stay_with_pytorch_alone():
-    """An engine that has part in another's backward, and of whose parameters only such get gradients."""
-
     def build_head():
         torch.manual_seed(1)
         with patrickstar.torch_scope():
@@ -87,7 +79,6 @@ def test_parameters_that_stay_with_pytorch_alone():
 
 
 def test_budgets_are_one():
-    """What a later engine does not give is that of the first; what it gives otherwise is refused."""
     first, _ = initialize_engine(Generator, 0, make_config("bf16", device_memory="1MB", host_memory="64MB"))
     with first:
         second, _ = initialize_engine(Discriminator, 0, make_config("bf16"))
@@ -128,7 +119,6 @@ def test_engines_close_in_any_order():
 
 
 def test_a_joint_backward_that_fails():
-    """Neither engine has a gradient of it, and both go on."""
     maker, maker_optimizer = initialize_engine(Generator, 0, make_config("fp32"))
     judge, _ = initialize_engine(Discriminator, 0, make_config("fp32"))
     with maker, judge:
@@ -151,7 +141,7 @@ def test_a_joint_backward_that_fails():
 
 
 def test_loss_scales_of_a_joint_backward():
-    """float16: gradients of one loss have one scale, that of the engine whose backward it was."""
+    """Gradients of one loss have one scale: that of the engine whose backward ran."""
     fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
     maker, maker_optimizer = initialize_engine(Generator, 0, {**make_config("fp32"), "fp16": fp16})
     judge, judge_optimizer = initialize_engine(
@@ -172,8 +162,6 @@ def test_loss_scales_of_a_joint_backward():
 
 
 class Towers(nn.Module):
-    """Long enough for threads to meet in the middle of it. ``within`` is called there."""
-
     def __init__(self, within=lambda: None):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
@@ -203,9 +191,6 @@ def towers(within=lambda: None, **options):
 
 
 def test_a_thread_for_each_engine():
-    """Backwards of one thread leave the other's engine alone, wherever its step is just then: they take turns in the
-    middle of each forward.
-    """
     engine, optimizer = towers()
     with engine:
         expected = train_towers(engine, optimizer)
@@ -234,7 +219,6 @@ def test_a_thread_for_each_engine():
 
 
 def on_a_thread(call):
-    """The result or the exception of ``call`` on a thread of its own."""
     result = []
 
     def run():
@@ -252,7 +236,6 @@ def on_a_thread(call):
 
 
 def test_threads_that_take_turns_with_one_engine():
-    """Callbacks of data loaders and servers make each call on another thread."""
     engine, optimizer = towers()
     other, other_optimizer = towers()
     with engine, other:
@@ -269,7 +252,6 @@ def test_threads_that_take_turns_with_one_engine():
 
 
 def test_two_threads_in_one_engine_are_refused():
-    """The second one at once, whichever call it makes; the first one's goes on."""
     messages = []
 
     def use_at_once():
@@ -288,7 +270,6 @@ def test_two_threads_in_one_engine_are_refused():
 
 
 def test_a_loss_of_two_threads_is_refused():
-    """No gradient of it is taken for another one's."""
     maker, maker_optimizer = initialize_engine(Generator, 0, make_config("fp32"))
     judge, _ = initialize_engine(Discriminator, 0, make_config("fp32"))
     with maker, judge:

@@ -1,7 +1,3 @@
-"""Updates that start during backward, expecting the step to be what it seems to be: exact whatever happens then."""
-
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -16,7 +12,6 @@ from tests.training import assert_same, least_device_memory, make_config, promis
 
 
 def on_host(precision, speculation, **config):
-    """All optimizer states on the host, where speculation has work."""
     result = make_config(precision, **config)
     result["optimizer"]["params"]["use_hybrid_adam"] = False
     result["optimizer"]["speculation"] = speculation
@@ -29,7 +24,6 @@ def updates(run):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_update_is_taken_over(precision):
-    """Without clipping and overflow all updates after the first step are the expected ones; the bits are the same."""
     run = train(WIDE, on_host(precision, "always"), steps=10)
     started, taken = updates(run)
     assert started == taken == 9 * run.report["num_chunks"]
@@ -40,7 +34,6 @@ def test_every_update_is_taken_over(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_clipping_that_acts_now_and_then(precision):
-    """Steps whose norm is above the limit are done again with the true factor."""
     norms = sorted(train(WIDE, on_host(precision, "never", gradient_clipping=1e9)).grad_norms)
     config = {"gradient_clipping": norms[14]}
     run = train(WIDE, on_host(precision, "always", **config))
@@ -53,7 +46,6 @@ def test_clipping_that_acts_now_and_then(precision):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_clipping_that_always_acts(precision):
-    """From the second step on updates start in backward, for all factors near the last one; few values are open."""
     norms = train(WIDE, on_host(precision, "never", gradient_clipping=1e9)).grad_norms
     config = {"gradient_clipping": min(norms) / 4}
     run = train(WIDE, on_host(precision, "always", **config), steps=16)
@@ -65,7 +57,6 @@ def test_clipping_that_always_acts(precision):
 
 
 def test_clipping_that_always_acts_ends_speculation_in_32_bits():
-    """Where no value is the same for two factors."""
     run = train(WIDE, on_host("fp32", "always", gradient_clipping=1e-3), steps=24)
     started, taken = updates(run)
     assert taken == 0
@@ -74,8 +65,6 @@ def test_clipping_that_always_acts_ends_speculation_in_32_bits():
 
 
 def test_factors_that_nobody_foresaw():
-    """The limit jumps from step to step: what was computed for other factors is dropped, or completed."""
-
     def limit(engine, optimizer, data, step):
         engine.clip_grad_norm_([0.05, 0.06, 1e-4, 0.05, 1e9, 0.04][step % 6])
 
@@ -101,14 +90,12 @@ def test_overflow():
 
 @pytest.mark.parametrize("name", VARIED)
 def test_models(name):
-    """In the least device budget, with unused, shared and frozen parameters, and clipping."""
     config = on_host("bf16", "always", gradient_clipping=1.0, device_memory="1MB")
     run = train(MODELS[name], config, steps=8)
     assert_same(run, train(MODELS[name], on_host("bf16", "never", gradient_clipping=1.0), steps=8))
 
 
 def interfered(config, interfere, steps=12, case=MODELS["mlp"]):
-    """Some steps with a scheduler; ``interfere(engine, optimizer, batch, step)`` runs between backward and step."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(case.build, 0, config)
     generator = torch.Generator().manual_seed(1)
@@ -184,11 +171,9 @@ def test_what_changes_between_backward_and_step(interfere):
     assert_same_bits((losses, state), (expected_losses, expected_state))
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_closing_between_backward_and_step(num_steps):
-    """Running updates read chunks that close() frees; the module keeps its last complete step."""
+def check_closing_between_backward_and_step(config, num_steps):
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(WIDE.build, 0, on_host("bf16", "always"))
+    engine, optimizer = initialize_engine(WIDE.build, 0, config)
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):
         engine.backward(engine(**WIDE.batch(generator))["loss"])
@@ -200,8 +185,12 @@ def test_closing_between_backward_and_step(num_steps):
     assert_same_bits(module.state_dict(), before)
 
 
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_closing_between_backward_and_step(num_steps):
+    check_closing_between_backward_and_step(on_host("bf16", "always"), num_steps)
+
+
 def test_host_memory_bounds_it():
-    """Chunks are started while the host budget allows it, and training needs no more than without."""
     never = train(WIDE, on_host("fp16", "never"))  # bfloat16: test_values_in_place.py
     least = never.report["host_peak_bytes"]
     for budget, some in ((least + 2**17, False), (least * 3 // 2, True), (4 * least, True)):
@@ -214,8 +203,9 @@ def test_host_memory_bounds_it():
 
 @pytest.fixture(scope="module")
 def frugal():
-    """``config(precision, share, **config)``: host memory for all states and, beside them, for that share of two copies
-    of the compute values, of which the second is what speculation leaves free."""
+    """Host memory for all states and for ``share`` of two copies of the compute values; speculation takes the
+    second.
+    """
 
     def config(precision, share, accumulate=1, **options):
         never = on_host(precision, "never", default_chunk_size=32 * 1024)
@@ -229,7 +219,6 @@ def frugal():
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_parameters_first_where_memory_is_short(precision, frugal):
-    """Every chunk's parameters are computed ahead in memory that its states would not fit into; clipping idle."""
     run = train(WIDE, frugal(precision, 1.0), steps=8)
     started, taken = updates(run)
     print(f"{precision}: {started} started, {taken} taken over, {two_passes(run.report)} passes of states")
@@ -241,7 +230,6 @@ def test_parameters_first_where_memory_is_short(precision, frugal):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_parameters_first_where_clipping_acts(precision, share, frugal):
-    """In every second step, and with memory for some chunks alone: the true factor, in two passes after the norm."""
     norms = sorted(train(WIDE, on_host(precision, "never", gradient_clipping=1e9), steps=8).grad_norms)
     run = train(WIDE, frugal(precision, share, gradient_clipping=norms[4]), steps=8)
     assert two_passes(run.report) > 0
@@ -249,14 +237,12 @@ def test_parameters_first_where_clipping_acts(precision, share, frugal):
 
 
 def test_parameters_first_with_accumulation(frugal):
-    """Gradients are sums in float32 then, and nothing is computed ahead."""
     run = train(WIDE, frugal("bf16", 1.0, accumulate=2), steps=8, accumulate=2)
     assert two_passes(run.report) > 0
     assert_same(run, train(WIDE, on_host("bf16", "never"), steps=8, accumulate=2))
 
 
 def test_it_comes_back_after_memory_was_needed():
-    """States that leave the device take its memory on the host; what is left is used again a few steps later."""
     counts = []
 
     def vacate(engine, step):
@@ -273,11 +259,10 @@ def test_it_comes_back_after_memory_was_needed():
     print(f"{run.report['num_device_state_chunks']} chunks on the device; {counts}")
     assert counts[4] == counts[6] < counts[-1]  # host memory is prepared in the background
     assert_same(run, train(WIDE, never, steps=16))
-    assert run.report["num_device_state_chunks"] > 0  # which have come back by now
+    assert run.report["num_device_state_chunks"] > 0  # they have come back by now
 
 
 def test_choice_of_chunks_follows_from_sizes():
-    """Chosen anew while the last step's passes over states run, which hold gradients: as many chunks as before."""
     counts = []
 
     def choose_anew(engine, step):
@@ -285,7 +270,7 @@ def test_choice_of_chunks_follows_from_sizes():
         if step >= 5:
             engine._session.runtime.plan_anew()
 
-    # Forwards of one row are shorter than passes over states.
+    # A forward of one row is shorter than a pass over states.
     case = Case(
         lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))),
         lambda generator: {"input": torch.randn(1, 1024, generator=generator)},
@@ -302,7 +287,6 @@ def test_choice_of_chunks_follows_from_sizes():
 
 @pytest.mark.parametrize("name", VARIED)
 def test_committed_updates_change_no_number(name):
-    """Updates in place during backward, within scarce memory, against updates after it."""
     case = MODELS[name]
     expected = train(case, make_config(), steps=5)
     config = on_host("fp32", "commit", default_chunk_size=4096)
@@ -347,7 +331,6 @@ def test_what_would_break_the_promise_is_refused():
 
 
 def test_commit_and_gradients_that_are_not_finite(caplog):
-    """They are applied, as torch.optim applies them."""
     engine, optimizer, data = committing_engine()
     with engine:
         optimizer.step()
@@ -365,7 +348,6 @@ def test_commit_needs_a_factor_that_is_known(more):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_states_that_move_while_they_are_updated(precision):
-    """Where there are states before the first step updates begin in its backward, behind which states move."""
     case = MODELS["gpt2"]
 
     def part(before, **more):

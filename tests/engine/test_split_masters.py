@@ -1,7 +1,3 @@
-"""bfloat16 with updates that are committed in backward: 12 bytes per parameter, and no bit is another one."""
-
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -48,7 +44,6 @@ def expected_run():
 
 @functools.cache
 def least_device():
-    """Of the committed form, whose states are all on the host."""
     return least_device_memory(GPT2, config_of("commit", on_device=False), steps=2)
 
 
@@ -58,7 +53,7 @@ def budgets_of(host_bytes_per_param, more_device_bytes=0):
 
 
 def test_twelve_bytes_per_parameter():
-    """The host holds a model in 12.5 bytes per parameter, gradients on their way included, where 14 were needed."""
+    """12.5 bytes per parameter with gradients on their way, instead of 14."""
     run = train(GPT2, config_of("commit", **budgets_of(12.5)), steps=STEPS)
     assert_same(run, expected_run())
     print(f"{run.report['host_peak_bytes'] / run.report['num_chunk_elements']:.2f} bytes per parameter")
@@ -70,9 +65,6 @@ def test_twelve_bytes_per_parameter():
 
 @pytest.mark.parametrize("host_share", [11.0, 7.0, 3.0])
 def test_states_on_both_sides(host_share):
-    """What the host lacks of 12 bytes per parameter the device has, beside the least that it needs. Random delays on
-    every queue show a wait that is missing.
-    """
     count = expected_run().report["num_chunk_elements"]
     budgets = budgets_of(host_share, (12.6 - host_share) * count)
     delays = {"max_random_us": 500, "seed": int(host_share)}
@@ -101,7 +93,7 @@ def test_a_checkpoint_of_one_form_goes_on_in_the_other(before, after, on_device,
 
 
 def test_values_halfway_between_two_compute_values():
-    """Weights as a float16 checkpoint has them: one in sixteen is the tie that 16 bits alone do not tell apart."""
+    """Weights of a float16 checkpoint: one in sixteen is a tie, which 16 bits alone cannot tell apart."""
     torch.manual_seed(0)
     weights = {name: value.half().float() for name, value in gpt2().state_dict().items()}
     for on_device in (True, False):
@@ -116,35 +108,6 @@ def test_values_halfway_between_two_compute_values():
             optimizer.step()
             assert_same_bits(engine.state_dict(), weights)
             assert all((state["exp_avg_sq"] >= 0).all() for state in optimizer.state_dict()["state"].values())
-
-
-def test_unfreezing():
-    """States of what was frozen are the lower halves of values that have none."""
-
-    def run(speculation):
-        torch.manual_seed(0)
-        engine, optimizer = initialize_engine(frozen, 0, config_of(speculation))
-        losses = []
-        with engine:
-            generator = torch.Generator().manual_seed(0)
-            for step in range(5):
-                if step == 2:
-                    engine.module.requires_grad_(True)
-                loss = engine(**token_batch(generator))["loss"]
-                losses.append(loss.item())
-                engine.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            return losses, engine.state_dict()
-
-    assert_same_bits(run("commit"), run("never"))
-
-
-def frozen():
-    model = gpt2()
-    model.transformer.wte.requires_grad_(False)
-    model.transformer.h[0].requires_grad_(False)
-    return model
 
 
 def test_the_form_is_for_committed_bfloat16():

@@ -1,7 +1,3 @@
-"""Activations that leave the device between forward and backward: the same bits, within less device memory."""
-
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -11,7 +7,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.profiling.chrome import chrome_trace
 from patrickstar.runtime import initialize_engine
-from tests.models import MODELS, VOCAB, Case
+from tests.models import MODELS, VOCAB, Case, llama
 from tests.profiling.traces import traced
 from tests.training import ADAM, Run, assert_same, least_device_memory, make_config, train
 
@@ -20,19 +16,8 @@ HIDDEN_BYTES = 2 * LENGTH * HIDDEN * 4
 
 
 def deep_llama(vocab=VOCAB, length=LENGTH):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=length,
-    )
-    config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config)
+    sizes = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "kv_heads": 1, "intermediate": 48}
+    return llama(**sizes, vocab=vocab, length=length, attention="sdpa")
 
 
 def long_batch(generator, length=LENGTH):
@@ -41,7 +26,7 @@ def long_batch(generator, length=LENGTH):
 
 
 DEEP = Case(deep_llama, long_batch)
-WIDE = Case(functools.partial(deep_llama, 2048), long_batch)  # whose logits take 6 times what its layers' inputs do
+WIDE = Case(functools.partial(deep_llama, 2048), long_batch)  # its logits take 6 times the bytes of its layers' inputs
 
 
 def stashing(offload, precision="fp32", **config):
@@ -63,21 +48,18 @@ def least(offload: str, reentrant: bool = False) -> int:
 
 
 def test_less_memory_is_enough():
-    """Half of the checkpointed inputs, at least, need not be there; the default finds out by itself."""
     saved = least("never") - least("auto")
     print(f"{saved} bytes less than {least('never')}; inputs of layers take {LAYERS * HIDDEN_BYTES}")
     assert saved > LAYERS * HIDDEN_BYTES / 3
 
 
 def stashed_by_step(run: Run) -> list[int]:
-    """Bytes that left the device in each."""
     counts = [report["stashed_bytes"] for report in run.chunk_reports]
     return [after - before for before, after in zip([0, *counts], counts, strict=False)]
 
 
 @functools.cache
 def wide_reference() -> tuple[Run, int]:
-    """With its highest tide."""
     tides = []
 
     def look(engine, step):
@@ -89,9 +71,6 @@ def wide_reference() -> tuple[Run, int]:
 
 @pytest.mark.parametrize("ratio", [1.25, 1.5])
 def test_the_one_moment_of_the_logits_makes_nothing_leave(ratio):
-    """In the first step, in which it is not known what backward needs, inputs of layers leave; then all stay, in one
-    plan, which knew so after the first step: nothing makes room for them.
-    """
     roomy, tide = wide_reference()
     tides = []
 
@@ -111,7 +90,6 @@ def test_the_one_moment_of_the_logits_makes_nothing_leave(ratio):
 
 
 def test_what_does_not_fit_leaves_in_every_step():
-    """As much as it takes, not all; within the least budget that an error names, all."""
     roomy, tide = wide_reference()
     inputs = LAYERS * HIDDEN_BYTES
     some = train(WIDE, stashing("auto", device_memory=int(1.17 * tide)), steps=4, checkpointing=False)
@@ -143,7 +121,6 @@ def test_bits_do_not_depend_on_it(precision, reentrant):
 
 @pytest.mark.parametrize("offload, vocab", [("auto", VOCAB), ("auto", 2048), ("always", 512)])
 def test_sequences_that_get_longer(offload, vocab):
-    """Short ones have shown that all fits; a longer one trains all the same within what it needs from the start."""
     checkpointing = False if offload == "auto" else None
 
     def growing():
@@ -176,7 +153,6 @@ def test_transfers_are_traced():
 
 
 def test_models_that_checkpoint_nothing():
-    """What any of their operations saves may leave, when asked for; weights do not."""
     roomy = train(DEEP, stashing("never"), steps=2)
     budget = 3 * (roomy.report["device_peak_bytes"] // 4)
     run = train(DEEP, stashing("always", device_memory=budget), steps=2)
@@ -186,7 +162,6 @@ def test_models_that_checkpoint_nothing():
 
 
 def test_host_memory_without_room():
-    """They stay then, as they would without."""
     config = stashing("auto")
     states = 16 * sum(param.numel() for param in deep_llama().parameters())
     config |= {"host_memory": states + (1 << 20), "device_memory": least("never")}
@@ -194,8 +169,6 @@ def test_host_memory_without_room():
 
 
 class Doubling(nn.Module):
-    """Changes what the product saved in place, as no model should."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
@@ -219,7 +192,6 @@ def test_changes_in_place_are_errors_still():
 
 
 def test_a_graph_that_is_used_twice():
-    """What came back once comes back again."""
     config = {"optimizer": {"type": "AdamW", "params": dict(ADAM)}, "activations": {"offload": "always"}}
     grads = []
     for offload, memory in (("never", "64MB"), ("always", "4MB")):

@@ -1,7 +1,3 @@
-"""States of a step (csrc/engine/step_state.h): calls out of order are refused in one sentence, and change nothing."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -25,7 +21,6 @@ CALLS = {
 
 
 def refuse(runtime, names, match):
-    """Each of these calls is refused with this text, and leaves the state as it is."""
     state = runtime.step_state
     for name in names:
         with pytest.raises(StateError, match=match):
@@ -64,7 +59,6 @@ def test_calls_out_of_order_are_refused_and_change_nothing():
 
 
 def test_states_of_an_accumulating_step():
-    """Micro-batches, an evaluation between them, gradients that are forgotten, and a step."""
     states = _C.StepState
     case = MODELS["llama"]
     engine, optimizer = initialize_engine(case.build, 0, make_host_config("bf16"))

@@ -1,9 +1,3 @@
-"""Layers that are frozen when an engine is opened and unfrozen later: trained from then on as plain PyTorch trains
-them, with the same bits in any budget.
-"""
-
-from __future__ import annotations
-
 import logging
 import re
 
@@ -38,7 +32,6 @@ def frozen_lora():
 
 
 def thaw_gradually(model, step):
-    """Some parameters of a block, then the whole block with biases that froze again, then embedding and the rest."""
     if step == 1:
         model.transformer.h[1].mlp.requires_grad_(True)
     elif step == 2:
@@ -49,7 +42,6 @@ def thaw_gradually(model, step):
 
 
 def thaw_base(model, step):
-    """The base of an adapted model, layer by layer."""
     base = model.base_model.model.transformer
     if step == 2:
         base.h[1].requires_grad_(True)
@@ -67,7 +59,6 @@ def run(
     speculates=False,
     **options,
 ):
-    """Losses, norms and values; ``thaw_at``: before which micro-batch of a step."""
     config = make_config(precision, **options)
     if speculates:
         config["optimizer"]["speculation"] = "always"
@@ -253,8 +244,6 @@ def test_wrong_groups_are_refused():
 
 
 class PartlyManaged(nn.Module):
-    """Parameters that stay with PyTorch beside one in a chunk."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -300,8 +289,6 @@ def test_parameters_that_stay_with_pytorch():
 
 
 def test_too_little_host_memory_changes_nothing():
-    """Training goes on when the layers are frozen again."""
-
     def train(host_memory):
         config = make_config(device_memory=400_000, host_memory=host_memory)
         engine, optimizer = initialize_engine(frozen_gpt2, 0, config)
@@ -344,7 +331,7 @@ def test_checkpoints(tmp_path, caplog):
         engine.save_checkpoint(tmp_path, "before")
         go_on(engine, optimizer, thaw_gradually, range(1, 5))
         engine.save_checkpoint(tmp_path, "after")
-        # Those that were trained since begin with a step count of 0 again.
+        # Parameters trained since then restart with a step count of 0.
         engine.load_checkpoint(tmp_path, "before")
         thaw_gradually(engine.module.requires_grad_(False), 0)
         engine.module.transformer.ln_f.requires_grad_(True)

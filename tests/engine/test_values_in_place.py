@@ -1,20 +1,14 @@
-"""Where the host has no room for new parameters beside the old ones they take their place, and give it back where the
-step turns out to be another one than they were made for: with the same bits.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
 from patrickstar import _C
 from patrickstar.engine import core_setup
 from patrickstar.machine import state_scheme
-from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import WIDE, short_batch, wide_gpt2
 from tests.engine.test_speculation import (
     INTERFERENCES,
+    check_closing_between_backward_and_step,
     interfered,
     nothing,
     on_host,
@@ -29,12 +23,11 @@ CHUNK = 16 * 1024
 
 
 def plain(**config):
-    """Every update waits for the norm."""
     return on_host("bf16", "never", default_chunk_size=CHUNK, **config)
 
 
 def scarce(case, **config):
-    """Host memory for the states, and for half a byte per parameter beside them."""
+    """Host memory for the states and half a byte per parameter."""
     report = train(case, plain(), steps=2).report
     host_memory = report["host_peak_bytes"] + report["num_chunk_elements"] // 2
     return on_host("bf16", "always", default_chunk_size=CHUNK, host_memory=host_memory, **config)
@@ -55,7 +48,7 @@ def fine_tuning(config):
 
 
 def test_all_updates_begin_in_backward(wide):
-    """With 14.5 bytes per parameter, where new parameters of their own would take 16."""
+    """14.5 bytes per parameter; separate new parameters would take 16."""
     run = train(WIDE, wide, steps=10)
     started, taken = updates(run)
     num_values = 9 * run.report["num_chunk_elements"]
@@ -89,7 +82,6 @@ def half_frozen():
 
 
 def test_frozen_parameters_keep_no_update_waiting(monkeypatch):
-    """Beside one block that stays frozen and one that is unfrozen after four steps."""
     monkeypatch.setattr(state_scheme, "lacks_room_ahead", lambda layout, **budgets: True)
     case = Case(half_frozen, short_batch)
 
@@ -105,7 +97,6 @@ def test_frozen_parameters_keep_no_update_waiting(monkeypatch):
 
 @pytest.mark.parametrize("rank", [1, 4, 7])
 def test_clipping_that_acts_now_and_then(wide, rank):
-    """Some of what was put in place is taken back, and put there again for the true factor."""
     norms = sorted(train(WIDE, plain(gradient_clipping=1e9), steps=8).grad_norms)
     clipping = {"gradient_clipping": norms[rank]}
     run = train(WIDE, changed(wide, **clipping), steps=8)
@@ -116,7 +107,6 @@ def test_clipping_that_acts_now_and_then(wide, rank):
 
 
 def test_clipping_that_always_acts(wide):
-    """Values settle in place, for all factors near the last one."""
     config = fine_tuning(changed(wide, gradient_clipping=1e-3))
     run = train(WIDE, config, steps=16)
     started, taken = updates(run)
@@ -133,7 +123,6 @@ def another_forward(engine, optimizer, data, step):
 
 
 def looked_at(engine, optimizer, data, step):
-    """Parameters and states are read, and one parameter alone."""
     if step % 4 == 1:
         engine.state_dict()
     elif step % 4 == 2:
@@ -143,7 +132,6 @@ def looked_at(engine, optimizer, data, step):
 
 
 def forgotten_backward(engine, optimizer, data, step):
-    """A loss that is not differentiated to its end."""
     if step % 3 == 2:
         optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -165,7 +153,7 @@ def stop_in_backward(loss):
     return _Stop.apply(loss)
 
 
-# Sums of gradients in float32 have no room beside them.
+# There is no room for float32 sums of gradients.
 WITHOUT_SUMS = [interfere for interfere in INTERFERENCES if interfere is not second_backward]
 
 
@@ -180,8 +168,6 @@ def test_what_changes_between_backward_and_step(interfere, wide):
 
 
 def test_gradients_that_are_not_finite(wide):
-    """Nothing of them is put in place for good, and the step is skipped."""
-
     def spoil(engine, optimizer, data, step):
         if step % 3 == 1:
             optimizer.zero_grad()
@@ -196,23 +182,11 @@ def test_gradients_that_are_not_finite(wide):
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_closing_between_backward_and_step(num_steps, wide):
-    """The module keeps its last complete step."""
-    torch.manual_seed(0)
-    engine, optimizer = initialize_engine(WIDE.build, 0, wide)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(num_steps):
-        engine.backward(engine(**WIDE.batch(generator))["loss"])
-        optimizer.step()
-    before = engine.state_dict()
-    engine.backward(engine(**WIDE.batch(generator))["loss"])
-    module = engine.module
-    engine.close()
-    assert_same_bits(module.state_dict(), before)
+    check_closing_between_backward_and_step(wide, num_steps)
 
 
 @pytest.mark.parametrize("name", VARIED)
 def test_models(name):
-    """In the least device budget, with unused, shared and frozen parameters, and clipping."""
     case, small = MODELS[name], {"default_chunk_size": 4096, "gradient_clipping": 1.0}
     plain_run = train(case, {**plain(), **small}, steps=8)
     report = plain_run.report
@@ -230,7 +204,6 @@ def test_models(name):
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_states_on_both_sides(share):
-    """A part of the states is on the device, which updates it; both together have little more than they need."""
     config = make_config("bf16", default_chunk_size=CHUNK)
     least = least_device_memory(WIDE, config, steps=3)
     report = train(WIDE, plain(), steps=2).report
@@ -247,7 +220,6 @@ def test_states_on_both_sides(share):
 
 @pytest.fixture
 def full(monkeypatch):
-    """Makes configurations for states on both sides, where activations leave a share of the gradients room."""
     monkeypatch.setattr(state_scheme, "lacks_room_ahead", lambda layout, **budgets: True)
     make_options = core_setup.make_engine_options
     config = make_config("bf16", default_chunk_size=CHUNK)
@@ -271,7 +243,6 @@ def full(monkeypatch):
 
 
 def gradients_with_slots(engine):
-    """Of chunks whose states are on the device, those whose gradients plans reckon room for."""
     runtime = engine._session.runtime
     costs = runtime.plan_problem()["costs"]
     on_device = [chunk for chunk in range(engine.report()["num_chunks"]) if runtime.home(chunk) == _C.Tier.DEVICE]
@@ -300,7 +271,6 @@ def test_plans_reckon_what_lies_where_activations_were_as_nothing(full):
 
 @pytest.mark.parametrize("interference", ["clipping", "vacated", "accumulating", "looked at"])
 def test_gradients_where_activations_were_survive(full, interference):
-    """They leave for the host, are waited for, read, and taken together."""
     more = {"gradient_clipping": 1e-3} if interference == "clipping" else {}
 
     def interfere(engine, step):
@@ -317,7 +287,6 @@ def test_gradients_where_activations_were_survive(full, interference):
 
 
 def test_checkpoints_do_not_know_of_it(tmp_path, wide):
-    """Saved where values are in place, and gone on where they are not, and back."""
     runs = {}
     for name, first, second in (("there", wide, plain()), ("back", plain(), wide), ("never", plain(), plain())):
         folder = tmp_path / name
@@ -329,13 +298,11 @@ def test_checkpoints_do_not_know_of_it(tmp_path, wide):
 
 
 def test_gradients_that_accumulate(wide):
-    """Nobody said so beforehand: nothing begins in backward then."""
     run = train(WIDE, changed(wide, host_memory=2 * wide["host_memory"]), steps=6, accumulate=2)
     assert_same(run, train(WIDE, plain(), steps=6, accumulate=2))
 
 
 def test_memory_that_others_need(wide):
-    """Updates that began are taken back, and begin again some steps later."""
     counts = []
 
     def vacate(engine, step):
@@ -362,7 +329,6 @@ def test_random_delays_change_no_number(wide, clipping):
 
 
 def test_nothing_is_in_place_beside_what_cannot_be(wide):
-    """float16 has no halves to split, and Lion no variance to lend a sign."""
     half = on_host("fp16", "always", default_chunk_size=CHUNK, host_memory=wide["host_memory"])
     assert train(WIDE, half, steps=3).report["num_values_in_place"] == 0
     lion = changed(wide, optimizer={"type": "Lion", "params": {"lr": 1e-4}, "speculation": "always"})
@@ -370,14 +336,12 @@ def test_nothing_is_in_place_beside_what_cannot_be(wide):
 
 
 def test_the_step_before_is_whole_when_nothing_interferes(wide):
-    """The reference of the tests above trains at all."""
     losses, _, report = interfered(wide, nothing, case=WIDE)
     assert losses[-1] < losses[0]
     assert report["num_steps"] == 12
 
 
 def test_updates_ahead_keep_their_memory_where_chunks_take_more_than_their_limit(wide, monkeypatch):
-    """There is room on the device all the same: gradients that wait there would need a copy on the host to leave."""
     make_options = core_setup.make_engine_options
     config = make_config("bf16", default_chunk_size=CHUNK)
     least = least_device_memory(WIDE, config, steps=3)
@@ -402,8 +366,8 @@ def test_updates_ahead_keep_their_memory_where_chunks_take_more_than_their_limit
 
 @pytest.mark.parametrize("share", [0.55, 0.7])
 def test_leading_states_leave_last(share, monkeypatch):
-    """A device under pressure beside a host that has room for this or that array of a chunk alone. For two of these
-    amounts a chunk's leading state found room there once, and its value none.
+    """The host has room for some arrays of a chunk alone. With two of these amounts a chunk's leading state once found
+    room there and its value none.
     """
     make_options = core_setup.make_engine_options
 

@@ -1,24 +1,18 @@
-"""Updates that the device makes for the host ([Note: visits], csrc/engine/visits.h) change no bit."""
-
-from __future__ import annotations
-
 import functools
 
 import pytest
 
 from patrickstar import _C
+from tests import schemes
 from tests.engine.test_equality import WIDE
-from tests.training import assert_same, least_device_memory, make_config, train, visits
+from tests.training import assert_same, least_device_memory, train, visits
 
 STEPS = 4
 PIECE = 1024  # elements, of chunks of 4096
 
 
-def config_of(precision="bf16", states="fp32", *, master="exact", speculation="commit", optimizer="AdamW", **more):
-    config = make_config(precision, optimizer, default_chunk_size=4096, **more)
-    config["optimizer"] |= {"states": states, "master": master, "speculation": speculation}
-    config["optimizer"]["params"]["use_hybrid_adam"] = False
-    return config
+def config_of(**more):
+    return schemes.config_of(**{"on_device": False, "speculation": "commit", "default_chunk_size": 4096, **more})
 
 
 @functools.cache
@@ -27,8 +21,6 @@ def expected(**kwargs):
 
 
 def visiting(which, piece_numel=PIECE):
-    """From the second step on, chunks visit for which ``which(step, chunk)`` is true."""
-
     def choose(engine, step):
         count = engine._session.layout.num_chunks
         engine._session.runtime.set_visits([step > 0 and which(step, chunk) for chunk in range(count)], piece_numel)
@@ -45,6 +37,8 @@ WAYS = {
     "8 bits": {"states": "8bit"},
     "bfloat16": {"states": "bf16"},
     "8 bits without masters": {"states": "8bit", "master": "stochastic"},
+    "Lion": {"rule": "Lion"},
+    "SGD": {"rule": "SGD"},
 }
 
 
@@ -71,19 +65,6 @@ def test_values_that_the_device_has_do_not_go_up(way):
     values = expected(**WAYS[way]).report["uploaded_bytes"]
     assert run.report["uploaded_bytes"] == values + (STEPS - 1) * states
     assert all(0 < value_bytes < up_bytes for up_bytes, _, value_bytes in costs)
-
-
-@pytest.mark.parametrize("optimizer", ["Lion", "SGD"])
-def test_rules_with_one_moment(optimizer):
-    def config():
-        result = config_of(optimizer=optimizer)
-        params = {"Lion": {"lr": 1e-3, "betas": (0.9, 0.99)}, "SGD": {"lr": 1e-2, "momentum": 0.9}}[optimizer]
-        result["optimizer"]["params"] = {**params, "use_hybrid_adam": False}
-        return result
-
-    run = train(WIDE, config(), steps=STEPS, before_step=ALL)
-    assert_same(run, train(WIDE, config(), steps=STEPS))
-    assert visits(run.report) > STEPS
 
 
 @pytest.mark.parametrize("way", ["float32", "8 bits"])

@@ -1,7 +1,3 @@
-"""A rule that needs whole matrices, shown by a toy: plain PyTorch's bits, and the same for any placement."""
-
-from __future__ import annotations
-
 import ctypes
 import functools
 
@@ -20,7 +16,6 @@ NUM_CHUNKS_WITHOUT_MATRICES = 5  # biases between large matrices
 
 
 def sign_of_mean(rows, columns, direction, momentum, master):
-    """The direction is the sign of the mean of a running mean of gradients."""
     del master
     direction, momentum = floats(direction, rows * columns), floats(momentum, rows * columns)
     direction.fill_(momentum.lerp_(direction, 0.1).mean().sign())
@@ -31,7 +26,6 @@ def floats(address: int, numel: int) -> torch.Tensor:
 
 
 def plainly(case: Case) -> Run:
-    """With plain PyTorch in float32."""
     torch.manual_seed(0)
     module = case.build()
     matrices = {param: torch.zeros_like(param) for param in module.parameters() if param.dim() == 2}
@@ -60,7 +54,6 @@ def config_of(precision="bf16", *, on_device=True, speculation="never", **more):
 
 @pytest.fixture(autouse=True)
 def rule(monkeypatch):
-    """Engines that are made have the toy's rule."""
     make = core_setup.make_engine_options
 
     def make_with_rule(*args):
@@ -86,7 +79,6 @@ def test_the_bits_of_plain_pytorch():
 
 
 def test_budgets_chunk_sizes_and_sides():
-    """Nothing that decides where a chunk is updated changes a bit."""
     roomy = expected()
     assert roomy.report["num_updates_device"] > 0
     for config in (
@@ -113,7 +105,6 @@ def test_accumulation():
 
 @pytest.mark.parametrize("clipping", [0.0, 1e-3])
 def test_never_ahead_of_the_norm(clipping):
-    """Chunks without matrices begin ahead, all others wait."""
     config = config_of(on_device=False, speculation="always", gradient_clipping=clipping, default_chunk_size=4096)
     run = train(WIDE, config, steps=STEPS)
     assert taken_over(run.report) > 0
@@ -122,7 +113,6 @@ def test_never_ahead_of_the_norm(clipping):
 
 
 def test_commit_makes_no_visits():
-    """Committed updates are made once, as those of the step; chunks with matrices do not visit, whoever says so."""
     roomy = expected("fp32")
 
     def ask_for_visits(engine, _step):
@@ -142,7 +132,6 @@ def test_split_masters_are_refused():
 
 
 def test_a_matrix_that_ranks_share_is_refused():
-    """By each of them alone, before training begins."""
     numel, shape = 16384, [128, 128]
     options = _C.EngineOptions()
     options.param_shapes = [shape]

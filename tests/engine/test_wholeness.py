@@ -1,7 +1,3 @@
-"""A model that is updated in part is neither trained nor saved until a checkpoint is loaded or the user accepts it."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -15,8 +11,6 @@ LAYERS = 4
 
 
 class Interrupted(nn.Module):
-    """The backward of a layer raises KeyboardInterrupt, if asked to."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(LAYERS))
@@ -66,7 +60,6 @@ def same(one, other):
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_an_interrupted_backward_that_commits(on_device, tmp_path):
-    """Whatever it has updated is said, and refused until a checkpoint is loaded; what has updated nothing goes on."""
     engine, optimizer = make(**({} if on_device else {"device_memory": 40_000}))
     with engine:
         train(engine, optimizer, range(2))
@@ -120,8 +113,6 @@ def test_a_mixed_state_that_is_accepted():
 
 
 def test_a_step_whose_torch_optimizer_fails():
-    """The state is mixed: PyTorch's optimizer does not say which of its parameters it has updated."""
-
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

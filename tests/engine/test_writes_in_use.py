@@ -1,9 +1,3 @@
-"""A forward that writes parameters, as Gemma 3n's layers clamp some: the numbers are those of the same writes between
-steps, whatever the chunk's other parameters are used for.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -72,8 +66,6 @@ def test_parameters_are_written_while_their_chunk_is_in_use(scheme):
 
 
 class Halving(nn.Module):
-    """Writes parameters between their uses, one of which autograd has kept."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)

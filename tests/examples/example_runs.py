@@ -1,7 +1,3 @@
-"""Runs an example as a user does, and reads the figures it prints."""
-
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -24,9 +20,7 @@ _PACKAGE_PARENT = str(Path(patrickstar.__file__).resolve().parents[1])
 def run_example(
     script: str, *flags: object, ranks: int = 1, timeout_seconds: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``examples/<script>`` with the tests' patrickstar on the simulated device, by torchrun for several ranks;
-    prints its output.
-    """
+    """Runs ``examples/<script>`` on the simulated device, by torchrun for several ranks; returns its output."""
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH")]
     python_path = os.pathsep.join(path for path in paths if path)
     environment = {**os.environ, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
@@ -41,7 +35,6 @@ def run_example(
 
 @contextlib.contextmanager
 def imported_example(name: str) -> Iterator[ModuleType]:
-    """A script as a module; neither it, its parts nor its environment variables stay behind."""
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
@@ -53,7 +46,6 @@ def imported_example(name: str) -> Iterator[ModuleType]:
 
 
 def stop_after(example: ModuleType, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes in the step ``step`` of the next run of ``example``, which has ``common``."""
     train_step, steps = example.common.train_step, iter(range(1, 1000))
 
     def interrupted(*args):
@@ -65,16 +57,13 @@ def stop_after(example: ModuleType, step: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def figure(output: str, pattern: str) -> float:
-    """The number that ``pattern``'s group matches for the last time in ``output``."""
+    """The number in the last match of ``pattern``."""
     found = re.findall(pattern, output)
     assert found, f"{pattern!r} is not in the output"
     return float(found[-1])
 
 
 def check_report(output: str, baseline: str) -> None:
-    """Of the last task in ``output``: the held-out loss falls from evaluation to evaluation, loss and accuracy beat the
-    baseline printed beside them, there is a speed, and the peaks hold the model's data and keep the budget.
-    """
     number = r"([0-9.]+)"
     headers = list(re.finditer(rf".*: [0-9]+ steps.* {number} MiB of model data\n", output))
     trained = output[headers[-2].end() if len(headers) > 1 else 0 : headers[-1].start()]

@@ -1,5 +1,3 @@
-"""examples/finetune_clue.py learns generated CLUE tasks with both architectures and explains itself without data."""
-
 import json
 import random
 from pathlib import Path
@@ -18,7 +16,6 @@ SMALL = ("--hidden", 32, "--layers", 1, "--heads", 2, "--lr", "3e-3", "--batch-s
 
 
 def make_sentence(generator: random.Random, topic: str) -> str:
-    """Eight common characters and four of the topic."""
     characters = generator.choices(COMMON, k=8) + generator.choices(topic, k=4)
     generator.shuffle(characters)
     return "".join(characters)
@@ -29,7 +26,7 @@ def write_json_lines(path: Path, examples: list[dict]) -> None:
 
 
 def write_sentence_task(folder: Path) -> None:
-    """Like the few-shot TNEWS: three labelled files and one without labels."""
+    """As the few-shot TNEWS: three labelled files and one without labels."""
     generator = random.Random(0)
     for name, count in (("train_few_all", 192), ("dev_few_all", 60), ("test_public", 60), ("unlabeled", 200)):
         examples = []
@@ -42,7 +39,7 @@ def write_sentence_task(folder: Path) -> None:
 
 
 def write_pair_task(folder: Path) -> None:
-    """Like AFQMC: two sentences; here the label says what the second is about. On one the annotators disagreed."""
+    """As AFQMC; the label is the second sentence's topic. Annotators disagreed on one pair."""
     generator = random.Random(0)
     topics = list(TOPICS.values())
     for name, count in (("train", 192), ("dev", 60)):
@@ -97,7 +94,6 @@ def test_gpt2_learns_pairs(tmp_path):
 
 @pytest.mark.parametrize("step", [3, 8], ids=["language model", "classifier"])
 def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(step, tmp_path, monkeypatch, capsys):
-    """Whichever of both trainings was interrupted; the first has six steps."""
     data = tmp_path / "data"
     data.mkdir()
     write_pair_task(data)
@@ -116,7 +112,7 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(step, tmp_path, mo
 
 
 def test_two_ranks_classify_as_one_with_their_batches_together(tmp_path):
-    """60 held-out and 61 test sentences: shares of one size, of which one is filled up with what does not count."""
+    """60 held-out and 61 test sentences: one rank's share is padded."""
     write_sentence_task(tmp_path)
     lines = (tmp_path / "test_public.json").read_text(encoding="utf-8")
     (tmp_path / "test_public.json").write_text(lines + lines.splitlines()[0] + "\n", encoding="utf-8")

@@ -1,5 +1,3 @@
-"""examples/finetune_gpt2.py learns, keeps the budget, repeats itself bit by bit, and loads what it saved."""
-
 import dataclasses
 from pathlib import Path
 
@@ -16,7 +14,6 @@ TINY = ("--model-size", "tiny", "--seq-len", 32, "--vocab-size", 300, "--batch-s
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, str]:
-    """The output folder and the output of a run on the Python reference."""
     folder = tmp_path_factory.mktemp("gpt2")
     result = run_example("finetune_gpt2.py", *TINY, "--steps", 160, "--lr", "3e-3", "--save", "--output-dir", folder)
     assert result.returncode == 0, result.stderr
@@ -33,7 +30,6 @@ def test_learns_the_python_reference(trained):
 
 @pytest.mark.slow
 def test_finetunes_a_local_model_on_own_text(trained, tmp_path):
-    """Also every other flag: accumulation, checkpointing, bf16, budgets, chunk size."""
     folder, _ = trained
     text = tmp_path / "text.txt"
     text.write_text("The chunk moves between the host and the device, and no number changes. " * 400, encoding="utf-8")
@@ -65,7 +61,6 @@ def test_demo_is_bitwise_equal_within_the_budget(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_with_their_batches_together(tmp_path):
-    """The numbers up to rounding, the output once, and weights that load."""
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text(encoding="utf-8") * 2, encoding="utf-8")
     flags = ("--hidden", 64, "--layers", 2, "--heads", 2, "--seq-len", 32, "--vocab-size", 300, "--text", text)
@@ -96,7 +91,6 @@ def test_an_output_folder_with_something_in_it_is_refused_before_the_training(ex
 
 
 def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(example, tmp_path, capsys, monkeypatch):
-    """Also with dropout, accumulation and a budget that the first part had not."""
     (tmp_path / "text.txt").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     model = "--hidden 32 --layers 2 --heads 2 --seq-len 16 --vocab-size 300 --dropout 0.1 --batch-size 2"
     flags = f"{model} --accumulation 2 --steps 6 --save --text {tmp_path / 'text.txt'} --output-dir"

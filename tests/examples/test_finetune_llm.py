@@ -1,5 +1,3 @@
-"""examples/finetune_llm.py against transformers and PEFT: losses, masks, packing, resumed runs, what it saves."""
-
 import json
 import os
 import re
@@ -84,7 +82,6 @@ def conversations(example) -> ModuleType:
 
 
 def make_tokenizer(template: str | None) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE with the special tokens of all templates above."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = ["<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"]
@@ -102,7 +99,6 @@ def make_tokenizer(template: str | None) -> transformers.PreTrainedTokenizerFast
 
 
 def make_folder(folder: Path, kind: str) -> Path:
-    """A tiny model with random values, and its tokenizer."""
     class_name, sizes, template = MODELS[kind]
     tokenizer = make_tokenizer(template)
     config = getattr(transformers, class_name)(
@@ -127,7 +123,6 @@ def write_lines(path: Path, lines: list) -> Path:
 
 @pytest.fixture
 def chat(tmp_path) -> Path:
-    """Seven conversations of different lengths, in all forms; one has two answers."""
     lines = [{"prompt": f"What is {n}?", "answer": f"One more than {n - 1}. " * (n % 3 + 1)} for n in range(1, 6)]
     lines += [{"messages": TURNS}]
     lines += [{"conversations": [{"from": "human", "value": "Go on?"}, {"from": "gpt", "value": "Yes."}]}]
@@ -138,7 +133,6 @@ FLAGS = ("--precision", "fp32", "--batch-size", "2", "--lr", "1e-2", "--samples"
 
 
 def run(example, monkeypatch, *flags: object) -> SimpleNamespace:
-    """Runs the example here; the exit code, what ``train`` returned and the task it had."""
     seen = SimpleNamespace(run=None, task=None)
     train = example.common.train
 
@@ -154,7 +148,6 @@ def run(example, monkeypatch, *flags: object) -> SimpleNamespace:
 
 
 def answer_losses(model, tokenizer, conversations) -> torch.Tensor:
-    """Each answer token's loss, one conversation at a time, by transformers and the tokens alone."""
     losses = []
     for tokens in conversations:
         ids, labels = torch.tensor([tokens.input_ids]), torch.tensor(tokens.labels)
@@ -175,7 +168,6 @@ def logits_of(model, tokenizer) -> torch.Tensor:
 def test_every_model_trains_within_a_budget_and_is_saved(
     kind, example, encoding, conversations, folders, chat, monkeypatch, tmp_path, capsys
 ):
-    """Losses are transformers' on each conversation alone, although rows are packed; what is saved has those logits."""
     folder, output = folders(kind), tmp_path / "output"
     memory = ("--device-memory", "8MiB", "--checkpointing")
     flags = ("--model", folder, "--data", chat, "--eval-data", chat, "--packing", "--seq-len", 128, "--steps", 2)
@@ -224,11 +216,10 @@ def test_packed_rows_hold_every_conversation_once(encoding):
     assert sorted(map(tuple, found)) == sorted(tuple(each.input_ids) for each in tokens)
 
 
-# Which tokens are answers.
+# Answer tokens.
 
 
 def spans_of(encoder, tokens) -> list[str]:
-    """The text of each run of tokens that are learned."""
     found, last = [], None
     for index, label in enumerate(tokens.labels):
         if label != -100:
@@ -383,7 +374,6 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folders, chat, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_with_their_batches_together(example, folders, chat, monkeypatch, tmp_path):
-    """Each label weighs the same, although the ranks' rows have different numbers of them; answers are printed once."""
     flags = ["--model", folders("llama"), "--data", chat, "--steps", 4, "--clip", 0, "--lr", "1e-3"]
     one = run(example, monkeypatch, *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
     rest = ["--lr", "1e-3", "--precision", "fp32", "--samples", 1, "--sample-tokens", 4, "--batch-size", 2]
@@ -397,7 +387,7 @@ def test_two_ranks_train_as_one_with_their_batches_together(example, folders, ch
         torch.testing.assert_close(weights[1][key], value, rtol=1e-2, atol=1e-3)
 
 
-# What is refused.
+# Refusals.
 
 
 BROKEN_LINES = [
@@ -422,7 +412,6 @@ BROKEN_LINES = [
 
 
 def refusal(example, capsys, *flags: object) -> str:
-    """The one line that the flags are refused with; nothing was trained."""
     assert example.main([str(flag) for flag in flags]) in (1, 2)
     error = capsys.readouterr().err
     assert error.startswith("finetune_llm.py: ") and error.count("\n") == 1, error
@@ -451,10 +440,7 @@ def test_a_broken_line_is_refused_before_anything_is_loaded(text, message, examp
         ("--model {tmp}/t5", "is of type t5, which is no causal language model"),
         ("--model {tmp}/broken", "its tokenizer cannot be loaded"),
         ("--model {llama} --seq-len 300", "the model takes rows of 256 tokens"),
-        (
-            "--model {mistral} --data {tmp}/system.jsonl",
-            "the tokenizer's chat template refuses it: Only",
-        ),
+        ("--model {mistral} --data {tmp}/system.jsonl", "the tokenizer's chat template refuses it: Only"),
         ("--lora", "give one with --model"),
         ("--model {llama} --quantization nf4", "give --lora too"),
         ("--lr zero", "invalid float value: 'zero'"),
@@ -500,7 +486,6 @@ def test_a_mistake_is_one_line(flags, message, example, folders, chat, tmp_path,
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, str]:
-    """The folder and the output of a small demo."""
     folder = tmp_path_factory.mktemp("demo") / "output"
     small = ("--hidden", 128, "--vocab-size", 400, "--seq-len", 96, "--batch-size", 1, "--lr", "5e-3")
     flags = (*small, "--device-memory", "8MiB", "--steps", 50, "--precision", "fp32", "--output-dir", folder)
@@ -510,13 +495,11 @@ def demo(tmp_path_factory) -> tuple[Path, str]:
 
 
 def commands_after(output: str) -> list[str]:
-    """What the demo says to go on with."""
     lines = output.split("\nNext:\n")[1].splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def run_in_shell(command: str) -> str:
-    """What a command prints that is pasted as it stands."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -535,7 +518,6 @@ def test_demo_learns_and_keeps_its_budget(demo):
 
 @pytest.mark.slow
 def test_the_commands_that_the_demo_prints_work(demo):
-    """As they stand, but for the number of steps."""
     folder, output = demo
     ask, tune, plan, flags = commands_after(output)
     assert all(command.count(sys.executable) == 1 for command in (ask, tune, plan, flags))

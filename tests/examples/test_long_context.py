@@ -1,5 +1,3 @@
-"""examples/long_context.py has the same losses whether one process has a sequence or two share it."""
-
 from pathlib import Path
 
 import pytest

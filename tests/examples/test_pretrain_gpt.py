@@ -1,5 +1,3 @@
-"""examples/pretrain_gpt.py: every flag, all ranks together as one, and runs that go on as if never stopped."""
-
 import importlib
 import json
 import shutil
@@ -35,7 +33,6 @@ def text(tmp_path) -> Path:
 
 
 def steps_of(output: str) -> list[dict]:
-    """The figures of each step that do not depend on time."""
     events = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     left_out = ("event", "seconds", "tokens_per_second", "model_tflops_per_gpu")
     return [
@@ -50,7 +47,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def go_back_to(folder: Path, copy: Path, tag: str) -> None:
-    """``copy`` is what ``folder`` was when ``tag`` was saved."""
     shutil.copytree(folder / tag, copy / tag)
     (copy / "latest").write_text(f"{tag}\n", encoding="utf-8")
 
@@ -114,7 +110,6 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path):
 
 
 def test_two_ranks_train_as_one_with_their_batches_together(script, text, tmp_path, capsys):
-    """With a text's tokens from rank 0; each rank's profile is its own."""
     common = ["--model", "bert", *TINY, "--data", text, "--steps", 4, "--clipping", 0.5]
     assert script.main([str(flag) for flag in (*common, "--batch", 4, "--export", tmp_path / "one")]) == 0
     one = steps_of(capsys.readouterr().out)
@@ -249,7 +244,6 @@ def test_saved_tokens_are_the_text(tokenizer, script, text, tmp_path, capsys):
 
 @pytest.mark.parametrize("model", ["gpt", "bert"])
 def test_ranks_divide_what_one_would_take(model, script):
-    """Exactly, whatever the division; and each epoch of a corpus has every sequence once."""
     batches, models, tokens = (
         importlib.import_module(f"pretraining.{name}") for name in ("batches", "models", "tokens")
     )
@@ -275,7 +269,6 @@ def test_ranks_divide_what_one_would_take(model, script):
 
 @pytest.mark.parametrize("model", ["gpt", "bert"])
 def test_models_are_initialised_as_on_the_cpu(model, script):
-    """Buffers and norms exactly, weights by their spread; the count of operations by the parameters there are."""
     models, training = importlib.import_module("pretraining.models"), importlib.import_module("pretraining")
     shape = models.ModelShape(kind=models.ModelKind(model), hidden=64, layers=2, heads=2, vocab=300, length=16)
     built = models.build_model(shape)

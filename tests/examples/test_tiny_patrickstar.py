@@ -1,5 +1,3 @@
-"""examples/tiny_patrickstar.py: the bits of torch.optim.AdamW in every budget, and plans that move the fewest bytes."""
-
 import copy
 import itertools
 import re
@@ -102,7 +100,6 @@ def test_parameters_are_those_of_adamw_and_bytes_those_of_the_clock_in_every_bud
 
 
 def test_a_step_that_leaves_its_plan_has_the_same_bits():
-    """In the third step the blocks run in reverse order."""
     model = make_model()
     plain = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, foreach=False)
@@ -119,7 +116,7 @@ def test_a_step_that_leaves_its_plan_has_the_same_bits():
 
 
 def fewest_moves(trace, num_slots):
-    """All choices of chunks to keep at each access, by dynamic programming."""
+    """Dynamic programming over all choices of chunks to keep at each access."""
     costs, grads = {frozenset(): 0}, set()
     for op, chunks in trace:
         if op is tiny.Op.GRAD_TO_HOST:
@@ -162,7 +159,6 @@ def test_a_budget_below_the_largest_module_is_refused_before_the_model_changes()
 
 
 def test_a_first_step_that_does_not_fit_updates_nothing():
-    """Gradients wait for those of other blocks in their chunks where blocks do not run as they were registered."""
     model = make_model()
     before = copy.deepcopy(model)
     engine = tiny.TinyPatrickStar(model, 6 * SLOT, CHUNK_NUMEL, lr=3e-3)

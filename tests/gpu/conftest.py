@@ -1,5 +1,3 @@
-"""Shared fixtures of the tests on a GPU."""
-
 import contextlib
 import gc
 
@@ -9,9 +7,7 @@ import torch
 
 @contextlib.contextmanager
 def deterministic_algorithms():
-    """Attention and embedding backward are only deterministic when asked to be. What tests before have left on the GPU
-    is gone.
-    """
+    """Backward of attention and embedding is deterministic only on request."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.use_deterministic_algorithms(True)
@@ -26,7 +22,6 @@ def deterministic_algorithms():
 
 @pytest.fixture(autouse=True)
 def _two_threads():
-    """Models are larger here, and references are computed on the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -38,8 +33,8 @@ MOST_LEFT_BYTES = 32 * 2**20
 
 @pytest.fixture(autouse=True)
 def _leaves_no_memory():
-    """Memory that a test leaves on the GPU is taken from the budgets of all tests after it in its process. PyTorch
-    keeps a workspace of cuBLAS for each stream that has computed, 32 MiB on Hopper, until it is asked to clear them.
+    """Memory left on the GPU would shrink later tests' budgets. cuBLAS keeps a workspace for each stream, 32 MiB on
+    Hopper, until PyTorch clears them.
     """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
@@ -53,6 +48,5 @@ def _leaves_no_memory():
 
 @pytest.fixture
 def deterministic():
-    """For one test."""
     with deterministic_algorithms():
         yield

@@ -1,7 +1,3 @@
-"""PEFT's LoRA over matrices that two GPUs share, against PEFT in one process."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 

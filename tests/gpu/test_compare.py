@@ -1,5 +1,3 @@
-"""``benchmark.compare`` on a GPU: limits bind, the profiler's figures are there, and all train the same thing."""
-
 import json
 
 import pytest
@@ -13,7 +11,6 @@ LIMIT_BYTES = 4 * 2**30
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """``run(system)``: what the benchmark says of that system, and of the model; each system runs once."""
     done = {}
 
     def run(system):

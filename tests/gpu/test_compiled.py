@@ -1,7 +1,3 @@
-"""Compiled by inductor to kernels of the GPU: ``make test-gpu``."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def inductor():
-    """Its processes have started. Algorithms are deterministic for all tests here: Dynamo guards on it."""
+    """Starts inductor's processes. Algorithms are deterministic in all tests here, since Dynamo guards on it."""
     with deterministic_algorithms():
         torch.compile(lambda x: torch.tanh(x).sum())(torch.ones(64, device="cuda", requires_grad=True)).backward()
         yield
@@ -23,7 +19,6 @@ def inductor():
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def resident(inductor, request):
-    """``(precision, case, run)``: six steps of a compiled model, everything resident."""
     torch.compiler.reset()
     case = Case(lambda: torch.compile(WIDE.build()), WIDE.batch)
     yield request.param, case, train(case, make_config(request.param, default_chunk_size=4 * MIB), steps=6)

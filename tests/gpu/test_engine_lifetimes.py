@@ -1,7 +1,3 @@
-"""Engines that come and go on a GPU, alone and over NCCL, leave neither threads nor connections nor memory behind."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +12,6 @@ NUM_RANKS = min(max(torch.cuda.device_count(), 1), 2)
 
 
 def check(before, after):
-    """No more of anything; NCCL may close one of its own connections later than its communicator."""
     print(before, after)
     assert after["threads"] <= before["threads"]
     assert after["descriptors"] <= before["descriptors"]

@@ -1,12 +1,14 @@
-"""Placement never changes numbers, on a real GPU: ``make test-gpu``."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
+from patrickstar import _C
 from patrickstar.engine import core_setup
+from tests.bits import assert_same_bits
+from tests.engine import test_writes_in_use as in_use
+from tests.engine.test_quantized import TOWER, Tower
 from tests.models import MODELS, VOCAB, Case, gpt2
+from tests.module import test_put_back as put_back
+from tests.quant.test_kernels import DTYPES, NUMELS, QUANT, dequantize, quantize, some_values
 from tests.training import assert_same, make_config, make_host_config, relative_error, train, train_plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -28,7 +30,6 @@ WIDE = Case(wide_gpt2, wide_batch)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_budgets(precision):
-    """20 steps: everything resident = 1/4 of model data = 1/8 of it; reserved memory never exceeds the budget."""
     unlimited = train(WIDE, make_config(precision, default_chunk_size=4 * MIB))
     assert unlimited.report["num_device_state_chunks"] == unlimited.report["num_chunks"]
     model_data = unlimited.report["num_parameters"] * (16 if precision == "fp32" else 14)
@@ -51,7 +52,6 @@ def test_budgets(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_where_adam_runs(precision):
-    """The CPU's Adam and the GPU's give the same bits, clipping included."""
     config = make_config(precision, gradient_clipping=0.1, default_chunk_size=4 * MIB)
     on_gpu = train(WIDE, config)
     config["optimizer"]["params"]["use_hybrid_adam"] = False
@@ -95,9 +95,6 @@ def test_accumulation(precision):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_models(name, precision, monkeypatch):
-    """Every model: everything resident, and states on the host with chunks of a few KiB, fetched on demand into little
-    memory.
-    """
     config = make_config(precision, gradient_clipping=1.0)
     resident = train(MODELS[name], config, steps=6)
     make_options = core_setup.make_engine_options
@@ -116,7 +113,6 @@ def test_models(name, precision, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lstm", "mixture_of_experts"])
 def test_against_pytorch(name):
-    """float32 against torch.optim on the CPU: other kernels, so only close."""
     run = train(MODELS[name], make_config(), steps=10)
     error = relative_error(run, train_plain(MODELS[name], steps=10))
     print(f"{name}: parameters within {error:.1e} of the CPU's")
@@ -130,3 +126,52 @@ def test_overflow():
     assert run.report["num_skipped_steps"] > 3
     assert run.report["num_steps"] > 3
     assert all(value.isfinite().all() for value in run.state.values())
+
+
+@pytest.mark.parametrize("kind", QUANT)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("misalign", [0, 1])
+def test_the_kernel_gives_the_bits_of_the_hosts(kind, dtype, misalign):
+    for numel in NUMELS:
+        array = quantize("scalar", kind, some_values(numel))
+        expected = dequantize("scalar", kind, array, numel, dtype)
+        on_device = array.cuda()
+        out = torch.full((numel + misalign + 8,), float("nan"), dtype=dtype, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        _C.quant.cuda_dequantize(
+            QUANT[kind], on_device.data_ptr(), numel, out[misalign:].data_ptr(), DTYPES[dtype], stream
+        )
+        assert_same_bits(out[misalign : misalign + numel].cpu(), expected, f"{numel}")
+        assert out[misalign + numel :].isnan().all() and out[:misalign].isnan().all()
+
+
+def deep_tower() -> Tower:
+    """67 M frozen weights: 134 MB in 16 bits, 35 MB in NF4."""
+    return Tower(num_layers=64, width=1024)
+
+
+@pytest.mark.parametrize("kind", QUANT)
+def test_budgets_change_no_bit(kind):
+    case = Case(deep_tower, TOWER.batch)
+    config = make_host_config("bf16", quantization={"type": kind}, default_chunk_size=2**20)
+    reference = train(case, config, steps=4)
+    small = train(case, {**config, "device_memory": "112MiB"}, steps=4)
+    assert small.report["uploaded_bytes"] > reference.report["uploaded_bytes"]
+    assert_same(small, reference)
+    late = {**config, "device_memory": "112MiB", "delays": {"max_random_us": 200}}
+    assert_same(train(case, late, steps=4), reference)
+    config["optimizer"]["params"]["use_hybrid_adam"] = True
+    assert_same(train(case, {**config, "device_memory": "112MiB"}, steps=4), reference)
+
+
+@pytest.mark.parametrize("name", put_back.SCHEMES)
+def test_masters_are_kept(name):
+    ways, config = put_back.WAYS, put_back.SCHEMES[name]
+    assert_same_bits(put_back.states(config, ways), put_back.states(config, [None] * len(ways)))
+
+
+@pytest.mark.parametrize("name", in_use.SCHEMES)
+def test_parameters_are_written_while_their_chunk_is_in_use(name):
+    config = {key: value for key, value in in_use.SCHEMES[name].items() if key != "device_memory"}
+    run = train(in_use.case_of(clamps=True), config, steps=4)
+    assert_same(run, train(in_use.case_of(clamps=False), config, steps=4, before_step=in_use.clamp_all))

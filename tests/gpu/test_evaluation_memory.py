@@ -1,14 +1,12 @@
-"""Evaluation and ``generate`` on a GPU within a budget near the least in which training fits: the allocator of a GPU
-leaves blocks in pieces, so that the least one is not the same in each run.
+"""Evaluation and ``generate`` within a budget near training's least. The GPU's allocator leaves blocks in pieces, so
+the least budget differs between runs.
 """
-
-from __future__ import annotations
 
 import pytest
 import torch
 
 from patrickstar import MemoryBudgetError
-from tests.engine.test_evaluation_memory import MODELS, SHAPE, case_of, check_fits
+from tests.engine.test_memory import MODELS, SHAPE, case_of, check_fits
 from tests.training import make_config, train
 
 pytestmark = pytest.mark.gpu

@@ -1,7 +1,3 @@
-"""Messages between ranks on GPUs, over NCCL and through the host where ranks share one: the bits of what was sent, no
-memory that is taken too early, attention over them, and the end of a rank.
-"""
-
 import os
 import signal
 
@@ -32,7 +28,6 @@ SHORT_SLEEP, LONG_SLEEP = 2_000_000, 100_000_000  # cycles: about 1 and 50 ms
     ]
 )
 def on_gpus(request):
-    """Number of ranks, index of each one's GPU (None: its local rank) and environment, for the tests of this module."""
     return (NUM_NCCL_RANKS, None, see_gpus) if request.param == "nccl" else (3, 0, see_one_gpu)
 
 
@@ -48,7 +43,6 @@ def open_on(device_index, timeout_seconds=60):
 
 
 def exchange_at_random(device_index):
-    """Rounds one behind the other on the device, each behind work that makes what is sent."""
     with open_on(device_index) as ranks:
         group = ranks.open_communicator("a test")
         rounds = []
@@ -73,7 +67,6 @@ def test_any_messages(on_gpus):
 
 
 def ring(exchanges, value):
-    """An exchange that sends `value` in new memory to the next rank, and what comes from the one before."""
     sent = torch.full((NUMEL,), float(value), device="cuda")
     received = torch.full((NUMEL,), -7.0, device="cuda")
     after, before = (exchanges.rank + 1) % exchanges.size, (exchanges.rank - 1) % exchanges.size
@@ -81,7 +74,6 @@ def ring(exchanges, value):
 
 
 def overwrite():
-    """Takes what memory PyTorch has free for the current stream."""
     return [torch.full((NUMEL,), -1.0, device="cuda") for _ in range(4)]
 
 
@@ -90,14 +82,13 @@ def is_untouched(trash):
 
 
 def compute_meanwhile(device_index):
-    """Exchanges overlap with work of the current stream, begin behind it, and are over for it after the wait."""
     with open_on(device_index) as ranks:
         exchanges = open_exchanges(ranks, "a ring")
         before = (exchanges.rank - 1) % exchanges.size
         for index in range(20):
             torch.cuda._sleep(LONG_SLEEP if index % exchanges.size == exchanges.rank else SHORT_SLEEP)
             pending, received = ring(exchanges, 100 * index + exchanges.rank)
-            trash = overwrite()  # nothing of what is on its way
+            trash = overwrite()  # must not overwrite data in transit
             pending.wait()
             got = received + 0.0
             del received, pending
@@ -110,7 +101,6 @@ def test_memory_is_kept_until_the_wait(on_gpus):
 
 
 def wait_elsewhere(device_index):
-    """Begun on one stream and waited for on another; the first one's memory is taken at once."""
     with open_on(device_index) as ranks:
         exchanges = open_exchanges(ranks, "a ring")
         before = (exchanges.rank - 1) % exchanges.size
@@ -135,7 +125,6 @@ def test_another_stream_may_wait(on_gpus):
 
 
 def forget_to_wait(device_index):
-    """Even ranks drop what they have begun, as an error would, while their neighbours come late."""
     with open_on(device_index) as ranks:
         exchanges = open_exchanges(ranks, "a ring")
         before = (exchanges.rank - 1) % exchanges.size
@@ -157,7 +146,6 @@ def test_what_nobody_waits_for_keeps_its_memory(on_gpus):
 
 
 def attend(device_index):
-    """How far attention and its gradients are from the dense ones at most, by mode."""
     with open_on(device_index) as ranks:
         group = SequenceGroup.of_ranks(ranks)
         found = {}
@@ -177,7 +165,6 @@ def test_attention(on_gpus):
 
 
 def exchange_along_each_axis(device_index):
-    """Both axes at once, each on its own queue, in another order on each rank."""
     with open_on(device_index) as everybody:
         ranks = MeshRanks(everybody, Mesh(data=len(everybody.members) // 2, sequence=2))
         along = {axis: open_exchanges(ranks.along(axis), axis) for axis in ("data", "sequence")}

@@ -1,7 +1,3 @@
-"""What fails on the device reaches the thread that waits, as an exception; the process does not end by itself."""
-
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -17,7 +13,6 @@ pytestmark = pytest.mark.gpu
 
 
 def assert_on_the_device():
-    """A device-side assertion fails in backward; gradients on their way to the host fail with it."""
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "use_hybrid_adam": False}}, "bf16": {}}
     config["default_chunk_size"] = 2**16
     engine, optimizer = initialize_engine(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), 0, config)
@@ -51,7 +46,6 @@ def test_an_engine_that_cannot_be_opened_leaves_pytorch_its_memory():
 
 
 def test_a_fresh_thread_reads_an_engine_on_the_last_gpu():
-    """Threads begin with the first GPU as their current one."""
     device = torch.cuda.device_count() - 1
     module = nn.Linear(64, 64)
     expected = module.weight.detach().clone()

@@ -1,7 +1,3 @@
-"""With a GPU threads are pinned and leave a core to the launching thread; no number changes."""
-
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -9,7 +5,7 @@ import pytest
 from patrickstar import _C
 from patrickstar.config import HostThreadsConfig
 from patrickstar.machine.engine_options import host_thread_options
-from tests.common.pool_threads import worker_masks
+from tests.common.test_thread_pool import worker_masks
 from tests.gpu.test_equality import MIB, WIDE
 from tests.training import assert_same, make_config, train
 

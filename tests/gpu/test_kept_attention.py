@@ -1,13 +1,9 @@
-"""Attention that is kept for backward, by the kernels of a GPU: the same bits, fewer calls."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.engine.test_kept_attention import CountedKernels
-from tests.models import Case
+from tests.models import Case, llama
 from tests.training import assert_same, make_config, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -15,19 +11,8 @@ LENGTH, LAYERS, VOCAB, STEPS = 4096, 8, 512, 4
 
 
 def build():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-    )
-    config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config)
+    sizes = {"hidden": 1024, "layers": LAYERS, "heads": 8, "kv_heads": 2}
+    return llama(**sizes, vocab=VOCAB, length=LENGTH, attention="sdpa")
 
 
 def batch(generator):
@@ -38,7 +23,7 @@ def batch(generator):
 def trained(keep_attention, **config):
     section = {"keep_attention": keep_attention}
     config = make_config("bf16", activations=section, default_chunk_size=2**20, **config)
-    with CountedKernels() as kernels, sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # whose backward can be deterministic
+    with CountedKernels() as kernels, sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # its backward can be deterministic
         run = train(Case(build, batch), config, steps=STEPS, checkpointing=False)
     print(f"{keep_attention}: {kernels.count} calls, {run.report['stashed_bytes']} bytes left the device")
     return run, kernels.count

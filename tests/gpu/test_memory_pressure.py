@@ -1,7 +1,3 @@
-"""Never out of memory while it would fit, on a real GPU."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -25,7 +21,7 @@ def build():
 
 
 def alternating(lengths):
-    """The dropout is on: a forward that is run again must draw the same numbers."""
+    """Dropout is on: a repeated forward must draw the same numbers."""
     step = -1
 
     def batch(generator):
@@ -39,7 +35,6 @@ def alternating(lengths):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_alternating_sequence_lengths(precision):
-    """The first step shows the tide of the shortest sequence only; within little more than the tide of the longest."""
     config = make_config(precision, default_chunk_size=MIB)
     expected = train(alternating(LENGTHS), config, steps=len(LENGTHS))
     longest = train(alternating([4096]), {**config, "device_memory": 16 * 2**30}, steps=2)
@@ -56,8 +51,6 @@ def test_alternating_sequence_lengths(precision):
 
 
 class Reaching(torch.nn.Module):
-    """Layers whose forward ends with one allocation of as much as its input says."""
-
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(48))
@@ -71,9 +64,6 @@ class Reaching(torch.nn.Module):
 
 @pytest.mark.parametrize("reserve", range(700, 600, -25))
 def test_an_activation_as_large_as_what_chunks_can_leave(reserve):
-    """After a step that left them room for all states; then sizes by which the last chunks that must leave end
-    everywhere between two pages.
-    """
     budget = 4 * 2**30
     config = make_config("bf16", default_chunk_size=4 * MIB, device_memory=budget)
     sizes = [MIB, MIB, *(budget - (reserve - less) * MIB for less in (0, 7, 14, 21))]
@@ -89,8 +79,9 @@ def test_an_activation_as_large_as_what_chunks_can_leave(reserve):
 
 @pytest.mark.parametrize(("batch_size", "budget_gib"), [(4, 4), (8, 7)])
 def test_nothing_cached_goes_back_in_steps_that_repeat(batch_size, budget_gib):
-    """A head that is larger than all other chunks, within little memory: its slots are kept, and so is what activations
-    had, since PyTorch would give back all of it where anything cannot be had in one piece."""
+    """The head is larger than all other chunks. PyTorch would give back its whole cache where one piece cannot be
+    had.
+    """
     retries = []
 
     def before_step(engine, step):

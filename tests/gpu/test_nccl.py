@@ -1,5 +1,3 @@
-"""NCCL in the extension: a communicator of one rank, and the kernel of the mean against the host's, bit for bit."""
-
 import pytest
 import torch
 

@@ -1,7 +1,3 @@
-"""A traced step on a real GPU: ``make test-gpu``."""
-
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -23,7 +19,6 @@ def on_track(trace, track):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("speculation", ["always", "never"])
 def test_budgets(speculation, accumulate):
-    """All queues are busy within a quarter of the model data; the numbers are those of a run without a trace."""
     config = make_config("bf16", default_chunk_size=2 * MIB, gradient_clipping=1.0)
     config["optimizer"]["speculation"] = speculation
     plain = train(WIDE, config, steps=6, accumulate=accumulate)
@@ -43,7 +38,6 @@ def test_budgets(speculation, accumulate):
 
 
 def test_config(tmp_path):
-    """The files; the next steps go on as ever."""
     config = make_config("bf16", default_chunk_size=2 * MIB, device_memory="400MiB", gradient_clipping=1.0)
     run = train(WIDE, {**config, "profile": {"step": 4, "output": str(tmp_path)}}, steps=8)
     assert_same(run, train(WIDE, config, steps=8))

@@ -1,7 +1,3 @@
-"""Training over NCCL on all GPUs of the machine: budgets and sides of Adam change no bit."""
-
-from __future__ import annotations
-
 import hashlib
 import os
 
@@ -40,7 +36,6 @@ def train_deterministically(tasks):
 
 
 def train_and_digest(tasks):
-    """States as digests: those of wide models are too large to hand over."""
     results = train_deterministically(tasks)
     return [{**result, "state": {key: _digest(value) for key, value in result["state"].items()}} for result in results]
 
@@ -51,14 +46,12 @@ def _digest(tensor):
 
 
 def run(tasks, size=NUM_RANKS, train=train_deterministically):
-    """[task][rank]"""
     by_rank = run_ranks(size, train, tasks, timeout_seconds=130, environment=see_gpus)
     return [[results[index] for results in by_rank] for index in range(len(tasks))]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_budgets(precision):
-    """A sequence on each of two ranks, within what holds everything and within little."""
     options = {"gradient_clipping": 1.0, "default_chunk_size": 4 * MIB}
     common = {"precision": precision, "steps": 5}
     scarce = {**options, "device_memory": (250 if precision == "fp32" else 180) * MIB}
@@ -81,7 +74,6 @@ def test_accumulation():
 
 
 def run_alike(tasks):
-    """Two tasks that give the same on each rank, and the same state on both."""
     results = run(tasks, size=min(NUM_RANKS, 2), train=train_and_digest)
     for ranks in results:
         assert_same_state(ranks[0]["state"], ranks[-1]["state"])
@@ -102,7 +94,6 @@ def test_models(name):
 
 
 def test_against_one_process():
-    """float32 against torch.optim on the CPU: other kernels and another order of the sum, so only close."""
     task = Task("gpt2", steps=10)
     size = min(NUM_RANKS, 2)  # a row of the batch each
     state = run([task], size)[0][0]["state"]

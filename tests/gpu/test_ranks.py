@@ -1,5 +1,3 @@
-"""Groups of ranks over NCCL on all GPUs of the machine: the bits of the host, and the end of a killed rank."""
-
 import os
 import signal
 
@@ -8,8 +6,7 @@ import torch
 
 from patrickstar.ranks.distributed import open_ranks
 from tests.bits import assert_same_bits
-from tests.collective.test_communicator import values_of
-from tests.collective.test_rank_mean import reference
+from tests.collective.test_communicator import reference, values_of
 from tests.distributed import rank_outcomes, run_ranks
 from tests.optim.kernel_calls import DTYPES
 
@@ -66,7 +63,6 @@ def lose_the_last_rank(device_index=None):
 
 
 def test_a_killed_rank():
-    """With one GPU this is the launcher's report alone."""
     outcomes = rank_outcomes(NUM_RANKS, lose_the_last_rank, timeout_seconds=180, environment=see_gpus)
     assert outcomes[-1].returncode == -signal.SIGKILL
     for outcome in outcomes[:-1]:

@@ -1,7 +1,3 @@
-"""Training that changes its number of ranks on GPUs: one for each process where there are two, else one for both."""
-
-from __future__ import annotations
-
 import pytest
 
 from tests.elastic.test_resize import ON_HOST, alone, check
@@ -12,13 +8,11 @@ CASES = {"on devices": (None, "fp32"), "on devices, split": (None, "bf16"), "on 
 
 
 def on_gpus(number):
-    """The environment of a process that begins alone and sees the machine's GPUs."""
     return alone(number) | see_gpus(number)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_two_and_one_rank(name, tmp_path, monkeypatch):
-    """Where each process has a GPU, what lies on devices goes from one to the other."""
     monkeypatch.setenv("HOME", str(tmp_path.with_name(f"{tmp_path.name}-home")))  # where the run's secret is
     optimizer, precision = CASES[name]
     tolerance = 1e-4 if precision == "fp32" else 0.1

@@ -1,7 +1,5 @@
-"""Attention over a divided sequence on GPUs: each kernel, blocks merged, and all modes over NCCL, against float64.
-
-Tolerances are errors of PyTorch's own attention: that of one kernel over the whole sequence in the same precision. A
-part of a sequence is rounded once more, which adds to the squares of errors; twice the error leaves room for that.
+"""Attention over a divided sequence against float64. Tolerances are errors of PyTorch's own attention in the same
+precision; each part of a sequence is rounded once more, so twice that error is allowed.
 """
 
 import os
@@ -35,13 +33,11 @@ WHOLE = Slice(0, LENGTH), Slice(0, LENGTH)
 
 @pytest.fixture(autouse=True)
 def _fast_kernels():
-    """Tests before may have switched them off (tests/gpu/conftest.py)."""
     with sdpa_kernel(list(BACKENDS.values())):
         yield
 
 
 def tensors(dtype, heads=8, key_heads=8, width=64, length=LENGTH, value_width=None):
-    """q, k, v and the gradient of the output, in memory as projections give them."""
     generator = torch.Generator("cuda").manual_seed(3)
 
     def draw(heads, width):
@@ -57,16 +53,13 @@ def errors(got, expected):
 
 
 def sdpa(q, k, v, grad, rule, backend):
-    """PyTorch's output and gradients. It has no numbers for a query that sees nothing: there it sees everything, and
-    neither output nor gradient counts.
-    """
     leaves = [part.detach().requires_grad_() for part in (q, k, v)]
     given, counts = {"is_causal": rule.masking.causal}, torch.ones(1, dtype=torch.bool, device=q.device)
     if rule.masking.cover(*WHOLE) is Cover.SOME:
         seen = rule.masking.mask(*WHOLE, q.device)
         counts = seen.any(dim=-1, keepdim=True)
         given = {"attn_mask": seen | ~counts}
-    # Grouped heads are not for all backends.
+    # Some backends have no grouped heads.
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in leaves[1:])
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(leaves[0], token_major(k), token_major(v), **given)
@@ -96,7 +89,6 @@ def skip_without(kernel):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", list(BACKENDS))
 def test_each_kernel(monkeypatch, kernel, dtype, is_causal, key_heads, size):
-    """Whole, and divided into blocks of 2 and 4 ranks."""
     skip_without(kernel)
     calls, parts = count_kernels(monkeypatch), tensors(dtype, key_heads=key_heads)
     rule = rule_of(parts[0], causal=is_causal)
@@ -142,7 +134,6 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masks(monkeypatch, dtype, name, tile):
-    """With parts of blocks that the fast kernels compute, and without."""
     monkeypatch.setattr(block, "_TILE_TOKENS", tile)
     calls, parts = count_kernels(monkeypatch), tensors(dtype, key_heads=2)
     options = dict(MASKS[name])
@@ -156,14 +147,12 @@ def test_masks(monkeypatch, dtype, name, tile):
 
 
 def test_float32():
-    """Kernels of tensor cores may round float32 to tf32, PyTorch's as ours."""
     parts = tensors(torch.float32, key_heads=2)
     rule = rule_of(parts[0], causal=True)
     assert_as_exact(divided_attention(*parts, 2, "zigzag", rule), parts, rule, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def test_dropout_and_float64():
-    """Plain operations, in parts, give what they give on the host."""
     parts = [part[:, :, :512].double() for part in tensors(torch.float64, heads=4, key_heads=2)]
     results = []
     for device in ("cpu", "cuda"):
@@ -181,7 +170,6 @@ def see_gpus(rank):
 
 
 def modes_on_this_rank():
-    """Of each mode, with and without padding, the errors of this rank's part, and those of PyTorch's attention."""
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")

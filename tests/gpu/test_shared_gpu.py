@@ -1,5 +1,3 @@
-"""Ranks that share one GPU (`client.mem_tracer.use_fake_dist`): the bits of the host, and the end of a rank."""
-
 import os
 import signal
 
@@ -37,8 +35,8 @@ def test_collectives_have_the_hosts_bits(num_ranks):
 
 
 def enqueue_in_an_own_order():
-    """Many collectives at once, of sizes that grow and shrink, behind work of the GPU's: rank 0 enqueues all gathers
-    before all scatters, the others the other way round. Nobody waits before everything is enqueued.
+    """Enqueues many collectives of changing sizes behind GPU work: rank 0 all gathers before all scatters, the others
+    the other way round. No rank waits before all are enqueued.
     """
     with open_ranks(device_type="cuda", device_index=0, timeout_seconds=60) as ranks:
         size, rank, device = ranks.gather.size, ranks.gather.rank, ranks.context.device
@@ -81,7 +79,6 @@ def test_ranks_enqueue_in_orders_of_their_own():
 
 
 def switch_streams():
-    """Collectives of one communicator on streams in turn, with nothing between the streams."""
     with open_ranks(device_type="cuda", device_index=0, timeout_seconds=60) as ranks:
         size, rank, device = ranks.gather.size, ranks.gather.rank, ranks.context.device
         streams = [torch.cuda.Stream() for _ in range(3)]
@@ -102,7 +99,6 @@ def test_streams_take_turns():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_training(precision):
-    """The same bits within what holds everything, within little, and with all states on the host."""
     options = {**SHARED, "gradient_clipping": 1.0, "default_chunk_size": 4 * MIB}
     common = {"precision": precision, "steps": 4}
     scarce = {**options, "device_memory": (250 if precision == "fp32" else 180) * MIB}
@@ -123,7 +119,6 @@ def test_training(precision):
 
 
 def test_against_one_process():
-    """float32 against torch.optim on the CPU: other kernels and another order of the sum, so only close."""
     task = Task("gpt2", options=SHARED, steps=10)
     first, second = run_ranks(2, train_deterministically, [task], timeout_seconds=130, environment=see_one_gpu)
     assert_same_state(first[0]["state"], second[0]["state"])

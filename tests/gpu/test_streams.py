@@ -1,9 +1,3 @@
-"""Streams of the user's: one that prefetches inputs makes room without harm, one that computes waits for what it
-uses.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -21,8 +15,6 @@ LATE_CYCLES = 20_000_000  # some 10 ms: the launching thread is far ahead of the
 
 
 class Layers(nn.Module):
-    """``between(i)`` is called before each layer but the first."""
-
     def __init__(self, between=lambda index: None):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
@@ -37,7 +29,7 @@ class Layers(nn.Module):
 
 
 class Branches(Layers):
-    """Every other layer runs on a stream of its own, beside the layer before it."""
+    """Every other layer runs on its own stream, beside the layer before it."""
 
     def __init__(self):
         super().__init__()
@@ -81,8 +73,8 @@ def assert_same_run(run, expected):
 
 
 def test_an_input_prefetcher_on_a_stream_of_its_own_makes_room_without_harm():
-    """The device is behind, and has not read the weights yet that leave; the prefetcher's stream has nothing to do. It
-    takes more with each step, so that no plan has foreseen it.
+    """The device is behind and has not yet read the weights that leave; the prefetcher's stream is idle. It takes more
+    memory with each step, which no plan has foreseen.
     """
     expected = train(Layers)
     copies = torch.cuda.Stream()
@@ -117,7 +109,6 @@ def test_layers_on_a_second_stream():
 
 
 def test_steps_under_another_stream():
-    """All of training in a side stream's context, from the third step on."""
     expected = train(Layers)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     count = 0

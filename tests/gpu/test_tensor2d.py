@@ -1,7 +1,3 @@
-"""Products, models and their training over a mesh of GPUs, over NCCL and through the host where ranks share one GPU,
-against one process.
-"""
-
 import os
 
 import pytest
@@ -24,9 +20,7 @@ MOST_LINE_RANKS = 3  # the models have 6 heads and samples of 6 tokens
 
 
 def add_up_in_float32():
-    """cuBLAS may split a product of 16 bits along its inner dimension and add its parts up in 16 bits, unless it is
-    told otherwise: that would be one rounding more than the limits know.
-    """
+    """cuBLAS may add parts of a 16-bit product in 16 bits, one rounding more than the tolerances allow."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
@@ -47,13 +41,11 @@ def over_torch(rows, columns):
 
 
 def over_torch_in_pieces(rows, columns):
-    """As large products are cut."""
     orders._FILLING, orders._TILE = 1, 1
     return over_torch(rows, columns)
 
 
 def train(group, device):
-    """Losses of one process and of the mesh, in bfloat16 whose sums over ranks are float32."""
     ours, theirs = build("llama", torch.bfloat16, group, device)
     theirs = theirs.to(device)
     ids, labels = (part.to(device) for part in batch())
@@ -124,5 +116,4 @@ def test_products_in_pieces_over_torch(rows, columns):
 
 @pytest.mark.parametrize("dtype", NORM_LIMITS)
 def test_norms_that_columns_divide(dtype):
-    """By PyTorch's kernels of a synchronised batch norm, which the CPU has not."""
     assert {key: value for key, value in norm_gaps(dtype, "cuda").items() if not value <= NORM_LIMITS[dtype]} == {}

@@ -1,5 +1,3 @@
-"""Trainers, `initialize` and `from_pretrained` on a GPU: as on the CPU, and as the unmodified trainers there."""
-
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
@@ -16,7 +14,6 @@ LENIENT = {"rel": 2e-4}  # kernels of a GPU round in another order
 
 @pytest.fixture(autouse=True)
 def _one_gpu(monkeypatch):
-    """The trainer sees one GPU of several."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 1))
 
 
@@ -56,7 +53,6 @@ def test_lightning(deterministic):
 
 
 def test_from_pretrained_to_generate(tmp_path, deterministic):
-    """Weights go from a folder into chunks, are trained by DeepSpeed's calls, and generate as without an engine."""
     gpt2().save_pretrained(tmp_path)
     config = {"train_micro_batch_size_per_gpu": 2, "device_memory": "512MiB", "gradient_accumulation_steps": 2}
     engine, *_ = patrickstar.initialize(

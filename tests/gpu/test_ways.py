@@ -1,9 +1,3 @@
-"""Ranks whose models go different ways, over NCCL on all GPUs of the machine: nobody waits for ever, and a plan changes
-no bit.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,9 +1,7 @@
-"""What works with PEFT: the rows of docs/compatibility.md, each with the run that shows it.
+"""The rows of docs/compatibility.md on PEFT, each with the run that shows it.
 
-``python -m tests.integrations.compatibility`` writes the table; ``test_peft.py`` runs every row and compares the page.
+``python -m tests.integrations.compatibility`` writes the table; test_peft.py runs every row and compares the page.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -27,18 +25,15 @@ _ATTENTION = ["q_proj", "v_proj"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table."""
-
     name: str
-    """What is used, with PEFT's own names."""
+    """PEFT's names."""
     adapt: Callable[[nn.Module], PeftModel]
-    """Puts it onto a fresh model."""
+    """Adapts a new model."""
     precision: str = "fp32"
-    """``"bf16"``: losses are compared to 1 %, else to 1e-6."""
+    """``"bf16"``: losses agree to 1 %, otherwise to 1e-6."""
     checkpointing: bool = False
-    """Activations are computed again in backward."""
+    """Activation checkpointing."""
     note: str = ""
-    """What a user should know."""
 
 
 def _lora(**options: Any) -> Callable[[nn.Module], PeftModel]:
@@ -113,7 +108,7 @@ MORE = [
         "",
     ),
 ]
-"""What is not a way of adapting; each with its test."""
+"""Rows beside the ways of adapting, each with its test."""
 
 
 def batches(count: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:
@@ -136,8 +131,6 @@ def build(row: Row) -> PeftModel:
 
 @dataclasses.dataclass
 class Adapted:
-    """A training of a row."""
-
     losses: list[float]
     adapters: dict[str, torch.Tensor]
     report: dict[str, Any]
@@ -158,7 +151,6 @@ def train_plain(row: Row) -> Adapted:
 
 
 def train_in_engine(row: Row, folder: Path) -> Adapted:
-    """Also saves the adapters into ``folder`` while the engine is open."""
     config = make_config(row.precision, gradient_clipping=0.1, default_chunk_size=4096, device_memory=600_000)
     engine, optimizer = initialize_engine(
         lambda: build(row), 0, config, lambda model: [param for param in model.parameters() if param.requires_grad]
@@ -177,7 +169,6 @@ def train_in_engine(row: Row, folder: Path) -> Adapted:
 
 
 def page() -> str:
-    """docs/compatibility.md."""
     rows = [f"| {row.name} | {'1 %' if row.precision == 'bf16' else '1e-6'} | yes | {row.note} |" for row in ROWS]
     more = [f"| {name} | {what} | {f'`{test}`' if test else ''} |" for name, what, test in MORE]
     return "\n".join(

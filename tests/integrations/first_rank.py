@@ -1,6 +1,4 @@
-"""Two ranks whose models differ in every value: training is that of rank 0's model, whoever makes the engine."""
-
-from __future__ import annotations
+"""Two ranks whose models differ in every value train rank 0's model."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,6 @@ class Rows(Dataset):
 
 
 def batches() -> list[torch.Tensor]:
-    """Of this rank."""
     rank, size = rank_and_size()
     return [rows[rank::size] for rows in Rows().rows.chunk(STEPS)]
 
@@ -85,8 +82,6 @@ def by_runtime(module: nn.Module, _: Path) -> Any:
 
 
 def by_a_function(module: nn.Module, _: Path) -> Any:
-    """Which builds the model: rank 1's goes into chunks before rank 0's is there."""
-
     def build() -> Mixed:
         built = Mixed(0)
         built.load_state_dict(module.state_dict())
@@ -124,13 +119,11 @@ WAYS = (by_trainer, by_accelerate, by_runtime, by_a_function, by_initialize)
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """By way: what differing models came to, and what equal ones did."""
     rank, _ = rank_and_size()
     return {way.__name__: [way(Mixed(seed), folder) for seed in (5 * rank, 0)] for way in WAYS}
 
 
 def check(by_rank: list[dict[str, Any]]) -> None:
-    """Of both ranks."""
     plain = Mixed(0)
     initial = plain.state_dict() | {"passing": plain.passing}
     for way in WAYS:

@@ -1,5 +1,3 @@
-"""Lightning modules and runs that tests compare: with our strategy, and with Lightning's own."""
-
 import logging
 import warnings
 
@@ -16,14 +14,12 @@ warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
 WIDTH, LAYERS, BATCH = 90, 8, 4
 NUM_PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 CLIPPING = 0.05
-"""Below every gradient norm of these runs."""
+"""Less than every gradient norm of these runs."""
 CONFIG = {"device_memory": 16 * NUM_PARAMETERS // 4, "default_chunk_size": 8192}
 """A quarter of model data: parameter, master and two states take 16 bytes in float32."""
 
 
 class Regression(pl.LightningModule):
-    """An MLP; its groups decay differently, and its learning rate warms up."""
-
     def __init__(self):
         super().__init__()
         self.body = self.make_body()
@@ -105,21 +101,17 @@ def make_trainer(strategy, devices=1, **options):
 
 
 def fit(strategy, kind=Regression, ckpt_path=None, **options):
-    """The module after `trainer.fit`."""
     module = make_module(kind)
     make_trainer(strategy, **options).fit(module, loader(), loader(), ckpt_path=ckpt_path)
     return module
 
 
 def relative_error(values, expected):
-    """The largest, of lists of numbers."""
     assert len(values) == len(expected) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
 
 
 class SaveAfter(pl.Callback):
-    """Saves the whole run when an epoch is over."""
-
     def __init__(self, epoch, path):
         self._epoch, self._path = epoch, path
 

@@ -1,7 +1,3 @@
-"""Accelerate's loop with our accelerator, and with ``PartialState`` alone, says what a plain ``Accelerator`` says."""
-
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,6 @@ class Loop:
 
 
 def parts() -> tuple[Any, ...]:
-    """The user's model, optimizer, loader and scheduler; the scheduler has moved the rates already."""
     model = gpt2()
     decayed = [param for param in model.parameters() if param.ndim > 1]
     rest = [param for param in model.parameters() if param.ndim <= 1]
@@ -43,7 +38,6 @@ def parts() -> tuple[Any, ...]:
 
 
 def run_loop(accelerator: Accelerator, prepared: tuple[Any, ...], steps: int = STEPS, skip: int = 0) -> Loop:
-    """Steps of two micro-batches each, clipped; the first ``skip`` batches are passed over."""
     model, optimizer, loader, scheduler = prepared
     model.train()
     losses, norms, rates = [], [], []
@@ -76,7 +70,6 @@ def assert_equal_loops(run: Loop, plain: Loop) -> None:
 
 
 def unfreezing_loop(accelerator: Accelerator) -> Loop:
-    """The first block is frozen at first, and comes into a group of its own after two steps."""
     model = gpt2()
     block = model.transformer.h[0].requires_grad_(False)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-3, eps=1e-6)
@@ -106,7 +99,7 @@ def test_layers_are_unfrozen():
 
 
 def run_pair(folder: Path) -> tuple[Loop, Loop, Loop, Loop]:
-    """Plain; ours; ours gone on from a saved state; ``PartialState`` with the engine. On any number of ranks."""
+    """Runs plain, ours, ours resumed, and ``PartialState`` with the engine."""
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     plain = run_loop(accelerator, accelerator.prepare(*parts()))
@@ -132,7 +125,6 @@ def run_pair(folder: Path) -> tuple[Loop, Loop, Loop, Loop]:
 
 
 def partial_state_loop() -> Loop:
-    """The recipe without a class of ours: the plain engine, and Accelerate for processes and gathering alone."""
     torch.manual_seed(3)
     state = PartialState()
     engine, optimizer = initialize_engine(
@@ -175,9 +167,6 @@ def test_the_loop(tmp_path):
 
 
 def test_the_users_own_objects():
-    """Model and optimizer in separate calls, a scheduler that was never prepared, states from steps before; a model
-    that is not trained stays ordinary.
-    """
     model, optimizer, loader, scheduler = parts()
     batch = next(iter(loader))
     model(**batch).loss.backward()

@@ -1,9 +1,3 @@
-"""The section ``activations`` of the configuration: what an engine with it trains is what one without trains, for any
-budget and by every way in; and the model is as it was when the engine is closed.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -35,7 +29,6 @@ def case(model):
 
 
 def changed(model):
-    """Names of modules that are not what the model's class makes them."""
     return [name for name, module in model.named_modules() if {"forward", "_loss_function"} & set(vars(module))]
 
 
@@ -57,7 +50,6 @@ def test_budgets_change_no_bit(precision, checkpointing):
 
 
 def test_the_tide_is_lower(monkeypatch):
-    """MLPs 8 times as wide as the model, and a vocabulary 64 times: with neither, the rest is what takes memory."""
     monkeypatch.setattr(patrickstar.sequence.losses, "_TILE_LOGITS", 2048 * 64)
     length, intermediate, vocabulary = 1024, 256, 2048
 
@@ -80,7 +72,6 @@ def test_the_tide_is_lower(monkeypatch):
 
 
 def test_adapters():
-    """The base is frozen, inputs of the first layers need no gradient, dropout is the same when computed again."""
     config = {"default_chunk_size": 2048}
     plain = train(case(lora), make_config(**config), steps=5)
     tiled = train(case(lora), make_config(activations=BOTH, **config), steps=5)
@@ -95,7 +86,6 @@ def test_adapters():
 
 
 def test_compiled_blocks():
-    """What is tiled runs between their graphs."""
     plain = train(case(llama), make_config(), steps=3)
 
     def compile_blocks(engine, step):

@@ -1,7 +1,3 @@
-"""``torch.compile`` as the hosts ask for it: the numbers are those of the same host without an engine."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -18,7 +14,7 @@ from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gp
 from tests.module.compiled.forms import BACKEND
 
 BUDGET = 640_000
-"""Bytes of the device, of 1.7 MB of model data: one of two blocks at a time."""
+"""Device bytes for one of two blocks at a time; model data have 1.7 MB."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +76,6 @@ def test_cuda_graphs_are_refused():
 
 
 class Blocks(lightning_runs.Regression):
-    """Compiled, each half is one block."""
-
     @staticmethod
     def make_body():
         layers = list(lightning_runs.Regression.make_body())
@@ -97,9 +91,7 @@ class CompiledInside(Blocks):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [Blocks, CompiledInside])
 def test_lightning(kind):
-    """``torch.compile(LightningModule)``, and a module that is compiled inside; Lightning alone runs them uncompiled,
-    since its own compiled steps cannot log.
-    """
+    """Lightning alone runs uncompiled: its compiled steps cannot log."""
     config = {**lightning_runs.CONFIG, "device_memory": 3 * lightning_runs.CONFIG["device_memory"] // 2}
     losses = []
     for strategy in (PatrickStarStrategy(config), "auto"):

@@ -1,7 +1,3 @@
-"""Trainers of scripts that know nothing of PatrickStar, in an engine: ``patrickstar run``."""
-
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -72,8 +68,6 @@ def test_trainers_within_the_block_are_elastic_where_that_is_asked_for(tmp_path)
 
 @dataclasses.dataclass
 class TrlLikeArguments(TrainingArguments):
-    """What TRL's arguments have for models that it gets by name."""
-
     model_init_kwargs: dict | None = None
 
 
@@ -105,7 +99,6 @@ print(json.dumps([sys.argv[2:], type(trainer).__mro__[1].__name__, trainer.engin
 
 
 def test_a_script_runs_as_it_is(tmp_path, capsys, monkeypatch):
-    """Flags before it are the command's, those after it its own; a flag of the command wins over the file."""
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     script, config = tmp_path / "script.py", tmp_path / "config.json"

@@ -1,5 +1,3 @@
-"""Models of Hugging Face with a fused loss against the same models as they are."""
-
 import copy
 
 import pytest
@@ -63,7 +61,7 @@ def test_losses_and_gradients(name, options):
     output.loss.backward()
     for (place, want), got in zip(plain.named_parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-7, msg=place)
-    assert isinstance(output.logits, LateLogits) == (name != "gemma2")  # which caps its logits
+    assert isinstance(output.logits, LateLogits) == (name != "gemma2")  # gemma2 caps its logits
     assert output.logits.shape == expected.logits.shape
     if isinstance(output.logits, LateLogits):
         with pytest.raises(RuntimeError, match=r"not made.*call the model without labels, or under torch.no_grad\(\)"):

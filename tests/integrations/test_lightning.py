@@ -1,5 +1,3 @@
-"""Lightning's Trainer with our strategy, against the same Trainer with Lightning's own strategies and plain AdamW."""
-
 import json
 import logging
 import os
@@ -7,6 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
 
 from patrickstar import RankFailure, StateError
 from patrickstar.checkpoint import tags
@@ -66,7 +65,6 @@ def test_numbers_are_those_of_plain_lightning(tmp_path):
     assert ours.reports[0]["device_peak_bytes"] <= CONFIG["device_memory"]
     assert_ordinary(ours)
 
-    # Each goes on from the other's checkpoint.
     resumed = fit("auto", ckpt_path=tmp_path / "plain.ckpt")
     to_plain = fit("auto", ckpt_path=tmp_path / "ours.ckpt")
     from_plain = fit(PatrickStarStrategy(CONFIG), ckpt_path=tmp_path / "plain.ckpt")
@@ -78,8 +76,6 @@ def test_numbers_are_those_of_plain_lightning(tmp_path):
 
 
 class Thaw(pl.callbacks.BaseFinetuning):
-    """The last layer is trained alone in the first epoch."""
-
     def freeze_before_training(self, pl_module):
         self.freeze(pl_module.body[:-2])
 
@@ -137,8 +133,6 @@ class Failing(Regression):
 
 
 class Shifted(Regression):
-    """With buffers, which ranks have of their own at first, as they have all of their model."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("shift", torch.randn(WIDTH))
@@ -151,7 +145,6 @@ class Shifted(Regression):
 
 
 def fit_shifted(seed):
-    """Its losses and values."""
     torch.manual_seed(seed)
     module = Shifted()
     make_trainer(PatrickStarStrategy(CONFIG), devices=2, max_epochs=1).fit(module, loader())
@@ -159,16 +152,13 @@ def fit_shifted(seed):
 
 
 def rank_runs(folder):
-    """On one of two ranks."""
-    # Rank 0's model is everybody's.
+    # All ranks train rank 0's model.
     assert_same_bits(fit_shifted(5 * int(os.environ["RANK"])), fit_shifted(0))
     plain = fit("ddp", devices=2)
     for checkpoint_format in ("file", "folder"):
         path = f"{folder}/{checkpoint_format}"
         ours = fit(
-            PatrickStarStrategy(CONFIG, checkpoint_format=checkpoint_format),
-            devices=2,
-            callbacks=[SaveAfter(0, path)],
+            PatrickStarStrategy(CONFIG, checkpoint_format=checkpoint_format), devices=2, callbacks=[SaveAfter(0, path)]
         )
         assert relative_error(ours.losses, plain.losses) <= TOLERANCE
         assert relative_error(ours.norms, plain.norms) <= TOLERANCE
@@ -203,7 +193,7 @@ def test_evaluation_holds_parameters_alone():
             results.append(getattr(make_trainer(strategy), name)(module, loader(), **options))
         if name == "predict":
             assert_same_bits(*results)
-            assert module.reports[0]["host_peak_bytes"] < 8 * NUM_PARAMETERS  # of 16 in training
+            assert module.reports[0]["host_peak_bytes"] < 8 * NUM_PARAMETERS  # 16 in training
         else:
             assert results[0] == results[1]
         assert_ordinary(module)
@@ -238,8 +228,6 @@ class Manual(Regression):
 
 
 class Plateau(Regression):
-    """Its learning rate falls after every epoch; every fourth batch is left out."""
-
     def configure_optimizers(self):
         optimizer = self.make_optimizer()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=10.0)
@@ -301,8 +289,6 @@ def test_after_a_run(tmp_path):
 
 
 class Adapted(Regression):
-    """One layer is trained, and alone in checkpoints."""
-
     def __init__(self):
         super().__init__()
         self.strict_loading = False
@@ -340,8 +326,6 @@ def test_a_failed_run_leaves_an_ordinary_module():
 
 
 class HoldsEngine(Regression):
-    """What a user may try: our optimizer in Lightning's own strategy, which would clip nothing."""
-
     def configure_optimizers(self):
         self.engine, optimizer = initialize_engine(lambda: self, 0, {"optimizer": {"type": "AdamW"}})
         return optimizer
@@ -410,7 +394,36 @@ def test_by_name_with_a_file(tmp_path, caplog):
         said = [message for message in caplog.messages if message.startswith("step ")]
         assert len(said) == lines
         assert relative_error(ours.losses, fit("auto").losses) <= TOLERANCE
-    assert said[1].startswith(f"step 6  loss {sum(ours.losses[10:12]) / 2:.4f}  ")  # of two batches
+    assert said[1].startswith(f"step 6  loss {sum(ours.losses[10:12]) / 2:.4f}  ")  # mean of two batches
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON|is neither JSON"):
         PatrickStarStrategy(str(tmp_path / "config.json"))
+
+
+class Averages(pl.callbacks.WeightAveraging):
+    def __init__(self):
+        super().__init__(avg_fn=get_ema_avg_fn(0.9))
+        self.ends = None
+
+    def on_train_end(self, trainer, module):
+        self.ends = trainer.strategy.engine.state_dict()
+        super().on_train_end(trainer, module)
+
+
+class Keeps(pl.Callback):
+    ends = None
+
+    def on_train_end(self, trainer, module):
+        self.ends = trainer.strategy.engine.state_dict()
+
+
+def test_averaged_weights_leave_the_training_as_it_is():
+    with_averages, without = Averages(), Keeps()
+    for callback in (with_averages, without):
+        module = fit(PatrickStarStrategy(CONFIG), callbacks=[callback], precision="bf16-mixed")
+        if callback is with_averages:
+            averaged = dict(module.named_parameters())
+    assert_same_bits(with_averages.ends, without.ends)
+    for name, value in averaged.items():
+        assert not torch.equal(value, value.bfloat16().float()), name
+        assert_same_bits(value.detach(), dict(with_averages._average_model.module.named_parameters())[name].detach())

@@ -1,7 +1,3 @@
-"""Adapters of PEFT in an engine: every row of docs/compatibility.md, and what holds for all of them."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -40,7 +36,6 @@ def test_row(tmp_path, row):
 
 
 def test_the_base_is_only_read(tmp_path):
-    """It passes through the device many times, and never comes back; it has no states, on neither side."""
     row = ROWS[0]
     model = build(row)
     frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
@@ -86,7 +81,6 @@ def test_generation_between_steps():
 
 
 def adaptive(steps):
-    """AdaLoRA, which takes ranks away from the second step on."""
     config = AdaLoraConfig(
         init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=steps, target_modules=["q_proj", "v_proj"]
     )
@@ -106,7 +100,6 @@ def train_adaptively(model, optimizer, backward, steps):
 
 
 def test_ranks_that_adapt_to_gradients():
-    """AdaLoRA reads them after each step."""
     plain = adaptive(steps=6)
     optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], **ADAM)
     expected = train_adaptively(plain, optimizer, torch.Tensor.backward, 6)
@@ -137,7 +130,6 @@ def test_merging_after_the_engine():
 
 
 def test_the_best_adapter_under_the_trainer(tmp_path):
-    """Of a model that transformers itself adapts, too: saved without its base, and read back into the engine."""
     wrapped = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
     native = gpt2()
     native.add_adapter(LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
@@ -161,12 +153,10 @@ def test_the_best_adapter_under_the_trainer(tmp_path):
 
 
 def _bare(name):
-    """Of a parameter, as PEFT saves it."""
     return name.removeprefix("base_model.model.").replace(".default", "")
 
 
 def test_two_ranks(two_ranks):
-    """Under the Trainer: resumed with the same bits, saved once, and loaded as PEFT loads it."""
     for rank in two_ranks:
         run, resumed = rank["lora"]["runs"]
         assert resumed.losses == run.losses
@@ -178,7 +168,6 @@ def test_two_ranks(two_ranks):
 
 
 def test_two_ranks_that_share_matrices(two_ranks):
-    """Under the Trainer: adapters are saved whole in PEFT's form, the best one is loaded, and runs are resumed."""
     for rank in two_ranks:
         (best, state), (_, resumed) = rank["lora_on_a_mesh"]["runs"]
         folder = rank["lora_on_a_mesh"]["folder"]

@@ -1,7 +1,3 @@
-"""Adapters of PEFT on a base in 4 bits: from a folder, and put around a model that exists."""
-
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -36,7 +32,7 @@ def saved(folder) -> LlamaForCausalLM:
 
 
 def dequantize_base(model: nn.Module, kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """In place: what quantisation makes of the linear layers but the head."""
+    """Replaces linear layers but the head by their dequantised values, in place."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "proj" in name and "lora" not in name:
@@ -74,7 +70,6 @@ def train_plain(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_lora_on_a_folder(tmp_path, kind):
-    """Streamed, adapted, trained as plain PEFT trains on the dequantised values, saved, loaded and merged."""
     saved(tmp_path / "base")
     base = patrickstar.from_pretrained(tmp_path / "base", quantization=kind)
     model = lora(base, lora_dropout=0.0)
@@ -114,7 +109,6 @@ def test_lora_on_a_folder(tmp_path, kind):
 
 
 def test_other_adapters_on_a_folder(tmp_path):
-    """What is trained whole begins with the folder's values; what is made of the base's values is refused."""
     plain = saved(tmp_path)
     model = lora(patrickstar.from_pretrained(tmp_path, quantization="nf4"), modules_to_save=["lm_head"])
     engine, _ = initialize_engine(lambda: model, 0, make_config(), trained)
@@ -132,8 +126,6 @@ def test_other_adapters_on_a_folder(tmp_path):
 
 
 def test_dora_on_a_model_that_exists():
-    """Its magnitudes are those of the base as it was; it trains on the dequantised one."""
-
     def build() -> PeftModel:
         torch.manual_seed(0)
         base = llama()
@@ -204,16 +196,9 @@ print((peak - before) / numel, (own() - before) / numel)
 
 
 def test_memory_of_a_folder(tmp_path):
-    """Weights in 16 bits never exist as a whole: mapped files apart, less than a byte per weight is ever taken."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path, max_shard_size="30MB")
+    """Mapped files apart, less than a byte per weight is ever taken."""
+    model = llama(hidden=512, layers=8, heads=8, kv_heads=8, intermediate=2048, vocab=512, length=2048)
+    model.bfloat16().save_pretrained(tmp_path, max_shard_size="30MB")
     done = subprocess.run(
         [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True
     )

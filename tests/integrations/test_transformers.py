@@ -1,7 +1,3 @@
-"""Hugging Face's trainers in an engine say what the unmodified ones say on the same data, and leave the same files."""
-
-from __future__ import annotations
-
 import json
 import logging
 
@@ -14,6 +10,7 @@ from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, Pat
 from patrickstar.optimizer.lion import Lion
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
+from tests.integrations import first_rank
 from tests.integrations.trainer_runs import (
     MODEL_DATA_BYTES,
     PatrickStarSftLikeTrainer,
@@ -30,7 +27,7 @@ from tests.training import make_config, relative_error
 
 
 def assert_equal_runs(run, plain):
-    """Losses, norms, and evaluations to 1e-6; parameters, which Adam divides noise into, to 1e-5."""
+    """Losses, norms and evaluations to 1e-6; parameters, in which Adam divides noise, to 1e-5."""
     assert len(run.losses) == len(plain.losses) > 0
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     assert run.norms == pytest.approx(plain.norms, rel=1e-6)
@@ -47,7 +44,6 @@ def assert_same_run(run, expected):
 
 
 def test_training_saving_and_resuming(tmp_path):
-    """Within a quarter of the model data, with dropout, accumulation and clipping; a resumed run has the same bits."""
     options = {"dropout": 0.1, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2}
     plain = train(make_trainer(Trainer, tmp_path / "plain", **options), evaluate_first=True)
     assert min(plain.norms) > 0.5  # every step is clipped
@@ -143,7 +139,6 @@ def test_an_optimizer_that_cannot_be_taken_over_changes_nothing(tmp_path, spoil,
 
 @pytest.mark.parametrize("optim", ["sgd", "lion_32bit"])
 def test_optimizers_of_one_moment(tmp_path, optim):
-    """By their names of an ordinary Trainer, whose Lion is bitsandbytes'; here it needs no other library."""
     options = {"learning_rate": 1e-3 if optim == "lion_32bit" else 0.05, "weight_decay": 0.1}
     theirs = {"optim": optim, "optim_args": "momentum=0.9,dampening=0.1"}
     own = make_trainer(PatrickStarTrainer, tmp_path / "own", **options, **theirs)
@@ -172,7 +167,6 @@ def test_a_subclass_that_overrides_what_trl_overrides(tmp_path):
     ids=["smoothing", "adam", "own_optimizer"],
 )
 def test_options_of_the_trainer(tmp_path, options):
-    """Also an uneven last accumulation, no clipping, Adam, and an optimizer with its scheduler given as objects."""
     runs = []
     for cls in (Trainer, PatrickStarTrainer):
         given = dict(options)
@@ -190,7 +184,6 @@ def test_options_of_the_trainer(tmp_path, options):
 
 
 def test_the_best_model_without_optimizer_states(tmp_path):
-    """``load_best_model_at_end`` with ``save_only_model``: weights alone are saved, and read back one at a time."""
     trainer = make_trainer(
         PatrickStarTrainer,
         tmp_path,
@@ -229,7 +222,6 @@ def test_a_model_of_model_init_is_made_anew(tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bit(tmp_path, precision):
-    """The engine computes in 16 bits, and float32 is saved; a step that overflows moves no scheduler."""
     options = {precision: True, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
     config = {"fp16": {"enabled": "auto", "initial_scale_power": 24, "hysteresis": 1}} if precision == "fp16" else {}
     plain = train(make_trainer(Trainer, tmp_path / "plain", max_steps=4))
@@ -249,7 +241,6 @@ def test_sixteen_bit(tmp_path, precision):
 
 
 def test_generation_in_evaluation(tmp_path):
-    """``predict_with_generate``, before and after training."""
     outputs = []
     for cls in (Seq2SeqTrainer, PatrickStarSeq2SeqTrainer):
         torch.manual_seed(0)
@@ -284,7 +275,6 @@ def test_a_frozen_model_is_evaluated_in_less_memory_than_it_takes(tmp_path):
 
 
 def test_an_unmodified_trainer_does_not_train_our_model(tmp_path):
-    """Else it would train without clipping."""
     engine, optimizer = initialize_engine(gpt2, 0, make_config())
     with engine:
         args = arguments(tmp_path, max_steps=2)
@@ -303,11 +293,7 @@ def test_an_unmodified_trainer_does_not_train_our_model(tmp_path):
         ({"save_on_each_node": True}, {}, "save_on_each_node is set"),
         ({"optim": "adafactor"}, {}, "optim is 'adafactor'; .* set optim to 'adamw_torch'"),
         ({"bf16": True}, {"bf16": {"enabled": False}}, r"bf16.enabled is False in patrickstar_config, but Training"),
-        (
-            {},
-            {"optimizer": {"params": {"lr": 1e-4}}},
-            r"optimizer.params.lr is 0.0001 .*learning_rate is 0.003; leave",
-        ),
+        ({}, {"optimizer": {"params": {"lr": 1e-4}}}, r"optimizer.params.lr is 0.0001 .*learning_rate is 0.003; leave"),
         ({}, {"gradient_clipping": 1.0}, r"gradient_clipping is 1.0 .*max_grad_norm is 0.5"),
         ({}, {"train_batch_size": 4}, "train_batch_size is 4 .* ranks is 2"),
         ({}, {"device_memry": 4}, "unknown key device_memry: did you mean device_memory"),
@@ -342,9 +328,6 @@ def test_a_configuration_in_a_file_may_leave_values_to_the_arguments(tmp_path):
 
 
 def test_a_configuration_for_deepspeed(tmp_path, caplog):
-    """With the keys of Hugging Face's own examples: a schedule of DeepSpeed's, values left to the arguments, and logs
-    left to the Trainer.
-    """
     caplog.set_level(logging.INFO, "patrickstar")
     (tmp_path / "ds_config.json").write_text(
         json.dumps(
@@ -397,7 +380,6 @@ def test_a_configuration_for_deepspeed(tmp_path, caplog):
 
 
 def test_two_ranks(two_ranks):
-    """As DDP under the unmodified trainer."""
     for rank in two_ranks:
         runs = rank["trainer"]
         assert_equal_runs(runs["own"], runs["plain"])
@@ -406,7 +388,6 @@ def test_two_ranks(two_ranks):
 
 
 def test_two_ranks_that_share_sequences_or_matrices(two_ranks, tmp_path):
-    """They get the same batches, and train and evaluate as one process does."""
     plain = train(make_trainer(Trainer, tmp_path, eval_strategy="epoch"))
     for rank in two_ranks:
         for run in (rank["trainer"]["shared"], rank["trainer"]["matrices"]):
@@ -417,7 +398,6 @@ def test_two_ranks_that_share_sequences_or_matrices(two_ranks, tmp_path):
 
 
 def test_two_ranks_generate(two_ranks):
-    """What one rank generates."""
     torch.manual_seed(0)
     model = t5().eval()
     model.generation_config.eos_token_id = list(range(0, 97, 3))
@@ -428,3 +408,7 @@ def test_two_ranks_generate(two_ranks):
     padded = [tokens + [0] * (width - len(tokens)) for tokens in alone]
     for rank in two_ranks:
         assert rank["generated"] == padded
+
+
+def test_ranks_with_differing_models(two_ranks):
+    first_rank.check([rank["first_rank"] for rank in two_ranks])

@@ -1,7 +1,3 @@
-"""TRL's trainers whose sequences two ranks share say what they say on one process, in plain PyTorch."""
-
-from __future__ import annotations
-
 import pytest
 from trl import DPOTrainer, SFTTrainer
 
@@ -12,7 +8,6 @@ MEASURED = ("step_time", "runtime", "per_second")
 
 
 def numbers(run):
-    """All that was logged but times: losses, norms, and TRL's own metrics, also those of the evaluation."""
     own = ("patrickstar/", "total_flos", "train_")
     return [
         {key: value for key, value in entry.items() if not key.startswith(own) and not key.endswith(MEASURED)}

@@ -1,9 +1,3 @@
-"""Scripts that know nothing of PatrickStar, started as the guide says: TRL's own for supervised fine-tuning, and two
-that are built like transformers' ``run_clm.py`` and ``run_glue.py``.
-"""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,7 +19,6 @@ CLASSES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder with what all runs wrote."""
     folder = tmp_path_factory.mktemp("scripts")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.scripts.runs", str(folder)]
@@ -35,7 +28,6 @@ def runs(tmp_path_factory):
 
 
 def history(folder):
-    """Of the last checkpoint: the logs of steps, and losses of evaluations."""
     entries = json.loads((folder / "checkpoint-12" / "trainer_state.json").read_text())["log_history"]
     evaluations = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
     return [entry for entry in entries if "loss" in entry], evaluations
@@ -48,7 +40,6 @@ def numbers(steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", CLASSES)
 def test_a_script_trains_saves_and_resumes_as_it_does_alone(runs, script):
-    """To 1e-6 as without PatrickStar; bitwise the same in any budget, and resumed in another."""
     plain, whole, small, resumed = (runs / f"{script}-{kind}" for kind in ("plain", "whole", "small", "resumed"))
     (steps, evals), (expected, expected_evals) = history(whole), history(plain)
     assert len(steps) == 6 and steps[-1]["loss"] < 0.8 * steps[0]["loss"]

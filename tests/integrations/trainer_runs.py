@@ -1,25 +1,20 @@
-"""Runs under Hugging Face's trainers, plain and in an engine: so small that a process can do many of them."""
-
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
 from patrickstar import _C
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
+from tests import models
 
 VOCAB, LENGTH, HIDDEN = 97, 8, 64
 MODEL_DATA_BYTES = 16 * 106_752  # float32: parameter, gradient and both states, as torch.optim.AdamW has them
 
 
 class Tokens(Dataset):
-    """Sentences of random tokens."""
-
     def __init__(self, count: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.rows = torch.randint(1, VOCAB, (count, LENGTH), generator=generator)
@@ -33,20 +28,7 @@ class Tokens(Dataset):
 
 def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=LENGTH,
-            n_embd=HIDDEN,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    return models.gpt2(HIDDEN, dropout=dropout, heads=2, length=LENGTH)
 
 
 def engine_config(**more: Any) -> dict[str, Any]:
@@ -75,8 +57,8 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 class SftLikeTrainer(Trainer):
-    """Overrides what TRL's ``SFTTrainer`` overrides, and as it does: the loss with metrics of its own, that come out in
-    the next log.
+    """Overrides the methods that TRL's ``SFTTrainer`` overrides: the loss adds metrics, which appear in the next
+    log.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -111,8 +93,6 @@ class PatrickStarSftLikeTrainer(PatrickStarTrainerMixin, SftLikeTrainer):
 
 @dataclasses.dataclass
 class Run:
-    """What a training said and left."""
-
     losses: list[float]
     norms: list[float]
     evals: list[float]
@@ -123,7 +103,6 @@ class Run:
 
 
 def train(trainer: Trainer, resume: str | None = None, *, evaluate_first: bool = False) -> Run:
-    """Evaluates first or not, trains; closes the engine if there is one."""
     before = trainer.evaluate()["eval_loss"] if evaluate_first else 0.0
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
@@ -145,7 +124,7 @@ def train(trainer: Trainer, resume: str | None = None, *, evaluate_first: bool =
 
 
 def make_trainer(cls: type[Trainer], folder: Path, *, config: dict[str, Any] | None = None, **more: Any) -> Trainer:
-    """Of 10 sentences: with 2 of them in a step (4 on two ranks), the last step of an epoch on two ranks is shorter."""
+    """10 sentences, 2 in a step (4 on two ranks): on two ranks the last step of an epoch is shorter."""
     own = {"patrickstar_config": engine_config(**(config or {}))} if issubclass(cls, PatrickStarTrainerMixin) else {}
     dropout, model = more.pop("dropout", 0.0), more.pop("model", None)
     return cls(

@@ -1,7 +1,3 @@
-"""Runs under TRL's own trainers, on a tiny Llama and sentences of random words."""
-
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -10,11 +6,12 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 from tests.integrations.trainer_runs import Run, train
+from tests.models import llama as tiny_llama
 
 WORDS = [f"w{number}" for number in range(60)]
 SPECIAL = ["<pad>", "<end>", "<unknown>"]
@@ -30,20 +27,8 @@ class PatrickStarDPOTrainer(PatrickStarTrainerMixin, DPOTrainer):
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(SPECIAL) + len(WORDS),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    return tiny_llama(vocab=len(SPECIAL) + len(WORDS), length=64, **tokens)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -63,7 +48,6 @@ def prompts(count: int, longest: int, seed: int) -> list[str]:
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """Of both trainers' arguments."""
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -85,7 +69,7 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 def sft(cls: type[Trainer], folder: Path, **own: Any) -> Run:
-    """With prompts so long that a rank of a sequence may have no token that counts."""
+    """Prompts are so long that a rank of a sequence may have no token that counts."""
     data = Dataset.from_dict({"prompt": prompts(16, 20, 1), "completion": sentences(16, 9, 2)})
     args = SFTConfig(**options(folder), max_length=32)
     return train(cls(llama(), args, train_dataset=data, eval_dataset=data.select(range(6)),
@@ -93,7 +77,7 @@ def sft(cls: type[Trainer], folder: Path, **own: Any) -> Run:
 
 
 def dpo(cls: type[Trainer], folder: Path, *, lora: bool = False, **own: Any) -> Run:
-    """With a model of reference beside, or the model without its adapters."""
+    """With a reference model, or with the model without its adapters as reference."""
     kinds = {"prompt": prompts(16, 9, 1), "chosen": sentences(16, 9, 2), "rejected": sentences(16, 14, 3)}
     data, model = Dataset.from_dict(kinds), llama()
     if lora:
@@ -105,7 +89,6 @@ def dpo(cls: type[Trainer], folder: Path, *, lora: bool = False, **own: Any) -> 
 
 
 def run_shared(folder: Path) -> dict[str, Run]:
-    """Each on ranks that share sequences."""
     own = {"patrickstar_config": {"sequence_parallel": {"size": 2, "mode": "zigzag"}, "default_chunk_size": 8192}}
     return {
         "sft": sft(PatrickStarSFTTrainer, folder / "sft", **own),

@@ -1,6 +1,4 @@
-"""What two ranks run for all tests of this folder, in one go: starting them and importing the libraries costs most."""
-
-from __future__ import annotations
+"""All runs on two ranks of this folder's tests, in one start of the ranks."""
 
 import os
 from pathlib import Path
@@ -28,7 +26,6 @@ from tests.models import t5
 
 
 def run_all(folder: Path) -> dict[str, Any]:
-    """Everything; keys are what the tests ask for."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     results = {"trainer": trainers(folder), "loops": test_accelerate.run_pair(folder / "accelerate")}
     results |= {"generated": generated(folder / "generated"), "lora": lora(folder / "lora")}
@@ -40,10 +37,9 @@ def run_all(folder: Path) -> dict[str, Any]:
 
 
 def trainers(folder: Path) -> dict[str, Any]:
-    """DDP under the unmodified trainer, ours, ours resumed, and the same of a subclass.
-
-    Ours evaluates before training. transformers 5.23 takes a model that was evaluated before for one that is in DDP
-    already, and would train it without averaging gradients.
+    """DDP under the unmodified trainer, ours, ours resumed, and the same for a subclass. Ours evaluates before
+    training; transformers 5.23 takes a model that was evaluated for one already in DDP and would not average its
+    gradients.
     """
     options = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 4}
     results = {"plain": train(make_trainer(Trainer, folder / "plain", **options | {"save_strategy": "no"}))}
@@ -61,7 +57,6 @@ def trainers(folder: Path) -> dict[str, Any]:
 
 
 def generated(folder: Path) -> list[list[int]]:
-    """Ranks whose sentences end at different lengths generate in step."""
     torch.manual_seed(0)
     args = Seq2SeqTrainingArguments(
         str(folder),
@@ -81,8 +76,6 @@ def generated(folder: Path) -> list[list[int]]:
 
 
 def lora(folder: Path) -> dict[str, Any]:
-    """Adapters trained, saved, resumed and loaded as PEFT loads them."""
-
     def adapted() -> PeftModel:
         torch.manual_seed(1)
         return get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
@@ -99,7 +92,6 @@ def lora(folder: Path) -> dict[str, Any]:
 
 
 def lora_on_a_mesh(folder: Path) -> dict[str, Any]:
-    """The best adapter, which is not the last one, of matrices that both ranks share; then resumed."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     runs = []
     for resume in (None, str(folder / "checkpoint-2")):

@@ -1,6 +1,4 @@
-"""Schedules against closed forms in float64 (interpolation between knots), every step of a run and beyond its end."""
-
-from __future__ import annotations
+"""Schedules against closed forms in float64 (interpolation between knots), in a run and beyond its end."""
 
 import itertools
 import math
@@ -23,7 +21,7 @@ def make_optimizer(lrs=OWN, cls=torch.optim.AdamW, **options):
 
 
 def run(scheduler, num_steps):
-    """What the optimizer's steps run with: learning rates and first betas, [steps, groups] each."""
+    """Learning rates and first betas of the optimizer's steps, [steps, groups] each."""
     lrs, moms = [], []
     for _ in range(num_steps):
         groups = scheduler.optimizer.param_groups
@@ -35,7 +33,7 @@ def run(scheduler, num_steps):
 
 
 def between(shares, low, high):
-    """Values at ``shares`` [steps] of the way from ``low`` to ``high`` (one for each group, or one for both)."""
+    """Values at ``shares`` [steps] of the way from ``low`` to ``high`` (one for each group, or one for all)."""
     low, high = (np.broadcast_to(np.asarray(value, dtype=np.float64), (2,)) for value in (low, high))
     return low + np.outer(shares, high - low)
 
@@ -84,7 +82,6 @@ def test_warmups():
 
 
 def test_defaults_are_deepspeeds():
-    """The values that a configuration leaves out."""
     lrs, _ = run(make_scheduler(make_optimizer(), "WarmupDecayLR", {"total_num_steps": 1500}), 1500)
     i = iterations(1500)
     shares = np.where(i < 1000, rise(i, 1000, "log"), np.interp(i, [1000, 1500], [1, 0]))
@@ -135,7 +132,6 @@ PARAMS = {
 
 
 def test_a_resumed_run_has_the_same_numbers():
-    """At any step, whichever of optimizer and schedule is loaded first, or by ``last_batch_iteration``."""
     for name in SCHEDULES:
         whole = [values.tolist() for values in run(make_scheduler(make_optimizer(), name, PARAMS[name]), 30)]
         for at in (0, 1, 7, 8, 25):
@@ -158,7 +154,6 @@ def test_a_resumed_run_has_the_same_numbers():
 
 
 def test_the_engines_optimizer_steps_with_the_schedule():
-    """Learning rates and betas reach the update, and come back from its state dict."""
     case = MODELS["mlp"]
     torch.manual_seed(0)
     module = case.build()

@@ -1,5 +1,3 @@
-"""What an engine takes when nobody says: of the GPU what is free, of the host what is available, less reserves."""
-
 import pytest
 import torch
 
@@ -13,8 +11,6 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """``machine(...)``: a host with that memory, in GiB, of which this process sees the given figures."""
-
     def machine(*, total=64.0, available=60.0, limit=None, taken=0.0, cached=0.0):
         group = tmp_path / "group"
         group.mkdir(exist_ok=True)
@@ -59,7 +55,6 @@ def test_the_hosts_budget(machine):
 
 
 def test_the_gpus_budget(monkeypatch):
-    """What other processes have is theirs; what PyTorch holds in this one is not lost."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 * GIB, 100 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * GIB)
     assert make_budgets(parse_config({}), CUDA).device_bytes == 93 * GIB

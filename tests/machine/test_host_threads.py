@@ -1,7 +1,3 @@
-"""The configuration's host_threads: what the core is told, where threads run, and that no number changes."""
-
-from __future__ import annotations
-
 import gc
 import os
 
@@ -11,7 +7,7 @@ from patrickstar import _C
 from patrickstar.config import HostAffinity, HostThreadsConfig
 from patrickstar.machine.engine_options import host_thread_options
 from tests.bits import assert_same_bits
-from tests.common.pool_threads import worker_masks
+from tests.common.test_thread_pool import worker_masks
 from tests.models import MODELS
 from tests.training import make_config, train
 
@@ -31,7 +27,7 @@ def _no_launcher(monkeypatch):
         ("auto", False, {}, None, _C.Affinity.FREE),
         ("pinned", False, {}, None, _C.Affinity.PINNED),
         ("free", True, {}, None, _C.Affinity.FREE),
-        # Several processes, and nobody said whose the CPUs are.
+        # Several processes without an assignment of CPUs.
         ("auto", True, {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"}, None, _C.Affinity.FREE),
         ("auto", True, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None, _C.Affinity.PINNED),
         ("auto", True, {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 8, _C.Affinity.PINNED),
@@ -50,7 +46,6 @@ def test_affinity(monkeypatch, affinity, with_gpu, environment, num_sharing, exp
 
 @pytest.mark.parametrize(("num_sharing", "index"), [(8, 6), (4, 2), (1, 0)])
 def test_processes_that_share_cpus_are_told_apart_by_their_local_rank(monkeypatch, num_sharing, index):
-    """Four processes that share: of eight with two masks, each half counts from 0."""
     monkeypatch.setenv("LOCAL_RANK", "6")
     options = host_thread_options(HostThreadsConfig(num_sharing_processes=num_sharing), with_gpu=True)
     assert (options.sharing_index, options.num_sharing) == (index, num_sharing)

@@ -1,7 +1,3 @@
-"""A file as memory for arrays: what is written comes back, by each way that the kernel has, and what fails says so."""
-
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -18,7 +14,6 @@ IO = {"threads": _C.DiskIo.THREADS, "io_uring": _C.DiskIo.URING}
 
 
 def aligned(num_bytes: int) -> torch.Tensor:
-    """Bytes that begin at a page."""
     memory = torch.zeros(num_bytes + PAGE, dtype=torch.uint8)
     begin = -memory.data_ptr() % PAGE
     return memory[begin : begin + num_bytes]
@@ -45,7 +40,6 @@ def io(request):
 
 
 def folders(tmp_path):
-    """A disk, and memory that looks like one where there is some."""
     return [str(tmp_path), *(["/dev/shm"] if os.access("/dev/shm", os.W_OK) else [])]
 
 
@@ -53,9 +47,7 @@ def folders(tmp_path):
 @pytest.mark.parametrize("cuts_short", [False, True])
 @pytest.mark.parametrize("is_registered", [False, True])
 def test_what_is_written_comes_back(io, is_registered, cuts_short, is_plain, tmp_path):
-    """Sizes of less and more than a piece of 1 MiB, several at once, transfers that end early; also on a file system
-    without O_TMPFILE, fallocate and O_DIRECT.
-    """
+    """Pieces have 1 MiB. Also on a file system without O_TMPFILE, fallocate and O_DIRECT."""
     for folder in folders(tmp_path):
         data = [random_bytes(size, size) for size in (PAGE, 5 * PAGE, (3 << 20) + PAGE)]
         back = [aligned(part.numel()) for part in data]
@@ -75,7 +67,6 @@ def test_what_is_written_comes_back(io, is_registered, cuts_short, is_plain, tmp
 
 
 def test_reading_while_writing(io, tmp_path):
-    """One thread each, different ranges."""
     import threading
 
     size = 4 << 20
@@ -91,7 +82,6 @@ def test_reading_while_writing(io, tmp_path):
 
 
 def test_errors_of_the_disk(io, tmp_path):
-    """The error says what was done, where, and what to do; then the file works again."""
     faults = _C.DiskFaults()
     file = _C.DiskFile(str(tmp_path), 8 << 20, io, faults)
     data = random_bytes(8 << 20, 3)
@@ -131,7 +121,7 @@ def test_a_disk_without_room_is_found_at_once(tmp_path):
 
 
 def test_a_limit_on_files_is_found_at_once(tmp_path):
-    """In a process of its own: the limit cannot be raised again."""
+    """In its own process: the limit cannot be raised again."""
     script = f"""
 import resource
 from patrickstar import DiskError, _C

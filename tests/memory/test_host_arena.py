@@ -1,7 +1,6 @@
-"""The host arena against a model of its books."""
-
-from __future__ import annotations
-
+import ctypes
+import mmap
+import re
 import resource
 import time
 from pathlib import Path
@@ -76,7 +75,6 @@ def test_huge_blocks_start_on_huge_pages():
 
 
 def mapped_here():
-    """Bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -101,7 +99,6 @@ def test_a_region_that_cannot_be_prepared_leaves_nothing_mapped(ahead):
 
 
 def test_regions_go_from_one_arena_to_another():
-    """What a former arena gives back serves blocks of the next one, without more than these need."""
     size = 2**20
     kept = _C.KeptRegions()
     former = _C.HostArena(64 * size, prepares=True)
@@ -126,3 +123,126 @@ def test_regions_go_from_one_arena_to_another():
     other.release_reused()
     arena.release_reused()
     assert arena.allocate_prepared(2 * size) != 0
+
+
+def policy_of(address: int) -> str:
+    line = re.search(rf"^0*{address:x} (\S+)", Path("/proc/self/numa_maps").read_text(), re.MULTILINE)
+    assert line is not None, f"no mapping begins at {address:x}"
+    return line.group(1)
+
+
+def test_the_kernel_knows_the_policy():
+    node = _C.read_cpu_topology(_C.allowed_cpus()).cpus[0][2]
+    num_bytes = 4 * 2**20
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    # In the middle, so that it is a mapping of its own. One node suffices for the kernel.
+    agreed = _C.interleave_pages(address + 2**20, 2 * 2**20, [node])
+    policy = policy_of(address + 2**20) if agreed else "refused"
+    print(f"policy: {policy}")
+    assert policy in (f"interleave:{node}", "refused")
+    memory[2**20 : 3 * 2**20] = b"\1" * 2**21  # and the memory is usable
+    assert memory[2**21] == 1
+
+
+def test_a_node_that_does_not_exist_is_refused():
+    memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert not _C.interleave_pages(address, mmap.PAGESIZE, [1000])
+    assert not _C.interleave_pages(address, mmap.PAGESIZE, [])
+    assert _C.nodes_to_interleave([1000, 1001]) == []
+
+
+def test_one_node_needs_no_choice():
+    assert _C.nodes_to_interleave([0]) == []
+    assert _C.nodes_to_interleave([]) == []
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_regions_of_the_arena_are_placed_before_they_are_touched(prepares):
+    node = _C.read_cpu_topology(_C.allowed_cpus()).cpus[0][2]
+    arenas = {kind: _C.HostArena(2**30, prepares, nodes) for kind, nodes in {"spread": [node], "plain": []}.items()}
+    num_bytes = 6 * 2**20
+    policies = {}
+    for kind, arena in arenas.items():
+        arena.reserve([num_bytes])
+        arena.prepare_ahead()
+        policies[kind] = policy_of(arena.allocate(num_bytes))
+    print(f"policies: {policies}")
+    assert policies["spread"] in (f"interleave:{node}", "default")
+    assert policies["plain"] == "default"
+
+
+def idle_slots(slots, sizes):
+    addresses = [slots.acquire(size) for size in sizes]
+    for address in addresses:
+        slots.release(address)
+    return addresses
+
+
+def test_slots_of_rare_sizes_are_kept_longest():
+    slots = _C.SlotPool(2000, 0.0)
+    head, *_ = idle_slots(slots, [1000, 100, 100, 100, 80, 80])
+    assert slots.trim(150) == 200
+    assert slots.trim(1) == 80
+    assert slots.acquire(1000) == head
+    slots.release(head)
+    assert slots.trim(2000) == 1000 + 100 + 80
+    assert slots.idle_bytes == slots.used_bytes == 0
+
+
+def test_slots_in_use_make_a_size_common():
+    slots = _C.SlotPool(2000, 0.0)
+    used = [slots.acquire(100) for _ in range(3)]
+    idle_slots(slots, [500, 500])
+    slots.release(used[0])
+    assert slots.trim(1) == 100
+
+
+@pytest.mark.parametrize(("waste_ratio", "served"), [(0.125, True), (0.0, False)])
+def test_a_larger_slot_serves_where_memory_is_scarce(waste_ratio, served):
+    slots = _C.SlotPool(300, waste_ratio)
+    (larger,) = idle_slots(slots, [117])
+    assert (slots.acquire(83) == larger) is served
+    assert slots.used_bytes == (117 if served else 83)
+    # A buffer more than half as large again does not.
+    slots = _C.SlotPool(300, waste_ratio)
+    (larger,) = idle_slots(slots, [117])
+    assert slots.acquire(77) != larger
+
+
+def test_sizes_that_alternate_need_no_new_slots_in_the_end():
+    slots = _C.SlotPool(420, 0.125)
+    numbers = []
+    for _ in range(3):
+        for sizes in ([83, 83, 83], [117, 117, 117], [83, 117, 83]):
+            assert all(idle_slots(slots, sizes))
+        numbers.append(slots.num_allocations)
+    assert numbers[0] == numbers[-1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.booleans()), max_size=60), st.sampled_from([0.0, 0.125]))
+def test_books(requests, waste_ratio):
+    slots = _C.SlotPool(1000, waste_ratio)
+    used = {}
+    for size, release in requests:
+        address = slots.acquire(size)
+        assert address not in used
+        if address:
+            used[address] = size
+        else:
+            assert slots.idle_bytes == 0 and slots.used_bytes + size > 1000
+        if release and used:
+            slots.release(used.popitem()[0])
+        assert sum(used.values()) <= slots.used_bytes <= 1000 - slots.idle_bytes
+        assert sum(used.values()) * (1.5 if waste_ratio else 1) >= slots.used_bytes
+
+
+def test_what_stays_gets_the_size_it_asks_for():
+    slots = _C.SlotPool(300, 0.125)
+    idle_slots(slots, [110, 110])
+    assert slots.acquire(100, _C.SlotFit.EXACT)
+    assert slots.used_bytes == 100
+    slots.acquire(100, _C.SlotFit.EXACT)
+    assert slots.used_bytes == 200
+    assert slots.idle_bytes == 0

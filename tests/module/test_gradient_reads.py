@@ -1,7 +1,3 @@
-"""``param.grad`` between backward and step, and after it: what plain PyTorch has, or an error that says the way."""
-
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -33,7 +29,6 @@ def run_backward(engine):
 
 
 def plain_gradients():
-    """Before and after clipping."""
     plain = build()
     plain(INPUTS).square().mean().backward()
     gradients = [param.grad.clone() for param in plain.parameters()]

@@ -1,7 +1,4 @@
-"""Wrong use: a clear error before anything is lost, or correct behaviour; never silence."""
-
-from __future__ import annotations
-
+import copy
 import dataclasses
 import re
 
@@ -10,10 +7,12 @@ import torch
 from torch import nn
 
 from patrickstar import MemoryBudgetError, StateError
+from patrickstar.optimizer.uncorrected_adam import UncorrectedAdamW
 from patrickstar.runtime import initialize_engine
+from patrickstar.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.bits import assert_same_bits
 from tests.models import MODELS, Mlp, token_batch
-from tests.training import make_config, train
+from tests.training import ADAM, make_config, train
 
 GENERATOR = torch.Generator()
 
@@ -77,7 +76,6 @@ def test_budget_below_the_working_set():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_host_budget_too_small(precision):
-    """The error names no amount that there cannot be, and the least one that works: one byte less does not."""
     config = make_config(precision, device_memory="200KB", default_chunk_size=8192)
     config["optimizer"]["params"]["use_hybrid_adam"] = False
     message = r"host memory takes (\d+) .* raise host_memory to at least (\d+) bytes, or device_memory"
@@ -180,7 +178,6 @@ def test_clip_grad_norm_is_refused(engine_and_optimizer):
 
 
 def test_dropping_gradients_the_pytorch_way(engine_and_optimizer):
-    """``p.grad = None`` and both ``zero_grad`` forget folded gradients."""
     engine, optimizer = engine_and_optimizer
     before = engine.state_dict()
     for forget in (
@@ -217,8 +214,6 @@ def test_step_without_gradients_does_nothing(engine_and_optimizer):
 
 
 def test_an_exception_in_forward_or_backward_loses_nothing():
-    """A step that failed leaves no trace: the run goes on as if it had not been."""
-
     class Failing(Mlp):
         fail = None
 
@@ -295,3 +290,132 @@ def test_a_module_serves_as_well_as_a_function_that_returns_one():
 
     by_module = train(dataclasses.replace(case, build=module()), make_config(), steps=3)
     assert by_module.losses == by_function.losses
+
+
+CLIPPING = 0.05
+
+
+class Fourier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lift, self.drop = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.modes = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.drop(torch.fft.irfft(torch.fft.rfft(self.lift(x)) * self.modes, n=16))
+
+
+INPUTS = [torch.randn(4, 8, generator=torch.Generator().manual_seed(step)) for step in range(4)]
+
+
+def opened(kind, **params):
+    config = make_config(optimizer=kind, gradient_clipping=CLIPPING)
+    options = {key: value for key, value in config["optimizer"]["params"].items() if key in ("lr", "weight_decay")}
+    config["optimizer"]["params"] = {**(ADAM if "Adam" in kind else options), **params}
+    return initialize_engine(Fourier, 0, config)
+
+
+def run_steps(engine, optimizer, inputs):
+    found = []
+    for x in inputs:
+        optimizer.zero_grad()
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        optimizer.step()
+        found.append((loss.item(), engine.report()["grad_norm"]))
+    return found
+
+
+PLAIN = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "SGD": (torch.optim.SGD, {}),
+    "AdamW without correction": (UncorrectedAdamW, {"bias_correction": False}),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_they_are_trained_as_in_plain_pytorch(name):
+    make, params = PLAIN[name]
+    plain = Fourier()
+    options = ADAM if "Adam" in name else {key: ADAM[key] for key in ("lr", "weight_decay")}
+    plain_optimizer = make(plain.parameters(), **options)
+    expected = []
+    for x in INPUTS:
+        plain_optimizer.zero_grad()
+        loss = plain(x).square().mean()
+        loss.backward()
+        expected.append((loss.item(), float(nn.utils.clip_grad_norm_(plain.parameters(), CLIPPING))))
+        plain_optimizer.step()
+    engine, optimizer = opened(name.split()[0], **params)
+    with engine:
+        for found, wanted in zip(run_steps(engine, optimizer, INPUTS), expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+        for key, value in engine.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion"])
+def test_they_are_saved_and_loaded(kind, tmp_path):
+    engine, optimizer = opened(kind)
+    with engine:
+        run_steps(engine, optimizer, INPUTS[:2])
+        modes = engine.module.modes
+        assert_same_bits(safe_get_full_fp32_param(modes), modes.detach())
+        momentum = safe_get_full_optimizer_state(modes, "exp_avg")
+        assert momentum.is_complex() and bool(momentum.imag.any())
+        engine.save_checkpoint(tmp_path)
+        expected = run_steps(engine, optimizer, INPUTS[2:]), engine.state_dict(), optimizer.state_dict()["state"]
+    engine, optimizer = opened(kind)
+    with engine:
+        engine.load_checkpoint(tmp_path)
+        assert_same_bits(
+            (run_steps(engine, optimizer, INPUTS[2:]), engine.state_dict(), optimizer.state_dict()["state"]), expected
+        )
+        engine.backward(engine(INPUTS[0]).square().mean())
+        assert_same_bits(safe_get_full_grad(engine.module.modes), engine.module.modes.grad)
+
+
+def build(dtype):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [
+        (torch.bfloat16, "bf16", torch.bfloat16),
+        (torch.float32, "bf16", torch.float32),
+        (torch.bfloat16, "fp32", torch.float32),
+        (torch.float16, "bf16", torch.float32),
+    ],
+)
+def test_statistics_and_weights_have_one_dtype(dtype, precision, expected):
+    module = build(dtype)
+    config = {"bf16": {"enabled": precision == "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine, optimizer = initialize_engine(lambda: module, 0, config)
+    with engine:
+        engine.train()
+        norm = module[1]
+        assert {norm.running_mean.dtype, norm.running_var.dtype, norm.weight.dtype, norm.bias.dtype} == {expected}
+        before = norm.running_mean.clone()
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = engine(torch.ones(6, 8) * torch.arange(6).unsqueeze(1)).float().square().mean()
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        assert not norm.running_mean.equal(before)
+    assert {value.dtype for value in module.state_dict().values() if value.is_floating_point()} == {dtype}
+
+
+def test_a_bfloat16_model_gives_plain_pytorchs_output():
+    module = build(torch.bfloat16)
+    plain, x = copy.deepcopy(module), torch.randn(6, 8, dtype=torch.bfloat16)
+    engine, _ = initialize_engine(lambda: module, 0, {"bf16": {"enabled": True}})
+    with engine:
+        engine.train()
+        assert_same_bits(engine(x).detach(), plain.train()(x).detach())
+        assert_same_bits(module[1].running_var.clone(), plain[1].running_var)

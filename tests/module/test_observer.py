@@ -1,9 +1,3 @@
-"""Uses that a module did not show in the step in which the hooks learned: served all the same, with the bits of plain
-PyTorch.
-"""
-
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -24,8 +18,6 @@ LEARNED = 2  # calls after which the surprises begin
 
 
 class Surprising(nn.Module):
-    """A layer that goes another way from its third call on."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2)
@@ -43,14 +35,12 @@ class SeveralNodes(Surprising):
 
 
 class Ignored(Surprising):
-    """The output does not depend on the parameters any more."""
-
     def surprise(self, x):
         return x * 2
 
 
 class KeptView(Surprising):
-    """A view leaves by a side door; the model's head multiplies with it."""
+    """A view is kept in an attribute; the model's head multiplies with it."""
 
     def surprise(self, x):
         self.kept = self.weight.t()
@@ -58,16 +48,12 @@ class KeptView(Surprising):
 
 
 class SeveralViews(Surprising):
-    """Operations that give several views at once."""
-
     def surprise(self, x):
         half = x @ self.weight.split(WIDTH // 2)[0].t()
         return torch.cat([half, half], dim=-1) + self.weight.unbind()[3]
 
 
 class Dictionary(Surprising):
-    """The output is no tensor."""
-
     def surprise(self, x):
         return {"result": [F.linear(x, self.weight)], "bias": self.bias}
 
@@ -90,8 +76,6 @@ class CustomFunction(Surprising):
 
 
 class InPlace(Surprising):
-    """The result that carries the hook is overwritten."""
-
     def surprise(self, x):
         return F.linear(x, self.weight, self.bias).mul_(2).relu_()
 
@@ -144,13 +128,12 @@ def batch(generator):
 
 
 def watch_gradients(module, seen):
-    """Notes the bits of each gradient as autograd finishes it."""
     for name, param in module.named_parameters():
         param.register_hook(lambda grad, name=name: seen.append((name, grad.contiguous().numpy().tobytes())))
 
 
 def still_config(**config):
-    """Parameters stay as they are, so that every step can be compared with plain PyTorch bit for bit."""
+    """Parameters stay as they are, so that every step has plain PyTorch's bits."""
     result = make_config(default_chunk_size=1024, **config)
     result["optimizer"]["params"] |= {"lr": 0.0, "weight_decay": 0.0}
     return result
@@ -209,7 +192,6 @@ def engine():
 
 
 def test_users_hooks_are_the_only_ones_on_a_tensor(engine):
-    """Ours are on the nodes; see `UseObserver` in csrc/bind/use_observer.h."""
     outputs, seen = [], []
     engine.module[0].register_forward_hook(lambda module, args, output: outputs.append(output))
     loss = engine(torch.ones(2, 4)).sum()

@@ -1,9 +1,3 @@
-"""Whatever a user's code writes into a parameter arrives in its float32 value, with the bits that plain PyTorch gives,
-or is refused and changes nothing.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +30,6 @@ def weights(model):
 
 
 def rounded(m):
-    """Values of the parameters' dtype, where functions want them so."""
     return VALUES.bfloat16().to(m.a.weight.dtype)
 
 
@@ -99,7 +92,6 @@ ARRIVE = {
     "load_state_dict": lambda m: m.a.load_state_dict({"weight": VALUES, "bias": ROW}),
 }
 ROUND = {"out", "out with itself", "out of a view", "OpOverload with out"}
-"""Functions give what they write its dtype before."""
 REFUSED = {
     "relu, inplace": lambda m: F.relu(m.a.weight, inplace=True),
     "hardtanh, inplace": lambda m: F.hardtanh(m.a.weight, -0.1, 0.1, inplace=True),
@@ -121,7 +113,6 @@ def build():
 
 @torch.no_grad()
 def written(engine, write):
-    """The error of ``write`` of a model with the first values, its float32 values then, and those computed with."""
     engine.load_state_dict(build().state_dict())
     error = ""
     try:
@@ -160,8 +151,6 @@ def test_writes(precision):
 
 
 def test_an_embedding_that_writes_its_weight():
-    """It stays with PyTorch, and has the values that plain PyTorch gives."""
-
     def build_with_norm():
         model = build()
         model.table.max_norm = 0.5

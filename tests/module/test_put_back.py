@@ -1,7 +1,3 @@
-"""Values that are read and put back do not change a training, whatever was in their place meanwhile."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -72,7 +68,6 @@ def by_rows(module):
 
 
 def by_perturbation(module):
-    """Sharpness-aware minimisation's way."""
     kept = copies(module)
     for param in module.parameters():
         param.add_(0.01)
@@ -93,7 +88,6 @@ def by_gathering(module):
 
 
 def by_exchange(module):
-    """The way of Lightning's WeightAveraging, twice."""
     average = [param.float() * 0.99 for param in copies(module)]
     for _ in range(2):
         for mine, param in zip(average, module.parameters(), strict=True):
@@ -103,7 +97,6 @@ def by_exchange(module):
 
 
 def unchanged(module):
-    """Elements that a clamp leaves as they were."""
     for param in module.parameters():
         param.data = param.data.clamp(-10.0, 10.0)
 
@@ -138,7 +131,6 @@ SCHEMES = {
 
 
 def states(config, ways, make=build):
-    """The float32 values before each step."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     engine, optimizer = initialize_engine(make, 0, config)
     found = []

@@ -1,7 +1,3 @@
-"""What the log says of a plain loop, and where the log goes."""
-
-from __future__ import annotations
-
 import functools
 import logging
 import re
@@ -20,7 +16,6 @@ ACCUMULATE = 2
 
 
 def train(tmp_path, **config):
-    """Five steps with accumulation, a backward that counts for nothing, a checkpoint that is saved and gone back to."""
     torch.manual_seed(0)
     options = make_config("bf16", default_chunk_size=8192, device_memory="600KB", **config)
     engine, optimizer = initialize_engine(CASE.build, 0, options)
@@ -64,7 +59,7 @@ def test_a_plain_loop(tmp_path, caplog):
         loss = sum(run.losses[ACCUMULATE * (step - 1) : ACCUMULATE * step])
         assert line.startswith(f"step {step}  loss {loss:.4f}  grad norm ")
         seconds, rate = re.search(r"  (\S+ \w+)/step  (\S+) tokens/s", line).groups()
-        tokens = (ACCUMULATE + 1) * BATCH * LENGTH  # of all forwards that could train
+        tokens = (ACCUMULATE + 1) * BATCH * LENGTH  # all forwards in training mode
         shown = float(rate.removesuffix("k")) * (1000 if rate.endswith("k") else 1)
         number, unit = seconds.split()
         assert shown == pytest.approx(tokens / (float(number) * {"s": 1, "ms": 1e-3}[unit]), rel=0.02)
@@ -88,7 +83,6 @@ def test_it_says_nothing_below_the_level(tmp_path, caplog):
 
 @pytest.fixture
 def plain_logging(monkeypatch):
-    """Makes it as in a process in which nobody set up logging; gives the logger."""
     logger = logging.getLogger("patrickstar")
     level = logger.level
 

@@ -1,8 +1,8 @@
-"""A job of these tests: trains a tiny model; rank 0 writes what it had in the end.
+"""A job that trains a tiny model; rank 0 writes the final state.
 
-    python elastic_script.py FOLDER NUM_STEPS STEP_SECONDS
+python elastic_script.py FOLDER NUM_STEPS STEP_SECONDS
 
-With FAIL_ONCE in the environment a rank kills itself in the middle, the first time.
+With FAIL_ONCE in the environment a rank kills itself in the middle of the first run.
 """
 
 import json

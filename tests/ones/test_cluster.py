@@ -1,8 +1,6 @@
-"""Jobs that share simulated GPUs on Ray for real: tiny models on the CPU, over gloo. The cluster is the tests' own: its
-folder and home are temporary, and the user's cluster, if one runs, is neither used nor ended.
+"""Jobs share simulated GPUs on Ray: tiny models on the CPU, over gloo. The cluster has temporary folders and leaves the
+user's cluster alone.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -33,7 +31,6 @@ SCHEDULER = "scheduler"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Ray with four simulated GPUs, and a scheduler."""
     root = tmp_path_factory.mktemp("cluster")
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "HOME": str(root)}
     unset = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")  # Ray starts no simulated GPUs beside the first
@@ -81,7 +78,6 @@ def pid_of(name):
 
 
 def values_alone(tmp_path, num_steps, script=SCRIPT):
-    """What the same job has in the end when nobody schedules it."""
     folder = tmp_path / f"alone-{num_steps}"
     folder.mkdir()
     command = [sys.executable, str(script), str(folder), str(num_steps), "0"]
@@ -96,7 +92,6 @@ def result_of(folder):
 
 
 def check(folder, alone):
-    """It ended where a job alone ends, within the rounding of sums in another order."""
     num_steps, values = result_of(folder)
     assert num_steps == alone[0]
     for name, value in alone[1].items():
@@ -246,7 +241,6 @@ def command(*arguments, home):
 
 @pytest.mark.slow
 def test_a_simulated_cluster_is_started_used_and_ended_beside_another_one(cluster, tmp_path, monkeypatch):
-    """The other one is where Ray would look first."""
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     assert command("stop", home=tmp_path)[0] == 2
     try:
@@ -268,8 +262,6 @@ def test_a_simulated_cluster_is_started_used_and_ended_beside_another_one(cluste
 
 
 class any_text:  # noqa: N801 (it is used as a function)
-    """Equal to any text that has this in it."""
-
     def __init__(self, part):
         self.part = part
 

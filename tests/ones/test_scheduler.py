@@ -1,19 +1,18 @@
-"""The scheduler of a real cluster, with a fleet that only notes what it is told."""
-
-from __future__ import annotations
-
 import dataclasses
 import functools
+import types
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar.elastic import RunReport
+from patrickstar.elastic.orders import OutcomeKind
 from patrickstar.ones import Cluster, make_policy
 from patrickstar.ones.cluster.feasibility import planned as planned_sizes
 from patrickstar.ones.cluster.fleet import Phase, Status
 from patrickstar.ones.cluster.ledger import End, Ledger, LedgerError
+from patrickstar.ones.cluster.ray_ranks import JobProcesses
 from patrickstar.ones.cluster.scheduler import MOST_FAILURES, Scheduler, measured_throughput
 from patrickstar.ones.cluster.submission import Submission
 
@@ -24,8 +23,6 @@ def submission(name, **changes):
 
 
 class NotedFleet:
-    """Carries every order out at once, unless ``is_slow``: then when ``carry_out`` is called."""
-
     def __init__(self, is_slow=False):
         self.ranks, self.ordered, self.steps, self.phases = {}, {}, {}, {}
         self.is_slow = is_slow
@@ -67,7 +64,6 @@ class NotedFleet:
         self.ordered.pop(name, None)
 
     def num_gpus(self):
-        """In use: by what runs, and by what is to run."""
         return sum(max(count, self.ordered.get(name, 0)) for name, count in self.ranks.items())
 
 
@@ -230,8 +226,6 @@ def test_a_new_scheduler_goes_on_where_the_last_one_was(tmp_path):
 
 
 class DiesInRemove(NotedFleet):
-    """The scheduler dies where it is told to end a job's processes."""
-
     def remove(self, name):
         if name in self.ranks:
             raise KeyboardInterrupt
@@ -344,3 +338,44 @@ def test_never_more_gpus_than_there_are(policy, events, tmp_path_factory):
             fleet.carry_out()
         made.tick()
         assert fleet.num_gpus() <= 4
+
+
+class Ranks:
+    def __init__(self, *actors: str):
+        self.actors = list(actors)
+
+    def drop(self, actor: str) -> None:
+        self.actors.remove(actor)
+
+
+def processes_of(trains: Ranks, joins: Ranks, ended: set[str], outcomes: list) -> JobProcesses:
+    processes = object.__new__(JobProcesses)
+    processes._groups, processes._joining = [trains], joins
+    processes._number, processes._num_ranks, processes._ordered_ranks = 1, 1, 2
+    processes._stops, processes._resize_s, processes._refusal, processes._failure = False, 0.0, "", ""
+    processes._orders = types.SimpleNamespace(outcome=lambda number: outcomes.pop(0), report=lambda: None)
+
+    def note_exit(group, actor):
+        if actor in ended:
+            group.drop(actor)
+
+    processes._note_exit = note_exit
+    return processes
+
+
+def test_a_run_that_ends_before_others_have_joined_is_over():
+    joins = Ranks("joins")
+    processes = processes_of(Ranks("trains"), joins, {"trains"}, [None, None])
+    assert processes.status().phase is Phase.ENDED
+    assert joins.actors == []
+
+
+@pytest.mark.parametrize("outcomes", [["resized"], [None, "resized"]], ids=["before the end", "with the end"])
+def test_those_that_have_joined_go_on_when_the_others_end(outcomes):
+    resized = types.SimpleNamespace(kind=OutcomeKind.DONE, seconds=1.0, reason="")
+    joins = Ranks("joins")
+    found = [resized if one else None for one in outcomes]
+    processes = processes_of(Ranks("trains"), joins, {"trains"}, found)
+    processes.status()
+    assert joins.actors == ["joins"]
+    assert processes._groups == [joins]

@@ -1,18 +1,44 @@
-"""Schedules that can be computed by hand, and the simulator's promises."""
-
+import dataclasses
+import json
 import math
+import subprocess
+import sys
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
 
-from patrickstar.ones import Cluster, Grant, Job, SimulationError, Throughput, check_fits, make_policy, simulate
+from patrickstar.command.ones import main
+from patrickstar.ones import (
+    POLICIES,
+    Cluster,
+    Grant,
+    Job,
+    SimulationError,
+    Throughput,
+    artifact_mix,
+    check_fits,
+    figures,
+    history,
+    make_policy,
+    philly_like,
+    read_trace,
+    simulate,
+    write_trace,
+)
+from patrickstar.ones.policies.ones_published import count_jobs, reorder
+from patrickstar.ones.policies.progress import digamma
 from patrickstar.ones.policies.protocol import Foresight, Memoryless
+from patrickstar.ones.report import mean_and_interval
+from patrickstar.ones.traces import with_resize_s
 from tests.ones.jobs import linear_job
 
 FOUR = Cluster(4)
 
 
 def times(trace, name, cluster=FOUR):
-    """{job: (first start, end)}, rounded to milliseconds."""
     result = simulate(trace, make_policy(name), cluster)
     return {job.job: (round(job.first_start_s, 3), round(job.end_s, 3)) for job in result.jobs}
 
@@ -31,14 +57,15 @@ def test_fifo_runs_by_arrival_and_nobody_overtakes():
 
 
 def test_srtf_preempts_for_what_ends_sooner():
-    """At 10 b (30 s) stops a (90 s left); at 20 c starts beside b; at 25 c and d have 5 s left each and c came first,
-    so d waits until 30; it then stops b, which has 10 s left, until 35. b pays 2 s to restart: 47; a then too."""
+    """At 10 b (30 s) stops a (90 s left); at 20 c starts beside b. At 25 c and d have 5 s left each and c came first,
+    so d waits until 30; it then stops b, which has 10 s left, until 35. b pays 2 s to restart: 47; a then too.
+    """
     expected = {"a": (0, 139), "b": (10, 47), "c": (20, 30), "d": (30, 35)}
     assert times(TRACE, "srtf") == expected
 
 
 def test_tiresias_serves_the_least_served_queue_first():
-    """a leaves the first queue after 3250 GPU-seconds, 812.5 s on 4 GPUs, and is asked at the next 10 s."""
+    """a leaves the first queue after 3250 GPU-seconds, 812.5 s on 4 GPUs; the next check is 10 s later at most."""
     trace = (linear_job("a", 0, 4, 2000), linear_job("b", 100, 4, 50))
     assert times(trace, "tiresias") == {"a": (0, 2050), "b": (820, 870)}
 
@@ -52,8 +79,6 @@ def test_optimus_gives_the_gpu_where_it_saves_the_most():
 
 
 class Scripted(Memoryless):
-    """Grants as written, at the times written."""
-
     def __init__(self, script):
         self.script = script
         self.interval_s = 1.0
@@ -129,3 +154,210 @@ def test_policies_are_told_no_more_than_their_papers_have():
     assert make_policy("srtf").foresight is Foresight.EXACT
     with pytest.raises(ValueError, match="there is no policy 'drl'; choose among fifo"):
         make_policy("drl")
+
+
+HISTORY = history(seed=0, num_jobs=1)[:20]
+
+
+class Watched:
+    def __init__(self, policy):
+        self.policy = policy
+        self.foresight, self.interval_s = policy.foresight, max(policy.interval_s, 10.0)
+        self.made = []
+
+    def decide(self, now, jobs, cluster):
+        self.made.append((jobs, self.policy.decide(now, jobs, cluster)))
+        return self.made[-1][1]
+
+    def finished(self, now, state):
+        self.policy.finished(now, state)
+
+
+@st.composite
+def traces(draw):
+    items = artifact_mix(
+        draw(st.integers(1, 6)), draw(st.integers(0, 99)), mean_gap_s=draw(st.sampled_from([1.0, 30.0])),
+        mean_duration_s=60.0,
+    )  # fmt: skip
+    found = []
+    for item in with_resize_s(items, draw(st.sampled_from([0.0, 5.0]))):
+        request = min(item.job.requested_gpus, 8)
+        job = dataclasses.replace(
+            item.job, requested_gpus=request, min_gpus=draw(st.integers(1, request)), max_gpus=4 * request
+        )
+        if draw(st.booleans()):
+            powers = tuple(n for n in (1, 2, 4, 8, 16, 32) if job.min_gpus <= n <= job.max_gpus)
+            job = dataclasses.replace(job, feasible_gpus=powers)
+        found.append(dataclasses.replace(item, job=job))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(trace=traces(), num_gpus=st.integers(8, 20))
+def test_policies_keep_to_limits_and_all_jobs_end(name, trace, num_gpus):
+    cluster = Cluster(num_gpus)
+    policy = Watched(make_policy(name, 3, HISTORY))
+    result = simulate(trace, policy, cluster)
+    for states, allocation in policy.made:
+        taken = [gpu for grant in allocation.values() for gpu in grant.gpus]
+        assert len(taken) == len(set(taken)) and set(taken) <= set(range(num_gpus))
+        for state in states:
+            grant = allocation.get(state.job.name)
+            if grant is None:
+                continue
+            assert len(grant.gpus) in state.job.sizes and len(grant.gpus) <= state.job.max_gpus
+            if name in ("ones-published", "ones-artifact"):
+                assert grant.gpus[-1] - grant.gpus[0] == len(grant.gpus) - 1
+    assert {job.job for job in result.jobs} == {item.job.name for item in trace}
+    done = dict.fromkeys((item.job.name for item in trace), 0.0)
+    for part in result.segments:
+        done[part.job] += part.done_samples
+        assert 0 <= part.stalled_s <= part.end_s - part.start_s + 1e-9
+    for item in trace:  # no work is lost or made up, however often it was resized
+        assert math.isclose(done[item.job.name], item.samples, rel_tol=1e-6)
+    for gpu in range(num_gpus):
+        held = sorted((part.start_s, part.end_s) for part in result.segments if gpu in part.gpus)
+        assert all(before[1] <= after[0] for before, after in zip(held, held[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_seed_gives_the_same_schedule(name):
+    trace = artifact_mix(4, seed=1, mean_duration_s=60.0)
+    runs = [simulate(trace, make_policy(name, 5, HISTORY), Cluster(16)) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_reordering_is_contiguous_and_moves_the_fewest(data):
+    num_gpus, num_jobs = 7, 3
+    running = np.array(data.draw(st.lists(st.integers(-1, num_jobs - 1), min_size=num_gpus, max_size=num_gpus)))
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=num_jobs, max_size=num_jobs))
+    if sum(counts) > num_gpus:
+        counts[0] = 0
+    found = reorder(np.array(counts), running)
+    assert {job: end - start for job, (start, end) in found.items()} == {j: n for j, n in enumerate(counts) if n}
+    order = sorted(found, key=lambda job: found[job])
+    cost = sum(running[gpu] != job for job in found for gpu in range(*found[job]))
+
+    def cheapest(jobs, start):
+        if not jobs:
+            return 0
+        size = counts[jobs[0]]
+        return min(
+            (
+                int((running[at : at + size] != jobs[0]).sum()) + cheapest(jobs[1:], at + size)
+                for at in range(start, num_gpus - sum(counts[job] for job in jobs) + 1)
+            ),
+            default=math.inf,
+        )
+
+    assert cost == cheapest(order, 0)
+    assert all(found[a][1] <= found[b][0] for a, b in zip(order, order[1:], strict=False))
+
+
+def test_counts_are_numpys():
+    rows = np.random.default_rng(0).integers(-1, 5, (6, 9))
+    expected = [[(row == job).sum() for job in range(5)] for row in rows]
+    assert count_jobs(rows, 5).tolist() == [[int(n) for n in row] for row in expected]
+
+
+def test_digamma_is_scipys():
+    x = np.geomspace(0.01, 1e4, 200)
+    np.testing.assert_allclose(digamma(x), special.digamma(x), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("make", [artifact_mix, philly_like])
+def test_traces_come_back_as_they_were_written(make, tmp_path):
+    trace = make(6, seed=4)
+    write_trace(tmp_path / "jobs.jsonl", trace)
+    assert read_trace(tmp_path / "jobs.jsonl") == trace
+    assert make(6, seed=4) == trace and make(6, seed=5) != trace
+
+
+def test_the_mix_is_the_artifacts():
+    trace = artifact_mix(2000, seed=0)
+    gaps = np.diff([item.job.arrival_s for item in trace])
+    assert math.isclose(gaps.mean(), 30, rel_tol=0.06) and math.isclose(gaps.std(), 30, rel_tol=0.1)
+    sizes = [item.job.requested_gpus for item in trace]
+    assert all(math.isclose(sizes.count(n), 500, rel_tol=0.12) for n in (2, 4, 8, 16))
+    assert len({item.job.workload for item in trace}) == 10
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "is no trace: its first line must be"),
+        (["{}"], "is no trace"),
+        (["HEAD", "[1]"], ":2: '.1.' is no JSON object"),
+        (["HEAD", "{"], ":2: no JSON"),
+        (["HEAD", "{}"], ":2: the key 'job' is missing"),
+        (["HEAD", "JOB", "", "JOB"], ":4: there is a job 0000-.* before"),
+        (["HEAD", "WRONG"], ":2: job 0000-.*: min_gpus 0"),
+        (["HEAD", "OTHER"], ":2: .*unexpected keyword argument 'colour'"),
+    ],
+)
+def test_wrong_traces_are_named_by_their_line(lines, message, tmp_path):
+    write_trace(tmp_path / "good", artifact_mix(1, seed=0))
+    head, job = (tmp_path / "good").read_text().splitlines()
+    wrong = job.replace('"min_gpus": 1', '"min_gpus": 0')
+    known = {"HEAD": head, "JOB": job, "WRONG": wrong, "OTHER": job[:-1] + ', "colour": 1}'}
+    (tmp_path / "bad").write_text("\n".join(known.get(line, line) for line in lines))
+    with pytest.raises(ValueError, match=message):
+        read_trace(tmp_path / "bad")
+
+
+def test_figures_are_those_of_the_schedule():
+    """One node of 4 GPUs: a holds all from 0 to 100, b (arrives at 10) two of them from 100 to 130."""
+    trace = (linear_job("a", 0, 4, 100), linear_job("b", 10, 2, 30))
+    found = figures(simulate(trace, make_policy("fifo"), Cluster(4)))
+    assert math.isclose(found.mean_jct_s, (100 + 120) / 2) and math.isclose(found.makespan_s, 130)
+    assert math.isclose(found.p99_jct_s, 119.8) and math.isclose(found.utilisation, (400 + 60) / (4 * 130))
+
+
+def test_intervals_are_students():
+    values = np.random.default_rng(0).normal(size=12)
+    low, high = stats.t.interval(0.95, 11, loc=values.mean(), scale=stats.sem(values))
+    mean, half = mean_and_interval(list(values))
+    np.testing.assert_allclose([mean - half, mean + half], [low, high], rtol=1e-3)
+    assert math.isnan(mean_and_interval([1.0])[1])
+
+
+def test_the_command_compares_and_draws(tmp_path, capsys):
+    assert main(["trace", str(tmp_path / "t.jsonl"), "--jobs", "3", "--seed", "1"]) == 0
+    arguments = ["simulate", "--trace", str(tmp_path / "t.jsonl"), "--policies", "fifo,srtf", "--resize-s", "5"]
+    assert main([*arguments, "--compare-to", "fifo", "--pictures", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "64 GPUs, 5 s per resize" in printed and "x fifo" in printed
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert pictures == ["gantt-fifo-5s.png", "gantt-srtf-5s.png", "jct-5s.png"]
+    assert (tmp_path / "gantt-fifo-5s.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["policy"], row["resize_s"]) for row in rows] == [("fifo", 5.0), ("srtf", 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "fifo,drl"], "there is no policy 'drl'; choose among fifo"),
+        (["--resize-s", "5,-1"], "--resize-s: it is '-1'; give a number of at least 0"),
+        (["--policies", "fifo", "--compare-to", "srtf"], "--compare-to srtf is none of --policies fifo"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_wrong_arguments_are_said_in_a_line(arguments, message, capsys):
+    try:
+        status = main(["simulate", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    said = capsys.readouterr().err
+    assert status == 2 and message in said and said.count("\n") == 1
+
+
+def test_neither_pytorch_nor_the_extension_nor_matplotlib_is_imported():
+    code = "import sys, patrickstar.command.ones; print([m for m in sys.modules if m in "
+    code += "('torch', 'patrickstar._C', 'matplotlib')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,7 +1,6 @@
-"""A job of these tests with Hugging Face's Trainer; each process writes which samples it saw, rank 0 what it had in the
-end.
+"""A job with Hugging Face's Trainer; each process writes its samples, rank 0 the final state.
 
-    python trainer_script.py FOLDER NUM_STEPS STEP_SECONDS
+python trainer_script.py FOLDER NUM_STEPS STEP_SECONDS
 """
 
 import json

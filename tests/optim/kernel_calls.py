@@ -1,4 +1,4 @@
-"""Tensors in, raw addresses out: how the tests of tests/optim call the leaf kernels."""
+"""Calls of the leaf kernels: tensors in, raw addresses out."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from patrickstar import _C
+from tests.bits import assert_same_bits
 
 DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
 HALVES = [torch.bfloat16, torch.float16]
@@ -16,7 +17,7 @@ SPECIALS = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, -1.1754944e-38, 6e-8, -6.1e
 
 
 def adam_scalars(step, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True, grad_scale=1.0):
-    """The fields of AdamScalars for step `step` (from 1), as the optimizer computes them in float64."""
+    """The fields of AdamScalars for step `step` (from 1), computed in float64."""
     beta1, beta2 = betas
     return {
         "grad_scale": grad_scale,
@@ -46,7 +47,7 @@ def random_values(numel, dtype, generator, wild):
 
 @dataclass
 class AdamArrays:
-    """One range of Adam's arrays; param is None for none, and shares grad's memory when in_place."""
+    """One range of Adam's arrays; param may be None, and shares grad's memory when in_place."""
 
     master: torch.Tensor
     momentum: torch.Tensor
@@ -120,3 +121,31 @@ def sum_squares(isa, values, num_threads=1):
 
 def add_up(partials, first=0, count=None):
     return _C.optim.add_up(address(partials), first, partials.numel() - first if count is None else count)
+
+
+def check_other_passes(call, initial, expected, scalars, most_open):
+    """New states apart from the old ones, the parameter alone with the states behind it, and values that are settled
+    between two scales: each gives one update's bits. ``call(name, update, *more, with_param=True, **scalars)`` calls
+    the kernel ``name``; an update's memory ends with its parameter.
+    """
+    numel, untouched = len(initial.grad), initial.memory()[:-1]
+    update, new = initial.copy(3), initial.copy(3)
+    call("apart", update, new_states=new.arrays(), **scalars)
+    assert_same_bits([*new.memory()[:-1], update.param], expected.memory(), "new states")
+    assert_same_bits(update.memory()[:-1], untouched, "old states")
+
+    update = initial.copy()
+    call("param", update, **scalars)
+    assert_same_bits(update.param, expected.param, "parameter alone")
+    assert_same_bits(update.memory()[:-1], untouched, "only read")
+    call("", update, with_param=False, **scalars)
+    assert_same_bits(update.memory(), expected.memory(), "states behind")
+
+    update, scale = initial.copy(), scalars["grad_scale"]
+    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
+    call("param_between", update, scale * 1.02, address(logs), **{**scalars, "grad_scale": scale * 0.98})
+    counts = logs[:, :8].contiguous().view(torch.int64)
+    assert (counts >= 0).all() and counts.sum() < most_open and (counts.sum() > 0 or numel < 1000)
+    call("param_open", update, address(logs), **scalars)
+    assert_same_bits(update.param, expected.param, "settled and open")
+    assert_same_bits(update.memory()[:-1], untouched, "only read")

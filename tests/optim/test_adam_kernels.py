@@ -1,5 +1,3 @@
-"""Adam, casts and sums on the CPU: equal bits on every ISA, right against torch and against exact arithmetic."""
-
 import dataclasses
 import math
 import os
@@ -80,7 +78,7 @@ def test_every_isa_gives_the_scalar_bits(case, scalars, misalign, num_threads):
 @pytest.mark.parametrize("misalign", [0, 5])
 @pytest.mark.parametrize("numel", [*SIZES, 300_000])
 def test_new_states_apart_from_the_old(isa, numel, misalign):
-    """The same bits in other memory, the old states untouched; 300,000 elements are written past the cache."""
+    """300,000 elements are written past the cache."""
     initial = make_arrays(numel, torch.bfloat16, torch.bfloat16, in_place=False, seed=3, wild=True)
     expected = initial.clone()
     run_adam("scalar", expected, SCALARS["adamw"])
@@ -97,7 +95,6 @@ def test_new_states_apart_from_the_old(isa, numel, misalign):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtypes", [(a, b) for a in DTYPES for b in DTYPES], ids=str)
 def test_parameters_alone_and_states_behind(isa, dtypes):
-    """Two passes are one pass: the parameter without a state being written, then the states without the parameter."""
     for numel, scalars, misalign, wild in [(70_001, "adamw", 0, True), (300_000, "adam_l2", 5, False)]:
         initial = make_arrays(numel, *dtypes, in_place=False, seed=4, wild=wild)
         expected = initial.clone()
@@ -176,7 +173,7 @@ def exact_fma(a, b, c):
 
 
 def exact_adam(p, m, v, g, scalars):
-    """[Note: one order of operations] element by element; p, m, v, g and the results numpy.float32."""
+    """[Note: one order of operations] element by element; arguments and results are numpy.float32."""
     s = {name: numpy.float32(value) for name, value in scalars.items()}
     g = g * s["grad_scale"]
     g = exact_fma(s["weight_decay"], p, g)

@@ -1,5 +1,3 @@
-"""The CUDA kernels give the CPU's bits: Adam, casts, sums, statistics, aligned or not."""
-
 import math
 
 import pytest

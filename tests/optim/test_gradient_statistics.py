@@ -1,5 +1,3 @@
-"""Sums of squares: one order of summation whatever the ISA, the threads and the split, and right."""
-
 import math
 from fractions import Fraction
 
@@ -7,17 +5,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import patrickstar as deepspeed
 from patrickstar import _C
+from patrickstar.config import parse_config
+from patrickstar.engine.optimizer_takeover import groups_of
+from patrickstar.integrations.decided_config import with_optimizer
+from patrickstar.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tests.bits import assert_same_bits
+from tests.models import MODELS
 from tests.optim.kernel_calls import DTYPES, ISAS, add_up, random_values, sum_squares
+from tests.training import ADAM, Run, make_config, relative_error, train
 
 BLOCK = _C.optim.SQUARES_BLOCK
 LANES = 64
 
 
 def squares_in_order(values):
-    """[Note: one order of summation], with torch's float64 operations; squares of float32 are exact in it."""
+    """[Note: one order of summation] with torch's float64 operations; squares of float32 are exact in it."""
     partials = []
     for begin in range(0, values.numel(), BLOCK):
         block = values[begin : begin + BLOCK].double().square()
@@ -102,7 +108,7 @@ def test_denormals_count(isa):
     seed=st.integers(0, 2**31),
 )
 def test_partials_are_added_up_to_more_than_twice_a_double(count, first, seed):
-    """Against exact fractions: what is lost is less than 2^-100 of the sum, whose order therefore changes nothing."""
+    """The error is less than 2^-100 of the exact sum, so its order changes nothing."""
     generator = torch.Generator().manual_seed(seed)
     partials = torch.rand(first + count, dtype=torch.float64, generator=generator)
     partials *= 10.0 ** torch.randint(-30, 30, (first + count,), generator=generator)
@@ -119,3 +125,183 @@ def test_a_sum_is_finite_exactly_when_its_partials_are(bad):
         assert add_up(partials) == (1000, 0)
         partials[position] = bad
         assert not math.isfinite(add_up(partials)[0])
+
+
+STEPS = 4
+
+
+def reference(name: str) -> Run:
+    """PyTorch's corrected Adam in float64, with options that take the correction back.
+
+    The corrected step is lr' / c1 * m / (sqrt(v / c2) + eps') with c1 = 1 - beta1^t and c2 = 1 - beta2^t; it is lr * m
+    / (sqrt(v) + eps) for lr' = lr * c1 / sqrt(c2) and eps' = eps / sqrt(c2). Decoupled decay takes lr' * decay'.
+    """
+    case = MODELS["mlp"]
+    torch.manual_seed(0)
+    module = case.build().double()
+    optimizer = getattr(torch.optim, name)(module.parameters(), **ADAM)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        loss = case.loss(module(**case.batch(generator)))
+        loss.backward()
+        losses.append(loss.item())
+        c1, c2 = (1 - beta**step for beta in ADAM["betas"])
+        for group in optimizer.param_groups:
+            group["lr"], group["eps"] = ADAM["lr"] * c1 / c2**0.5, ADAM["eps"] / c2**0.5
+            if name == "AdamW":
+                group["weight_decay"] = ADAM["weight_decay"] * ADAM["lr"] / group["lr"]
+        optimizer.step()
+    return Run(losses, {name: value.detach().clone() for name, value in module.state_dict().items()}, {})
+
+
+def test_without_bias_correction():
+    for name in ("AdamW", "Adam"):
+        expected = reference(name)
+        config = make_config(optimizer=name, use_cpu_embedding=True)
+        config["optimizer"]["params"]["bias_correction"] = False
+        error = relative_error(train(MODELS["mlp"], config, steps=STEPS), expected)
+        print(f"{name}: relative error {error:.1e}")
+        assert error <= 1e-6
+    config["optimizer"]["params"]["bias_correction"] = True
+    assert relative_error(train(MODELS["mlp"], config, steps=STEPS), expected) > 1e-3
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+BATCHES = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(2))
+OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+RATES = (0.02, 0.005)  # weights, biases
+
+
+def layers(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Layers().to(dtype)
+
+
+def grouped(module):
+    named = dict(module.named_parameters())
+    weights = [param for name, param in named.items() if name.endswith("weight")]
+    return [
+        {"params": weights, "lr": RATES[0]},
+        {"params": [named[n] for n in named if n.endswith("bias")], "lr": RATES[1]},
+    ]
+
+
+@torch.no_grad()
+def deepspeeds_formula(decoupled):
+    """Losses and values in float64, as csrc/adam/cpu_adam_impl.cpp of DeepSpeed (Step_1) computes them; without
+    correction bias_correction1 = bias_correction2 = 1:
+
+        m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2
+        p = (p - lr wd p if AdamW) - lr / bias_correction1 m / (sqrt(v) / sqrt(bias_correction2) + eps)
+
+    with g + wd p in place of g for Adam.
+    """
+    module = layers(torch.float64)
+    states = {param: (torch.zeros_like(param), torch.zeros_like(param)) for param in module.parameters()}
+    beta1, beta2 = OPTIONS["betas"]
+    losses = []
+    for batch in BATCHES.double():
+        with torch.enable_grad():
+            loss = module(batch)
+            gradients = torch.autograd.grad(loss, list(module.parameters()))
+        losses.append(loss.item())
+        for (name, param), gradient in zip(module.named_parameters(), gradients, strict=True):
+            rate = RATES[0] if name.endswith("weight") else RATES[1]
+            if not decoupled:
+                gradient = gradient + OPTIONS["weight_decay"] * param
+            m, v = states[param]
+            m.copy_(beta1 * m + (1 - beta1) * gradient)
+            v.copy_(beta2 * v + (1 - beta2) * gradient * gradient)
+            kept = param * (1 - rate * OPTIONS["weight_decay"]) if decoupled else param
+            param.copy_(kept - rate * m / (v.sqrt() + OPTIONS["eps"]))
+    return losses, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+MAKERS = {
+    "FusedAdam": (lambda params: FusedAdam(params, bias_correction=False, **OPTIONS), torch.optim.AdamW),
+    "FusedAdam, L2": (
+        lambda params: FusedAdam(params, bias_correction=False, adam_w_mode=False, **OPTIONS),
+        torch.optim.Adam,
+    ),
+    "DeepSpeedCPUAdam": (lambda params: DeepSpeedCPUAdam(params, bias_correction=False, **OPTIONS), torch.optim.AdamW),
+    "DeepSpeedCPUAdam, L2": (
+        lambda params: DeepSpeedCPUAdam(params, bias_correction=False, adamw_mode=False, **OPTIONS),
+        torch.optim.Adam,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_deepspeeds_optimizers_without_correction(name):
+    make, base = MAKERS[name]
+    losses, expected = deepspeeds_formula(decoupled=base is torch.optim.AdamW)
+    module = layers()
+    optimizer = make(grouped(module))
+    assert isinstance(optimizer, base) and isinstance(optimizer, torch.optim.Optimizer)
+    assert [group["bias_correction"] for group in optimizer.param_groups] == [False, False]
+    found = []
+    for batch in BATCHES[:2]:
+        optimizer.zero_grad()
+        loss = module(batch)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    # the engine's configuration has another optimizer, which is not used
+    config = {"train_batch_size": 6, "gradient_clipping": 0.0, "optimizer": {"type": "Adam", "params": {"lr": 1.0}}}
+    engine, hybrid, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    with engine:
+        for batch in BATCHES[2:]:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        state = engine.state_dict()
+        assert [group["lr"] for group in hybrid.param_groups] == list(RATES)
+        assert all("bias_correction" not in group for group in hybrid.param_groups)
+        engine.backward(engine(BATCHES[0]))
+        with pytest.raises(RuntimeError, match="is in PatrickStar's chunks"):  # never silently nothing
+            optimizer.step()
+    assert found == pytest.approx(losses, rel=1e-5)
+    error = max(float((state[key].double() - value).abs().max() / value.abs().max()) for key, value in expected.items())
+    print(f"{name}: relative error {error:.1e}")
+    assert error < 1e-6
+
+
+def test_the_given_optimizer_decides_not_the_configuration():
+    states = []
+    for params in ({}, {"bias_correction": False}):
+        module = layers()
+        config = {"train_batch_size": 6, "optimizer": {"type": "AdamW", "params": params}}
+        engine, *_ = deepspeed.initialize(model=module, optimizer=FusedAdam(grouped(module), **OPTIONS), config=config)
+        with engine:
+            engine.backward(engine(BATCHES[0]))
+            engine.step()
+            states.append(dict(engine.state_dict()))
+    assert_same_bits(*states)
+
+
+def test_integrations_hear_of_it():
+    for corrects in (True, False):
+        taken = groups_of(FusedAdam(layers().parameters(), bias_correction=corrects))
+        made = parse_config(with_optimizer({}, taken))
+        assert made.optimizer.params.bias_correction is corrects
+    with pytest.raises(ValueError, match="optimizer.params.bias_correction is True in patrickstar_config"):
+        with_optimizer({"optimizer": {"params": {"bias_correction": True}}}, taken)
+
+
+def test_what_deepspeeds_optimizers_do_not_have():
+    for make, option in ((FusedAdam, "amsgrad"), (DeepSpeedCPUAdam, "amsgrad")):
+        with pytest.raises(ValueError, match=f"{option}=True"):
+            make(layers().parameters(), **{option: True})
+    with pytest.raises(ValueError, match="fp32_optimizer_states=False"):
+        DeepSpeedCPUAdam(layers().parameters(), fp32_optimizer_states=False)

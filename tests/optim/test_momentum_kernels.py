@@ -1,9 +1,3 @@
-"""Lion and SGD with momentum: against the paper's formula and torch.optim.SGD in float64, and every instruction set
-bitwise against scalar, with every type of momentum and master.
-"""
-
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -11,7 +5,7 @@ import torch
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import DTYPES, ISAS, address, make_arrays
+from tests.optim.kernel_calls import DTYPES, ISAS, address, check_other_passes, make_arrays
 from tests.optim.test_state_types import KEY, State, half_away, momentum_bits, param_bits, rounded_to_bf16
 
 StateType = _C.StateType
@@ -55,6 +49,9 @@ class Update:
             return torch.empty(len(tensor) + misalign, dtype=tensor.dtype)[misalign:].copy_(tensor)
 
         return Update(self.master.copy(misalign), self.momentum.copy(misalign), aside(self.grad), aside(self.param))
+
+    def arrays(self):
+        return [self.master.array, self.momentum.array]
 
     def arguments(self, num_threads=2, *, with_param=True):
         param = address(self.param) if with_param else 0
@@ -100,7 +97,6 @@ def torch_sgd(param, grads, **options):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rule", SCALARS, ids=str)
 def test_ten_steps_against_others(isa, rule):
-    """Float32 states, in float64 there; the gradient's scale is applied beforehand."""
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(1000, generator=generator)
     grads = [torch.randn(1000, generator=generator) for _ in range(10)]
@@ -124,7 +120,6 @@ def test_ten_steps_against_others(isa, rule):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dampening", "nesterov"), [(0.0, False), (0.3, False), (0.0, True)])
 def test_ten_steps_with_the_bits_of_torch(isa, dampening, nesterov):
-    """In float32: SGD's momentum and parameters, the first step's whole gradient included."""
     generator = torch.Generator().manual_seed(2)
     param = torch.nn.Parameter(torch.randn(1000, generator=generator))
     options = {"lr": 0.05, "momentum": 0.9, "dampening": dampening, "weight_decay": 0.1, "nesterov": nesterov}
@@ -148,42 +143,22 @@ def test_ten_steps_with_the_bits_of_torch(isa, dampening, nesterov):
 @pytest.mark.parametrize("momentum", MOMENTA, ids=str)
 @pytest.mark.parametrize("numel", [257, 70_001])
 def test_the_other_passes(isa, rule, momentum, numel):
-    """New states apart, the parameter alone, what settles between two scales and what stays open: one update's bits."""
     scalars = {**SCALARS[rule], "step_size": 1e-4}
     initial = Update.random(numel, momentum, StateType.FLOAT32)
     expected = initial.copy()
     _C.optim.momentum_step("scalar", rule, *expected.arguments(), key=KEY, **scalars)
-    untouched = [initial.master.memory, initial.momentum.memory]
 
-    update, new = initial.copy(3), initial.copy(3)
-    states = [new.master.array, new.momentum.array]
-    _C.optim.momentum_apart(isa, rule, *update.arguments(), new_states=states, key=KEY, **scalars)
-    assert_same_bits([new.master.memory, new.momentum.memory, update.param], expected.memory(), "new states")
-    assert_same_bits(update.memory()[:2], untouched, "old states")
+    def call(name, update, *more, with_param=True, **options):
+        kernel = getattr(_C.optim, f"momentum_{name or 'step'}")
+        key = {} if name in ("param_between", "param_open") else {"key": KEY}
+        kernel(isa, rule, *update.arguments(with_param=with_param), *more, **key, **options)
 
-    update = initial.copy()
-    _C.optim.momentum_param(isa, rule, *update.arguments(), key=KEY, **scalars)
-    assert_same_bits(update.param, expected.param, "parameter alone")
-    assert_same_bits(update.memory()[:2], untouched, "only read")
-    _C.optim.momentum_step(isa, rule, *update.arguments(with_param=False), key=KEY, **scalars)
-    assert_same_bits(update.memory(), expected.memory(), "states behind")
-
-    scale = scalars["grad_scale"]
-    update = initial.copy()
-    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
-    least = {**scalars, "grad_scale": scale * 0.98}
-    _C.optim.momentum_param_between(isa, rule, *update.arguments(), scale * 1.02, address(logs), **least)
-    counts = logs[:, :8].contiguous().view(torch.int64)
-    assert (counts >= 0).all() and counts.sum() < numel / 8 and (counts.sum() > 0 or numel < 1000)
-    _C.optim.momentum_param_open(isa, rule, *update.arguments(), address(logs), **scalars)
-    assert_same_bits(update.param, expected.param, "settled and open")
-    assert_same_bits(update.memory()[:2], untouched, "only read")
+    check_other_passes(call, initial, expected, scalars, numel / 8)
 
 
 @pytest.mark.parametrize("rule", SCALARS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_is_settled_holds_for_every_scale_between(rule, dtype):
-    """Any bits, scales far apart. What is not open has the bits of each scale; where too many are, all are made."""
     initial = Update.random(5000, StateType.FLOAT32, StateType.FLOAT32, dtype, dtype, wild=True)
     for least, most in ((0.25, 1.5), (1e-3, 1e3)):
         update = initial.copy()
@@ -203,7 +178,6 @@ def test_what_is_settled_holds_for_every_scale_between(rule, dtype):
 @pytest.mark.parametrize("momentum", MOMENTA, ids=str)
 @pytest.mark.parametrize("master", MASTERS, ids=str)
 def test_states_of_fewer_bytes(isa, rule, momentum, master):
-    """The update of float32 states, between their expanded values and plain roundings; on all instruction sets."""
     for numel in SIZES:
         for misalign in (0, 5):
             initial = Update.random(numel, momentum, master)
@@ -233,7 +207,6 @@ def test_states_of_fewer_bytes(isa, rule, momentum, master):
 @pytest.mark.parametrize("rule", SCALARS, ids=str)
 @pytest.mark.parametrize(("grad", "param"), [(torch.float32, torch.float16), (torch.float16, torch.float16)], ids=str)
 def test_any_bits(isa, rule, grad, param):
-    """Special values and any bit pattern give the same bits everywhere; what is not finite stays seen."""
     update = Update.random(70_001, StateType.FLOAT32, StateType.FLOAT32, grad, param, wild=True)
     expected = update.copy()
     update.run(isa, rule)

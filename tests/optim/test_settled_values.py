@@ -1,5 +1,3 @@
-"""Parameters computed before the scale of their gradients is known: right for every scale within its bounds."""
-
 import math
 
 import numpy
@@ -18,7 +16,7 @@ SIZES = [0, 1, 15, 16, 17, 127, 128, 129, 255, 257, 300, 1000, 4097, 70_001]
 
 
 def between(isa, arrays, scalars, least, most, num_threads=1):
-    """``param`` for scales from ``least`` to ``most``, and logs of what is open."""
+    """``param`` for scales from ``least`` to ``most``, and logs of open values."""
     logs = torch.zeros(-(-arrays.master.numel() // PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
     _C.optim.adam_param_between(isa, *arrays.addresses(), num_threads, most, address(logs),
                                 **{**scalars, "grad_scale": least})  # fmt: skip
@@ -30,7 +28,6 @@ def complete(isa, arrays, scalars, scale, logs, num_threads=1):
 
 
 def is_open(logs, numel):
-    """For each element, whether it is."""
     result = torch.zeros(numel, dtype=torch.bool)
     for piece, log in enumerate(logs):
         count = int(log[:8].view(torch.int64))
@@ -71,7 +68,6 @@ def float32(value):
 def test_settled_values_hold_for_every_scale_between(
     numel, dtype, seed, wild, step, lr, eps, bounds, shares, misalign, num_threads
 ):
-    """What is settled has the bits of every scale between, on every ISA; what is open is made with the scale."""
     initial = make_arrays(numel, dtype, dtype, in_place=False, seed=seed, wild=wild)
     scalars = adam_scalars(step, lr=lr, eps=eps, weight_decay=0.1)
     least, most = float32(bounds[0]), float32(bounds[0] * bounds[1])
@@ -91,9 +87,8 @@ def test_settled_values_hold_for_every_scale_between(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_ten_million_values(isa):
-    """As in fine-tuning: few values are open where the factor changes by up to a quarter."""
-    numel = 10_000_000 if isa != "scalar" else 2_000_000
+def test_few_values_are_open(isa):
+    numel = 4_000_000 if isa == ISAS[-1] else 500_000
     generator = torch.Generator().manual_seed(0)
     arrays = make_arrays(numel, torch.bfloat16, torch.bfloat16, in_place=False, seed=1, wild=False)
     arrays.master.normal_(0, 0.02, generator=generator)
@@ -115,7 +110,7 @@ def test_ten_million_values(isa):
 
 
 def test_all_is_open_with_an_l2_term():
-    """Which may turn a gradient's sign between two scales."""
+    """An L2 term may turn a gradient's sign between two scales."""
     arrays = make_arrays(5000, torch.bfloat16, torch.bfloat16, in_place=False, seed=2, wild=False)
     scalars = adam_scalars(10, lr=1e-12, weight_decay=0.5, decoupled=False)
     assert is_open(between("scalar", arrays, scalars, 0.5, 1.0), 5000).all()
@@ -129,7 +124,6 @@ def test_one_scale_leaves_numbers_settled():
 
 
 def test_more_than_there_is_room_for():
-    """All of a piece is open then, and made again."""
     initial = make_arrays(2 * PIECE, torch.bfloat16, torch.bfloat16, in_place=False, seed=4, wild=False)
     initial.master[PIECE:] = 1e6  # no step changes these
     scalars = adam_scalars(10, lr=0.1)

@@ -1,9 +1,3 @@
-"""A bfloat16 parameter, 16 bits beside it and the sign of its variance restore a float32 master: all of its bits, on
-every ISA, and in Adam as with a whole one.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,7 +14,6 @@ SIZES = [0, 1, 15, 17, 128, 257, 289, 4097, 70_001]
 
 
 def split(isa, master, variance):
-    """(parameter, lower half, variance with its sign)."""
     param, lower = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
     variance = variance.clone()
     _C.optim.split_master(isa, address(master), address(param), address(lower), address(variance), len(master))
@@ -34,7 +27,7 @@ def join(isa, param, lower, variance):
 
 
 def edge_values():
-    """All upper halves, with lower ones at and around the points where rounding changes its course."""
+    """All upper halves, with lower halves around the points where rounding changes its direction."""
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     return ((torch.arange(2**16)[:, None] << 16) + lower).flatten().to(torch.uint32).view(torch.float32)
 
@@ -60,7 +53,7 @@ def test_every_master_comes_back(isa, values):
     assert_same_bits(signed.abs(), variance)
     halfway = int(torch.signbit(signed).sum())
     assert 0 < halfway < len(master) / 6
-    # A split is made anew from whatever signs there are.
+    # A new split ignores the old signs.
     assert_same_bits(split(isa, master, signed), (param, lower, signed))
 
 

@@ -1,9 +1,3 @@
-"""States of fewer bytes: their codes and roundings against plain numpy and the published map, and Adam with them, in
-every pass and on every ISA, against float32 Adam between the two.
-"""
-
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -15,7 +9,16 @@ import torch
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import DTYPES, ISAS, adam_scalars, address, make_arrays, random_values, run_adam
+from tests.optim.kernel_calls import (
+    DTYPES,
+    ISAS,
+    adam_scalars,
+    address,
+    check_other_passes,
+    make_arrays,
+    random_values,
+    run_adam,
+)
 
 StateType = _C.StateType
 BLOCK = _C.optim.STATE_BLOCK
@@ -92,7 +95,7 @@ def published_map(*, signed):
 
 
 def code_order(*, signed):
-    """The codes in the order of their values: ours of a signed map are bytes whose zero is zero."""
+    """The codes in the order of their values: in our signed map the byte of zero is zero."""
     return (torch.arange(256) + (129 if signed else 0)).to(torch.uint8)
 
 
@@ -111,7 +114,6 @@ def test_the_map_is_the_published_one(isa, kind):
 
 
 def blocks_of(values, scale=1.0):
-    """These, each block with ``scale`` as its largest magnitude."""
     rows = torch.nn.functional.pad(values, (0, -len(values) % (BLOCK - 1))).view(-1, BLOCK - 1)
     return torch.cat([rows, torch.full((len(rows), 1), scale)], 1).flatten()
 
@@ -119,7 +121,6 @@ def blocks_of(values, scale=1.0):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", EIGHT_BITS)
 def test_codes_are_those_of_the_nearest_entries(isa, kind):
-    """But for positive values that are stored unsigned: these are never zero."""
     signed = kind == "signed"
     entries = published_map(signed=signed).double()
     middles = ((entries[1:] + entries[:-1]) / 2).float()
@@ -147,7 +148,7 @@ def test_codes_are_those_of_the_nearest_entries(isa, kind):
 
 
 def edges(*, signed):
-    """Floats around entries, middles between them (sections start at some), and the least that are told apart."""
+    """Floats around entries, midpoints between entries (sections start at some), and the least distinct ones."""
     entries = State(EIGHT_BITS["signed" if signed else "unsigned"], code_order(signed=signed), torch.ones(1)).expanded()
     middles = ((entries[1:].double() + entries[:-1].double()) / 2).float()
     least = torch.tensor([0.0, 2.0**-149, 2.0**-126, 1e-30, 1e-12, 2.0**-24, 0.325e-6])
@@ -160,7 +161,7 @@ def edges(*, signed):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("kind", "expected"), [("signed", (4864, 3165205878)), ("unsigned", (4864, 2262988424))])
 def test_codes_at_edges_stay_what_they_were(isa, kind, expected):
-    """States of earlier versions go on as they would have; the checksum is that of the first version's codes."""
+    """The checksum is that of the first version's codes."""
     values = blocks_of(edges(signed=kind == "signed"))
     codes = State.of(EIGHT_BITS[kind], values, isa).data
     assert (len(codes), zlib.crc32(codes.numpy().tobytes())) == expected
@@ -187,7 +188,6 @@ def test_blocks_without_ordinary_scale(isa, kind):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", EIGHT_BITS)
 def test_what_was_expanded_is_compressed_to_the_same(isa, kind):
-    """Scales and codes, so that checkpoints may hold float32; the largest magnitude of a block is exact."""
     generator = torch.Generator().manual_seed(2)
     sizes = 10 ** (torch.rand(64, BLOCK, generator=generator) * 12 - 9)
     values = sizes * (torch.randint(2, sizes.shape, generator=generator) * 2 - 1 if kind == "signed" else 1)
@@ -253,7 +253,6 @@ DRAWS = 2**17
 
 
 def keys_by(name, count):
-    """Of neighbouring steps of one parameter, or of neighbouring parameters in one step."""
     return [_C.optim.random_key(1, *((i, 2) if name == "steps" else (3, i)), 0) for i in range(count)]
 
 
@@ -275,11 +274,13 @@ def check_uniform(counts, what):
 
 
 def check_independent(one, other, what):
-    """No linear correlation, none of a bit with another, and pairs of the highest and of the lowest bits uniform."""
+    """Checks linear correlation, correlation of each pair of bits, and that pairs of the highest and lowest bits are
+    uniform.
+    """
     limit = 5 / len(one) ** 0.5
     assert abs(numpy.corrcoef(one, other)[0, 1]) < limit, what
     bits = [(x[:, None] >> numpy.arange(16) & 1).astype(numpy.float32) - 0.5 for x in (one, other)]
-    assert abs(4 * bits[0].T @ bits[1] / len(one)).max() < 1.2 * limit, f"{what}: bits"  # the most of 256
+    assert abs(4 * bits[0].T @ bits[1] / len(one)).max() < 1.2 * limit, f"{what}: bits"  # the largest of 256
     for shift in (0, 12):
         pairs = (one >> shift & 15) * 16 + (other >> shift & 15)
         check_uniform(numpy.bincount(pairs, minlength=256), f"{what}: pairs")
@@ -287,7 +288,6 @@ def check_independent(one, other, what):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_rounding_has_no_bias(rounding):
-    """Over the elements of one step, and over steps and parameters of one element."""
     for name, values in draws(ROUNDINGS[rounding]).items():
         for element in range(4) if name != "elements" else (slice(None),):
             rows = values.reshape(-1, 4)[:, element].ravel()
@@ -310,9 +310,6 @@ def test_random_bits_are_uniform(rounding):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_neighbours_bits_are_independent(rounding):
-    """Elements near each other, also those that share a hash, and the same elements of neighbouring steps and
-    parameters.
-    """
     values = draws(ROUNDINGS[rounding])
     elements = values["elements"]
     for lag in (1, 2, 3, 16, 32, 256, DRAWS // 2):
@@ -332,7 +329,6 @@ def test_roundings_of_one_element_are_independent():
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_bits_follow_from_the_element_alone(isa):
-    """Whichever element a range begins with: pairs that share a hash are the parameter's, not the range's."""
     values = torch.rand(1000, generator=torch.Generator().manual_seed(4))
     whole = State.of(StateType.BFLOAT16, values, isa, _C.optim.random_key(7, 3, 11, 0)).data
     for first in (1, 2, 7, 255, 300):
@@ -356,8 +352,6 @@ def test_keys_are_of_splitmix64():
 
 @dataclasses.dataclass
 class Update:
-    """One range and its states of some types."""
-
     master: State
     momentum: State
     variance: State
@@ -396,6 +390,9 @@ class Update:
     def memory(self):
         return [self.master.memory, self.momentum.memory, self.variance.memory, self.param]
 
+    def arrays(self):
+        return [self.master.array, self.momentum.array, self.variance.array]
+
     def arguments(self, param=True):
         kind = DTYPES[self.param.dtype]
         return (self.master.array, self.momentum.array, self.variance.array, address(self.grad),
@@ -418,13 +415,11 @@ class Update:
 
 
 def half_away(master):
-    """Rounded to nearest, away from zero halfway."""
     x = master.numpy().view(numpy.uint32)
     return torch.from_numpy(((x + numpy.uint32(0x8000)) >> numpy.uint32(16)).astype(numpy.uint16)).view(torch.bfloat16)
 
 
 def expected_update(update, scalars, key=KEY):
-    """By float32 Adam between the states' expanded values and plain roundings."""
     numel = len(update.grad)
     floats = make_arrays(numel, update.grad.dtype, update.param.dtype, in_place=False, seed=0, wild=False)
     floats.master, floats.grad = update.whole_master(), update.grad
@@ -489,37 +484,16 @@ def test_a_bare_parameter_with_float32_moments(isa):
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("numel", [257, 70_001])
 def test_the_other_passes(isa, moments, numel):
-    """New states apart, the parameter alone, what settles between two scales and what stays open: one update's bits."""
     dtypes = (torch.bfloat16, torch.bfloat16)
     initial = Update.random(numel, MOMENTS[moments], StateType.FLOAT32, *dtypes, seed=9)
     scalars = SCALARS["fine_tuning"]
-    expected = expected_update(initial, scalars)
-    untouched = [initial.master.memory, initial.momentum.memory, initial.variance.memory]
 
-    update, new = initial.copy(3), initial.copy(3)
-    new_states = [new.master.array, new.momentum.array, new.variance.array]
-    _C.optim.adam_apart(isa, *update.arguments(), 2, new_states=new_states, key=KEY, **scalars)
-    states = [new.master.memory, new.momentum.memory, new.variance.memory]
-    assert_same_bits([*states, update.param], expected.memory(), "new states")
-    assert_same_bits(update.memory()[:3], untouched, "old states")
+    def call(name, update, *more, with_param=True, **options):
+        kernel = getattr(_C.optim, f"adam_{name}" if name else "adam")
+        key = {} if name in ("param_between", "param_open") else {"key": KEY}
+        kernel(isa, *update.arguments(with_param), 2, *more, **key, **options)
 
-    update = initial.copy()
-    _C.optim.adam_param(isa, *update.arguments(), 2, key=KEY, **scalars)
-    assert_same_bits(update.param, expected.param, "parameter alone")
-    assert_same_bits(update.memory()[:3], untouched, "only read")
-    _C.optim.adam(isa, *update.arguments(param=False), 2, key=KEY, **scalars)
-    assert_same_bits(update.memory(), expected.memory(), "states behind")
-
-    update = initial.copy()
-    scale = scalars["grad_scale"]
-    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
-    least = {**scalars, "grad_scale": scale * 0.98}
-    _C.optim.adam_param_between(isa, *update.arguments(), 2, scale * 1.02, address(logs), **least)
-    counts = logs[:, :8].contiguous().view(torch.int64)
-    assert (counts >= 0).all() and counts.sum() < numel / 2 and (counts.sum() > 0 or numel < 1000)
-    _C.optim.adam_param_open(isa, *update.arguments(), 2, address(logs), **scalars)
-    assert_same_bits(update.param, expected.param, "settled and open")
-    assert_same_bits(update.memory()[:3], untouched, "only read")
+    check_other_passes(call, initial, expected_update(initial, scalars), scalars, numel / 2)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -566,7 +540,7 @@ def test_nothing_outside_the_range_is_written(isa, moments):
 
 def published_step(param, grad, codes, step, *, lr, betas, eps, least_variance=0):
     """8-bit Adam as bitsandbytes computes it (kernels.cu, kOptimizerStatic8bit2StateBlockwise), in plain torch;
-    ``least_variance``: the least code of a positive one.
+    ``least_variance``: the least code of a positive variance.
     """
     moments = []
     for (indices, scales), table in zip(codes, (published_map(signed=True), published_map(signed=False)), strict=True):
@@ -586,7 +560,6 @@ def published_step(param, grad, codes, step, *, lr, betas, eps, least_variance=0
 
 
 def test_a_hundred_steps_of_8_bit_adam():
-    """Ours stays near the published formula but for variances near zero, and nearer to float32 Adam than that."""
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     numel = 16 * BLOCK
     generator = torch.Generator().manual_seed(3)

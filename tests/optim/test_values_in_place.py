@@ -1,7 +1,3 @@
-"""New parameters in the place of old ones, before the update is known to be the step's: finished, or taken back."""
-
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch
@@ -87,7 +83,6 @@ def wild_values(update, seed):
     num_threads=st.integers(1, 3),
 )
 def test_all_bits_are_those_of_the_update(numel, moments, seed, wild, step, lr, bounds, share, misalign, num_threads):
-    """With any scale between, on every ISA; and all bits are as before where it is taken back."""
     initial = Update.random(numel, FORMATS[moments], SPLIT, torch.bfloat16, torch.bfloat16, seed=seed)
     if wild and numel:
         wild_values(initial, seed)
@@ -112,9 +107,8 @@ def test_all_bits_are_those_of_the_update(numel, moments, seed, wild, step, lr, 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("lr", "most_open"), [(1e-5, 0.006), (1e-4, 0.02)])
-def test_ten_million_values(isa, lr, most_open):
-    """As in training: of few values the old ones would not be found."""
-    numel = 10_000_000 if isa != "scalar" else 1_000_000
+def test_few_values_are_open(isa, lr, most_open):
+    numel = 4_000_000 if isa == ISAS[-1] else 500_000
     generator = torch.Generator().manual_seed(0)
     initial = Update.random(numel, FLOATS, _C.StateType.FLOAT32, torch.bfloat16, torch.bfloat16, seed=1)
     initial.master.data.normal_(0, 0.02, generator=generator)
@@ -148,7 +142,6 @@ def test_ten_million_values(isa, lr, most_open):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("capacity", [0, 1, 3, 100])
 def test_more_than_there_is_room_for(isa, capacity):
-    """Nothing of such a piece is changed before the scale is known."""
     initial = Update.random(2 * PIECE + 37, FLOATS, SPLIT, torch.bfloat16, torch.bfloat16, seed=4)
     settled = slice(PIECE, 2 * PIECE)  # masters of 10^6, which no step changes
     initial.param[settled], initial.master.data[settled] = 1e6, 0

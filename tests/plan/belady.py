@@ -1,11 +1,9 @@
-"""The least bytes that any policy must upload for a given timeline: a linear program, independent of the planner.
+"""The least bytes that any policy must upload for a timeline, by a linear program that is independent of the planner.
 
-Between two uses an array is either kept (it then takes room at every moment in between) or dropped and uploaded again.
-For arrays of one size the program's matrix is totally unimodular (intervals on a line), so its optimum is a real
-schedule; in general it is a lower bound.
+Between two uses an array is kept, which takes room at every moment in between, or dropped and uploaded again. For
+arrays of one size the matrix is totally unimodular (intervals on a line), so the optimum is a schedule; otherwise it is
+a lower bound.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from scipy.optimize import linprog

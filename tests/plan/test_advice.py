@@ -1,16 +1,15 @@
-"""What ``patrickstar plan`` advises is planned again, and keeps what it promises."""
-
-from __future__ import annotations
-
 import dataclasses
 import json
 
 import pytest
 import torch
+from transformers import BertConfig, LlamaConfig
 
 from patrickstar import initialize_engine
-from patrickstar.config import Speculation, parse_bytes, parse_config
+from patrickstar.config import LossComputation, Speculation, parse_bytes, parse_config
+from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS
 from patrickstar.plan import main
+from patrickstar.planning.activation_proposals import fewer_activations, fused_loss, host_memory_for_activations, tiles
 from patrickstar.planning.advice import LEAST_GAIN, advise, rescue
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.known_models import KNOWN_MODELS
@@ -21,7 +20,7 @@ from patrickstar.planning.question import Question, Workload
 from patrickstar.planning.setting import DoesNotFitError, Setting
 
 MIB = 2**20
-# A small model on a small GPU behaves as a large one on a large one: slow host and link, few operations at a time.
+# Slow host and link and few operations per second: a small model behaves as a large one on a large GPU.
 SMALL_GPU = given_host(
     given_gpu(MACHINES["a10"], tflops=2.0, gbps=60.0, num_bytes=1600 * MIB, link_gbps=1.0), cores=2, gbps=10.0
 )
@@ -31,7 +30,6 @@ CHECKPOINTED = dataclasses.replace(WORK, checkpointing=True)
 
 
 def ask(device_mib, host_mib, workload=WORK, machine=SMALL_GPU, **changes):
-    """A question about the small model."""
     settings = {key: changes.pop(key) for key in ("speculation", "accumulation", "margin_use_ratio") if key in changes}
     setting = Setting(device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **settings)
     return Question(workload=workload, machine=machine, setting=setting, **changes)
@@ -60,7 +58,6 @@ EACH_CASE = [pytest.param(case, marks=pytest.mark.slow) if case in FURTHER else 
 
 @pytest.fixture(scope="module")
 def planner():
-    """One for all cases: their traces are the same few."""
     return Planner()
 
 
@@ -114,7 +111,7 @@ def test_the_configuration_trains(planner):
 
 @pytest.mark.parametrize("workload", [WORK, CHECKPOINTED], ids=["kept", "recomputed"])
 def test_more_memory_never_makes_a_step_longer(planner, workload):
-    """As far as the simulator can tell steps from each other: 0.5 % (kPredictionTolerance)."""
+    """Within the simulator's resolution of 0.5 % (kPredictionTolerance)."""
     for device_sizes, host_sizes in (([600], [1100, 1200, 1500, 4096]), ([550, 600, 700, 850, 1000], [4096])):
         steps = []
         for device_mib in device_sizes:
@@ -157,7 +154,6 @@ def test_too_little_host_memory_is_answered_with_what_would_do(planner):
 
 
 def test_states_that_do_not_fit_are_answered_with_fewer_bytes(planner):
-    """The most exact moments that fit, with the step that was promised."""
     question = ask(450, 800, CHECKPOINTED)
     with pytest.raises(DoesNotFitError, match="raise host_memory") as refused:
         planner.answer(question)
@@ -169,7 +165,6 @@ def test_states_that_do_not_fit_are_answered_with_fewer_bytes(planner):
 
 
 def test_what_else_takes_fewer_bytes(planner):
-    """Masters are left out where fewer bytes of moments are not enough, adapters are trained where nothing else is."""
     found = {}
     for host_mib in (700, 550):
         question = ask(450, host_mib, CHECKPOINTED)
@@ -184,7 +179,6 @@ def test_what_else_takes_fewer_bytes(planner):
 
 
 def test_states_that_do_not_fit_are_answered_with_a_disk(planner):
-    """As large as placement fills it: with less they do not fit."""
     question = ask(450, 1350, dataclasses.replace(CHECKPOINTED, model="gpt:512x24"))
     with pytest.raises(DoesNotFitError) as refused:
         planner.answer(question)
@@ -252,7 +246,7 @@ def test_lora_trains_adapters_alone(capsys):
     assert found["least_host_bytes"] < whole["least_host_bytes"] / 3
 
 
-# By the configurations that their makers have published.
+# Published configurations.
 NUM_PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
@@ -281,3 +275,91 @@ def test_a_gpu_and_a_host_told_by_numbers():
     small = given_host(h200, cores=3)
     assert small.host_adam_gparams < h200.host_adam_gparams / 2
     assert "3 cores as given" in small.source
+
+
+def save(folder, config, architecture):
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    def made(layers, intermediate):
+        config = LlamaConfig(
+            vocab_size=16000, hidden_size=256, intermediate_size=intermediate, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=65536,
+        )  # fmt: skip
+        return save(tmp_path_factory.mktemp("llama"), config, "LlamaForCausalLM")
+
+    return made
+
+
+def advised(planner, question):
+    with pytest.raises(DoesNotFitError) as refused:
+        planner.answer(question)
+    return {advice.proposal.kind: advice for advice in rescue(planner, question, refused.value)}
+
+
+def test_what_does_not_fit_is_answered_with_the_least_that_does(planner, llama):
+    work = Workload(model=llama(4, 4096), batch=1, length=32768, checkpointing=True)
+    for device_mib, flags, section in (
+        (2000, ("--fused-loss",), {"loss": "fused"}),
+        (1400, ("--fused-loss", "--tile-tokens", "4096"), {"loss": "fused", "tile_tokens": PROPOSED_TILE_TOKENS}),
+    ):
+        advice = advised(planner, ask(device_mib, 4096, work))["activations"]
+        assert advice.proposal.flags == flags
+        assert planner.refusal(advice.proposal.question) is None
+        config = advice.answer.config()
+        assert config["activations"] == section
+        parsed = parse_config(config).activations
+        assert parsed.loss is LossComputation.FUSED and parsed.tile_tokens == section.get("tile_tokens", 0)
+
+
+def test_layers_that_are_not_checkpointed_are_where_tiles_need_it(llama):
+    work = Workload(model=llama(4, 4096), batch=2, length=8192)
+    flags = [proposal.flags for proposal in fewer_activations(ask(600, 4096, work))]
+    fused, tiled = ("--fused-loss",), ("--tile-tokens", "4096")
+    assert flags == [fused, ("--checkpointing", *fused), ("--checkpointing", *fused, *tiled)]
+
+
+def test_what_does_not_apply_is_not_proposed(llama, tmp_path):
+    bert = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+    masked = Workload(model=save(tmp_path, bert, "BertForMaskedLM"), batch=64, length=512, checkpointing=True)
+    assert fused_loss(ask(600, 4096, masked)) is None  # another loss than that of a causal language model
+
+    work = Workload(model=llama(4, 4096), batch=1, length=8192, checkpointing=True)
+    question = ask(600, 4096, work)
+    assert fused_loss(question) is not None and tiles(question) is not None
+    for changes in ({"length": 8191}, {"sequence_ranks": 2}, {"checkpointing": False}, {"tile_tokens": 2048}):
+        assert tiles(ask(600, 4096, dataclasses.replace(work, **changes))) is None
+    assert fused_loss(ask(600, 4096, dataclasses.replace(work, loss=LossComputation.FUSED))) is None
+
+
+@pytest.mark.slow
+def test_a_step_that_the_loss_without_logits_makes_shorter(planner):
+    work = Workload(model="gpt:512x8", batch=16, length=128, checkpointing=True)
+    answer = planner.answer(ask(1380, 4096, work))
+    found = {advice.proposal.kind: advice for advice in advise(planner, answer)}
+    assert found["activations"].proposal.flags == ("--fused-loss",)
+    assert found["checkpointing"].proposal.flags == ("--no-checkpointing", "--fused-loss")
+    for kind in ("activations", "checkpointing"):
+        assert found[kind].answer.question.workload.loss is LossComputation.FUSED
+        assert found[kind].answer.chosen.step.seconds < answer.chosen.step.seconds
+
+
+@pytest.mark.slow
+def test_host_memory_in_which_activations_find_room(planner, llama):
+    work = Workload(
+        model=llama(16, 1024), batch=1, length=32768, checkpointing=True, loss=LossComputation.FUSED, tile_tokens=4096
+    )
+    question = ask(1300, 420, work)
+    answer = planner.answer(question)
+    found = {advice.proposal.kind: advice for advice in advise(planner, answer)}
+    more = found["host memory"].answer
+    assert more.question.setting.host_bytes > question.setting.host_bytes
+    assert more.chosen.stashed_bytes > answer.chosen.stashed_bytes
+    ample = ask(1300, 4096, work)
+    assert list(host_memory_for_activations(planner, ample, planner.answer(ample).chosen)) == []
+    beside = dataclasses.replace(question, workload=dataclasses.replace(work, checkpointing=False, tile_tokens=0))
+    assert list(host_memory_for_activations(planner, beside, None)) == []  # what layers keep stays on the device

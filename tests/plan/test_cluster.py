@@ -1,7 +1,3 @@
-"""Several GPUs: what they share and how fast they reach each other, worked out by hand; and the command for them."""
-
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -46,7 +42,7 @@ def test_within_a_node():
 
 
 def test_between_nodes():
-    """Four nodes of eight: of a chunk a node gets 3/4 over its eight adapters, and each GPU sends 3/4 over its own."""
+    """Four nodes of eight: a node gets 3/4 of a chunk over its eight adapters, and each GPU sends 3/4 over its own."""
     cluster = Cluster(nodes=4, gpus_per_node=8, link=IB)
     slow = Cluster(nodes=4, gpus_per_node=8, link=parse_link("2"))
     assert cluster.gather_gbps(H200) == 305  # eight adapters are faster than NVLink
@@ -57,7 +53,7 @@ def test_between_nodes():
 
 
 def test_the_memory_of_a_host_is_shared():
-    """What was measured: four GPUs that move both ways at once have 26.6 GB/s each way, one has 50.8."""
+    """Measured: four GPUs that move both ways at once have 26.6 GB/s each way, one has 50.8."""
     four = Cluster(gpus_per_node=4)
     both_ways = HostTraffic(upload_gbps=26.6, download_gbps=26.6)
     rates = four.rates(H200, both_ways)
@@ -68,7 +64,6 @@ def test_the_memory_of_a_host_is_shared():
     assert four.rates(H200, HostTraffic()).host_adam_params_per_second == pytest.approx(213 / 4 / 28 * 1e9)
     beside = four.rates(H200, HostTraffic(upload_gbps=10.0)).host_adam_params_per_second
     assert beside == pytest.approx((213 / 4 - 10) / 28 * 1e9)
-    # Whoever wants more than there is gets its share of it.
     busy = four.rates(H200, HostTraffic(upload_gbps=50, download_gbps=50, adam_gbps=150))
     assert busy.upload_gbps == pytest.approx(213 / 4 * 50.8 / (2 * 50.8 + 5.2 * 28))
 
@@ -84,7 +79,6 @@ def test_sizes():
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_each_rank_keeps_its_share(capsys, ranks):
-    """All on the host: shards go up, and come from the others; the sum over ranks is what one GPU has."""
     args = ["--margin-use-ratio", "0.001", "--chunk-numel", "1048576"]
     one, many = as_json(capsys, *args), as_json(capsys, *args, "--gpus-per-node", str(ranks))
     assert many["host_bytes"] * ranks == pytest.approx(one["host_bytes"], rel=0.1)
@@ -138,7 +132,6 @@ def test_counts_are_at_least_1(capsys):
 
 
 def test_kernels_take_longer_beside_collectives(capsys):
-    """By the machine's factor, for any number of ranks but one."""
     assert Cluster().slowdown(H200) == 1
     assert Cluster(nodes=2).slowdown(H200) == Cluster(gpus_per_node=8).slowdown(H200) == H200.several_gpus_slowdown
     args = ["--margin-use-ratio", "0.001", "--chunk-numel", "1048576"]

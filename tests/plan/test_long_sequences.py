@@ -1,7 +1,3 @@
-"""``patrickstar plan`` of long sequences, of those that several GPUs share, and of the longest that fit."""
-
-from __future__ import annotations
-
 import json
 import time
 
@@ -15,6 +11,7 @@ from patrickstar.planning.machines import H200
 from patrickstar.planning.models import SharedSequences, build_model
 from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Links
+from tests.models import llama_config
 
 BF16 = ["--host-memory", "4GiB", "--device-memory", "256MiB", "--no-advice"]
 GPT = ["--model", "gpt:128x4", "--host-memory", "4GiB", "--device-memory", "2GiB", "--no-advice"]
@@ -23,20 +20,8 @@ LAYERS, HIDDEN, WIDE, VOCAB = 2, 64, 128, 1000
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=WIDE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    )
     path = tmp_path_factory.mktemp("llama")
-    config.save_pretrained(path)
+    llama_config(HIDDEN, LAYERS, intermediate=WIDE, vocab=VOCAB, length=4096).save_pretrained(path)
     return str(path)
 
 
@@ -62,7 +47,6 @@ def tide(uses):
 
 
 def test_a_share_of_the_tokens_and_no_more(capsys):
-    """Twice the length on two GPUs: the memory of one GPU's, and chunks over both."""
     one = as_json(capsys, *GPT, "--batch-size", "2", "--seq-len", "512", "--gpus-per-node", "2")
     two = as_json(capsys, *GPT, "--batch-size", "2", "--seq-len", "1024", "--gpus-per-node", "2",
                   "--sequence-parallel", "2")  # fmt: skip
@@ -89,7 +73,6 @@ def test_it_says_which_mode_and_why(capsys):
 
 
 def test_exposed_transfers_take_their_time(llama):
-    """Of each layer: forward, recomputation and backward; by a slow link between ranks."""
     slow = Links(gbps=0.01)
     fast, _ = trace(llama, 4096, 2, links=Links(gbps=1e6, latency_seconds=0.0))
     found, division = trace(llama, 4096, 2, links=slow)
@@ -105,9 +88,7 @@ def test_exposed_transfers_take_their_time(llama):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_activations_grow_with_the_tokens(llama, size):
-    """By equal steps, to two million tokens for each rank: nothing for each pair of tokens. Of a token the inputs of
-    checkpointed layers remain, with what one layer takes for a while; its logits where the loss is not fused.
-    """
+    """Equal steps up to two million tokens for each rank: no bytes for pairs of tokens."""
     begin = time.perf_counter()
     lengths = [2**19, 2**20, 2**21]
     first, second, third = (tide(trace(llama, size * length, size)[0]) for length in lengths)
@@ -164,7 +145,6 @@ def test_bad_input_is_named(capsys, args, match):
 
 
 def test_models_that_cannot_be_divided_are_named(capsys, tmp_path):
-    """Before a trace, or by the layer that asks for other scores; those that can be are planned."""
     from transformers import BertConfig, BloomConfig, Gemma2Config
 
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

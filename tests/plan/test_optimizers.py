@@ -1,7 +1,3 @@
-"""What optimizers of one moment take, in plans."""
-
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,3 @@
-"""How many chunks have their states on the device, by what is left there and on the host."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -38,7 +34,6 @@ ENOUGH = 0.8  # of the new values: the other updates wait for the norm beside th
 
 
 def host_bytes_ahead(layout, num_on_device):
-    """What the host takes with new values of enough of its chunks beside the old ones."""
     others = NUM_CHUNKS - num_on_device
     return _C.reserved_gradient_bytes(layout) + others * HOME + math.ceil(ENOUGH * others) * VALUES
 
@@ -49,7 +44,7 @@ def test_no_more_than_beside_all_values_where_the_host_has_room(layout):
 
 
 def test_what_slots_of_several_sizes_waste_is_left_where_memory_does_not_follow_the_tide(layout):
-    """A twentieth of the margin, and no more than prefetches have; a ratio that is given holds beside."""
+    """A twentieth of the headroom, and no more than prefetches have; a given ratio holds beside."""
     prefetched = 16 * VALUES
     assert prefetched > MARGIN // 20
     for margin, waste in ((MARGIN, MARGIN // 20), (40 * prefetched, prefetched)):
@@ -66,7 +61,6 @@ def test_gradients_leave_the_device_where_enough_updates_can_start_in_backward_t
 
 
 def test_gradients_stay_on_the_device_where_updates_wait_for_the_norm_all_the_same(layout):
-    """Fewer than without gradients, which would go to the host and come back."""
     count = num_on_device(layout, 0)
     assert count > IN_PLACE
     assert count * (STATES + GRADIENT) < MARGIN < (count + 8) * (STATES + GRADIENT)
@@ -76,7 +70,6 @@ def test_gradients_stay_on_the_device_where_updates_wait_for_the_norm_all_the_sa
 
 
 def test_no_gradient_leaves_where_that_is_not_enough(layout):
-    """For each chunk more on the device, seven others' new values have room on the host."""
     most = max(c for c in range(NUM_CHUNKS) if num_on_device(layout, host_bytes_ahead(layout, c)) == c)
     fewer = num_on_device(layout, 0)
     assert fewer < most
@@ -85,10 +78,6 @@ def test_no_gradient_leaves_where_that_is_not_enough(layout):
 
 
 def test_gradients_that_wait_on_the_host(layout):
-    """They add up in backward beside states on the device, whose room at the highest moment they get; what they do not
-    get, at most all of them, waits on the host.
-    """
-
     def moment(chunk, tide):
         param = (chunk, _C.ArrayKind.PARAM, _C.AccessMode.READ)
         grad = (chunk, _C.ArrayKind.GRAD, _C.AccessMode.WRITE)
@@ -118,8 +107,6 @@ def test_gradients_that_wait_on_the_host(layout):
 
 
 def test_a_share_of_the_values_counts_where_it_is_a_part_of_the_states():
-    """Of two ranks, 12 bytes per parameter of a share are on the device with float32 masters and with split ones."""
-
     def count(master):
         states = [_C.StateFormat(master)] * NUM_CHUNKS
         one_each = [NUMEL] * NUM_CHUNKS, [_C.DType.BFLOAT16] * NUM_CHUNKS, [True] * NUM_CHUNKS
@@ -139,7 +126,7 @@ def homes(layout, host_bytes, disk_bytes=2**40, device_bytes=0):
 
 
 def test_the_last_chunks_go_to_the_disk(layout):
-    """As many as it takes, beside three chunks' states on their way."""
+    """As many as necessary, beside three chunks' states on their way."""
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
     each = 3 * 4 * NUMEL  # whole pages
     assert homes(layout, everything) == ("O" * NUM_CHUNKS, everything, 0)
@@ -165,14 +152,12 @@ def test_what_host_and_disk_have_no_room_for_goes_to_the_device(layout):
 
 
 def test_a_disk_that_gains_nothing_is_left_alone(layout):
-    """Of two chunks all states would be on their way at any time."""
     small = _C.Layout.pack([NUMEL] * 2, [_C.DType.BFLOAT16] * 2, [True] * 2, NUMEL)
     found, _, on_disk = homes(small, 0)
     assert (found, on_disk) == ("OO", 0)
 
 
 def test_large_chunks_stay_where_others_suffice():
-    """All sets would be as large."""
     numels = [NUMEL] * 20 + [16 * NUMEL]
     layout = _C.Layout.pack(numels, [_C.DType.BFLOAT16] * 21, [True] * 21, NUMEL)
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
@@ -202,7 +187,6 @@ HEAD = 10 * VALUES
 
 @pytest.fixture(scope="module")
 def headed():
-    """Layers, and a head that is ten times as large."""
     numels = [NUMEL] * 15 + [10 * NUMEL]
     layout = _C.Layout.pack(numels, [_C.DType.BFLOAT16] * 16, [True] * 16, NUMEL)
     assert layout.num_chunks == 16
@@ -210,7 +194,7 @@ def headed():
 
 
 def problem_of(layout, accesses, room, follows_tide=False):
-    """What ``accesses`` pose, by moment the arrays that it reads, all states on the host."""
+    """The problem of ``accesses`` (by moment the arrays that it reads) with all states on the host."""
     budget = _C.DeviceBudget()
     budget.limit_bytes, budget.follows_tide = TIDE + room, follows_tide
     moments = [
@@ -229,10 +213,9 @@ HEADED_STEP = [[(0, PARAM)], [(15, PARAM)], [(15, PARAM), (15, GRAD)], [(0, PARA
 
 
 def test_slots_of_rare_sizes_have_room_at_all_moments(headed):
-    """That of a head and its gradient, less what a moment has of them."""
     _, problem = problem_of(headed, HEADED_STEP, room=100 * VALUES)
     assert problem["idle_bytes"] == [2 * HEAD, HEAD, 0, 2 * HEAD]
-    # Where there is little room, no more than half of what a moment leaves.
+    # With little room: at most half of an access's free bytes.
     _, problem = problem_of(headed, HEADED_STEP, room=2 * HEAD + 2 * VALUES)
     assert problem["idle_bytes"] == [(2 * HEAD + VALUES) // 2, (HEAD + 2 * VALUES) // 2, 0, HEAD]
     _, problem = problem_of(headed, HEADED_STEP, room=0)
@@ -250,7 +233,7 @@ def test_no_size_is_rare_where_slots_are_cut_to_fit_or_many_chunks_are_large(hea
 
 
 def highest(plan, moments, problem):
-    """The most that arrays and idle slots take at a moment of the second step."""
+    """Most bytes of arrays and idle buffers at a moment of the second step."""
     resident, costs, found = set(), problem["costs"], []
     for _ in range(2):
         for index, moment in enumerate(plan["moments"]):
@@ -263,7 +246,6 @@ def highest(plan, moments, problem):
 
 
 def test_plans_leave_idle_slots_their_room(headed):
-    """Layers are read forwards and backwards."""
     layers = [[(chunk, PARAM)] for chunk in range(15)]
     step = [*layers, [(15, PARAM)], [(15, PARAM), (15, GRAD)], *reversed(layers)]
     room = 2 * HEAD + 10 * VALUES
@@ -275,14 +257,12 @@ def test_plans_leave_idle_slots_their_room(headed):
 
 
 def committed_layout(master=_C.StateType.LOWER_HALF):
-    """Gradients have no memory of their own until their update, but with whole masters."""
     one_each = [NUMEL] * NUM_CHUNKS, [_C.DType.BFLOAT16] * NUM_CHUNKS, [True] * NUM_CHUNKS
     return _C.Layout.pack(*one_each, NUMEL, states=[_C.StateFormat(master)] * NUM_CHUNKS)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.7])
 def test_where_updates_bound_backward_homes_take_turns(share):
-    """Of any so many neighbours as many are on the device as of all, to within one."""
     layout = committed_layout()
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
     found, on_host, _ = homes(layout, int(everything * (1 - share)), 0, 2**40)
@@ -296,7 +276,6 @@ def test_where_updates_bound_backward_homes_take_turns(share):
 
 
 def test_states_that_move_in_beside_those_that_are_there(layout):
-    """No more bytes than the first ones have, the first of which are missing."""
     in_turn = [chunk % 2 == 0 for chunk in range(NUM_CHUNKS)]
     half = NUM_CHUNKS // 2
     assert _C.chunks_that_move_in(layout, half, in_turn) == []

@@ -1,7 +1,3 @@
-"""The folder of kept plans: what is read is what was kept, whoever else writes, and it does not grow without bounds."""
-
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess
@@ -43,7 +39,6 @@ def test_what_is_kept_is_found_again(tmp_path):
 
 
 def test_the_least_lately_used_go(tmp_path):
-    """By number and by bytes; other files in the folder stay, but for what a killed writer has left long ago."""
     keys = [key_of({"number": number}) for number in range(6)]
     cache = PlanCache(tmp_path, most_entries=4)
     (tmp_path / "notes.txt").write_text("mine")
@@ -89,7 +84,6 @@ KEYS = [key_of({"key": index}) for index in range(3)]
 
 
 def test_processes_that_write_the_same_entries(tmp_path):
-    """Two write and remove, this one reads: an entry is whole or not there. Nothing but entries is left."""
     command = [sys.executable, "-W", "error", "-c", _WRITER, str(tmp_path)]
     writers = [subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE) for _ in range(2)]
     cache = PlanCache(tmp_path)

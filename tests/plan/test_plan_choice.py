@@ -1,7 +1,3 @@
-"""The choice of a plan with time: against brute force, and where the answer is obvious."""
-
-from __future__ import annotations
-
 import math
 import time
 
@@ -35,7 +31,6 @@ from tests.plan.test_simulator import (
 
 
 def arguments_of(moments, seconds, limit, update=NEVER):
-    """What make_plan, simulate and choose_plan share, and what only the latter two take."""
     count = 1 + max(chunk for m in moments for chunk, *_ in m["accesses"])
     limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB)}
     shape = {"compute_seconds": seconds, "updates": [update] * count, "numels": [GB] * count}
@@ -48,14 +43,12 @@ def choose(moments, rates, *, seconds, limit, update=NEVER, prefetch=0):
 
 
 def with_room(moments, rates, room_bytes, *, seconds, limit, update=NEVER, prefetch=0):
-    """The plan for a given room, and its step."""
     costs, limits, shape = arguments_of(moments, seconds, limit, update)
     plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=room_bytes)
     return plan, _C.simulate(moments, costs, plan, rates, **shape, **limits)
 
 
 def rooms(problem):
-    """All that the choice may try: none, powers of two of a chunk, all spare room, what the problem says."""
     spare = 2 * len({chunk for m in problem["moments"] for chunk, *_ in m["accesses"]})
     if problem["limit"] != math.inf:
         needs = [len({(c, k) for c, k, mode in m["accesses"] if mode != RETIRE}) for m in problem["moments"]]
@@ -79,7 +72,7 @@ def shortest(tried):
 def test_against_brute_force(problem, data, update):
     """The least step on a machine whose transfers and updates take half as long again; among those within 0.5 % of it
     the least on the machine itself; among those within 0.5 % of that the problem's own room, then the fewest bytes,
-    then the least room. What is predicted is the machine's own step.
+    then the least room. The prediction is the machine's own step.
     """
     drawn = draw_rates(data)
     rates, slower = rates_of(**drawn), rates_of(**cautious(drawn))
@@ -101,16 +94,12 @@ def test_against_brute_force(problem, data, update):
 
 
 def delayed(count, first_late):
-    """`choose_plan` in csrc/plan/plan_choice.h."""
     return [PARAM_FIRST] * first_late + [AFTER_NORM] * (count - first_late)
 
 
 @settings(max_examples=100, deadline=None)
 @given(steps(), st.data())
 def test_updates_that_wait_against_brute_force(problem, data):
-    """Of updates in two passes the last chunks' may wait; what is predicted is that step, and no longer than the one in
-    which none waits.
-    """
     rates = rates_of(**draw_rates(data))
     costs, limits, shape = arguments_of(problem["moments"], problem["seconds"], problem["limit"], PARAM_FIRST)
     choice = choose(**problem, rates=rates, update=PARAM_FIRST)
@@ -125,8 +114,8 @@ def test_updates_that_wait_against_brute_force(problem, data):
 
 def test_the_last_updates_wait_where_updates_bound_the_step():
     """Eight chunks of a second's compute in forward and backward each; an update takes 1.6 s in one pass, 2.4 s in two.
-    All in two passes take 19.2 s. Those of the last five chunks have the forward of the first three, and of their own
-    predecessors, to be made in one pass.
+    All in two passes take 19.2 s. The last five chunks have the forward of the first three, and of their own
+    predecessors, for updates in one pass.
     """
     moments = forward(8) + list(reversed(one_pass(8)))
     problem = {"moments": moments, "seconds": [1.0] * 16, "limit": math.inf, "update": PARAM_FIRST}
@@ -154,8 +143,8 @@ def test_an_instant_link_needs_no_room():
 
 
 def test_enough_room_to_hide_a_burst_and_no_more():
-    """Four chunks of a second's upload each are needed at once after four seconds of compute: they are fetched beside
-    these. The first chunk of the step has nothing to hide behind.
+    """Four chunks of a second's upload each are needed at once after four seconds of compute, which hides their
+    uploads. Nothing hides the step's first chunk.
     """
     problem = {"seconds": [4.0] + [0.01] * 4, "limit": 20}
     choice = choose(burst(4), rates_of(upload=1), **problem)
@@ -167,13 +156,12 @@ def test_enough_room_to_hide_a_burst_and_no_more():
 
 
 def rounds(count, repeats):
-    """Each chunk is read once per round."""
     return [moment(FORWARD, (i, PARAM, READ)) for _ in range(repeats) for i in range(count)]
 
 
 def test_a_link_slower_than_compute_gets_the_fewest_bytes():
-    """Six chunks in turn, five in memory: what is kept need not come again. Here each byte costs more than its compute,
-    so no byte is moved for the sake of starting early.
+    """Six chunks in turn, five in memory. Each byte costs more than its compute, so an early start never pays for a
+    byte.
     """
     problem = {"seconds": [0.1] * 30, "limit": 5}
     choice = choose(rounds(6, 5), rates_of(upload=1), **problem)
@@ -183,7 +171,7 @@ def test_a_link_slower_than_compute_gets_the_fewest_bytes():
 
 
 def test_room_that_the_link_pays_for():
-    """The same with a burst: every chunk of the second half is needed within no time. More bytes, a shorter step."""
+    """Every chunk of the second half is needed within no time: more bytes, a shorter step."""
     moments = [moment(FORWARD, (0, PARAM, READ)), *[moment(FORWARD, (i, PARAM, READ)) for i in range(1, 7)]] * 2
     problem = {"seconds": ([6.0] + [0.01] * 6) * 2, "limit": 6}
     choice = choose(moments, rates_of(upload=1), **problem)
@@ -194,7 +182,7 @@ def test_room_that_the_link_pays_for():
 
 
 def test_the_untimed_room_is_tried():
-    """A room between two powers of two, where it is best: three chunks, which the spare room of four contains."""
+    """The best room lies between two powers of two: three chunks, within the spare room of four."""
     problem = {"seconds": [4.5] + [0.01] * 3, "limit": 9}
     choice = choose(burst(3), rates_of(upload=1), **problem, prefetch=3)
     assert choice["prefetch_bytes"] == 3 * GB
@@ -202,7 +190,6 @@ def test_the_untimed_room_is_tried():
 
 
 def test_without_a_limit():
-    """Nothing has to leave, so room costs no bytes: each chunk goes up once, as early as it helps."""
     choice = choose(burst(4), rates_of(upload=1), seconds=[4.0] + [0.01] * 4, limit=math.inf)
     assert choice["plan"]["uploaded_bytes"] == 5 * GB
     assert choice["prefetch_bytes"] == 4 * GB
@@ -210,7 +197,7 @@ def test_without_a_limit():
 
 
 def test_a_large_step():
-    """64 chunks, 900 moments, recomputation: it must cost a step nothing to speak of (printed; 100 ms at most)."""
+    """64 chunks, 900 moments, recomputation; 100 ms at most."""
     chunks, uses = 64, 300
     order = [i * chunks // uses for i in range(uses)]
     moments = [moment(FORWARD, (c, PARAM, READ)) for c in order]
@@ -233,7 +220,6 @@ def test_a_rate_that_is_not_positive_is_refused():
 
 
 def with_visits(rates, visitor_bytes=GB, limit=8):
-    """Eight chunks whose updates begin in backward, and may be made on the device."""
     moments = [*forward(8), *(moment(_C.Phase.BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(7, -1, -1))]
     costs, limits, shape = arguments_of(moments, [0.1] * 16, limit, _C.Recipe.HOST_PROMISED)
     costs_each = [(3 * GB, 3 * GB, 0)] * 8  # moments of 8 bits, beside gradients of 16

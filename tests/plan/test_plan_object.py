@@ -1,7 +1,3 @@
-"""The plan as an object: saved, loaded, replayed from a new engine's first step on, refused where it does not fit."""
-
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -22,7 +18,6 @@ def small_chunks(**config):
 
 
 def run_and_plan(case, config, steps=STEPS):
-    """Trains, and gives the run and the plan after its last step."""
     plans = []
 
     def look(engine, step):
@@ -34,7 +29,6 @@ def run_and_plan(case, config, steps=STEPS):
 
 @pytest.fixture(scope="module", params=["mlp", "gpt2"])
 def planned(request, tmp_path_factory):
-    """A case, a scarce budget, the run without a plan, and the file with its plan."""
     case = MODELS[request.param]
     config = small_chunks()
     config["device_memory"] = least_device_memory(case, config) * 5 // 4
@@ -77,14 +71,12 @@ def test_a_new_engine_replays_it_from_the_first_step_on(planned):
 
 @pytest.mark.parametrize("percent", [82, 130, 200])
 def test_other_budgets_change_no_number(planned, percent):
-    """The plan is made anew for the budget, from the saved sequence."""
     case, config, run, _plan, path = planned
     other = {**config, "plan": str(path), "device_memory": config["device_memory"] * percent // 100}
     assert_same(run, train(case, other, steps=STEPS))
 
 
 def test_a_departing_sequence_changes_no_number(planned, tmp_path):
-    """A plan whose moments are not those of the model: the runtime leaves it at the first difference."""
     case, config, run, plan, path = planned
     fields = json.loads(path.read_text())
     fields["timeline"] = fields["timeline"][::-1]
@@ -99,7 +91,6 @@ def test_a_departing_sequence_changes_no_number(planned, tmp_path):
 
 
 def test_a_step_is_predicted_from_the_plan_of_an_engine(planned):
-    """With a link and updates that take no time a step is its moments' times; slow ones move the same bytes."""
     *_, plan, _ = planned
     seconds = [0.001 * (index + 1) for index in range(len(plan.timeline))]
     rates = _C.Rates()
@@ -120,7 +111,7 @@ def test_another_layout_is_refused(planned):
     _case, config, _run, plan, path = planned
     with pytest.raises(ValueError, match=rf"is a plan for {len(plan.chunks)} chunks, this engine has"):
         initialize_engine(MODELS["bert"].build, 0, {**config, "plan": str(path)})
-    # Nothing of the refused engine is left in the way of the next.
+    # The refused engine does not block the next one.
     torch.manual_seed(0)
     engine, _ = initialize_engine(MODELS["mlp"].build, 0, small_chunks())
     engine.close()

@@ -1,7 +1,3 @@
-"""The section ``activations`` in a plan: tiles of tokens, the loss without logits, and what leaves the device."""
-
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -18,7 +14,7 @@ from patrickstar.planning.question import Workload
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
-from tests.models import VOCAB
+from tests.models import VOCAB, llama
 from tests.training import make_config
 
 LENGTH, HIDDEN, WIDE, LAYERS, TILE = 1024, 64, 256, 6, 480  # the last tile has 64 tokens
@@ -26,24 +22,11 @@ INPUT_BYTES = LENGTH * HIDDEN * 4
 
 
 def build(vocab=VOCAB):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config)
+    sizes = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "kv_heads": 1, "intermediate": WIDE}
+    return llama(**sizes, vocab=vocab, length=LENGTH, attention="sdpa", use_cache=False)
 
 
 def counted_tide(tile_tokens):
-    """The highest of an engine's second step."""
     torch.manual_seed(0)
     section = {"loss": "fused", "tile_tokens": tile_tokens}
     config = make_config("fp32", default_chunk_size=32768, device_memory=2**40, activations=section)
@@ -84,16 +67,12 @@ def test_the_tide_of_tiles_is_the_counted_one():
 
 
 def test_tiles_compute_hardly_more():
-    """But the last product of a layer, which a checkpoint does not compute again and tiles do."""
     whole, tiled = traced(0)[0], traced(TILE)[0]
     assert tiled.flops - whole.flops == 2 * LENGTH * HIDDEN * WIDE * LAYERS
     assert tiled.num_operations > whole.num_operations
 
 
 def test_what_leaves_is_no_part_of_the_tide():
-    """As many inputs of layers as exceed half of the device in forward, those of the first layers first; in later steps
-    as many as leave room for what the first one needed beside them.
-    """
     uses, layout = traced()
 
     def leaving(device):
@@ -105,7 +84,7 @@ def test_what_leaves_is_no_part_of_the_tide():
     left, first = leaving(device)
     print(f"tide {staying} staying, {left} with {first.away_bytes} away")
     assert 2 * INPUT_BYTES <= first.away_bytes < (LAYERS + 1) * INPUT_BYTES
-    # The first backward's, when two may still be leaving and two have come back.
+    # The first backward: two may still be leaving and two have come back.
     assert INPUT_BYTES < staying - left <= first.away_bytes
     scarce = leaving(dataclasses.replace(device, room_bytes=2 * INPUT_BYTES))[1].away_bytes
     assert INPUT_BYTES <= scarce <= 2 * INPUT_BYTES
@@ -120,9 +99,6 @@ def test_what_leaves_is_no_part_of_the_tide():
 
 
 def test_the_one_moment_of_the_logits_makes_nothing_leave():
-    """What left in the first step is in the tide that later plans are made for, since it stays from then on; with
-    chunks that take more of the device, some of it leaves.
-    """
     with torch.device("meta"):
         module = build(vocab=4096)
     module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -144,7 +120,6 @@ def test_the_one_moment_of_the_logits_makes_nothing_leave():
 
 
 def test_attention_that_is_kept():
-    """From the second step on, as many calls as there is room for beside the inputs; each saves its time."""
     uses, _ = traced(length=2 * LEAST_ATTENTION_TOKENS)
     least = LEAST_ATTENTION_TOKENS * 2 * HIDDEN * 4
     ample = Device(shares=DeviceShares(64 * least, 0), room_bytes=2**40)

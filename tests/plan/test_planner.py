@@ -1,11 +1,15 @@
-"""The planner against an independent optimum, and its rules."""
+import json
+from pathlib import Path
 
-from __future__ import annotations
-
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmark.schemes import SCHEMES
 from patrickstar import _C
+from patrickstar.config import OptimizerType
+from patrickstar.planning.machines import H200, given_host
+from patrickstar.planning.update_costs import ADAM, update_cost
 from tests.plan.belady import least_uploaded_bytes
 
 PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
@@ -28,7 +32,7 @@ def read_costs(sizes):
 
 
 def replay(plan, uses, sizes, room):
-    """Executes a plan; returns uploaded bytes. Every moment must have what it needs and stay within its room."""
+    """Executes a plan; uploaded bytes. Checks that every moment has its arrays and stays within its room."""
     resident, uploaded = set(), 0
     for moment, (steps, arrays) in enumerate(zip(plan["moments"], uses, strict=True)):
         for array, _ in steps["evict"]:
@@ -65,7 +69,6 @@ def problems(draw, sizes):
 @settings(max_examples=300, deadline=None)
 @given(problems(st.just(10)))
 def test_optimal_for_equal_sizes(problem):
-    """Exactly the fewest bytes, whatever the tide does, and the prefetches cost nothing."""
     uses, sizes, tides, limit = problem
     room = [limit - tide for tide in tides]
     plan = _C.make_plan(moments_of(uses, tides), read_costs(sizes), limit_bytes=limit)
@@ -77,7 +80,6 @@ def test_optimal_for_equal_sizes(problem):
 @settings(max_examples=200, deadline=None)
 @given(problems(st.integers(1, 50)))
 def test_valid_for_any_sizes(problem):
-    """Within the limit and complete for any sizes; never better than the bound."""
     uses, sizes, tides, limit = problem
     room = [limit - tide for tide in tides]
     plan = _C.make_plan(moments_of(uses, tides), read_costs(sizes), limit_bytes=limit)
@@ -98,14 +100,12 @@ def test_a_training_step():
 
 
 def test_prefetch_looks_one_moment_ahead():
-    """With room for two chunks each next one is on its way before it is needed."""
     plan = _C.make_plan(moments_of([{0}, {1}, {2}, {3}], [0] * 4), read_costs([10] * 4), limit_bytes=20)
     assert [steps["fetch"] for steps in plan["moments"]] == [[(0, PARAM)], [], [], []]
     assert [steps["prefetch"] for steps in plan["moments"]] == [[(1, PARAM)], [(2, PARAM)], [(3, PARAM)], []]
 
 
 def test_surviving_copies_are_not_fetched_again():
-    """An array whose device copy stays valid over the step costs nothing in the steady state when there is room."""
     costs = {(array, PARAM): (10, 10, 0, 0, True) for array in range(4)}
     uses = forward_backward(4)
     assert _C.make_plan(moments_of(uses, [0] * 8), costs, limit_bytes=40)["uploaded_bytes"] == 0
@@ -113,9 +113,6 @@ def test_surviving_copies_are_not_fetched_again():
 
 
 def test_gradients_retire_or_are_evicted_last():
-    """A gradient slot is created without an upload and leaves with a download; dirty arrays go after clean dead
-    ones.
-    """
     moments = [
         {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(0, PARAM, READ)]},
         {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(1, PARAM, READ)]},
@@ -144,7 +141,6 @@ def test_gradients_retire_or_are_evicted_last():
 
 
 def test_the_tide_decides():
-    """The same room on average, but a high tide in the middle: what the peak pushes out comes back after it."""
     uses = [{0}, {1}, {2}, {0}, {1}]
     flat = _C.make_plan(moments_of(uses, [0] * 5), read_costs([10] * 3), limit_bytes=30)
     peak = _C.make_plan(moments_of(uses, [0, 0, 20, 0, 0]), read_costs([10] * 3), limit_bytes=30)
@@ -156,7 +152,6 @@ def test_the_tide_decides():
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(problems(st.integers(1, 20)), problems(st.just(10))), st.integers(1, 60))
 def test_room_for_prefetches(problem, prefetch_bytes):
-    """Fetches start ahead within the room set aside, and cost what a device with so much less room costs."""
     uses, sizes, tides, limit = problem
     room = [limit - tide for tide in tides]
     moments, costs = moments_of(uses, tides), read_costs(sizes)
@@ -168,8 +163,151 @@ def test_room_for_prefetches(problem, prefetch_bytes):
 
 
 def test_prefetches_start_as_early_as_they_fit():
-    """Four arrays in a row; room for the one in use and two more."""
     uses = [{0}, {1}, {2}, {3}]
     plan = _C.make_plan(moments_of(uses, [0] * 4), read_costs([10] * 4), limit_bytes=30, prefetch_bytes=20)
     assert [step["prefetch"] for step in plan["moments"]] == [[(1, PARAM), (2, PARAM)], [(3, PARAM)], [], []]
     assert [step["fetch"] for step in plan["moments"]] == [[(0, PARAM)], [], [], []]
+
+
+AHEADS = (_C.Ahead.NOTHING, _C.Ahead.PARAM, _C.Ahead.EVERYTHING)
+SCALES = (_C.ExpectedScale.EXACT, _C.ExpectedScale.BETWEEN)
+
+
+def starts(states, start, scale, dtype=_C.DType.BFLOAT16):
+    return [_C.earliest_recipe(True, dtype, states, start, ahead, scale).name for ahead in AHEADS]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_what_does_not_depend_on_memory(scale):
+    host, disk, after = _C.Tier.HOST, _C.Tier.DISK, _C.UpdateStart.AFTER_NORM
+    for start in (after, _C.UpdateStart.SPECULATIVE, _C.UpdateStart.COMMITTED):
+        on_device = "DEVICE_PROMISED" if start == _C.UpdateStart.COMMITTED else "DEVICE"
+        assert starts(_C.Tier.DEVICE, start, scale) == [on_device] * 3
+        frozen = _C.earliest_recipe(False, _C.DType.BFLOAT16, host, start, _C.Ahead.EVERYTHING, scale)
+        assert frozen == _C.Recipe.NEVER
+    assert starts(host, after, scale) == ["HOST", "HOST_TWO_PASSES", "HOST_TWO_PASSES"]
+    assert starts(disk, after, scale) == starts(disk, _C.UpdateStart.SPECULATIVE, scale) == ["DISK"] * 3
+    assert starts(host, _C.UpdateStart.COMMITTED, scale) == ["HOST_PROMISED"] * 3
+    assert starts(disk, _C.UpdateStart.COMMITTED, scale) == ["DISK_PROMISED"] * 3
+
+
+def test_speculative_updates_begin_as_far_as_there_is_memory():
+    exact, between = ((_C.Tier.HOST, _C.UpdateStart.SPECULATIVE, scale) for scale in SCALES)
+    assert starts(*exact) == ["HOST", "HOST_TWO_PASSES_AHEAD", "HOST_AHEAD"]
+    assert starts(*between) == ["HOST", "HOST_TWO_PASSES_AHEAD", "HOST_TWO_PASSES_AHEAD"]
+
+
+def test_in_32_bits_none_begins_while_clipping_acts():
+    exact, between = ((_C.Tier.HOST, _C.UpdateStart.SPECULATIVE, scale) for scale in SCALES)
+    assert starts(*exact, _C.DType.FLOAT32) == starts(*exact)
+    assert starts(*between, _C.DType.FLOAT32) == ["HOST", "HOST_TWO_PASSES", "HOST_TWO_PASSES"]
+
+
+def test_new_parameters_of_all_come_before_new_states_of_any():
+    numel = 1024
+    layout = _C.Layout.pack([numel] * 3, [_C.DType.BFLOAT16] * 3, [True, False, True], numel)
+    values, states = 2 * numel, 12 * numel
+
+    def chosen(room, homes=(_C.Tier.HOST,) * 3):
+        return [ahead.name for ahead in _C.choose_ahead(layout, list(homes), room)]
+
+    assert chosen(values - 1) == ["NOTHING"] * 3
+    assert chosen(values) == ["PARAM", "NOTHING", "NOTHING"]
+    assert chosen(2 * values + states - 1) == ["PARAM", "NOTHING", "PARAM"]
+    assert chosen(2 * values + states) == ["EVERYTHING", "NOTHING", "PARAM"]
+    elsewhere = (_C.Tier.DEVICE, _C.Tier.HOST, _C.Tier.DISK)
+    assert chosen(2**40, elsewhere) == ["NOTHING"] * 3
+
+
+RECORD = Path(__file__).parents[2] / "benchmark" / "results" / "cpu-schemes.json"
+RULES = {None: OptimizerType.ADAMW, _C.MomentumRule.LION: OptimizerType.LION, _C.MomentumRule.SGD: OptimizerType.SGD}
+
+
+# ns per parameter of 15 hyper-threads beside an H200 (benchmark/results/h200-fewer-bytes.txt).
+FIFTEEN_THREADS = {"adam, 8bit": 0.148, "adam, 8bit, no master": 0.145, "lion, 8bit, no master": 0.091}
+
+
+def cost_of(scheme):
+    return update_cost(_C.StateFormat(scheme.master, scheme.momentum, scheme.variance), RULES[scheme.rule])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_costs_are_those_that_were_measured(scheme):
+    rows = {row["name"]: row for row in json.loads(RECORD.read_text())["schemes"]}
+    cost, row = cost_of(scheme), rows[scheme.name]
+    assert cost.traffic_bytes == row["bytes_per_param"]
+    if scheme.name in FIFTEEN_THREADS:
+        assert cost.core_seconds * 1e9 / 15 == pytest.approx(FIFTEEN_THREADS[scheme.name], rel=0.08)
+    else:
+        assert cost.core_seconds * 1e9 / 2 == pytest.approx(row["ns_per_param"], rel=0.06)
+
+
+def test_memory_or_cores_hold_updates_up():
+    costs = {scheme.name: cost_of(scheme) for scheme in SCHEMES}
+    many = {name: H200.host_params_per_second(cost) for name, cost in costs.items()}
+    assert many["adam, bf16"] == pytest.approx(5.2e9 * 28 / 20)
+    assert many["adam, 8bit, no master"] == pytest.approx(15 / costs["adam, 8bit, no master"].core_seconds)
+    few = given_host(H200, cores=3)
+    assert few.host_params_per_second(costs["adam, 8bit"]) == pytest.approx(2 / costs["adam, 8bit"].core_seconds)
+    assert few.host_params_per_second(costs["adam, 8bit"]) < few.host_params_per_second(ADAM)
+
+
+NEVER, AT_RETIRE = _C.Recipe.NEVER, _C.Recipe.HOST_AHEAD
+AFTER_NORM, ON_DEVICE = _C.Recipe.HOST, _C.Recipe.DEVICE
+LOWER_IS_SLOWER = ("upload_gbps", "download_gbps", "host_adam_params_per_second", "device_adam_params_per_second",
+                   "launch_ahead_seconds")  # fmt: skip
+HIGHER_COUNTS = ("transfer_latency_seconds", "collective_latency_seconds", "synchronize_seconds", "gather_gbps",
+                 "scatter_gbps", "param_pass", "states_pass")  # fmt: skip
+
+
+def vote(rate=None, seconds=(), updates=(), **flags):
+    rates = None
+    if rate is not None:
+        rates = _C.Rates()
+        for name in (*LOWER_IS_SLOWER, *HIGHER_COUNTS):
+            setattr(rates, name, rate)
+    return {"can_measure": True, "has_plan": True, "updates": list(updates),            "rates": rates, "compute_seconds": list(seconds), "activations": [], **flags}  # fmt: skip
+
+
+def test_one_rank_agrees_with_itself():
+    mine = vote(3.0, [1.0, 2.0], [NEVER, AT_RETIRE])
+    found = _C.agreed_vote([mine])
+    assert {name: found[name] for name in found if name != "rates"} == {n: mine[n] for n in mine if n != "rates"}
+    assert all(getattr(found["rates"], name) == 3.0 for name in (*LOWER_IS_SLOWER, *HIGHER_COUNTS))
+
+
+def test_the_slowest_rank_counts():
+    found = _C.agreed_vote([vote(2.0, [1.0, 5.0]), vote(4.0, [2.0, 3.0]), vote(3.0, [0.5, 4.0])])
+    assert found["compute_seconds"] == [2.0, 5.0]
+    assert all(getattr(found["rates"], name) == 2.0 for name in LOWER_IS_SLOWER)
+    assert all(getattr(found["rates"], name) == 4.0 for name in HIGHER_COUNTS)
+
+
+def test_the_rank_counts_whose_activations_leave():
+    votes = [
+        vote(1.0, [1.0, 1.0], activations=activations)
+        for activations in ([[8, 0, 0], [0, 8, 4]], [], [[2, 0, 0], [0, 9, 9]])
+    ]
+    for order in (votes, votes[::-1], [votes[1], votes[0], votes[2]]):
+        assert _C.agreed_vote(order)["activations"] == [[8, 0, 0], [0, 9, 9]]
+    assert _C.agreed_vote([votes[1], votes[1]])["activations"] == []
+    with pytest.raises(_C.StateError, match="activations of other moments"):
+        _C.agreed_vote([vote(1.0, [1.0], activations=[[1, 1, 1]] * 2)])
+
+
+def test_an_update_that_is_late_on_any_rank_is_late():
+    late = [NEVER, AT_RETIRE, AFTER_NORM, ON_DEVICE]
+    found = _C.agreed_vote([vote(updates=[NEVER, AT_RETIRE, AT_RETIRE, AFTER_NORM]), vote(updates=late)])
+    assert found["updates"] == late
+
+
+@pytest.mark.parametrize("flag", ["can_measure", "has_plan"])
+def test_what_holds_for_all(flag):
+    assert _C.agreed_vote([vote(), vote()])[flag]
+    assert not _C.agreed_vote([vote(), vote(**{flag: False})])[flag]
+
+
+def test_times_wait_for_all_ranks():
+    assert _C.agreed_vote([vote(1.0, [1.0]), vote()])["rates"] is None
+    assert _C.agreed_vote([vote(), vote(1.0, [1.0])])["rates"] is None
+    assert _C.agreed_vote([vote(1.0, [1.0]), vote(1.0, [1.0, 2.0])])["rates"] is None

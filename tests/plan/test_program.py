@@ -1,7 +1,3 @@
-"""The program of a step: what it says of bytes, and that the Clock plays all of it."""
-
-from __future__ import annotations
-
 import collections
 
 import pytest
@@ -53,7 +49,6 @@ def ops_of(program, chunk):
 
 
 def test_a_chunk_that_leaves_and_comes_back():
-    """Both chunks fit but their gradients do not: the first one is fetched again."""
     program = _C.play_program(**arguments_of(2, 3, [_C.Recipe.HOST] * 2))
     assert ops_of(program, 0) == [
         *("allocate", "fetch"),
@@ -66,7 +61,6 @@ def test_a_chunk_that_leaves_and_comes_back():
 @pytest.mark.parametrize(("where", "recipe"), EACH_UPDATE)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_recipe_is_carried_out(where, recipe, ranks):
-    """Each chunk is updated once, on the lane that its recipe names; all instructions end after they began."""
     program = _C.play_program(**arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=ranks))
     lanes = {"host": _C.Lane.HOST, "disk": _C.Lane.DISK_HOST, "visit": _C.Lane.VISIT, "device": _C.Lane.COMPUTE}
     first = {"visit": "visit_up"}.get(where, "update_")
@@ -98,9 +92,6 @@ def test_chunks_that_one_rank_has_alone_are_not_exchanged(where, recipe):
     names=st.lists(st.sampled_from([recipe for _, recipe in EACH_UPDATE]), min_size=6, max_size=6),
 )
 def test_bytes(count, room, prefetch, ranks, names):
-    """Memory is allocated before it is freed, and freed before it is allocated again; what moves is what the plan and
-    the simulated step say; lanes do one thing at a time.
-    """
     arguments = arguments_of(count, room, names[:count], prefetch, ranks)
     program, step = _C.play_program(**arguments), _C.simulate(**arguments)
     held: dict = collections.defaultdict(list)
@@ -130,7 +121,6 @@ def test_bytes(count, room, prefetch, ranks, names):
 
 
 def test_the_command_lists_it(capsys):
-    """In the order of the queues; each value that is computed with was fetched or is there."""
     flags = ["--model", "gpt:128x4", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB", "--no-advice"]
     assert main([*flags, "--device-memory", "128MiB", "--listing"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,3 @@
-"""The simulator against steps worked out by hand, and against what must hold for any step."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -49,7 +45,7 @@ def forward(count):
 
 
 def costs_of(count, device_states=(), ranks=1):
-    """With several ranks as csrc/plan/placement.cpp poses it: shards go up and down, no value outlives a step."""
+    """With several ranks, as csrc/plan/placement.cpp poses it: shards go up and down, no value outlives a step."""
     costs = {}
     for i in range(count):
         on_device = i in device_states
@@ -72,14 +68,11 @@ def simulate(
     fixed=0,
     ranks=1,
 ):
-    """``limit``, ``prefetch`` and ``spare`` (beyond what the plan was made for) in chunks; ``seconds`` per moment, or
-    one for all. Whatever the step, it moves what the plan says.
+    """``limit``, ``prefetch`` and ``spare`` (beyond the plan's own) in chunks; ``seconds`` per moment, or one for all.
+    Checks that the step moves the plan's bytes.
     """
     count = 1 + max(chunk for m in moments for chunk, *_ in m["accesses"])
-    limits = {
-        "limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB),
-        "fixed_bytes": fixed,
-    }
+    limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB), "fixed_bytes": fixed}
     costs = costs_of(count, device_states, ranks)
     plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=int(prefetch * GB))
     if not prefetches:
@@ -112,7 +105,7 @@ def test_compute_bound():
 
 
 def test_upload_bound():
-    """Uploads follow each other from the step's begin on; the last chunk's work comes after its upload."""
+    """Uploads follow each other from the step's begin on; the last chunk computes after its upload."""
     step = simulate(forward(4), rates_of(upload=1), seconds=0.25, limit=4, prefetch=3, update=NEVER)
     assert step["seconds"] == pytest.approx(4 * 1 + 0.25)
     assert step["stall_seconds"]["upload"] == pytest.approx(4 - 3 * 0.25)
@@ -145,8 +138,8 @@ def test_updates_after_the_norm():
 
 
 def test_updates_during_backward_hide_behind_it():
-    """Three chunks of one second's update each. After the norm: the forward of each waits for its update, 1 + 0.1,
-    1 + 0.1, ... During backward: only chunk 0, the last to retire, is waited for.
+    """Three chunks of one second's update each. After the norm the forward of each waits for its update: 1 + 0.1, 1 +
+    0.1, ... During backward only chunk 0, whose gradient is last, is waited for.
     """
     moments = [*forward(3), *reversed(one_pass(3))]
     seconds = [0.1] * 3 + [1.0] * 3
@@ -169,8 +162,8 @@ def test_disk_bound():
 
 
 def test_one_chunk_on_the_disk_after_the_norm():
-    """Its states are read while it computes; after the norm they are updated, then its value goes up. The write is
-    over before the next backward begins.
+    """Its states are read while it computes; after the norm they are updated, then its value goes up. The write is over
+    before the next backward begins.
     """
     rates = rates_of(upload=1, adam=0.5, disk_read_gbps=1, disk_write_gbps=1, synchronize_seconds=0.5)
     moments = [*forward(1), *one_pass(1)]
@@ -182,8 +175,8 @@ def test_one_chunk_on_the_disk_after_the_norm():
 
 
 def test_a_set_is_free_when_its_states_are_written():
-    """Of seven chunks after the norm the first three are read before; each other one waits for the write of the one
-    three places before it.
+    """Seven chunks: after the norm the first three are read before; each other one waits for the write three places
+    before it.
     """
     rates = rates_of(disk_read_gbps=FAST, disk_write_gbps=1)
     moments = [*forward(7), *reversed(one_pass(7))]
@@ -208,7 +201,6 @@ def test_latency_bound():
 
 
 def test_updates_on_the_device():
-    """Nothing moves; the updates take the compute queue."""
     step = simulate(one_pass(4), rates_of(device_adam=4), seconds=1.0, device_states=range(4))
     assert step["seconds"] == pytest.approx(4 + 1)
     assert step["device_adam_seconds"] == pytest.approx(1)
@@ -216,7 +208,7 @@ def test_updates_on_the_device():
 
 
 def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
-    """Of four one stays beside what each moment needs; the others are brought when the norm is known."""
+    """One of four stays beside each moment's needs; the others come back when the norm is known."""
     moments = [moment(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE)) for i in range(4)]
     costs, limits = costs_of(4, range(4)), {"limit_bytes": 3 * GB, "fixed_bytes": 0}
     plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=0)
@@ -228,7 +220,6 @@ def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
 
 
 def test_codes_are_dequantised_where_they_come_from():
-    """On the compute queue where they are on the device, behind their upload where they are not."""
     moments, limits = forward(4), {"limit_bytes": 2 * GB, "fixed_bytes": 0}
     costs = {(i, PARAM): (GB, 0 if i < 2 else GB // 4, 0, 0, True) for i in range(4)}
     plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=0)
@@ -252,7 +243,6 @@ def test_codes_are_dequantised_where_they_come_from():
 
 
 def test_chunks_that_take_nothing_need_no_costs():
-    """As where a value and its gradient have places of their own beside states on the device."""
     moments, limits = one_pass(3), {"limit_bytes": 4 * GB, "fixed_bytes": 0}
     costs = {key: cost for key, cost in costs_of(3).items() if key[0] < 1}
     given = {"updates": [NEVER] * 3, "numels": [GB] * 3, "num_ranks": 1, "disk_bytes": [GB] * 3, **limits}
@@ -268,7 +258,6 @@ def test_the_norm_leaves_the_device_idle():
 
 
 def test_a_launching_thread_that_runs_ahead_starts_transfers_earlier():
-    """Without a prefetch in the plan, a fetch is issued when the launching thread comes to its moment."""
     rates = rates_of(upload=2)
     assert simulate(forward(4), rates, seconds=1.0, prefetches=False)["seconds"] == pytest.approx(4 * (0.5 + 1))
     rates.launch_ahead_seconds = 1.0
@@ -320,7 +309,6 @@ def test_scatters_hold_memory():
 
 
 def test_states_on_the_device_of_several_ranks():
-    """Nothing goes up: values are gathered from what each rank casts, between two moments of the compute queue."""
     step = simulate(one_pass(4), rates_of(device_adam=4, gather=1), seconds=1.0, device_states=range(4), ranks=2)
     assert step["uploaded_bytes"] == 0
     assert step["device_adam_seconds"] == pytest.approx(4 / 2 / 4)
@@ -366,7 +354,6 @@ def test_what_does_not_agree_is_refused(change, match):
 
 @st.composite
 def steps(draw):
-    """Forward and backward over chunks, each used by one or two moments, with recomputation or without."""
     count = draw(st.integers(2, 6))
     order = [i for i in range(count) for _ in range(draw(st.integers(1, 2)))]
     moments = [moment(FORWARD, (i, PARAM, READ)) for i in order]
@@ -396,8 +383,8 @@ def draw_rates(data):
 
 
 def test_an_update_in_two_passes_counts_both():
-    """16 and 26 bytes where one pass moves 28: the next forward waits for the first, which is made in backward, and the
-    second is made beside it, before the next backward's updates.
+    """16 and 26 bytes where one pass moves 28: the next forward waits for the first pass, which runs in backward; the
+    second runs beside it, before the next backward's updates.
     """
     rates = rates_of(adam=1)
     whole = simulate(one_pass(1), rates, seconds=3.0, update=AT_RETIRE)
@@ -421,7 +408,7 @@ def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
     compute = step["compute_seconds"] + step["device_adam_seconds"]
     assert step["seconds"] >= max(*busy, compute) - 1e-9
     assert step["seconds"] <= sum(busy) + compute + rates["synchronize_seconds"] + 1e-9
-    # What the compute queue does not work, it waits.
+    # The compute queue works or waits.
     assert step["seconds"] == pytest.approx(compute + sum(step["stall_seconds"].values()), rel=1e-6)
 
 
@@ -443,7 +430,7 @@ def test_the_same_plan_in_more_memory_is_not_slower(problem, data, more):
 
 
 def test_activations_share_the_queues():
-    """Of 2 GB that leave in the first moment and are back in the third one, compute hides one of two seconds."""
+    """2 GB leave in the first moment and are back in the third: compute hides one of two seconds."""
     copies = [[2 * GB, 0, 0], [0, 2 * GB, 0], [0, 0, 2 * GB]]
 
     def step_with(activations):
@@ -462,10 +449,7 @@ def test_activations_share_the_queues():
         step_with(copies[:2])
 
 
-THERE_AND_BACK = [
-    *forward(3),
-    *(moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in (2, 1, 0)),
-]
+THERE_AND_BACK = [*forward(3), *(moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in (2, 1, 0))]
 
 
 def there_and_back(rates, update=AT_RETIRE, **options):
@@ -477,8 +461,8 @@ def there_and_back(rates, update=AT_RETIRE, **options):
 
 
 def test_updates_in_the_order_of_need():
-    """The last chunk's gradient comes first. When its update is over the others are there, and the first one is next,
-    which the forward needs first.
+    """The last chunk's gradient comes first. When its update is over the others are there, and the forward needs the
+    first one first.
     """
     step = there_and_back(rates_of(adam=1))
     assert step["seconds"] == pytest.approx(2 + 3)
@@ -486,14 +470,14 @@ def test_updates_in_the_order_of_need():
 
 
 def test_a_gradient_waits_for_host_memory_that_an_update_leaves():
-    """With room for one the updates are made one by one as gradients come, and the last one is needed first."""
+    """With room for one, updates follow the gradients one by one, and the last one is needed first."""
     for chunks, seconds in ((1, 3 + 3), (3, 2 + 3)):
         step = there_and_back(rates_of(adam=1), gradient_room_bytes=chunks * GB)
         assert step["seconds"] == pytest.approx(seconds)
 
 
 def test_two_passes_after_the_norm():
-    """The forward waits for the first pass alone; the second is made beside it, in the order of the next backward."""
+    """The forward waits for the first pass alone; the second runs beside it, in the order of the next backward."""
     one, two = (there_and_back(rates_of(adam=1), recipe) for recipe in (AFTER_NORM, _C.Recipe.HOST_TWO_PASSES))
     assert one["host_adam_seconds"] == pytest.approx(3) and one["seconds"] == pytest.approx(1 + 3)
     assert two["host_adam_seconds"] == pytest.approx(3 * (16 + 26) / 28)
@@ -501,8 +485,7 @@ def test_two_passes_after_the_norm():
 
 
 def test_updates_that_the_device_makes_for_the_host():
-    """Up and down at 2 GB/s, the way up of one beside the way down of another. A value that the device has need not
-    go up."""
+    """Up and down at 2 GB/s, both ways at once. A value that the device has need not go up."""
     for value, uploaded in ((0, 9), (GB // 2, 7.5)):
         costs = [(2 * GB, 2 * GB, value)] * 3
         rates = rates_of(adam=0.1, upload=2, download=2)

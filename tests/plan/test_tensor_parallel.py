@@ -1,13 +1,8 @@
-"""``patrickstar plan`` of matrices that several GPUs share."""
-
-from __future__ import annotations
-
 import contextlib
 import json
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from patrickstar import _C
 from patrickstar.config import MatrixMode, parse_config
@@ -23,6 +18,7 @@ from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Links
 from patrickstar.tensor2d import Place, cost
 from patrickstar.tensor2d.cost import LayerShape, Mode
+from tests.models import llama_config
 
 HIDDEN, LAYERS, VOCAB, BATCH, LENGTH = 256, 3, 50304, 8, 128
 NAME = f"gpt:{HIDDEN}x{LAYERS}"
@@ -55,18 +51,9 @@ def trace(
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=16 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=512,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    )
     path = tmp_path_factory.mktemp("llama")
-    config.save_pretrained(path)
+    sizes = {"heads": 8, "kv_heads": 4, "intermediate": 16 * HIDDEN}
+    llama_config(HIDDEN, LAYERS, **sizes, vocab=512, length=4096).save_pretrained(path)
     return str(path)
 
 
@@ -110,7 +97,6 @@ def test_waits_are_what_products_do_not_hide(mode, rows, columns):
 
 
 def test_a_layer_waits_in_backward_for_its_weights_too():
-    """Panels are saved for backward inside of products, where no torch function sees a parameter."""
     uses, model = trace(2, 2)
     names = [name for name, _ in model.module.named_parameters()]
     weights = {index for index, name in enumerate(names) if name.endswith("qkv.weight")}
@@ -129,7 +115,6 @@ def test_parameters_and_activations_are_divided():
 
 @pytest.mark.parametrize("links", [Links(gbps=1e-3), Links(attention_tflops=1e-9)], ids=["ulysses", "zigzag"])
 def test_sequences_are_divided_beside_matrices(llama, links):
-    """Each rank has what it would have of sequences that are half as long, but for attention."""
     alone, short = trace(2, 2, name=llama, length=LENGTH // 2)
     shared, model = trace(2, 2, name=llama, shared=SharedSequences(size=2, links=links))
     assert model.inputs["input_ids"].shape == (BATCH // 2, LENGTH // 2)
@@ -165,7 +150,6 @@ def test_lines_across_nodes_are_as_fast_as_their_adapters():
 
 
 def test_chunks_are_shared_by_those_that_have_the_same(capsys):
-    """Eight GPUs as two meshes of four: half of the parameters' quarter on each."""
     one = as_json(capsys, *GPT, "--tensor-parallel", "2x2")
     two = as_json(capsys, *GPT, "--tensor-parallel", "2x2", "--nodes", "2", "--link", "ib400")
     assert two["least_host_bytes"] == pytest.approx(one["least_host_bytes"] / 2, rel=0.1)

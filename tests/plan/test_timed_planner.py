@@ -1,7 +1,3 @@
-"""The planner with time in an engine: one step is measured, the plan is chosen by it, and no number depends on it."""
-
-from __future__ import annotations
-
 import statistics
 
 import pytest
@@ -30,12 +26,10 @@ def linked(gbps=0.2, latency_us=0.0, speculation="never", **config):
 
 @pytest.fixture(scope="module")
 def budget():
-    """Twice the least: room to choose."""
     return 2 * least_device_memory(LAYERS, make_config("bf16", default_chunk_size=16 * 1024))
 
 
 def plans_of(case, config, steps=STEPS, before_step=None, **kwargs):
-    """Trains; the run, and the plan after each step."""
     plans = []
 
     def look(engine, step):
@@ -49,7 +43,6 @@ def plans_of(case, config, steps=STEPS, before_step=None, **kwargs):
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "shared", "mixture_of_experts", "t5", "frozen"])
 def test_no_number_depends_on_it(name):
-    """With a simulated link and the plan chosen by measured times, as without either, in three budgets."""
     case = MODELS[name]
     expected = train(case, make_config("bf16"), steps=STEPS)
     least = least_device_memory(case, make_config("bf16", default_chunk_size=4096), steps=STEPS)
@@ -74,7 +67,6 @@ def test_no_number_depends_on_it_with_updates_in_backward(budget, speculation, a
 
 
 def test_clipping_that_always_acts_is_planned_for(budget):
-    """New parameters are computed in backward, for all factors near the last one, and states behind the step."""
     config = linked(device_memory=budget, speculation="always", gradient_clipping=1e-3)
     run, plans = plans_of(LAYERS, config)
     assert set(plans[-1].times.updates) == {"HOST_TWO_PASSES_AHEAD"}
@@ -82,8 +74,8 @@ def test_clipping_that_always_acts_is_planned_for(budget):
 
 
 def test_updates_that_wait_change_no_number(budget, tmp_path):
-    """On a host whose updates bound the step those of the last chunks wait for the norm, and are made in one pass
-    (a plan says that it is one; the engine measures itself later). Clipping acts, so that the others are in two passes.
+    """Updates bound this host's step: those of the last chunks wait for the norm and take one pass (by a plan, since
+    the engine measures itself later). Clipping acts, so the others take two passes.
     """
     config = linked(device_memory=budget, speculation="always", gradient_clipping=1e-3)
     expected, plans = plans_of(LAYERS, config)
@@ -113,7 +105,6 @@ def test_updates_that_wait_change_no_number(budget, tmp_path):
 
 
 def reference_times(trace):
-    """Rates and times as the documentation defines them, from the trace that a user gets."""
     spans = trace["spans"]
 
     def gbps(track):
@@ -153,7 +144,6 @@ def reference_times(trace):
 
 @pytest.mark.parametrize("asked_in", [MEASURED, MEASURED - 1, "backward before"])
 def test_the_user_and_the_planner_may_have_the_same_step(budget, asked_in):
-    """Asked for before the measured step, or in the backward of the one before it (as config["profile"] does)."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(LAYERS.build, 0, linked(device_memory=budget))
     generator = torch.Generator().manual_seed(1)
@@ -181,7 +171,6 @@ def test_the_user_and_the_planner_may_have_the_same_step(budget, asked_in):
 
 
 def test_the_user_goes_first(budget):
-    """Asked for in the measured step's backward, the next step is traced: the measurement moves there, too."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(LAYERS.build, 0, linked(device_memory=budget))
     generator = torch.Generator().manual_seed(1)
@@ -211,7 +200,6 @@ def test_a_later_profile_is_complete(budget, tmp_path):
 
 @pytest.fixture(scope="module")
 def chosen(budget):
-    """A plan that an engine chose, what it was chosen from, and the problem that the rule without times poses."""
     found = {}
 
     def look(engine, step):
@@ -231,13 +219,11 @@ def chosen(budget):
 
 
 def simulated(plan, rule, planned, times, numels):
-    """The step of ``planned``, as ``_C.make_plan`` gives it."""
     limits = {key: value for key, value in rule.items() if key not in ("costs", "prefetch_bytes", "idle_bytes")}
     return _C.simulate(plan.timeline, rule["costs"], planned, **times, numels=numels, **limits)
 
 
 def test_the_plan_is_the_choice_by_the_measured_times(chosen):
-    """Of the very problem that the rule without times poses, and predicted no slower than the rule's plan."""
     plan, rule, numels = chosen
     times = plan.times.as_core()
     choice = _C.choose_plan(plan.timeline, **times, numels=numels, **rule)
@@ -251,7 +237,6 @@ def test_the_plan_is_the_choice_by_the_measured_times(chosen):
 
 @pytest.mark.parametrize("gbps", [1e-6, 1e6])
 def test_no_more_bytes_than_the_rule_where_they_do_not_pay(chosen, gbps):
-    """On a link so slow that bytes are all that counts, and on one that takes no time."""
     plan, rule, numels = chosen
     times = plan.times.as_core()
     times["rates"].upload_gbps = times["rates"].download_gbps = gbps
@@ -265,7 +250,6 @@ def test_no_more_bytes_than_the_rule_where_they_do_not_pay(chosen, gbps):
 
 
 def test_predictions_come_in_the_order_of_the_links(budget, chosen):
-    """A link a hundred times slower: measured so, and for the same moments the step that follows from it is longer."""
     plan, rule, numels = chosen
     steps = []
     for gbps in (1.0, 0.01):
@@ -284,7 +268,6 @@ def test_predictions_come_in_the_order_of_the_links(budget, chosen):
 
 
 def test_a_plan_keeps_its_times(budget, tmp_path):
-    """Printed, saved, and adopted: a new engine's first step replays what was chosen, before it measures itself."""
     config = linked(device_memory=budget)
     run, plans = plans_of(LAYERS, config)
     assert plans[MEASURED].times is None
@@ -318,7 +301,6 @@ def test_times_of_other_moments_are_refused(budget, tmp_path):
 
 
 def test_another_sequence_is_measured_anew(budget):
-    """Two micro-batches from the sixth step on: times are forgotten, the rule holds, the new sequence is measured."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(LAYERS.build, 0, linked(device_memory=budget))
     generator = torch.Generator().manual_seed(1)
@@ -342,7 +324,6 @@ def test_another_sequence_is_measured_anew(budget):
 
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_states_that_move_to_the_device_leave_times_what_they_are(budget, multiple):
-    """Their gradients do not leave it any more, but the model goes the same way. A second measurement comes later."""
     config = linked(device_memory=multiple * budget)
     config["optimizer"]["params"]["use_hybrid_adam"] = True
     run, plans = plans_of(LAYERS, config, steps=12)
@@ -365,7 +346,6 @@ def test_nothing_is_measured_where_time_decides_nothing(budget):
 
 
 def test_without_a_limit():
-    """Nothing has to leave the device within a step; each chunk goes up once."""
     run, plans = plans_of(LAYERS, linked())
     assert plans[-1].prediction is not None
     assert plans[-1].uploaded_bytes == sum(
@@ -375,7 +355,6 @@ def test_without_a_limit():
 
 
 def test_activations_that_leave_are_part_of_the_choice():
-    """Their transfers in the measured step: the predicted step, and the choice of the plan, are those with them."""
     plans, stashed = [], []
 
     def look(engine, step):

@@ -1,20 +1,21 @@
-"""What is written of a trace: the trace event format, the figures, the picture. Asking for it changes no number."""
-
-from __future__ import annotations
-
 import itertools
 import json
 import logging
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from patrickstar import _C
-from patrickstar.profiling import ChunkLayers, chrome_trace, summarize, write_profile
+from patrickstar.profiling import ChunkLayers, PlayedInstruction, chrome_trace, summarize, write_profile
 from patrickstar.profiling.layers import layer_of, short_names
+from patrickstar.profiling.program import compare
 from tests.models import Case, gpt2, token_batch
+from tests.plan.test_timed_planner import LAYERS, MEASURED, linked
 from tests.profiling.traces import total_bytes, traced
-from tests.training import assert_same, make_config, make_host_config, train
+from tests.training import assert_same, least_device_memory, make_config, make_host_config, train
 
 WIDE = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 PHASES = {"X", "C", "M"}
@@ -26,7 +27,6 @@ def result():
 
 
 def test_the_format(result):
-    """Every event has what the trace event format asks of its kind; spans of a row are disjoint or nested."""
     data = json.loads(json.dumps(chrome_trace(result.trace, 5, result.layers), allow_nan=False))
     events = data["traceEvents"]
     assert {event["ph"] for event in events} == PHASES
@@ -43,13 +43,7 @@ def test_the_format(result):
         if event["ph"] == "C":
             assert all(isinstance(value, int) for value in event["args"].values())
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert list(names.values()) == [
-        "compute",
-        "upload stream",
-        "download stream",
-        "host Adam",
-        "device Adam",
-    ]
+    assert list(names.values()) == ["compute", "upload stream", "download stream", "host Adam", "device Adam"]
     for row in names:
         spans = sorted(
             ((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row),
@@ -114,7 +108,6 @@ def test_the_picture(result, tmp_path):
 
 
 def test_the_picture_names_layers_and_time(result, tmp_path):
-    """Text is drawn as outlines, and matplotlib writes what it says into a comment beside them."""
     from patrickstar.profiling.picture import draw, layer_spans, thinned
 
     spans = layer_spans(result.trace, result.layers)
@@ -136,7 +129,6 @@ def test_the_picture_names_layers_and_time(result, tmp_path):
 
 
 def test_the_layers_of_moments(result):
-    """Forward meets them in the order of registration, backward the other way round; the tied embedding is the head."""
     order = ["transformer.wte", "transformer.wpe", *(f"transformer.h.{i}" for i in range(4)), "transformer.ln_f"]
     for phase, way in ((_C.Phase.FORWARD, 1), (_C.Phase.BACKWARD, -1)):
         found = result.layers.of_moments([m for m in result.trace["moments"] if m["phase"] == phase])
@@ -179,7 +171,6 @@ def test_layers_that_chunks_share():
 
 
 def test_a_trace_without_transfers(tmp_path):
-    """Everything resident, no budget."""
     result = traced(WIDE, make_config("bf16"))
     trace, layers = result.trace, result.layers
     assert not any(event["name"] == "device budget" for event in chrome_trace(trace, 5, layers)["traceEvents"])
@@ -193,7 +184,6 @@ def test_a_trace_without_transfers(tmp_path):
 
 
 def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
-    """The trace and the figures are written, and the log says what is missing."""
     monkeypatch.delitem(sys.modules, "patrickstar.profiling.picture", raising=False)
     for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -205,7 +195,6 @@ def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_config(step, tmp_path, caplog):
-    """``config["profile"]``: the files of that step, one line in the log, and the same numbers."""
     config = make_config("fp16", device_memory="1200KB", gradient_clipping=1.0)
     output = tmp_path / "deep" / "profile"
     with caplog.at_level(logging.INFO, logger="patrickstar.profiling"), caplog.at_level(logging.INFO, "patrickstar"):
@@ -224,3 +213,167 @@ def test_a_run_that_is_too_short(tmp_path, caplog):
     train(WIDE, make_config(profile={"step": 5, "output": str(tmp_path)}), steps=3)
     assert list(tmp_path.iterdir()) == []
     assert "closed after 3 steps, before step 5 was over" in caplog.text
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+import helper
+import torch
+from patrickstar.runtime import initialize_engine
+
+assert __name__ == "__main__"
+steps, status = map(int, sys.argv[1:])
+model, optimizer = initialize_engine(helper.make, config={"device_memory": "400KB", "default_chunk_size": 4096})
+for step in range(steps):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 64)).square().mean()
+    model.backward(loss)
+    optimizer.step()
+print("trained", steps)
+sys.exit(status)
+"""
+HELPER = """
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "helper.py").write_text(HELPER)
+    path = tmp_path / "train me.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def profile(*arguments, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "patrickstar.profile", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+
+
+def test_profile(script, tmp_path):
+    done = profile("--step", 3, "--output", "out", script, 5, 0, cwd=tmp_path)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "trained 5"
+    assert lines[1].startswith("step 3: ")
+    assert any(line.strip().startswith("roofline") for line in lines)
+    out = tmp_path / "out"
+    names = ["step3.svg", "step3.trace.json", "step3.txt"]
+    assert sorted(file.name for file in out.iterdir()) == names
+    assert all(str(out / name) in lines[-1] for name in names)
+    assert json.loads((out / "step3.trace.json").read_text())["otherData"]["step"] == 3
+
+
+def test_the_status_of_the_script(script, tmp_path):
+    done = profile(script, 4, 7, cwd=tmp_path)
+    assert done.returncode == 7
+    assert (tmp_path / "profile" / "step4.txt").read_text() in done.stdout
+
+
+def test_a_script_that_ends_too_early(script, tmp_path):
+    done = profile(script, 3, 0, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no step was profiled" in done.stderr
+    assert "trained 3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["nowhere.py"], "no script nowhere.py"), (["--step", "0", "x.py"], "--step: it is '0'")]
+)
+def test_errors(arguments, message, tmp_path):
+    done = profile(*arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+MIB = 2**20
+PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
+
+
+def instruction(op, lane, chunk=None, kind=None, amount=MIB, begin=0.0, seconds=0.01, at=0):
+    return PlayedInstruction(op, lane, at, chunk, kind, amount, begin, seconds)
+
+
+PROGRAM = [
+    instruction("fetch", _C.Lane.UPLOAD, 0, PARAM),
+    instruction("fetch", _C.Lane.UPLOAD, 1, PARAM, begin=0.01),
+    instruction("compute", _C.Lane.COMPUTE, amount=0, begin=0.02, seconds=0.05),
+    instruction("to_host", _C.Lane.DOWNLOAD, 1, GRAD, begin=0.07),
+    instruction("load", _C.Lane.DISK_READ, 1, begin=0.08, seconds=0.03),
+    instruction("update_host", _C.Lane.HOST, 1, begin=0.08, seconds=0.02, at=None),
+    instruction("fetch", _C.Lane.UPLOAD, 0, PARAM, begin=0.09, seconds=0.02),
+]
+TRACKS = {
+    "fetch": _C.Track.UPLOAD,
+    "to_host": _C.Track.DOWNLOAD,
+    "update_host": _C.Track.HOST_ADAM,
+    "load": _C.Track.DISK_READ,
+}
+
+
+def trace_of(program, owner=_C.SpanOwner.THIS_STEP):
+    """The trace of a step that goes as predicted; the disk's reads are three each."""
+    spans = []
+    for one in program:
+        parts = 3 if one.op == "load" else 1
+        for part in range(parts if one.op in TRACKS else 0):
+            seconds = one.seconds / parts
+            span = {"track": TRACKS[one.op], "chunk": one.chunk, "owner": owner, "dropped": False, "seconds": seconds}
+            spans.append(span | {"begin_seconds": one.begin_seconds + part * seconds, "numel": one.amount})
+    moments = [
+        {"begin_seconds": one.begin_seconds, "seconds": one.seconds + 0.004, "stalled_seconds": 0.004}
+        for one in program
+        if one.op == "compute"
+    ]
+    return {"spans": spans, "moments": moments, "seconds": 0.11}
+
+
+def test_a_step_as_predicted():
+    comparison = compare(trace_of(PROGRAM), PROGRAM)
+    assert comparison.first is None
+    assert [one.instruction for one in comparison.compared] == PROGRAM
+    assert comparison.missing == []
+    assert comparison.lines()[0] == "no instruction differs from its prediction by more than 5%"
+
+
+@pytest.mark.parametrize("index", range(len(PROGRAM)))
+def test_the_first_that_differs_is_named(index):
+    slower = [
+        PlayedInstruction(**{**vars(one), "seconds": one.seconds * (1.06 if place >= index else 1.04)})
+        for place, one in enumerate(PROGRAM)
+    ]
+    comparison = compare(trace_of(slower), PROGRAM)
+    assert comparison.first.instruction == PROGRAM[index]
+    assert f"{PROGRAM[index].name} (" in comparison.lines()[0]
+    assert f"traced {slower[index].seconds * 1e3:.3f} ms" in comparison.lines()[0]
+
+
+def test_updates_in_one_span():
+    updates = [instruction("update_host", _C.Lane.HOST, chunk, at=None) for chunk in (3, 4, 5)]
+    trace = trace_of([PlayedInstruction(**{**vars(updates[0]), "seconds": 0.03, "amount": 3 * MIB})])
+    comparison = compare(trace, updates)
+    assert (len(comparison.compared), comparison.missing, comparison.first) == (1, [], None)
+    assert comparison.compared[0].instruction.amount == 3 * MIB
+
+
+def test_what_the_trace_lacks():
+    comparison = compare(trace_of(PROGRAM, _C.SpanOwner.STEP_BEFORE), PROGRAM)
+    assert [one.op for one in comparison.missing] == [one.op for one in PROGRAM if one.op != "compute"]
+    assert [one.instruction.op for one in comparison.compared] == ["compute"]
+
+
+def test_a_profile_writes_it(tmp_path):
+    budget = 2 * least_device_memory(LAYERS, make_config("bf16", default_chunk_size=16 * 1024))
+    step = MEASURED + 4
+    train(LAYERS, linked(device_memory=budget, profile={"step": step, "output": str(tmp_path)}), steps=step + 1)
+    lines = (tmp_path / f"step{step}.program.txt").read_text().splitlines()
+    print("\n".join(lines))
+    compared, missing = (int(word) for word in lines[1].split() if word.isdigit())
+    assert compared > 10 * missing
+    assert {"compute", "upload", "download", "host"} <= {line.split()[4] for line in lines[4:]}

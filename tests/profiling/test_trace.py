@@ -1,7 +1,3 @@
-"""The trace of a step: it is complete, fits the counters and the budget, and changes nothing."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,7 +11,6 @@ WIDE = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 
 
 def updated(result, track):
-    """Parameters that the step updated on a track."""
     return sum(s["numel"] for s in result.trace["spans"] if s["track"] == track and not s["dropped"])
 
 
@@ -23,7 +18,6 @@ def updated(result, track):
     "precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "fp16"))]
 )
 def test_budgets(precision):
-    """From the least budget to none: the same numbers as without a trace; the moments reach the step's peak."""
     config = make_config(precision, gradient_clipping=1.0)
     plain = train(WIDE, config, steps=6)
     least = least_device_memory(WIDE, config)
@@ -63,7 +57,6 @@ def test_accumulation_and_speculation(accumulate, speculation):
 
 
 def test_dropped_speculation():
-    """Clipping acts: what was started in backward is there, marked, and does not count as updated."""
     config = make_host_config("fp32", gradient_clipping=1e-3, device_memory="2400KB")
     config["optimizer"]["speculation"] = "always"
     result = traced(WIDE, config, step=1)
@@ -73,7 +66,6 @@ def test_dropped_speculation():
 
 
 def test_settled_values():
-    """Clipping acts, as the step before let expect: what was left open in backward has spans of its own."""
     config = make_host_config("bf16", gradient_clipping=1e-3, device_memory="1200KB")
     config["optimizer"]["speculation"] = "always"
     result = traced(WIDE, config, step=1)
@@ -108,7 +100,6 @@ def evaluate(engine, step):
 
 
 def test_evaluation_between_steps():
-    """It is not part of the step."""
     config = make_config("bf16", device_memory="1200KB")
     result = traced(WIDE, config, before_step=evaluate)
     check(result)
@@ -116,7 +107,6 @@ def test_evaluation_between_steps():
 
 
 def test_updates_of_the_step_before():
-    """Asked for during the step before, the trace has those of its updates that run on, from 0 on."""
     torch.manual_seed(0)
     config = make_config("bf16", device_memory="16MB", default_chunk_size=256 * 1024)
     big = Case(lambda: gpt2(hidden=256, layers=4), token_batch)
@@ -145,7 +135,6 @@ class InterruptionError(Exception):
 
 
 def test_an_interrupted_step_is_not_traced():
-    """An exception in the forward, or forgotten gradients: the next step is traced instead, whole."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(WIDE.build, 0, make_config("bf16", device_memory="1200KB"))
     generator = torch.Generator().manual_seed(1)

@@ -1,7 +1,3 @@
-"""Traced runs, and what must hold for every trace."""
-
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -30,7 +26,7 @@ class Traced:
 
 
 def traced(case: Case, config: dict[str, Any], step: int = 4, before_step=None, **kwargs: Any) -> Traced:
-    """Trains for ``step + 2`` steps with the ``step``-th (from 0) traced; ``before_step`` as in ``train``."""
+    """Trains for ``step + 2`` steps with the ``step``-th (from 0) traced."""
     found: dict[str, Any] = {}
 
     def observe(engine, index):
@@ -56,7 +52,6 @@ def total_bytes(sample: dict[str, Any]) -> int:
 
 
 def check(result: Traced) -> None:
-    """Everything that does not depend on the case."""
     trace = result.trace
     check_spans(trace)
     check_moments(trace, result.timeline)
@@ -68,7 +63,6 @@ def check(result: Traced) -> None:
 
 
 def check_spans(trace: dict[str, Any]) -> None:
-    """Within a queue they follow each other; only what the step started ends after it."""
     for track in QUEUES:
         end = 0.0
         for span in (span for span in trace["spans"] if span["track"] == track):
@@ -86,7 +80,6 @@ def check_spans(trace: dict[str, Any]) -> None:
 
 
 def check_moments(trace: dict[str, Any], timeline: list[dict[str, Any]]) -> None:
-    """Those of the timeline; they cover all of forward and backward; their stalls are the spans in them."""
     moments = trace["moments"]
     assert [moment["phase"] for moment in moments] == [moment["phase"] for moment in timeline]
     assert [moment["tide_peak_bytes"] for moment in moments] == [moment["tide_peak_bytes"] for moment in timeline]
@@ -110,9 +103,7 @@ def is_of(span: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check_order(trace: dict[str, Any]) -> None:
-    """Spans of several queues lie on one axis: an update of the host begins when its gradient has come down, and a wait
-    for an upload ends when it is over.
-    """
+    """An update on the host begins when its gradient has come down; a wait for an upload ends when that is over."""
     spans = trace["spans"]
     gradients = (_C.ArrayKind.GRAD, _C.ArrayKind.GRAD_SUM)
     arrived = {
@@ -131,7 +122,7 @@ def check_order(trace: dict[str, Any]) -> None:
 
 
 def check_memory(result: Traced) -> None:
-    """Never above the budget: tide and slots of each instant, and of each moment at its highest tide."""
+    """Activation memory and device buffers never exceed the budget, at each instant and at each moment's highest."""
     peak, limit = result.after["device_peak_bytes"], result.trace["device_limit_bytes"]
     assert limit == result.after["device_budget_bytes"]
     for sample in [*result.trace["samples"], *result.trace["moments"]]:

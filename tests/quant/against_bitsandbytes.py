@@ -1,10 +1,9 @@
-"""``python -m tests.quant.against_bitsandbytes``: our codes, scales and values beside those of bitsandbytes on the CPU.
+"""Compares codes, scales and values with those of bitsandbytes on the CPU: ``python -m
+tests.quant.against_bitsandbytes``.
 
-bitsandbytes is no requirement of the tests (its wheel has 43 MB): ``pip install bitsandbytes``. What this printed is in
+Needs ``pip install bitsandbytes`` (43 MB), which the tests do not require. Recorded output:
 benchmark/results/cpu-bitsandbytes.txt.
 """
-
-from __future__ import annotations
 
 import platform
 
@@ -81,7 +80,6 @@ def compare_int8(shape: tuple[int, int], dtype: torch.dtype) -> list[str]:
 
 
 def main() -> None:
-    """Prints a line for each shape and dtype."""
     import bitsandbytes
 
     print(

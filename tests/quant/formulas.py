@@ -1,6 +1,5 @@
-"""The published formulas of NF4 with double quantisation and of int8, with PyTorch's operations: what bitsandbytes'
-own fallback computes (``bitsandbytes.functional`` and ``backends/default/ops.py`` of version 0.50), but for the mean of
-the scales, which is taken in float64 here.
+"""NF4 with double quantisation and int8 with PyTorch's operations, as bitsandbytes' own fallback computes them
+(``bitsandbytes.functional`` and ``backends/default/ops.py`` of version 0.50). The mean of the scales is float64 here.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ def nearest(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
 
 
 def blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """In rows of ``size``, the last one filled up with zeros."""
     values = values.reshape(-1)
     return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
 
@@ -93,6 +91,5 @@ class Int8:
 
 
 def dequantized(values: torch.Tensor, type: str, dtype: torch.dtype) -> torch.Tensor:
-    """``values`` as they are after quantisation, in their shape."""
     quantized = Nf4.of(values) if type == "nf4" else Int8.of(values)
     return quantized.values(dtype).view(values.shape)

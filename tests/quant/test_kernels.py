@@ -1,7 +1,3 @@
-"""The leaf kernels of quantised values: the published formulas, the same bits from every instruction set."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,17 +6,12 @@ from tests.bits import assert_same_bits
 from tests.quant.formulas import NF4, Int8, Nf4, dynamic_map
 
 ISAS = _C.optim.supported_isas()
-DTYPES = {
-    torch.float32: _C.DType.FLOAT32,
-    torch.bfloat16: _C.DType.BFLOAT16,
-    torch.float16: _C.DType.FLOAT16,
-}
+DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
 NUMELS = [1, 2, 63, 64, 65, 200, 256, 4096, 16384, 16385, 3 * 16384 + 77, 100_003]
 QUANT = {"nf4": _C.QuantType.NF4, "int8": _C.QuantType.INT8}
 
 
 def some_values(numel: int) -> torch.Tensor:
-    """As weights are, with outliers, small and zero blocks."""
     generator = torch.Generator().manual_seed(numel)
     values = torch.randn(numel, generator=generator) * 0.02
     values[::97] *= 30
@@ -43,7 +34,6 @@ def dequantize(isa: str, kind: str, array: torch.Tensor, numel: int, dtype: torc
 
 
 def parts(kind: str, array: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
-    """What is stored, by the names of the formulas."""
     where = _C.quant.layout(QUANT[kind], numel)
     if kind == "int8":
         count = -(-numel // 256)
@@ -66,7 +56,6 @@ def test_maps():
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", QUANT)
 def test_published_formulas(isa, kind):
-    """Every byte that is stored, and every value that comes of it."""
     for numel in NUMELS:
         values = some_values(numel)
         expected = Nf4.of(values) if kind == "nf4" else Int8.of(values)
@@ -105,7 +94,7 @@ def test_denormals_do_not_depend_on_the_callers_mode():
 
 
 def test_bytes_per_element():
-    """What QLoRA says: 4 bits, and 0.127 for the scales."""
+    """QLoRA: 4 bits, and 0.127 for the scales."""
     numel = 2**24
     assert _C.quant.num_bytes(_C.QuantType.NF4, numel) * 8 / numel == pytest.approx(4.127, abs=1e-3)
     assert _C.quant.num_bytes(_C.QuantType.INT8, numel) / numel == 1 + 4 / 256

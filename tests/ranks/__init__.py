@@ -1,1 +1,0 @@
-"""Training on several ranks (gloo), compared with one process and with plain PyTorch."""

@@ -1,7 +1,3 @@
-"""What ranks run that share sequences. Functions of a module's top level, so that their processes can import them."""
-
-from __future__ import annotations
-
 import dataclasses
 import os
 from typing import Any
@@ -24,10 +20,8 @@ BATCH, LENGTH = 2, 24
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A small model of Hugging Face."""
-
     name: str
-    """Its type, or, of one that stands for others, its class."""
+    """A model type, or a class name."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> nn.Module:
@@ -60,7 +54,7 @@ class Model:
 
 
 def batch(generator: torch.Generator, kind: str, rows: int, length: int = LENGTH) -> dict[str, Any]:
-    """Of ``rows`` sequences; ``kind``: what is special of them."""
+    """``kind`` selects the special tokens of ``rows`` sequences."""
     tokens = torch.randint(1, VOCAB, (rows, length), generator=generator)
     labels = tokens.clone()
     labels[torch.rand(tokens.shape, generator=generator) < 0.3] = -100
@@ -85,32 +79,28 @@ def batch(generator: torch.Generator, kind: str, rows: int, length: int = LENGTH
 
 
 def rows_of(value: Any, rank: int, size: int) -> Any:
-    """Of a data rank."""
     return value.chunk(size)[rank] if isinstance(value, torch.Tensor) else value
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run."""
-
     model: Model
     kind: str = "plain"
     size: int = 1
     """Ranks that share a sequence."""
     mode: str = "auto"
-    steps: int = 10
+    steps: int = 5
     precision: str = "fp32"
     length: int = LENGTH
     checkpointing: bool | None = None
-    """use_reentrant, or None: none."""
+    """use_reentrant, or None for no checkpointing."""
     accumulate: int = 1
     tiers: tuple[ActivationTier, ...] = ()
-    """Where activations of a GPT-2's layers rest, turned on by one layer with each step. Empty: none is chosen."""
+    """Resting tiers of a GPT-2's layer activations, rotated by one layer each step; empty: the engine chooses."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def train(run: Run) -> dict[str, Any]:
-    """On this rank: rows of its data rank, whole sequences."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     data_size, data_rank = world // run.size, rank // run.size
     torch.manual_seed(0)
@@ -150,7 +140,6 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def train_all(runs: list[Run]) -> list[dict[str, Any]]:
-    """One after the other."""
     return train_in_turn(train, runs)
 
 
@@ -176,7 +165,6 @@ class OwnAttention(nn.Module):
 
 
 def train_own(size: int) -> dict[str, Any]:
-    """Each rank is called with its own slice."""
     rank = int(os.environ.get("RANK", 0))
     torch.manual_seed(0)
     config = make_config("fp32", gradient_clipping=1.0, default_chunk_size=2048)
@@ -197,7 +185,6 @@ def train_own(size: int) -> dict[str, Any]:
 
 
 def checkpointed(folder: str, size: int) -> dict[str, Any]:
-    """Four steps on ranks that share sequences, saved in the middle; what is there is gone on from."""
     from patrickstar.checkpoint import latest_tag
 
     torch.manual_seed(0)
@@ -222,7 +209,6 @@ def checkpointed(folder: str, size: int) -> dict[str, Any]:
 
 
 def go_wrong() -> list[str]:
-    """What errors say: of a mesh, of models that cannot be divided, of batches that differ."""
     from transformers import AutoModelForSequenceClassification
 
     from tests.models import t5
@@ -268,7 +254,6 @@ def go_wrong() -> list[str]:
 
 
 def two_entry_points() -> list[list[float]]:
-    """By ``patrickstar.initialize``: DeepSpeed's names, a loader that gives ranks of a sequence the same samples."""
     import patrickstar
 
     results = []

@@ -1,7 +1,3 @@
-"""A few steps of each text model on ranks, compared with plain PyTorch."""
-
-from __future__ import annotations
-
 import math
 import os
 from typing import Any
@@ -38,7 +34,6 @@ def batches() -> list[dict[str, Any]]:
 
 
 def train_plainly(name: str) -> tuple[list[float], list[float]]:
-    """Losses and norms of gradients."""
     model = build(name).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
@@ -53,7 +48,6 @@ def train_plainly(name: str) -> tuple[list[float], list[float]]:
 
 
 def train_shared(name: str, options: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """The same on this rank, of an engine with ``options``."""
     config = make_config("fp32", gradient_clipping=1e9, steps_per_print=0)
     config["optimizer"] = {"type": "SGD", "params": {"lr": LEARNING_RATE}}
     engine, optimizer = initialize_engine(lambda: build(name), 0, {**config, **options})
@@ -70,8 +64,8 @@ def train_shared(name: str, options: dict[str, Any]) -> tuple[list[float], list[
 
 
 def try_all(names: list[str], ways: list[dict[str, Any]]) -> list[list[str]]:
-    """With each of ``ways``, options of an engine, of each model ``"right"``, ``"refused: ..."`` as the error says, or
-    what is wrong.
+    """By model "right", "refused: ..." with the error, or the difference; for each of ``ways``, options of an
+    engine.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("gloo")

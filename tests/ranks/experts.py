@@ -1,9 +1,3 @@
-"""A model with layers that are others on each rank. Functions of a module's top level, so that processes can import
-them.
-"""
-
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -18,11 +12,11 @@ from tests.training import ADAM, make_config
 
 STEPS = 6
 CLIPPING = 0.01
-"""Below the norm of every step."""
+"""Less than the norm of every step."""
 
 
 class Experts(nn.Module):
-    """Each shared layer is followed by an expert of the rank, of which the last is frozen."""
+    """Each shared layer is followed by an expert of the rank; the last expert is frozen."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -46,27 +40,20 @@ class Experts(nn.Module):
 
 @dataclasses.dataclass
 class Run:
-    """One training run."""
-
     precision: str = "fp32"
     accumulate: int = 1
     on_host: bool = False
-    """All optimizer states there."""
     speculation: str = "auto"
     options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"gradient_clipping": CLIPPING})
-    """Keys of the configuration."""
 
 
 def inputs(size: int, accumulate: int = 1) -> list[list[torch.Tensor]]:
-    """By micro-batch and rank."""
     generator = torch.Generator().manual_seed(1)
     return [list(torch.randn(size, 8, 64, generator=generator)) for _ in range(STEPS * accumulate)]
 
 
 def layers_used(step: int, rank: int) -> tuple[int, int]:
-    """Shared layers and experts. A rank leaves out experts, and at last one has gradients of its own alone, the other
-    none.
-    """
+    """A rank leaves out experts; in the end one rank has its own gradients alone and the other none."""
     return {(3, 1): (3, 0), (4, 0): (3, 2), (5, 0): (0, 3), (5, 1): (0, 0)}.get((step, rank), (3, 3))
 
 
@@ -115,7 +102,6 @@ def evaluate(engine: Any) -> None:
 
 
 def refused_calls(engine: Any, optimizer: Any) -> list[str]:
-    """Errors of the calls that are for values of all ranks; empty: none."""
     said = []
     for call in (
         engine.state_dict,
@@ -136,7 +122,6 @@ def refused_calls(engine: Any, optimizer: Any) -> list[str]:
 
 
 def train_experts_plain(size: int) -> dict[str, Any]:
-    """With plain PyTorch in one process: of shared parameters the mean of the ranks' gradients; ``values`` by rank."""
     torch.manual_seed(0)
     modules = [Experts(rank) for rank in range(size)]
     for module in modules:

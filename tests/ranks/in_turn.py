@@ -1,7 +1,3 @@
-"""Several runs in one start of ranks."""
-
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +8,6 @@ _Run = TypeVar("_Run")
 
 
 def train_in_turn(train: Callable[[_Run], dict[str, Any]], runs: Sequence[_Run]) -> list[dict[str, Any]]:
-    """What ``train`` gives for each run, within one group of all ranks; one process alone makes none."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("gloo")
     results = [train(run) for run in runs]

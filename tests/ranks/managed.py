@@ -1,7 +1,3 @@
-"""Parameters that stay with PyTorch, on ranks. Functions of a module's top level, so that processes can import them."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,15 +5,11 @@ from torch import nn
 
 from patrickstar import torch_scope
 from patrickstar.runtime import initialize_engine
-from tests.ranks.runs import rank_and_size
-from tests.training import ADAM, make_config
+from tests.ranks.runs import rank_and_size, train_plainly_for_all
+from tests.training import make_config
 
 
 class Managed(nn.Module):
-    """An embedding for the host, a layer whose gradients are averaged by PyTorch's side, one left to each rank, and a
-    complex parameter.
-    """
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 32)
@@ -51,14 +43,9 @@ def train_managed() -> dict[str, Any]:
 
 
 def train_managed_plain(size: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module = Managed()
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(4):
-        optimizer.zero_grad()
-        tokens = torch.randint(0, 16, (size, 8), generator=generator)
-        for rank in range(size):
-            (module(tokens[rank]) / size).backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    def losses(module, _step):
+        return map(module, torch.randint(0, 16, (size, 8), generator=generator))
+
+    return train_plainly_for_all(Managed, 4, losses)["state"]

@@ -1,8 +1,6 @@
-"""Small mixtures of experts and vision-language models of transformers, with batches that take other paths through
-them: without images, or with tokens that reach other experts.
+"""Small mixtures of experts and vision-language models of transformers, with batches without images or for other
+experts.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -151,7 +149,7 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], int]] = {
         0,
     ),
 }
-"""By family: its configuration, and how many tokens stand for an image."""
+"""By family: configuration, and tokens per image."""
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -159,12 +157,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": EXPERTS,
     "Olmoe": EXPERTS,
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Phimoe": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.0,
-        "input_jitter_noise": 0.0,
-    },
+    "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "DeepseekV3": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -186,7 +179,6 @@ FAMILIES = [*VISION_MODELS, *MIXTURES]
 
 
 def build(family: str) -> Callable[[], nn.Module]:
-    """Builds the model; experts run one by one, those that no token reaches not at all."""
     import transformers
 
     def make() -> nn.Module:

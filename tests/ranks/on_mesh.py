@@ -1,9 +1,3 @@
-"""What ranks run whose matrices are divided. Functions of a module's top level, so that their processes can import
-them.
-"""
-
-from __future__ import annotations
-
 import dataclasses
 import os
 from typing import Any
@@ -26,21 +20,19 @@ CLIP = 0.5  # acts in every step
 
 @dataclasses.dataclass(frozen=True)
 class MeshRun:
-    """One training run."""
-
     model: Model
     rows: int = 1
     columns: int = 1
     mode: str = "2d"
     sequence: int = 1
-    """Ranks that share each sequence, with the same blocks."""
+    """Ranks that share each sequence and hold the same blocks."""
     sequence_mode: str = "auto"
     kind: str = "plain"
     steps: int = 10
     precision: str = "fp32"
     clip: float = CLIP
     checkpointing: bool | None = None
-    """use_reentrant, or None: none."""
+    """use_reentrant, or None for no checkpointing."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
@@ -52,12 +44,10 @@ class MeshRun:
         return {**config, **self.options, "tensor_parallel": mesh}
 
     def batches(self) -> list[dict[str, Any]]:
-        """Of the whole run."""
         generator = torch.Generator().manual_seed(1)
         return [batch(generator, self.kind, SAMPLES) for _ in range(self.steps)]
 
     def own_batches(self) -> list[dict[str, Any]]:
-        """Those of this rank: ranks of a mesh have the same."""
         share = self.sequence * self.rows * self.columns
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         found = self.batches()
@@ -95,12 +85,10 @@ def train(run: MeshRun) -> dict[str, Any]:
 
 
 def train_all(runs: list[MeshRun]) -> list[dict[str, Any]]:
-    """One after the other."""
     return train_in_turn(train, runs)
 
 
 def train_plainly(run: MeshRun) -> dict[str, Any]:
-    """With PyTorch alone, whole batches in one process."""
     torch.manual_seed(0)
     model = run.model.build().train()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -119,7 +107,6 @@ def train_plainly(run: MeshRun) -> dict[str, Any]:
 
 
 def go_wrong(which: list[str]) -> list[str]:
-    """What errors say, of ``which`` mistakes."""
     from tests.models import t5
 
     rank = int(os.environ["RANK"])
@@ -176,7 +163,7 @@ def go_wrong(which: list[str]) -> list[str]:
 
 
 class RunsOutOnce(nn.Module):
-    """In the place of a layer's norm: the last rank's second call runs out of device memory."""
+    """Replaces a layer's norm: the last rank's second call runs out of device memory."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -191,7 +178,6 @@ class RunsOutOnce(nn.Module):
 
 
 def run_out(run: MeshRun) -> str:
-    """What is said of a forward that runs out of memory on one rank, with its notes."""
     engine, _ = initialize_engine(run.model.build, 0, run.config())
     try:
         with engine:
@@ -205,7 +191,6 @@ def run_out(run: MeshRun) -> str:
 
 
 def outgrow(run: MeshRun, budgets: tuple[int | None, ...]) -> list[str]:
-    """Two steps, then one on four times the samples, within each budget of device memory: how that ended."""
     ends = []
     for budget in budgets:
         torch.manual_seed(0)
@@ -226,7 +211,6 @@ def outgrow(run: MeshRun, budgets: tuple[int | None, ...]) -> list[str]:
 def checkpointed(
     folder: str, model: str | Model, rows: int, columns: int, mode: str = "2d", sequence: int = 1
 ) -> dict[str, Any]:
-    """Four steps on a mesh, saved in the middle; what is there is gone on from."""
     from patrickstar.checkpoint import latest_tag
 
     model = Model(model) if isinstance(model, str) else model
@@ -256,7 +240,6 @@ def checkpointed(
 
 
 def note_calls(owner: type, name: str) -> list[str]:
-    """From now on calls of ``owner``'s method are noted in the list."""
     called, method = [], getattr(owner, name)
 
     def noting(*args: Any) -> Any:
@@ -268,7 +251,6 @@ def note_calls(owner: type, name: str) -> list[str]:
 
 
 def from_files(folder: str, rows: int, columns: int, mode: str, sequence: int = 1) -> dict[str, Any]:
-    """A model whose blocks are read out of a folder of Hugging Face's, a step of it, and what it generates."""
     from patrickstar import from_pretrained
 
     run = MeshRun(Model("llama"), rows, columns, mode, sequence, steps=1)
@@ -296,7 +278,6 @@ def from_files(folder: str, rows: int, columns: int, mode: str, sequence: int = 
 
 
 def by_deepspeeds_names(mode: str) -> dict[str, Any]:
-    """By ``patrickstar.initialize``: ranks of a mesh get the same samples, and 1 x 2 goes by DeepSpeed's name."""
     import patrickstar
 
     torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""What ranks run in these tests. Functions of a module's top level, so that their processes can import them."""
-
-from __future__ import annotations
+"""Functions that ranks execute."""
 
 import dataclasses
 import itertools
@@ -25,20 +23,18 @@ class Task:
     """One training run."""
 
     model: str | Case
-    """Its name, or itself."""
+    """A name in MODELS, or a case."""
     precision: str = "fp32"
     steps: int = 5
     accumulate: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the configuration."""
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of its section ``optimizer``."""
+    """The section ``optimizer``."""
     on_host: bool = False
-    """All optimizer states on the host."""
     swaps: bool = False
-    """Between steps all values are read, others are written, and those that were read are put back."""
+    """Between steps all values are read, overwritten and restored."""
     visits: bool = False
-    """From the second step on the device makes the host's updates, in small pieces ([Note: visits])."""
+    """GPU round-trip updates from the second step on, in small pieces."""
 
     @property
     def case(self) -> Case:
@@ -57,7 +53,6 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def train_tasks(tasks: list[Task]) -> list[dict[str, Any]]:
-    """Each task in turn, on this rank's rows of every batch."""
     if rank_and_size()[1] > 1:  # once for all engines
         dist.init_process_group("gloo")
     results = [train(task) for task in tasks]
@@ -100,13 +95,12 @@ def swap(module: nn.Module) -> None:
 
 
 def rows(batch: dict[str, Any]) -> dict[str, Any]:
-    """This rank's rows of a batch; four of them become two each for two ranks."""
+    """This rank's rows of a batch; four become two each for two ranks."""
     rank, size = rank_and_size()
     return {key: value.chunk(size)[rank] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def train_plain(task: Task, size: int) -> dict[str, Any]:
-    """What ``size`` ranks should come to, with plain PyTorch in one process: the mean of the ranks' gradients."""
     case = task.case
     torch.manual_seed(0)
     module = case.build()
@@ -126,19 +120,39 @@ def train_plain(task: Task, size: int) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def train_plainly_for_all(build, num_steps: int, losses_of_step, clipping: float | None = None) -> dict[str, Any]:
+    """AdamW on the mean of the ranks' losses, which ``losses_of_step(module, step)`` yields; losses are by rank."""
+    torch.manual_seed(0)
+    module = build()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        losses.append([])
+        for loss in losses_of_step(module, step):
+            loss.backward()
+            losses[-1].append(loss.item())
+        for param in module.parameters():
+            if param.grad is not None:
+                param.grad /= len(losses[-1])
+        if clipping is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clipping)
+        optimizer.step()
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {"losses": [list(of_rank) for of_rank in zip(*losses, strict=True)], "state": state}
+
+
 UNEVEN_ROWS = [(2, 2), (3, 1), (1, 3), (3, 1)]
-"""Of each step's four rows, how many the first and the second of two ranks take."""
+"""Rows of the first and the second rank in each step."""
 
 
 def uneven_rows(case: Case, generator: torch.Generator, counts: tuple[int, int]) -> list[dict[str, torch.Tensor]]:
-    """Both ranks' rows of a step."""
     batches = [case.batch(generator) for _ in range(2)]
     rows = {key: torch.cat([batch[key] for batch in batches]).split(counts) for key in batches[0]}
     return [{key: values[rank] for key, values in rows.items()} for rank in range(2)]
 
 
 def train_uneven() -> dict[str, Any]:
-    """Batches that are not of one size on both ranks, as the last of an epoch."""
     rank, _ = rank_and_size()
     case = MODELS["gpt2"]
     torch.manual_seed(0)
@@ -158,27 +172,15 @@ def train_uneven() -> dict[str, Any]:
 
 
 def train_uneven_plain() -> dict[str, Any]:
-    """The mean of the ranks' mean gradients, with plain PyTorch; ``losses`` by rank."""
-    case = MODELS["gpt2"]
-    torch.manual_seed(0)
-    module = case.build()
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
-    generator = torch.Generator().manual_seed(1)
-    losses: list[list[float]] = [[], []]
-    for counts in UNEVEN_ROWS:
-        optimizer.zero_grad()
-        for rank, batch in enumerate(uneven_rows(case, generator, counts)):
-            loss = case.loss(module(**batch))
-            (loss / 2).backward()
-            losses[rank].append(loss.item())
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-    return {"losses": losses, "state": {name: value.detach() for name, value in module.state_dict().items()}}
+    case, generator = MODELS["gpt2"], torch.Generator().manual_seed(1)
+
+    def losses(module, step):
+        return (case.loss(module(**batch)) for batch in uneven_rows(case, generator, UNEVEN_ROWS[step]))
+
+    return train_plainly_for_all(case.build, len(UNEVEN_ROWS), losses, clipping=1.0)
 
 
 class Branches(nn.Module):
-    """Each rank goes through a layer of its own, and all through a common one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.common = nn.Linear(64, 64)
@@ -190,9 +192,8 @@ class Branches(nn.Module):
 
 
 def train_branches(options: dict[str, Any], on_host: bool, swap_at: int) -> dict[str, Any]:
-    """Rank r uses branch r; from step ``swap_at`` on rank 0 uses branch 2 alone, which it had not used before.
-
-    With ``on_host`` updates are there, and begin before it is known which gradients the other ranks have.
+    """Rank r uses branch r; from step ``swap_at`` on rank 0 uses branch 2 alone, for the first time. With ``on_host``
+    updates run there and begin before the other ranks' gradients are known.
     """
     rank, size = rank_and_size()
     torch.manual_seed(0)
@@ -213,17 +214,13 @@ def train_branches(options: dict[str, Any], on_host: bool, swap_at: int) -> dict
 
 
 def train_branches_plain(size: int, swap_at: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module = Branches()
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
     generator = torch.Generator().manual_seed(1)
-    for step in range(6):
-        optimizer.zero_grad()
+
+    def losses(module, step):
         inputs = torch.randn(size, 8, 64, generator=generator)
-        for rank in range(size):
-            (module(inputs[rank], 2 if rank == 0 and step >= swap_at else rank) / size).backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+        return (module(x, 2 if rank == 0 and step >= swap_at else rank) for rank, x in enumerate(inputs))
+
+    return train_plainly_for_all(Branches, 6, losses)["state"]
 
 
 BUFFERS = ("mean", "largest", "count", "seen", "nothing", "norm.running_mean", "norm.running_var")
@@ -231,8 +228,6 @@ CHANGES = 4
 
 
 class Statistics(nn.Module):
-    """Of its inputs, in buffers of several dtypes."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -256,7 +251,6 @@ class Statistics(nn.Module):
 
 
 def changing_batches() -> list[tuple[torch.Tensor, ...]]:
-    """By step and rank."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(4, 16, generator=generator).chunk(2) for _ in range(CHANGES)]
 
@@ -276,7 +270,6 @@ def change_buffers() -> dict[str, Any]:
 
 
 def overflow_on_one_rank() -> dict[str, Any]:
-    """A gradient that is not finite on rank 1 alone: all ranks skip the step."""
     rank, _ = rank_and_size()
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(lambda: nn.Linear(64, 1), 0, make_config("fp16"))
@@ -296,8 +289,6 @@ def overflow_on_one_rank() -> dict[str, Any]:
 
 
 class RunsOut(nn.Module):
-    """Runs out of device memory in this rank's ``failures``-th forwards, half way through."""
-
     def __init__(self, failures: set[int]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
@@ -313,7 +304,6 @@ class RunsOut(nn.Module):
 
 
 def run_out(failures_of_last: set[int], limit: int | None, plans: str | bool = False) -> dict[str, Any]:
-    """Four steps, and an evaluation after the third; of the last rank's forwards those fail."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
     failures = failures_of_last if rank == size - 1 else set()
@@ -342,7 +332,7 @@ def run_out(failures_of_last: set[int], limit: int | None, plans: str | bool = F
 
 
 class LosingLinear(torch.autograd.Function):
-    """A linear layer that is used as ever, and gives no gradients of the parameters that are ``lost``."""
+    """Computes as a linear layer, but gives no gradients of the parameters in ``lost``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, lost: str) -> torch.Tensor:
@@ -358,8 +348,6 @@ class LosingLinear(torch.autograd.Function):
 
 
 class LosesGradients(nn.Module):
-    """From its fourth forward on a layer of one rank gives no gradients."""
-
     def __init__(self, lost: str, losing_rank: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(LosingLayer(64, 64) for _ in range(4))
@@ -374,8 +362,6 @@ class LosesGradients(nn.Module):
 
 
 class LosingLayer(nn.Linear):
-    """Computed by :class:`LosingLinear`."""
-
     def forward(self, x: torch.Tensor, lost: str) -> torch.Tensor:
         return LosingLinear.apply(x, self.weight, self.bias, lost)
 
@@ -388,7 +374,6 @@ def losing_batch(step: int, rank: int) -> torch.Tensor:
 
 
 def lose_gradients(lost: str, losing_rank: int) -> dict[str, torch.Tensor]:
-    """Training in which, from the fourth step on, a layer of one rank gives no gradients of what is ``lost``."""
     rank, _ = rank_and_size()
     torch.manual_seed(0)
     config = make_config("fp32", default_chunk_size=4160, rank_timeout_seconds=20)  # a chunk for each layer
@@ -402,22 +387,15 @@ def lose_gradients(lost: str, losing_rank: int) -> dict[str, torch.Tensor]:
 
 
 def lose_gradients_plain(lost: str, losing_rank: int) -> dict[str, torch.Tensor]:
-    """The mean of two ranks' gradients, with plain PyTorch; one that is lost counts as zero."""
-    torch.manual_seed(0)
-    module = LosesGradients("", 0)
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
-    for step in range(LOSING_STEPS):
-        optimizer.zero_grad()
+    def losses(module, step):
         for rank in range(2):
             module.lost, module.calls = lost if rank == losing_rank else "", step
-            (module(losing_batch(step, rank)) / 2).backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+            yield module(losing_batch(step, rank))
+
+    return train_plainly_for_all(lambda: LosesGradients("", 0), LOSING_STEPS, losses)["state"]
 
 
 def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tuple[float, float]]:
-    """When this rank's model came to be in memory of its own, and when that was freed, for one model after another."""
-
     class Weighed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -441,21 +419,18 @@ def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tupl
 
 
 def other_config() -> str:
-    """Ranks with different configurations."""
     rank, _ = rank_and_size()
     initialize_engine(lambda: nn.Linear(8, 8), 0, make_config("fp32", gradient_clipping=1.0 + rank))
     return "no error"
 
 
 def other_model() -> str:
-    """Ranks with different models."""
     rank, _ = rank_and_size()
     initialize_engine(lambda: nn.Linear(8, 8 + rank), 0, make_config("fp32"))
     return "no error"
 
 
 def shares_of_this_machine() -> dict[str, Any]:
-    """What an engine takes of the machine when nothing is configured."""
     engine, _ = initialize_engine(lambda: nn.Linear(8, 8), 0, {})
     with engine:
         report = engine.report()

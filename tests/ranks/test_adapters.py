@@ -1,7 +1,3 @@
-"""PEFT's LoRA with an engine whose ranks share matrices: what PEFT trains in one process, by PEFT's names."""
-
-from __future__ import annotations
-
 import dataclasses
 
 import peft
@@ -19,8 +15,6 @@ from tests.ranks.test_training import relative_error
 
 @dataclasses.dataclass(frozen=True)
 class Adapted(Model):
-    """A small model with LoRA."""
-
     lora: dict = dataclasses.field(default_factory=dict)
 
     def build(self):
@@ -30,8 +24,6 @@ class Adapted(Model):
 
 @dataclasses.dataclass(frozen=True)
 class FromFiles(Adapted):
-    """LoRA on a base that ranks read from Hugging Face's files by blocks; adapters are drawn afterwards."""
-
     folder: str = ""
 
     def build(self):
@@ -71,7 +63,6 @@ def compare_found(runs, by_rank):
 
 
 def test_adapters_are_trained_as_by_peft(tmp_path):
-    """Their base in memory, or in files, from which each rank reads its blocks."""
     runs = [
         MeshRun(LLAMA, 1, 2),
         MeshRun(ALL_LLAMA, 1, 2, "1d", options=TILES),

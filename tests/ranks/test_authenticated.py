@@ -1,7 +1,3 @@
-"""Strangers at a store's port: whatever they send, they are told nothing, change nothing, and keep nobody out."""
-
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -40,7 +36,6 @@ def stranger_at(store):
 
 
 def is_told(connection):
-    """All that comes until the other side closes the connection."""
     told = b""
     with contextlib.suppress(ConnectionError), connection:
         while more := connection.recv(4096):
@@ -49,7 +44,7 @@ def is_told(connection):
 
 
 class Recorder:
-    """Between a client and a store: passes on what they send, keeps it, and may answer the client itself."""
+    """A proxy between client and store that keeps their messages and may answer the client itself."""
 
     def __init__(self, store):
         self._listening, self._store = listen("127.0.0.1", 0), (store.host, store.port)
@@ -78,8 +73,6 @@ class Recorder:
 
 
 def test_a_store_does_what_a_tcp_store_does(served):
-    """In one order of calls, against torch's."""
-
     def use(store):
         found = [store.add("n", 3), store.add("n", -1), store.get("n")]
         store.set("a", b"\x00\xff")
@@ -136,7 +129,7 @@ def test_another_secret_is_refused_by_both_sides(served):
 
 
 def test_what_was_recorded_cannot_be_played_again(served):
-    """Neither on another connection, whose nonces are others, nor on the same one, whose messages are numbered."""
+    """Another connection has other nonces; on the same one messages are numbered."""
     recorder = Recorder(served)
     store = AuthenticatedStore("127.0.0.1", recorder.port, KEY, timeout_seconds=10)
     assert store.add("orders", 1) == 1
@@ -162,7 +155,6 @@ def test_what_was_sent_back_is_refused(served):
 
 
 def test_a_changed_message_is_refused(served):
-    """One bit of each part of a frame: length, tag and body."""
     recorder = Recorder(served)
     AuthenticatedStore("127.0.0.1", recorder.port, KEY, timeout_seconds=10).set("a", "b")
     frame = bytes(recorder.up[HELLO_BYTES:])
@@ -187,7 +179,6 @@ def test_oversized_messages_are_refused_before_memory_is_taken(served):
 
 
 def test_slow_and_many_strangers_keep_nobody_out(served, monkeypatch):
-    """More of them than the server keeps, each of which sends a byte now and then."""
     monkeypatch.setattr(authenticated_server, "HANDSHAKE_SECONDS", 1.0)
     threads, begun = threading.active_count(), time.monotonic()
     strangers = [stranger_at(served) for _ in range(2 * MOST_STRANGERS)]
@@ -217,8 +208,6 @@ def _is_closed(connection):
 
 
 def test_an_interrupted_request_does_not_shift_the_answers_of_later_ones(served):
-    """A signal's handler raises while an answer is on its way."""
-
     def interrupted(*_):
         raise KeyboardInterrupt
 

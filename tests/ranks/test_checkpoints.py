@@ -1,19 +1,17 @@
-"""Checkpoints of sharded chunks: any ranks write them, any others load them, and training goes on to the bit."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.distributed import run_ranks
-from tests.models import MODELS
-from tests.ranks.runs import rank_and_size, rows
+from tests.distributed import RanksFailedError, run_ranks
+from tests.models import MODELS, Case, gpt2, token_batch
+from tests.ranks.runs import Task, rank_and_size, rows, train
 from tests.ranks.test_training import assert_same_state
 from tests.training import make_config
 
@@ -28,9 +26,6 @@ def train_part(
     optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Steps ``begin`` to ``end`` of a run, from a checkpoint if there is one; saves at the end if told to.
-    ``optimizer``: of the configuration, instead of AdamW. What commits updates in backward does not clip.
-    """
     case = MODELS["gpt2"]
     torch.manual_seed(0)
     clipping = 0.0 if "speculation" in (optimizer or {}) else 1.0
@@ -77,7 +72,6 @@ def test_two_ranks_go_on_where_they_were(tmp_path):
 
 
 def test_another_number_of_ranks(tmp_path):
-    """1, 2, 4 and 1 ranks: what is stored stays the same to the bit; so do exported weights."""
     folders = [str(tmp_path / name) for name in ("one", "two", "four")]
     one = run_ranks(1, train_part, None, 0, 3, folders[0])[0]
     two = run_ranks(2, train_part, folders[0], 0, 0, folders[1])
@@ -94,27 +88,14 @@ def test_another_number_of_ranks(tmp_path):
             assert_same_bits(value, one["state"][name].to(value.dtype), name)
 
 
-@pytest.mark.parametrize("states", ["8bit", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_moments_of_fewer_bytes_on_another_number_of_ranks(tmp_path, states):
-    """Two ranks, one and two, which go on as if they had not been away."""
-    two, one = str(tmp_path / "two"), str(tmp_path / "one")
-    straight = run_ranks(2, train_part, None, 0, 5, None, "bf16", states)
-    run_ranks(2, train_part, None, 0, 3, two, "bf16", states)
-    alone = train_part(two, 0, 0, one, "bf16", states)
-    again = run_ranks(2, train_part, one, 3, 5, None, "bf16", states)
-    for rank in range(2):
-        assert again[rank]["losses"] == straight[rank]["losses"][3:]
-        assert_same_state(again[rank]["loaded"], alone["state"])
-        assert_same_state(again[rank]["state"], straight[rank]["state"])
-        assert_same_state(again[rank]["states"], straight[rank]["states"])
-
-
 COMMITTED = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}, "speculation": "commit"}
 
 
 @pytest.mark.parametrize(
     ("states", "optimizer"),
     [
+        ("8bit", None),
+        pytest.param("bf16", None, marks=pytest.mark.slow),
         ("8bit", {"type": "Lion", "params": {"lr": 3e-4, "weight_decay": 0.1}}),
         ("fp32", {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}}),
         ("fp32", COMMITTED),
@@ -122,9 +103,6 @@ COMMITTED = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}, "spec
     ],
 )
 def test_other_states_on_another_number_of_ranks(tmp_path, states, optimizer):
-    """The same without a variance, with split masters and without masters; and two ranks with little device memory make
-    the same bits.
-    """
     two, one = str(tmp_path / "two"), str(tmp_path / "one")
     straight = run_ranks(2, train_part, None, 0, 5, None, "bf16", states, optimizer)
     run_ranks(2, train_part, None, 0, 3, two, "bf16", states, optimizer)
@@ -140,3 +118,59 @@ def test_other_states_on_another_number_of_ranks(tmp_path, states, optimizer):
 def go_on_within_little(folder: str, begin: int, end: int, states: str, optimizer: dict[str, Any]) -> dict[str, Any]:
     budget = {"device_memory": "1MB", "default_chunk_size": 16384}
     return train_part(folder, begin, end, None, "bf16", states, optimizer, **budget)
+
+
+OPTIONS = {"default_chunk_size": 8192, "gradient_clipping": 0.5}
+
+
+def deep_gpt2():
+    return gpt2(hidden=32, layers=12)
+
+
+def train_with_and_without(folder):
+    dist.init_process_group("gloo")
+    case = Case(deep_gpt2, token_batch)
+    engine, _ = initialize_engine(case.build, 0, Task(case, "bf16", options=OPTIONS).config())
+    with engine:
+        layout = engine._session.layout
+        _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
+        _, least, _ = _C.initial_placement(layout, 0, 0, _C.Backwards.ONE, _C.UNLIMITED)
+    options = {"host_memory": least + (everything - least) // 4, "disk_memory": {"path": folder, "size": "1GiB"}}
+    tasks = [Task(case, "bf16", options={**OPTIONS, **more}, on_host=True) for more in ({}, options)]
+    results = [train(task) for task in tasks]
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def test_two_ranks(tmp_path):
+    for without, with_disk in run_ranks(2, train_with_and_without, str(tmp_path)):
+        assert with_disk["losses"] == without["losses"]
+        assert with_disk["norms"] == without["norms"]
+        assert_same_bits(with_disk["state"], without["state"])
+        assert 0 < with_disk["report"]["num_disk_chunks"] <= with_disk["report"]["num_chunks"]
+        assert with_disk["report"]["disk_read_bytes"] > 0
+        assert without["report"]["num_disk_chunks"] == 0
+
+
+def fail_on_one_rank(folder):
+    dist.init_process_group("gloo")
+    case = Case(deep_gpt2, token_batch)
+    options = {**OPTIONS, "host_memory": 1, "disk_memory": {"path": folder, "size": "1GiB"}, "rank_timeout_seconds": 60}
+    engine, _ = initialize_engine(case.build, 0, Task(case, "bf16", options=OPTIONS).config())
+    with engine:
+        _, least, _ = _C.initial_placement(engine._session.layout, 0, 0, _C.Backwards.ONE, _C.UNLIMITED)
+    options["host_memory"] = least
+    engine, optimizer = initialize_engine(case.build, 0, Task(case, "bf16", options=options, on_host=True).config())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with engine:
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                engine._session.runtime.disk_faults.reads_before_error = 0
+            engine.backward(case.loss(engine(**case.batch(generator))))
+            optimizer.step()
+
+
+def test_one_disk_that_fails_ends_all_ranks(tmp_path):
+    with pytest.raises(RanksFailedError, match="disk_memory: reading .* failed: Input/output error"):
+        run_ranks(2, fail_on_one_rank, str(tmp_path))

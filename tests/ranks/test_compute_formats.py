@@ -1,7 +1,3 @@
-"""Compute formats of chunks that ranks share: whole values are formatted once, wherever they go."""
-
-from __future__ import annotations
-
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.engine.test_compute_formats import SGD, STEPS, install, plainly
@@ -16,7 +12,6 @@ def train_in_format(tasks):
 
 
 def test_two_ranks():
-    """Budgets, chunk sizes and sides change no bit; plain PyTorch differs by rounding alone."""
     tasks = [
         Task("gpt2", steps=STEPS, optimizer={"type": "SGD", "params": dict(SGD)}, on_host=on_host, options=options)
         for options, on_host in (({}, False), (SMALL, False), ({"default_chunk_size": 8192}, True))

@@ -1,7 +1,3 @@
-"""Chunks that each rank has alone, beside shared ones (`ChunkRanks`), shown by a toy with experts."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -31,7 +27,6 @@ ALIKE = {
 
 
 def test_experts_of_two_ranks():
-    """Budgets and sides of Adam change no bit; plain PyTorch that computes both experts differs by rounding alone."""
     runs = [run for alike in ALIKE.values() for run in alike]
     by_rank = [iter(results) for results in run_ranks(2, train_in_turn, train_experts, runs, timeout_seconds=300)]
     results = {name: [[next(rank) for rank in by_rank] for _ in alike] for name, alike in ALIKE.items()}

@@ -1,6 +1,4 @@
-"""Devices that a plan fills to the last byte, with memory as CUDA has it: slots are larger than what they hold."""
-
-from __future__ import annotations
+"""Devices that a plan fills to the last byte. As with CUDA, buffers are larger than their content."""
 
 from typing import Any
 
@@ -16,7 +14,7 @@ from tests.training import make_config
 
 STEPS = 5
 SLOW = {"delays": {"link_gbps": 0.01, "link_latency_us": 5}}
-"""A link so slow that the host's updates, and with them memory for more gradients, are late."""
+"""A link so slow that the host's updates are late, and so is memory for more gradients."""
 FULL = [
     {"device_memory": 7_300_000, "host_memory": 5_000_000} | SLOW,
     {"device_memory": 6_500_000, "host_memory": 5_500_000},
@@ -25,7 +23,6 @@ FULL = [
 
 
 def train(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any], int]:
-    """Losses, values, the report, and the bytes that came down in the last step."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(lambda: gpt2(hidden=128, layers=12), 0, config)
     losses = []
@@ -59,8 +56,8 @@ def train_all() -> list[Any]:
 
 
 def test_no_more_comes_down_than_is_planned():
-    """Gathered values did, each one just before the plan dropped it, and gradients between two of their parts; on the
-    host they took the room of complete gradients, which then did not fit the device.
+    """Gathered values must not, and neither must gradients between two of their parts: on the host they would take the
+    room of complete gradients.
     """
     for ample, *runs in run_ranks(2, train_all, timeout_seconds=200):
         for losses, values, report, downloaded in runs:

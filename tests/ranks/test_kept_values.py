@@ -1,9 +1,3 @@
-"""Several ranks whose bfloat16 parameters are a part of the optimizer state: split masters, 12 bytes per parameter of
-exact AdamW, and no masters at all. Where a chunk's share is, and how chunks are cut, changes no bit.
-"""
-
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -29,7 +23,6 @@ SCHEMES = {
 
 
 def run(size, tasks):
-    """[task][rank]"""
     by_rank = run_ranks(size, train_tasks, tasks, timeout_seconds=300)
     return [[results[index] for results in by_rank] for index in range(len(tasks))]
 
@@ -40,7 +33,6 @@ def assert_same(one, other):
 
 
 def test_split_masters_are_exact():
-    """The bits of float32 masters whose updates wait for the step."""
     waits, commits = {"speculation": "never"}, COMMIT
     tasks = [Task("gpt2", "bf16", optimizer=scheme, on_host=True, options=SMALL) for scheme in (waits, commits)]
     results = run(2, tasks)
@@ -52,7 +44,6 @@ def test_split_masters_are_exact():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_placements(name):
-    """All on the device; all on the host beside a small device and small chunks; some on either side."""
     delays = {"max_random_us": 300, "seed": 1}
     tight = {"default_chunk_size": 4096, "device_memory": "850KB", "delays": delays}
     clipping = {} if "speculation" in SCHEMES[name] else {"gradient_clipping": 0.05}
@@ -81,13 +72,11 @@ def bytes_per_parameter(optimizer):
 
 @pytest.mark.parametrize(("name", "expects"), [("split masters", 12), ("no masters, bf16", 6)])
 def test_bytes_per_parameter(name, expects):
-    """Of two ranks together."""
     assert run_ranks(2, bytes_per_parameter, SCHEMES[name]) == [expects] * 2
 
 
 @pytest.mark.parametrize("name", ["split masters, 8 bits", "no masters, bf16"])
 def test_updates_that_the_device_makes_for_the_host(name):
-    """Of each rank's share, with random delays on every queue."""
     delays = {"max_random_us": 300, "seed": 2}
     tasks = [
         Task(

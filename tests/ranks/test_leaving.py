@@ -1,10 +1,11 @@
-"""Activations that leave the device of one rank and not of the other: each decides alone, plans know of both."""
+import dataclasses
+import functools
 
-from __future__ import annotations
+import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from tests.engine.test_stashed_activations import LENGTH, wide_reference
-from tests.ranks.leaving import trained
+from tests.engine.test_stashed_activations import LENGTH, WIDE, long_batch, stashed_by_step, stashing, wide_reference
+from tests.training import train
 
 
 def test_each_rank_decides_alone():
@@ -23,3 +24,21 @@ def test_each_rank_decides_alone():
     assert roomy[0] > 0 and roomy[1:] == [0] * 3  # while the plan after the first step has room for them already
     assert long[1][2][0] >= max(long[0][2])
     assert all(num_bytes > 0 for num_bytes in tight)
+
+
+def trained(lengths, settings):
+    dist.init_process_group("gloo")
+    case = dataclasses.replace(WIDE, batch=functools.partial(long_batch, length=lengths[dist.get_rank()]))
+    found = []
+    for offload, device_memory in settings:
+        tides = []
+
+        def look(engine, step, tides=tides):
+            if step > 0:
+                tides.append(engine.plan().tide_peak_bytes)
+
+        config = stashing(offload, device_memory=device_memory)
+        run = train(case, config, steps=4, checkpointing=False, before_step=look)
+        found.append(([loss.hex() for loss in run.losses], stashed_by_step(run), tides))
+    dist.destroy_process_group()
+    return found

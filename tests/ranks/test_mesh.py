@@ -1,20 +1,20 @@
-"""A mesh of ranks: who shares which axes, and what they open along one."""
-
-from __future__ import annotations
-
 import itertools
 import os
 import signal
+import threading
 
 import pytest
 import torch
+from torch import nn
 
 from patrickstar import _C
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import join_ranks, open_ranks
-from patrickstar.ranks.exchanges import open_exchanges
+from patrickstar.ranks.exchanges import ThreadExchanges, open_exchanges
 from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks, nearest_meshes
+from patrickstar.runtime import initialize_engine
 from tests.distributed import rank_outcomes, run_ranks
+from tests.training import make_config
 
 MESHES = [
     Mesh(),
@@ -41,7 +41,6 @@ def test_every_rank_has_coordinates_of_its_own(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_who_shares_axes(mesh):
-    """Every set of axes divides the ranks; who is in a group differs in these axes alone, and all such are in it."""
     for axes in axes_in_all_ways():
         division = mesh.division(*axes)
         assert sorted(itertools.chain.from_iterable(division)) == list(range(mesh.size))
@@ -89,7 +88,6 @@ def test_the_nearest_meshes():
 
 
 def sum_along(some):
-    """The ranks' numbers along an axis, from messages between each two of them, and what this rank adds to them."""
     exchanges = open_exchanges(some, "a sum")
     others = [rank for rank in range(exchanges.size) if rank != exchanges.rank]
     mine = torch.tensor([some.context.rank])
@@ -133,7 +131,6 @@ def test_exchanges_along_each_axis():
 
 
 def share_chunks():
-    """With the rank that has the same column: shards, agreement within the calls of all, and who is named."""
     with join_ranks(timeout_seconds=60) as everybody:
         rank = everybody.context.rank
         with everybody.guard("opening"):
@@ -163,7 +160,6 @@ def test_ranks_that_share_chunks():
 
 
 def lose_one_along_an_axis():
-    """Rank 3 dies between two steps of its sequence; ranks 0 and 1 share only data with it and its neighbour."""
     with open_ranks(timeout_seconds=6) as everybody:
         ranks = MeshRanks(everybody, Mesh(data=2, sequence=2))
         sequence = open_exchanges(ranks.along("sequence"), "the sequence")
@@ -186,7 +182,6 @@ def test_a_rank_that_dies_along_one_axis_ends_all():
 
 
 def train_with_data_alone():
-    """A mesh of data only opens nothing: as many groups of torch.distributed as without one."""
     with open_ranks(timeout_seconds=60) as everybody:
         opened = everybody._connections
         before = len(opened._groups), len(opened._communicators)
@@ -196,3 +191,55 @@ def train_with_data_alone():
 
 def test_a_mesh_opens_nothing_by_itself():
     assert run_ranks(2, train_with_data_alone) == [((3, 2), (3, 2))] * 2
+
+
+class Nobody:
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.calls = []
+
+    def exchange(self, sends, receives):
+        self.calls.append((threading.current_thread(), sends, receives))
+
+
+class Sending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weight, exchanges):
+        ctx.save_for_backward(rows, weight)
+        out = rows @ weight.t()
+        exchanges.begin([(1, weight)], []).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight = ctx.saved_tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            return grad @ weight, grad.t() @ rows, None
+
+
+class SendingLinear(nn.Linear):
+    def forward(self, rows):
+        return Sending.apply(rows, self.weight, self.exchanges)
+
+
+def test_parameters_that_are_sent_are_used_by_the_thread_that_sends_them():
+    """[Note: parameters that are sent]"""
+    communicator = Nobody()
+
+    def build():
+        layer = SendingLinear(32, 32, bias=False)
+        layer.exchanges = ThreadExchanges(communicator)
+        return nn.Sequential(nn.Linear(32, 32, bias=False), layer, nn.Linear(32, 32, bias=False))
+
+    engine, optimizer = initialize_engine(build, 0, make_config("fp32", default_chunk_size=1024))
+    with engine:
+        engine.backward(engine(torch.ones(2, 32)).sum())
+        optimizer.step()
+        moments = engine._session.runtime.timeline()
+    backward = [moment["accesses"] for moment in moments if moment["phase"] == _C.Phase.BACKWARD]
+    held = [[chunk for chunk, kind, _ in accesses if kind == _C.ArrayKind.PARAM] for accesses in backward]
+    assert held == [[2], [1], [0]]
+    ((thread, (message,), receives),) = communicator.calls
+    assert thread is not threading.current_thread()
+    assert message[::2] == (1, 32 * 32 * 4) and receives == []

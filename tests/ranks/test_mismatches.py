@@ -1,9 +1,7 @@
-"""Ranks that make different calls at one point of a run, every ordered pair of calls: all of them end with an error
-that says who does what. Pairs of one group are run by one set of processes, groups beside each other, since most of the
-time goes by in waiting for a rank that does not come.
-"""
+"""Every ordered pair of different calls at one point of a run: all ranks end with an error that names each rank's call.
 
-from __future__ import annotations
+One set of processes runs the pairs of a group, and groups run beside each other, since most time goes by in waiting.
+"""
 
 import datetime
 import itertools
@@ -35,7 +33,7 @@ EXCHANGES = {
     "one batch fewer": [],
     "one batch more": ["forward", "backward", "step"],
 }
-"""What a rank can be waiting in for the others, by the call that it makes."""
+"""Calls in which a rank may wait for the others, by its own call."""
 PAIRS = list(itertools.product(EXCHANGES, EXCHANGES))
 NUM_GROUPS = 5
 SAVED_TOO_EARLY = "save_checkpoint between backward and step"
@@ -52,7 +50,6 @@ class Layers(nn.Module):
 
 
 def make_calls(pairs: list[tuple[str, str]], folder: str) -> list[str]:
-    """This rank's error for each pair of calls: the first of them is rank 0's, the second all others'."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank_failures._LINGER_SECONDS = rank_failures._GRACE_SECONDS = 0.3  # the store's server stays
@@ -70,9 +67,6 @@ def make_calls(pairs: list[tuple[str, str]], folder: str) -> list[str]:
 
 
 def run(call: str, calls: tuple[str, ...], folder: str) -> None:
-    """Two steps, and what of a third comes before ``calls``; this rank's ``call``; then the end of a script, where
-    values are read and the engine is closed.
-    """
     torch.manual_seed(0)
     config = make_config("fp32", default_chunk_size=8192, rank_timeout_seconds=60)
     engine, optimizer = initialize_engine(lambda: Layers(), 0, config)
@@ -112,12 +106,10 @@ def run(call: str, calls: tuple[str, ...], folder: str) -> None:
 
 
 def left(call: str) -> list[str]:
-    """What a rank goes through from ``call`` to the end of the script."""
     return EXCHANGES[call] if call == "close" else [*EXCHANGES[call], "state_dict", "close"]
 
 
 def check(calls: tuple[str, str], errors: tuple[str, ...]) -> None:
-    """``errors`` by rank."""
     by_rank = [left(calls[min(rank, 1)]) for rank in range(len(errors))]
     if by_rank[0] == by_rank[1]:
         assert not any(errors)

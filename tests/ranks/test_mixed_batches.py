@@ -1,9 +1,3 @@
-"""Mixtures of experts and vision-language models of transformers on ranks whose batches differ after planned steps: no
-images on one of them, or tokens that reach other experts. Losses and parameters are those of plain PyTorch.
-"""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,7 +15,6 @@ NUM_COMMON, NUM_STEPS = 2, 6
 
 
 def batches(family: str, step: int, accumulate: int, rank: int) -> list[dict[str, torch.Tensor]]:
-    """The first steps are alike; later the ranks have images and many tokens in turn."""
     is_common = step < NUM_COMMON
     return [
         batch(
@@ -62,7 +55,6 @@ def train_families(families: list[str], accumulate: int, checkpointing: bool) ->
 
 
 def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Losses by rank, and the state."""
     torch.manual_seed(0)
     module = build(family)().train()
     optimizer = torch.optim.AdamW(module.parameters(), **SMOOTH_ADAM)
@@ -79,12 +71,7 @@ def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list
 
 
 def check(
-    families: list[str],
-    num_ranks: int,
-    accumulate: int,
-    checkpointing: bool,
-    tolerance: float = 5e-6,
-    **options: Any,
+    families: list[str], num_ranks: int, accumulate: int, checkpointing: bool, tolerance: float = 5e-6, **options: Any
 ) -> None:
     arguments = (families, accumulate, checkpointing)
     by_rank = run_ranks(num_ranks, train_families, *arguments, timeout_seconds=600, **options)

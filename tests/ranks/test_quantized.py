@@ -1,7 +1,3 @@
-"""Quantised chunks that ranks share: each has its part of codes and scales, and all have the values of one process."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,7 +22,6 @@ WIDE = Case(wide_tower, TOWER.batch)
 
 
 def same_on_all(tasks: list[Task]) -> list[dict[str, Any]]:
-    """What each task comes to on both of two ranks."""
     by_rank = run_ranks(2, train_tasks, tasks, timeout_seconds=300)
     for one, other in zip(*by_rank, strict=True):
         assert_same_bits(one["state"], other["state"])
@@ -34,7 +29,6 @@ def same_on_all(tasks: list[Task]) -> list[dict[str, Any]]:
 
 
 def test_two_ranks():
-    """Budgets change no bit; frozen values are those of one process, also where chunks are cut."""
     nf4, int8 = ({"quantization": {"type": kind}} for kind in ("nf4", "int8"))
     small = {"device_memory": "1MB", "default_chunk_size": 16384}
     runs = same_on_all(
@@ -61,7 +55,6 @@ def test_two_ranks():
 
 
 def resume(folder: str) -> list[str]:
-    """What of a checkpoint an engine with the same base takes, and one with another base."""
     dist.init_process_group("gloo")
     outcomes = []
     for seed, folder_is_there in ((0, False), (0, True), (7, True)):
@@ -83,7 +76,6 @@ def resume(folder: str) -> list[str]:
 
 
 def refusals() -> list[str]:
-    """Rank 1 has drawn other values than rank 0; matrices are divided."""
     dist.init_process_group("gloo")
     texts = []
     for seed, options in ((rank_and_size()[0], {}), (0, {"tensor_parallel": {"columns": 2}})):

@@ -1,13 +1,11 @@
-"""A run's secret is its user's alone, servers listen where they are told, and hosts in messages are checked."""
-
-from __future__ import annotations
-
 import os
 import socket
 import stat
 
 import pytest
+import torch
 
+from patrickstar import StateError
 from patrickstar.ranks import private_files
 from patrickstar.ranks.addresses import (
     NETWORKS_VARIABLE,
@@ -19,6 +17,9 @@ from patrickstar.ranks.addresses import (
     listening_address,
     split_address,
 )
+from patrickstar.ranks.emulated import run_emulated
+from patrickstar.ranks.exchanges import open_exchanges
+from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks
 from patrickstar.ranks.private_files import NotPrivateError, make_private_folder, open_private
 from patrickstar.ranks.run_secret import RunSecret, SecretError, default_secret_file, read_secret, write_secret
 
@@ -105,7 +106,6 @@ def test_addresses():
 
 
 def test_a_socket_listens_where_it_was_told():
-    """By an address or an interface; never on all of them."""
     for host in ("127.0.0.1", "localhost", "lo"):
         with listen(listening_address(host), 0) as listening:
             assert listening.getsockname()[0] == "127.0.0.1"
@@ -119,7 +119,6 @@ def test_a_socket_listens_where_it_was_told():
 
 
 def test_gloo_listens_where_its_store_does(monkeypatch):
-    """On loopback, unless ranks are on several machines or the user has named an interface."""
     for host, named, within in (
         ("127.0.0.1", None, "lo"),
         ("127.0.0.1", "eth7", "eth7"),
@@ -154,3 +153,39 @@ def test_hosts_of_a_run(monkeypatch):
     monkeypatch.setenv(NETWORKS_VARIABLE, "10.1.0.0/99")
     with pytest.raises(ValueError, match="give networks such as"):
         AllowedHosts.around("203.0.113.7")
+
+
+def test_tensors_come_from_the_ranks_that_sent_them():
+    mesh = Mesh(sequence=2, columns=3)
+
+    def run(ranks):
+        here = MeshRanks(ranks, mesh)
+        lines = [open_exchanges(here.along(axis), axis.value) for axis in (Axis.SEQUENCE, Axis.COLUMNS)]
+        came = []
+        for line in lines:
+            mine = torch.full((2,), float(ranks.context.rank))
+            others = [rank for rank in range(line.size) if rank != line.rank]
+            incoming = {rank: torch.empty(2) for rank in others}
+            line.begin([(rank, mine) for rank in others], list(incoming.items())).wait()
+            came.append({rank: tensor[1].item() for rank, tensor in incoming.items()})
+        return came, ranks.control.exchange(bytes([ranks.context.rank]), "its number")
+
+    for rank, (came, numbers) in enumerate(run_emulated(mesh.size, run)):
+        sequence, column = divmod(rank, 3)
+        assert came == [
+            {1 - sequence: (1 - sequence) * 3.0 + column},
+            {other: sequence * 3.0 + other for other in range(3) if other != column},
+        ]
+        assert numbers == [bytes([other]) for other in range(6)]
+
+
+def test_what_one_raises_first_ends_all():
+    def run(ranks):
+        if ranks.context.rank == 1:
+            raise KeyError("first")
+        ranks.control.exchange(b"", "what rank 1 never sends")
+
+    with pytest.raises(KeyError, match="first"):
+        run_emulated(3, run)
+    with pytest.raises(StateError, match="the words"):
+        run_emulated(2, lambda ranks: ranks.check_agreement("the words", str(ranks.context.rank)))

@@ -1,19 +1,23 @@
-"""The memory of activations is flat where the length grows with the ranks that share it, as counted and as planned."""
-
-from __future__ import annotations
+import contextlib
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.machines import H200
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
+from patrickstar.runtime import initialize_engine
 from patrickstar.sequence.choice import Links
 from patrickstar.sequence.layout import Mode
 from tests.distributed import run_ranks
-from tests.ranks.activations import LLAMA, saved_bytes
+from tests.models import VOCAB
+from tests.ranks.divided import Model
+from tests.training import make_config
 
 LENGTH = 128
 CASES = [(1, "auto", LENGTH), (2, "zigzag", 2 * LENGTH), (4, "zigzag", 4 * LENGTH), (4, "ulysses", 4 * LENGTH)]
@@ -23,7 +27,7 @@ def planned_tide(size, mode, length):
     with torch.device("meta"):
         module = LLAMA.build()
     params = plan_params(module, torch.float32, use_cpu_embedding=False)
-    # Transfers take all of the time, of which ulysses has fewer; or none, where the ring is taken.
+    # Transfers take all of the time (ulysses has fewer), or none (the ring is chosen).
     links = Links(gbps=1e-3) if mode == "ulysses" else Links(attention_tflops=1e-9)
     division = PlannedDivision(module, 1, length, size, links)
     assert division.choice.mode is Mode(mode)
@@ -34,7 +38,6 @@ def planned_tide(size, mode, length):
 
 
 def test_memory_is_flat_where_the_length_grows_with_the_ranks():
-    """Bytes that a layer saves, counted; the whole tide, counted and planned."""
     by_rank = run_ranks(4, saved_bytes, CASES)
     for size, mode, length in CASES:
         print(size, mode, length, [found[CASES.index((size, mode, length))] for found in by_rank])
@@ -42,9 +45,64 @@ def test_memory_is_flat_where_the_length_grows_with_the_ranks():
         alone, two, four, heads = (saved for saved, _ in found)
         assert two == pytest.approx(alone, rel=0.02)  # equal today
         assert four == pytest.approx(alone, rel=0.02)
-        # The output by heads and by tokens; and each rank has one of two key heads, of all tokens.
+        # The output by heads and by tokens; each rank has one of two key heads for all tokens.
         assert heads == alone + 4 * (LENGTH * 64 + 2 * LENGTH * (64 - 32))
     for case, (_, tide) in list(zip(CASES, by_rank[0], strict=True))[1:]:
         planned = planned_tide(*case)
         print(f"{case}: tide {tide} measured, {planned} planned, {planned / tide - 1:+.1%}")
         assert planned == pytest.approx(tide, rel=0.10)
+
+
+LLAMA = Model("llama", {"max_position_embeddings": 2048, "hidden_size": 64, "intermediate_size": 128})
+
+
+class SavedBytes:
+    """Bytes that autograd keeps of a module's forward without parameters; each storage counts once."""
+
+    def __init__(self, module: nn.Module):
+        self._params = {param.untyped_storage()._cdata for param in module.parameters()}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._hooks = contextlib.ExitStack()
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end)
+
+    @property
+    def total(self) -> int:
+        return sum(storage.nbytes() for storage in self._kept.values())
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._kept.clear()
+        self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._hooks.close()
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._params:
+            self._kept[storage._cdata] = storage
+        return tensor
+
+
+def saved_bytes(cases: list[tuple[int, str, int]]) -> list[tuple[int, int]]:
+    dist.init_process_group("gloo")
+    found = []
+    for size, mode, length in cases:
+        torch.manual_seed(0)
+        config = make_config("fp32", default_chunk_size=8192)
+        config["sequence_parallel"] = {"size": size, "mode": mode}
+        engine, optimizer = initialize_engine(LLAMA.build, 0, config)
+        with engine:
+            engine.train()
+            saved = SavedBytes(engine.module.model.layers[0])
+            tokens = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
+            for _ in range(2):
+                loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+                engine.backward(loss)
+                del loss
+                optimizer.step()
+            found.append((saved.total, engine.plan().tide_peak_bytes))
+            saved._kept.clear()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found

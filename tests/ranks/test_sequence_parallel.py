@@ -1,7 +1,3 @@
-"""Ranks that share sequences: what one process trains, whatever their number, the mode and the budget."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,17 +10,15 @@ from tests.ranks.test_training import relative_error
 GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
 MISTRAL = Model("mistral", {"sliding_window": 7})
 ROBERTA, STABLELM, BART = Model("RobertaForMaskedLM"), Model("StableLmForCausalLM"), Model("BartForCausalLM")
-"""Positions that follow from tokens, layers that hand nothing down, positions that the model cannot be told."""
+"""Models whose positions follow from tokens, whose layers pass nothing on, or whose positions cannot be given."""
 
 
 def divided(num_ranks, runs):
-    """[run][rank]"""
     by_rank = run_ranks(num_ranks, train_all, runs, timeout_seconds=300)
     return [[results[index] for results in by_rank] for index in range(len(runs))]
 
 
 def assert_close(found, expected):
-    """Losses and norms, and what ten steps of Adam make of their rounding, relative by L2 norms."""
     for name, tolerance in (("losses", 1e-6), ("norms", 1e-6), ("logits", 1e-5)):
         one, other = (torch.as_tensor(run[name], dtype=torch.float64) for run in (found, expected))
         assert ((one - other).norm() / other.norm()).item() <= tolerance, name
@@ -58,7 +52,6 @@ def alone():
 
 
 def shared(size, **options):
-    """The same runs on ranks that share sequences."""
     modes = ["auto", "auto", "zigzag", "ring", "zigzag", "ring", "zigzag", "ring", "ring", "auto", "zigzag", "zigzag"]
     modes += ["rsa", "zigzag", "ring", "zigzag", "zigzag"]
     return [Run(**{**vars(run), "size": size, "mode": mode, **options}) for run, mode in zip(ONE, modes, strict=True)]
@@ -66,9 +59,6 @@ def shared(size, **options):
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_models_are_those_of_one_process(size, alone):
-    """Padding on either side, packed documents, windows, uneven lengths, slices without labels, recomputation; models
-    that number tokens in other ways, or hand no arguments down.
-    """
     for run, found, expected in zip(ONE, divided(size, shared(size)), alone, strict=True):
         print(run.model.name, run.kind, found[0]["losses"][-1], expected["losses"][-1])
         for rank in found:
@@ -79,7 +69,6 @@ def test_models_are_those_of_one_process(size, alone):
 
 @pytest.mark.slow
 def test_four_ranks_and_two_of_two(alone):
-    """A sequence on four ranks; two sequences of two ranks each are what two ranks train on their data."""
     llama = Run(LLAMA, "left", mode="ring")
     runs = [
         Run(**{**vars(llama), "size": 4}),
@@ -99,7 +88,6 @@ def test_four_ranks_and_two_of_two(alone):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_budgets_change_no_bit(precision):
-    """Chunks come and go on demand and by plan, states are on the host, in the same mode on as many ranks."""
     plain = Run(LLAMA, size=2, mode="zigzag", precision=precision)
     scarce = {"device_memory": "700KB", "default_chunk_size": 4096}
     runs = [plain, Run(**{**vars(plain), "options": scarce})]
@@ -126,7 +114,6 @@ def test_dropout_in_attention_is_that_of_any_number_of_ranks():
 
 
 def test_loss_and_modules_in_tiles(alone):
-    """Of each rank's tokens: the model that one process trains from whole logits, all tokens at once."""
     options = {"activations": {"loss": "fused", "tile_tokens": 7}}
     expected = [Run(LLAMA, "left"), Run(LLAMA, "no labels for some"), Run(QWEN2, checkpointing=False)]
     modes = ["zigzag", "ring", "ulysses"]
@@ -140,7 +127,6 @@ def test_loss_and_modules_in_tiles(alone):
 
 
 def test_a_module_with_attention_of_its_own():
-    """Its slices come from the user, and the parts of its loss add up."""
     (alone,) = run_ranks(1, train_own, 1)
     for size in (2, 3):
         for found in run_ranks(size, train_own, size):
@@ -150,7 +136,6 @@ def test_a_module_with_attention_of_its_own():
 
 
 def test_checkpoints_move_between_numbers_of_ranks(tmp_path):
-    """What two ranks saved is gone on from on one, two and four."""
     saved = run_ranks(2, checkpointed, str(tmp_path), 2)
     for size in (1, 2, 4):
         for found in run_ranks(size, checkpointed, str(tmp_path), size):

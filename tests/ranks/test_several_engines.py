@@ -1,7 +1,3 @@
-"""Several engines on two ranks: the same bits within a shared budget, and what plain PyTorch gives for all batches."""
-
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -13,7 +9,7 @@ from tests.distributed import run_ranks
 from tests.several_engines import RECIPES, config_of, run, run_plain
 
 BUDGETS = {"distil": "600KB", "prefer": "700KB", "adversaries": "300KB", "actor_and_critic": "300KB"}
-"""Of the device, for all engines together."""
+"""Device bytes of all engines together."""
 
 
 def run_all():

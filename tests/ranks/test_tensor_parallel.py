@@ -1,7 +1,3 @@
-"""Ranks that share matrices: what plain PyTorch trains in one process, whatever the mesh and the budget."""
-
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -42,21 +38,18 @@ def plain():
 
 
 def on_mesh(num_ranks, rows, columns, runs, mode="2d"):
-    """[run][rank]"""
     runs = [dataclasses.replace(run, rows=rows, columns=columns, mode=mode) for run in runs]
     by_rank = run_ranks(num_ranks, train_all, runs, timeout_seconds=300)
     return [[results[index] for results in by_rank] for index in range(len(runs))]
 
 
 def assert_alike(found):
-    """What follows from all gradients is the same on all ranks, bit for bit, and so are whole values."""
     for rank in found:
         assert rank["norms"] == found[0]["norms"]
         assert_same_bits(rank["state"], found[0]["state"])
 
 
 def assert_close(found, expected):
-    """Relative by L2 norms."""
     for name, tolerance in (("losses", 1e-6), ("norms", 1e-6), ("logits", 5e-6)):
         one, other = (torch.as_tensor(run[name], dtype=torch.float64) for run in (found, expected))
         assert one.shape == other.shape
@@ -79,7 +72,6 @@ def assert_close(found, expected):
     ids=str,
 )
 def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
-    """Clipping acts or is off, with padding, tokens without labels, and recomputation."""
     rows, columns, *mode = mesh
     runs = [run for run in RUNS[:num_runs] if columns < 4 or run.model is GPT2]  # of the others, keys have two heads
     for run, found in zip(runs, on_mesh(rows * columns, rows, columns, runs, *mode), strict=True):
@@ -112,7 +104,6 @@ def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
     ids=str,
 )
 def test_a_masked_language_model(mesh, options):
-    """BERT, whose labels are those of their tokens, with padding that no token sees."""
     run = MeshRun(BERT, kind="right")
     rows, columns, *mode = mesh
     num_ranks = rows * columns * options.get("sequence", 1)
@@ -133,7 +124,6 @@ def test_a_masked_language_model(mesh, options):
     ids=str,
 )
 def test_modules_in_tiles(mesh, options, plain):
-    """MLPs some tokens at a time, also in a layer that is checkpointed; a loss and a table that are divided anyway."""
     keys = {"activations": {"loss": "fused", "tile_tokens": 7}, "use_cpu_embedding": True}
     rows, columns, *mode = mesh
     run = dataclasses.replace(RUNS[3], options=keys, **options)
@@ -144,7 +134,6 @@ def test_modules_in_tiles(mesh, options, plain):
 
 
 def beside_sequences(mesh, modes):
-    """Of ``modes`` of attention each the run of one of RUNS."""
     runs = [dataclasses.replace(RUNS[index], sequence=2, sequence_mode=mode) for index, mode in modes.items()]
     for index, found in zip(modes, on_mesh(2 * mesh[0] * mesh[1], *mesh, runs), strict=True):
         assert_alike(found)
@@ -162,7 +151,6 @@ def beside_sequences(mesh, modes):
     ids=str,
 )
 def test_sequences_that_ranks_share_too(mesh, modes, plain):
-    """Four ranks: a sequence on two of them, each part of it over a mesh, is what one process trains."""
     for run, found in beside_sequences(mesh, modes):
         assert_close(found[0], plain[RUNS.index(run)])
 
@@ -170,7 +158,6 @@ def test_sequences_that_ranks_share_too(mesh, modes, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (1, 2, "1d")], ids=str)
 def test_beside_data_parallelism(mesh):
-    """Two meshes of two ranks, with half of each batch each, train what two ranks with whole matrices train."""
     runs = RUNS[:2]
     rows, columns, *mode = mesh
     for found, expected in zip(on_mesh(4, rows, columns, runs, *mode), on_mesh(2, 1, 1, runs), strict=True):
@@ -197,7 +184,6 @@ def test_beside_data_parallelism(mesh):
     ],
 )
 def test_budgets_change_no_bit(num_ranks, mesh, precision, budget):
-    """Panels come out of chunks wherever these lie: on demand, by plan, with states on the host."""
     scarce = {"device_memory": budget, "default_chunk_size": 1024}
     roomy = MeshRun(LLAMA, precision=precision)
     rows, columns, *mode = mesh
@@ -213,7 +199,6 @@ def test_budgets_change_no_bit(num_ranks, mesh, precision, budget):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (1, 2, "1d")], ids=str)
 def test_loss_scale_and_skipped_steps_are_the_same_on_all_ranks(mesh):
-    """float16 overflows at a scale of 2 ** 20 until that has fallen, on a mesh as in one process."""
     run = MeshRun(GPT2, precision="fp16", options={"fp16": SCALE})
     rows, columns, *mode = mesh
     expected, (found,) = train_all([run])[0], on_mesh(2, rows, columns, [run], *mode)
@@ -260,7 +245,6 @@ def test_a_forward_that_runs_out_of_memory_names_the_module_and_what_helps():
 
 
 def test_a_batch_that_outgrows_the_device_ends_with_the_least_that_would_do():
-    """Which is measured, since the forward is not run again with an emptier device."""
     run = MeshRun(LLAMA, columns=2, steps=2, clip=0.0, options={"default_chunk_size": 4096})
     free, tight = run_ranks(2, outgrow, run, (None, 600_000))[0]
     least = re.search(r"MemoryBudgetError: .*raise device_memory to at least (\d+) bytes", tight)
@@ -286,7 +270,6 @@ def test_a_batch_that_outgrows_the_device_ends_with_the_least_that_would_do():
     ],
 )
 def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
-    """What the first saved is gone on from on the others; weights are Hugging Face's, whole."""
     import transformers
 
     from patrickstar.checkpoint.reader import Checkpoint
@@ -316,7 +299,6 @@ def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
 
 @pytest.mark.slow
 def test_checkpoints_of_shards_of_blocks(tmp_path):
-    """Two meshes of 1 x 2, whose ranks store their shards of a block, and 2 x 1 the other way round."""
     folder = str(tmp_path)
     saved = run_ranks(4, checkpointed, folder, "gpt2", 1, 2)
     for num_ranks, mesh in ((4, (1, 2)), (4, (2, 1)), (2, (1, 2)), (1, (1, 1))):
@@ -331,7 +313,6 @@ def test_checkpoints_of_shards_of_blocks(tmp_path):
     "further", [(), pytest.param(((1, 2, "2d", 2), (2, 1, "2d", 2)), marks=pytest.mark.slow)], ids=["", "sequences"]
 )
 def test_blocks_are_read_out_of_hugging_faces_files(tmp_path, further):
-    """Each rank reads whole tensors one by one; the model trains and generates as Hugging Face's does."""
     torch.manual_seed(0)
     model = LLAMA.build()
     model.save_pretrained(tmp_path)
@@ -347,7 +328,6 @@ def test_blocks_are_read_out_of_hugging_faces_files(tmp_path, further):
 
 @pytest.mark.parametrize(("mode", "whole"), [("2d", 0), ("auto", 5 * 32)])
 def test_deepspeeds_name_of_columns(mode, whole):
-    """``auto`` takes one dimension for a mesh of one row, where ranks have ``whole`` norms."""
     first, second = run_ranks(2, by_deepspeeds_names, mode)
     assert first == second and len(first["losses"]) == 2
     num_elements = sum(p.numel() for p in LLAMA.build().parameters())

@@ -1,7 +1,3 @@
-"""Plans by measured times on several ranks: all choose the same one, by the slowest rank, and change no number."""
-
-from __future__ import annotations
-
 import statistics
 from typing import Any
 
@@ -31,8 +27,8 @@ LAYERS = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 
 
 def train(config: dict[str, Any], *, case: Case = LAYERS, ask_at: tuple[int, ...] = (), in_backward: bool = False):
-    """Trains; after each step, what the plan was chosen by and what it is. ``ask_at[rank]``: the step that a user wants
-    traced on this rank, asked for before it or in its backward.
+    """After each step the plan and its times. ``ask_at[rank]``: the step that a user traces on this rank, requested
+    before it or in its backward.
     """
     rank, _ = rank_and_size()
     torch.manual_seed(0)
@@ -56,13 +52,7 @@ def train(config: dict[str, Any], *, case: Case = LAYERS, ask_at: tuple[int, ...
             plans.append((plan.times, plan.steps, plan.prediction, plan.problem["prefetch_bytes"]))
             traces.append(runtime.take_trace())
         layers = engine._session.chunk_layers
-        return {
-            "losses": losses,
-            "state": engine.state_dict(),
-            "plans": plans,
-            "traces": traces,
-            "layers": layers,
-        }
+        return {"losses": losses, "state": engine.state_dict(), "plans": plans, "traces": traces, "layers": layers}
 
 
 def train_all(configs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -74,7 +64,6 @@ def train_all(configs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Without a link that takes time: nothing is measured."""
     return {key: value for key, value in config.items() if key != "delays"}
 
 
@@ -99,7 +88,6 @@ def test_all_ranks_choose_the_same_plan_and_no_number_depends_on_it():
 
 
 def measured(trace):
-    """Rates and compute times as docs/design.md defines them, from a user's trace of the same step."""
     spans = trace["spans"]
 
     def gbps(track):
@@ -119,7 +107,6 @@ def measured(trace):
 
 
 def test_the_slowest_rank_counts():
-    """Both ranks' users have the measured step traced too. Collectives are as fast as for the rank that came last."""
     ranks = run_ranks(2, train_asking, (MEASURED, MEASURED), False, timeout_seconds=100)
     (rates, compute), (other_rates, other_compute) = (measured(rank["traces"][MEASURED]) for rank in ranks)
     times = ranks[0]["plans"][-1][0]
@@ -153,14 +140,12 @@ def train_asking(ask_at: tuple[int, ...], in_backward: bool) -> dict[str, Any]:
 
 
 def test_a_rank_that_is_measured_later_is_waited_for():
-    """Rank 1's user asks in the backward of the step that the planner traces, which moves rank 1's to the next one."""
     first, second = run_ranks(2, train_asking, (STEPS, MEASURED), True, timeout_seconds=100)
     assert first["plans"] == second["plans"]
     assert [times is not None for times, *_ in first["plans"]] == [step > MEASURED + 1 for step in range(STEPS)]
 
 
 def test_plans_that_ranks_do_not_share_are_refused(tmp_path):
-    """A file that one rank alone was given, one for another number of ranks, and plans that came to differ."""
     path = str(tmp_path / "plan.json")
     run_ranks(2, save_plan, path, timeout_seconds=100)
     for outcome in rank_outcomes(2, train_with_plan_on_rank_0, path, timeout_seconds=60):

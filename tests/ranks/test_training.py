@@ -1,7 +1,3 @@
-"""Chunks sharded over ranks: the same training, whatever the budget, and what one process does up to rounding."""
-
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -43,7 +39,6 @@ SMALL = {"device_memory": "1MB", "default_chunk_size": 16384}
 
 
 def run(size, tasks):
-    """[task][rank]"""
     by_rank = run_ranks(size, train_tasks, tasks, timeout_seconds=300)
     return [[results[index] for results in by_rank] for index in range(len(tasks))]
 
@@ -65,7 +60,6 @@ def relative_error(state, reference):
 
 
 def test_two_ranks():
-    """Budgets, chunk sizes and sides of Adam change no bit; plain PyTorch differs by rounding alone."""
     tasks = []
     for model in MODELS:
         tasks.append(Task(model, options={"gradient_clipping": 1.0}))
@@ -115,7 +109,6 @@ def test_precisions_and_accumulation():
 
 
 def test_four_ranks():
-    """More ranks than some chunks have blocks; unevenly filled chunks."""
     tasks = [Task("conv_net"), Task("conv_net", options={"default_chunk_size": 4096}, on_host=True)]
     results = run(4, tasks)
     for rank in range(4):
@@ -126,9 +119,6 @@ def test_four_ranks():
 
 
 def test_buffers_that_a_forward_changes():
-    """They are rank 0's before each training forward, to the bit and in any dtype, and then change with each rank's own
-    batch; an evaluation takes them as they are.
-    """
     by_rank = run_ranks(2, change_buffers)
     states = [Statistics().state_dict() for _ in range(2)]
     for step in range(CHANGES):
@@ -142,7 +132,6 @@ def test_buffers_that_a_forward_changes():
 
 
 def test_one_rank_is_one_process():
-    """With a world of one, everything is what it is without torchrun, to the last bit."""
     task = Task("gpt2", "bf16", options={"gradient_clipping": 1.0})
     variables = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     alone = run_ranks(1, train, task, environment=lambda rank: dict.fromkeys(variables))[0]
@@ -151,7 +140,6 @@ def test_one_rank_is_one_process():
 
 @pytest.mark.parametrize("swap_at", [100, 3])
 def test_a_model_that_goes_otherwise_on_each_rank(swap_at):
-    """Parameters used on one rank only, on none, and from the fourth step on by another rank than before."""
     expected = train_branches_plain(2, swap_at)
     one_chunk = {"default_chunk_size": 64 * 1024}
     for options, on_host in (({}, False), ({"device_memory": "200KB"}, False), (one_chunk, True)):
@@ -162,7 +150,6 @@ def test_a_model_that_goes_otherwise_on_each_rank(swap_at):
 
 
 def test_batches_of_uneven_size_count_as_in_ddp():
-    """Ranks with three rows and one: the mean of both means, and each rank's loss its own."""
     expected = train_uneven_plain()
     results = run_ranks(2, train_uneven, timeout_seconds=100)
     for rank, result in enumerate(results):
@@ -186,7 +173,6 @@ def test_ranks_share_gpus_where_they_are_told_to(monkeypatch):
 
 
 def test_ranks_that_find_themselves_on_one_gpu_are_refused():
-    """Where each of them sees the same one, by CUDA_VISIBLE_DEVICES."""
     context = DistributedContext(world_size=2, local_world_size=2, device=torch.device("cuda", 0), num_device_ranks=2)
     ranks = RankGroups(context, (0, 1), 1.0)
     session_start._check_sharing(ranks, SHARED)
@@ -195,7 +181,6 @@ def test_ranks_that_find_themselves_on_one_gpu_are_refused():
 
 
 def test_parameters_that_stay_with_pytorch():
-    """With do_allreduce gradients are the ranks' mean, as embeddings' on the host; without it each rank's own."""
     ranks = run_ranks(2, train_managed, timeout_seconds=100)
     states = [result["state"] for result in ranks]
     expected = train_managed_plain(2)
@@ -224,8 +209,8 @@ def test_ranks_that_disagree_are_told_so(function, what):
 
 
 def test_bytes():
-    """Per step: every value is gathered twice (forward and backward) and every gradient scattered once, each time the
-    share of the other ranks; with room for everything each is gathered once.
+    """Per step every value is gathered twice (forward and backward) and every gradient scattered once, each time the
+    other ranks' share; with room for everything each value is gathered once.
     """
     scarce = Task(
         "gpt2", "bf16", steps=6, options={"device_memory": "600KB", "default_chunk_size": 16384}, on_host=True
@@ -247,7 +232,6 @@ def test_bytes():
 
 
 def test_ranks_of_a_machine_divide_it():
-    """Each of two has half of the host's memory and half of its threads."""
     alone = run_ranks(1, shares_of_this_machine, timeout_seconds=60)[0]
     for rank in run_ranks(2, shares_of_this_machine, timeout_seconds=60):
         assert rank["host_budget_bytes"] == pytest.approx(alone["host_budget_bytes"] / 2, rel=0.05)
@@ -256,7 +240,6 @@ def test_ranks_of_a_machine_divide_it():
 
 @pytest.mark.parametrize("release_after_init", [False, True])
 def test_one_whole_model_at_a_time(release_after_init):
-    """A model that is built on the host exists whole on one rank after the other, unless all may build at once."""
     by_rank = run_ranks(3, times_of_whole_model, release_after_init, 2, timeout_seconds=100)
     for times in zip(*by_rank, strict=True):
         overlaps = [later[0] < earlier[1] for earlier, later in itertools.pairwise(sorted(times))]
@@ -265,7 +248,6 @@ def test_one_whole_model_at_a_time(release_after_init):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """By limit on the device: what comes of forwards that all come through."""
     return {limit: run_ranks(2, run_out, set(), limit, timeout_seconds=100) for limit in (None, 170_000)}
 
 
@@ -279,7 +261,6 @@ def undisturbed():
     ],
 )
 def test_a_forward_that_ran_out_of_memory_is_repeated(failures, limit, undisturbed):
-    """On one rank alone: the other one gathers once more what it needs."""
     repeated = run_ranks(2, run_out, failures, limit, timeout_seconds=100)
     assert [result["calls"] for result in repeated] == [5, 5 + len(failures)]
     for one, other in zip(undisturbed[limit], repeated, strict=True):
@@ -290,7 +271,6 @@ def test_a_forward_that_ran_out_of_memory_is_repeated(failures, limit, undisturb
 
 
 def test_a_forward_is_repeated_in_a_first_step_that_replays_a_kept_plan(tmp_path, undisturbed):
-    """The plan of an earlier run says where its forwards ended."""
     run_ranks(2, run_out, set(), 170_000, str(tmp_path), timeout_seconds=100)
     repeated = run_ranks(2, run_out, {1}, 170_000, str(tmp_path), timeout_seconds=100)
     assert [result["calls"] for result in repeated] == [5, 6]

@@ -1,9 +1,3 @@
-"""Ranks whose models go different ways, after steps that were alike and have a plan: no rank waits for ever. Numbers
-are those of plain PyTorch, and the same with a plan as without.
-"""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -28,7 +22,7 @@ def check(num_ranks: int, seeds: range, accumulate: int, kinds: tuple[str, ...])
             assert run["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
             for name, value in wanted["state"].items():
                 torch.testing.assert_close(run["state"][name], value, rtol=1e-5, atol=2e-6)
-            # Of three ranks or more, a gradient that comes after its reduce-scatter is added in another order.
+            # With three ranks or more, a gradient after its reduce-scatter is added in another order.
             if num_ranks == 2 or kinds == ("shorter",):
                 assert run["losses"] == without[rank][index]["losses"]
                 assert_same_bits(run["state"], without[rank][index]["state"])
@@ -39,7 +33,7 @@ def check(num_ranks: int, seeds: range, accumulate: int, kinds: tuple[str, ...])
 
 @pytest.mark.parametrize(("num_ranks", "accumulate", "kinds"), [(2, 2, ANY), (3, 1, ("shorter",)), (3, 1, ANY)])
 def test_ranks_that_go_different_ways_train_as_plain_pytorch(num_ranks, accumulate, kinds):
-    check(num_ranks, range(3), accumulate, kinds)
+    check(num_ranks, range(2), accumulate, kinds)
 
 
 @pytest.mark.parametrize("lost", ["bias", "weight and bias"])
@@ -52,8 +46,7 @@ def test_a_parameter_without_a_gradient_on_one_rank_gets_the_mean_with_zero(lost
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "accumulate", "kinds"),
-    [(2, 1, ANY), (2, 3, ANY), (3, 2, ANY), (4, 1, ANY), (4, 2, ("shorter",))],
+    ("num_ranks", "accumulate", "kinds"), [(2, 1, ANY), (2, 3, ANY), (3, 2, ANY), (4, 1, ANY), (4, 2, ("shorter",))]
 )
 def test_many_ways(num_ranks, accumulate, kinds):
     check(num_ranks, range(100, 115), accumulate, kinds)

@@ -1,7 +1,3 @@
-"""A model that goes another way on each rank and in each step, trained on ranks and in one process. Functions are at
-the module's top level, so that processes can import them.
-"""
-
 from __future__ import annotations
 
 import dataclasses
@@ -18,20 +14,20 @@ from tests.ranks.runs import rank_and_size
 from tests.training import make_config
 
 SMOOTH_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.01}
-"""With an eps above which a gradient's rounding error is as small in the update."""
+"""eps is so large that a gradient's rounding error stays as small in the update."""
 NUM_BLOCKS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One forward and backward: which blocks are used, in this order, and how."""
+    """One forward and backward: the blocks in order of use, and how they are used."""
 
     blocks: tuple[int, ...]
     checkpointed: bool = False
     cut_at: int | None = None
-    """The index in ``blocks`` from which on backward stops: what came before gets no gradient through it."""
+    """Backward stops before this index of ``blocks``: earlier blocks get no gradient through it."""
     experts: tuple[int, ...] = ()
-    """Rows of the common mixture that are used, each as often as it is named."""
+    """Rows of the common mixture, each used as often as it is named."""
 
 
 class Blocks(nn.Module):
@@ -74,7 +70,6 @@ def random_way(generator: random.Random) -> Way:
 
 
 def shorter(way: Way, generator: random.Random) -> Way:
-    """The same with some of its blocks and experts left out."""
     kept = [index for index in range(len(way.blocks)) if generator.random() < 0.6]
     return dataclasses.replace(
         way,
@@ -86,14 +81,12 @@ def shorter(way: Way, generator: random.Random) -> Way:
 
 @dataclasses.dataclass(frozen=True)
 class Ways:
-    """By step, micro-batch and rank."""
-
     steps: tuple[tuple[tuple[Way, ...], ...], ...]
 
     @classmethod
     def drawn(cls, seed: int, num_steps: int, num_ranks: int, accumulate: int, kinds: tuple[str, ...]) -> Ways:
-        """Two equal steps, after which there is a plan, before every one in which each rank may go another way, as
-        one of ``kinds`` says: "shorter", "other", or "one" rank alone.
+        """Draws ways: two equal steps, after which there is a plan, precede every step in which each rank may diverge,
+        as one of ``kinds`` says: "shorter", "other", or "one" rank alone.
         """
         generator = random.Random(seed)
         common = tuple(random_way(generator) for _ in range(accumulate))
@@ -125,7 +118,6 @@ def batches(ways: Ways, hidden: int) -> list[list[list[torch.Tensor]]]:
 def train_ways(
     all_ways: list[Ways], options: dict[str, Any], forgets_plans: bool = False, hidden: int = 16
 ) -> list[dict[str, Any]]:
-    """This rank's training of each. With ``forgets_plans`` every step goes without a plan."""
     rank, size = rank_and_size()
     if size > 1:
         dist.init_process_group("gloo")
@@ -155,7 +147,6 @@ def train_ways(
 
 
 def train_ways_plain(ways: Ways, rank: int = 0, hidden: int = 16) -> dict[str, Any]:
-    """The mean of the ranks' gradients, with plain PyTorch; losses of ``rank``."""
     torch.manual_seed(0)
     module = Blocks(hidden)
     optimizer = torch.optim.AdamW(module.parameters(), **SMOOTH_ADAM)

@@ -1,6 +1,5 @@
-"""pip install in pip's build isolation: against the PyTorch of the environment it installs into, or one sentence.
-
-The environments are made without pip and filled with the pip that runs the tests.
+"""pip install in pip's build isolation: against the PyTorch of the environment it installs into, or one sentence. The
+environments are made without pip and filled with the pip that runs the tests.
 """
 
 import json
@@ -41,7 +40,7 @@ def run(command, **kwargs):
 
 
 def make_environment(folder, *, with_torch):
-    """A virtual environment's Python. PyTorch comes into sight by a .pth file, as an editable install's would."""
+    """A virtual environment's Python. A .pth file makes PyTorch visible, as an editable install's would."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     if with_torch:
@@ -70,12 +69,11 @@ fi
 
 def pip_install(python, source, **environment):
     command = [sys.executable, "-m", "pip", "--python", python, "install", "-v", "."]
-    # Nothing of it is timed; ccache, which PyTorch's build calls where it is there, would ask the compiler below twice.
+    # ccache, which PyTorch's build would use, would call the compiler below twice.
     return run(command, cwd=source, env={"PATRICKSTAR_OPTIMIZATION": "-O0", "CCACHE_DISABLE": "1", **environment})
 
 
 def make_compiler(path):
-    """A C++ compiler that finds most of its work done."""
     made = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     path.write_text(COMPILER.format(made=made, compiler=shutil.which(os.environ.get("CXX", "c++"))))
     path.chmod(0o755)
@@ -84,10 +82,9 @@ def make_compiler(path):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The tree as a source distribution holds it: what it misses, the build misses."""
     folder = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT, folder / "checkout", ignore=NOT_SOURCE)
-    # No PyTorch is needed for it, and none must be imported.
+    # PyTorch must not be imported.
     code = "import sys; sys.modules['torch'] = None; import patrickstar_build as b; print(b.build_sdist(sys.argv[1]))"
     environment = {"PYTHONPATH": str(folder / "checkout" / "build_backend")}
     done = run([sys.executable, "-c", code, str(folder)], cwd=folder / "checkout", env=environment)
@@ -125,7 +122,7 @@ def test_pip_install_builds_against_the_pytorch_of_the_environment(source, tmp_p
     minor = ".".join(torch.__version__.split(".")[:2])
     part = f"cu{info['cuda'].replace('.', '')}" if info["cuda"] else "cpu"
     assert version == f"{patrickstar.__version__}+torch{minor}.{part}"
-    # A line for each source, whole commands nowhere.
+    # One line for each source and no whole commands.
     lines = [line.strip() for line in (installed.stdout + installed.stderr).splitlines()]
     sources = recipe.sources(source, with_cuda=info["cuda"] is not None)
     built = [line.split("] ")[1] for line in lines if line.startswith("[")]
@@ -160,7 +157,6 @@ def test_without_pytorch_pip_install_stops_with_one_sentence(source, tmp_path):
 
 
 def make_toolkit(folder, release):
-    """A CUDA toolkit as far as the build looks at it."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(

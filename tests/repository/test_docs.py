@@ -1,7 +1,7 @@
-"""What the documentation shows works: code runs and prints what the page says, commands exist, links lead somewhere.
+"""The documentation works: code runs and prints the page's output, commands exist, links lead somewhere.
 
-The Python blocks of a page are one script. A block that cannot run where tests run has a comment
-``<!-- not run: reason -->`` before it, and is listed here.
+The Python blocks of a page are one script. A block that cannot run here has a comment ``<!-- not run: reason -->``
+before it and is listed here.
 """
 
 import ast
@@ -71,7 +71,6 @@ def commands():
 
 
 def help_of(module, arguments):
-    """What ``python -m module arguments --help`` prints."""
     printed, argv = io.StringIO(), sys.argv
     sys.argv = [module, *arguments, "--help"]
     try:
@@ -151,7 +150,6 @@ def test_all_pages_are_in_the_table_of_contents():
 
 
 def test_pages_show_all_pictures_that_are_drawn():
-    """Sphinx draws them (docs/pictures.py); each has a text for those who do not see it."""
     source = (DOCS / "pictures.py").read_text(encoding="utf-8")
     drawn = set(re.findall(r'"(\w+)": draw_', source))
     blocks = [block for page in PAGES for block in page.blocks("{picture}")]
@@ -162,7 +160,6 @@ def test_pages_show_all_pictures_that_are_drawn():
 
 @pytest.mark.parametrize(("page", "least"), [("extending.md", 100), ("architecture.md", 80), ("tiny.md", 30)])
 def test_paths_on_pages_for_contributors_exist(page, least):
-    """Paths of the tree's sources, tests, examples and tools; files that a page proposes have none there."""
     text = Page(DOCS / page).text
     paths = re.findall(r"`((?:csrc|patrickstar|tests|examples|tools)/[^`\s]*)`", text)
     assert len(set(paths)) > least
@@ -170,7 +167,7 @@ def test_paths_on_pages_for_contributors_exist(page, least):
 
 
 def python_messages(path: Path) -> str:
-    """All string literals of a module, what is filled in as ``…``, one per line."""
+    """All string literals of a module, one per line; ``…`` replaces formatted values."""
     texts = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
@@ -182,7 +179,7 @@ def python_messages(path: Path) -> str:
 
 
 def cpp_messages(path: Path) -> str:
-    """All string literals of a C++ file, adjacent ones joined, what is between others as ``…``."""
+    """All string literals of a C++ file, adjacent ones joined; ``…`` replaces the text between others."""
     text = path.read_text(encoding="utf-8")
     literals = list(re.finditer(r'"((?:[^"\\\n]|\\.)*)"', text))
     joined, end = [], 0
@@ -194,7 +191,6 @@ def cpp_messages(path: Path) -> str:
 
 
 def test_quoted_error_messages_exist():
-    """Headings of troubleshooting.md quote messages, with ``…`` for values."""
     messages = [python_messages(path) for path in (ROOT / "patrickstar").rglob("*.py")]
     messages += [python_messages(path) for path in [ROOT / "setup.py", *(ROOT / "build_backend").glob("*.py")]]
     messages += [cpp_messages(path) for kind in ("*.cpp", "*.h") for path in (ROOT / "csrc").rglob(kind)]
@@ -207,7 +203,6 @@ def test_quoted_error_messages_exist():
 
 
 def prose_lines(text):
-    """Number and text of lines that are no code, no table and no heading."""
     code = False
     for number, line in enumerate(text.splitlines(), start=1):
         if line.lstrip().startswith(("```", "~~~")):
@@ -223,7 +218,6 @@ def test_lines_of_prose_are_not_longer_than_120(page):
 
 
 def test_lines_of_the_core_are_not_longer_than_120():
-    """clang-format leaves comments as they are."""
     files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     assert len(files) > 100
     lines = [(f, number) for f in files for number, line in enumerate(f.open(encoding="utf-8"), 1) if len(line) > 121]

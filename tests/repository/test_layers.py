@@ -1,5 +1,3 @@
-"""csrc and patrickstar keep to the layers of the design; and the checks find what breaks them."""
-
 import sys
 from pathlib import Path
 

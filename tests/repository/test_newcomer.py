@@ -1,5 +1,3 @@
-"""tools/newcomer.py takes every step of a page in order, in one shell, and stops at the first that fails."""
-
 import subprocess
 import sys
 from pathlib import Path

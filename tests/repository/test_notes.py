@@ -1,7 +1,3 @@
-"""Named notes: each is cited by some other place than the one that has it."""
-
-from __future__ import annotations
-
 import collections
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What the README shows works (links and flags: tests/repository/test_docs.py; in a new clone: tools/newcomer.sh)."""
-
 import json
 import os
 import re
@@ -14,7 +12,7 @@ from tests.pages import ROOT, Page, run_page
 README = Page(ROOT / "README.md")
 RESULTS = ROOT / "benchmark" / "results"
 
-# Of rows that are said to be measured: where, how many tokens a GPU has in each step, and the row's system.
+# Rows that the README calls measured: file, tokens per GPU and step, and system.
 MEASURED = {
     "Llama-3.1-8B, 4 x 4096 | H200, at most 40 GiB": ("h200-compare-llama-8b-40gib-harmless.json", 4 * 4096),
     "Llama-3.1-8B, 4 x 4096 | H200 (FSDP2": ("h200-compare-llama-8b-whole-gpu.json", 4 * 4096),
@@ -50,7 +48,6 @@ def test_commands_run_when_pasted_into_an_empty_folder(tmp_path):
 
 
 def rows(kind):
-    """The cells of the table's lines that are said to be so."""
     lines = [line.strip("| ") for line in README.text.splitlines() if line.endswith(f"| {kind} |")]
     assert lines
     return lines

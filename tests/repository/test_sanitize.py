@@ -1,5 +1,3 @@
-"""tools/sanitize.py finds all reports in what sanitizers write; a sanitizer that the build does not know is refused."""
-
 import os
 import subprocess
 import sys

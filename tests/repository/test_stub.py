@@ -1,5 +1,3 @@
-"""patrickstar/_C.pyi says what the extension has (tools/make_stub.py), and the comparison notices what differs."""
-
 import ast
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the ranks of a ring compute, block by block, in one process; dense attention in float64; counts of kernels."""
+"""A ring's ranks block by block in one process, dense attention in float64, and counts of kernels."""
 
 import collections
 import dataclasses
@@ -15,21 +15,17 @@ from patrickstar.sequence.ring import blocks_of_turn
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A rank without a group."""
-
     rank: int
     size: int
 
 
 def rule_of(q, **options):
-    """As `attention` makes it, without dropout."""
     given = {"causal": False, "window": None, "cu_seqlens": None, "length": None, "padding": None} | options
     masking = make_masking(**given, shape=(q.shape[0], q.shape[2]))
     return Rule(1 / math.sqrt(q.shape[-1]), masking, None)
 
 
 def divided_attention(q, k, v, grad, size, mode, rule):
-    """The output of `size` ranks and the gradients of q, k and v: those of the whole sequence, by attend per block."""
     mode, length = Mode(mode), q.shape[2] // size
     here = [positions_of_rank(rank, size, length, mode).to(q.device) for rank in range(size)]
 
@@ -55,14 +51,12 @@ def divided_attention(q, k, v, grad, size, mode, rule):
 
 
 def _blocks(rank, size, mode, length, rule):
-    """The rank that the keys are of, and the block."""
     for turn in range(size):
         for block in blocks_of_turn(Place(rank, size), mode, turn, length, rule):
             yield (rank - turn) % size, block
 
 
 def dense_attention(q, k, v, grad, rule):
-    """The same by autograd of softmax(q k^T) v, in float64."""
     leaves = [part.double().detach().requires_grad_() for part in (q, k, v)]
     q, k, v = leaves[0], *(part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in leaves[1:])
     everything = Slice(0, q.shape[2])
@@ -74,7 +68,7 @@ def dense_attention(q, k, v, grad, rule):
 
 
 def count_kernels(monkeypatch):
-    """A counter of calls of each kernel, `{(kernel, "forward" or "backward"): number}`."""
+    """A counter of calls, `{(kernel, "forward" or "backward"): number}`."""
     calls = collections.Counter()
 
     def counted(kernel, name, function):

@@ -1,5 +1,3 @@
-"""Attention over a divided sequence against softmax(q k^T) v by autograd, in float64, on 1 to 4 ranks."""
-
 import dataclasses
 import itertools
 import math
@@ -9,23 +7,29 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.sequence import HybridGroup, Mode, Padding, SequenceGroup, attention, block, positions_of_rank
+from patrickstar.sequence.divided_attention import running, shared_mask
 from patrickstar.sequence.dropout import Dropout
 from patrickstar.sequence.kernels import KERNELS
 from patrickstar.sequence.masking import Cover, KeyPadding
+from patrickstar.sequence.positions import Numbering
 from patrickstar.sequence.ring import blocks_of_turn
+from patrickstar.sequence.shared_mask import Reach, SharedMask, reach_of
+from patrickstar.sequence.survey import Survey, check_reached, survey_model, without_numbers
 from patrickstar.sequence.ulysses import key_heads, query_heads
 from tests.distributed import rank_outcomes, run_ranks
 from tests.sequence.emulation import Place, count_kernels, rule_of
+from tests.text_models import build
 
 LENGTH = 24  # divided by 2, 3 and 4 ranks, and by twice as many slices
 SEED = 11
 
 
-# Of the two sequences of a batch; a whole slice of 2, 3 and 4 ranks may be padding.
+# Padding of a batch's two sequences; a whole slice of 2, 3 and 4 ranks may be padding.
 PADDINGS = {
     "right": torch.arange(LENGTH) < torch.tensor([[LENGTH - 5], [LENGTH - 15]]),
     "left": torch.arange(LENGTH) >= torch.tensor([[13], [0]]),
@@ -43,7 +47,7 @@ class Case:
     cu_seqlens: tuple = None
     length: int = None
     padding: str = None
-    sees: bool = False  # padding is not seen, but sees
+    sees: bool = False  # padding attends but is not attended to
     dropout_p: float = 0.0
     scale: float = None
     value_dim: int = 8
@@ -89,7 +93,6 @@ CASES = {
 
 
 def whole(case):
-    """q, k, v and the gradient of the output, of all tokens."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(heads, width):
@@ -100,7 +103,6 @@ def whole(case):
 
 
 def dense(case):
-    """The output and the gradients of q, k and v, by PyTorch's autograd."""
     q, k, v, grad = whole(case)
     leaves = [part.requires_grad_() for part in (q, k, v)]
     k, v = (part.repeat_interleave(case.heads // case.key_heads, dim=1) for part in (k, v))
@@ -132,7 +134,6 @@ def dense(case):
 
 
 def groups(mode):
-    """The group of torch.distributed for a mode, None where the mode has none of this size."""
     everyone = SequenceGroup()
     if mode is not Mode.HYBRID:
         return everyone
@@ -143,7 +144,6 @@ def groups(mode):
 
 
 def divided(case, mode, group, dtype=torch.float64, device="cpu"):
-    """The output and the gradients, of the tokens that are here."""
     here = positions_of_rank(group.rank, group.size, LENGTH // group.size, mode)
     *leaves, grad = (part.to(dtype)[:, :, here].to(device, copy=True) for part in whole(case))
     for leaf in leaves:
@@ -154,7 +154,6 @@ def divided(case, mode, group, dtype=torch.float64, device="cpu"):
 
 
 def own_groups(mode, ranks):
-    """As :func:`groups`, of the extension's."""
     if mode is not Mode.HYBRID:
         return SequenceGroup.of_ranks(ranks)
     sequence = MeshRanks(ranks, Mesh(sequence=len(ranks.members))).along("sequence")
@@ -162,28 +161,23 @@ def own_groups(mode, ranks):
 
 
 def errors_over_torch(cases):
-    """As :func:`errors_on_each_rank`, through torch.distributed."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return errors_on_each_rank(cases, {mode: groups(mode) for mode in Mode})
 
 
 def errors_in_small_tiles(cases):
-    """As :func:`errors_over_torch`; masked parts of blocks have 5 queries and keys at most, plain ones as many scores
-    per head.
-    """
+    """Masked parts of blocks have 5 queries and keys at most, plain ones as many scores per head."""
     block._TILE_TOKENS, block._TILE_SCORES = 5, 5 * 2 * 12
     return errors_over_torch(cases)
 
 
 def errors_over_own_groups(cases):
-    """As :func:`errors_on_each_rank`, through groups of the extension's."""
     with open_ranks(timeout_seconds=60) as ranks:
         return errors_on_each_rank(cases, {mode: own_groups(mode, ranks) for mode in Mode})
 
 
 def errors_on_each_rank(cases, by_mode):
-    """Of every case and mode, how far output and gradients are from the dense ones at most, on this rank."""
     found = {}
     for name in cases:
         expected = dense(CASES[name])
@@ -214,7 +208,6 @@ def test_as_dense_attention(num_ranks, errors, cases):
 
 
 def sent_bytes():
-    """What each mode sends forward and in backward, on this rank."""
     dist.init_process_group("gloo")
     found = {}
     for mode in (Mode.RSA, Mode.RING, Mode.ZIGZAG, Mode.ULYSSES):
@@ -243,7 +236,6 @@ def test_bytes_are_those_of_the_formulas():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("mode", "is_causal"), [("zigzag", True), ("zigzag", False), ("ring", False), ("ring", True)])
 def test_blocks_of_a_turn_are_merged(mode, is_causal, size):
-    """One at most, of the queries and keys that see each other and no others."""
     length = 2 * size * 4
     rule = rule_of(torch.zeros(1, 1, length, 8), causal=is_causal)
     seen = torch.zeros(length, length, dtype=torch.int64)
@@ -279,7 +271,6 @@ def test_blocks_with_masks_are_merged_where_all_is_seen(options, num_blocks):
 
 
 def kernel_calls():
-    """Of zigzag, on this rank."""
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
         calls = count_kernels(patch)
@@ -292,7 +283,6 @@ def test_each_turn_calls_a_kernel_once():
 
 
 def order_of_backward():
-    """What this rank does in backward of a ring, in its order."""
     dist.init_process_group("gloo")
     events = []
 
@@ -346,7 +336,6 @@ def in_bfloat16():
 
 
 def test_half_precision_is_rounded_little():
-    """Inputs and blocks are rounded to 8 bits of mantissa, sums over blocks are not: about that of one rank."""
     case = CASES["causal"]
     *leaves, grad = (part.bfloat16() for part in whole(case))
     for leaf in leaves:
@@ -362,7 +351,6 @@ def test_half_precision_is_rounded_little():
 
 
 def lose_a_rank_in_backward():
-    """Rank 2 dies between the forward and the backward of the second call."""
     with open_ranks(timeout_seconds=6) as ranks:
         group = SequenceGroup.of_ranks(ranks)
         q, k, v, grad = (part[:, :, : LENGTH // group.size] for part in whole(CASES["causal"]))
@@ -415,3 +403,115 @@ def test_heads_of_ranks():
     assert key_heads(8, 4, 2) == ((0, 1), (2, 3))
     assert key_heads(8, 2, 4) == ((0,), (0,), (1,), (1,))
     assert key_heads(12, 4, 3) == ((0, 0, 0, 1), (1, 1, 2, 2), (2, 3, 3, 3))
+
+
+def masks():
+    from transformers import masking_utils as masks
+
+    tokens = torch.tensor([[0, 0, 1, 1, 2]])
+    window = masks.sliding_window_causal_mask_function
+    or_all = masks.or_masks(masks.causal_mask_function, lambda *_: torch.tensor(True))
+    return {
+        "causal": (masks.causal_mask_function, None, Reach(None, 0)),
+        "all": (masks.bidirectional_mask_function, None, Reach(None, None)),
+        "window": (window(5), 5, Reach(4, 0)),
+        "long window": (window(4096), 4096, Reach(4095, 0)),
+        "window of one": (window(1), 1, Reach(0, 0)),
+        "both ways": (masks.sliding_window_bidirectional_mask_function(3), 3, Reach(3, 3)),
+        "causal, or all": (or_all, None, Reach(None, None)),
+        "window that is not told": (window(1000), None, None),
+        "window that sees nothing": (window(0), 0, None),
+        "chunks": (masks.chunked_causal_mask_function(4, torch.zeros(1)), 4, None),
+        "by kinds of tokens": (masks.blockwise_overlay(tokens), None, None),
+        "packed": (masks.packed_sequence_mask_function(tokens), None, None),
+    }
+
+
+def test_what_a_mask_lets_see():
+    for name, (sees, window, expected) in masks().items():
+        assert reach_of(sees, window) == expected, name
+
+
+def test_transformers_gets_it_while_a_divided_call_runs():
+    from transformers.masking_utils import causal_mask_function
+
+    options = {"batch_size": 2, "kv_length": 6, "mask_function": causal_mask_function, "kv_offset": 0}
+    call = object()
+    for version in ({"q_length": 6, "q_offset": 0, "device": "cpu"}, {"cache_position": torch.arange(6)}):
+        with running(call):
+            mask = shared_mask(**options, **version)
+        assert (mask.call, mask.reach, tuple(mask.shape)) == (call, Reach(None, 0), (2, 1, 6, 6))
+    assert not isinstance(shared_mask(**options, q_length=6, q_offset=0, allow_is_causal_skip=False), SharedMask)
+
+
+def test_models_hand_it_down_and_compute_nothing_with_it():
+    class DogeLike(nn.Module):
+        def forward(self, mask):
+            return torch.where(mask, 0.0, 1.0)
+
+    call = object()
+    mask = SharedMask(call, Reach(None, 0), (2, 1, 8, 8), "cpu")
+    for handed in (mask, mask[:, :, :, :8], mask.detach(), mask.to(torch.float32)):
+        assert isinstance(handed, SharedMask) and handed.call is call
+        assert handed.shape == (2, 1, 8, 8) and handed.dim() == 4 and handed.dtype == torch.bool
+    with pytest.raises(ValueError, match=r"DogeLike computes with its attention mask \(where\)"):
+        DogeLike()(mask)
+
+
+BATCH = {
+    "input_ids": torch.tensor([[20, 30, 1, 40, 50, 60, 11, 12], [1, 1, 21, 31, 41, 51, 61, 13]]),
+    "attention_mask": torch.tensor([[1] * 8, [0, 0, 1, 1, 1, 1, 1, 1]]),
+}
+PLACES = list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "numbering", "inside", "first"),
+    [
+        ("LlamaForCausalLM", Numbering.BY_PLACE, (), PLACES),
+        ("RobertaForMaskedLM", Numbering.AFTER_PADDING, (), [2, 3, 1, 4, 5, 6, 7, 8]),
+        ("EsmForMaskedLM", Numbering.AFTER_PADDING, (), [2, 3, 1, 4, 5, 6, 7, 8]),
+        ("OPTForCausalLM", Numbering.BY_MASK, (), PLACES),
+        ("BartForCausalLM", Numbering.BY_PLACE, ("model.decoder.embed_positions",), PLACES),
+    ],
+)
+def test_a_model_is_told_what_it_would_count_itself(name, numbering, inside, first):
+    model = build(name).eval()
+    survey = survey_model(model, BATCH)
+    assert (survey.positions.numbering, survey.positions.inside) == (numbering, inside)
+    whole = survey.positions.of(BATCH["input_ids"], BATCH["attention_mask"])
+    assert whole[0].tolist() == first
+    assert Survey.from_json(survey.to_json()) == survey
+    if not inside:
+        real = BATCH["attention_mask"].bool()
+        with torch.no_grad():
+            told, alone = (model(**BATCH, **given).logits[real] for given in ({"position_ids": whole}, {}))
+        torch.testing.assert_close(told, alone)
+
+
+def test_a_model_that_counts_otherwise_is_refused():
+    model = build("LlamaForCausalLM").eval()
+    forward = model.forward
+
+    def backwards(input_ids, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).flip(0)[None] * 2
+        return forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+
+    model.forward = backwards
+    with pytest.raises(ValueError, match="LlamaForCausalLM numbers the tokens .* in a way that is not known"):
+        survey_model(model, BATCH)
+
+
+def test_layers_that_did_not_take_part_are_named():
+    class Attends(nn.Module):
+        pass
+
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"attend": Attends()}) for _ in range(3))})
+    attending = Survey(frozenset({without_numbers("layers.0.attend")})).attending_modules(model)
+    modules = [layer["attend"] for layer in model["layers"]]
+    check_reached(model, attending, {id(module) for module in modules})
+    with pytest.raises(ValueError, match=r"attention of layers.1.attend \(Attends\) was not computed over the whole"):
+        check_reached(model, attending, {id(modules[0]), id(modules[2])})
+    with pytest.raises(ValueError, match="attention of ModuleDict was not"):
+        check_reached(model, {}, set())

@@ -1,29 +1,27 @@
-"""The calls of a GPU's kernels, on a machine without one: operations that demand what those of PyTorch demand, and
-compute in float64 what these compute, take their place.
-
-Each call is made on meta tensors first, so that the real operation's schema and its shapes hold.
+"""Calls of a GPU's kernels without a GPU. Substitutes demand the arguments of PyTorch's operations and compute in
+float64. Each call is made on meta tensors first, so that the real operation's schema and shapes hold.
 """
 
+import dataclasses
 import types
 
 import pytest
 import torch
 
 from patrickstar.sequence import block, kernels
-from patrickstar.sequence.kernel_choice import Device, Kernel
+from patrickstar.sequence.kernel_choice import Device, Kernel, Question, choose
+from patrickstar.sequence.masking import Cover
 from tests.sequence.emulation import count_kernels, dense_attention, divided_attention, rule_of
 
 LENGTH = 520  # halves and quarters of it are no multiples of 16 or 32, quarters enough for cuDNN
 
 
 def on_meta(name, args, options):
-    """What the real operation gives, in shapes."""
     given = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
     return getattr(torch.ops.aten, name)(*given, **options)
 
 
 def is_token_major(tensor):
-    """But for the batch: rows may be some of a sequence's."""
     _, heads, _, head_dim = tensor.shape
     return tensor.stride()[1:] == (head_dim, heads * head_dim, 1)
 
@@ -142,9 +140,9 @@ OPERATIONS = types.SimpleNamespace(
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """`hopper(kernels)`: this machine passes for one with a GPU that has these; gives the calls."""
+    """`hopper(kernels)`: this machine passes for one with a GPU that has these kernels; gives the calls."""
     calls = count_kernels(monkeypatch)
-    kernels._cudnn_lse_dims()  # of the real operation
+    kernels._cudnn_lse_dims()  # the real operation's
     monkeypatch.setattr(kernels, "_aten", OPERATIONS)
 
     def switch(*enabled):
@@ -196,7 +194,6 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masked_blocks(hopper, monkeypatch, dtype, name, tile):
-    """Parts of them are seen whole, and have the fast kernels."""
     monkeypatch.setattr(block, "_TILE_TOKENS", tile)
     calls, parts = hopper(Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT), tensors(dtype)
     options = dict(MASKS[name])
@@ -214,3 +211,54 @@ def test_masked_blocks(hopper, monkeypatch, dtype, name, tile):
     if tile == 128 and dtype is torch.bfloat16:
         assert calls[Kernel.CUDNN, "forward"] > 0
     assert all(calls[kernel, "forward"] == calls[kernel, "backward"] for kernel in Kernel)
+
+
+ON_CUDA = frozenset({Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT})
+H200 = Device("cuda", (9, 0), 91900, ON_CUDA)
+A100 = Device("cuda", (8, 0), 91900, ON_CUDA)
+L40 = Device("cuda", (8, 9), 91900, ON_CUDA)
+V100 = Device("cuda", (7, 0), 91900, ON_CUDA)
+HOST = Device("cpu", (0, 0), 0, frozenset({Kernel.HOST}))
+BLOCK = Question(torch.bfloat16, (128, 128), (4096, 8192), Cover.ALL, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "kernel"),
+    [
+        (H200, {}, Kernel.CUDNN),
+        (H200, {"cover": Cover.DIAGONAL, "dtype": torch.float16}, Kernel.CUDNN),
+        (H200, {"head_dims": (64, 128)}, Kernel.CUDNN),
+        (H200, {"head_dims": (256, 256)}, Kernel.FLASH),
+        (H200, {"lengths": (4096, 100)}, Kernel.FLASH),
+        (dataclasses.replace(H200, cudnn=91400), {}, Kernel.FLASH),
+        (dataclasses.replace(H200, enabled=ON_CUDA - {Kernel.CUDNN}), {}, Kernel.FLASH),
+        (dataclasses.replace(H200, enabled=frozenset({Kernel.EFFICIENT})), {}, Kernel.EFFICIENT),
+        (dataclasses.replace(H200, enabled=frozenset()), {}, Kernel.PLAIN),
+        (H200, {"cover": Cover.SOME}, Kernel.EFFICIENT),
+        (H200, {"head_dims": (192, 128)}, Kernel.EFFICIENT),
+        (H200, {"dtype": torch.float32}, Kernel.EFFICIENT),
+        (H200, {"dtype": torch.float32, "head_dims": (12, 12)}, Kernel.EFFICIENT),
+        (H200, {"head_dims": (12, 12)}, Kernel.PLAIN),
+        (H200, {"dtype": torch.float64}, Kernel.PLAIN),
+        (H200, {"dropout_p": 0.1}, Kernel.PLAIN),
+        (A100, {}, Kernel.FLASH),
+        (A100, {"head_dims": (256, 256)}, Kernel.FLASH),
+        (L40, {"head_dims": (256, 256)}, Kernel.EFFICIENT),
+        (L40, {"head_dims": (192, 192)}, Kernel.FLASH),
+        (V100, {"dtype": torch.float16}, Kernel.EFFICIENT),
+        (V100, {}, Kernel.PLAIN),
+        (HOST, {"dtype": torch.float64}, Kernel.HOST),
+        (HOST, {"cover": Cover.DIAGONAL}, Kernel.HOST),
+        (HOST, {"cover": Cover.SOME}, Kernel.PLAIN),
+        (HOST, {"head_dims": (8, 16)}, Kernel.PLAIN),
+        (HOST, {"dropout_p": 0.1}, Kernel.PLAIN),
+        (Device("xpu", (0, 0), 0, frozenset()), {}, Kernel.PLAIN),
+    ],
+)
+def test_choice(device, changes, kernel):
+    assert choose(device, dataclasses.replace(BLOCK, **changes)) is kernel
+
+
+def test_this_machine():
+    assert Device.of(torch.zeros(1)) == HOST
+    assert Device.of(torch.zeros(1, device="meta")).enabled == frozenset()

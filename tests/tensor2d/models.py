@@ -1,5 +1,3 @@
-"""GPT-2 and Llama written with layers on a mesh, and the values of Hugging Face's by the names of these."""
-
 import copy
 import functools
 import types
@@ -72,7 +70,6 @@ class GPT2Like(nn.Module):
         self.head = layers.Head(h, config.vocab_size, group, tied=self.tokens)
 
     def forward(self, ids, first=0, length=LENGTH):
-        """`ids` of all tokens, or of some from `first` on."""
         hidden = self.tokens(ids) + self.positions(first + torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             hidden = block(hidden)
@@ -115,7 +112,7 @@ MODELS = {"gpt2": (GPT2Like, GPT2), "llama": (LlamaLike, LLAMA)}
 
 
 def reference(name, dtype, attention="sdpa"):
-    """Hugging Face's model, whose norms do not round to float32."""
+    """Hugging Face's model whose norms do not round to float32."""
     torch.manual_seed(0)
     config = copy.deepcopy(MODELS[name][1])
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
@@ -126,7 +123,6 @@ def reference(name, dtype, attention="sdpa"):
 
 
 def exact_norms(model):
-    """Hugging Face's RMSNorm rounds float64 to float32."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = functools.partial(_rms_norm, module)
@@ -138,16 +134,13 @@ def _rms_norm(module, hidden):
 
 
 def by_our_names(name, model, of=lambda parameter: parameter):
-    """{name here: whole tensor, as PyTorch's layers have it} of what `of` gives of Hugging Face's parameters."""
+    """{name here: whole tensor, as PyTorch's layers have it} of Hugging Face's parameters."""
     theirs = {key: of(parameter).detach() for key, parameter in model.named_parameters()}
     return gpt2_names(theirs) if name == "gpt2" else llama_names(theirs)
 
 
 def gpt2_names(theirs):
-    found = {
-        "tokens.weight": theirs["transformer.wte.weight"],
-        "positions.weight": theirs["transformer.wpe.weight"],
-    }
+    found = {"tokens.weight": theirs["transformer.wte.weight"], "positions.weight": theirs["transformer.wpe.weight"]}
     modules = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "attention.attend.qkv", "attn.c_proj": "attention.out"}
     modules |= {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
     for index in range(GPT2.n_layer):
@@ -177,7 +170,6 @@ def llama_names(theirs):
 
 
 def batch(length=LENGTH):
-    """Tokens [b, s] and labels, shifted, of which some do not count."""
     ids = torch.randint(VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(3))
     ids[0, 0], ids[0, 1] = VOCABULARY - 1, 0
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)

@@ -1,5 +1,3 @@
-"""What the ranks of a mesh run in these tests, and what they compare with: the same computed by one process."""
-
 import os
 
 import torch
@@ -11,21 +9,18 @@ from tests.distributed import run_ranks
 
 
 def open_mesh(rows, columns, backend="gloo"):
-    """This rank's group; one process alone uses nothing of torch.distributed."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         dist.init_process_group(backend)
     return MeshGroup.of_torch(Mesh(rows=rows, columns=columns))
 
 
 def on_mesh(rows, columns, function, *args):
-    """What `function(rows, columns, *args)` returns on each rank; in this process where there is but one."""
     if rows * columns == 1:
         return [function(rows, columns, *args)]
     return run_ranks(rows * columns, function, rows, columns, *args, timeout_seconds=100)
 
 
 def blocks_of_all(block, group):
-    """Of all ranks, by rank."""
     return group.everybody.gather(block.detach())
 
 

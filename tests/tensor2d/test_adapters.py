@@ -1,5 +1,3 @@
-"""PEFT's LoRA on a mesh, whose ranks are threads: losses and trained adapters against PEFT in one process."""
-
 import functools
 
 import pytest
@@ -28,7 +26,6 @@ LINEAR["qwen2"] = LINEAR["llama"]
 
 
 def adapted(name, targets=None, further=None, **options):
-    """The model with adapters that change what it computes, and everything in float64; `further` does more with it."""
     torch.manual_seed(0)
     make = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
     model = make.from_config(CONFIGS[name], attn_implementation="sdpa")
@@ -42,7 +39,6 @@ def adapted(name, targets=None, further=None, **options):
 
 
 def trained(model, group=None):
-    """Losses of a few steps, of the samples that `group` gives this rank."""
     ids, labels = batch(LENGTH)
     if group is not None:
         ids, labels = divide_batch(ids, group.place), divide_batch(labels, group.place)
@@ -59,15 +55,12 @@ def trained(model, group=None):
 
 
 def exact_loss(model, logits, ids):
-    """Theirs is rounded to float32."""
     if model.config.model_type == "bert":
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def on_threads(rows, columns, mode, build):
-    """Results of each rank: losses, whole parameters by PEFT's names, and the divided model."""
-
     def train_here(ranks):
         group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(rows=rows, columns=columns)))
         model = models[ranks.context.rank]
@@ -151,7 +144,7 @@ def test_options_of_lora(mesh, case):
 
 @pytest.mark.parametrize("mode", ["2d", "1d"])
 def test_checkpoints_of_activations_over_a_frozen_base(mode):
-    """Reentrant ones need inputs with gradients, which a hook of the embedding makes of a frozen model's."""
+    """Reentrant checkpoints need inputs with gradients, which a hook of the embedding makes."""
 
     def build():
         model = adapted("llama")

@@ -1,5 +1,3 @@
-"""Single layers: what whole models do not show."""
-
 import gc
 
 import pytest
@@ -75,7 +73,6 @@ def test_activations_are_divided_and_assembled():
 
 
 def linears_each_way(group):
-    """Outputs and gradients of a linear layer that sends its input, and of one that sends its output; and bytes."""
     found = {}
     plain = nn.Linear(12, 24).double()
     torch.manual_seed(1)
@@ -147,9 +144,6 @@ def rows_without_gradient(group):
 
 
 def initial_values(group):
-    """Of ranks with other seeds: whether what rows share is the same, and what is behind the vocabulary (of 5 tokens,
-    6 rows where there are two, three or six panels) is 0.
-    """
     torch.manual_seed(group.everybody.rank)
     model = nn.ModuleList([SmallEmbedding2D(5, 6, group), Embedding2D(5, 6, group), Linear2D(6, 12, group)])
     model.append(LMHead2D(6, 5, group, bias=True))
@@ -168,7 +162,6 @@ def initial_values(group):
 
 
 def saved_bytes(group):
-    """What autograd keeps of an attention and an MLP, without parameters."""
     model = nn.Sequential(LayerNorm2D(24, group), Attention2D(24, 6, group), MLP2D(24, 96, group))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
@@ -200,7 +193,7 @@ def test_layers(rows, columns):
     alone = saved_bytes(MeshGroup.alone())
     for linears, far, rms, loss, embedding, initial, saved in on_mesh(rows, columns, all_layers):
         assert {key: value for key, value in linears.items() if not abs(value) <= 1e-12} == {}
-        assert far <= 2e-4  # of inputs whose own rounding is 6e-5 of their deviation
+        assert far <= 2e-4  # the inputs' rounding is 6e-5 of their deviation
         assert rms[0] == torch.bfloat16 and rms[1] <= 2**-8
         assert loss[0] == torch.float32 and loss[1] <= 1e-6 and loss[2] <= 2**-8 and loss[3] == 0
         assert embedding == [1.0, 3.0, 2.0, 1.0, 1.0, 0, 0, 0, 0, 0, 1.0]
@@ -209,16 +202,12 @@ def test_layers(rows, columns):
 
 
 def at(rows, columns):
-    """A group of which nothing is sent."""
     group = MeshGroup.alone()
     group.place = Place(rows, columns)
     return group
 
 
 def norm_gaps(dtype, device):
-    """Of norms that are computed as where columns divide them, on one rank: outputs and gradients against PyTorch's in
-    float64, of tokens with means far from 0 too.
-    """
     hidden, grad = (draw(3, 5, 64, seed=seed).to(dtype).to(device) for seed in (0, 1))
     hidden[1] += 4
     weight, bias = (draw(64, seed=seed).to(dtype).to(device) for seed in (2, 3))
@@ -252,10 +241,7 @@ REFUSED = [
     (lambda: Linear2D(10, 12, at(2, 3)), r"Linear2D\(10, 12\): the input: 10 cannot be cut into lcm\(2, 3\) = 6"),
     (lambda: Linear2D(12, 10, at(2, 3)), r"the output: 10 .* take 12"),
     (lambda: Attention2D(12, 4, at(1, 3)), r"heads: 4 cannot be cut into .* take 3, or a mesh of 3 x 1"),
-    (
-        lambda: Attention2D(12, 4, at(1, 2), key_heads=1),
-        r"heads of keys and values: 1 .* take 2, or a mesh of 2 x 1",
-    ),
+    (lambda: Attention2D(12, 4, at(1, 2), key_heads=1), r"heads of keys and values: 1 .* take 2, or a mesh of 2 x 1"),
     (lambda: Attention2D(12, 4, at(1, 1), key_heads=3), r"4 heads and 3 of keys"),
     (lambda: LayerNorm2D(10, at(2, 3)), r"LayerNorm2D\(10\): features: 10 cannot be cut into 3 columns"),
     (lambda: LMHead2D(12, 9, at(1, 1), tied=Embedding2D(8, 12, at(1, 1))), "table is 8 x 12; give one of 9 x 12"),
@@ -269,7 +255,6 @@ REFUSED = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_copies_some_tokens_at_a_time(dtype, monkeypatch):
-    """Also the last, fewer ones; gradients are in the dtype of logits."""
     monkeypatch.setattr(losses, "_TILE_LOGITS", 40)
     logits = draw(7, 11, dtype=dtype).requires_grad_()
     labels = torch.tensor([3, -100, 0, 10, 5, 5, 2])

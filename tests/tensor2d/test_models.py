@@ -1,6 +1,5 @@
-"""Whole models on meshes against Hugging Face's in one process: losses, gradients, bytes, steps of AdamW."""
-
 import functools
+import math
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from patrickstar.ranks.mesh import Axis, Mesh
 from patrickstar.tensor2d import (
     MeshGroup,
+    Sent,
     clip_grad_norm,
     cost,
     divide_batch,
@@ -17,6 +17,7 @@ from patrickstar.tensor2d import (
     whole_logits,
     whole_values,
 )
+from patrickstar.tensor2d.cost import LayerShape, Mode, choose, crossing_tokens, received_1d, received_2d
 from patrickstar.tensor2d.division import Split
 from patrickstar.tensor2d.hugging_face import layer_shape
 from patrickstar.tensor2d.layer import Layer2D
@@ -49,7 +50,6 @@ def build(name, dtype, group, device="cpu"):
 
 
 def compare_once(name, group, device="cpu"):
-    """Gaps of logits, loss and gradients in float64, and the bytes that came here, forward and backward."""
     ours, theirs = build(name, torch.float64, group, device)
     theirs = theirs.to(device)  # also there the angles of positions are float32, and those of two devices differ
     ids, labels = (part.to(device) for part in batch())
@@ -81,7 +81,6 @@ def compare_once(name, group, device="cpu"):
 
 
 def train(name, group):
-    """Gaps of losses, norms and parameters in float64, after steps of AdamW with gradients that are clipped."""
     ours, theirs = build(name, torch.float64, group)
     ids, labels = batch()
     settings = {"lr": 1e-3, "weight_decay": 0.1}
@@ -109,7 +108,6 @@ def check_models(rows, columns):
 
 
 def product_bytes(linears, config, tied, place):
-    """Forward and backward, by cost.py."""
     vocabulary = -(-VOCABULARY // place.num_panels) * place.num_panels
     found = cost.embedding(TOKENS, 24, place.rows, place.columns)
     found += cost.head(TOKENS, 24, vocabulary, place, tied=tied)
@@ -124,9 +122,6 @@ def grad_or_zeros(parameter):
 
 
 def train_beside(_rows, columns):
-    """A column of data beside the mesh: this rank's loss and clipped gradients, with blocks that are computed again in
-    backward and a frozen layer, and what they should be.
-    """
     dist.init_process_group("gloo")
     mesh = Mesh(data=2, columns=columns)
     group = MeshGroup.of_torch(mesh)
@@ -193,3 +188,61 @@ def test_models_as_hugging_face_computes_them(rows, columns):
             assert backward["small values"] == 8 * ((columns - 1) * tokens * norms * sums[1] + (rows - 1) * replicated)
         shapes_of_all.append([shapes for *_, shapes, _ in by_model.values()])
     assert all(shapes == shapes_of_all[0] for shapes in shapes_of_all)
+
+
+H = 1024
+GPT = LayerShape(hidden=H)
+
+
+def test_elements_of_square_meshes():
+    for q in (1, 2, 4, 8):
+        tokens, p = 48 * H, q * q
+        published = received_2d(GPT, tokens, q, q, Sent.INPUT)
+        assert published.forward == (q - 1) / q**2 * (7 * tokens * H + 12 * H**2)
+        assert published.backward == 2 * published.forward
+        assert received_2d(GPT, tokens, q, q).forward == (q - 1) / q**2 * (4 * tokens * H + 12 * H**2)
+        one = received_1d(GPT, tokens, p)
+        assert one.forward == 4 * (p - 1) / p * tokens * H and one.total == 2.5 * one.forward
+
+
+def test_where_one_dimension_and_two_cross():
+    assert crossing_tokens(GPT, 2, 2, Sent.INPUT) == pytest.approx(2.4 * H)
+    assert crossing_tokens(GPT, 4, 4, Sent.INPUT) == pytest.approx(12 / 13 * H)  # 0.92 h
+    assert crossing_tokens(GPT, 2, 2) == pytest.approx(1.5 * H)
+    assert crossing_tokens(GPT, 4, 4) == pytest.approx(0.75 * H)
+    assert crossing_tokens(GPT, 2, 2, passes="total") == pytest.approx(9 / 4.5 * H)
+    assert crossing_tokens(GPT, 2, 1) == pytest.approx(3 * H)
+    assert crossing_tokens(GPT, 1, 2, Sent.INPUT) == math.inf  # 3.5 bsh and 2 bsh
+    assert crossing_tokens(GPT, 1, 2) == math.inf  # the same 2 bsh
+    for rows, columns in ((2, 2), (2, 4), (4, 2), (4, 4)):
+        tokens = crossing_tokens(GPT, rows, columns, passes="total")
+        for factor in (0.99, 1.01):
+            one = received_1d(GPT, factor * tokens, rows * columns).total
+            assert (received_2d(GPT, factor * tokens, rows, columns).total < one) == (factor > 1)
+
+
+def test_llama_layers_are_counted():
+    llama = LayerShape(hidden=4096, intermediate=14336, keys=1024, is_gated=True)
+    assert sum(m * n for m, n in llama.linears()) == 4096 * (4096 + 2048 + 4096 + 3 * 14336)
+    assert received_2d(llama, 100, 1, 2).forward == 4 * 100 * 4096 / 2
+
+
+def test_choices_say_why():
+    few = choose(GPT, batch=4, length=128, heads=16, ranks=4)
+    assert (few.mode, few.rows, few.columns) == (Mode.ONE, 1, 4)
+    assert few.received_bytes == 2 * received_1d(GPT, 512, 4).total
+    many = choose(GPT, batch=16, length=1024, heads=16, ranks=4)
+    assert (many.mode, many.rows, many.columns) == (Mode.TWO, 4, 1)
+    assert "16384 tokens are 16 times the hidden size" in many.reason and "one dimension 240 MiB" in many.reason
+    assert choose(GPT, batch=2, length=8192, heads=16, ranks=4).rows == 2  # as many rows as samples
+    assert "4 x 1 (samples: 2)" in choose(GPT, batch=2, length=8192, heads=16, ranks=4).reason
+    only = {mode: choose(GPT, batch=16, length=1024, heads=16, ranks=4, mode=mode) for mode in Mode}
+    assert {mode: (found.mode, found.rows, found.columns) for mode, found in only.items()} == {
+        Mode.ONE: (Mode.ONE, 1, 4),
+        Mode.TWO: (Mode.TWO, 4, 1),
+    }
+    assert "one dimension" not in only[Mode.TWO].reason and " x " not in only[Mode.ONE].reason
+    heads = choose(GPT, batch=4, length=1024, heads=6, ranks=4)
+    assert (heads.rows, heads.columns) == (2, 2) and "1 x 4 (heads: 6, of keys 6)" in heads.reason
+    with pytest.raises(ValueError, match="cannot be divided among 4 ranks: .*heads: 3.*samples: 5"):
+        choose(GPT, batch=5, length=1024, heads=3, ranks=4)

@@ -1,5 +1,3 @@
-"""Whole models divided in one dimension against Hugging Face's in one process: losses, gradients, bytes."""
-
 import itertools
 import os
 
@@ -30,7 +28,6 @@ def open_line():
 
 
 def compare(name, line):
-    """Gaps of loss, logits and gradients, and the bytes of products that came here, forward and backward."""
     theirs = reference(name, torch.float64)
     make, config = MODELS[name]
     tall, wide = tall_group(line), wide_group(line)
@@ -57,12 +54,11 @@ def compare(name, line):
 
 
 def compare_in_place(name, line, attention):
-    """Gaps of loss and gradients of Hugging Face's model, divided in place and called with whole sequences."""
     theirs, ours = reference(name, torch.float64), reference(name, torch.float64, attention)
     parallelize_1d(ours, line)
     tokens = batch(LENGTH)[0]
     loss = ours(tokens, labels=tokens).loss
-    # Their own loss is rounded to float32.
+    # Hugging Face's loss is rounded to float32.
     expected = nn.functional.cross_entropy(theirs(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     for value in (expected, loss):
         value.backward()
@@ -74,14 +70,12 @@ def compare_in_place(name, line, attention):
 
 
 def generated(model):
-    """Greedily, of lengths that no number of ranks divides all of, behind padding."""
     tokens, mask = batch(LENGTH)[0], torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[0, :3] = 0
     return model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
 
 
 def in_16_bits(line):
-    """A pair of layers in bfloat16 against the whole of it in float64."""
     group = tall_group(line)
     layers = ColumnLinear1D(12, 24, group, bias=False), RowLinear1D(24, 12, group, bias=False)
     weights = draw(24, 12, seed=1) / 4, draw(12, 24, seed=2) / 4
@@ -121,7 +115,7 @@ def test_models_in_one_dimension_as_hugging_face_computes_them(ranks):
             tokens = BATCH * LENGTH
             layer = cost.received_1d(cost.LayerShape(hidden=24), tokens, ranks)
             part = (ranks - 1) / ranks * tokens * 24
-            # The embedding and the head: a scatter and a gather, and their opposites, of the head one more.
+            # Embedding and head: a reduce-scatter and an all-gather each, their opposites, and one more for the head.
             assert received == [8 * (2 * layer.forward + 2 * part), 8 * (2 * layer.backward + 3 * part)]
 
 

@@ -1,19 +1,9 @@
-"""Hugging Face's models divided in place, against themselves."""
-
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from patrickstar.tensor2d import (
-    Linear2D,
-    MeshGroup,
-    SmallEmbedding2D,
-    Summa2D,
-    divide_batch,
-    parallelize,
-    whole_logits,
-)
+from patrickstar.tensor2d import Linear2D, MeshGroup, SmallEmbedding2D, Summa2D, divide_batch, parallelize, whole_logits
 from patrickstar.tensor2d.layer import source_values
 from tests.tensor2d.models import GPT2, LLAMA, VOCABULARY, batch, exact_norms
 from tests.tensor2d.on_meshes import gap, on_mesh, open_mesh
@@ -45,10 +35,9 @@ def build(name, dtype=torch.float64):
 
 
 def run(model, name, ids, labels, padding, loss=None):
-    """Logits and loss; of BERT labels are those of their tokens."""
     others = {"token_type_ids": ids % 2} if name == "bert" else {"shift_labels": labels}
     out = model(ids, attention_mask=padding, labels=labels, **others)
-    # Theirs is rounded to float32.
+    # Hugging Face's is rounded to float32.
     return out.logits, out.loss if loss is None else loss(out.logits, labels)
 
 
@@ -80,7 +69,6 @@ def compare(name, group):
 
 
 def generate(group):
-    """Whether each row continues its samples as one process does."""
     theirs, ours = build("llama").eval(), build("llama").eval()
     parallelize(ours, group)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

@@ -1,7 +1,7 @@
-"""The three products and their gradients against the matrices as a whole, on meshes of any shape."""
-
 import collections
 import itertools
+import queue
+import threading
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ from patrickstar.tensor2d import (
     orders,
     transposed_multiply,
 )
+from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.panels import check_divides
+from patrickstar.tensor2d.sharded_products import column_product, row_product
 from patrickstar.tensor2d.turning import turned, turned_elements
 from tests.tensor2d.on_meshes import draw, gap, on_mesh, open_mesh, whole_activation
 
@@ -37,7 +39,7 @@ PRODUCTS = {
 
 
 def errors_of_products(group, device="cpu"):
-    """{(product, dtype, what): gap} of outputs, gradients, and gradients of gradients."""
+    """{(product, dtype, kind): gap} of outputs, gradients, and gradients of gradients."""
     found = {}
 
     def whole_of(block):
@@ -58,7 +60,7 @@ def errors_of_products(group, device="cpu"):
             expected.backward(weight.double())
             grads, plain_grads = [leaf.grad for leaf in leaves], [leaf.grad for leaf in plain_leaves]
         else:
-            # Twice: the gradient of the squares of gradients.
+            # Twice, for the gradient of the squares of gradients.
             loss = (out.square() * part).sum()
             grads = torch.autograd.grad(loss, leaves, create_graph=True)
             grads = [*grads, *torch.autograd.grad(sum(part.square().sum() for part in grads), leaves)]
@@ -74,7 +76,6 @@ def errors_of_products(group, device="cpu"):
 
 
 def received(group):
-    """{product: bytes of panels and of partial sums that came here}, and those of a turned matrix."""
     found = {}
     for name, (product, _, *shapes) in PRODUCTS.items():
         before = group.received_bytes
@@ -115,7 +116,6 @@ def test_products_as_one_process_computes_them(rows, columns):
 
 
 def try_products_in_pieces(rows, columns):
-    """As :func:`try_products`, of products cut as large ones are; and how many messages came for each."""
     orders._FILLING, orders._TILE = 1, 1
     group = open_mesh(rows, columns)
     messages = collections.Counter()
@@ -180,7 +180,7 @@ def test_sums_of_16_bits_are_rounded_once():
 
 
 def sums_of_two(rows, columns):
-    """1 + 2^-8 of the first rank and 2^-8 of the second, with a bias of 0; and with one of -1 that is added too."""
+    """1 + 2^-8 of the first rank and 2^-8 of the second, with a bias of 0, and with an added bias of -1."""
     group = open_mesh(rows, columns)
     if columns == 1:
         block = divide_activation(torch.tensor([[1.0], [2.0**-8], [2.0**-8], [0.0]]).bfloat16(), group.place)
@@ -196,13 +196,11 @@ def sums_of_two(rows, columns):
 
 
 def test_sums_on_top_of_what_came_are_rounded_once():
-    """By the rank that keeps them: the first one's own summand is not rounded before."""
     assert on_mesh(1, 2, sums_of_two)[0] == (1 + 2.0**-7, 1 + 2.0**-7, 2.0**-7)
     assert on_mesh(2, 1, sums_of_two)[0] == 1 + 2.0**-7
 
 
 def over_own_groups(rows, columns):
-    """As :func:`try_products`, over the lines that an engine's ranks have."""
     with open_ranks(timeout_seconds=60) as ranks:
         group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(rows=rows, columns=columns)))
         return errors_of_products(group), received(group)["turned is right"]
@@ -225,3 +223,105 @@ def test_bad_blocks_are_refused_before_anything_travels():
     with pytest.raises(ValueError, match=r"30 cannot be cut into lcm\(4, 3\) = 12 panels .* take 24, or a mesh of "):
         check_divides("features", 30, Place(4, 3))
     check_divides("features", 36, Place(4, 3))
+
+
+class Post:
+    def __init__(self):
+        self.letters = collections.defaultdict(queue.Queue)
+        self.sent = collections.defaultdict(list)  # by exchange: (of, to)
+
+
+class ByThreads:
+    def __init__(self, post, rank, size):
+        self.post, self.rank, self.size, self.count = post, rank, size, 0
+
+    def begin(self, sends, receives):
+        for to, tensor in sends:
+            self.post.letters[self.rank, to].put(tensor.clone())
+            self.post.sent[self.count].append((self.rank, to))
+        for of, tensor in receives:
+            tensor.copy_(self.post.letters[of, self.rank].get(timeout=20))
+        self.count += 1
+        return self
+
+    def wait(self):
+        pass
+
+
+def on_threads(size, function):
+    post, found = Post(), [None] * size
+
+    def run(rank):
+        found[rank] = function(Line(ByThreads(post, rank, size)))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, [sorted(post.sent[index]) for index in sorted(post.sent)]
+
+
+@pytest.mark.parametrize(("size", "most_sent"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3)])
+def test_an_owner_sends_few_copies(size, most_sent):
+    for owner in (0, size - 1):
+
+        def copied(line, owner=owner):
+            tensor = torch.full((3,), float(line.rank))
+            line.broadcast(tensor, owner).wait()
+            return tensor[0].item(), line.received_bytes["panels"]
+
+        found, sent = on_threads(size, copied)
+        assert found == [(float(owner), 0 if rank == owner else 12) for rank in range(size)]
+        copies = collections.Counter(of for exchange in sent for of, _ in exchange)
+        assert max(copies.values()) == most_sent and sum(copies.values()) == size - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_everybody_sends_to_another_one(size, dtype):
+    hidden, first, second = draw(2, 2 * size, 6), draw(3 * size, 6), draw(3 * size, 6)
+    grad = draw(2, 2 * size, 6, seed=1)
+    whole = [part.to(dtype).double().requires_grad_() for part in (hidden, first, second)]
+    out = whole[0] @ whole[1].t() @ whole[2]
+    expected = [out, *torch.autograd.grad(out, whole, grad.to(dtype).double())]
+
+    def share(line):
+        parts = (hidden.chunk(size, 1), first.chunk(size), second.chunk(size))
+        mine = [part[line.rank].to(dtype).requires_grad_() for part in parts]
+        out = row_product(column_product(mine[0], mine[1], line), mine[2], line)
+        return [out, *torch.autograd.grad(out, mine, grad.chunk(size, 1)[line.rank].to(dtype))]
+
+    found, sent = on_threads(size, share)
+    wholes = [torch.cat([rank[index] for rank in found], dim) for index, dim in enumerate((1, 1, 0, 0))]
+    for value, other in zip(wholes, expected, strict=True):
+        assert gap(value, other) <= (1e-12 if dtype == torch.float64 else 2e-2)
+    assert len(sent) == 5 * (size - 1)  # once forward and twice backward of the first product, once each of the second
+    for exchange in sent:
+        assert {of for of, _ in exchange} == {to for _, to in exchange} == set(range(size))
+        assert len(exchange) == size and all(of != to for of, to in exchange)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_products_in_pieces_are_those_of_one_process(size, batch, monkeypatch):
+    monkeypatch.setattr(orders, "_FILLING", 1)
+    monkeypatch.setattr(orders, "_TILE", 1)
+    hidden, first, second = draw(batch, 4 * size, 6), draw(3 * size, 6), draw(3 * size, 6)
+    biases, grad = (draw(3 * size, seed=2), draw(6, seed=3)), draw(batch, 4 * size, 6, seed=1)
+    whole = [part.clone().requires_grad_() for part in (hidden, first, second, *biases)]
+    out = (whole[0] @ whole[1].t() + whole[3]) @ whole[2] + whole[4]
+    expected = [out, *torch.autograd.grad(out, whole, grad)]
+
+    def share(line):
+        parts = (hidden.chunk(size, 1), first.chunk(size), second.chunk(size), biases[0].chunk(size))
+        mine = [*(part[line.rank].clone().requires_grad_() for part in parts), biases[1].clone().requires_grad_()]
+        out = row_product(column_product(mine[0], mine[1], line, mine[3]), mine[2], line, mine[4])
+        return [out, *torch.autograd.grad(out, mine, grad.chunk(size, 1)[line.rank])]
+
+    found, sent = on_threads(size, share)
+    wholes = [torch.cat([rank[index] for rank in found], dim) for index, dim in enumerate((1, 1, 0, 0, 0))]
+    wholes.append(sum(rank[5] for rank in found))
+    for value, other in zip(wholes, expected, strict=True):
+        assert gap(value, other) <= 1e-12
+    assert len(sent) == (3 + 2 * 3) * (size - 1)  # tokens are gathered three times, and two sums have three pieces

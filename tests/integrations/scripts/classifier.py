@@ -1,5 +1,5 @@
-"""Trains a classifier of sentences in CSV files, as scripts for transformers' Trainer do: built like ``run_glue.py`` of
-its examples, which no package has. Nothing of PatrickStar is in it.
+"""Trains a classifier of sentences in CSV files with transformers' Trainer, as ``run_glue.py`` of its examples does.
+Knows nothing of PatrickStar.
 """
 
 from dataclasses import dataclass
@@ -31,11 +31,7 @@ class ScriptArguments:
 def main():
     script_args, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
-    files = {
-        "train": script_args.train_file,
-        "validation": script_args.validation_file,
-        "test": script_args.test_file,
-    }
+    files = {"train": script_args.train_file, "validation": script_args.validation_file, "test": script_args.test_file}
     raw = load_dataset("csv", data_files=files)
     labels = sorted(raw["train"].unique("label"))
     config = AutoConfig.from_pretrained(script_args.model_name_or_path, num_labels=len(labels))

@@ -1,5 +1,5 @@
-"""Trains a causal language model on the lines of a JSON file, as scripts for transformers' Trainer do: built like
-``run_clm.py`` of its examples, which no package has. Nothing of PatrickStar is in it.
+"""Trains a causal language model on the lines of a JSON file with transformers' Trainer, as ``run_clm.py`` of its
+examples does. Knows nothing of PatrickStar.
 """
 
 import math

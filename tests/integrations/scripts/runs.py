@@ -1,11 +1,7 @@
-"""Runs scripts by ``patrickstar run`` and without it, all in one process: importing what they need takes longest.
+"""Runs scripts with and without ``patrickstar run`` in one process, since imports take longest.
 
-    python -m tests.integrations.scripts.runs FOLDER
-
-Each run leaves in ``FOLDER/runs`` what its script writes. The child of ``test_unchanged_scripts.py``.
+``python -m tests.integrations.scripts.runs FOLDER`` leaves each run's files in ``FOLDER/runs``.
 """
-
-from __future__ import annotations
 
 import json
 import random
@@ -15,20 +11,20 @@ from pathlib import Path
 import torch
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from patrickstar.command.main import main
 from patrickstar.command.script import run_script
+from tests.models import llama
 
 HERE = Path(__file__).parent
 LANGUAGE_MODEL, CLASSIFIER = HERE / "language_model.py", HERE / "classifier.py"
 SFT = Path(trl.__file__).parent / "scripts" / "sft.py"  # TRL's own, as it is packaged
 SMALL = {LANGUAGE_MODEL: "2MiB", CLASSIFIER: "2MiB", SFT: "5MiB"}
-"""Device budgets below what each script takes without one."""
+"""Device budgets below each script's unlimited peak."""
 
 
 def write_inputs(folder: Path) -> None:
-    """A tiny Llama with a tokenizer of its own, and sentences in the files that the scripts read."""
     chosen = random.Random(0)
     lines = []
     for _ in range(120):
@@ -50,24 +46,12 @@ def write_inputs(folder: Path) -> None:
         tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>", model_max_length=32
     )
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    llama(hidden=64, layers=4, vocab=128, length=32, **tokens).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
 
 
 def arguments_of(script: Path, folder: Path) -> list[str]:
-    """What each script is given, in all of its runs."""
     given = {"--model_name_or_path": folder / "model", "--report_to": "none", "--seed": 7, "--learning_rate": 3e-3}
     given |= {"--logging_steps": 2, "--per_device_train_batch_size": 2, "--per_device_eval_batch_size": 2}
     given |= {"--max_steps": 12, "--save_steps": 6, "--disable_tqdm": True, "--use_cpu": True}
@@ -82,7 +66,6 @@ def arguments_of(script: Path, folder: Path) -> list[str]:
 
 
 def run_all(folder: Path) -> None:
-    """Each script without PatrickStar, with it, within a small budget, and resumed in another one."""
     write_inputs(folder)
     config = folder / "patrickstar.json"
     config.write_text(json.dumps({"default_chunk_size": 8192}))

@@ -1,5 +1,3 @@
-"""Compiled code, and what is counted of it, is kept by the process: each test begins without."""
-
 import pytest
 import torch
 from torch._dynamo.utils import counters

@@ -1,7 +1,3 @@
-"""The ways in which a user compiles a model, for tests that train each."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +10,13 @@ from tests.models import VOCAB, Case, lm_loss, token_batch
 from tests.training import ADAM, Run, make_config
 
 BACKEND = "aot_eager"
-"""Dynamo and AOTAutograd as with any backend, and no C++ or Triton to compile."""
+"""Dynamo and AOTAutograd without compiling C++ or Triton."""
 WIDTH = 32
 Forward = Callable[..., Any]
 
 
 class Block(nn.Module):
-    """A block that also gives a view of one of its parameters, which is used behind the last block."""
+    """Also returns a view of one of its parameters, which is used behind the last block."""
 
     def __init__(self):
         super().__init__()
@@ -34,8 +30,6 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """An embedding tied to the head, blocks, and a parameter of its own."""
-
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH, _weight=torch.randn(VOCAB, WIDTH) * 0.1)
@@ -83,7 +77,6 @@ def blocks_in_place(module: nn.Module) -> nn.Module:
 
 
 BEFORE = {form.__name__: form for form in (whole, in_place, one_graph, wrapped_blocks, blocks_in_place)}
-"""Compiled by ``model_func``."""
 
 
 def engine_compile(engine: Any) -> Forward:
@@ -135,7 +128,7 @@ AFTER = {
         compiled_function,
     )
 }
-"""Compiled when the engine is there; each gives what is called in its place."""
+"""Forms that are compiled after the engine is made; each returns the callable to use."""
 
 
 def case_of(form: str, case: Case = TOWER) -> Case:
@@ -143,7 +136,6 @@ def case_of(form: str, case: Case = TOWER) -> Case:
 
 
 def train_after(form: str, precision: str = "fp32", steps: int = 4, **config: Any) -> Run:
-    """As ``tests.training.train``, compiled when the engine is there."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(TOWER.build, 0, make_config(precision, gradient_clipping=1.0, **config))
     with engine:
@@ -162,7 +154,6 @@ def train_after(form: str, precision: str = "fp32", steps: int = 4, **config: An
 
 
 def train_compiled_plain(form: str, case: Case = TOWER, steps: int = 4) -> Run:
-    """The same form with plain PyTorch."""
     torch.manual_seed(0)
     module = BEFORE[form](case.build())
     optim = torch.optim.AdamW(module.parameters(), **ADAM)

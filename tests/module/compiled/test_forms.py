@@ -1,7 +1,3 @@
-"""Compiled in any form, a model trains with the same bits in any budget, and with the numbers of plain PyTorch."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -18,20 +14,12 @@ from tests.module.compiled.forms import (
     train_compiled_plain,
     without_wrappers,
 )
-from tests.training import (
-    Run,
-    assert_same,
-    least_device_memory,
-    make_config,
-    relative_error,
-    train,
-    train_plain,
-)
+from tests.training import Run, assert_same, least_device_memory, make_config, relative_error, train, train_plain
 
 SMALL = {"fp32": 400_000, "bf16": 200_000}
-"""Bytes of the device, of 1.4 and 1.1 MB that the tower takes where there is room."""
+"""Device bytes; without a limit the tower takes 1.4 and 1.1 MB."""
 ROOM_BYTES = 64 * 1024
-"""Beyond the least budget: what a compiler leaves behind counts as activations until it is collected."""
+"""Beyond the least budget: the compiler's garbage counts as activations until it is collected."""
 
 
 def assert_close(run: Run, reference: Run, tolerance: float) -> None:
@@ -71,8 +59,6 @@ def test_compiled_after(form):
 
 
 def test_a_block_replaced_by_a_compiled_one_runs():
-    """Nobody hears of it, and its hooks break it up: it runs as it would uncompiled."""
-
     def replace(engine, step):
         if step == 1:
             engine.module.blocks[2] = torch.compile(engine.module.blocks[2], backend=BACKEND)
@@ -83,7 +69,6 @@ def test_a_block_replaced_by_a_compiled_one_runs():
 
 @pytest.mark.parametrize("dialect", ["plain", "deepspeed"])
 def test_a_whole_step_in_a_compiled_function(dialect):
-    """Forward, backward and step break the graph, and are what they are."""
     import patrickstar
 
     config = make_config(gradient_clipping=1.0, default_chunk_size=8192, device_memory=SMALL["fp32"])
@@ -120,7 +105,6 @@ def test_a_whole_step_in_a_compiled_function(dialect):
 
 @pytest.mark.parametrize("form", ["one_graph", "in_place"])
 def test_a_compiled_function_calls_a_compiled_model(form):
-    """The door is not traced through, although no hook breaks the graph before it."""
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(case_of(form).build, 0, make_config(gradient_clipping=1.0))
     generator, losses = torch.Generator().manual_seed(1), []
@@ -153,7 +137,6 @@ def test_models(name):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(use_reentrant):
-    """Recomputation goes through the units again, on autograd's side; without it a step takes more memory."""
     config = make_config("bf16")
     unlimited = train(compiled("gpt2"), config, steps=4, checkpointing=use_reentrant)
     least = least_device_memory(compiled("gpt2"), config, checkpointing=use_reentrant)
@@ -175,7 +158,6 @@ def test_accumulation():
 
 @pytest.mark.slow
 def test_inductor():
-    """The backend of ``torch.compile(model)``: one block is compiled to C++, and six run it."""
     config = make_config("bf16", gradient_clipping=1.0, default_chunk_size=8192)
     case = Case(lambda: torch.compile(TOWER.build()), TOWER.batch)
     unlimited = train(case, config, steps=3)

@@ -1,7 +1,3 @@
-"""Two ranks whose models are compiled: the same bits in any budget, and what one process does up to rounding."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,3 @@
-"""What of a compiled module is compiled as one."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -23,8 +19,6 @@ class Callable(nn.Module):
 
 
 class Own(Callable):
-    """A block without layers of PyTorch."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
@@ -38,8 +32,6 @@ class Stage(Callable):
 
 
 class Heads(Callable):
-    """A block with a list of small ones."""
-
     def __init__(self):
         super().__init__()
         self.heads = nn.ModuleList(Block(2) for _ in range(4))
@@ -90,10 +82,7 @@ def names(module, **options):
                 "decoder.final_layer_norm",
             ],
         ),
-        (
-            MODELS["mixture_of_experts"].build,
-            [f"layers.{i}.experts.{k}" for i in range(3) for k in range(4)],
-        ),
+        (MODELS["mixture_of_experts"].build, [f"layers.{i}.experts.{k}" for i in range(3) for k in range(4)]),
         (MODELS["albert"].build, [""]),
     ],
 )

@@ -1,7 +1,3 @@
-"""What goes into a compiled region and comes out of it, and what is not possible there."""
-
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle
@@ -34,7 +30,6 @@ def built(build, **config):
 
 @pytest.mark.parametrize("form", ["whole", "one_graph"])
 def test_evaluation(form):
-    """Without gradients, between two steps: views of parameters still come out of the blocks."""
     budget = least_device_memory(case_of(form), CONFIG) + 32 * 1024
     torch.manual_seed(0)
     plain = TOWER.build()
@@ -63,8 +58,6 @@ class Given(nn.Module):
 
 
 class GivesParameters(nn.Module):
-    """The compiled module gets a parameter of another, and views of some."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
@@ -79,8 +72,6 @@ class GivesParameters(nn.Module):
 
 
 class KeepsParameters(nn.Module):
-    """A block with parameters that stay with PyTorch, in float32, and one whose memory is not the device's."""
-
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -144,7 +135,6 @@ class Moody(nn.Module):
 
 
 def test_a_call_that_fails():
-    """The parameters are chunked ones again, and the next step is like any other."""
     moody = Moody()
     moody.compile(backend=BACKEND)
     engine, optimizer = built(lambda: nn.Sequential(moody, nn.Linear(8, 8)))
@@ -169,7 +159,7 @@ def test_cuda_graphs_are_refused(options):
     with engine:
         with pytest.raises(ValueError, match="CUDA graphs"):
             engine.compile(**options)
-        torch.compile(engine, **options)(torch.ones(2, 8))  # of a caller it does not learn this
+        torch.compile(engine, **options)(torch.ones(2, 8))  # its caller does not learn this
         assert not engine.is_compiled
 
 
@@ -195,7 +185,6 @@ def test_refused():
 
 @pytest.mark.slow
 def test_generate():
-    """Of a wrapper, which gives the model's own, and of a model that is compiled itself."""
     tokens = torch.arange(1, 9).view(2, 4)
     options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
     gpt2 = MODELS["gpt2"]
@@ -279,8 +268,6 @@ def test_checkpoints_fit_whatever_is_compiled(tmp_path, saved, loaded):
 
 
 def test_on_the_meta_device():
-    """Values are drawn once for each module, in the same order, compiled or not."""
-
     def build(compiles):
         with torch.device("meta"):
             module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
@@ -297,7 +284,7 @@ def test_on_the_meta_device():
 
 
 def test_every_layer_that_reads_its_own_cache_is_compiled():
-    """A Hugging Face model that fills a cache of keys and values in training has other code in each layer."""
+    """A Hugging Face model that fills a key-value cache in training has other code in each layer."""
     limit = torch._dynamo.config.recompile_limit
     num_layers, graphs = limit + 2, []
 

@@ -1,9 +1,0 @@
-"""Rank 0's model is everybody's, whoever makes the engine."""
-
-from __future__ import annotations
-
-from tests.integrations import first_rank
-
-
-def test_ranks_with_differing_models(two_ranks):
-    first_rank.check([rank["first_rank"] for rank in two_ranks])
