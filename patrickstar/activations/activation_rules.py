@@ -1,6 +1,6 @@
 """The limits by which activations leave the device between forward and backward: of an engine, and of a plan for it.
 
-An engine acts by them (patrickstar/engine/stashed_activations.py, [Note: kept activations]; kept_attention.py,
+An engine acts by them (patrickstar/activations/stashed_activations.py, [Note: kept activations]; kept_attention.py,
 [Note: kept attention]), and patrickstar/planning/leaving.py plays what it does.
 
 [Note: what stays] A byte of activations that leaves passes the link twice, and the byte of room that chunks get for it

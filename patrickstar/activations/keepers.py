@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
+from patrickstar.activations.kept_attention import KeptAttention
+from patrickstar.activations.layer_activations import LayerActivations
+from patrickstar.activations.stashed_activations import ActivationStash
 from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
-from patrickstar.engine.kept_attention import KeptAttention
-from patrickstar.engine.layer_activations import LayerActivations
-from patrickstar.engine.stashed_activations import ActivationStash
 from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS
 
 
 def keeper_of_activations(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.engine.stashed_activations import ActivationStash, Stashed
+from patrickstar.activations.stashed_activations import ActivationStash, Stashed
 
 _aten = torch.ops.aten
 

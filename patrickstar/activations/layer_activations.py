@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.engine.kept_attention import KeptAttention
-from patrickstar.engine.stashed_activations import ActivationStash
+from patrickstar.activations.activation_rules import ActivationTier
+from patrickstar.activations.kept_attention import KeptAttention
+from patrickstar.activations.stashed_activations import ActivationStash
 from patrickstar.module.checkpointed_layers import (
     checkpointable_modules,
     is_checkpointing,
@@ -34,7 +35,6 @@ from patrickstar.module.checkpointed_layers import (
 )
 from patrickstar.module.compiled.door import get_call
 from patrickstar.module.observed_buffers import buffer_places
-from patrickstar.planning.activation_rules import ActivationTier
 
 
 class LayerActivations:

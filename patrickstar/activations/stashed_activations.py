@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from patrickstar import _C
-from patrickstar.engine.working_activations import ExpectedInputs, WorkingBytes
-from patrickstar.planning.activation_rules import MOST_LEAVING, ActivationTier, DeviceShares, comes_ahead
+from patrickstar.activations.activation_rules import MOST_LEAVING, ActivationTier, DeviceShares, comes_ahead
+from patrickstar.activations.working_activations import ExpectedInputs, WorkingBytes
 
 
 class ActivationStash:

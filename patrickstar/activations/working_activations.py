@@ -1,11 +1,11 @@
 """Device memory that forward and backward need beside the activations that are kept, measured step by step.
 
-[Note: working activations] Activations have a share of the device ([Note: what stays], planning/activation_rules.py).
+[Note: working activations] Activations have a share of the device ([Note: what stays], activations/activation_rules.py).
 Kept activations and working memory both count: working memory is that of one layer's operations, or of the loss. The
 first step measures it: at each tensor that is kept or used, the peak of live memory since the last one, less the bytes
 of kept activations. From then on activations leave as far as the device has no room for them beside working memory and
 chunks. The plan after the first step counts activations that had left in it and will stay. Outputs of attention that
-are kept beyond what autograd saves (:meth:`patrickstar.engine.stashed_activations.ActivationStash.keep`) may take no
+are kept beyond what autograd saves (:meth:`patrickstar.activations.stashed_activations.ActivationStash.keep`) may take no
 more of the device than plans leave to activations.
 
 In the first step the share is compared with all of PyTorch's memory, on CUDA with what it caches. Nearly all kept
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from patrickstar import _C
-from patrickstar.planning.activation_rules import DeviceShares, SeenStep
+from patrickstar.activations.activation_rules import DeviceShares, SeenStep
 
 
 class WorkingBytes:

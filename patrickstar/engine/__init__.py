@@ -1,1 +1,1 @@
-"""An engine: one step in the order in which it happens, from the model's way in to its way out."""
+"""What a user holds: ``Engine``, its optimizer, and how both are made."""

@@ -14,17 +14,18 @@ from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.elastic.phases import Phase, Resized
 from patrickstar.elastic.published import DEFAULT_FOLDER
 from patrickstar.elastic.rendezvous import Rendezvous
-from patrickstar.engine.engine_export import export_session
-from patrickstar.engine.engine_state import Scheduler, load_session, save_session
-from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.joining import join_session
 from patrickstar.engine.module_face import ModuleFace
-from patrickstar.engine.resize_plan import Carried, ResizeOptions
-from patrickstar.engine.resizing import resize_session
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
+from patrickstar.resize.joining import join_session
+from patrickstar.resize.plan import Carried, ResizeOptions
+from patrickstar.resize.resizing import resize_session
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
+from patrickstar.session.closing import abandon_session, close_session, discard_session
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.state.export_weights import export_session
+from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 _T = TypeVar("_T")
 
@@ -49,7 +50,7 @@ class Engine(ModuleFace):
         It may run twice: once more with an emptier device where memory ran out. Calls of the module within it are part
         of this forward; inputs are taken as they are.
         """
-        return self._session.forward(call)
+        return self._loop.forward(call)
 
     @property
     def sequence_group(self) -> SequenceGroup | HybridGroup | None:
@@ -86,7 +87,7 @@ class Engine(ModuleFace):
             MemoryBudgetError: in the first step, the device budget is too small; the message gives the least that
                 works.
         """
-        self._session.backward(loss, **kwargs)
+        self._loop.backward(loss, **kwargs)
 
     def grad_norm(self) -> float:
         """Global L2 norm, over all ranks, of the gradients since the last step, before clipping; NaN when one is not
@@ -112,7 +113,7 @@ class Engine(ModuleFace):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""
-        self._session.zero_grad()
+        self._loop.zero_grad()
 
     def accept_mixed_state(self) -> None:
         """Goes on with parameters and optimizer states as they are where they are not all of one step or checkpoint: a
@@ -120,7 +121,7 @@ class Engine(ModuleFace):
         ``load_checkpoint``. Until then, or until a checkpoint is loaded, all that would train or save is refused.
         Gradients are dropped. With several ranks all must call it.
         """
-        self._session.accept_mixed_state()
+        self._loop.accept_mixed_state()
 
     def save_checkpoint(
         self,
@@ -307,13 +308,13 @@ class Engine(ModuleFace):
             MemoryBudgetError: host memory does not hold the module's own parameters ([Note: room to close]); nothing is
                 changed, and the engine stays open.
         """
-        self._session.closing.close()
+        close_session(self._session)
 
     def discard(self) -> None:
         """Frees all chunks; the module's parameters have no elements afterwards. For the end of a run whose model would
         not fit into host memory once per rank: what is wanted of it was saved or exported before. May be called twice.
         """
-        self._session.closing.discard()
+        discard_session(self._session)
 
     def __enter__(self) -> Engine:
         return self
@@ -322,4 +323,4 @@ class Engine(ModuleFace):
         if error is None or len(self._session.ranks.members) == 1:
             self.close()
         else:  # what the other ranks hold of the module cannot be had any more
-            self._session.closing.abandon(error)
+            abandon_session(self._session, error)

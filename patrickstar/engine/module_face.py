@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.engine.own_params import check_shared
-from patrickstar.engine.session import Session
-from patrickstar.engine.whole_values import load_whole_state, own_state, whole_state
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.session import Session
+from patrickstar.session.step_loop import StepLoop
+from patrickstar.state.whole_values import load_whole_state, own_state, whole_state
 
 
 class ModuleFace(nn.Module):
@@ -23,6 +24,7 @@ class ModuleFace(nn.Module):
         super().__init__()
         self.module = session.module
         self._session = session
+        self._loop = StepLoop(session)
         session.owner.face = weakref.ref(self)
         self._call = knowing_caller(self._call_module)
 
@@ -74,12 +76,12 @@ class ModuleFace(nn.Module):
         options = {**(compile_kwargs or {}), **options}
         compiler = make_compiler(options if backend is None else {"backend": backend, **options})
         if compiler is not None:
-            self._session.compile(self.module, compiler)
+            self._loop.compile(self.module, compiler)
 
     def compile_parts(self, compiler: Compiler) -> None:
         """The same for a module that is not called itself, but uses those it holds: each of them is compiled."""
         for child in self.module.children():
-            self._session.compile(child, compiler)
+            self._loop.compile(child, compiler)
 
     @property
     def is_compiled(self) -> bool:

@@ -8,15 +8,12 @@ options are to the core.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
-from patrickstar.engine.optimizer_step import OptimizerLink
-from patrickstar.engine.own_params import check_shared
-from patrickstar.engine.wholeness import State
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.optimizer.core_options import CoreOptions
@@ -24,9 +21,11 @@ from patrickstar.optimizer.groups import checked_added_group
 from patrickstar.optimizer.loss_scaling import LossScaling
 from patrickstar.optimizer.managed_optimizer import managed_optimizer
 from patrickstar.optimizer.state import CheckedState, check_no_refused_option, checked_state
-
-if TYPE_CHECKING:
-    from patrickstar.engine.session import Session
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.session import Session
+from patrickstar.session.step_loop import StepLoop
+from patrickstar.session.step_state import OptimizerLink
+from patrickstar.session.wholeness import State
 
 
 class HybridOptimizer(torch.optim.Optimizer):
@@ -38,6 +37,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def __init__(self, session: Session, groups: list[dict[str, Any]], config: Config):
         self._session = session
+        self._loop = StepLoop(session)
         self._built = False
         self._type = config.optimizer.type
         options = config.optimizer.params.model_dump()
@@ -100,7 +100,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None and self._session.whole.state is not State.IN_STEP:
             with torch.enable_grad():
                 loss = closure()
-        self._session.step(self.param_groups, self._group_options())
+        self._loop.step(self.param_groups, self._group_options())
         return loss
 
     @property
@@ -145,7 +145,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     @outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""
-        self._session.zero_grad()
+        self._loop.zero_grad()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

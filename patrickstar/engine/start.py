@@ -12,25 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.activations.remedies import check_activations
 from patrickstar.config import Config, rule_of
-from patrickstar.engine.activations import check_activations
-from patrickstar.engine.axes import mesh_of
-from patrickstar.engine.core_setup import load_plan
-from patrickstar.engine.divided_matrices import Matrices, make_matrices
-from patrickstar.engine.error_texts import explain_other_engines
-from patrickstar.engine.notebook import close_engine_of_cell
-from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
-from patrickstar.engine.own_params import check_settings
-from patrickstar.engine.proof import prove_rewrites
-from patrickstar.engine.rank_sync import (
-    check_same_config,
-    common_budgets,
-    common_random_numbers,
-    failed_ranks,
-    first_ranks_survey,
-    take_turns,
-)
-from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.compiled.units import check_compiled
 from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
@@ -38,10 +21,28 @@ from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import ModelSource, build_module
 from patrickstar.module.quantization import is_quantized
 from patrickstar.optimizer.groups import ModelParameters, make_groups
+from patrickstar.parallel.axes import mesh_of
+from patrickstar.parallel.divided_matrices import Matrices, make_matrices
+from patrickstar.parallel.proof import prove_rewrites
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, join_ranks
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.sequence.survey import Survey
+from patrickstar.session.closing import abandon_session, revert_session
+from patrickstar.session.core_setup import load_plan
+from patrickstar.session.error_texts import explain_other_engines
+from patrickstar.session.lifecycle import complete, make_session
+from patrickstar.session.own_params import check_settings
+from patrickstar.session.rank_sync import (
+    check_same_config,
+    common_budgets,
+    common_random_numbers,
+    failed_ranks,
+    first_ranks_survey,
+    take_turns,
+)
+from patrickstar.session.registry import close_lost_engine, drop_unreachable_sessions, open_sessions
+from patrickstar.session.session import Session
 
 
 def start_session(
@@ -50,7 +51,6 @@ def start_session(
     """A session for the model, and the optimizer's groups; the arguments and errors are those of
     ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
     """
-    close_engine_of_cell()
     drop_unreachable_sessions()
     ranks = _join_ranks(local_rank, config)
     session: Session | None = None
@@ -79,7 +79,7 @@ def start_session(
             in_groups = {param for group in groups for param in group["params"]}
             _check_module(built.module, config, matrices)
             check_settings(built.module, config, len(ranks.members))
-            session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
+            session = make_session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
             if saved_plan is not None:
                 saved_plan.check_layout(session.layout, str(config.plan))
             values = FirstRankValues(chunk_ranks, session.params)
@@ -93,10 +93,10 @@ def start_session(
                 values.share()
                 session.survey = first_ranks_survey(ranks, survey)
         with ranks.guard("opening the engine"):
-            session.complete(saved_plan)
+            complete(session, saved_plan)
     except BaseException as error:
         if session is not None:
-            session.closing.abandon(error)
+            abandon_session(session, error)
         else:
             ranks.leave(error)
         explain_other_engines(error, len(open_sessions()))
@@ -143,10 +143,10 @@ def opening(session: Session) -> Iterator[None]:
         with session.ranks.guard("opening the engine"):
             failed = failed_ranks(session.ranks, failure)
     except BaseException as error:
-        session.closing.abandon(error)
+        abandon_session(session, error)
         raise
     if failed:
-        session.closing.revert()
+        revert_session(session)
         raise failure if failure is not None else _C.RankFailure(f"the engine was not opened: {failed}")
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import nn
 
 from patrickstar.config import Config
-from patrickstar.engine.calls import Calls
-from patrickstar.engine.divided_matrices import Matrices
-from patrickstar.engine.divided_sequences import DividedSequences
+from patrickstar.parallel.calls import Calls
+from patrickstar.parallel.divided_matrices import Matrices
+from patrickstar.parallel.divided_sequences import DividedSequences
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.sequence.survey import Survey
 
@@ -37,7 +37,7 @@ def make_calls(
     survey: Survey,
 ) -> Calls:
     """Of an engine with ``config``; all ranks call it at the same point. The arguments are those of
-    :class:`~patrickstar.engine.divided_sequences.DividedSequences`.
+    :class:`~patrickstar.parallel.divided_sequences.DividedSequences`.
 
     Raises:
         ValueError: the model's calls cannot be divided.

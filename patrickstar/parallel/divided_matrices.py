@@ -5,7 +5,7 @@
     ...
     total = matrices.total(squares)                # of gradients, over blocks
 
-A model of Hugging Face is divided in place, in one way or another (:mod:`patrickstar.engine.matrix_ways`): its
+A model of Hugging Face is divided in place, in one way or another (:mod:`patrickstar.parallel.matrix_ways`): its
 parameters are this rank's blocks from then on, ordinary ones that go into chunks of the ranks with the same blocks.
 Each rank is called with whole batches, and computes the samples of its row, or its tokens of all samples.
 
@@ -30,14 +30,14 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, MatrixMode
-from patrickstar.engine.calls import Calls, OwnCalls
-from patrickstar.engine.divided_values import DividedNames, divide_attached_values
-from patrickstar.engine.matrix_ways import ChosenWay, choose_way
 from patrickstar.module.adapters import draw_adapters
 from patrickstar.module.aliases import find_aliases
 from patrickstar.module.first_rank_values import digest
 from patrickstar.module.materialize import attached_values
 from patrickstar.module.preprocess import SortedParams
+from patrickstar.parallel.calls import Calls, OwnCalls
+from patrickstar.parallel.divided_values import DividedNames, divide_attached_values
+from patrickstar.parallel.matrix_ways import ChosenWay, choose_way
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model

@@ -26,7 +26,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, SequenceMode
-from patrickstar.engine.calls import Call, OwnCalls, check_same_batch
+from patrickstar.parallel.calls import Call, OwnCalls, check_same_batch
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading

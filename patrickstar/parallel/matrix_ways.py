@@ -15,8 +15,8 @@ from torch import nn
 
 from patrickstar.config import Config, MatrixMode
 from patrickstar.config.batch_sizes import resolve_batch_sizes
-from patrickstar.engine.calls import Calls
-from patrickstar.engine.shared_calls import RowCalls, SharedCalls
+from patrickstar.parallel.calls import Calls
+from patrickstar.parallel.shared_calls import RowCalls, SharedCalls
 from patrickstar.ranks.mesh import MeshRanks
 from patrickstar.tensor2d import MeshGroup, parallelize
 from patrickstar.tensor2d.cost import Mode

@@ -24,15 +24,15 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.activations.remedies import change_activations
 from patrickstar.config import Config, LossComputation, MatrixMode, SequenceMode
-from patrickstar.engine.activations import change_activations
-from patrickstar.engine.axes import make_calls, mesh_of
-from patrickstar.engine.computed import Computed, differences, gradient_of, gradients_of
-from patrickstar.engine.divided_matrices import make_matrices
-from patrickstar.engine.divided_values import DividedNames
-from patrickstar.engine.tile_proof import prove_tiles
-from patrickstar.engine.trial_batch import cut_vocabulary, has_loss, trial_batches, with_another_first_token
 from patrickstar.module.specimen import copy_specimen, take_specimen
+from patrickstar.parallel.axes import make_calls, mesh_of
+from patrickstar.parallel.computed import Computed, differences, gradient_of, gradients_of
+from patrickstar.parallel.divided_matrices import make_matrices
+from patrickstar.parallel.divided_values import DividedNames
+from patrickstar.parallel.tile_proof import prove_tiles
+from patrickstar.parallel.trial_batch import cut_vocabulary, has_loss, trial_batches, with_another_first_token
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.emulated import run_emulated
 from patrickstar.ranks.mesh import MeshRanks

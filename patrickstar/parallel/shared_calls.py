@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.engine.calls import Call, OwnCalls, check_same_batch
+from patrickstar.parallel.calls import Call, OwnCalls, check_same_batch
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.tensor2d import MeshGroup, divide_activation, divide_batch
 

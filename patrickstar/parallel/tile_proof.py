@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from patrickstar.engine.computed import Computed, differences, gradients_of
 from patrickstar.module.specimen import copy_specimen, kind_of, take_specimen
 from patrickstar.module.tiled_modules import TiledForward, find_tileable
+from patrickstar.parallel.computed import Computed, differences, gradients_of
 
 _TILE_TOKENS = 5
 _NUM_TOKENS = 12

@@ -1,17 +1,10 @@
-"""What of an engine's shards stays on devices in a resize.
-
-[Note: shards on devices] Where all arrays of a parameter lie on the device of every old rank, its values do not pass
-host memory. What another process needs of them goes from device to device, as it is stored, before the decision; it
-lies in memory of its own there until the new core takes it. What a process keeps is copied into such memory when its
-old core is closed, and freed as the new core has it, both chunk by chunk: so a device holds it once, and one chunk
-more. Where states are on devices follows from the old ranks' plan, which the new ones begin with
-([Note: a plan for other ranks], resizing.py).
-"""
+"""Shards that stay on devices in a resize, and their transfer from device to device."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,9 +12,19 @@ import torch
 
 from patrickstar import _C
 from patrickstar.elastic.movement import Move, Part, kept
-from patrickstar.engine.session import Session
+from patrickstar.ranks.chunk_communicators import ChunkCommunicators, warm_up
+from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.messages import reading
-from patrickstar.ranks.passing import PeerBytes, exchange, prepare_to_pass
+from patrickstar.ranks.passing import (
+    PassingPlace,
+    PeerBytes,
+    connect_ahead,
+    exchange,
+    passing_communicator,
+    prepare_to_pass,
+)
+from patrickstar.resize.plan import ResizeOptions, ResizePlan
+from patrickstar.session.session import Session
 
 _BATCH_MESSAGES = 64  # that are enqueued together
 _SIMULATED = -1  # of GPUs: host memory
@@ -114,6 +117,10 @@ class DeviceShards:
     def __init__(self, sizes: dict[int, tuple[int, ...]], old: Sequence[Part] | None, new: Sequence[Part] | None):
         self._sizes, self._old, self._new = sizes, old, new
         self._pieces: dict[int, list[_Piece]] = {param: [] for param in sizes}
+
+    def has_any(self, moves: Sequence[Move]) -> bool:
+        """Whether some of ``moves`` pass from device to device."""
+        return any(move.param in self._sizes for move in moves)
 
     def reserve(self, session: Session, moves: Sequence[Move], targets: dict[int, int], mine: int) -> None:
         """Takes memory for what this process will receive, which is its rank ``mine`` of ``targets``; see
@@ -221,3 +228,50 @@ class DeviceShards:
         """These parameters, by the chunks of the session's present core."""
         for chunk in range(session.layout.num_chunks):
             yield [param for param in session.layout.chunk(chunk)["params"] if param in self._sizes]
+
+
+def pass_on(
+    session: Session,
+    plan: ResizePlan,
+    moves: Sequence[Move],
+    on_devices: DeviceShards,
+    place: PassingPlace,
+    options: ResizeOptions,
+) -> ChunkCommunicators | None:
+    """All processes call this at the same point, before the decision. Where values pass between the new ranks alone,
+    they do it in a communicator that these go on with; it is given, and whoever gets it closes it.
+    """
+    if not on_devices.has_any(moves):
+        return None
+    limit = options.timeout_seconds
+    if not plan.guests:
+        communicator = session.ranks.scatter
+        sources = {old: old for old in range(plan.num_old)}
+        targets = {new: _given(old) for new, old in enumerate(plan.former)}
+        on_devices.reserve(session, moves, targets, communicator.rank)
+        with session.guard("resize"):
+            on_devices.pass_on(session, communicator, moves, sources, targets, limit)
+        return None
+    name, sources = f"resize {plan.token}", plan.passing_sources
+    targets = {new: new for new in range(len(plan.former))}
+    reserve = functools.partial(on_devices.reserve, session, moves, targets, place.rank)
+    with contextlib.ExitStack() as unless_it_passes:
+        try:
+            if not plan.all_stay:
+                with passing_communicator(name, place, session.device, reserve, timeout_seconds=limit) as communicator:
+                    on_devices.pass_on(session, communicator, moves, sources, targets, limit)
+                return None
+            connected = connect_ahead(name, place, session.device, reserve, timeout_seconds=limit)
+            unless_it_passes.callback(connected.close)
+            on_devices.pass_on(session, connected.scatter, moves, sources, targets, limit)
+            if session.device.type == "cuda":
+                warm_up(connected.gather, connected.scatter, session.device, limit)
+        except _C.RankFailure as error:  # of processes, some of which join: no rank has failed yet
+            raise OSError(f"values did not pass from device to device: {first_line(error)}") from error
+        unless_it_passes.pop_all()
+    return connected
+
+
+def _given(old: int | None) -> int:
+    assert old is not None  # nobody joins
+    return old

@@ -13,13 +13,13 @@ import torch
 from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.elastic.sampler import OfTide
-from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.host_memory import available_bytes, budget_within, reserve_bytes, usable_bytes
 from patrickstar.machine.state_scheme import state_scheme
 from patrickstar.module.preprocess import make_layout
 from patrickstar.planning.micro_batches import most_samples
 from patrickstar.ranks.messages import reading
+from patrickstar.session.session import Session
 
 
 def layout_for(session: Session, num_ranks: int) -> _C.Layout:

@@ -1,27 +1,33 @@
-"""What processes of a resize are told: by whoever calls it, and by the one that leads."""
+"""Data that the processes of a resize exchange: options, keys, the plan, and agreement among the old ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.elastic.phases import Phase
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, CONNECT_SECONDS, Rendezvous, ResizeError, run_secret_at
 from patrickstar.elastic.transfers import own_address
-from patrickstar.engine.resize_room import MemoryFacts
-from patrickstar.engine.session import Session
 from patrickstar.planning.step_plan import timeline_to_json
 from patrickstar.ranks.addresses import LOOPBACK, split_address
+from patrickstar.ranks.failures import is_interrupt
 from patrickstar.ranks.passing import PassingPlace
 from patrickstar.ranks.run_secret import RunSecret
 from patrickstar.ranks.world import Place
 from patrickstar.ranks.world_store import serve_world
+from patrickstar.resize.memory import MemoryFacts
+from patrickstar.session.rank_sync import failed_ranks
+from patrickstar.session.session import Session
 
+REFUSAL = "refusal"
+"""Key of a message that replaces an invitation and carries the reason for the refusal."""
 MEMORY = "memory"
 """What a process that joins says of it: :class:`MemoryFacts`."""
 
@@ -263,3 +269,36 @@ def check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carr
                     f"process {number} that joins differs in {what} {said[what][:100]!r} instead of "
                     f"{own[what][:100]!r}; start it with the same script and configuration"
                 )
+
+
+@contextlib.contextmanager
+def all_or_none(session: Session, what: str) -> Iterator[None]:
+    """Where what is inside fails on a rank with an error, all ranks raise ResizeError and can go on. A rank that was
+    interrupted raises the interrupt itself.
+    """
+    failure: BaseException | None = None
+    try:
+        yield
+    except (_C.RankFailure, GeneratorExit):
+        raise
+    except BaseException as error:
+        failure = error
+    try:
+        with session.guard("resize"):
+            failed = failed_ranks(session.ranks, failure)
+    except Exception as error:
+        if failure is not None and is_interrupt(failure):
+            raise failure from error
+        raise
+    if failure is not None and is_interrupt(failure):
+        raise failure
+    if failed:
+        raise ResizeError(f"{what}, and the ranks are as they were: {failed}") from failure
+
+
+def together(session: Session, said: str) -> list[bytes]:
+    """What each old rank says, by rank."""
+    if len(session.ranks.members) == 1:
+        return [said.encode()]
+    with session.guard("resize"):
+        return session.ranks.control.exchange(said.encode(), "the resize")

@@ -1,43 +1,35 @@
-"""Another number of ranks for an engine that goes on training: ``Engine.resize`` and ``Engine.join``.
-
-[Note: order of a resize] All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision
-([Note: decision of a resize]) nothing of an engine is changed: old ranks write copies of what others will need, and
-whoever needs them checks that they are in its folder, or fetches its pieces of them. After it each rank sets aside what
-it keeps, closes its core, and reopens it with the new ranks: the core is made for a number of ranks. The module, its
-``Parameter`` objects, the engine, the optimizer and random number generators stay what they are.
-
-[Note: a plan for other ranks] The new core begins with the moments of the old ranks' last step, if they made one and
-have as many chunks (of small models, numbers of ranks differ in what they leave of chunks): what a step does with them
-is the same, and tides are alike. So states go to devices as they come, and the
-first step replays a plan. Where it differs, it fetches on demand as any step does. Times of the old steps are of no
-use: updates and messages take others.
-
-A process that joins has an engine of its own alone, whose values count for nothing, and goes through the same steps.
-"""
+"""Another number of ranks for an engine that goes on training: ``Engine.resize``, and the change that joiners share."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
 from patrickstar.elastic.movement import assign_ranks
-from patrickstar.elastic.phases import Phase, Resized
+from patrickstar.elastic.phases import Membership, Phase, Resized
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
+from patrickstar.elastic.sampler import OfRanks
 from patrickstar.elastic.transfers import FileServer
-from patrickstar.engine.engine_state import check_between_steps
-from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.invitations import REFUSAL
-from patrickstar.engine.resize_agreement import all_or_none, together
-from patrickstar.engine.resize_change import change, check_carried, check_supported
-from patrickstar.engine.resize_devices import on_all_devices, params_on_device
-from patrickstar.engine.resize_handover import write_state
-from patrickstar.engine.resize_passing import pass_on
-from patrickstar.engine.resize_plan import MEMORY, ResizeOptions, ResizePlan, check_guests, make_plan
-from patrickstar.engine.resize_room import (
+from patrickstar.machine.budgets import make_budgets
+from patrickstar.module.first_rank_values import check_same_model
+from patrickstar.parallel.axes import mesh_of
+from patrickstar.parallel.divided_matrices import make_matrices
+from patrickstar.planning.step_plan import timeline_from_json
+from patrickstar.ranks.chunk_communicators import ChunkCommunicators
+from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.ranks.distributed import RankGroups, open_ranks
+from patrickstar.ranks.mesh import Axis, MeshRanks
+from patrickstar.ranks.messages import reading
+from patrickstar.ranks.world import move_to_world
+from patrickstar.ranks.world_store import forget_world
+from patrickstar.resize.devices import on_all_devices, params_on_device, pass_on
+from patrickstar.resize.memory import (
     MemoryFacts,
     allowed_micro_batches,
     check_copies,
@@ -46,11 +38,27 @@ from patrickstar.engine.resize_room import (
     device_rooms,
     least_of_all,
 )
-from patrickstar.engine.resize_shards import Held, Shards, choose_params, publish
-from patrickstar.engine.session import Session
-from patrickstar.ranks.chunk_communicators import ChunkCommunicators
-from patrickstar.ranks.messages import reading
-from patrickstar.ranks.world_store import forget_world
+from patrickstar.resize.plan import (
+    MEMORY,
+    REFUSAL,
+    Carried,
+    ResizeKeys,
+    ResizeOptions,
+    ResizePlan,
+    all_or_none,
+    check_guests,
+    make_plan,
+    together,
+)
+from patrickstar.resize.shards import Held, Shards, choose_params, managed_states, publish, take_state, write_state
+from patrickstar.session.closing import abandon_session
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.lifecycle import reopen, vacate
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.rank_sync import check_same_config, common_budgets
+from patrickstar.session.registry import open_sessions
+from patrickstar.session.session import Session
+from patrickstar.state.save_load import check_between_steps
 
 
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
@@ -126,7 +134,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     for number in plan.guests:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
                 place = plan.passing_place(keys, control.rank)
-                connected = pass_on(session, plan, shards, on_devices, place, options)
+                connected = pass_on(session, plan, shards.moves, on_devices, place, options)
                 if new is not None:
                     shards.files.reach(new, addresses, options.timeout_seconds)
                 if is_leader and meeting is not None:
@@ -187,3 +195,140 @@ def _check_memory(
     session: Session, staying: Sequence[MemoryFacts], former: Sequence[int | None], facts: Sequence[MemoryFacts]
 ) -> None:
     check_expected_room(session, staying, [facts[old] for old in range(len(facts)) if old not in former])
+
+
+def check_supported(session: Session, call: str) -> None:
+    """Raises StateError where an engine of this kind cannot be resized."""
+    session.check_whole()
+    config = session.config
+    if session.owner.keeps_ranks is not None:
+        raise _C.StateError(f"{call}: {session.owner.keeps_ranks}")
+    if len(session.chunk_ranks.members) != len(session.ranks.members) or config.sequence_parallel.size > 1:
+        raise _C.StateError(f"{call} with tensor_parallel or sequence_parallel is not supported yet; save a checkpoint")
+    if session.matrices.names is not None:
+        raise _C.StateError(f"{call} with tensor_parallel is not supported yet; save a checkpoint")
+    if len(open_sessions()) > 1:
+        raise _C.StateError(f"{call} while {len(open_sessions())} engines are open in this process; close the others")
+    check_shared(session, call)
+    if session.plan_of_params.quantized:
+        raise _C.StateError(f"{call} with quantised weights is not supported yet; save a checkpoint")
+    if session.compiled.is_compiled:
+        raise _C.StateError(f"{call} of a compiled module is not supported yet; save a checkpoint, or do not compile")
+
+
+def check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
+    """Raises ValueError where something that is carried cannot be shared by so many ranks."""
+    for item in carried.values():
+        if isinstance(item, OfRanks):
+            item.check_ranks(num_ranks)
+
+
+def change(
+    session: Session,
+    plan: ResizePlan,
+    keys: ResizeKeys,
+    shards: Shards,
+    held: Held,
+    new: int | None,
+    options: ResizeOptions,
+    connected: ChunkCommunicators | None,
+    state: dict[str, Any] | None = None,
+) -> Resized:
+    """After the decision; see [Note: order of a resize].
+
+    Args:
+        connected: what the new ranks have opened already.
+        state: what a process that joins takes over.
+    """
+    try:
+        options.note_phase(Phase.CLOSE)
+        managed = managed_states(session) if state is None else state["managed"]
+        vacated = vacate(session, lambda: held.set_aside(session))
+        total = shards.num_bytes(shards.moves)
+        if new is None:
+            session.closed = True  # without a core
+            return Resized(
+                membership=Membership.LEFT, rank=-1, num_ranks=len(plan.former), received_bytes=0, total_bytes=total
+            )
+
+        options.note_phase(Phase.OPEN)
+        was = session.ranks.context
+        update = {"gradient_accumulation_steps": plan.accumulation}
+        config = session.config = session.config.model_copy(update=update)
+        move_to_world(plan.place(new, keys), config.rank_timeout_seconds)
+        ranks = session.ranks = open_ranks(
+            device_type=was.device.type,
+            timeout_seconds=config.rank_timeout_seconds,
+            device_index=was.device.index,
+            connected=connected,
+        )
+        with ranks.guard("resize"):
+            check_same_config(ranks, config)
+            mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
+            chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
+            here = ranks.context
+            held_bytes = _held_on_host(ranks, vacated.memory.num_bytes)
+            mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks, held_bytes)
+            budgets = common_budgets(ranks, mine)
+            matrices = make_matrices(config, mesh)
+            check_same_model(ranks, session.plan_of_params)
+
+            options.note_phase(Phase.BUILD)
+            reopen(
+                session,
+                mesh,
+                chunk_ranks,
+                matrices,
+                budgets,
+                plan.chunk_numel,
+                vacated,
+                functools.partial(_expect, session, plan),
+                lambda: held.fill(session),
+            )
+            for param, count in enumerate(plan.step_counts):
+                if shards.arrays[param] > 1:
+                    session.runtime.set_step_count(param, count)
+            for param, states in zip(session.managed.params, managed, strict=True):
+                if states:
+                    session.states.set_optimizer_state(param.param, states)
+            if state is not None:
+                take_state(session, state, options.carried)
+            for name, most in plan.micro_batches.items():
+                options.carried[name].allow_micro_batch(most)
+            for item in options.carried.values():
+                if isinstance(item, OfRanks):
+                    item.set_ranks(new, len(plan.former))
+
+            options.note_phase(Phase.CONFIRM)
+            ranks.meet()
+            shards.remove()
+    except BaseException as error:
+        shards.remove()  # nobody can go on with them
+        if connected is not None:
+            connected.close()
+        abandon_session(session, error)
+        raise
+    received = [move for move in shards.moves if move.target == new]
+    return Resized(
+        membership=Membership.RANK,
+        rank=new,
+        num_ranks=len(plan.former),
+        received_bytes=shards.num_bytes(received),
+        total_bytes=total,
+    )
+
+
+def _held_on_host(ranks: RankGroups, num_bytes: int) -> int:
+    """Bytes that all ranks of this host have kept of their former cores' memory; ``num_bytes`` are this rank's."""
+    here = socket.gethostname()
+    if len(ranks.members) == 1:
+        return num_bytes
+    told = ranks.control.exchange(json.dumps([here, num_bytes]).encode(), "memory that is used again")
+    with reading("memory that is used again"):
+        return sum(int(size) for host, size in map(json.loads, told) if host == here)
+
+
+def _expect(session: Session, plan: ResizePlan) -> None:
+    """[Note: a plan for other ranks]."""
+    if plan.timeline and plan.num_chunks == session.layout.num_chunks:
+        session.runtime.adopt_timeline(timeline_from_json(plan.timeline, plan.num_chunks))

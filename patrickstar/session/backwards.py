@@ -11,14 +11,14 @@ Several engines may take part in one ([Note: joint backward]).
 from __future__ import annotations
 
 from patrickstar import _C
-from patrickstar.engine.activation_keepers import ActivationKeeper
-from patrickstar.engine.gradient_reads import GradientReads
-from patrickstar.engine.step_gradients import StepGradients
-from patrickstar.engine.trained_params import TrainedParams
+from patrickstar.activations.keepers import ActivationKeeper
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.optimizer.core_options import CoreOptions
 from patrickstar.profiling import StepProfiler
+from patrickstar.session.gradient_reads import GradientReads
+from patrickstar.session.step_gradients import StepGradients
+from patrickstar.session.trained_params import TrainedParams
 
 
 class Backwards:

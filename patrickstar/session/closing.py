@@ -1,122 +1,107 @@
-"""The end of a session: its module becomes an ordinary one again, or is left without elements.
+"""The ends of a session: its module becomes an ordinary one again, or is left without elements.
 
-[Note: room to close] An engine's values lie on the device and the host together, in 16 bits and fewer bytes than a
-module has: one of 30 B parameters in float32 takes 114 GiB of the host alone when it is whole again. Where that does
-not fit, the system would end the process on the way. So it is asked before anything is changed, by all ranks, and
-chunks whose states are on the host are given back first, which makes room for the others' values.
+Every function here does nothing after the session's end.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from patrickstar import _C
-from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.rank_sync import failed_ranks
-from patrickstar.engine.teardown import Teardown
 from patrickstar.machine.host_memory import available_bytes
 from patrickstar.module.adoption import AdoptedParams
 from patrickstar.ranks.distributed import RankGroups
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.rank_sync import failed_ranks
+from patrickstar.session.session import Session
 from patrickstar.sizes import show_size
-
-if TYPE_CHECKING:
-    from patrickstar.engine.session import Session
 
 logger = logging.getLogger("patrickstar")
 
-_RESERVE_BYTES = 2**30  # for what a process takes meanwhile
+_RESERVE_BYTES = 2**30  # for other allocations of the process during the close
 
 
-class Closing:
-    """The ways in which one session ends. Each does nothing after the end."""
+def close_session(session: Session) -> None:
+    """Restores the module (original dtypes and devices) and frees all chunks.
 
-    def __init__(self, session: Session):
-        self._session = session
-        self.is_over = False
-        """The session has ended, or an end has begun and cannot go back."""
-        self.teardown = Teardown()
-        """Undoes the core, and what the session has put into the module. Empty between two cores."""
+    The restored module may not fit: an engine's values lie on device and host together and in fewer bytes (30 B
+    parameters in float32 take 114 GiB of host memory). All ranks check this before anything is changed. Chunks whose
+    states rest on the host are released first, which makes room for the values of the others.
 
-    def leave(self) -> None:
-        """Ends a session that has no core any more: its ranks go on without it."""
-        self.is_over = True
+    All parts are closed even if one fails; the first failure is raised at the end.
 
-    def close(self) -> None:
-        """Turns the module back into an ordinary one (original dtypes and devices) and frees all chunks.
-
-        All of it is done also where a part fails; what failed first is raised at the end.
-
-        Raises:
-            MemoryBudgetError: host memory does not hold the module's own parameters; nothing is changed.
-        """
-        if self.is_over:
-            return
-        session = self._session
-        _ = session.runtime.closed  # raises in a fork of the process
-        with deferred_signals(), session.thread.hold("close"):
-            try:
-                session.kept_plan.close()
-                with session.guard("close"):
-                    held_bytes = session.runtime.report()["host_bytes"]
-                    lack = _lack_of_room(session.params, held_bytes, session.ranks)
-                    session.ranks.meet()
-            except BaseException as error:
-                self.abandon(error)  # the others do not come
-                raise
-            if lack:
-                raise _C.MemoryBudgetError(lack)
-            self.is_over = True
-            try:
-                with session.guard("close"):
-                    self.teardown.close()
-            except BaseException as error:
-                session.ranks.leave(error)
-                raise
-            session.ranks.close()
-
-    def discard(self) -> None:
-        """Frees all chunks without giving the module its values back."""
-        if self.is_over:
-            return
-        _ = self._session.runtime.closed  # raises in a fork of the process
-        self._session.params.discard()
-        self.close()
-
-    def revert(self) -> None:
-        """Closes an engine that was never used: what was on the meta device is there again."""
-        if self.is_over:
-            return
-        with self._session.guard("close"):
-            self._session.params.undo()
-        self.close()
-
-    def abandon(self, error: BaseException) -> None:
-        """Closes what is there because of ``error``, which goes on: the module is an ordinary one again, with its
-        values where this is the only rank. Of several the others are told of ``error`` and not waited for, and
-        parameters that were moved into chunks are left without elements. Nothing in a fork of the process.
-        """
-        session = self._session
-        if self.is_over or session.ranks.is_fork:
-            return
-        self.is_over = True
-        with deferred_signals():
-            session.ranks.fail(error)
-            try:
-                session.params.discard() if len(session.ranks.members) > 1 else session.params.release()
-                self.teardown.close()
-            except Exception as other:
-                logger.warning("closing the engine after %s failed as well: %s", type(error).__name__, other)
+    Raises:
+        MemoryBudgetError: host memory does not hold the module's own parameters; nothing is changed.
+    """
+    if session.closed:
+        return
+    _ = session.runtime.closed  # raises in a fork of the process
+    with deferred_signals(), session.thread.hold("close"):
+        try:
+            session.kept_plan.close()
+            with session.guard("close"):
+                held_bytes = session.runtime.report()["host_bytes"]
+                lack = _lack_of_room(session.params, held_bytes, session.ranks)
+                session.ranks.meet()
+        except BaseException as error:
+            abandon_session(session, error)  # the other ranks do not come
+            raise
+        if lack:
+            raise _C.MemoryBudgetError(lack)
+        session.closed = True
+        try:
+            with session.guard("close"):
+                session.teardown.close()
+        except BaseException as error:
             session.ranks.leave(error)
+            raise
+        session.ranks.close()
+
+
+def discard_session(session: Session) -> None:
+    """Frees all chunks without returning the values to the module."""
+    if session.closed:
+        return
+    _ = session.runtime.closed  # raises in a fork of the process
+    session.params.discard()
+    close_session(session)
+
+
+def revert_session(session: Session) -> None:
+    """Closes an engine that was never used; parameters from the meta device return to it."""
+    if session.closed:
+        return
+    with session.guard("close"):
+        session.params.undo()
+    close_session(session)
+
+
+def abandon_session(session: Session, error: BaseException) -> None:
+    """Closes the session because of ``error``, which the caller raises. Does nothing in a fork of the process.
+
+    A single rank restores the module with its values. Of several ranks, the others receive ``error`` and are not
+    awaited, and parameters in chunks are left without elements.
+    """
+    if session.closed or session.ranks.is_fork:
+        return
+    session.closed = True
+    with deferred_signals():
+        session.ranks.fail(error)
+        try:
+            session.params.discard() if len(session.ranks.members) > 1 else session.params.release()
+            session.teardown.close()
+        except Exception as other:
+            logger.warning("closing the engine after %s failed as well: %s", type(error).__name__, other)
+        session.ranks.leave(error)
 
 
 def _lack_of_room(params: AdoptedParams, held_bytes: int, ranks: RankGroups) -> str:
-    """Reason why the module cannot be whole again; empty if it can. All ranks must ask.
+    """Why host memory cannot hold the restored module; empty if it can. Collective over all ranks.
 
     Args:
-        params: what would be given back.
-        held_bytes: of the host, which this rank's chunks have and would free.
-        ranks: those that close together; each makes its module whole.
+        params: to be restored.
+        held_bytes: host memory that this rank's chunks would free.
+        ranks: that close together; each restores its module.
     """
     num_here = ranks.context.local_world_size
     needed = num_here * params.host_bytes_when_released()

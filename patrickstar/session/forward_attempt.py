@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.engine.module_state import ModuleState, NotedState
 from patrickstar.module.forward_writes import ForwardWrites
 from patrickstar.module.observed_buffers import BufferPlace, ObservedBuffer, buffer_places
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ManagedParam
+from patrickstar.session.module_state import ModuleState, NotedState
 
 # Buffers changed in place that take more than this together are not copied: every forward would take longer.
 MOST_COPIED_BYTES = 64 << 20

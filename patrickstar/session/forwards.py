@@ -17,14 +17,14 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
-from patrickstar.engine.activation_keepers import ActivationKeeper
-from patrickstar.engine.calls import Calls
-from patrickstar.engine.error_texts import first_sentence
-from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
-from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.kept_plan import Inputs
-from patrickstar.engine.one_thread import OneThread
+from patrickstar.activations.keepers import ActivationKeeper
 from patrickstar.module.observer import Observer
+from patrickstar.parallel.calls import Calls
+from patrickstar.session.error_texts import first_sentence
+from patrickstar.session.forward_attempt import ForwardAttempt, RepeatableForwards
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.kept_plan import Inputs
+from patrickstar.session.one_thread import OneThread
 
 logger = logging.getLogger("patrickstar")
 

@@ -1,8 +1,8 @@
-"""A backward, of one engine's loss or of several engines'.
+"""Backward of one engine's loss, or of a loss made with several engines.
 
-[Note: joint backward] The loss may come of several engines' modules (a generator's, through the discriminator). So
-every engine that is between a forward and its step on this thread takes part; one that gets no gradient is as it was.
-Engines of other threads have losses of their own.
+A loss may depend on several engines' modules, as a generator's loss does through the discriminator. Every engine that
+is between a forward and its step on this thread takes part. An engine that gets no gradient is left as it was. Engines
+used on other threads have their own losses.
 """
 
 from __future__ import annotations
@@ -10,25 +10,30 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from patrickstar import _C
-from patrickstar.engine.error_texts import explain_failed_backward
-from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.open_session import open_sessions
-
-if TYPE_CHECKING:
-    from patrickstar.engine.session import Session
+from patrickstar.session.error_texts import explain_failed_backward
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.registry import open_sessions
+from patrickstar.session.session import Session
+from patrickstar.session.step_state import Stage
 
 logger = logging.getLogger("patrickstar")
 
 
 def run_backward(session: Session, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
-    """Scales ``loss``, which was made with ``session``, and runs its backward; gradients end up in chunks. When it
-    fails, all engines are as before it, but for updates that were committed
-    (:class:`patrickstar.engine.wholeness.Wholeness`).
+    """Scales ``loss`` and runs its backward; gradients end up in chunks.
+
+    If it fails, all engines are restored to their state before it, except for optimizer-in-backward updates
+    (see ``Wholeness``).
+
+    Args:
+        session: whose module made the loss.
+        loss: a tensor of one element.
+        kwargs: of ``Tensor.backward``.
     """
     scale = session.loss_scale
     sessions = [session, *(other for other in open_sessions() if other is not session and other.course.is_here)]
@@ -50,14 +55,20 @@ def run_backward(session: Session, loss: torch.Tensor, kwargs: dict[str, Any]) -
             explain_failed_backward(error, _abort(begun))
             _forget_nodes_of_failed_backwards()
             raise
-        session.keep_backward(scale)
+        _keep(session, scale)
         for other in sessions[1:]:
             if other.backwards.gave_gradients():
-                other.keep_backward(scale)
+                _keep(other, scale)
+
+
+def _keep(session: Session, scale: float) -> None:
+    """Keeps the gradients of a backward, scaled by ``scale``, for the step."""
+    session.gradients.keep(scale)
+    session.course.note(Stage.BACKWARDED)
 
 
 def _abort(sessions: Sequence[Session]) -> int:
-    """Aborts all of them. Returns how many chunks were updated for good."""
+    """Aborts the backward of all sessions. Returns the number of chunks whose update cannot be undone."""
     num_committed = 0
     for session in sessions:
         try:
@@ -75,8 +86,9 @@ def _abort(sessions: Sequence[Session]) -> int:
 
 
 def _forget_nodes_of_failed_backwards() -> None:
-    """Autograd's queue of this thread has the nodes that a failed backward did not come to, and with them its
-    activations, until another backward is run on this thread.
+    """Runs an empty backward, which frees the activations of the failed one.
+
+    Autograd's queue of this thread keeps the nodes that a failed backward did not reach until the next backward.
     """
     with _C.HostAllocations(), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 import patrickstar
 from patrickstar import _C
 from patrickstar.config import Config
-from patrickstar.engine.core_setup import current_plan
 from patrickstar.machine.host_memory import usable_bytes
 from patrickstar.module.checkpointed_layers import is_checkpointing
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.planning.plan_cache import PlanCache, cache_folder, key_of
 from patrickstar.planning.step_plan import VERSION, Plan
 from patrickstar.ranks.distributed import RankGroups
+from patrickstar.session.core_setup import current_plan
 
 logger = logging.getLogger("patrickstar")
 

@@ -1,21 +1,17 @@
-"""Settings and calls that parameters exclude which are others on each rank (:mod:`patrickstar.module.param_ranks`)."""
+"""Settings and calls that are refused while each rank has parameters of its own (``module/param_ranks.py``)."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, RankReduction
 from patrickstar.module.param_ranks import is_own
-
-if TYPE_CHECKING:
-    from patrickstar.engine.session import Session
+from patrickstar.session.session import Session
 
 
 def check_settings(module: nn.Module, config: Config, num_ranks: int) -> None:
-    """Raises ValueError where the configuration says of all parameters what holds for shared ones alone."""
+    """Raises ValueError if the configuration needs every parameter to be shared by all ranks, and some are not."""
     names = [name for name, param in module.named_parameters() if is_own(param)]
     if not names or num_ranks == 1:
         return
@@ -32,9 +28,7 @@ def check_settings(module: nn.Module, config: Config, num_ranks: int) -> None:
 
 
 def check_shared(session: Session, call: str) -> None:
-    """Raises StateError, on all ranks, where ``call`` is for values that they have together, and some are others on
-    each.
-    """
+    """Raises StateError on all ranks if each has parameters of its own; ``call`` needs shared values."""
     names = [spec.name for spec in session.plan_of_params.chunked if spec.is_own]
     if names and session.layout.num_ranks > 1:
         error = _C.StateError(

@@ -1,50 +1,32 @@
-"""The sessions that are open in this process: for functions that are given parameters and no engine.
+"""The open sessions of this process, for functions that take parameters and no engine.
 
-Several may be open at once (teacher and student, policy and reference, two adversaries); a parameter belongs to one.
+Several may be open at once (teacher and student, policy and reference, two adversaries). A parameter belongs to one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from patrickstar import _C
-
-if TYPE_CHECKING:
-    from patrickstar.engine.notebook import CellStatement
-    from patrickstar.engine.session import Session
-
-
-@dataclasses.dataclass
-class Owner:
-    """The owner of a session, for calls that close it or change its ranks."""
-
-    made_by: CellStatement | None
-    """The statement of a notebook's cell."""
-    face: Callable[[], Any] | None = None
-    """Gives the engine that was made of the session, as long as somebody has it; None before it is made."""
-    keeps_ranks: str | None = None
-    """Why its ranks cannot change, and what to do instead, where the host that made it says so."""
-
+from patrickstar.session.closing import close_session
+from patrickstar.session.session import Session
 
 _sessions: list[weakref.ref[Session]] = []  # in the order of their opening
-_lock = threading.RLock()  # of that list; a signal's handler may come in between
+_lock = threading.RLock()  # of _sessions; reentrant, since a signal handler may run in between
 
 
 def note_open_session(session: Session) -> None:
-    """``session`` is one of them from now on."""
+    """Adds ``session``."""
     with _lock:
         _sessions.append(weakref.ref(session))
 
 
 def open_sessions() -> list[Session]:
-    """Those that are open, in the order of their opening."""
+    """The open sessions in the order of their opening."""
     with _lock:
         found = [session for session in (reference() for reference in _sessions) if session is not None]
         found = [session for session in found if not session.closed]
@@ -53,31 +35,31 @@ def open_sessions() -> list[Session]:
 
 
 def drop_unreachable_sessions() -> None:
-    """Frees what engines hold that nobody can reach any more: engine, module and hooks refer to each other in
-    circles.
-    """
+    """Frees the memory of unreachable engines. Engine, module and hooks form reference cycles."""
     if open_sessions():
         gc.collect()
 
 
 def close_open_engine() -> None:
-    """Closes all engines that are open in this process: their modules are ordinary ones again. For engines that no name
-    is left of, such as one that was made in a notebook's cell which then raised.
+    """Closes all open engines of this process; their modules are ordinary ones again.
+
+    Needed for an engine that no name refers to, such as one made in a notebook's cell that then raised.
     """
     for session in reversed(open_sessions()):
-        session.closing.close()
+        close_session(session)
 
 
 def close_lost_engine(module: nn.Module) -> None:
-    """Closes the engine that has parameters of ``module``, if nobody can reach it any more: what a notebook's name held
-    that was bound anew, for example. Garbage was collected before. With several ranks it stays open: each would have to
-    close its own.
+    """Closes the engine that has parameters of ``module``, if the engine is unreachable.
+
+    A notebook's name that was rebound leaves such an engine. The caller has collected garbage. An engine of several
+    ranks stays open, since each rank would have to close its own.
     """
     for session in open_sessions():
         face = session.owner.face
         is_lost = face is not None and face() is None and len(session.ranks.members) == 1
         if is_lost and any(session.has_param(param) for param in module.parameters()):
-            session.closing.close()
+            close_session(session)
 
 
 def find_session(param: nn.Parameter) -> Session | None:
@@ -89,7 +71,7 @@ def session_of(param: nn.Parameter) -> Session:
     """The open session whose module has this parameter.
 
     Raises:
-        StateError: there is none.
+        StateError: none has it.
     """
     session = find_session(param)
     if session is None and not open_sessions():

@@ -1,31 +1,14 @@
-"""Builds what a session puts into the user's module, and what runs it there, once its parameters are in chunks."""
+"""Builds the parts of a session once its parameters are in chunks: hooks, forwards, backwards, gradients, profiler."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from patrickstar.activations.keepers import ActivationKeeper, keeper_of_activations
+from patrickstar.activations.remedies import ActivationRemedies, change_activations
 from patrickstar.config import rule_of
-from patrickstar.engine.activation_keepers import ActivationKeeper, keeper_of_activations
-from patrickstar.engine.activations import ActivationRemedies, change_activations
-from patrickstar.engine.axes import make_calls
-from patrickstar.engine.backwards import Backwards
-from patrickstar.engine.calls import Calls
-from patrickstar.engine.core_setup import current_program
-from patrickstar.engine.error_texts import explain_lack_of_memory
-from patrickstar.engine.forward_attempt import RepeatableForwards
-from patrickstar.engine.forwards import Forwards, InputsInPlace
-from patrickstar.engine.gradient_reads import GradientReads
-from patrickstar.engine.kept_plan import NoKeptPlan, make_kept_plan
-from patrickstar.engine.layer_activations import LayerActivations
-from patrickstar.engine.pressure_log import PressureLog
-from patrickstar.engine.rank_sync import BufferSync
-from patrickstar.engine.step_gradients import StepGradients
-from patrickstar.engine.teardown import Teardown
-from patrickstar.engine.trained_params import TrainedParams
 from patrickstar.module.adoption import MovedRest
 from patrickstar.module.compiled.units import CompiledUnits
 from patrickstar.module.converted_module import ConvertedModule
@@ -33,39 +16,33 @@ from patrickstar.module.first_rank_values import share_rest
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.param_states import ParamStates
+from patrickstar.parallel.axes import make_calls
+from patrickstar.parallel.calls import Calls
 from patrickstar.profiling import make_profiler
-
-if TYPE_CHECKING:
-    from patrickstar.engine.session import Session
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The parts of one session, until it closes or its ranks change."""
-
-    buffers: BufferSync
-    managed: ManagedParams
-    calls: Calls
-    forwards: Forwards
-    gradients: StepGradients
-    states: ParamStates
-    compiled: CompiledUnits
-    trained: TrainedParams
-    gradient_reads: GradientReads
-    backwards: Backwards
-    kept_plan: NoKeptPlan
-    layer_activations: LayerActivations
-    ends_of_step: list[Callable[[], None]]
-    """To be called after each step, in this order."""
+from patrickstar.session.backwards import Backwards
+from patrickstar.session.core_setup import current_program
+from patrickstar.session.error_texts import explain_lack_of_memory
+from patrickstar.session.forward_attempt import RepeatableForwards
+from patrickstar.session.forwards import Forwards, InputsInPlace
+from patrickstar.session.gradient_reads import GradientReads
+from patrickstar.session.kept_plan import make_kept_plan
+from patrickstar.session.parts import Parts
+from patrickstar.session.quiet_log import PressureLog
+from patrickstar.session.rank_sync import BufferSync
+from patrickstar.session.session import Session
+from patrickstar.session.step_gradients import StepGradients
+from patrickstar.session.step_loop import StepLoop
+from patrickstar.session.teardown import Teardown
+from patrickstar.session.trained_params import TrainedParams
 
 
 def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> Parts:
-    """All of them, in the order in which each changes the module. All ranks call it at the same point.
+    """Builds all parts, in the order in which they change the module. Collective over all ranks.
 
     Args:
         session: with a core, and all parameters in chunks.
-        undo: gets what takes the parts out of the module again.
-        largest_module_bytes: what the largest module's chunks and their gradients take of the device.
+        undo: receives the callbacks that remove the parts from the module.
+        largest_module_bytes: device bytes of the largest module's chunks and their gradients.
     """
     runtime, ranks, config = session.runtime, session.ranks, session.config
     running = _make_running(session, undo, largest_module_bytes)
@@ -113,7 +90,7 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Running:
-    """The parts that forwards are run with."""
+    """The parts that run forwards."""
 
     buffers: BufferSync
     managed: ManagedParams
@@ -164,7 +141,7 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Converted:
-    """A module that is used in place, and its gradients and states."""
+    """The converted module, and its gradients and states."""
 
     gradients: StepGradients
     states: ParamStates
@@ -173,7 +150,7 @@ class _Converted:
     trained: TrainedParams
 
     def end_step(self) -> None:
-        """After the first step hooks know which parameters each module uses."""
+        """Ends the hooks' learning after the first step, which shows the parameters that each module uses."""
         if self.hooks.is_learning:
             self.hooks.finish_learning(self.trained.got_gradient() | self.trained.untrained_at_first)
 
@@ -197,12 +174,13 @@ def _convert(session: Session, undo: Teardown, running: _Running) -> _Converted:
     undo.callback(hooks.remove)
     compiled = CompiledUnits(module, hooks, observer)
     undo.callback(compiled.restore)
+    loop = StepLoop(session)
     converted = ConvertedModule(
         module,
-        call=lambda run, args, kwargs: running.forwards.call(run, args, kwargs, session.forward),
+        call=lambda run, args, kwargs: running.forwards.call(run, args, kwargs, loop.forward),
         note_caller=compiled.note_caller,
-        zero_grad=session.zero_grad,
-        compile=session.compile,
+        zero_grad=loop.zero_grad,
+        compile=loop.compile,
         read_value=states.user_value,
         load_exactly=observer.overwritten.exactly,
     )

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from patrickstar import _C
 from patrickstar.config import Config, RankReduction, Speculation
-from patrickstar.engine.rank_sync import combine_over_ranks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.session.rank_sync import combine_over_ranks
 
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -38,7 +38,7 @@ class StepGradients:
         loss_scale: Callable[[], float],
     ):
         """``left_out``: parameters in chunks that other ranks count in the norm; ``total``: sums squares over ranks
-        that have other blocks (:class:`~patrickstar.engine.divided_matrices.Matrices`); ``loss_scale``: the next
+        that have other blocks (:class:`~patrickstar.parallel.divided_matrices.Matrices`); ``loss_scale``: the next
         backward's.
         """
         self._runtime = runtime

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar import _C
-from patrickstar.engine.rank_sync import failed_ranks
 from patrickstar.module.chunked_parameter import drop_gradient, make_gradient_hook
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.preprocess import ChunkedSpec, ManagedParam, SortedParams
 from patrickstar.ranks.distributed import RankGroups
+from patrickstar.session.rank_sync import failed_ranks
 
 _Guard = Callable[[], contextlib.AbstractContextManager[None]]
 

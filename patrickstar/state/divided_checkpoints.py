@@ -15,10 +15,10 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.blocks import BlockedParameter, Held, block_name, describe_blocks
 from patrickstar.checkpoint.shards import Kind, TensorRange
-from patrickstar.engine.divided_values import DividedNames, DividedPart
-from patrickstar.engine.engine_shards import EngineSink, has_states, kind_of, named_params, state_kinds
-from patrickstar.engine.session import Session
-from patrickstar.engine.state_parts import Part
+from patrickstar.parallel.divided_values import DividedNames, DividedPart
+from patrickstar.session.session import Session
+from patrickstar.state.engine_shards import EngineSink, has_states, kind_of, named_params, state_kinds
+from patrickstar.state.parts import Part
 
 
 def stored_params(session: Session) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,12 +13,12 @@ from torch import nn
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.export import ExportOptions, check_free, export
 from patrickstar.checkpoint.peers import phase
-from patrickstar.engine.engine_shards import EngineSource, named_params
-from patrickstar.engine.engine_state import RankPeers
-from patrickstar.engine.own_params import check_shared
-from patrickstar.engine.session import Session
-from patrickstar.engine.whole_values import whole_shards
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.session import Session
+from patrickstar.state.engine_shards import EngineSource, named_params
+from patrickstar.state.save_load import RankPeers
+from patrickstar.state.whole_values import whole_shards
 
 
 def export_session(

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import logging
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from patrickstar.checkpoint.reader import Checkpoint
-    from patrickstar.engine.engine_shards import EngineSink
-
-logger = logging.getLogger("patrickstar")
 
 
 class Part(enum.Enum):
@@ -42,16 +34,3 @@ class LoadOptions:
 
     part: Part = Part.EVERYTHING
     names: Names = Names.SAME
-
-
-def leave_out_others(checkpoint: Checkpoint, sink: EngineSink) -> None:
-    """``checkpoint`` and ``sink`` forget the values that the other does not have; the log says which."""
-    stored, wanted = checkpoint.manifest.tensors, {item.key for item in sink.wanted()}
-    sink.left_out = {key for key in wanted if key[1] == "value" and key not in stored}
-    unwanted = {key for key in stored if key[1] == "value" and key not in wanted}
-    tensors = {key: tensor for key, tensor in stored.items() if key not in unwanted}
-    checkpoint.manifest = dataclasses.replace(checkpoint.manifest, tensors=tensors)
-    for keys, where in ((sink.left_out, "not in it: they stay as they are"), (unwanted, "not in this model")):
-        if keys:
-            names = sorted(name for name, _ in keys)
-            logger.info("%s: %d tensors are %s (%s, ...)", checkpoint.path, len(names), where, ", ".join(names[:3]))

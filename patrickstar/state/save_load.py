@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -21,20 +22,16 @@ from patrickstar.checkpoint.shards import STATE_KINDS
 from patrickstar.checkpoint.training_state import TrainingState
 from patrickstar.checkpoint.writer import SaveOptions, save
 from patrickstar.config import check_loss_scaler_state, rule_of
-from patrickstar.engine.divided_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
-from patrickstar.engine.engine_shards import (
-    EngineSource,
-    has_states,
-    state_kinds,
-    step_count,
-)
-from patrickstar.engine.own_params import check_shared
-from patrickstar.engine.session import Session
-from patrickstar.engine.state_parts import Frozen, LoadOptions, Names, Part, leave_out_others
-from patrickstar.engine.step_stage import Stage
-from patrickstar.engine.wholeness import State
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.optimizer.state import checked_group
+from patrickstar.session.optimizer_step import give_up_step
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.session import Session
+from patrickstar.session.step_state import Stage
+from patrickstar.session.wholeness import State
+from patrickstar.state.divided_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
+from patrickstar.state.engine_shards import EngineSink, EngineSource, has_states, state_kinds, step_count
+from patrickstar.state.parts import Frozen, LoadOptions, Names, Part
 
 logger = logging.getLogger("patrickstar")
 
@@ -123,13 +120,13 @@ def load_session(
             checkpoint = held.enter_context(Checkpoint.find(directory, tag))
             state = TrainingState.from_json(checkpoint.manifest.state)
             if options.names is Names.COMMON:
-                leave_out_others(checkpoint, sink)
+                _leave_out_others(checkpoint, sink)
             checkpoint.check(sink, peers.rank, peers.size)
             _check_state(session, checkpoint, state, lr_scheduler, options)
             same_ranks = peers.size == checkpoint.manifest.num_ranks
             rng = checkpoint.rng_states(peers.rank) if same_ranks else {}
         if session.whole.state is not State.WHOLE:
-            session.give_up_step()
+            give_up_step(session)
         session.whole.break_up(f"load_checkpoint left a mixed state: {checkpoint.path} was loaded in part")
         with phase(peers, f"{checkpoint.path} was loaded in part, and the engine's state is mixed; load another one"):
             own = block_sink(session, options.part, checkpoint.described_blocks)
@@ -157,6 +154,19 @@ def load_session(
         if options.part is Part.EVERYTHING:
             _warn_of_frozen(session, checkpoint, state)
     return checkpoint.path, state.client_state
+
+
+def _leave_out_others(checkpoint: Checkpoint, sink: EngineSink) -> None:
+    """``checkpoint`` and ``sink`` forget the values that the other does not have; the log says which."""
+    stored, wanted = checkpoint.manifest.tensors, {item.key for item in sink.wanted()}
+    sink.left_out = {key for key in wanted if key[1] == "value" and key not in stored}
+    unwanted = {key for key in stored if key[1] == "value" and key not in wanted}
+    tensors = {key: tensor for key, tensor in stored.items() if key not in unwanted}
+    checkpoint.manifest = dataclasses.replace(checkpoint.manifest, tensors=tensors)
+    for keys, where in ((sink.left_out, "not in it: they stay as they are"), (unwanted, "not in this model")):
+        if keys:
+            names = sorted(name for name, _ in keys)
+            logger.info("%s: %d tensors are %s (%s, ...)", checkpoint.path, len(names), where, ", ".join(names[:3]))
 
 
 def check_between_steps(session: Session, call: str) -> None:

@@ -16,10 +16,10 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.shards import Kind, TensorShard
-from patrickstar.engine.divided_values import DividedNames, DividedPart
-from patrickstar.engine.engine_shards import kind_of, persistent_buffers
-from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.parallel.divided_values import DividedNames, DividedPart
+from patrickstar.session.session import Session
+from patrickstar.state.engine_shards import kind_of, persistent_buffers
 
 
 @torch.no_grad()
