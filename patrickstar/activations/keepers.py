@@ -1,4 +1,4 @@
-"""In what an engine runs forwards whose backward comes: where their activations are kept, by its configuration."""
+"""The context of each training forward, by the configuration's ``activations``: which activations may be offloaded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from patrickstar.module.chunked_parameter import ChunkedParameter
 def keeper_of_activations(
     module: nn.Module, section: ActivationsConfig, runtime: _C.Runtime, device: torch.device, chunk_bytes: int
 ) -> ActivationKeeper:
-    """What each training forward of ``module`` runs in. Its parameters are where they stay; the largest module's chunks
-    take ``chunk_bytes``.
+    """The context of training forwards of ``module``, whose parameters are in chunks.
+
+    Args:
+        module: of the engine.
+        section: of the configuration.
+        runtime: the core.
+        device: of the engine.
+        chunk_bytes: device bytes of the largest module's chunks.
     """
     if section.offload is ActivationOffload.NEVER:
         return StayingActivations(LayerActivations(module, None, None))
@@ -40,50 +46,50 @@ def keeper_of_activations(
 
 
 class ActivationKeeper(Protocol):
-    """Whose forwards keep activations, and where."""
+    """Decides which forwards keep activations in the offload memory."""
 
     layers: LayerActivations
-    """Where those of each layer rest."""
+    """The activation tier of each layer."""
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward whose backward comes."""
+        """Wraps a forward whose backward follows."""
         ...
 
     def forget(self) -> None:
-        """The forward ran out of memory and is run again."""
+        """Called before a forward that ran out of memory is run again."""
         ...
 
     def end_backward(self) -> None:
-        """One is over."""
+        """Called after each backward."""
         ...
 
     def finish(self) -> None:
-        """Returns when no copy runs any more."""
+        """Waits for all running copies."""
         ...
 
 
 class StayingActivations:
-    """They stay on the device, as autograd has them."""
+    """Leaves activations on the device, as autograd saves them."""
 
     def __init__(self, layers: LayerActivations):
         self.layers = layers
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """Without a stash."""
+        """See :class:`ActivationKeeper`."""
         return self.layers.running()
 
     def forget(self) -> None:
-        """Nothing was known."""
+        """Does nothing."""
 
     def end_backward(self) -> None:
-        """Nothing is learned."""
+        """Does nothing."""
 
     def finish(self) -> None:
-        """There is none."""
+        """Does nothing."""
 
 
 class AllActivations:
-    """Whatever autograd saves may leave."""
+    """Lets every tensor leave that autograd saves."""
 
     def __init__(self, stash: ActivationStash, layers: LayerActivations):
         self._stash = stash
@@ -91,25 +97,25 @@ class AllActivations:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """In the stash."""
+        """See :class:`ActivationKeeper`."""
         with self._stash.keeping(), self.layers.running():
             yield
 
     def forget(self) -> None:
-        """The stash does."""
+        """See :class:`ActivationKeeper`."""
         self._stash.forget()
 
     def end_backward(self) -> None:
-        """Of the stash's."""
+        """See :class:`ActivationKeeper`."""
         self._stash.end_backward()
 
     def finish(self) -> None:
-        """The stash's."""
+        """See :class:`ActivationKeeper`."""
         self._stash.finish()
 
 
 class CheckpointedActivations:
-    """Those of a model of Hugging Face may leave while it checkpoints layers, and stay otherwise, being many then."""
+    """Lets activations of a Hugging Face model leave only while it checkpoints layers. Otherwise they are too many."""
 
     def __init__(self, module: nn.Module, stash: ActivationStash, layers: LayerActivations):
         self.layers = layers
@@ -117,18 +123,18 @@ class CheckpointedActivations:
         self._all = AllActivations(stash, layers)
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """As the layers are just then."""
+        """See :class:`ActivationKeeper`. Follows the model's present checkpointing."""
         checkpoints = any(map(is_checkpointing, self._checkpointable))
         return self._all.keeping() if checkpoints else contextlib.nullcontext()
 
     def forget(self) -> None:
-        """The stash does."""
+        """See :class:`ActivationKeeper`."""
         self._all.forget()
 
     def end_backward(self) -> None:
-        """Of the stash's."""
+        """See :class:`ActivationKeeper`."""
         self._all.end_backward()
 
     def finish(self) -> None:
-        """The stash's."""
+        """See :class:`ActivationKeeper`."""
         self._all.finish()

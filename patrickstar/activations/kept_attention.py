@@ -1,16 +1,11 @@
-"""What attention gives in checkpointed layers, kept so that backward's recomputation need not compute it again.
+"""Selective recomputation: results of attention in checkpointed layers are kept, and backward does not compute them
+again.
 
     attention = KeptAttention(stash, least_tokens=32768)
     output = attention.checkpoint(layer, function, call, *args)  # for function(call, *args), within stash.keeping()
 
-[Note: kept attention] Of n tokens attention over h channels gives 2 h n bytes in 16 bits and takes 2 h n^2 operations
-(causal, forward): at 262,144 tokens an H200 computes a second for what the link carries in 0.04. So each call's output
-and log-sum-exp are kept in the stash ([Note: kept activations]) where it says that there is room beside the inputs of
-the layers that are still to come, and the recomputation gets them instead of calling the kernel. Its bits are the
-same: what is kept is what the kernel gave, so it does not matter to any number how many calls are kept.
-
-The seam is PyTorch's: ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, and a dispatch mode below autograd, as
-its selective checkpointing has. So models, attention functions and sequence parallelism need not know of it.
+The implementation uses ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` and a dispatch mode below autograd, as
+PyTorch's selective checkpointing does. Models, attention functions and sequence parallelism need no changes.
 """
 
 from __future__ import annotations
@@ -35,15 +30,23 @@ def _kernels() -> Iterator[Any]:
 
 
 _DROPOUT_AT = {kernel: [arg.name for arg in kernel._schema.arguments].index("dropout_p") for kernel in _kernels()}
-"""Of PyTorch's kernels that backward wants the results of, which argument is ``dropout_p``."""
+"""Position of ``dropout_p`` among the arguments of each PyTorch kernel whose results backward needs."""
 
 
 class KeptAttention:
-    """Keeps attention of the checkpointed layers of a model of Hugging Face.
+    """Selective recomputation of attention in the checkpointed layers of a Hugging Face model.
+
+    For n tokens and h channels in 16 bits, causal attention's forward makes 2 h n bytes with 2 h n^2 operations. At
+    262,144
+    tokens an H200 computes for one second what the link carries in 0.04 s. So the output and log-sum-exp of each call
+    are
+    kept if the stash has room for them beside the inputs of the layers still to come (see ``ActivationStash``). The
+    recomputation then reads them instead of calling the kernel. The kept bits are the kernel's, so the number of kept
+    calls changes no result.
 
     Args:
         stash: of the engine.
-        least_tokens: calls of layers with fewer tokens are left alone.
+        least_tokens: layers with fewer tokens are recomputed completely.
     """
 
     def __init__(self, stash: ActivationStash, least_tokens: int):
@@ -53,8 +56,9 @@ class KeptAttention:
     def checkpoint(
         self, layer: nn.Module, function: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs ``function``, the non-reentrant checkpoint of ``layer``, with ``call``, and keeps its attention. Layers
-        that are compiled stay as they are.
+        """Runs ``function``, the non-reentrant checkpoint of ``layer``, with ``call``, and keeps its attention results.
+
+        Compiled layers are left unchanged.
         """
         hidden = args[0] if args else None
         is_long = isinstance(hidden, torch.Tensor) and hidden.dim() > 1 and hidden.shape[-2] >= self._least_tokens
@@ -72,14 +76,14 @@ def _is_compiled(layer: nn.Module) -> bool:
 
 
 class _Results:
-    """Of one call of a kernel: tensors, of which the large ones are in the stash, and numbers."""
+    """Results of one kernel call: numbers, and tensors, of which the large ones are in the stash."""
 
     def __init__(self, stash: ActivationStash, results: tuple[Any, ...]):
-        # Detached, so that they do not hold the graph that they are to be part of.
+        # Detached, so that they do not hold the graph that they belong to.
         self._kept = [stash.keep(value.detach()) if isinstance(value, torch.Tensor) else value for value in results]
 
     def take(self) -> tuple[Any, ...] | None:
-        """None: one was changed in place after it was kept."""
+        """The results; None if one was changed in place after it was kept."""
         if any(isinstance(value, Stashed) and not value.is_unchanged for value in self._kept):
             return None
         taken = (value.take() if isinstance(value, Stashed) else value for value in self._kept)
@@ -87,7 +91,7 @@ class _Results:
 
 
 class _Keeping(TorchDispatchMode):
-    """A layer's forward: what its attention gives is kept while there is room."""
+    """Dispatch mode of a layer's forward; keeps attention results while there is room."""
 
     def __init__(self, stash: ActivationStash, results: list[_Results | None]):
         super().__init__()
@@ -98,14 +102,14 @@ class _Keeping(TorchDispatchMode):
         given = func(*args, **(kwargs or {}))
         if func in _DROPOUT_AT:
             num_bytes = sum(value.nbytes for value in given if isinstance(value, torch.Tensor))
-            # Without dropout alone: a call that is left out would not draw the random numbers that it drew.
+            # Only without dropout: a skipped call would not draw its random numbers.
             keeps = _dropout_p(func, args, kwargs) == 0.0 and self._stash.has_room_beside_inputs(num_bytes)
             self._results.append(_Results(self._stash, given) if keeps else None)
         return given
 
 
 class _Recalling(TorchDispatchMode):
-    """The recomputation: the same calls in the same order."""
+    """Dispatch mode of the recomputation, which makes the same calls in the same order."""
 
     def __init__(self, results: list[_Results | None]):
         super().__init__()
@@ -113,7 +117,7 @@ class _Recalling(TorchDispatchMode):
         self._position = 0
 
     def __enter__(self) -> Any:
-        self._position = 0  # of a graph that is kept there may be another one
+        self._position = 0  # a retained graph may be recomputed several times
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,16 +1,9 @@
-"""Where the activations of each checkpointed layer rest between its forward and its backward: one choice by layer.
+"""The activation tier of each checkpointed layer between its forward and its backward.
 
-    layers = LayerActivations(module, stash, attention)
-    layers.choose({"model.layers.0": ActivationTier.KEEP, "model.layers.7": ActivationTier.OFFLOAD})
-    with layers.running():
-        loss = module(...)
-
-[Note: activations of a layer] A layer checkpoints by a function that Hugging Face gives it. During a training forward
-another stands in its place, which looks up the layer's tier: RECOMPUTE checkpoints as before, KEEP and OFFLOAD call the
-layer without a checkpoint, with what autograd saves in the stash, pinned to the device or sent to the host at the
-layer's end. A tier changes no number: a checkpoint replays the random numbers that the layer drew, and a layer without
-one draws them once. Where that would not hold the tier is refused: a checkpoint that draws new random numbers, running
-statistics that a recomputation updates once more, compiled code, which is another one with a checkpoint.
+layers = LayerActivations(module, stash, attention)
+layers.choose({"model.layers.0": ActivationTier.KEEP, "model.layers.7": ActivationTier.OFFLOAD})
+with layers.running():
+    loss = module(...)
 """
 
 from __future__ import annotations
@@ -38,14 +31,25 @@ from patrickstar.module.observed_buffers import buffer_places
 
 
 class LayerActivations:
-    """Carries out one choice of tiers in the forwards of one engine: at first RECOMPUTE for all layers.
+    """Applies one choice of tiers in the forwards of one engine. Initially all layers are recomputed.
 
-    All ranks make the same choice for the same forward: a layer that is recomputed enqueues its collectives once more.
+    Hugging Face gives each layer a checkpoint function. During a training forward a replacement looks up the layer's
+    tier:
+
+    * RECOMPUTE checkpoints as before;
+    * KEEP calls the layer without a checkpoint; saved tensors stay on the device;
+    * OFFLOAD calls the layer without a checkpoint; saved tensors go to the host at the layer's end.
+
+    No tier changes a number: a checkpoint replays the layer's random numbers, and a layer without one draws them once.
+    Layers for which that fails are refused: checkpoints that draw new random numbers, layers with running statistics
+    (a recomputation updates them again), and compiled layers (their code differs with a checkpoint).
+
+    All ranks must make the same choice for the same forward, since a recomputed layer enqueues its collectives again.
 
     Args:
         module: the model.
         stash: of the engine; None: no activation may leave the device.
-        attention: keeps that of layers that are recomputed; None: it is computed again.
+        attention: selective recomputation for recomputed layers; None: attention is recomputed too.
     """
 
     def __init__(self, module: nn.Module, stash: ActivationStash | None, attention: KeptAttention | None):
@@ -54,16 +58,17 @@ class LayerActivations:
         self._attention = attention
         self._checkpointable = checkpointable_modules(module)
         self._chosen: dict[nn.Module, ActivationTier] = {}  # without RECOMPUTE
-        self._around: set[nn.Module] = set()  # modules that call those
+        self._around: set[nn.Module] = set()  # modules that call the chosen layers
         self._now: dict[nn.Module, ActivationTier] = {}  # in the last forward
 
     def choose(self, tiers: Mapping[str, ActivationTier]) -> None:
-        """From the next training forward on, layers go by ``tiers``, by their names in the model. The others are
-        recomputed. A layer that is compiled after this call, stops checkpointing, or is called within a checkpoint of
-        the user's or hooks on saved tensors, runs as it would without a tier.
+        """Sets the tiers from the next training forward on, by layer name. Other layers are recomputed.
+
+        A layer runs as without a tier if it is compiled after this call, stops checkpointing, or is called within the
+        user's own checkpoint or hooks on saved tensors.
 
         Raises:
-            ValueError: a layer cannot have its tier; the message names it. Nothing is changed then.
+            ValueError: a layer cannot have its tier; the message names it. Nothing is changed.
         """
         modules = dict(self._module.named_modules())
         chosen: dict[nn.Module, ActivationTier] = {}
@@ -80,7 +85,7 @@ class LayerActivations:
         self._chosen, self._around = chosen, around
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Around a training forward, within the stash's ``keeping``."""
+        """Wraps a training forward, within the stash's ``keeping``."""
         before, self._now = self._now, {} if _obstacle_around(self._around) else self._chosen
         if self._now != before and self._stash is not None:
             self._stash.working.start_anew()
@@ -99,7 +104,7 @@ class LayerActivations:
         return function(call, *args, **kwargs)
 
     def _obstacle(self, layer: nn.Module | None, tier: ActivationTier) -> str:
-        """The reason for which ``layer`` cannot have ``tier``, with the remedy; empty where it can."""
+        """Why ``layer`` cannot have ``tier``, with the remedy; empty if it can."""
         if tier is ActivationTier.OFFLOAD and self._stash is None:
             return 'nothing may leave the device; set "activations": {"offload": "auto"}'
         if layer is None or not _is_layer(layer):
@@ -113,8 +118,10 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _hooks_on_saved_tensors() -> Any:
-    """The innermost ones. Within a checkpoint of the user's around a layer they are that checkpoint's, which calls the
-    layer again in backward, without a tier.
+    """The innermost hooks on saved tensors.
+
+    Within the user's own checkpoint around a layer they are that checkpoint's. Its backward calls the layer again,
+    without a tier.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 

@@ -1,14 +1,10 @@
-"""What an engine changes of a model so that activations take less memory (`activations` in the configuration).
+"""Changes of a model that reduce its activation memory (``activations`` in the configuration).
 
-    remedies = ActivationRemedies(module, config)  # against those that take too much all the same
+    remedies = ActivationRemedies(module, config)  # texts for out-of-memory errors
     changed = change_activations(module, config.activations, num_ranks=1)
     changed.close()
 
-Both changes are made of the module itself, before hooks are put on it, and undone when the engine is closed.
-
-[Note: a divided loss] Where ranks share matrices, a head's logits are divided over rows and columns of the mesh, and
-their loss makes nothing larger of them (:class:`patrickstar.tensor2d.CrossEntropy2D`). ``"fused"`` changes nothing
-there: to make them tile by tile would send the head's weight once more for each tile.
+The changes are made before hooks are installed, and undone when the engine closes.
 """
 
 from __future__ import annotations
@@ -29,19 +25,19 @@ logger = logging.getLogger("patrickstar")
 
 
 class ChangedActivations:
-    """See the module's docstring."""
+    """Undoes the changes of :func:`change_activations`."""
 
     def __init__(self, undo: list[Callable[[], None]]):
         self._undo = undo
 
     def close(self) -> None:
-        """The module is what it was."""
+        """Restores the module."""
         while self._undo:
             self._undo.pop()()
 
 
 def check_activations(module: nn.Module, section: ActivationsConfig) -> None:
-    """Raises ValueError where ``module`` cannot be changed as ``section`` says; nothing is changed."""
+    """Raises ValueError if ``module`` cannot be changed as ``section`` says; changes nothing."""
     if section.loss is LossComputation.FUSED and not _has_divided_loss(module):
         check_fusable(_language_model(module))
     if section.tile_tokens:
@@ -61,10 +57,10 @@ def change_activations(module: nn.Module, section: ActivationsConfig, num_ranks:
 
 
 class ActivationRemedies:
-    """What makes activations of a module take less that its configuration does not ask for, where it applies.
+    """Settings that would reduce a module's activation memory and that its configuration does not use.
 
     Args:
-        module: the user's, as it was given: nothing is changed yet.
+        module: the user's, not changed yet.
         config: the engine's.
     """
 
@@ -81,7 +77,7 @@ class ActivationRemedies:
             self._changes.append(f"MLPs and norms in tiles of tokens ({asked})")
 
     def texts(self) -> list[str]:
-        """As layers are checkpointed just now."""
+        """The settings for an error message. Follows the layers' present checkpointing."""
         is_checkpointed = any(map(is_checkpointing, self._layers))
         texts = list(self._changes)
         if not is_checkpointed:
@@ -116,7 +112,11 @@ def _takes(check: Callable[[], object]) -> bool:
 
 
 def _has_divided_loss(module: nn.Module) -> bool:
-    """[Note: a divided loss]."""
+    """Whether tensor parallelism shards the head's logits over rows and columns of the mesh.
+
+    ``CrossEntropy2D`` then computes the loss without making whole logits. ``"fused"`` changes nothing: computing the
+    logits tile by tile would send the head's weight once more for each tile.
+    """
     return isinstance(vars(find_model(module) or module).get("_loss_function"), TokenLoss)
 
 

@@ -1,15 +1,10 @@
-"""Activations that leave the device between forward and backward, where they take more of it than is theirs.
+"""Activation offload: saved tensors leave the device between forward and backward if they exceed their share of it.
 
-    stash = ActivationStash(runtime, device, storages, chunk_bytes)
-    with stash.keeping():
-        loss = module(...)
-    ...  # its backward
-    stash.end_backward()
-
-[Note: kept activations] What autograd saves in such a forward is kept here instead: with activation checkpointing the
-inputs of the layers, which are computed again from them. Where they would take more than their share of the device,
-what was kept first is copied to host memory and let go ([Note: stashed activations], csrc/engine/stash.h). The copy
-back begins when what was kept a little later is used. Its bits are those that were saved.
+stash = ActivationStash(runtime, device, storages, chunk_bytes)
+with stash.keeping():
+    loss = module(...)
+...  # its backward
+stash.end_backward()
 """
 
 from __future__ import annotations
@@ -30,16 +25,22 @@ from patrickstar.activations.working_activations import ExpectedInputs, WorkingB
 
 
 class ActivationStash:
-    """Of one engine. Forwards and backwards come one after the other.
+    """Keeps the tensors that autograd saves in the forwards of one engine.
+
+    With activation checkpointing these are the inputs of layers, which are recomputed from them. If they exceed their
+    share of the device (``DeviceShares``), the oldest are copied to host memory and released (csrc/engine/stash.h). The
+    copy to the device begins when a slightly younger tensor is used. Its bits are the saved ones.
+
+    Forwards and backwards must not overlap.
 
     Attributes:
         runtime: of the engine.
-        working: what activations need beside those that are kept.
+        working: working memory beside kept activations.
     """
 
     def __init__(self, runtime: _C.Runtime, device: torch.device, storages: Collection[int], chunk_bytes: int):
-        """``storages``: the addresses (``_cdata``) of those that hold parameters, which have their own way.
-        ``chunk_bytes``: what the largest module's chunks take of the device.
+        """``storages``: addresses (``_cdata``) of storages that hold parameters, which never leave through the stash.
+        ``chunk_bytes``: device bytes of the largest module's chunks.
         """
         self.runtime = runtime
         self._device = device
@@ -48,19 +49,19 @@ class ActivationStash:
         self.working = WorkingBytes(runtime, self._shares)
         self._known: weakref.WeakValueDictionary[Any, Stashed] = weakref.WeakValueDictionary()
         self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
-        self._kept_last: collections.deque[weakref.ref[Stashed]] = self._on_device  # gets what is kept now
+        self._kept_last: collections.deque[weakref.ref[Stashed]] = self._on_device  # receives new tensors
         self._leaving: collections.deque[Stashed] = collections.deque()
-        # On the simulated device memory is counted to the byte: the least budget that an error names must not depend on
-        # how far a busy machine's copies are.
+        # The simulated device counts memory to the byte. The least budget in an error must not depend on the progress of
+        # copies on a busy machine.
         self._most_leaving = MOST_LEAVING if device.type == "cuda" else 0
         self._away: list[tuple[int, weakref.ref[Stashed]]] = []  # by number
         self._num_kept = 0
         self._inputs = ExpectedInputs()
-        self._missed_bytes = 0  # what the host had no room for in one piece
+        self._missed_bytes = 0  # of the largest tensor that found no host buffer, twice
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Around a forward whose backward comes."""
+        """Wraps a forward whose backward follows."""
         self._on_device.clear()
         self._away.clear()
         self.working.begin_forward()
@@ -74,18 +75,20 @@ class ActivationStash:
 
     @contextlib.contextmanager
     def resting(self, tier: ActivationTier) -> Iterator[None]:
-        """Around the forward of a layer without a checkpoint, whose activations rest on ``tier``: they stay on the
-        device (KEEP), or leave it together at the layer's end, and are copied while the next layer computes (OFFLOAD).
-        What was kept before the layer goes by the rule it was kept by.
+        """Wraps the forward of a layer without a checkpoint, whose activations rest on ``tier``.
+
+        KEEP: they stay on the device. OFFLOAD: they leave together at the layer's end, and are copied while the next
+        layer
+        computes. Activations kept before the layer follow their own rule.
         """
         self._kept_last = collections.deque()
         try:
             yield
             if tier is ActivationTier.OFFLOAD:
-                self.finish()  # copies of the layer before
+                self.finish()  # copies of the previous layer
                 for ref in self._kept_last:
                     kept = ref()
-                    if kept is not None and kept.is_unchanged:  # else its backward will say so
+                    if kept is not None and kept.is_unchanged:  # else its backward raises
                         kept.would_stay = False
                         self._send(kept)
                 if self._most_leaving == 0:
@@ -94,28 +97,30 @@ class ActivationStash:
             self._kept_last = self._on_device
 
     def finish(self) -> None:
-        """Returns when no copy to the host runs any more."""
+        """Waits for all running copies to the host."""
         while self._leaving:
             self._finish_oldest()
 
     def end_backward(self) -> None:
-        """A backward is over, and with it what activations need is known."""
+        """Learns the working memory of the finished step."""
         was_known = self.working.seen is not None
         seen = self.working.learn()
         if seen is not None and not was_known:
             self.runtime.keep_absent_activations(seen.highest_bytes)
 
     def forget(self) -> None:
-        """A forward ran out of memory and is run again: as in the first one, nothing is known."""
+        """Drops the measurement before a forward that ran out of memory is run again."""
         self.working.forget()
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
-        """One that backward will ask for, from now on in the stash; the tensor itself where it may not leave."""
+        """Puts a tensor that backward will read into the stash; returns the tensor itself if it may not leave."""
         return self._hold(tensor, beyond=tensor.nbytes) if self._may_leave(tensor) else tensor
 
     def has_room_beside_inputs(self, num_bytes: int) -> bool:
-        """Whether device and host can keep so many bytes, and all that autograd is still to save in this forward: as
-        many tensors as in the last one. False in the first forward that asks.
+        """Whether device and host can keep ``num_bytes`` beside everything that autograd will still save in this
+        forward.
+
+        The last forward's count of tensors is expected again. False in the first forward that calls this.
         """
         self.working.measure_always()
         self.working.measure()
@@ -127,7 +132,7 @@ class ActivationStash:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
         if tensor.grad_fn is not None:
-            tensor = tensor.detach()  # an operation's output would keep the graph that saves it, if its backward fails
+            tensor = tensor.detach()  # a saved output would keep its graph alive if the backward fails
         if not self._may_leave(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -158,17 +163,17 @@ class ActivationStash:
         ):
             return False
         storage = tensor.untyped_storage()
-        # Of a larger tensor that something else may hold, a part that leaves frees nothing.
+        # Offloading a part of a larger storage frees nothing while something else holds it.
         whole = _is_dense(tensor) and storage.nbytes() < 2 * tensor.nbytes
         return whole and storage._cdata not in self._storages
 
     def _make_room(self) -> None:
-        """What was kept first leaves, as long as activations take too much."""
+        """Sends the oldest tensors to the host while activations exceed their share."""
         self._let_go()
         excess = self._excess_bytes()
         while excess > 0 and self._on_device:
             kept = self._on_device[0]()
-            if kept is not None and kept.is_unchanged:  # else its backward will say so
+            if kept is not None and kept.is_unchanged:  # else its backward raises
                 if not self._send(kept):
                     return
                 excess -= kept.num_bytes
@@ -177,7 +182,7 @@ class ActivationStash:
                 self._finish_oldest()
 
     def _send(self, kept: Stashed) -> bool:
-        """Starts its copy to the host; False where that has no room."""
+        """Starts the copy of ``kept`` to the host; False if the host has no room."""
         if not kept.leave():
             self._missed_bytes = max(self._missed_bytes, 2 * kept.num_bytes)
             return False
@@ -186,7 +191,7 @@ class ActivationStash:
         return True
 
     def _excess_bytes(self) -> int:
-        """By how much activations exceed their share when what is leaving has left."""
+        """Bytes by which activations will exceed their share once running copies have finished."""
         leaving = sum(kept.num_bytes for kept in self._leaving)
         working = self.working
         if working.seen is None:
@@ -212,7 +217,7 @@ class ActivationStash:
         return saved.take()
 
     def fetch_ahead(self, used: Stashed) -> None:
-        """Starts the copy back of what is needed next, a little later than ``used``."""
+        """Starts the copy to the device of the tensor that is needed a little later than ``used``."""
         while self._away:
             number, ref = self._away[-1]
             kept = ref()
@@ -225,7 +230,7 @@ class ActivationStash:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are a piece of memory, in whatever order."""
+    """Whether the tensor's elements fill one range of memory, in any order."""
     stride = 1
     for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1 and step != stride:
@@ -235,7 +240,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Place(enum.Enum):
-    """Where a kept tensor is; it holds device memory everywhere but in ``AWAY``."""
+    """Where a kept tensor is. It holds device memory everywhere except in ``AWAY``."""
 
     ON_DEVICE = enum.auto()
     LEAVING = enum.auto()
@@ -244,7 +249,7 @@ class Place(enum.Enum):
 
 
 class Stashed:
-    """A tensor that is kept between forward and backward."""
+    """A tensor kept between forward and backward."""
 
     def __init__(self, stash: ActivationStash, tensor: torch.Tensor, number: int, beyond: int):
         self._stash = stash
@@ -257,20 +262,20 @@ class Stashed:
         self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
         self._was_changed = False
-        self.ticket = -1  # of one that left
+        self.ticket = -1  # in the core, once it has left
         self._is_absent = False
         self.would_stay = True
-        """False: it rests on the host, however much room the device has."""
+        """False for a tensor that rests on the host even if the device has room."""
         self._beyond = beyond
         self._working.hold(self.num_bytes, beyond)
 
     @property
     def is_unchanged(self) -> bool:
-        """Since it was kept; nothing changes what is away or on its way back."""
+        """Whether the tensor was not changed in place since it was kept. Nothing can change it while it is on the host."""
         return not self._was_changed and (self._tensor is None or self._tensor._version == self._version)
 
     def leave(self) -> bool:
-        """Starts the copy to the host; False where that has no room."""
+        """Starts the copy to the host; False if the host has no room."""
         assert self._tensor is not None
         self.ticket = self._runtime.stash_activation(self._tensor.data_ptr(), self.num_bytes)
         if self.ticket < 0:
@@ -279,7 +284,7 @@ class Stashed:
         return True
 
     def finish_leaving(self) -> None:
-        """Returns when the copy is over, and lets go of the device's memory."""
+        """Waits for the copy, and releases the device memory."""
         self._runtime.finish_stashing(self.ticket)
         self._was_changed = not self.is_unchanged
         self.place, self._tensor = Place.AWAY, None
@@ -287,7 +292,7 @@ class Stashed:
         self._set_absent(True)
 
     def fetch(self) -> None:
-        """Starts the copy back."""
+        """Starts the copy to the device."""
         self._tensor = torch.empty_strided(self.shape, self._stride, dtype=self._dtype, device=self._device)
         self._version = self._tensor._version
         self._runtime.fetch_activation(self.ticket, self._tensor.data_ptr())
@@ -295,7 +300,7 @@ class Stashed:
         self._set_absent(False)
 
     def take(self) -> torch.Tensor:
-        """Its value, which may be asked for once more: what came back is not held."""
+        """The value. It may be taken again: the stash does not hold the copy on the device."""
         self._working.measure()
         if self.place is Place.AWAY:
             self.fetch()
@@ -316,7 +321,7 @@ class Stashed:
     def __del__(self):
         self._set_absent(False)
         if self.place is Place.COMING and not self._runtime.closed:
-            self._runtime.await_activation(self.ticket)  # its memory may be used again, by what compute does later
+            self._runtime.await_activation(self.ticket)  # later computation may reuse its memory
         if self.place is not Place.ON_DEVICE:
             self._runtime.drop_activation(self.ticket)
         if self.place in (Place.ON_DEVICE, Place.LEAVING):

@@ -1,16 +1,14 @@
-"""Device memory that forward and backward need beside the activations that are kept, measured step by step.
+"""Working memory of forward and backward beside kept activations, measured in each step.
 
-[Note: working activations] Activations have a share of the device ([Note: what stays], activations/activation_rules.py).
-Kept activations and working memory both count: working memory is that of one layer's operations, or of the loss. The
-first step measures it: at each tensor that is kept or used, the peak of live memory since the last one, less the bytes
-of kept activations. From then on activations leave as far as the device has no room for them beside working memory and
-chunks. The plan after the first step counts activations that had left in it and will stay. Outputs of attention that
-are kept beyond what autograd saves (:meth:`patrickstar.activations.stashed_activations.ActivationStash.keep`) may take no
-more of the device than plans leave to activations.
+``DeviceShares`` limits kept activations and working memory together. Working memory is that of one layer's operations,
+or of the loss. The first step measures it: at each kept or used tensor, the peak of live memory since the last one,
+minus the bytes of kept activations. Later steps offload activations only if the device has no room for them beside
+working memory and chunks. The plan after the first step counts activations that had left in it and will now stay.
 
-In the first step the share is compared with all of PyTorch's memory, on CUDA with what it caches. Nearly all kept
-activations leave there once the share was exceeded. The same holds for a forward that keeps a larger tensor than its
-predecessors did of that kind, and for one that ran out of memory and is run again: no step has shown what it needs.
+In the first step the limit applies to all of PyTorch's memory; on CUDA that includes its cache. Nearly all kept
+activations leave in that step once the limit was exceeded. Two other forwards count as a first one, since no step has
+shown their needs: one that keeps a larger tensor of its kind than earlier forwards, and one that is run again after it
+ran out of memory.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from patrickstar.activations.activation_rules import DeviceShares, SeenStep
 
 
 class WorkingBytes:
-    """[Note: working activations]
+    """Counts kept activations and measures working memory.
 
     Attributes:
         held_bytes: kept activations on the device.
-        beyond_bytes: the part of ``held_bytes`` that autograd did not save by itself.
-        absent_bytes: kept activations on the host alone, for want of room on the device.
-        seen: the measurement that holds for this step; None: there is none.
+        beyond_bytes: their part that autograd did not save itself (:meth:`ActivationStash.keep`).
+        absent_bytes: kept activations only on the host, because the device had no room.
+        seen: the measurement that holds for this step; None: no measurement.
     """
 
     def __init__(self, runtime: _C.Runtime, shares: DeviceShares):
