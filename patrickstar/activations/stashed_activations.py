@@ -51,8 +51,8 @@ class ActivationStash:
         self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
         self._kept_last: collections.deque[weakref.ref[Stashed]] = self._on_device  # receives new tensors
         self._leaving: collections.deque[Stashed] = collections.deque()
-        # The simulated device counts memory to the byte. The least budget in an error must not depend on the progress of
-        # copies on a busy machine.
+        # The simulated device counts memory to the byte. The least budget in an error must not depend on the
+        # progress of copies on a busy machine.
         self._most_leaving = MOST_LEAVING if device.type == "cuda" else 0
         self._away: list[tuple[int, weakref.ref[Stashed]]] = []  # by number
         self._num_kept = 0

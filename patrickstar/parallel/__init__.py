@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism of an engine: sharded matrices, sharded sequences, and the proof of rewritten models."""
+"""Tensor and sequence parallelism of an engine: sharded matrices and sequences, and the proof of rewritten models."""

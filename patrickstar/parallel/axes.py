@@ -1,4 +1,4 @@
-"""What the configuration says of a run's ranks: the mesh that they are, and how they share calls of the module."""
+"""The device mesh that a configuration asks for, and how its ranks share calls of the module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mesh_of(config: Config, num_ranks: int) -> Mesh:
     """The mesh that the configuration asks for.
 
     Raises:
-        ValueError: the ranks cannot be divided so; the message names what would do.
+        ValueError: the number of ranks does not fit; the message names numbers that do.
     """
     matrices = config.tensor_parallel
     shares = {"sequence": config.sequence_parallel.size, "rows": matrices.rows, "columns": matrices.columns}
@@ -36,11 +36,10 @@ def make_calls(
     num_steps: Callable[[], int],
     survey: Survey,
 ) -> Calls:
-    """Of an engine with ``config``; all ranks call it at the same point. The arguments are those of
-    :class:`~patrickstar.parallel.divided_sequences.DividedSequences`.
+    """The calls of an engine with ``config``. Collective over all ranks; arguments as in ``DividedSequences``.
 
     Raises:
-        ValueError: the model's calls cannot be divided.
+        ValueError: the model's calls cannot be sharded.
     """
     if config.sequence_parallel.size > 1:
         return DividedSequences(module, config, mesh, meet, num_steps, matrices.calls(meet), survey)

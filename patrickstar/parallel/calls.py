@@ -1,4 +1,4 @@
-"""Calls of a module that ranks share: what each rank computes of one, and what becomes of its output.
+"""Calls of a module that several ranks share: each rank's inputs, and the treatment of its output.
 
 with calls.call(args, kwargs) as call:
     output = call.result(module(*call.args, **call.kwargs))
@@ -19,7 +19,7 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 
 @dataclasses.dataclass
 class Call:
-    """One call of the module: what it is called with on this rank, and what becomes of its output."""
+    """One call of the module on this rank: its inputs, and the function for its output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -30,58 +30,58 @@ class Calls(Protocol):
     """How an engine's ranks share the calls of its module."""
 
     sequence_group: SequenceGroup | HybridGroup | None
-    """The ranks that share a sequence; None: each rank has whole ones."""
+    """The ranks that share a sequence; None: each rank has whole sequences."""
     ranks_per_call: int
-    """How many ranks are called with the same samples."""
+    """Number of ranks that are called with the same samples."""
     repeats_forwards: bool
-    """Whether a forward that ran out of memory can be run again: no other rank waits for it in the middle."""
+    """Whether a forward that ran out of memory can be run again. False if other ranks wait for it in the middle."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Call]:
-        """Around a call of the module by the user, before its arguments are on the device."""
+        """Wraps the user's call of the module, before its arguments are on the device."""
         ...
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens of what has this rank's."""
+        """All-gathers the tokens of ``tensor``, which has this rank's tokens along ``dim``."""
         ...
 
     def close(self) -> None:
-        """What was changed of the model for them is as it was."""
+        """Restores the model."""
         ...
 
 
 class OwnCalls:
-    """Each rank has its own."""
+    """Calls that no other rank shares."""
 
     sequence_group: SequenceGroup | HybridGroup | None = None
     ranks_per_call = 1
     repeats_forwards = True
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Call]:
-        """As it is."""
+        """The call with unchanged inputs."""
         return contextlib.nullcontext(Call(args, kwargs))
 
     def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Call:
-        """What the module is called with on this rank, of a call with ``batch`` samples: all of it."""
+        """This rank's part of a call with ``batch`` samples: all of it."""
         return Call(args, kwargs)
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """They are all here."""
+        """Returns ``tensor``."""
         return tensor
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Does nothing."""
 
 
 def check_same_batch(
     ranks: RankGroups, division: Sequence[tuple[int, ...]], tokens: torch.Tensor, what_they_share: str
 ) -> None:
-    """Ranks that share calls are called with the same batch, or all ranks raise ValueError. One exchange.
+    """Raises ValueError on all ranks unless the ranks that share calls are called with the same batch. One exchange.
 
     Args:
         ranks: of the run.
-        division: the ranks that are called with the same batch, those of each.
-        tokens: of the call, [batch, tokens] or of more dimensions.
-        what_they_share: why ("share sequences"), for the error.
+        division: groups of ranks that must have the same batch.
+        tokens: of the call, [batch, tokens, ...].
+        what_they_share: for the message ("share sequences").
     """
     is_summed = tokens.device.type == "cpu" and not tokens.is_floating_point()
     mine = f"{list(tokens.shape[:2])} with tokens that sum to {int(tokens.sum()) if is_summed else 0}"

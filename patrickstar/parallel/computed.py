@@ -1,4 +1,4 @@
-"""Losses and gradients of the same computed in two ways, and what differs between them."""
+"""Comparison of losses and gradients that were computed in two ways."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ _LOSS_TOLERANCE = 5e-6
 _INFLUENCE_TOLERANCE = 0.02
 _GRADIENT_TOLERANCE = 2e-4
 _ROUNDING = 2e-5
-"""Share of the largest gradient's norm that any gradient may differ by: some are next to nothing."""
+"""Allowed difference of any gradient, as a share of the largest gradient's norm: some gradients are nearly zero."""
 _SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """Results of one way of computing the same."""
+    """Results of one computation."""
 
     loss: float
     other_loss: float
-    """With another first token."""
+    """Loss with another first token."""
     gradients: Mapping[str, torch.Tensor]
-    """By the names of the module as it is."""
+    """Gradients by the names in the unchanged module."""
 
 
 def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients of the trained parameters, by name."""
+    """Gradients of the trained parameters by name."""
     return {name: gradient_of(param) for name, param in module.named_parameters() if param.requires_grad}
 
 
 def gradient_of(param: nn.Parameter) -> torch.Tensor:
-    """The gradient, or zeros where there is none."""
+    """The gradient, or zeros if there is none."""
     return torch.zeros_like(param) if param.grad is None else param.grad.detach()
 
 
 def differences(plain: Computed, rewritten: Computed) -> list[str]:
-    """Texts that name each difference beyond rounding; empty: there is none."""
+    """A text for each difference beyond rounding; empty: none."""
     found = []
     if not abs(plain.loss - rewritten.loss) <= _LOSS_TOLERANCE * abs(plain.loss):
         found.append(f"the loss of a few tokens is {rewritten.loss:.7g} instead of {plain.loss:.7g}")

@@ -1,21 +1,9 @@
-"""Matrices that several ranks share: an engine's part of it (`tensor_parallel` in the configuration).
+"""Tensor parallelism of an engine (`tensor_parallel` in the configuration).
 
-    matrices = make_matrices(config, mesh)
-    replaced = matrices.divide(module)             # before its parameters go into chunks
-    ...
-    total = matrices.total(squares)                # of gradients, over blocks
-
-A model of Hugging Face is divided in place, in one way or another (:mod:`patrickstar.parallel.matrix_ways`): its
-parameters are this rank's blocks from then on, ordinary ones that go into chunks of the ranks with the same blocks.
-Each rank is called with whole batches, and computes the samples of its row, or its tokens of all samples.
-
-[Note: panels out of chunks] A product sends panels of its weight's view of the chunk, which the module's hook has
-acquired, wherever the chunk was before. So ranks of a mesh may keep other chunks on their devices, and replay other
-plans: what they must do alike are the products, which the model does.
-
-[Note: what a division undoes] Nothing. When the engine is closed the module keeps this rank's blocks in layers that
-have nobody to talk to, so that its calls and its ``state_dict`` raise from then on, and say what to do: what is wanted
-of it is saved, exported or read by the engine's ``state_dict``, whose tensors are whole, before.
+matrices = make_matrices(config, mesh)
+replaced = matrices.divide(module)             # before its parameters go into chunks
+...
+total = matrices.total(squares)                # of gradients, over all blocks
 """
 
 from __future__ import annotations
@@ -49,40 +37,40 @@ _SQUARES = struct.Struct("<d")
 
 
 class Matrices(Protocol):
-    """Which part of each matrix this rank has."""
+    """This rank's part of each matrix of a module."""
 
     names: DividedNames | None
-    """Of the parameters that the module had before; None: it has them."""
+    """The parameters before sharding; None: the module is not sharded."""
     shown: str
-    """Over what they are divided, for people; empty: they are not."""
+    """The mesh as text for logs; empty: not sharded."""
     reason: str
-    """Why so; empty: it was asked for."""
+    """Why this strategy; empty: the configuration asked for it."""
 
     def mode_for(self, module: nn.Module) -> MatrixMode:
-        """How the module's matrices will be divided.
+        """The strategy that will shard the module's matrices.
 
         Raises:
-            ValueError: there is no plan for the model.
+            ValueError: no plan for the model.
         """
         ...
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Replaces the module's matrices by this rank's blocks. Speaks to no other rank.
+        """Replaces the module's matrices by this rank's blocks. No communication.
 
         Returns:
-            The parameters that the module had, and those that have their values now.
+            A map from the module's former parameters to the parameters that hold their values now.
 
         Raises:
-            ValueError: the model cannot be divided; it may be divided in part then.
+            ValueError: the model cannot be sharded; it may be sharded partly.
         """
         ...
 
     def check_same_values(self) -> None:
-        """All ranks had the same model before they divided it, or raise DisagreementError."""
+        """Raises DisagreementError unless all ranks had the same model before sharding."""
         ...
 
     def num_elements(self, params: Iterable[nn.Parameter]) -> int:
-        """Of the whole parameters of which ``params`` of the module have this rank's part."""
+        """Elements of the full parameters behind ``params`` of the module."""
         ...
 
     def left_out(self, params: SortedParams) -> list[int]:
@@ -90,61 +78,70 @@ class Matrices(Protocol):
         ...
 
     def total(self, squares: float) -> float:
-        """The sum over all blocks, in one order and with the same bits on all ranks, of what the ranks of each have."""
+        """Sum of ``squares`` over all blocks, in a fixed order and with the same bits on all ranks."""
         ...
 
     def calls(self, meet: Callable[[], object]) -> Calls:
-        """How ranks share calls of the divided module; ``meet``: [Note: ranks that meet]."""
+        """How ranks share calls of the sharded module; ``meet``: ``Runtime.meet_ranks``."""
         ...
 
     def close(self) -> None:
-        """The ranks talk to each other no more ([Note: what a division undoes])."""
+        """Ends the communication between blocks (see :meth:`DividedMatrices.close`)."""
         ...
 
 
 class WholeMatrices:
-    """Each rank has whole ones."""
+    """Replicated matrices: each rank has whole ones."""
 
     names: DividedNames | None = None
     shown = ""
     reason = ""
 
     def mode_for(self, module: nn.Module) -> MatrixMode:
-        """Nothing is divided."""
+        """A value without effect, since nothing is sharded."""
         return MatrixMode.TWO
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Nothing is replaced."""
+        """Replaces nothing."""
         return {}
 
     def check_same_values(self) -> None:
-        """They are the first rank's in any case."""
+        """Does nothing: the first rank's values are sent to all."""
 
     def num_elements(self, params: Iterable[nn.Parameter]) -> int:
-        """Their own."""
+        """Elements of ``params``."""
         return sum(param.numel() for param in params)
 
     def left_out(self, params: SortedParams) -> list[int]:
-        """None."""
+        """An empty list."""
         return []
 
     def total(self, squares: float) -> float:
-        """It is that."""
+        """Returns ``squares``."""
         return squares
 
     def calls(self, meet: Callable[[], object]) -> Calls:
-        """Each rank has its own."""
+        """Unshared calls."""
         return OwnCalls()
 
     def close(self) -> None:
-        """They are as before."""
+        """Does nothing."""
 
 
 class DividedMatrices:
-    """See the module's docstring. All ranks of the mesh make one at the same point.
+    """Shards a Hugging Face model in place by one of the strategies of ``matrix_ways.py``. Collective over the mesh.
+
+    The module's parameters become this rank's blocks. They are ordinary parameters, whose chunks are shared by the
+    ranks
+    with the same blocks. Each rank is called with whole batches and computes its row's samples, or its tokens of all
+    samples.
+
+    A product sends panels of its weight's view of the chunk, which the module's hook has acquired from any tier. So
+    ranks
+    of a mesh may keep different chunks on their devices and replay different plans. Only their products must match.
 
     Args:
-        config: whose ``tensor_parallel`` says how.
+        config: whose ``tensor_parallel`` names the strategy.
         mesh: of the run.
     """
 
@@ -158,7 +155,7 @@ class DividedMatrices:
 
     @property
     def chosen(self) -> ChosenWay:
-        """The way; raises RuntimeError before :meth:`divide`."""
+        """The strategy; raises RuntimeError before :meth:`divide`."""
         if self._chosen is None:
             raise RuntimeError("a module's matrices are not divided yet")
         return self._chosen
@@ -181,7 +178,7 @@ class DividedMatrices:
         return way.mode
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """See :class:`Matrices`; the memory of what is replaced is free afterwards."""
+        """See :class:`Matrices`. Frees the memory of replaced parameters."""
         model = find_model(module) or module
         if any(isinstance(child, Layer2D) for child in model.modules()):
             raise ValueError(
@@ -216,7 +213,7 @@ class DividedMatrices:
         return replaced
 
     def check_same_values(self) -> None:
-        """See :class:`Matrices`; values on the meta device are those of the same files."""
+        """See :class:`Matrices`. Values on the meta device come from the same files on all ranks."""
         self._mesh.everybody.check_agreement("the model's values before it is divided", self._digests)
 
     def num_elements(self, params: Iterable[nn.Parameter]) -> int:
@@ -225,7 +222,7 @@ class DividedMatrices:
         return sum(math.prod(shape) for param in params for shape in parts[param].shapes.values())
 
     def left_out(self, params: SortedParams) -> list[int]:
-        """Those that all rows have, but in the first of them."""
+        """Parameters that all rows hold are counted by the first row."""
         if self.chosen.way.group.place.row == 0 or self.names is None:
             return []
         parts = self.names.of_params
@@ -235,17 +232,21 @@ class DividedMatrices:
         """See :class:`Matrices`. One exchange."""
         what = "the gradients' norm over the mesh"
         said = self._mesh.everybody.control.exchange(_SQUARES.pack(squares), what)
-        blocks = self._mesh.mesh.sharing(0, Axis.ROWS, Axis.COLUMNS)  # of the first ranks that have them
+        blocks = self._mesh.mesh.sharing(0, Axis.ROWS, Axis.COLUMNS)  # the first rank of each block
         with reading(what):
             return sum(_SQUARES.unpack(said[rank])[0] for rank in blocks)
 
     def calls(self, meet: Callable[[], object]) -> Calls:
-        """Of whole batches, which are the same on all ranks."""
+        """Calls with whole batches, the same on all ranks."""
         self._group.meet_before_messages(meet)
         return self.chosen.way.calls(self._mesh)
 
     def close(self) -> None:
-        """See :class:`Matrices`."""
+        """See :class:`Matrices`. Sharding is not undone: the module keeps this rank's blocks without communication.
+
+        From then on its calls and its ``state_dict`` raise StateError and name the remedy. Before closing, the engine's
+        ``state_dict``, checkpoints and exports give full tensors.
+        """
         if self._module is not None:
             for child in self._module.modules():
                 child.register_forward_pre_hook(_refuse_call, prepend=True)
@@ -269,7 +270,7 @@ def _left(module: nn.Module, what: str) -> str:
 
 
 def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:
-    """What the configuration asks for. All ranks call it at the same point."""
+    """The matrices that the configuration asks for. Collective over all ranks."""
     return DividedMatrices(config, mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
 
 

@@ -1,18 +1,4 @@
-"""Sequences that several ranks share: an engine's part of it (`sequence_parallel` in the configuration).
-
-A model of Hugging Face is called with whole sequences, the same on all ranks that share them, and computes this rank's
-tokens of them (:mod:`patrickstar.sequence.hugging_face`). Any other module gets what it is called with, and computes
-attention itself (:func:`patrickstar.sequence.attention`, with the engine's ``sequence_group``).
-
-[Note: gradients of a divided sequence] The ranks that share sequences have a part of the loss each ([Note: a loss in
-parts]), so their gradients add up; those of other data are averaged. Chunks hold the mean over all ranks, which is
-multiplied by the ranks of a sequence wherever it is read ([Note: sums over ranks]).
-
-[Note: sequences beside matrices] Ranks that share matrices, too, are all called with the same batch. The rows of the
-mesh take their samples of it first, then the ranks of a sequence their tokens of these. The targets are counted before,
-since a loss is divided by those of the whole batch. Attention of a rank's heads goes along its sequence axis, between
-ranks that have the same blocks.
-"""
+"""Sequence and context parallelism of an engine (`sequence_parallel` in the configuration)."""
 
 from __future__ import annotations
 
@@ -39,24 +25,40 @@ from patrickstar.sequence.survey import Survey
 from patrickstar.tensor2d.hugging_face import HuggingFaceAttention
 
 _SEEDS_OF_A_BLOCK = 2**32
-"""Ranks with other samples or heads drop others in attention."""
+"""Ranks with other samples or heads use other seeds for dropout in attention."""
 
 
 class DividedSequences:
-    """See the module's docstring.
+    """Shards the sequences of each call.
+
+    A Hugging Face model is called with whole sequences, the same on all ranks that share them, and computes this rank's
+    tokens (``sequence/hugging_face.py``). Any other module receives its inputs unchanged and computes attention with
+    :func:`patrickstar.sequence.attention` and the engine's ``sequence_group``.
+
+    Gradients: each rank that shares a sequence has a part of the loss, so their gradients are summed. Gradients of
+    different data are averaged. Chunks hold the mean over all ranks; readers multiply it by the ranks of a sequence
+    (``StepGradients.chunk_factor``).
+
+    With tensor parallelism all ranks of a mesh are called with the same batch. First the mesh's rows take their
+    samples,
+    then the ranks of a sequence take their tokens. Targets are counted before, since the loss is divided by their
+    number
+    in the whole batch. Attention of a rank's heads communicates along the sequence axis, between ranks with the same
+    blocks.
 
     Args:
         module: the user's.
         config: of the engine.
         mesh: its ranks.
-        meet: [Note: ranks that meet].
-        num_steps: of the optimizer so far. Dropout in attention follows from it and from a seed of the first rank's, so
-            that a run that is resumed goes on with the same.
-        blocks: how ranks share calls because they share matrices ([Note: sequences beside matrices]).
-        survey: what is known of a model of Hugging Face.
+        meet: ``Runtime.meet_ranks``.
+        num_steps: returns the optimizer steps so far. Dropout in attention follows from it and from the first rank's
+            seed,
+            so a resumed run continues with the same dropout.
+        blocks: the calls that tensor parallelism needs.
+        survey: findings about a Hugging Face model.
 
     Raises:
-        ValueError: the module's sequences cannot be divided.
+        ValueError: the module's sequences cannot be sharded.
     """
 
     repeats_forwards = False
@@ -110,7 +112,7 @@ class DividedSequences:
 
     @contextlib.contextmanager
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
-        """This rank's part of it; a call within a call is part of that one."""
+        """Wraps one call with this rank's part of it. Nested calls pass unchanged."""
         if self._model is None or self._is_inside:
             yield Call(args, kwargs)
             return
@@ -133,7 +135,7 @@ class DividedSequences:
             self._is_inside = False
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """See :meth:`patrickstar.engine.engine.Engine.gather_tokens`."""
+        """See ``Engine.gather_tokens``."""
         if self._division is None:
             raise _C.StateError("tokens of all ranks were asked for before the first call of the model; call it first")
         if tensor.shape[dim] != self._division.local_length:
@@ -144,7 +146,7 @@ class DividedSequences:
         return WholeTokens.apply(tensor, self.sequence_group, self._division, dim)
 
     def close(self) -> None:
-        """The model's attention is what it was."""
+        """Restores the model's attention."""
         if self._model is not None:
             self._model.restore()
         for module in self._attention:
@@ -152,7 +154,7 @@ class DividedSequences:
 
 
 class _Seeds:
-    """One for each call, by step and by calls since the last."""
+    """One seed per call, from the step and the number of calls in it."""
 
     def __init__(self, first: int, num_steps: Callable[[], int]):
         self._first = first
@@ -167,7 +169,7 @@ class _Seeds:
 
 
 def _block(mesh: MeshRanks) -> int:
-    """Which of each matrix this rank has."""
+    """Index of this rank's block of each matrix."""
     here = mesh.coordinates
     return here[Axis.ROWS] * mesh.mesh.columns + here[Axis.COLUMNS]
 
@@ -179,7 +181,7 @@ def _first_ranks_seed(ranks: RankGroups) -> int:
 
 
 def _check_is_all(model: nn.Module, module: nn.Module) -> None:
-    """Calls of a part are not seen."""
+    """Raises ValueError if ``module`` has parameters outside ``model``: calls of other parts would not be sharded."""
     if set(model.parameters()) != set(module.parameters()):
         raise ValueError(
             f"{type(module).__name__} has parameters beside those of its {type(model).__name__}, whose sequences were "

@@ -1,9 +1,9 @@
-"""Values of a divided model by the names and in the shapes of the model that was divided.
+"""Values of a tensor-parallel model under the names and in the shapes of the model before sharding.
 
 names = DividedNames.of(module, model, before, group)
 for part in names.parts:
-    block = part.block(read)                   # of whole parameters, by their names
-    wholes = part.wholes(blocks)               # of the blocks of all ranks
+    block = part.block(read)                   # this rank's block of the full parameters, read by name
+    wholes = part.wholes(blocks)               # the full parameters, from the blocks of all ranks
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from patrickstar.tensor2d.layer import Source
 
 @dataclasses.dataclass(frozen=True)
 class DividedPart:
-    """One parameter of a divided model: this rank's block of whole ones, one behind the other."""
+    """One parameter of a sharded model: this rank's block of one or several concatenated full parameters."""
 
     name: str
-    """In the divided module."""
+    """Name in the sharded module."""
     layer: Layer2D
     key: str
-    """In its layer."""
+    """Name in its layer."""
     sources: tuple[str, ...]
-    """The names of the whole ones in the module before it was divided."""
+    """Names of the full parameters in the module before sharding."""
 
     @property
     def param(self) -> nn.Parameter:
-        """The block."""
+        """The local block."""
         return self.layer.get_parameter(self.key)
 
     @property
     def placement(self) -> Placement:
-        """How it follows from the whole ones."""
+        """The block's placement on the mesh."""
         return self.layer.placements[self.key]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole ones, by name."""
+        """Shapes of the full parameters by name."""
         return dict(zip(self.sources, self.source.shapes, strict=True))
 
     @property
     def source(self) -> Source:
-        """What it was made of."""
+        """The full parameters' layout in the block."""
         return self.layer.sources[self.key]
 
     def block(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """This rank's block of whole parameters, which ``read`` gives by name."""
+        """This rank's block of the full parameters, which ``read`` returns by name."""
         wholes = [read(name) for name in self.sources]
         wholes = [whole.t() if self.source.is_transposed and whole.dim() == 2 else whole for whole in wholes]
         joined = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
         return self.placement.divide(joined, self.layer.group.place)
 
     def wholes(self, blocks: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole parameters by name, of the blocks of all ranks in their order."""
+        """The full parameters by name, from the blocks of all ranks in rank order."""
         whole = self.placement.assemble(blocks, self.layer.group.place, self.layer.whole_rows.get(self.key))
         parts = whole.split(self.source.sizes)
         turned = [part.t() if self.source.is_transposed and part.dim() == 2 else part for part in parts]
@@ -68,11 +68,11 @@ class DividedPart:
 
 
 class DividedNames:
-    """The names of a module's parameters before it was divided.
+    """Names of a module's parameters before sharding.
 
     Attributes:
-        parts: what has their values now, in the order of the module.
-        tied: further names of parameters, and the one that is among the sources of a part.
+        parts: the local blocks, in the module's order.
+        tied: further names of tied parameters; each maps to the name among the sources of a part.
     """
 
     def __init__(self, group: MeshGroup, parts: list[DividedPart], names: Sequence[str], tied: Mapping[str, str]):
@@ -85,8 +85,13 @@ class DividedNames:
     def of(
         cls, module: nn.Module, model: nn.Module, before: Mapping[str, nn.Parameter], group: MeshGroup
     ) -> DividedNames:
-        """Of the divided ``model``, which ``module`` is or contains; ``before``: the parameters that ``module`` had, by
-        all of their names.
+        """Names of the sharded ``model``.
+
+        Args:
+            module: is ``model`` or contains it.
+            model: sharded.
+            before: the parameters of ``module`` before sharding, under all of their names.
+            group: the ranks of the mesh.
         """
         prefix = next(name for name, child in module.named_modules() if child is model)
         prefix = f"{prefix}." if prefix else ""
@@ -101,27 +106,31 @@ class DividedNames:
 
     @property
     def of_params(self) -> dict[nn.Parameter, DividedPart]:
-        """The part that each of the module's parameters is, as it is now."""
+        """The part of each parameter that the module has now."""
         return {part.param: part for part in self.parts}
 
     def wholes_of(
         self, part: DividedPart, read: Callable[[nn.Parameter], torch.Tensor], device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU by the names before, of what ``read`` gives of the block: a tensor of its shape. All
-        ranks of the mesh call it together; blocks meet on ``device``, where the lines between ranks are.
+        """Full tensors on the CPU by their names before sharding. Collective over all ranks of the mesh.
+
+        Args:
+            part: of the module.
+            read: returns a tensor of the block's shape for the local parameter.
+            device: where blocks are all-gathered; the mesh's communicators use it.
         """
         blocks = [block.cpu() for block in self._group.everybody.gather(read(part.param).to(device))]
         with _C.HostAllocations():
             return part.wholes(blocks)
 
     def named(self, wholes: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """These in the order of the module before, with all names of each."""
+        """The full tensors in the module's order before sharding, under all names of each."""
         for name in self._names:
             yield name, wholes[self.tied.get(name, name)]
 
 
 class _DividedValues:
-    """This rank's blocks of a model's values, read by the names of the divided module."""
+    """This rank's blocks of a model's values, read by the names of the sharded module."""
 
     def __init__(self, values: TensorValues, names: DividedNames):
         self._values = values
@@ -141,15 +150,15 @@ class _DividedValues:
         )
 
     def _key(self, source: str) -> str:
-        """The name under which it has values; empty: none."""
+        """A name with a value for ``source``; empty: none has one."""
         return next((name for name in (source, *self._further.get(source, ())) if name in self._values), "")
 
 
 def divide_attached_values(module: nn.Module, names: DividedNames, values: TensorValues | None) -> None:
-    """Values that were attached to ``module`` before it was divided, by its names then, are read by blocks.
+    """Lets values that were attached to ``module`` before sharding be read as blocks.
 
     Raises:
-        ValueError: some of its parameters are on the meta device, and have no values.
+        ValueError: a parameter on the meta device has no values.
     """
     if values is not None:
         divided = _DividedValues(values, names)

@@ -1,4 +1,4 @@
-"""The ways to divide a model's matrices over the ranks of a mesh, of which an engine takes one.
+"""Strategies of tensor parallelism: SUMMA on a 2D mesh, or Megatron's one dimension. An engine uses one of them.
 
 chosen = choose_way(config, mesh, group, model)        # `tensor_parallel.mode`
 chosen.way.divide(model)
@@ -26,34 +26,34 @@ from patrickstar.tensor2d.sharded_models import parallelize_1d
 
 
 class Way(Protocol):
-    """How matrices are divided over the ranks of a mesh."""
+    """A strategy that shards a model's matrices over the ranks of a mesh."""
 
     group: MeshGroup
-    """The ranks, at the places that their blocks have."""
+    """The ranks, at the mesh coordinates of their blocks."""
     shown: str
-    """Over what, for people."""
+    """The mesh as text for logs."""
     mode: MatrixMode
-    """By which the configuration asks for it."""
+    """The strategy's value in the configuration."""
 
     def check(self, model: nn.Module) -> None:
-        """Raises ValueError where there is no plan for ``model``."""
+        """Raises ValueError if ``model`` has no parallelization plan."""
         ...
 
     def divide(self, model: nn.Module) -> None:
-        """Replaces the matrices of a model of Hugging Face by this rank's blocks.
+        """Replaces the matrices of a Hugging Face model by this rank's blocks.
 
         Raises:
-            ValueError: there is no plan for the model, or a size cannot be divided.
+            ValueError: no plan for the model, or a size is not divisible.
         """
         ...
 
     def calls(self, mesh: MeshRanks) -> Calls:
-        """How the ranks share calls of the divided model."""
+        """How the ranks share calls of the sharded model."""
         ...
 
 
 class TwoDimensions:
-    """Into blocks, by SUMMA (:func:`patrickstar.tensor2d.parallelize`)."""
+    """2D blocks, multiplied by SUMMA (:func:`patrickstar.tensor2d.parallelize`)."""
 
     mode = MatrixMode.TWO
 
@@ -71,13 +71,16 @@ class TwoDimensions:
         parallelize(model, self.group)
 
     def calls(self, mesh: MeshRanks) -> Calls:
-        """Rows divide samples."""
+        """Rows of the mesh shard the batch."""
         return RowCalls(mesh, self.group)
 
 
 class OneDimension:
-    """In pairs of layers, by columns and by rows, with sequences sharded between
-    (:func:`patrickstar.tensor2d.sharded_models.parallelize_1d`); ``group``: of all ranks of the mesh.
+    """Megatron's pairs of column-parallel and row-parallel layers, with sequence parallelism between pairs
+    (:func:`patrickstar.tensor2d.sharded_models.parallelize_1d`).
+
+    Args:
+        group: of all ranks of the mesh.
     """
 
     mode = MatrixMode.ONE
@@ -97,31 +100,31 @@ class OneDimension:
         parallelize_1d(model, self._line)
 
     def calls(self, mesh: MeshRanks) -> Calls:
-        """The model divides sequences itself."""
+        """The model itself shards sequences."""
         return SharedCalls(mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChosenWay:
-    """A way, and why that one."""
+    """A strategy and the reason for it."""
 
     way: Way
     reason: str = ""
-    """Empty where it was asked for."""
+    """Empty if the configuration asked for this strategy."""
 
 
 def choose_way(config: Config, mesh: MeshRanks, group: MeshGroup, model: nn.Module) -> ChosenWay:
-    """As ``tensor_parallel.mode`` says. Speaks to no other rank: the same for the same model and configuration.
+    """The strategy that ``tensor_parallel.mode`` asks for. Deterministic, without communication.
 
-    [Note: tokens before there are any] Values are divided before the first forward, so that ``"auto"`` counts the
-    tokens of the micro-batch size and all positions of the model. Where either is not known it takes two dimensions,
-    which refuse no length of sequences.
+    Values are sharded before the first forward. So ``"auto"`` counts the tokens of the configured micro-batch size and
+    of
+    all positions of the model. If either is unknown it chooses two dimensions, which accept every sequence length.
 
     Args:
         config: of the engine.
         mesh: of the run.
         group: the ranks that share matrices.
-        model: of Hugging Face, not divided yet.
+        model: of Hugging Face, not sharded yet.
     """
     mode = config.tensor_parallel.mode
     if mode is not MatrixMode.AUTO:

@@ -1,12 +1,11 @@
-"""The proof at start: the model that an engine has rewritten computes the same as the model it was given.
+"""Proof at start that the rewritten model computes the same as the model that was given.
 
-    survey = prove_rewrites(module, config, mode)      # on one rank, of a module that is not in chunks yet
+    survey = prove_rewrites(module, config, mode)      # on one rank, before the parameters are in chunks
 
-Rewritten are shared sequences, matrices on a mesh, modules in tiles and the fused loss. Each of them replaces code of
-the user's model, so only computing shows that it fits. A copy of the first layers (:mod:`patrickstar.module.specimen`)
-computes a few tokens, forward and backward: once unchanged, once rewritten by the classes that training uses. Ranks are
-threads (:mod:`patrickstar.ranks.emulated`). Losses, the influence of the first token and gradients must agree up to
-rounding in float32.
+Sharded sequences, sharded matrices, modules in tiles and the fused loss replace code of the user's model. Whether they
+fit is shown only by computing. A copy of the first layers (``module/specimen.py``) computes a few tokens forward and
+backward, once unchanged and once rewritten by the classes that training uses. Ranks are threads
+(``ranks/emulated.py``). Losses, the influence of the first token and gradients must agree up to rounding in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _TILE_TOKENS = 5
 
 
 class Rewrite(enum.Enum):
-    """A part of a model that is rewritten; the value is the key of the configuration that asks for it."""
+    """A rewritten part of a model; the value is its key in the configuration."""
 
     SEQUENCES = "sequence_parallel"
     MATRICES = "tensor_parallel"
@@ -62,7 +61,7 @@ _SHOWN_AS = {
 
 
 def rewrites_of(config: Config) -> list[Rewrite]:
-    """Rewrites that the configuration asks for."""
+    """The rewrites that the configuration asks for."""
     asked = {
         Rewrite.SEQUENCES: config.sequence_parallel.size > 1,
         Rewrite.MATRICES: config.tensor_parallel.num_ranks > 1,
@@ -73,24 +72,24 @@ def rewrites_of(config: Config) -> list[Rewrite]:
 
 
 def prove_rewrites(module: nn.Module, config: Config, mode: MatrixMode) -> Survey:
-    """Compares the rewritten module with ``module``, which is left as it was.
+    """Compares the rewritten module with ``module``, which is left unchanged.
 
     Args:
-        module: the user's, as it was built; its values may be on the meta device.
+        module: the user's, as built; its values may be on the meta device.
         config: of the engine. With ``prove_rewrites`` false nothing is compared.
-        mode: how matrices are divided.
+        mode: strategy of tensor parallelism.
 
     Returns:
-        The survey that sharing its sequences needs.
+        The survey that sequence parallelism needs.
 
     Raises:
-        ValueError: the module computes something else as it is rewritten, or cannot be called with tokens.
+        ValueError: the rewritten module computes something else, or the module cannot be called with tokens.
     """
     model, rewrites = find_model(module), rewrites_of(config)
     is_shared = Rewrite.SEQUENCES in rewrites
     if not rewrites or not (config.prove_rewrites or is_shared):
         return Survey()
-    if model is None or rewrites == [Rewrite.TILES]:  # each of these modules is proven by itself
+    if model is None or rewrites == [Rewrite.TILES]:  # modules in tiles are proven one by one
         with _as_it_was(module), _C.HostAllocations():
             prove_tiles(module, config.activations.tile_tokens)
         return Survey()
@@ -110,12 +109,13 @@ def prove_rewrites(module: nn.Module, config: Config, mode: MatrixMode) -> Surve
 
 
 class _CannotBeCalledError(ValueError):
-    """The unchanged model; the cause says why."""
+    """The unchanged model cannot be called; the cause says why."""
 
 
 def _find_trial(module: nn.Module, config: Config, mode: MatrixMode, rewrites: list[Rewrite]) -> _Trial:
-    """The first trial in which the unchanged module can be called. Some models index layers by their configuration's
-    number; others have no finite gradient for a padding token.
+    """The first trial in which the unchanged module can be called.
+
+    Some models index layers by the number in their configuration. Others have no finite gradient for a padding token.
     """
     smallest = _trial_config(config, rewrites, mode)
     unit = 2 * smallest.sequence_parallel.size * smallest.tensor_parallel.columns
@@ -124,14 +124,14 @@ def _find_trial(module: nn.Module, config: Config, mode: MatrixMode, rewrites: l
     for take in (lambda: take_specimen(module, cut=cut_vocabulary), lambda: take_specimen(module, all_layers=True)):
         try:
             specimen = take()
-        except Exception as error:  # whatever it takes to copy the user's classes
+        except Exception as error:  # copying may raise anything
             failure = failure or error
             continue
         _attend_on_the_host(_model_of(specimen))
         for batch in trial_batches(_model_of(specimen), *shape):
             try:
                 return _Trial(specimen, config, mode, batch)
-            except Exception as error:  # whatever their code raises
+            except Exception as error:  # the user's code may raise anything
                 failure = failure or error
     raise _CannotBeCalledError(
         f"{type(find_model(module)).__name__} could not be called with tokens ({type(failure).__name__}: {failure}), "
@@ -144,7 +144,7 @@ class _Trial:
     """A copy of one module, called unchanged when the trial is made.
 
     Raises:
-        Exception: it cannot be called so.
+        Exception: the copy cannot be called.
     """
 
     def __init__(self, specimen: nn.Module, config: Config, mode: MatrixMode, batch: dict[str, Any]):
@@ -161,13 +161,13 @@ class _Trial:
         """The model's survey.
 
         Raises:
-            ValueError: its sequences cannot be shared.
+            ValueError: its sequences cannot be sharded.
         """
         inputs = {name: value for name, value in self._batch.items() if name != "labels"}
         return survey_model(_model_of(copy_specimen(self._specimen)), inputs)
 
     def prove(self, rewrites: list[Rewrite], survey: Survey) -> None:
-        """Raises ValueError, which names what is wrong, unless all agree."""
+        """Raises ValueError, which names the differing rewrite, unless all results agree."""
         found = self._differences(rewrites, survey)
         if not found:
             return
@@ -209,7 +209,7 @@ class _Trial:
 
         parts = run_emulated(config.ranks_per_sample, compute)
         num_matrices = config.tensor_parallel.num_ranks
-        first, *others = parts[::num_matrices]  # one rank of each that share a sequence
+        first, *others = parts[::num_matrices]  # one rank of each sequence shard
         gradients = {
             name: functools.reduce(torch.Tensor.add_, (part.gradients[name] for part in others), gradient)
             for name, gradient in first.gradients.items()
@@ -222,7 +222,7 @@ class _Trial:
 def _compute_on_rank(
     module: nn.Module, config: Config, ranks: RankGroups, survey: Survey, batch: dict[str, Any]
 ) -> Computed:
-    """One rank's results, by the engine's own classes; gradients are those of whole parameters."""
+    """One rank's results, by the engine's own classes; gradients are those of full parameters."""
     mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
     matrices = make_matrices(config, mesh)
     matrices.divide(module)
@@ -236,13 +236,13 @@ def _compute_on_rank(
 
     loss = call(batch)
     loss.backward()
-    # With autograd on: without it less is rewritten.
+    # With autograd: without it fewer parts are rewritten.
     other = call(with_another_first_token(batch)).detach()
     return Computed(loss.item(), other.item(), _whole_gradients(module, matrices.names))
 
 
 def _whole_gradients(module: nn.Module, names: DividedNames | None) -> dict[str, torch.Tensor]:
-    """Gradients by the names of the module before it was divided. All ranks call it together."""
+    """Gradients by the names before sharding. Collective over all ranks."""
     if names is None:
         return gradients_of(module)
     wholes: dict[str, torch.Tensor] = {}
@@ -303,8 +303,9 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restores generators of random numbers on the host, and gradients. A function that somebody has put into a module
-    may use that module's parameters from within a copy.
+    """Restores the host's random number generators and the gradients.
+
+    Gradients change if a user's function in a copy uses parameters of the original module.
     """
     states = random.getstate(), np.random.get_state()
     gradients = {param: param.grad for param in module.parameters()}

@@ -1,4 +1,4 @@
-"""Calls that the ranks of a mesh share, with whole batches that are the same on all of them."""
+"""Calls with the same whole batch on all ranks that share matrices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.tensor2d import MeshGroup, divide_activation, divide_batch
 
 _NO_BATCH = ("cache_position", "inputs_embeds")
-"""Arguments whose first dimension are no samples, and such that are divided otherwise too."""
+"""Arguments whose first dimension is not the batch, or that are sharded differently."""
 
 
 class SharedCalls(OwnCalls):
-    """Calls of which the model itself takes this rank's part. The loss is that of the whole batch."""
+    """Calls in which the model itself takes this rank's part. The loss is that of the whole batch."""
 
     repeats_forwards = False
 
@@ -31,7 +31,7 @@ class SharedCalls(OwnCalls):
 
     @contextlib.contextmanager
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
-        """This rank's part of it; a call within a call is part of that one."""
+        """Wraps one call; checks that all ranks have the same batch. Nested calls pass unchanged."""
         tokens = None if self._is_inside else _tokens_of(args, kwargs)
         if tokens is None:
             yield Call(args, kwargs)
@@ -45,9 +45,9 @@ class SharedCalls(OwnCalls):
 
 
 class RowCalls(SharedCalls):
-    """Calls of which each row computes its samples [b/r, ...].
+    """Calls in which each row of the mesh computes its samples [b/r, ...].
 
-    Where autograd is on, outputs beside the loss are this rank's blocks; where it is off, logits are those of the whole
+    With autograd, outputs beside the loss are this rank's blocks. Without autograd, logits are those of the whole
     batch.
     """
 
@@ -56,7 +56,7 @@ class RowCalls(SharedCalls):
         self._group = group
 
     def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Call:
-        """This row's samples."""
+        """The samples of this rank's row."""
         mine = [self._samples("", value, batch) for value in args]
         named = {name: self._samples(name, value, batch) for name, value in kwargs.items()}
         return Call(tuple(mine), named, self._whole_logits)
@@ -76,6 +76,6 @@ class RowCalls(SharedCalls):
 
 
 def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What says how many samples a call has."""
+    """The argument whose first dimension is the batch size."""
     named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()]
     return next((value for value in named if isinstance(value, torch.Tensor) and value.dim() > 0), None)

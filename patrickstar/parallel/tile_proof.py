@@ -1,4 +1,4 @@
-"""The proof of modules in tiles, each kind by itself: nobody need know how to call the whole module."""
+"""Proof that modules computed in tiles give the same results, one module of each kind at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ANY_WIDTH = 8
 
 
 def prove_tiles(module: nn.Module, tile_tokens: int) -> None:
-    """Raises ValueError, which names a module, where it computes something else in tiles; nothing is changed.
+    """Raises ValueError, which names a module, if it computes something else in tiles. Changes nothing.
 
     Args:
         module: the user's.
-        tile_tokens: of a tile in training; 0: there are none.
+        tile_tokens: of a tile in training; 0: no tiles.
     """
     kinds = {kind_of(child): (name, child) for name, child in find_tileable(module).items()} if tile_tokens else {}
     for name, child in kinds.values():
@@ -57,7 +57,7 @@ def _compute(module: nn.Module) -> Computed:
 
 
 def _width(module: nn.Module) -> int:
-    """Features of the tokens that ``module`` takes."""
+    """Number of input features of ``module``."""
     for child in module.modules():
         for name in ("in_features", "nx"):
             if isinstance(getattr(child, name, None), int):

@@ -1,4 +1,4 @@
-"""A few tokens to try a model of Hugging Face with, before a run's data is there."""
+"""Small batches of tokens to try a Hugging Face model with before any data is known."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from patrickstar.sequence.hugging_face import find_model
 _NUM_PADDED = 3
 _MOST_WORDS = 2**10
 _AS_DATA = ("pad", "mask", "unk", "sep")
-"""Special tokens that data has."""
+"""Special tokens that occur in data."""
 _USED = {f"{name}_token_id" for name in _AS_DATA}
 
 
 def has_loss(model: nn.Module) -> bool:
-    """True where ``model`` computes the loss of labels, one for each token."""
+    """Whether ``model`` computes the loss of labels, one per token."""
     return _takes(model, "labels") and has_token_labels(model)
 
 
 def cut_vocabulary(module: nn.Module) -> None:
-    """Removes words that no trial uses from the model in ``module``: their tables would take most of its time."""
+    """Removes unused words from the model in ``module``, whose tables would take most of a trial's time."""
     model = find_model(module)
     table = _table(model)
     used = [token for name, token in _special_tokens(model) if name in _USED]
@@ -35,13 +35,14 @@ def cut_vocabulary(module: nn.Module) -> None:
 
 
 def trial_batches(model: nn.Module, batch: int, length: int) -> Iterator[dict[str, Any]]:
-    """Arguments of calls of ``model``, [batch, length] each, with labels where it computes their loss.
+    """Keyword arguments for calls of ``model``, [batch, length] each, with labels if it computes a loss.
 
-    The first batch has what models treat specially: padding within a sequence, padding on the left by the mask, masked
-    tokens, labels that do not count. The second, for a model that cannot be called so, has words alone.
+    The first batch has special cases: padding within a sequence, padding on the left by the mask, masked tokens,
+    ignored
+    labels. The second has words alone, for a model that cannot be called with the first.
 
     Raises:
-        ValueError: the model has no table of tokens.
+        ValueError: the model has no token embedding.
     """
     special = dict(_special_tokens(model))
     words = _words(model, set(special.values()))
@@ -53,7 +54,7 @@ def trial_batches(model: nn.Module, batch: int, length: int) -> Iterator[dict[st
 
 
 def _words(model: Any, special: set[int]) -> torch.Tensor:
-    """Tokens that the model's code treats alike."""
+    """Tokens without a special meaning to the model."""
     table = _table(model)
     if table is None:
         raise ValueError(f"{type(model).__name__} has no table of tokens to try it with")
@@ -62,7 +63,7 @@ def _words(model: Any, special: set[int]) -> torch.Tensor:
 
 
 def _table(model: Any) -> torch.Tensor | None:
-    """Embeddings of tokens, [words, features]; None: the model has none."""
+    """Token embedding, [words, features]; None: the model has none."""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     weight = getattr(table, "weight", None)
     return weight if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
@@ -84,7 +85,7 @@ def _as_data(
     mask = torch.ones_like(tokens)
     if batch > 1 and length > 2 * _NUM_PADDED:
         mask[1:, :_NUM_PADDED] = 0
-        labels[1:, : _NUM_PADDED + 1] = IGNORED  # what padding predicts is not the same in all kernels
+        labels[1:, : _NUM_PADDED + 1] = IGNORED  # kernels differ in their predictions from padding
         tokens[1:, :_NUM_PADDED] = special.get("pad_token_id", 0)
     if _takes(model, "attention_mask"):
         found["attention_mask"] = mask
