@@ -271,7 +271,7 @@ class Stashed:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the tensor was not changed in place since it was kept. Nothing can change it while it is on the host."""
+        """Whether the tensor was not changed in place since it was kept. Nothing can change it on the host."""
         return not self._was_changed and (self._tensor is None or self._tensor._version == self._version)
 
     def leave(self) -> bool:

@@ -1,11 +1,10 @@
-"""One engine's part in a backward: what begins with it, what its end or its failure leaves.
+"""One engine's part in a backward.
 
     backwards.begin(scale, expected_options)
     loss.backward()
-    backwards.end()
-    backwards.keep(scale)     # or, where the backward failed: backwards.abort()
+    backwards.end()           # or, if the backward failed: backwards.abort()
 
-Several engines may take part in one ([Note: joint backward]).
+Several engines may take part in one backward (``joint_backward.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class Backwards:
 
     Args:
         runtime: the core.
-        observer: hears of uses of parameters, also within a backward.
+        observer: sees uses of parameters, also within a backward.
         managed: parameters that PyTorch keeps, with their gradients.
-        trained: has the hooks that take gradients into chunks.
-        gradients: those of the step.
-        reads: what is left of the gradients of the step before.
-        activations: what backwards use up.
-        profiler: is told of each backward; None: nobody traces.
+        trained: owns the hooks that move gradients into chunks.
+        gradients: of the running step.
+        reads: copies of gradients that the user may read after a step.
+        activations: kept for the backward.
+        profiler: notified of each backward; None: no profile.
     """
 
     def __init__(
@@ -56,8 +55,11 @@ class Backwards:
         self._profiler = profiler
 
     def begin(self, scale: float, expected_options: list[CoreOptions]) -> None:
-        """Autograd's gradients are taken from now on, until :meth:`end` or :meth:`abort`. Where it raises, nothing has
-        begun.
+        """Prepares for autograd's gradients, until :meth:`end` or :meth:`abort`. If it raises, nothing has begun.
+
+        Args:
+            scale: the loss scale of this backward.
+            expected_options: the optimizer's options, for updates that begin in backward; empty: unknown.
         """
         if self._profiler is not None:
             self._profiler.begin_backward()
@@ -74,16 +76,16 @@ class Backwards:
             raise
 
     def end(self) -> None:
-        """Autograd is done."""
+        """Called when autograd has finished."""
         self._runtime.end_backward()
         self._activations.end_backward()
 
     def gave_gradients(self) -> bool:
-        """After :meth:`end`. False: no parameter has a gradient, and the core has forgotten this backward."""
+        """Whether the finished backward gave any gradient. If False, the core has forgotten this backward."""
         return self._managed.has_gradients or self._runtime.keep_joint_backward()
 
     def abort(self) -> int:
-        """Undoes a backward that failed. Chunks that were updated for good stay so; their number is returned."""
+        """Undoes a failed backward. Returns the number of chunks whose update cannot be undone."""
         self._observer.uses.forget_scopes()
         try:
             return self._runtime.abort_backward()
@@ -93,7 +95,7 @@ class Backwards:
             self._managed.restore_gradients()
 
     def forget(self) -> None:
-        """Gradients since the last step are dropped, but for those that chunks have: the core drops these."""
+        """Drops Python's gradients since the last step. The core drops those in chunks."""
         self._gradients.end_step()
         self._reads.forget()
         self._managed.zero_grad()

@@ -1,4 +1,4 @@
-"""Builds what one engine consists of below Python: budgets, the layout, the core, and the allocator's mode."""
+"""Builds an engine's core: the layout of chunks, the C++ runtime, and the allocator's mode."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ logger = logging.getLogger("patrickstar")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Core:
-    """What a session drives: the layout of chunks, the runtime, and the allocator's mode."""
+    """The C++ core of a session, and what it was built with."""
 
     layout: _C.Layout
     runtime: _C.Runtime
     segments: ExpandableSegments
-    """To be closed after the runtime."""
+    """The allocator's mode; closed after the runtime."""
     chunk_numel: int
-    """The size of chunks that the layout was made with, in elements."""
+    """Chunk size of the layout in elements."""
     largest_module_bytes: int
-    """What the largest module's chunks and their gradients take of the device."""
+    """Device bytes of the largest module's chunks and their gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Vacated:
-    """Remains of a session between two cores."""
+    """State that a session keeps between two cores."""
 
     params: list[FormerHandle]
-    """Parameters in chunks as they were, by id."""
+    """Former handles of parameters in chunks, by id."""
     memory: _C.KeptRegions
-    """Host memory of the former core, for the next one; given back to the system when nobody has it."""
+    """Host memory of the former core for the next one; returned to the system with the last reference."""
     segments: ExpandableSegments
-    """The allocator's mode, until the next core has it: what PyTorch's cache holds stays there."""
+    """The allocator's mode until the next core takes it, so that PyTorch keeps its cache."""
 
 
 def build_core(
@@ -62,22 +62,21 @@ def build_core(
     chunk_numel: int | None = None,
     kept_memory: _C.KeptRegions | None = None,
 ) -> Core:
-    """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet. Speaks to no
-    other rank.
+    """A core for ``module``, without values. No communication with other ranks.
 
     Args:
         module: the user's.
-        params: of it.
+        params: where each parameter of ``module`` goes.
         config: checked.
         context: of this rank.
-        chunk_ranks: those that share its chunks.
+        chunk_ranks: the ranks that share its chunks.
         budgets: of memory.
-        chunk_numel: the size of chunks in elements; None: what suits the budgets.
-        kept_memory: of a core before this one.
+        chunk_numel: chunk size in elements; None: chosen for the budgets.
+        kept_memory: of a former core.
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
-        DiskError: the disk has no room for the states that belong there, or fails.
+        DiskError: the disk has no room for states that rest there, or fails.
     """
     size = _choose_chunk_size(module, params, config, budgets)
     if chunk_numel is not None:
@@ -106,7 +105,7 @@ def build_core(
 
 
 def _shape_in_memory(param: nn.Parameter) -> list[int]:
-    """The shape of the memory that ``param`` takes, slowest dimension first."""
+    """The shape of a parameter's memory, slowest dimension first."""
     return [param.shape[index] for index in sorted(range(param.dim()), key=param.stride, reverse=True)]
 
 
@@ -120,7 +119,7 @@ def _make_layout(
     *,
     is_new: bool,
 ) -> _C.Layout:
-    """``is_new``: no core before this one, of which values come as they are stored."""
+    """``is_new``: False if a former core's values arrive as they are stored, which fixes the state scheme."""
 
     def make(scheme: StateScheme) -> _C.Layout:
         return make_layout(params, chunk_numel, chunk_ranks.size, chunk_ranks.rank, scheme)
@@ -154,8 +153,8 @@ def load_plan(config: Config, ranks: RankGroups) -> Plan | None:
     """The plan that the configuration names, the same on all ranks, or None.
 
     Raises:
-        ValueError: it cannot be read.
-        DisagreementError: ranks have different ones.
+        ValueError: the plan cannot be read.
+        DisagreementError: ranks have different plans.
     """
     plan = None
     try:

@@ -1,4 +1,4 @@
-"""What is said with errors of a step."""
+"""Notes that are added to errors of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKWARD_NOTE = (
 
 
 def explain_failed_backward(error: BaseException, num_committed: int) -> None:
-    """Says in a note what an error in backward left behind."""
+    """Adds the state after a failed backward to its error."""
     if not hasattr(error, "add_note"):  # Python 3.10
         return
     if num_committed > 0:
@@ -33,7 +33,7 @@ def explain_failed_backward(error: BaseException, num_committed: int) -> None:
 
 
 def explain_other_engines(error: BaseException, num_open: int) -> None:
-    """Says in a note how to free what the ``num_open`` other engines of this process have, where that is in the way."""
+    """Adds how to free the memory of this process's ``num_open`` other engines, if the error comes from them."""
     is_in_the_way = isinstance(error, _C.MemoryBudgetError) or "all engines of a process" in str(error)
     if num_open > 0 and is_in_the_way and hasattr(error, "add_note"):  # not with Python 3.10
         error.add_note(
@@ -45,15 +45,16 @@ def explain_other_engines(error: BaseException, num_open: int) -> None:
 def explain_lack_of_memory(
     error: torch.OutOfMemoryError, module: nn.Module, report: Mapping[str, Any], remedies: Iterable[str], once: str = ""
 ) -> None:
-    """Says in a note what took the device's memory when a forward of ``module`` asked for more, though all that can
-    leave the device had left, and what helps. To be called while the activations still live.
+    """Adds what holds the device's memory and what helps, after all chunks that may leave were evicted.
+
+    Called while the activations are still alive.
 
     Args:
-        error: what PyTorch raised.
-        module: whose forward it was.
-        report: the runtime's, of that moment.
-        remedies: against activations, beside smaller batches and a larger budget.
-        once: why it is not run again, in whole sentences; empty: it was.
+        error: from PyTorch.
+        module: whose forward failed.
+        report: the runtime's at that moment.
+        remedies: settings that reduce activation memory.
+        once: whole sentences on why the forward is not run again; empty: it was.
     """
     if not hasattr(error, "add_note"):  # Python 3.10
         return
@@ -74,13 +75,13 @@ def explain_lack_of_memory(
 
 
 def _asked_bytes(message: str) -> int:
-    """Of PyTorch's "Tried to allocate 2.00 GiB"; 0 where it does not say."""
+    """Bytes in PyTorch's "Tried to allocate 2.00 GiB"; 0 if the message has none."""
     found = re.search(r"Tried to allocate (\d+(?:\.\d+)? (?:KiB|MiB|GiB))\b", message)
     return parse_bytes(found[1], "the request") if found else 0
 
 
 def _innermost_module(error: BaseException, root: nn.Module) -> str:
-    """The name within ``root`` of the module whose forward raised; empty where none of its modules is known to have."""
+    """Name within ``root`` of the innermost module whose forward raised; empty if unknown."""
     names = {id(module): name for name, module in root.named_modules() if name}
     innermost = ""
     trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""A forward that ran out of device memory, run again as if its first attempt had never been."""
+"""Undo of a forward that ran out of device memory, so that it can be run again with the same result."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ManagedParam
 from patrickstar.session.module_state import ModuleState, NotedState
 
-# Buffers changed in place that take more than this together are not copied: every forward would take longer.
+# Larger buffers together are not copied, since every forward would take longer.
 MOST_COPIED_BYTES = 64 << 20
 
 
 class RepeatableForwards:
-    """Forwards of ``module``, and what it takes to undo one: random numbers drawn, buffers and attributes changed,
-    parameters written.
+    """Records what each forward of ``module`` changes: random numbers, buffers, attributes, written parameters.
 
-    Running statistics, and whatever an earlier forward changed in place, are copied to host memory before each forward.
-    Other buffers that a forward changes so cannot be undone; what it assigns always can.
+    Running statistics, and all tensors that an earlier forward changed in place, are copied to host memory before each
+    forward. Other in-place changes of buffers cannot be undone; assignments always can.
     """
 
     def __init__(
@@ -47,36 +46,36 @@ class RepeatableForwards:
         self._changing = {id(buffer): buffer for buffer in statistics if buffer is not None}
 
     def begin(self) -> ForwardAttempt:
-        """What the forward that begins now starts from."""
+        """The state at the start of a forward."""
         self._writes.begin()
         return ForwardAttempt(self._device, self._places, self._changing.values(), self._state.note(), self._writes)
 
     def abandon(self) -> None:
-        """The forward that began last has failed for good."""
+        """Ends a forward that failed for good."""
         self._writes.end()
 
     def end(self, attempt: ForwardAttempt) -> None:
-        """``attempt`` came through: what it changed in place is copied from the next forward on."""
+        """Ends a successful forward. Tensors that it changed in place are copied from the next forward on."""
         self._writes.end()
         if not self._has_run:  # attributes that the first forward makes
             self._has_run = True
             self._state = ModuleState(self._module, self._managed)
         changing = {*self._changing, *map(id, attempt.changed_in_place())}
-        present = [place.buffers.get(place.name) for place in self._places]  # no longer those that were replaced
+        present = [place.buffers.get(place.name) for place in self._places]  # without replaced ones
         self._changing = {id(buffer): buffer for buffer in present if buffer is not None and id(buffer) in changing}
         if sum(buffer.nbytes for buffer in self._changing.values()) > MOST_COPIED_BYTES:
             self._changing.clear()
 
 
 class ForwardAttempt:
-    """The state that a forward started from: random numbers, buffers, the module's other state.
+    """State at the start of a forward: random numbers, buffers, other state of the module.
 
     Args:
         device: whose random numbers the forward draws.
         places: of buffers.
         changing: the buffers to copy.
         state: of the module, beside buffers.
-        writes: hears of parameters that the forward writes.
+        writes: records parameters that the forward writes.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class ForwardAttempt:
         self._writes = writes
 
     def changed_in_place(self) -> list[torch.Tensor]:
-        """The buffers whose elements are others than when the forward began."""
+        """Buffers whose elements have changed since the start."""
         return [place.observed.tensor for place in self._changed_places()]
 
     def _changed_places(self) -> list[_ChangedPlace]:
@@ -105,7 +104,7 @@ class ForwardAttempt:
         return [_ChangedPlace(place.name, seen) for place, seen in pairs if seen is not None and seen.has_changed()]
 
     def obstacle(self) -> str:
-        """Why the forward cannot be run again, in a whole sentence: what it changed cannot be undone. Empty: it can."""
+        """A sentence on why the forward cannot be run again; empty if it can."""
         changed = [place.name for place in self._changed_places() if place.observed.tensor not in self._copies]
         changed += self._state.changed_tensors() + self._writes.lost
         if not changed:
@@ -116,7 +115,7 @@ class ForwardAttempt:
         )
 
     def rewind(self) -> None:
-        """Random numbers start again from where they were, buffers and attributes have the values they had."""
+        """Restores random numbers, buffers and attributes."""
         torch.set_rng_state(self._cpu_state)
         if self._cuda_state is not None:
             torch.cuda.set_rng_state(self._cuda_state, self._device)
@@ -128,7 +127,7 @@ class ForwardAttempt:
         self._state.restore()
 
     def undo_writes(self) -> None:
-        """Parameters that the forward wrote have their values of before; no operation uses them any more."""
+        """Restores written parameters; no operation may use them any more."""
         self._writes.undo()
 
 
@@ -139,7 +138,7 @@ class _ChangedPlace:
 
 
 class _Copies:
-    """Values of ``buffers`` as they are now, in host memory: the bytes of a device's in one tensor, for few copies."""
+    """Host copies of ``buffers``. The bytes of one device are in one tensor, so there are few copies."""
 
     @torch.no_grad()
     def __init__(self, buffers: Iterable[torch.Tensor]):

@@ -1,8 +1,8 @@
-"""Forwards of an engine's module, each run again with an emptier device where device memory ran out.
+"""Forwards of an engine's module. If device memory runs out, a forward is run again with chunks evicted.
 
     forwards.run(call, signals, _C.Tracking.TRAINING)
 
-The module's own calls come through :meth:`Forwards.call`, the outermost and those within it.
+The module's own calls, outermost and nested, come through :meth:`Forwards.call`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Forwards:
 
     Args:
         runtime: the core.
-        observer: hears of the module's uses of parameters.
-        thread: the one that is in a call of the engine.
-        repeatable: undoes what a forward changed.
+        observer: sees the module's uses of parameters.
+        thread: that is in a call of the engine.
+        repeatable: undoes the changes of a forward.
         calls: how ranks share calls of the module.
         activations: keeps those of training forwards.
-        explain: adds to an error for want of memory what helps, and a sentence about this forward.
-        inputs: brings those of a call of the module to its device.
+        explain: adds remedies, and a sentence about this forward, to an out-of-memory error.
+        inputs: moves inputs of a call to the module's device.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Forwards:
 
     @property
     def is_running(self) -> bool:
-        """True within a forward or a backward of the engine."""
+        """Whether a forward or a backward of the engine runs."""
         return self._runtime.step_state in (*_IN_FORWARD, _C.StepState.BACKWARD)
 
     def call(
@@ -85,10 +85,9 @@ class Forwards:
         kwargs: dict[str, Any],
         forward: Callable[[Callable[[], Any], Inputs], Any],
     ) -> Any:
-        """The call ``run`` of a module that holds all parameters, by way of ``forward`` where it is one
-        ([Note: calls in place]).
+        """Makes the call ``run`` of a module that holds all parameters; an outermost one goes through ``forward``.
 
-        Inputs are moved as part of the forward: one whose inputs found no room is run again with an emptier device.
+        Inputs are moved within the forward. If they find no room, the forward is run again with chunks evicted.
         """
         state = self._runtime.step_state
         if state in _IN_FORWARD:
@@ -101,13 +100,13 @@ class Forwards:
                 moved = self._inputs.move((call.args, call.kwargs))
                 return call.result(run(*moved[0], **moved[1]))
 
-        if state == _C.StepState.BACKWARD:  # a recomputation, or a hook's forward ([Note: forwards in backward])
+        if state == _C.StepState.BACKWARD:  # a recomputation, or a hook's forward (losses.py)
             self._thread.check_inside()
             return move_and_run()
         return forward(move_and_run, (args, kwargs))
 
     def run(self, call: Callable[[], Any], signals: deferred_signals, tracking: _C.Tracking) -> Any:
-        """Runs ``call``, one forward; again with an emptier device where memory ran out. Signals are allowed within it.
+        """Runs ``call``, one forward; again with chunks evicted if memory ran out. Signals are allowed within it.
 
         Raises:
             torch.OutOfMemoryError: no attempt had room, or the forward cannot be run again; the message says which.
@@ -131,7 +130,7 @@ class Forwards:
                     if obstacle := start.obstacle():
                         self._explain(error, obstacle)
                         raise
-                    # The error itself is let go of: its traceback keeps the activations alive.
+                    # The error is not kept: its traceback would keep the activations alive.
                     logger.warning(
                         "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
                     )
@@ -166,14 +165,14 @@ class Forwards:
 
 @dataclasses.dataclass(frozen=True)
 class InputsInPlace:
-    """Inputs of the module where it computes."""
+    """Moves inputs of the module to its device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
-    """The dtype that floating point inputs get; float32 leaves them as they are."""
+    """Dtype for floating point inputs; float32 leaves them unchanged."""
 
     def move(self, inputs: Inputs) -> Inputs:
-        """The same inputs, with the tensors in tuples, lists and dicts on the device."""
+        """The inputs with the tensors in tuples, lists and dicts on the device."""
         return tree_map_only(torch.Tensor, self._move, inputs, is_leaf=_is_no_plain_container)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,5 +181,5 @@ class InputsInPlace:
 
 
 def _is_no_plain_container(value: Any) -> bool:
-    """Other containers (caches, a model's outputs) pass as the objects they are."""
+    """True for other containers (caches, model outputs), which pass as the same objects."""
     return not isinstance(value, (tuple, list, dict))

@@ -1,14 +1,4 @@
-"""When the user may read ``param.grad`` of an open engine, and what of it is kept after a step.
-
-[Note: gradients after a step] In plain PyTorch a gradient is there from its backward to ``zero_grad``. In chunks it is
-there until the step, which puts the new parameter in its place. So:
-
-* between backward and step ``.grad`` is a copy of what the step will use, before clipping;
-* after the step it is a copy of what the step has used, of parameters whose ``retain_grad()`` was called. It is dropped
-  by ``zero_grad`` and when the next forward or backward begins. Of other parameters a read raises an error.
-
-AdaLoRA reads gradients of its adapters after each step (``update_and_allocate``), so they are kept.
-"""
+"""Reads of ``param.grad`` in an open engine, and copies of gradients that stay after a step."""
 
 from __future__ import annotations
 
@@ -27,19 +17,30 @@ from patrickstar.module.param_states import ParamStates
 
 
 class GradientReads:
-    """Answers reads of ``param.grad`` in one engine. Several ranks must all read, in the same order, and retain the
-    same.
+    """Answers reads of ``param.grad`` in one engine.
+
+    In plain PyTorch a gradient lasts from its backward to ``zero_grad``. In chunks it lasts until the step, which puts
+    the
+    new parameter in its place. So:
+
+    * Between backward and step, ``.grad`` is a copy of the gradient that the step will use, before clipping.
+    * After the step, ``.grad`` is a copy of the gradient that the step used, for parameters with ``retain_grad()``. The
+      copy is dropped by ``zero_grad`` and by the next forward or backward. Reads of other parameters raise.
+
+    AdaLoRA reads its adapters' gradients after each step (``update_and_allocate``), so these are retained.
+
+    Several ranks must all read in the same order, and retain the same parameters.
 
     Args:
         module: the user's, with its parameters in chunks.
-        observer: hears of reads from now on.
-        states: gives gradients.
-        managed: parameters that PyTorch keeps, whose gradients stay until they are forgotten here.
-        prepare: makes the norm of all gradients, as the step does, and gives their loss scale.
+        observer: calls this object for reads from now on.
+        states: returns gradients.
+        managed: parameters that PyTorch keeps; their gradients stay until :meth:`forget`.
+        prepare: computes the norm of all gradients, as the step does, and returns their loss scale.
         is_inside: whether a forward or a backward runs.
-        got_gradient: ids of parameters that ever got one.
-        speculation: with ``"commit"`` backward uses gradients up.
-        retained: ids of parameters whose gradients are kept after a step; more are added here.
+        got_gradient: returns the ids of parameters that ever got a gradient.
+        speculation: with ``"commit"`` backward consumes gradients.
+        retained: ids of parameters whose gradients stay after a step; extended here.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class GradientReads:
         if not self._commits:
             self._retained.update(param._patrickstar.id for param in _read_after_steps(module))
         self._after_step: dict[int, torch.Tensor | None] | None = None
-        """``.grad`` after a step, by id; None: no step was made since the last forward, backward or ``zero_grad``."""
+        """``.grad`` after a step, by id; None: no step since the last forward, backward or ``zero_grad``."""
         observer.gradients = self
 
     def read(self, handle: ParamHandle) -> torch.Tensor | None:
-        """See :class:`patrickstar.module.gradient_reads.GradientReader`. To be called by ``param.grad`` itself."""
+        """See ``GradientReader``. Called directly by ``param.grad``."""
         if self._observer.has_gradient(handle):
             if self._commits or self._is_inside():
                 raise RuntimeError(self._refusal(handle, "now"))
@@ -85,29 +86,29 @@ class GradientReads:
         return self._after_step.get(handle.id)
 
     def retain(self, handle: ParamHandle) -> None:
-        """See :class:`patrickstar.module.gradient_reads.GradientReader`.
+        """See ``GradientReader``.
 
         Raises:
-            RuntimeError: updates are committed in backward, which uses gradients up.
+            RuntimeError: optimizer-in-backward consumes gradients.
         """
         if self._commits:
             raise RuntimeError(self._refusal(handle, "after a step"))
         self._retained.add(handle.id)
 
     def drop(self, handle: ParamHandle) -> None:
-        """See :class:`patrickstar.module.gradient_reads.GradientReader`."""
+        """See ``GradientReader``."""
         if self._after_step is not None:
             self._after_step[handle.id] = None
 
     def keep(self, loss_scale: float, clip: float) -> None:
-        """A step is about to use the gradients, multiplied by ``clip``; their norm is known."""
+        """Copies retained gradients before a step uses them, multiplied by ``clip``; their norm is known."""
         self._after_step = {}
         for param_id in sorted(self._retained):
             gradient = self._copy(self._params[param_id]._patrickstar, loss_scale)
             self._after_step[param_id] = gradient if gradient is None else gradient.mul_(clip)
 
     def forget(self) -> None:
-        """``zero_grad``, a forward or a backward: what is left of the last step's gradients is dropped."""
+        """Drops copies of the last step's gradients; called by ``zero_grad``, forward and backward."""
         if self._after_step is not None:
             self._after_step = None
             self._managed.zero_grad()

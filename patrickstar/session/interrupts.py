@@ -1,7 +1,7 @@
-"""Signals at instants that one can name.
+"""Delivery of Python signals at safe points of an engine's calls.
 
-A signal whose handler raises (Ctrl-C) may come between any two lines. Where several things must change together (a
-step's update, its count and the loss scale; a forward that is over in the core and in Python), it must not:
+A signal whose handler raises (Ctrl-C) may arrive between any two lines. Changes that belong together (a step's update,
+its count and the loss scale; the end of a forward in the core and in Python) must not be split:
 
     with deferred_signals() as signals:
         begin()
@@ -13,18 +13,16 @@ step's update, its count and the loss scale; a forward that is over in the core 
             raise
         end()
 
-Within ``deferred_signals`` a signal waits until the block ends, and is delivered then. Within ``signals.allowed`` it
-waits for the next hook of ours (before a module's forward, at a gradient: csrc/bind/interrupts.h), since at other
-instants PyTorch itself may be half done with something (a ``torch.no_grad()`` that is being left); a signal that comes
-a second time is delivered at once, for a call that hangs. Where no hook comes any more, the call ends, and the block
-with it.
+Within ``deferred_signals`` a signal waits until the block ends. Within ``signals.allowed`` it waits for the next hook
+(before a module's forward, at a gradient: csrc/bind/interrupts.h), because PyTorch may be inside a ``torch.no_grad()``
+or similar at other points. A second signal of the same number is delivered at once, for a call that hangs. Without a
+further hook the signal is delivered at the block's end.
 
-[Note: no gap] Once a signal was delivered within ``allowed``, others wait until that block ends. So whoever catches
-what comes out of the ``with signals.allowed()`` statement runs with signals deferred, whichever line of it was
-interrupted.
+Once a signal was delivered within ``allowed``, others wait until that block ends. So an ``except`` around
+``with signals.allowed()`` always runs with signals deferred, wherever the block was interrupted.
 
-Only the main thread gets signals; in every other one nothing happens here. Signals that are left to the system, or
-ignored, stay so.
+Only the main thread receives signals; on other threads these blocks do nothing. Ignored signals and those with the
+system's default handler are left alone.
 """
 
 from __future__ import annotations
@@ -43,24 +41,24 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class _State:
-    """Signals and open blocks; only the main thread changes it."""
+    """Signals and open blocks; changed by the main thread only."""
 
     def __init__(self) -> None:
         self.depth = 0
-        """Blocks of ``deferred_signals`` that are open."""
+        """Number of open ``deferred_signals`` blocks."""
         self.is_open = False
-        """Whether the innermost block is one of ``allowed``, in which nothing was delivered yet."""
+        """Whether the innermost block is an ``allowed`` one in which nothing was delivered yet."""
         self.handlers: dict[int, _Handler] = {}
-        """The user's handlers, by signal number."""
+        """The user's handlers by signal number."""
         self.waiting: dict[int, FrameType | None] = {}
-        """Signals that have come, in their order, each once."""
+        """Pending signals in order of arrival, each once."""
 
 
 _state = _State()
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
-    """Stands where the user's handler was. Before a block has begun and after it has ended it hands on at once."""
+    """Replaces the user's handler. Outside of all blocks it delivers at once."""
     if _state.depth == 0:
         _state.waiting.setdefault(signum, frame)
         _deliver()
@@ -72,8 +70,8 @@ def _receive(signum: int, frame: FrameType | None) -> None:
 
 
 def _deliver() -> None:
-    """Signals that are waiting; the first that raises is the last."""
-    was_open, _state.is_open = _state.is_open, False  # [Note: no gap]
+    """Delivers pending signals; stops at the first handler that raises."""
+    was_open, _state.is_open = _state.is_open, False
     waiting, _state.waiting = _state.waiting, {}
     _C.set_interrupt_waiting(False)
     for signum, frame in waiting.items():
@@ -86,7 +84,7 @@ def _deliver() -> None:
 
 
 def _deliver_at_hook() -> None:
-    """On autograd's threads nothing is delivered: the backward goes on to its end."""
+    """Called by hooks. On autograd's threads nothing is delivered: the backward runs to its end."""
     if _state.is_open and threading.current_thread() is threading.main_thread():
         _deliver()
 
@@ -104,19 +102,19 @@ def _take_handlers() -> None:
 
 def _give_back_handlers() -> None:
     for signum, handler in _state.handlers.items():
-        if signal.getsignal(signum) is _receive:  # else somebody has set another one meanwhile
+        if signal.getsignal(signum) is _receive:  # else the handler was replaced meanwhile
             signal.signal(signum, handler)
 
 
 class deferred_signals:  # noqa: N801 (used as a function)
-    """See the module's docstring. Blocks may nest; one within ``signals.allowed`` defers as well, until its own end."""
+    """See the module's docstring. Blocks nest; one within ``signals.allowed`` defers until its own end."""
 
     def __enter__(self) -> deferred_signals:
         self._is_main = threading.current_thread() is threading.main_thread()
         if not self._is_main:
             return self
         if _state.depth == 0:
-            _take_handlers()  # a signal that raises here has begun nothing: see _receive
+            _take_handlers()  # a signal that raises here has changed nothing: see _receive
         self._was_open, _state.is_open = _state.is_open, False
         _state.depth += 1
         return self
@@ -139,13 +137,13 @@ class deferred_signals:  # noqa: N801 (used as a function)
             _C.set_interrupt_waiting(_state.is_open)
 
     def allowed(self) -> _Allowed:
-        """Signals come at hooks within it; those that are waiting come as it begins."""
+        """Delivers signals at hooks within the block, and pending ones at its start."""
         return _Allowed()
 
 
 @contextlib.contextmanager
 def _notes_of(error: BaseException | None) -> Iterator[None]:
-    """A signal that takes the place of ``error`` says what that said."""
+    """Copies the notes of ``error`` to a signal's exception that replaces it."""
     try:
         yield
     except BaseException as signal_error:

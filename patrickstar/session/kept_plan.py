@@ -1,10 +1,4 @@
-"""What a session does with the cache of plans: it begins with that of an earlier run like it, and keeps its own.
-
-[Note: kept plans] Runs are alike when model, layout, configured budgets, machine, versions and the shapes of the step's
-inputs are. So the lookup waits for the first training forward, whose inputs are known then; of several ranks the first
-one's plan is sent to the others. What a plan says of a step that then goes otherwise costs time and changes no number:
-such a step fetches on demand, and activations beyond the plan's tide make chunks leave, as in any step.
-"""
+"""Use of the plan cache: a session starts with the plan of an earlier run like it, and saves its own."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ from patrickstar.session.core_setup import current_plan
 
 logger = logging.getLogger("patrickstar")
 
-_MOST_STEPS = 32  # of a run are looked at
+_MOST_STEPS = 32  # of a run in which a plan may be saved
 _MOST_FORWARDS = 1024  # of a step
 _CONFIG_KEYS = {
     "activations": True,
@@ -45,39 +39,44 @@ _CONFIG_KEYS = {
     "tensor_parallel": {"rows", "columns", "mode"},
     "use_cpu_embedding": True,
 }
-"""What of the configuration makes plans differ. Budgets as they are configured: those that follow from what happens to
-be free differ from run to run, and a plan is made for the budgets at hand in any case.
+"""Keys of the configuration that a plan depends on. Budgets count as configured: measured ones differ from run to run,
+and every plan is made for the present budgets.
 """
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a forward: positional ones, and keywords."""
+"""Positional and keyword arguments of a forward."""
 
 
 def adopt_plan(runtime: _C.Runtime, plan: Plan) -> None:
-    """The first step of ``runtime``, which is still to come, will replay ``plan``. All ranks must call it."""
+    """Makes the first step of ``runtime`` replay ``plan``. Collective over all ranks."""
     runtime.adopt_timeline(plan.timeline, plan.times.as_core() if plan.times is not None else None)
 
 
 class NoKeptPlan:
-    """Where no plan is looked up or kept."""
+    """No plan is read or saved."""
 
     def begin_forward(self, inputs: Inputs | None) -> None:
-        """Nothing is to be done before a training forward."""
+        """Called before each training forward."""
 
     def end_step(self) -> None:
-        """Nothing is to be done after a step."""
+        """Called after each step."""
 
     def close(self) -> None:
-        """Nothing is to be done at the end."""
+        """Called before the runtime closes."""
 
 
 class KeptPlan(NoKeptPlan):
-    """See the module's docstring.
+    """Reads and saves a plan in the cache.
+
+    Runs are alike if model, layout, configured budgets, machine, versions and the shapes of the step's inputs agree. So
+    the lookup waits for the first training forward. The first rank sends its plan to the others. A plan that does not
+    fit
+    the step costs time and changes no number: the step fetches on demand, and activations beyond the plan evict chunks.
 
     Args:
-        cache: on this rank; None: it reads and keeps nothing, but takes what the first rank sends.
-        facts: what holds for this run beside the shapes of its inputs.
-        ranks: those that train together.
+        cache: of this rank; None: nothing is read or saved, but the first rank's plan is adopted.
+        facts: about this run beside the shapes of its inputs.
+        ranks: that train together.
         runtime: before its first step.
         layout: its chunks.
     """
@@ -103,13 +102,13 @@ class KeptPlan(NoKeptPlan):
         self._shapes: list[Any] = []  # of the running step's forwards
         self._last_shapes: list[Any] = []
         self._first_shapes: Any = None
-        self._num_plans = -1  # that were made when the last step ended
+        self._num_plans = -1  # made until the end of the last step
 
     def begin_forward(self, inputs: Inputs | None) -> None:
-        """Before each training forward; before the first one a kept plan is adopted. Within a call of all ranks.
+        """Adopts a kept plan before the first training forward. Within a collective call.
 
         Args:
-            inputs: those of the module's call; None: they are not known.
+            inputs: of the module's call; None: unknown.
         """
         if self._is_over or len(self._shapes) == _MOST_FORWARDS:
             return
@@ -127,7 +126,7 @@ class KeptPlan(NoKeptPlan):
         self._is_over = self._cache is None
 
     def _common_plan(self) -> Plan | None:
-        """What the first rank finds, on all ranks."""
+        """The first rank's plan, on all ranks."""
         plan = self._find() if self._cache is not None else None
         if len(self._ranks.members) == 1:
             return plan
@@ -142,15 +141,13 @@ class KeptPlan(NoKeptPlan):
             return None
         try:
             plan.check_layout(self._layout, "a kept plan")
-        except ValueError as error:  # somebody put it there
+        except ValueError as error:  # a foreign file
             logger.debug("a kept plan is not used: %s", error)
             return None
         return plan
 
     def end_step(self) -> None:
-        """After each step. A plan is kept when it is settled: a step like the one before has replayed it, and made no
-        other one.
-        """
+        """Saves the plan once it has settled: two equal steps in a row, of which the second made no new plan."""
         if self._is_over:
             return
         self._num_steps += 1
@@ -162,12 +159,12 @@ class KeptPlan(NoKeptPlan):
         self._is_over = self._num_steps >= _MOST_STEPS
 
     def close(self) -> None:
-        """Before the runtime is closed: a run that was too short to settle keeps what it would replay next."""
+        """Saves the next plan of a run that was too short to settle."""
         if not self._is_over and self._is_usual(self._last_shapes):
             self._keep()
 
     def _is_usual(self, shapes: list[Any]) -> bool:
-        """Whether a step of these forwards is one that the key says."""
+        """Whether the step's first forward has the shapes in the key."""
         return shapes[:1] == [self._first_shapes]
 
     def _keep(self) -> None:
@@ -194,8 +191,8 @@ def make_kept_plan(
     runtime: _C.Runtime,
     layout: _C.Layout,
 ) -> NoKeptPlan:
-    """For a session that is about to begin. Nothing is looked up where the configuration names a plan, nor where a
-    single rank is to keep none.
+    """The kept plan of a new session. Nothing is looked up if the configuration names a plan, or keeps none on one
+    rank.
     """
     folder = cache_folder(config.plan_cache)
     if config.plan is not None or (folder is None and len(ranks.members) == 1):
@@ -208,7 +205,7 @@ def make_kept_plan(
 def run_facts(
     module: nn.Module, params: SortedParams, config: Config, ranks: RankGroups, layout: _C.Layout
 ) -> dict[str, Any]:
-    """What two runs have in common whose plans serve each other, in JSON's types."""
+    """Facts that must agree between two runs that share a plan, in JSON's types."""
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     return {
         "versions": [patrickstar.__version__, torch.__version__, VERSION],
@@ -232,7 +229,7 @@ def run_facts(
 
 
 def _machine_facts(device: torch.device) -> list[Any]:
-    """Host memory to the next power of two: a virtual machine's grows as it is touched."""
+    """Device and host. Host memory counts to the next power of two, since a virtual machine's grows as it is touched."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         on_device = [properties.name, properties.total_memory]

@@ -1,10 +1,4 @@
-"""Losses that a backward may begin with.
-
-[Note: forwards in backward] A contrastive loss over cached representations (GradCache; CachedMultipleNegativesRanking
-in sentence-transformers) calls the model without gradients, and then, in a hook on its loss, forward and backward for
-one mini-batch after the other. So the backward that the engine sees comes first, and the model's forwards are in it, as
-a recomputation's are.
-"""
+"""Checks of the loss that a backward begins with."""
 
 from __future__ import annotations
 
@@ -22,11 +16,11 @@ _BEFORE_FORWARD = (
 
 
 def check_loss(loss: Any, has_forward: bool) -> None:
-    """Checks what ``backward`` is given. ``has_forward``: a forward came before, or comes in backward.
+    """Checks the argument of ``backward``. ``has_forward``: a forward came before, or runs within the backward.
 
     Raises:
-        ValueError: it is no tensor of one element.
-        StateError: there is nothing to run backward through.
+        ValueError: no tensor of one element.
+        StateError: no graph to run backward through.
     """
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
@@ -44,8 +38,14 @@ def check_loss(loss: Any, has_forward: bool) -> None:
 
 
 def has_forwards_in_backward(loss: Any, has_param: Callable[[nn.Parameter], bool]) -> bool:
-    """True for a loss that no parameter of the model has made, with a hook on one of its leaves that may call the
-    model.
+    """Whether hooks of the loss will call the model within its backward.
+
+    A contrastive loss over cached representations (GradCache; CachedMultipleNegativesRanking in sentence-transformers)
+    calls the model without gradients. A hook on the loss then runs forward and backward of one mini-batch after
+    another.
+    The engine sees the backward first, with forwards in it as in a recomputation. Such a loss depends on no parameter
+    of
+    the model and has a hook on a leaf.
     """
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return False
@@ -54,12 +54,12 @@ def has_forwards_in_backward(loss: Any, has_param: Callable[[nn.Parameter], bool
 
 
 def no_gradients_came() -> _C.StateError:
-    """The error where hooks gave no parameter a gradient."""
+    """The error for hooks that gave no parameter a gradient."""
     return _C.StateError(f"the loss gave no parameter a gradient; {_BEFORE_FORWARD}")
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that autograd accumulates gradients of."""
+    """The tensors whose gradients autograd accumulates."""
     if loss.grad_fn is None:
         yield loss
         return

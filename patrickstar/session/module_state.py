@@ -1,8 +1,8 @@
 """State of a module that a forward may change beside parameters and buffers: attributes, random number generators.
 
-Attributes are a module's own: values that are assigned to it, and lists, dicts, sets and deques that it holds. Tensors
-among them are watched by their versions. Other objects are not looked into. PyTorch's own modules (``torch.nn``)
-change none of their attributes in a forward.
+Attributes are values assigned to a module, and the items of its lists, dicts, sets and deques. Tensors among them are
+compared by version. Other objects are not inspected. PyTorch's own modules (``torch.nn``) change no attribute in a
+forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from patrickstar.module.chunked_parameter import ChunkedParameter, ChunkedView
 
 
 class ModuleState:
-    """Attributes and generators of ``module`` and the modules inside it, and ``params``, which PyTorch keeps."""
+    """Attributes and generators of ``module`` and its submodules, and ``params``, which PyTorch keeps."""
 
     def __init__(self, module: nn.Module, params: Iterable[nn.Parameter]):
         self._owners = [child.__dict__ for child in module.modules() if not _is_pytorchs(child)]
@@ -30,7 +30,7 @@ class ModuleState:
         self._generators: dict[int, Any] = {}
         for held in held_values(module):
             if isinstance(held.value, (ChunkedParameter, ChunkedView)):
-                continue  # ForwardWrites hears of their changes
+                continue  # ForwardWrites records their changes
             if isinstance(held.value, torch.Tensor):
                 self._tensors.setdefault(id(held.value), (held.name, held.value))
             elif type(held.value) in CONTAINERS:
@@ -42,7 +42,7 @@ class ModuleState:
             self._tensors[id(param)] = (names[id(param)], param)
 
     def note(self) -> NotedState:
-        """The present state, which :meth:`NotedState.restore` brings back."""
+        """A snapshot that :meth:`NotedState.restore` restores."""
         generators = [*self._generators.values(), random]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -57,7 +57,7 @@ class ModuleState:
 
 
 class NotedState:
-    """The state when it was noted."""
+    """A snapshot of a module's state."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class NotedState:
         generators: list[Callable[[], None] | None],
         owners: list[dict[str, Any]],
     ):
-        """``attributes``: copies of ``owners``. ``containers``: each with a copy. ``tensors``: their names and
-        versions. ``generators``: calls that set their states.
+        """``attributes``: copies of ``owners``. ``containers``: each with a copy. ``tensors``: names and versions.
+        ``generators``: functions that restore their states.
         """
         self._attributes = attributes
         self._containers = containers
@@ -77,11 +77,11 @@ class NotedState:
         self._owners = owners
 
     def changed_tensors(self) -> list[str]:
-        """The names of those that were changed in place since, which cannot be undone."""
+        """Names of tensors that were changed in place since, which cannot be undone."""
         return [name for name, tensor, version in self._tensors if _version(tensor) != version]
 
     def restore(self) -> None:
-        """Attributes, containers and generators are what they were."""
+        """Restores attributes, containers and generators."""
         for owner, noted in zip(self._owners, self._attributes, strict=True):
             for name in _changed_names(owner, noted):
                 if name in noted:
@@ -125,7 +125,7 @@ def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 def _state_setter(generator: Any) -> Callable[[], None] | None:
-    """A call that gives a generator of random numbers its present state again; None for what is none."""
+    """A function that restores a random number generator's present state; None if ``generator`` is none."""
     numpy = sys.modules.get("numpy")
     if isinstance(generator, torch.Generator):
         state = generator.get_state()

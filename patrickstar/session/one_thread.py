@@ -1,12 +1,12 @@
-"""An engine's calls come one at a time, from any threads.
+"""One call of an engine at a time, from any thread.
 
     thread = OneThread()
     with thread.hold("forward of step 3"):
         ...
     thread.check_inside()   # a call of the module within a call of the engine
 
-Threads may take turns: a forward on one, its backward on another. Two at once would see each other's forward half done.
-Work of autograd's own threads (on a GPU) is part of the backward that waits for it.
+Threads may take turns: a forward on one, its backward on another. Concurrent calls would see each other's half-done
+forward. Work on autograd's own threads (on a GPU) belongs to the backward that waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from patrickstar import _C
 
 
 class OneThread:
-    """The thread that is in a call of one engine, and the call."""
+    """The thread in a call of one engine, and that call."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -29,7 +29,7 @@ class OneThread:
         self._call = ""
 
     def hold(self, call: str) -> _Hold:
-        """Around ``call``. A call within it, or within autograd's part of it, is part of it.
+        """Wraps ``call``. Nested calls, also on autograd's threads, belong to it.
 
         Raises:
             StateError: another thread is in a call of this engine.
@@ -37,7 +37,7 @@ class OneThread:
         return _Hold(self, call)
 
     def check_inside(self) -> None:
-        """Raises StateError where the running call is another thread's, and not autograd's."""
+        """Raises StateError if the running call belongs to another thread that is not autograd's."""
         if self._holder_id != threading.get_ident() and not _is_autograds():
             self._refuse("a call of the module")
 
@@ -78,5 +78,5 @@ class _Hold:
 
 
 def _is_autograds() -> bool:
-    """True where this thread runs a part of a backward."""
+    """Whether this thread runs a part of a backward."""
     return torch._C._current_graph_task_id() != -1

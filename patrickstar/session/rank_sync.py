@@ -1,5 +1,7 @@
-"""What ranks must have in common beside chunks: the configuration, random numbers, budgets, buffers, and the gradients
-of parameters that stay with PyTorch. With one rank nothing happens here.
+"""State that ranks share beside chunks: configuration, random numbers, budgets, buffers, gradients that stay with
+PyTorch.
+
+With one rank nothing happens here.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ _BUFFER_HEAD = struct.Struct("<QQ")  # its index, its bytes
 
 @contextlib.contextmanager
 def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
-    """PyTorch's CPU and CUDA generators stand where rank 0's do, and go on from where they stood afterwards.
+    """Sets PyTorch's CPU and CUDA generators to rank 0's states within the block, and restores them afterwards.
 
-    So a model gets the same random initial values on every rank, and for any number of ranks.
+    So a model gets the same random initial values on every rank and for any number of ranks.
     """
     if len(ranks.members) == 1:
         yield
@@ -51,7 +53,7 @@ def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
 
 
 class Turn:
-    """A rank's turn to build its model, and to move it into chunks; see :func:`take_turns`."""
+    """A rank's turn to build its model and move it into chunks; see :func:`take_turns`."""
 
     def __init__(self, ranks: RankGroups, num_before: int, num_after: int):
         self._ranks = ranks
@@ -59,7 +61,7 @@ class Turn:
         self._wait(num_before)
 
     def end(self) -> None:
-        """The next rank may begin. Returns when all have had their turns, unless this one had ended already."""
+        """Lets the next rank begin. Returns when all ranks had their turns, unless this turn had ended already."""
         num_after, self._num_after = self._num_after, 0
         self._wait(num_after)
 
@@ -71,13 +73,14 @@ class Turn:
 
 @contextlib.contextmanager
 def take_turns(ranks: RankGroups, config: Config) -> Iterator[Turn]:
-    """Within it this rank builds its model, while no other rank of its machine does; it ends the turn at the latest.
+    """Wraps the building of this rank's model; no other rank of its machine builds one meanwhile.
 
-    So of a model built in host memory, whole as it is, one at a time exists on a machine beside the shards that ranks
-    have taken already: together they never take more than 8 bytes per parameter, of the 14 of training. The first rank
-    comes last, since its values are everybody's (:mod:`patrickstar.module.first_rank_values`): it has its whole model
-    while it compares. With ``release_after_init`` all ranks build at once. One turn may take up to
-    ``rank_timeout_seconds``.
+    So at most one whole model exists in a machine's host memory beside the shards of finished ranks. Together they take
+    at
+    most 8 bytes per parameter, of the 14 of training. The first rank is last, since its values are sent to all
+    (``module/first_rank_values.py``) and it holds its whole model while it compares. With ``release_after_init`` all
+    ranks
+    build at once. One turn may take ``rank_timeout_seconds``.
     """
     here = ranks.context
     if len(ranks.members) == 1 or config.release_after_init:
@@ -96,17 +99,17 @@ def take_turns(ranks: RankGroups, config: Config) -> Iterator[Turn]:
 
 
 def check_same_config(ranks: RankGroups, config: Config) -> None:
-    """Every rank has the same configuration.
+    """Checks that every rank has the same configuration.
 
     Raises:
-        DisagreementError: they have not; on every rank, and it says which rank has what.
+        DisagreementError: on every rank; the message shows each rank's configuration.
     """
     shared = config.model_copy(update={"profile": None, "plan": None, "plan_cache": None})
     ranks.check_agreement("the configuration", repr(shared))
 
 
 def failed_ranks(ranks: RankGroups, failure: BaseException | None) -> str:
-    """Which ranks have a ``failure``, and what; empty when none has. All ranks must ask."""
+    """Ranks with a ``failure`` and its text; empty if none failed. Collective over all ranks."""
     mine = "" if failure is None else f"{type(failure).__name__}: {first_line(failure)}"
     if len(ranks.members) == 1:
         return mine
@@ -115,7 +118,7 @@ def failed_ranks(ranks: RankGroups, failure: BaseException | None) -> str:
 
 
 def common_budgets(ranks: RankGroups, budgets: Budgets) -> Budgets:
-    """The least of all ranks': decisions that follow from them are the same everywhere."""
+    """The smallest budgets of all ranks, so that decisions from them agree."""
     if len(ranks.members) == 1:
         return budgets
     messages = ranks.control.exchange(f"{budgets.device_bytes} {budgets.host_bytes}".encode(), "budgets")
@@ -127,11 +130,11 @@ def common_budgets(ranks: RankGroups, budgets: Budgets) -> Budgets:
 
 
 def combine_over_ranks(ranks: ChunkRanks, params: Sequence[nn.Parameter], divisor: float) -> None:
-    """Each parameter's gradient becomes the ranks' sum over ``divisor``: with their number the mean, as in DDP. Where a
-    rank has none, zeros count.
+    """Replaces each parameter's gradient by the ranks' sum over ``divisor``; a missing gradient counts as zeros.
 
-    The sum is made in the order of ranks, so its bits are the same on all of them; in float32, or in the parameter's
-    dtype where that is wider. A complex gradient is summed by its parts.
+    With the number of ranks as divisor the result is the mean, as in DDP. The sum runs in rank order, so its bits agree
+    on
+    all ranks. It is computed in float32, or in the parameter's dtype if wider. Complex gradients are summed by parts.
     """
     if ranks.size == 1 or not params:
         return
@@ -153,7 +156,7 @@ def combine_over_ranks(ranks: ChunkRanks, params: Sequence[nn.Parameter], diviso
 
 
 def first_ranks_survey(ranks: RankGroups, survey: Survey) -> Survey:
-    """The first rank's survey, on all ranks. All ranks must ask."""
+    """The first rank's survey, on all ranks. Collective over all ranks."""
     if len(ranks.members) == 1:
         return survey
     message = ranks.control.exchange(survey.to_json().encode(), "what is known of the model")[0]
@@ -162,7 +165,7 @@ def first_ranks_survey(ranks: RankGroups, survey: Survey) -> Survey:
 
 
 class BufferSync:
-    """Buffers that a forward changes (running statistics) are rank 0's before each training forward, as in DDP."""
+    """Sends rank 0's changed buffers (running statistics) to all ranks before each training forward, as DDP does."""
 
     def __init__(self, ranks: RankGroups, module: nn.Module):
         self._ranks = ranks
@@ -171,7 +174,7 @@ class BufferSync:
         self._observed = [place.observe() for place in self._places]
 
     def run(self) -> None:
-        """To be called by all ranks, before a training forward."""
+        """Called by all ranks before a training forward."""
         if not self._places:
             return
         message = io.BytesIO()
@@ -189,7 +192,7 @@ class BufferSync:
         self._observed = [place.observe() for place in self._places]
 
     def _unpacked(self, message: bytes) -> dict[int, bytes]:
-        """Values by the index of their buffer."""
+        """Values by buffer index."""
         values: dict[int, bytes] = {}
         at = 0
         while at < len(message):

@@ -1,13 +1,7 @@
-"""The gradients of one step as a whole: their mean or sum over ranks, their norm, and the factor that clipping makes
-of it.
+"""The gradients of one step: mean or sum over ranks, norm, and clipping.
 
-A host (a Trainer, Lightning) may ask for the norm and clip between the last backward and the step, or not ask at all:
-the norm is made once, when it is first needed, and once more if gradients change after that.
-
-[Note: sums over ranks] Chunks hold the ranks' mean, which the core makes. With ``gradient_allreduce_op`` "sum" it is
-multiplied by the number of ranks in float32, wherever it is read: in the norm, the update, by ``safe_get_full_grad``.
-No gradient in 16 bits is larger for it than with "mean", so none overflows sooner. Where the number of ranks is a power
-of two the factor takes no rounding; else it takes one in float32.
+A host (a Trainer, Lightning) may read the norm and clip between the last backward and the step. The norm is computed
+once, when first needed, and again if gradients change afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class StepGradients:
-    """Of one engine. With several ranks all must ask, in the same order; ``ranks`` are those that share its chunks."""
+    """Gradients of one engine's step. With several ranks all must call its methods, in the same order."""
 
     def __init__(
         self,
@@ -37,9 +31,9 @@ class StepGradients:
         total: Callable[[float], float],
         loss_scale: Callable[[], float],
     ):
-        """``left_out``: parameters in chunks that other ranks count in the norm; ``total``: sums squares over ranks
-        that have other blocks (:class:`~patrickstar.parallel.divided_matrices.Matrices`); ``loss_scale``: the next
-        backward's.
+        """``ranks``: share this rank's chunks. ``left_out``: parameters in chunks that other ranks count in the norm.
+        ``total``:
+        sums squares over ranks with other blocks (``Matrices.total``). ``loss_scale``: returns the next backward's.
         """
         self._runtime = runtime
         self._managed = managed
@@ -47,29 +41,36 @@ class StepGradients:
         self._configured_max_norm = config.gradient_clipping
         self._max_norm: float | None = None
         self.are_committed = config.optimizer.speculation is Speculation.COMMIT
-        """Updates are made for good in backward, which uses gradients up."""
+        """Optimizer-in-backward: updates cannot be undone, and backward consumes gradients."""
         self._left_out = list(left_out)
         self._total = total
         num_ranks = ranks.size
-        by_mean = config.sequence_parallel.size  # [Note: gradients of a divided sequence]
+        by_mean = config.sequence_parallel.size  # see DividedSequences
         self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else by_mean
-        """What gradients in chunks are multiplied by ([Note: sums over ranks])."""
+        """Factor of gradients in chunks, which hold the ranks' mean.
+
+        With ``gradient_allreduce_op`` "sum" it is the number of ranks, else the ranks of a sequence. It is applied in
+        float32
+        wherever gradients are read: norm, update, ``safe_get_full_grad``. So no 16-bit gradient is larger than with
+        "mean",
+        and none overflows sooner. A power of two causes no rounding.
+        """
         self._loss_scale = loss_scale
-        self._scale: float | None = None  # of the gradients that wait for the step; None: there are none
+        self._scale: float | None = None  # of pending gradients; None: there are none
         self._norm: float | None = None
         self._is_combined = False
 
     @property
     def scale(self) -> float:
-        """The loss scale of the gradients since the last step: that of the engine whose backward made them."""
+        """Loss scale of the gradients since the last step, as the engine whose backward made them had it."""
         return self._loss_scale() if self._scale is None else self._scale
 
     def keep(self, scale: float) -> None:
-        """A backward has left gradients for the step, which were scaled by ``scale``."""
+        """Records gradients of a backward, scaled by ``scale``."""
         self._scale = scale
 
     def check_scale(self, scale: float) -> None:
-        """Raises StateError when the gradients that wait were scaled by another loss scale."""
+        """Raises StateError if pending gradients have another loss scale."""
         if self._scale not in (None, scale):
             raise _C.StateError(
                 f"gradients were scaled by {self._scale:g} so far and would be by {scale:g} in this backward (float16: "
@@ -77,7 +78,7 @@ class StepGradients:
             )
 
     def norm(self) -> float:
-        """Global L2 norm of all gradients without the loss scale, before clipping; NaN when one is not finite."""
+        """Global L2 norm of all gradients without the loss scale, before clipping; NaN if one is not finite."""
         if self._norm is None:
             if not self._is_combined:
                 divisor = self._ranks.size / self.chunk_factor
@@ -90,11 +91,11 @@ class StepGradients:
         return self._norm
 
     def clip(self, max_norm: float) -> None:
-        """The step that comes clips to ``max_norm`` instead of the configuration's ``gradient_clipping``; 0 or less: it
-        does not clip.
+        """Sets the norm limit of the next step in place of the configuration's ``gradient_clipping``; 0 or less: no
+        clipping.
 
         Raises:
-            StateError: updates are committed in backward, before the norm is known.
+            StateError: optimizer-in-backward updates before the norm is known.
         """
         if max_norm > 0 and self.are_committed:
             raise _C.StateError(
@@ -104,23 +105,23 @@ class StepGradients:
         self._max_norm = max_norm
 
     def clip_ratio(self) -> float:
-        """The largest norm allowed over the norm, infinite where nothing is clipped: what gradients are multiplied by
-        where it is below 1, as ``torch.nn.utils.clip_grad_norm_`` does.
+        """Allowed norm over the norm, infinite without clipping. Below 1 it is the gradients' factor, as in
+        ``torch.nn.utils.clip_grad_norm_``.
         """
         max_norm = self._configured_max_norm if self._max_norm is None else self._max_norm
         return max_norm / (self.norm() + _CLIP_EPS) if max_norm > 0 else math.inf
 
     def note_change(self) -> None:
-        """A chunk's gradient was rewritten: the norm is another one."""
+        """Drops the norm after a chunk's gradient was rewritten."""
         self._norm = None
 
     def forget(self) -> None:
-        """A backward begins or the step is over: what was said of its gradients is past."""
+        """Drops the norm as a backward begins or a step ends."""
         self._norm = None
         self._is_combined = False
 
     def end_step(self) -> None:
-        """After the step, or when its gradients are dropped."""
+        """Called after the step, or when its gradients are dropped."""
         self.forget()
         self._scale = None
         self._max_norm = None

@@ -9,17 +9,17 @@ logger = logging.getLogger("patrickstar")
 
 
 class Teardown:
-    """Calls that undo the parts of an engine, the last first, each also when another one fails."""
+    """A stack of callbacks that undo an engine's parts; all are called even if one fails."""
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], object]] = []
 
     def callback(self, undo: Callable[[], object]) -> None:
-        """Adds a call to what :meth:`close` does, before those that were added earlier."""
+        """Adds a callback, to be called before the earlier ones."""
         self._parts.append(undo)
 
     def close(self) -> None:
-        """Does all of it. Raises the first failure; those after it, which may come of it, are logged."""
+        """Calls all callbacks. Raises the first failure and logs later ones."""
         first: BaseException | None = None
         while self._parts:
             try:

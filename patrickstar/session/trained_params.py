@@ -1,14 +1,4 @@
-"""Which parameters of an engine are trained: at first those that require grad and are in a group of the optimizer,
-later also those that come to be so.
-
-[Note: unfreezing] Nobody says when a parameter's ``requires_grad`` is set or a group is added. So before each training
-forward the parameters that were not trained so far are looked at (a flag each). Those that are to be trained get what
-the others have: optimizer states for their chunks, gradient hooks, and a step count that begins at 0. All ranks must
-come to the same, and either all of them get it or none.
-
-A parameter whose ``requires_grad`` is set to False again keeps its states. It gets no gradient then, and is left alone
-as any parameter without one.
-"""
+"""Parameters that an engine trains: those trained from the start, and those that are unfrozen later."""
 
 from __future__ import annotations
 
@@ -38,15 +28,23 @@ def _refusal_of_tied(spec: ChunkedSpec) -> str:
 
 
 class TrainedParams:
-    """Of one engine; the parameters are in chunks.
+    """The trained parameters of one engine, which are in chunks.
+
+    Setting ``requires_grad`` or adding a group sends no notification. So each training forward first checks a flag of
+    every
+    untrained parameter. Newly trained ones get optimizer states for their chunks, gradient hooks, and a step count of
+    0.
+    All ranks must find the same parameters; either all of them get states or none.
+
+    A parameter that is frozen again keeps its states, and is skipped like any parameter without a gradient.
 
     Args:
-        params: where parameters are, and which of them are trained at first.
-        layout: Python's own, which is kept as the core's is.
+        params: where parameters are, and which are trained at first.
+        layout: Python's own copy, kept equal to the core's.
         runtime: the core.
-        managed: those that PyTorch keeps.
-        ranks: those that train together.
-        groups: gives the optimizer's groups.
+        managed: parameters that PyTorch keeps.
+        ranks: that train together.
+        groups: returns the optimizer's groups.
     """
 
     def __init__(
@@ -70,46 +68,48 @@ class TrainedParams:
         self._gradient_hooks: list[_C.GradientHook] = []
         self._params: list[nn.Parameter] = []
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
-        """Of the hooks on parameters in chunks that require grad, or did."""
+        """Hooks of parameters in chunks that require grad, or did."""
         specs: list[ChunkedSpec | ManagedParam] = [*params.chunked, *params.managed]
         self._untrained = [spec for spec in specs if not spec.trained]
         self._asking: list[ChunkedSpec | ManagedParam] = []
-        """Of these, those that required grad when they were last looked at."""
+        """Untrained parameters that required grad at the last check."""
         self._num_grouped = 0
-        """How many parameters the groups had then."""
+        """Number of parameters in the groups at the last check."""
         self.untrained_at_first = {spec.param._patrickstar.id for spec in params.chunked if not spec.trained}
         """Ids of parameters in chunks."""
         self._first = [spec.param for spec in params.chunked if spec.trained]
 
     def attach(self) -> None:
-        """Puts hooks on the parameters that are trained at first, and on those that require grad and are not."""
+        """Installs hooks on parameters that are trained at first, and on untrained ones that require grad."""
         for param in self._first:
             self._fold_gradients_of(param)
         self._drop_gradients_of(spec for spec in self._untrained if spec.param.requires_grad)
 
     def remove(self) -> None:
-        """Removes the gradient hooks from all parameters."""
+        """Removes the gradient hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
     def got_gradient(self) -> set[int]:
-        """Ids of those in chunks that ever got one."""
+        """Ids of parameters in chunks that ever got a gradient."""
         return {hook.param for hook in self._gradient_hooks if hook.has_folded}
 
     def drop_left_gradients(self) -> None:
-        """What an interrupted backward has left with autograd, which would add the next gradient to it."""
+        """Drops gradients that an interrupted backward left in ``.grad``, where autograd would add to them."""
         for param in self._params:
             drop_gradient(param)
 
     def follow(self, guard: _Guard) -> None:
-        """Trains those that require grad and are in a group by now. With several ranks all must call it, at the same
-        point, between a step's forwards and backwards; ``guard`` is around what they tell each other.
+        """Starts training parameters that require grad and are in a group by now.
+
+        Collective over all ranks, at the same point between a step's forwards and backwards. ``guard`` wraps their
+        exchanges.
 
         Raises:
-            MemoryBudgetError: there is no room for their states, on some rank; nothing is changed then.
-            ValueError: one of them is quantised, or shares memory with something else.
-            DisagreementError: ranks came to different ones; nothing is changed then.
+            MemoryBudgetError: a rank has no room for their states; nothing is changed.
+            ValueError: a parameter is quantised, or shares memory with another.
+            DisagreementError: ranks found different parameters; nothing is changed.
         """
         for tied in self._ties:
             if tied.requires_grad:

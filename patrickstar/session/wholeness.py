@@ -1,11 +1,11 @@
-"""The check that an engine's parameters and optimizer states are all of one step.
+"""Check that an engine's parameters and optimizer states all come from one step.
 
     whole = Wholeness()
     whole.break_up("a backward failed when 3 chunks had been updated")
-    whole.check()   # raises StateError, which says so
+    whole.check()   # raises StateError with that reason
     whole.mend()    # a checkpoint was loaded
 
-Values do not show that they are mixed, so every call that would train with them or save them asks first.
+Mixed values look like any others, so every call that would train with them or save them checks first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from patrickstar import _C
 
 
 class State(enum.Enum):
-    """Where values come from."""
+    """The steps that an engine's values come from."""
 
     WHOLE = enum.auto()
     """One step."""
     IN_STEP = enum.auto()
-    """Two steps, since an optimizer's step has failed; the same call finishes it."""
+    """Two steps: an optimizer step failed, and the same call finishes it."""
     MIXED = enum.auto()
     """Several steps or checkpoints."""
 
@@ -36,37 +36,37 @@ _REMEDIES = {
 
 
 class Wholeness:
-    """The state of one engine's values, and why it is not whole."""
+    """Whether one engine's values come from one step, and why not."""
 
     def __init__(self) -> None:
         self.state = State.WHOLE
         self._because = ""
 
     def interrupt_step(self, because: str) -> None:
-        """A step has failed that can be finished."""
+        """Records a failed step that can be finished."""
         if self.state is not State.MIXED:
             self.state, self._because = State.IN_STEP, because
 
     def break_up(self, because: str) -> None:
-        """Values are mixed from now on. The first cause stays: those after it come of it."""
+        """Records mixed values. Keeps the first reason, which causes later ones."""
         if self.state is not State.MIXED:
             self.state, self._because = State.MIXED, because
 
     def end_step(self) -> None:
-        """A step is over: it was finished, if it had failed."""
+        """Records a finished step, also one that had failed before."""
         if self.state is State.IN_STEP:
             self.mend()
 
     def mend(self) -> None:
-        """All values are of one checkpoint, or the user takes them as they are."""
+        """Records that all values come from one checkpoint, or that the user accepts them."""
         self.state, self._because = State.WHOLE, ""
 
     def check(self) -> None:
-        """Raises StateError where values are not whole."""
+        """Raises StateError unless values come from one step."""
         if self.state is not State.WHOLE:
             raise _C.StateError(f"{self._because}; {_REMEDIES[self.state]}")
 
     def check_step(self) -> None:
-        """Raises StateError where a step cannot make values whole."""
+        """Raises StateError if a step cannot make values whole."""
         if self.state is State.MIXED:
             self.check()
