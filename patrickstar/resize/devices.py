@@ -26,24 +26,26 @@ from patrickstar.ranks.passing import (
 from patrickstar.resize.plan import ResizeOptions, ResizePlan
 from patrickstar.session.session import Session
 
-_BATCH_MESSAGES = 64  # that are enqueued together
-_SIMULATED = -1  # of GPUs: host memory
+_BATCH_MESSAGES = 64  # enqueued together
+_SIMULATED = -1  # device index of host memory
 _ALONE_SHARE = 0.8
-"""Of a GPU's memory, that is free where nobody else uses it."""
+"""Share of a GPU's memory that is free if no other process uses it."""
 _ROOM_SHARE = 0.9
-"""Of what is free on a device, that arriving values may take; the rest is for what their transport takes."""
+"""Share of free device memory for arriving values; the rest is for their transport."""
 
 
 def params_on_device(session: Session) -> list[int]:
-    """Parameters that are trained, of which all arrays lie on this process's device as they may be copied."""
+    """Trained parameters whose arrays all lie on this process's device in a form that can be copied."""
     specs = enumerate(session.params_now().chunked)
     return [param for param, spec in specs if spec.trained and session.runtime.is_stored_on_device(param)]
 
 
 def prepare_to_receive(session: Session) -> None:
-    """What a process that will join can do before it is awaited. To map device memory takes a second for some tens of
-    gigabytes: so memory for as much as it may get, half of what there is, is taken and left to PyTorch's cache. Not on
-    a GPU that others use, perhaps the ranks that train.
+    """Maps device memory ahead, while a joining process is not yet awaited.
+
+    Mapping takes about a second for some tens of gigabytes. Half of the parameters' bytes are mapped and left to
+    PyTorch's
+    cache. Does nothing on a GPU that other processes use, since these may be the training ranks.
     """
     if session.device.type != "cuda":
         return
@@ -59,26 +61,26 @@ def prepare_to_receive(session: Session) -> None:
 
 
 def on_all_devices(told: Iterable[bytes]) -> list[int]:
-    """Of what ranks say :func:`params_on_device` is on each, as JSON, what is so on all of them."""
+    """Intersection of all ranks' :func:`params_on_device`, as JSON."""
     with reading("parameters on devices"):
         return sorted(set.intersection(*(set(json.loads(message)) for message in told)))
 
 
 def stored_bytes(session: Session, params: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Of each parameter, the bytes of an element of each of its arrays."""
+    """Bytes per element of each parameter's arrays."""
     return {param: tuple(session.runtime.stored_bytes(param)) for param in params}
 
 
 def those_with_room(
     params: Sequence[int], sizes: dict[int, tuple[int, ...]], moves: Sequence[Move], room_bytes: Sequence[int]
 ) -> list[int]:
-    """As many of the parameters as new ranks' devices have room to receive.
+    """The first parameters that the new ranks' devices can receive.
 
     Args:
         params: on all old ranks' devices.
-        sizes: :func:`stored_bytes` of them.
+        sizes: their :func:`stored_bytes`.
         moves: of all parameters.
-        room_bytes: by new rank, what is free on its device.
+        room_bytes: free bytes by new rank's device.
     """
     left = [int(room * _ROOM_SHARE) for room in room_bytes]
     arriving: dict[int, list[Move]] = {}
@@ -96,7 +98,7 @@ def those_with_room(
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Elements [begin, end) of an array of a parameter, in memory of their own."""
+    """Elements [begin, end) of one array of a parameter, in their own memory."""
 
     array: int
     begin: int
@@ -106,12 +108,21 @@ class _Piece:
 
 
 class DeviceShards:
-    """What one process has and gets of the parameters that stay on devices.
+    """One process's parts of the parameters that stay on devices.
+
+    A parameter stays on devices if all of its arrays lie on the device of every old rank; its values then never pass
+    through host memory. Parts for other processes are sent from device to device, in stored form, before the decision,
+    and
+    wait there in separate memory for the new core. Parts that this process keeps are copied to separate memory while
+    its
+    old core closes, and freed while the new core takes them, both chunk by chunk. So a device holds values once, plus
+    one
+    chunk. The old ranks' plan decides which states rest on devices, and new ranks start with it.
 
     Args:
-        sizes: :func:`stored_bytes` of them.
-        old: this process's part of each parameter so far; None: it was no rank.
-        new: the same from now on; None: it leaves.
+        sizes: the parameters' :func:`stored_bytes`.
+        old: this process's former part of each parameter; None: it was no rank.
+        new: its new part; None: it leaves.
     """
 
     def __init__(self, sizes: dict[int, tuple[int, ...]], old: Sequence[Part] | None, new: Sequence[Part] | None):
@@ -123,11 +134,10 @@ class DeviceShards:
         return any(move.param in self._sizes for move in moves)
 
     def reserve(self, session: Session, moves: Sequence[Move], targets: dict[int, int], mine: int) -> None:
-        """Takes memory for what this process will receive, which is its rank ``mine`` of ``targets``; see
-        :meth:`pass_on`.
+        """Allocates memory for what this process will receive as rank ``mine`` of ``targets``; see :meth:`pass_on`.
 
         Raises:
-            MemoryBudgetError: there is no room for what comes.
+            MemoryBudgetError: no room.
         """
         for move in moves:
             if move.param in self._sizes and targets[move.target] == mine:
@@ -143,18 +153,18 @@ class DeviceShards:
         targets: dict[int, int],
         timeout_seconds: float,
     ) -> None:
-        """Sends what others need of this process, and receives what it needs, where :meth:`reserve` has made room.
+        """Sends this process's parts to others, and receives into the memory from :meth:`reserve`.
 
         Args:
             session: of this process, between steps.
             communicator: of all processes.
             moves: of all parameters, the same on all processes.
-            sources: by old rank, the process's rank in ``communicator``.
-            targets: by new rank, likewise.
-            timeout_seconds: for all of it.
+            sources: rank in ``communicator`` by old rank.
+            targets: rank in ``communicator`` by new rank.
+            timeout_seconds: for the whole transfer.
 
         Raises:
-            RankFailure: of ``exchange``.
+            RankFailure: from ``exchange``.
         """
         mine = communicator.rank
         addresses: dict[int, list[int]] = {}
@@ -187,7 +197,7 @@ class DeviceShards:
         return piece
 
     def _make_anywhere(self, session: Session, param: int, array: int, begin: int, end: int) -> _Piece:
-        """On the host where the device has no room: the resize is decided."""
+        """Allocates on the device, else on the host: the resize is decided and cannot be refused."""
         try:
             return self._make(session, param, array, begin, end)
         except _C.MemoryBudgetError:
@@ -196,7 +206,7 @@ class DeviceShards:
         return self._pieces[param][-1]
 
     def set_aside(self, session: Session) -> None:
-        """Copies what this process keeps, chunk by chunk, of a core that is closed next."""
+        """Copies the parts that this process keeps, chunk by chunk, from a core that closes next."""
         if self._old is None:
             return
         for chunk, params in enumerate(self._by_chunk(session)):
@@ -211,21 +221,21 @@ class DeviceShards:
                 session.runtime.leave_stored(chunk)
 
     def fill(self, session: Session) -> None:
-        """Gives the new core all of it, chunk by chunk."""
+        """Writes all parts into the new core, chunk by chunk."""
         for params in self._by_chunk(session):
             for param in params:
                 pieces = self._pieces[param]
                 ranges = [(p.array, p.begin, p.end, p.memory.address, p.where) for p in pieces]
                 session.runtime.write_stored(param, ranges)
             if session.device.type == "cuda":
-                torch.cuda.synchronize(session.device)  # the memory may be given to another queue
+                torch.cuda.synchronize(session.device)  # another stream may reuse the memory
             for param in params:
                 self._pieces[param].clear()
         if self._sizes:
-            session.runtime.return_cached()  # else the first steps would leave it the room of states
+            session.runtime.return_cached()  # else the cache would take the room of states in the first steps
 
     def _by_chunk(self, session: Session) -> Iterator[list[int]]:
-        """These parameters, by the chunks of the session's present core."""
+        """These parameters by chunk of the session's present core."""
         for chunk in range(session.layout.num_chunks):
             yield [param for param in session.layout.chunk(chunk)["params"] if param in self._sizes]
 
@@ -238,8 +248,9 @@ def pass_on(
     place: PassingPlace,
     options: ResizeOptions,
 ) -> ChunkCommunicators | None:
-    """All processes call this at the same point, before the decision. Where values pass between the new ranks alone,
-    they do it in a communicator that these go on with; it is given, and whoever gets it closes it.
+    """Passes values from device to device before the decision. Collective over all processes, at the same point.
+
+    If the new ranks alone take part, their communicators are returned for the new world; the caller closes them.
     """
     if not on_devices.has_any(moves):
         return None
@@ -266,7 +277,7 @@ def pass_on(
             on_devices.pass_on(session, connected.scatter, moves, sources, targets, limit)
             if session.device.type == "cuda":
                 warm_up(connected.gather, connected.scatter, session.device, limit)
-        except _C.RankFailure as error:  # of processes, some of which join: no rank has failed yet
+        except _C.RankFailure as error:  # a joining process may have failed, which is no failed rank
             raise OSError(f"values did not pass from device to device: {first_line(error)}") from error
         unless_it_passes.pop_all()
     return connected

@@ -30,7 +30,7 @@ _Check = Callable[[Any], bool]
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """Everything that a process has prepared before the decision."""
+    """Results of a process's preparation before the decision."""
 
     shards: Shards
     on_devices: DeviceShards
@@ -67,7 +67,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
             assert rank is not None
             options.note_phase(Phase.CHECK)
             prepared = _prepare(session, invitation, keys, number, options, unless_joined, meeting)
-            until_joined.enter_context(deferred_signals())  # [Note: signals in a resize]
+            until_joined.enter_context(deferred_signals())  # until the change is over, as in resize_session
             meeting.answer(number, None)
             options.note_phase(Phase.DECIDE)
             if meeting.decision(plan.token, options.timeout_seconds) is Decision.STAY:
@@ -88,10 +88,13 @@ def _prepare(
     unless_joined: contextlib.ExitStack,
     meeting: Rendezvous,
 ) -> _Prepared:
-    """Has all that this process needs, or tells the leader why not. ``unless_joined`` gets what undoes it.
+    """Prepares everything that this process needs, or sends the leader the reason for failing.
+
+    Args:
+        unless_joined: receives callbacks that undo the preparation.
 
     Raises:
-        ResizeError: in the place of what went wrong, but for interrupts.
+        ResizeError: replaces any error except interrupts.
     """
     plan, limit = invitation.plan, options.timeout_seconds
     rank = plan.new_rank(None, number)
@@ -119,19 +122,23 @@ def _prepare(
 
 @dataclasses.dataclass(frozen=True)
 class Invitation:
-    """To one process, with which it can join."""
+    """The leader's message with which one process can join.
+
+    All fields are checked before the process acts on them: types, ranges, the token, which is part of a path, and
+    hosts,
+    which must lie within the run's networks. The message names no path on this machine.
+    """
 
     plan: ResizePlan
     addresses: list[str]
-    """``host:port`` of the old ranks' file servers, by rank; "": a rank has none."""
+    """``host:port`` of the old ranks' file servers by rank; empty: no server."""
 
 
 def read_invitation(said: Mapping[str, Any], number: int, allowed: AllowedHosts) -> Invitation:
     """The invitation of process ``number``.
 
     Raises:
-        ResizeError: the ranks that train refuse the process, or a field is missing, unknown, or has a value that it
-            must not have.
+        ResizeError: the training ranks refuse the process, or a field is missing, unknown or out of range.
     """
     if REFUSAL in said:
         raise ResizeError(f"this process did not join: {said[REFUSAL]}")

@@ -1,4 +1,4 @@
-"""What memory says about other ranks: whether their shares fit, and how large their micro-batches may be."""
+"""Memory checks of a resize: whether the new ranks' shards fit, and the largest micro-batches."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from patrickstar.session.session import Session
 
 
 def layout_for(session: Session, num_ranks: int) -> _C.Layout:
-    """Of the first of so many ranks; the others' shares are as large."""
+    """Layout of the first of ``num_ranks`` ranks; the shares of the others are equally large."""
     optimizer = session.config.optimizer
     scheme = state_scheme(optimizer)
     return make_layout(session.params_now(), session.chunk_numel, num_ranks, 0, scheme)
 
 
 def check_room(session: Session, num_ranks: int) -> None:
-    """A rank's share of parameters and optimizer states is not more than all budgets together, where the configuration
-    gives all: others are measured when ranks are opened. That is needed, and not always enough.
+    """Raises MemoryBudgetError if a rank's parameters and states exceed all configured budgets together.
+
+    Budgets that the configuration leaves open are measured later. The condition is necessary, not sufficient.
     """
     config, on_disk = session.config, _disk_bytes(session.config)
     if config.device_memory is None or config.host_memory is None or on_disk is None:
@@ -49,33 +50,33 @@ def check_room(session: Session, num_ranks: int) -> None:
 
 
 def _disk_bytes(config: Config) -> int | None:
-    """What optimizer states may take of a disk; None: nobody says."""
+    """Disk bytes for optimizer states; None: unlimited."""
     return 0 if config.disk_memory.path is None else config.disk_memory.size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """What a process knows of memory before a resize; JSON's types."""
+    """A process's memory before a resize, in JSON's types."""
 
     host: str
     available_bytes: int
-    """Of the host, that nobody has taken."""
+    """Free memory of the host."""
     usable_bytes: int
-    """That the process may use."""
+    """Host memory that the process may use."""
     reserve_bytes: int
-    """That default budgets leave."""
+    """Host memory that default budgets leave free."""
     held_bytes: int
-    """That its chunks have of the host, and give back when it closes its core."""
+    """Host memory of its chunks, freed when its core closes."""
     device_bytes: int
-    """Its budget on its device so far."""
+    """Its present device budget."""
     device: str
-    """The GPU, the same in all processes; "": it is simulated."""
+    """UUID of the GPU; empty: simulated."""
     free_device_bytes: int
-    """Of its device, that nobody has taken."""
+    """Free memory of its device."""
 
     @classmethod
     def of(cls, session: Session) -> MemoryFacts:
-        """Of this process."""
+        """Facts of this process."""
         report = session.report()
         device, free = _device_facts(session.device, report["device_budget_bytes"])
         return cls(
@@ -91,7 +92,7 @@ class MemoryFacts:
 
 
 def _device_facts(device: torch.device, budget_bytes: int) -> tuple[str, int]:
-    """Which GPU it is, and what is free on it within the budget; PyTorch's cache is free."""
+    """UUID of the GPU, and its free bytes within the budget, including PyTorch's cache."""
     if device.type != "cuda":
         return "", _C.UNLIMITED
     taken = torch.cuda.memory_allocated(device)
@@ -100,8 +101,9 @@ def _device_facts(device: torch.device, budget_bytes: int) -> tuple[str, int]:
 
 
 def expected_budgets(config: Config, staying: Sequence[MemoryFacts], ending: Sequence[MemoryFacts]) -> list[Budgets]:
-    """What the new ranks are expected to measure when they are opened, where the configuration does not say it: what is
-    available of their host and what the cores there give back, divided among them, and the devices that they have.
+    """Budgets that the new ranks will probably measure, where the configuration leaves them open.
+
+    A host's available memory and the memory that its cores free are divided by its new ranks.
 
     Args:
         config: of all.
@@ -125,11 +127,11 @@ def expected_budgets(config: Config, staying: Sequence[MemoryFacts], ending: Seq
 
 
 def check_expected_room(session: Session, staying: Sequence[MemoryFacts], ending: Sequence[MemoryFacts]) -> None:
-    """As :func:`check_room`, of the budgets that the new ranks are expected to measure. They may differ from those that
-    they do: others take memory too.
+    """Like :func:`check_room`, for the expected budgets. Measured budgets may differ, since other processes take memory
+    too.
 
     Raises:
-        MemoryBudgetError: a rank's share would be more than both.
+        MemoryBudgetError: a rank's share exceeds its budgets.
     """
     layout, on_disk = layout_for(session, len(staying)), _disk_bytes(session.config)
     if on_disk is None:
@@ -145,11 +147,11 @@ def check_expected_room(session: Session, staying: Sequence[MemoryFacts], ending
 
 
 def device_rooms(facts: Sequence[MemoryFacts], staying: Sequence[MemoryFacts]) -> list[int]:
-    """By new rank, what may be received on its device; nothing where processes share one, which has no room for both.
+    """Bytes that may arrive on each new rank's device; 0 if processes share a GPU, which cannot hold both cores.
 
     Args:
         facts: by old rank.
-        staying: by new rank; of those that stay the same objects.
+        staying: by new rank; staying ranks are the same objects as in ``facts``.
     """
     old = {id(one) for one in facts}
     gpus = [one.device for one in (*facts, *(one for one in staying if id(one) not in old))]
@@ -158,14 +160,14 @@ def device_rooms(facts: Sequence[MemoryFacts], staying: Sequence[MemoryFacts]) -
 
 
 def check_copies(facts: Sequence[MemoryFacts], copied_bytes: Sequence[int]) -> None:
-    """That hosts have room for the copies which a resize makes beside what is there.
+    """Checks that hosts have room for the copies of a resize.
 
     Args:
         facts: by old rank.
-        copied_bytes: by old rank, what it publishes and sets aside.
+        copied_bytes: by old rank, of published and kept copies.
 
     Raises:
-        MemoryBudgetError: one has not.
+        MemoryBudgetError: a host has no room.
     """
     for host in sorted({one.host for one in facts}):
         needed = sum(size for one, size in zip(facts, copied_bytes, strict=True) if one.host == host)
@@ -178,8 +180,9 @@ def check_copies(facts: Sequence[MemoryFacts], copied_bytes: Sequence[int]) -> N
 
 
 def allowed_micro_batches(session: Session, num_ranks: int, carried: Mapping[str, Any]) -> dict[str, int]:
-    """By name of what is carried and wants to know: the most samples that a micro-batch may have on so many ranks, by
-    the last step on this rank. Nothing before the first step.
+    """Largest micro-batch on ``num_ranks`` ranks, by name of each user state that asks for it.
+
+    Computed from the last step on this rank; empty before the first step.
     """
     moments = session.runtime.timeline()
     asking = {name: item for name, item in carried.items() if isinstance(item, OfTide) and item.measured_micro_batch}
@@ -202,7 +205,7 @@ def allowed_micro_batches(session: Session, num_ranks: int, carried: Mapping[str
 
 
 def least_of_all(messages: list[bytes]) -> dict[str, int]:
-    """Of what ranks say :func:`allowed_micro_batches` is on each, as JSON."""
+    """Minimum over all ranks' :func:`allowed_micro_batches`, as JSON."""
     with reading("micro-batches that fit"):
         said = [json.loads(message) for message in messages]
         return {name: min(one[name] for one in said) for name in said[0]}

@@ -29,29 +29,29 @@ from patrickstar.session.session import Session
 REFUSAL = "refusal"
 """Key of a message that replaces an invitation and carries the reason for the refusal."""
 MEMORY = "memory"
-"""What a process that joins says of it: :class:`MemoryFacts`."""
+"""Key of a joining process's :class:`MemoryFacts`."""
 
 
 class Carried(Protocol):
-    """What goes along: a schedule of PyTorch's, a sampler, anything with a state of plain values and tensors."""
+    """User state that joining processes take over: a scheduler, a sampler, any state of plain values and tensors."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, the same on all ranks."""
+        """The state, the same on all ranks."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Takes the state on a process that joins."""
+        """Sets the state on a joining process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResizeOptions:
-    """What old ranks and processes that join give alike."""
+    """Arguments that old ranks and joining processes pass alike."""
 
     rendezvous: Rendezvous | str | None
     carried: Mapping[str, Carried]
     folder: str
-    """In which this process's folder of a resize is: nobody else names it."""
+    """Parent of this process's folder for the resize; other processes do not know its name."""
     timeout_seconds: float
-    """For each wait."""
+    """Limit of each wait."""
     note_phase: Callable[[Phase], None]
 
     @classmethod
@@ -64,7 +64,7 @@ class ResizeOptions:
         timeout_seconds: float | None,
         note_phase: Callable[[Phase], None],
     ) -> ResizeOptions:
-        """Arguments of ``Engine.resize`` and ``Engine.join``."""
+        """Options from the arguments of ``Engine.resize`` and ``Engine.join``."""
         seconds = default_seconds if timeout_seconds is None else timeout_seconds
         return cls(
             rendezvous=rendezvous,
@@ -75,17 +75,17 @@ class ResizeOptions:
         )
 
     def meeting_place(self) -> Rendezvous:
-        """Where processes meet."""
+        """The rendezvous, connected."""
         at, limit = self.rendezvous, min(self.timeout_seconds, CONNECT_SECONDS)
         return at if isinstance(at, Rendezvous) else Rendezvous.at(at, timeout_seconds=limit)
 
     def run_secret(self) -> RunSecret:
-        """The secret of the run with that meeting place."""
+        """The secret of the run at that rendezvous."""
         at = self.rendezvous
         return at.secret if isinstance(at, Rendezvous) else run_secret_at(at)
 
     def towards(self) -> str:
-        """A host that all processes reach: that of the rendezvous, else of the old ranks' store."""
+        """A host that all processes reach: the rendezvous, else the old ranks' store."""
         if isinstance(self.rendezvous, Rendezvous):
             return self.rendezvous.host
         address = self.rendezvous or os.environ.get(ADDRESS_VARIABLE)
@@ -94,55 +94,54 @@ class ResizeOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResizeKeys:
-    """Keys of 32 bytes each, of one resize."""
+    """Keys of one resize, 32 bytes each."""
 
     store: bytes = dataclasses.field(repr=False)
-    """The key of the new world's store."""
+    """Key of the new world's store."""
     files: bytes = dataclasses.field(repr=False)
-    """The key of the servers of files."""
+    """Key of the file servers."""
 
     @classmethod
     def of(cls, token: str, secret: RunSecret) -> ResizeKeys:
-        """The keys of the resize with that token."""
+        """Keys of the resize with that token."""
         own = secret.derived(f"resize {token}")
         return cls(store=own.key("store"), files=own.key("files"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResizePlan:
-    """What all processes of a resize know when they are gathered; JSON's types."""
+    """The plan that all processes of a resize share, in JSON's types."""
 
     token: str
     num_old: int
     former: list[int | None]
     guests: list[int]
-    """Numbers at the rendezvous of the processes that join, in the order of their new ranks."""
+    """Rendezvous numbers of joining processes, in the order of their new ranks."""
     hosts: list[str]
     """By new rank."""
     host: str
     port: int
-    """Where rank 0 serves the store of the new world; 0 for one rank."""
+    """Port of the new world's store on rank 0; 0 for one rank."""
     chunk_numel: int
     micro_batches: dict[str, int]
-    """By name of what is carried: the most samples that a micro-batch may have, where it asks for that."""
+    """Largest micro-batch by name of the user states that ask for it."""
     accumulation: int | None
-    """``gradient_accumulation_steps`` from now on, with which the global batch is kept; None: nobody has said it."""
+    """New ``gradient_accumulation_steps``, which keep the global batch; None: not configured."""
     step_counts: list[int]
-    """Of each parameter in chunks."""
+    """By parameter in chunks."""
     num_chunks: int
     timeline: str
-    """The moments of the old ranks' last step, as JSON, with which the new ones begin where they have as many chunks;
-    "": there was no step.
-    """
+    """Accesses of the old ranks' last step, as JSON; empty: no step was made (see ``_expect`` in resizing.py)."""
     on_device: list[int] = dataclasses.field(default_factory=list)
-    """Parameters that stay on devices ([Note: shards on devices])."""
+    """Parameters that stay on devices (see ``DeviceShards``)."""
     secret: str = dataclasses.field(default="", repr=False)
-    """Hexadecimal secret of a resize that nobody joins. "": somebody joins, and keys follow from the run's secret,
-    which is never sent.
+    """Hexadecimal secret of a resize without joining processes. Empty if a process joins: keys then follow from the
+    run's
+    secret, which is never sent.
     """
 
     def keys(self, options: ResizeOptions) -> ResizeKeys:
-        """Keys of the services in this resize.
+        """Keys of the resize's services.
 
         Raises:
             SecretError: the file of the run's secret is missing or refused.
@@ -150,14 +149,14 @@ class ResizePlan:
         return ResizeKeys.of(self.token, RunSecret.from_hex(self.secret) if self.secret else options.run_secret())
 
     def new_rank(self, old: int | None, guest: int | None = None) -> int | None:
-        """Of an old rank, or of a process that joins; None: it leaves."""
+        """New rank of an old rank or of a joining process; None: it leaves."""
         if guest is not None:
             joining = [rank for rank, former in enumerate(self.former) if former is None]
             return joining[self.guests.index(guest)]
         return self.former.index(old) if old in self.former else None
 
     def place(self, rank: int, keys: ResizeKeys) -> Place:
-        """Of a new rank."""
+        """Place of a new rank in the new world."""
         here = [index for index, host in enumerate(self.hosts) if host == self.hosts[rank]]
         return Place(
             rank=rank,
@@ -170,14 +169,14 @@ class ResizePlan:
         )
 
     def passing_place(self, keys: ResizeKeys, old: int | None, guest: int | None = None) -> PassingPlace:
-        """Of a process among all that take part: new ranks in their order, then those that leave."""
+        """Place of a process in the transfer between devices: new ranks in order, then leaving ranks."""
         size = len(self.former) + len(self._leaving)
         rank = self._passing_rank(old, guest)
         return PassingPlace(rank=rank, size=size, host=self.host, port=self.port, key=keys.store)
 
     @property
     def passing_sources(self) -> dict[int, int]:
-        """By old rank, its :meth:`passing_place`'s rank."""
+        """Rank in :meth:`passing_place` by old rank."""
         return {old: self._passing_rank(old) for old in range(self.num_old)}
 
     def _passing_rank(self, old: int | None, guest: int | None = None) -> int:
@@ -190,7 +189,7 @@ class ResizePlan:
 
     @property
     def all_stay(self) -> bool:
-        """So that those who take part are the new ranks."""
+        """Whether no rank leaves, so the participants are the new ranks."""
         return not self._leaving
 
 
@@ -201,14 +200,14 @@ def make_plan(
     options: ResizeOptions,
     micro_batches: dict[str, int],
 ) -> ResizePlan:
-    """The leader's.
+    """The plan, made by the leader.
 
     Args:
-        session: of it.
-        former: by new rank, the old one, or None for one that joins.
-        guests: what these said of themselves, by their numbers.
+        session: of the leader.
+        former: old rank by new rank; None: a process joins.
+        guests: descriptions of joining processes by number.
         options: of the resize.
-        micro_batches: what all ranks allow.
+        micro_batches: limits that all ranks allow.
     """
     here = socket.gethostname()
     joining = iter([said["host"] for said in guests.values()])
@@ -238,14 +237,14 @@ def make_plan(
 
 
 def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:
-    """Of a step on the new ranks: what the core keeps room for."""
+    """Accumulation steps of the new ranks, for which the core reserves room."""
     steps = config.gradient_accumulation_steps
     return None if steps is None else max(steps * num_old // num_new, 1)
 
 
 def description(session: Session, carried: Mapping[str, Carried]) -> dict[str, Any]:
-    """What a process says of itself: its host, and what must be the same on all."""
-    of_each = ("profile", "plan", "plan_cache", "gradient_accumulation_steps")  # or of a number of ranks
+    """A process's host and memory, and facts that must agree on all processes."""
+    of_each = ("profile", "plan", "plan_cache", "gradient_accumulation_steps")  # may differ between processes
     shared = session.config.model_copy(update=dict.fromkeys(of_each))
     params = session.params_now()
     chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in params.chunked]
@@ -260,7 +259,7 @@ def description(session: Session, carried: Mapping[str, Carried]) -> dict[str, A
 
 
 def check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carried: Mapping[str, Carried]) -> None:
-    """Raises ResizeError where one that joins says something else."""
+    """Raises ResizeError if a joining process differs from this one."""
     own = description(session, carried)
     for number, said in guests.items():
         for what in own.keys() - {"host", MEMORY}:
@@ -273,8 +272,8 @@ def check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carr
 
 @contextlib.contextmanager
 def all_or_none(session: Session, what: str) -> Iterator[None]:
-    """Where what is inside fails on a rank with an error, all ranks raise ResizeError and can go on. A rank that was
-    interrupted raises the interrupt itself.
+    """If the block fails on one rank, all ranks raise ResizeError and can go on. An interrupted rank raises its
+    interrupt.
     """
     failure: BaseException | None = None
     try:
@@ -297,7 +296,7 @@ def all_or_none(session: Session, what: str) -> Iterator[None]:
 
 
 def together(session: Session, said: str) -> list[bytes]:
-    """What each old rank says, by rank."""
+    """The messages of all old ranks, by rank."""
     if len(session.ranks.members) == 1:
         return [said.encode()]
     with session.guard("resize"):

@@ -1,4 +1,15 @@
-"""Another number of ranks for an engine that goes on training: ``Engine.resize``, and the change that joiners share."""
+"""Another number of ranks for an engine that goes on training: ``Engine.resize``, and the change that joiners share.
+
+All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision (``Rendezvous.decide``) no
+engine is changed: old ranks publish copies of the parts that others need, and each receiver checks that they are in its
+folder or fetches them. After the decision each rank sets aside the parts that it keeps, closes its core, and reopens it
+with the new ranks, because a core is built for a number of ranks. The module, its ``Parameter`` objects, the engine,
+the optimizer and random number generators stay. A joining process starts with its own single-rank engine, whose values
+are discarded.
+
+After the decision no process can go back, and an engine is whole again only at the end of the change. So signals are
+deferred from before the decision to that end; a joining process defers them from before its answer.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +73,7 @@ from patrickstar.state.save_load import check_between_steps
 
 
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
-    """What ``Engine.resize`` describes. All ranks of the session call it."""
+    """Implements ``Engine.resize``. Collective over all ranks of the session."""
     check_supported(session, "resize")
     limit = session.config.rank_timeout_seconds
     if not 0 < options.timeout_seconds < limit:
@@ -86,12 +97,12 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             check_room(session, num_ranks)
             allowed = allowed_micro_batches(session, num_ranks, options.carried)
         allowed = least_of_all(together(session, json.dumps(allowed)))
-        session.runtime.drop_derivable()  # so that what comes has room
+        session.runtime.drop_derivable()  # makes room for arriving values
         facts = _shared_facts(session)
         on_device = on_all_devices(together(session, json.dumps(params_on_device(session))))
         with all_or_none(session, "the ranks were not gathered"):
             if num_joining > 0:
-                options.run_secret()  # before anything waits: each rank has it
+                options.run_secret()  # fails early on a rank without the secret
             if is_leader:
                 guests: dict[int, dict[str, Any]] = {}
                 if num_joining > 0:
@@ -139,13 +150,13 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     shards.files.reach(new, addresses, options.timeout_seconds)
                 if is_leader and meeting is not None:
                     meeting.answers(plan.guests, options.timeout_seconds)
-                until_changed.enter_context(deferred_signals())  # [Note: signals in a resize]
+                until_changed.enter_context(deferred_signals())
 
             options.note_phase(Phase.DECIDE)
             with all_or_none(session, "the resize was given up"):
                 if meeting is not None:
                     meeting.decide(plan.token, Decision.RESIZE)
-            is_decided = True  # by the leader as well: all have told each other that nothing failed
+            is_decided = True  # on every rank: all_or_none has exchanged that none failed
         finally:
             if not is_decided:
                 if connected is not None:
@@ -156,7 +167,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
                         _send_away(meeting, plan.guests, "the ranks that train gave the resize up")
-                shards.remove()  # whoever comes first: the leader may be gone
+                shards.remove()  # on every rank, since the leader may be gone
             if server is not None:
                 server.close()
         if new is None and server is not None:
@@ -166,7 +177,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
 
 
 def _send_away(meeting: Rendezvous, guests: Iterable[int], why: str) -> None:
-    """Tells those that wait for an invitation that none comes; who has one waits for the decision."""
+    """Tells waiting processes that no invitation follows. An invited process waits for the decision."""
     for number in guests:
         meeting.invite(number, {REFUSAL: why})
 
@@ -186,7 +197,7 @@ def _shared_facts(session: Session) -> list[MemoryFacts]:
 def _staying(
     former: Sequence[int | None], facts: Sequence[MemoryFacts], guests: Mapping[int, Mapping[str, Any]]
 ) -> list[MemoryFacts]:
-    """Of the processes by new rank."""
+    """Memory facts by new rank."""
     joining = iter([MemoryFacts(**said[MEMORY]) for said in guests.values()])
     return [next(joining) if old is None else facts[old] for old in former]
 
@@ -198,7 +209,7 @@ def _check_memory(
 
 
 def check_supported(session: Session, call: str) -> None:
-    """Raises StateError where an engine of this kind cannot be resized."""
+    """Raises StateError if an engine of this kind cannot be resized."""
     session.check_whole()
     config = session.config
     if session.owner.keeps_ranks is not None:
@@ -217,7 +228,7 @@ def check_supported(session: Session, call: str) -> None:
 
 
 def check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
-    """Raises ValueError where something that is carried cannot be shared by so many ranks."""
+    """Raises ValueError if a user state cannot be shared by ``num_ranks``."""
     for item in carried.values():
         if isinstance(item, OfRanks):
             item.check_ranks(num_ranks)
@@ -234,11 +245,18 @@ def change(
     connected: ChunkCommunicators | None,
     state: dict[str, Any] | None = None,
 ) -> Resized:
-    """After the decision; see [Note: order of a resize].
+    """Closes the old core and opens the new one, after the decision.
 
     Args:
-        connected: what the new ranks have opened already.
-        state: what a process that joins takes over.
+        session: of this process.
+        plan: of the resize.
+        keys: of its services.
+        shards: of all ranks.
+        held: sources of this process's new shards.
+        new: its new rank; None: it leaves.
+        options: of the resize.
+        connected: communicators that the new ranks have opened already.
+        state: for a joining process, the leader's.
     """
     try:
         options.note_phase(Phase.CLOSE)
@@ -303,7 +321,7 @@ def change(
             ranks.meet()
             shards.remove()
     except BaseException as error:
-        shards.remove()  # nobody can go on with them
+        shards.remove()  # useless from now on
         if connected is not None:
             connected.close()
         abandon_session(session, error)
@@ -319,7 +337,7 @@ def change(
 
 
 def _held_on_host(ranks: RankGroups, num_bytes: int) -> int:
-    """Bytes that all ranks of this host have kept of their former cores' memory; ``num_bytes`` are this rank's."""
+    """Bytes that all ranks of this host keep of their former cores' memory; ``num_bytes`` are this rank's."""
     here = socket.gethostname()
     if len(ranks.members) == 1:
         return num_bytes
@@ -329,6 +347,12 @@ def _held_on_host(ranks: RankGroups, num_bytes: int) -> int:
 
 
 def _expect(session: Session, plan: ResizePlan) -> None:
-    """[Note: a plan for other ranks]."""
+    """Gives the new core the accesses of the old ranks' last step, if both have the same number of chunks.
+
+    Steps use chunks alike on any number of ranks, and activation memory is similar. So states arrive at their tiers,
+    and
+    the first step replays a plan; where the step differs it fetches on demand. Small models differ in their number of
+    chunks. Measured times are not reused, since updates and messages take other times.
+    """
     if plan.timeline and plan.num_chunks == session.layout.num_chunks:
         session.runtime.adopt_timeline(timeline_from_json(plan.timeline, plan.num_chunks))

@@ -31,24 +31,24 @@ from patrickstar.resize.plan import Carried, ResizeOptions, ResizePlan
 from patrickstar.session.session import Session
 
 STATE_NAME = "state"
-"""The name of the leader's file, in its folder and in its ``FileServer``."""
+"""Name of the leader's state file, in its folder and in its ``FileServer``."""
 
 logger = logging.getLogger("patrickstar")
 
 _Range = tuple[int, _C.ArrayKind, int, int, int, int]
-"""As ``_C.Runtime.read_ranges`` takes them: parameter, kind, begin, end, file, where."""
+"""Argument of ``_C.Runtime.read_ranges``: parameter, kind, begin, end, file, address."""
 _IN_MEMORY = -1
 
 
 class Shards:
-    """Who has which parts before and after, and the files in which they travel.
+    """Parts of all ranks before and after the resize, and the files in which they travel.
 
     Args:
         session: of this process.
         plan: of the resize.
-        new: this process's new rank, or None: it leaves.
+        new: this process's new rank; None: it leaves.
         folder: of this process.
-        key: of the servers of files (32 bytes).
+        key: of the file servers, 32 bytes.
     """
 
     def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str, key: bytes):
@@ -67,20 +67,18 @@ class Shards:
 
     @property
     def state_path(self) -> Path:
-        """The leader's file of what goes along beside shards."""
+        """The leader's file of state beside shards."""
         return self.files.folder.file(STATE_NAME)
 
     def num_bytes(self, moves: Sequence[Move]) -> int:
-        """That these moves take."""
+        """Bytes of these moves."""
         return sum(move.numel * self._element_bytes(move.param) for move in moves)
 
     def _element_bytes(self, param: int) -> int:
         return sum(self.sizes.get(param, ())) or self.arrays[param] * torch.float32.itemsize
 
     def copied_bytes(self, old: int, new: int | None) -> int:
-        """That an old rank has on its host beside its core until it has closed that: what it publishes, and what it
-        keeps.
-        """
+        """Host bytes of an old rank's copies beside its open core: published parts and kept parts."""
         published = self.num_bytes([one for one in self.moves if one.source == old and one.param not in self.sizes])
         if new is None:
             return published
@@ -89,21 +87,21 @@ class Shards:
         return published + sum((end - begin) * count for (begin, end), count in of_each) * torch.float32.itemsize
 
     def on_devices(self, old: int | None, new: int | None) -> DeviceShards:
-        """Of a process of these ranks, None: it is none."""
+        """Device parts of a process with these ranks; None: no rank."""
         return DeviceShards(self.sizes, None if old is None else self.old[old], None if new is None else self.new[new])
 
     def remove(self) -> None:
-        """Removes all files of this resize from this process's folder, those of others too."""
+        """Removes all files of this resize from this process's folder, including those of other processes."""
         self.files.remove()
         self.files.folder.remove(self._state_names)
 
     def remove_reached(self, new: int) -> None:
-        """Removes what the new rank was to read in this process's folder: nobody else reads it."""
+        """Removes files that the new rank was to read from this process's folder."""
         mine = [file.name for file in self.files.files if file.target == new]
         self.files.folder.remove([*mine, reached_name(new)])
 
     def serve(self, options: ResizeOptions, old: int) -> FileServer | None:
-        """Gives what an old rank has published to those that do not find it in their folder; None: it cannot."""
+        """Serves an old rank's files to processes that do not find them in their folder; None: it cannot."""
         files = {file.name: self.files.path(file) for file in self.files.of_source(old)}
         files[STATE_NAME] = self.state_path
         try:
@@ -113,23 +111,23 @@ class Shards:
             return None
 
     def remove_given(self, old: int, server: FileServer) -> None:
-        """Removes those files of an old rank that their new ranks have fetched: nobody reads them in the folder."""
+        """Removes an old rank's files that new ranks have fetched; no process reads them in the folder."""
         files = self.files.of_source(old)
         self.files.folder.remove(file.name for file in files if server.has_given(file.name, str(file.target)))
 
 
 class Held:
-    """What a process has of its new shards: what it keeps, where the old core had it, and others' files."""
+    """Sources of this process's new shards: parts that it keeps, and files of other processes."""
 
     def __init__(self, shards: Shards, on_device: DeviceShards, old: int | None, new: int | None):
-        """``on_device``: what it has and got there; ``old``, ``new``: this process's ranks, None: it is none."""
+        """``on_device``: its parts on the device. ``old``, ``new``: this process's ranks; None: no rank."""
         self._shards, self._on_device, self._old, self._new = shards, on_device, old, new
         self._parts = shards.new[new] if new is not None else []
         self._kept: dict[tuple[int, int], list[_Range]] = {}
         self._memory: list[_C.HostMapping | _C.KeptRegions] = []
 
     def set_aside(self, session: Session) -> _C.KeptRegions:
-        """What is kept of a core that is closed next. Gives the memory in which nothing of it is."""
+        """Keeps this process's parts of a core that closes next. Returns the core's remaining memory."""
         self._on_device.set_aside(session)
         if self._old is None or self._new is None:
             return session.runtime.keep_memory()
@@ -140,7 +138,7 @@ class Held:
             for param, (begin, end) in parts.items()
             for array in range(self._shards.arrays[param] if begin < end else 0)
         }
-        mapping = _C.HostMapping(max(sum(sizes.values()), 1))  # untouched but for what is not on the host
+        mapping = _C.HostMapping(max(sum(sizes.values()), 1))  # touched only by parts that are not on the host
         ranges: list[_Range] = []
         at = mapping.address
         for (param, array), size in sizes.items():
@@ -153,7 +151,7 @@ class Held:
         return free
 
     def fill(self, session: Session) -> None:
-        """Writes this rank's part of all arrays, and lets go of what was kept."""
+        """Writes this rank's part of all arrays into the new core, and frees the kept copies."""
         kinds = _arrays(session)
         self._on_device.fill(session)
         with self._shards.files.opened(self._new) as (pieces, files):
@@ -167,7 +165,7 @@ class Held:
                 if param in self._shards.sizes:
                     continue
                 for array in range(self._shards.arrays[param]):
-                    nothing = (param, kinds[array], begin, begin, _IN_MEMORY, 0)  # the chunk has the state all the same
+                    nothing = (param, kinds[array], begin, begin, _IN_MEMORY, 0)  # the chunk still needs the state
                     ranges += sources.get((param, array), [nothing])
             session.runtime.write_ranges(ranges, files)
         self._kept.clear()
@@ -175,7 +173,7 @@ class Held:
 
 
 def all_moves(session: Session, plan: ResizePlan) -> tuple[list[list[Part]], list[list[Part]], list[Move]]:
-    """Each old rank's part of each parameter, each new one's, and what travels."""
+    """Each old rank's part of each parameter, each new rank's part, and the moves between them."""
     params = session.params_now()
     old = _parts(session, params, plan.chunk_numel, plan.num_old)
     new = _parts(session, params, plan.chunk_numel, len(plan.former))
@@ -183,13 +181,20 @@ def all_moves(session: Session, plan: ResizePlan) -> tuple[list[list[Part]], lis
 
 
 def choose_params(session: Session, plan: ResizePlan, on_device: Sequence[int], rooms: Sequence[int]) -> list[int]:
-    """Of the parameters on all old ranks' devices, those that stay on devices; ``rooms`` by new rank, in bytes."""
+    """Parameters that stay on devices.
+
+    Args:
+        session: of this process.
+        plan: of the resize.
+        on_device: parameters on all old ranks' devices.
+        rooms: free bytes by new rank's device.
+    """
     _, _, moves = all_moves(session, plan)
     return those_with_room(on_device, stored_bytes(session, on_device), moves, rooms)
 
 
 def publish(session: Session, shards: Shards, rank: int) -> None:
-    """Writes the files of an old rank."""
+    """Writes an old rank's files."""
     kinds = _arrays(session)
 
     def fill(pieces: list[Piece], files: list[OpenFile]) -> None:
@@ -200,12 +205,12 @@ def publish(session: Session, shards: Shards, rank: int) -> None:
 
 
 def _arrays(session: Session) -> tuple[_C.ArrayKind, ...]:
-    """What travels of a parameter that was updated; of others, the first of them."""
+    """Arrays of an updated parameter that travel; of other parameters only the first travels."""
     return (_C.ArrayKind.MASTER, *session.states.arrays.values())
 
 
 def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
-    """By rank and parameter: a pure function of the parameters, the size of chunks and the number of ranks."""
+    """Parts by rank and parameter, a pure function of parameters, chunk size and number of ranks."""
     scheme = state_scheme(session.config.optimizer)
     found = []
     for rank in range(num_ranks):
@@ -216,21 +221,21 @@ def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> l
 
 
 def reached_name(new: int) -> str:
-    """The name of the file that a new rank has fetched."""
+    """Name of the state file that a new rank has fetched."""
     return f"{STATE_NAME}-for{new}"
 
 
 def managed_states(session: Session) -> list[dict[str, Any]]:
-    """The optimizer's of each parameter that stays with PyTorch, whole on each rank."""
+    """Optimizer states of parameters that stay with PyTorch, whole on each rank."""
     return [dict(session.states.optimizer_state(managed.param) or {}) for managed in session.managed.params]
 
 
 def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) -> None:
-    """Writes the leader's file, of mode 0600.
+    """Writes the leader's state file with mode 0600.
 
     Raises:
-        OSError: it cannot be written.
-        CheckpointError: something that is carried has a state of other types than plain values and tensors.
+        OSError: the file cannot be written.
+        CheckpointError: a user state has other types than plain values and tensors.
     """
     state = {
         "num_steps": session.num_steps,
@@ -246,11 +251,11 @@ def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) ->
 
 
 def reached_state(folder: ResizeFolder, key: bytes, new: int, address: str, timeout_seconds: float) -> dict[str, Any]:
-    """The leader's state, from its file where it is in ``folder``, else from its server at ``address``.
+    """The leader's state, from its file in ``folder`` or from its server at ``address``.
 
     Raises:
-        OSError: it is neither there nor to be fetched.
-        CheckpointError: it is damaged.
+        OSError: neither is reachable.
+        CheckpointError: the file is damaged.
     """
     path = folder.file(STATE_NAME)
     if not path.exists():
@@ -261,14 +266,14 @@ def reached_state(folder: ResizeFolder, key: bytes, new: int, address: str, time
 
 
 def check_state(state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
-    """Raises ValueError where something that is carried could not take what others have of it."""
+    """Raises ValueError if a user state could not take over the leader's."""
     for name, item in carried.items():
         if isinstance(item, OfOneRun):
             item.check_state(state["carried"][name])
 
 
 def take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
-    """This session goes on from there, but for what stays with PyTorch (:func:`managed_states`)."""
+    """Sets the leader's state, except for parameters that stay with PyTorch (:func:`managed_states`)."""
     session.num_steps = state["num_steps"]
     session.outcome = type(session.outcome)(**state["outcome"])
     if session.scaler is not None:

@@ -229,7 +229,7 @@ def run_facts(
 
 
 def _machine_facts(device: torch.device) -> list[Any]:
-    """Device and host. Host memory counts to the next power of two, since a virtual machine's grows as it is touched."""
+    """Device and host. Host memory counts to the next power of two: a virtual machine's grows as it is touched."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         on_device = [properties.name, properties.total_memory]

@@ -1,7 +1,7 @@
-"""Checkpoints of an engine whose matrices ranks share: each rank stores its blocks, and any mesh loads whole tensors.
+"""Checkpoints of a tensor-parallel engine: each rank saves its blocks, and any mesh loads full tensors.
 
-What is stored goes by the names of blocks (:mod:`patrickstar.checkpoint.blocks`); groups, counts and what is loaded by
-those that the model had before it was divided. So checkpoints move between meshes, and to and from undivided models.
+Saved tensors have the names of blocks (``checkpoint/blocks.py``). Groups, counts and loaded tensors have the names
+before sharding. So checkpoints move between meshes, and to and from unsharded models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from patrickstar.state.parts import Part
 
 
 def stored_params(session: Session) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that ranks with this one's chunks store, and under which names."""
+    """Parameters that this rank's chunk group saves, with their names in the checkpoint."""
     names = session.matrices.names
     if names is None:
         yield from named_params(session.module)
@@ -34,7 +34,7 @@ def stored_params(session: Session) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def whole_names(session: Session) -> dict[nn.Parameter, tuple[str, ...]]:
-    """The names in a checkpoint of what each parameter is of: its own, but where it is a block."""
+    """Names in a checkpoint of the full parameters behind each parameter."""
     names = session.matrices.names
     if names is None:
         return {param: (name,) for name, param in named_params(session.module)}
@@ -42,7 +42,7 @@ def whole_names(session: Session) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def described_blocks(session: Session) -> dict[str, Any] | None:
-    """What the checkpoint's state says of blocks; None where there are none."""
+    """The description of blocks for the checkpoint's state; None: not sharded."""
     names = session.matrices.names
     if names is None:
         return None
@@ -51,13 +51,13 @@ def described_blocks(session: Session) -> dict[str, Any] | None:
 
 
 def make_sink(session: Session, part: Part) -> EngineSink:
-    """Takes what a checkpoint has for this rank."""
+    """A sink for this rank's part of a checkpoint with full tensors."""
     names = session.matrices.names
     return EngineSink(session, part) if names is None else DividedSink(session, part, names)
 
 
 def block_sink(session: Session, part: Part, described: Any) -> EngineSink | None:
-    """Takes this rank's blocks as they are stored, where ``described`` ones are those of this mesh; else None."""
+    """A sink for this rank's stored blocks, if ``described`` matches this mesh; else None."""
     names = session.matrices.names
     if names is None or described != described_blocks(session):
         return None
@@ -70,7 +70,7 @@ def block_sink(session: Session, part: Part, described: Any) -> EngineSink | Non
 
 
 class DividedSink(EngineSink):
-    """Takes whole tensors, a parameter's one after the other, of which this rank keeps its blocks."""
+    """Receives full tensors, one parameter after another, and keeps this rank's block of each."""
 
     def __init__(self, session: Session, part: Part, names: DividedNames):
         super().__init__(session, part)
@@ -91,7 +91,7 @@ class DividedSink(EngineSink):
         yield from (item for item in super()._all() if item.kind == "buffer")
 
     def write(self, wanted: TensorRange, values: torch.Tensor) -> None:
-        """Puts a parameter's block where the engine holds it when the last of what it is of has come."""
+        """Writes a parameter's block into the engine once its last full tensor has arrived."""
         part = self._parts.get(wanted.name)
         if part is None:
             super().write(wanted, values)

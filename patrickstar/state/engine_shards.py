@@ -1,7 +1,7 @@
-"""What an engine holds as shards of tensors: a source when a checkpoint is saved, a sink when one is loaded.
+"""An engine's tensors as shards: a source for saving a checkpoint, a sink for loading one.
 
-A rank alone holds whole tensors, row-major; of several ranks each holds ranges of what is in chunks, in memory order.
-What all of them have alike (buffers, parameters that stay with PyTorch) the first one gives.
+A single rank holds whole tensors, row-major. Each of several ranks holds ranges of the tensors in chunks, in memory
+order. The first rank saves what all ranks hold alike: buffers, and parameters that stay with PyTorch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from patrickstar.state.parts import Frozen, Part
 
 
 class EngineSource:
-    """What an engine holds on this rank."""
+    """The tensors that an engine holds on this rank."""
 
     def __init__(self, session: Session, params: Iterable[tuple[str, nn.Parameter]], frozen: Frozen = Frozen.SAVED):
-        """``params``: those that this rank stores, all of each or its shard, and under which names."""
+        """``params``: parameters that this rank saves, whole or as its shard, with their names in the checkpoint."""
         self._session = session
         self._params = list(params)
         self._frozen = frozen
@@ -37,7 +37,7 @@ class EngineSource:
         self._scratch = Scratch()
 
     def shards(self) -> Iterator[TensorShard]:
-        """Parameters, states of those that were ever updated, persistent buffers, random number generators."""
+        """Parameters, states of updated parameters, persistent buffers, random number generators."""
         yield from self.values()
         for name, param in self._params:
             if step_count(self._session, param) > 0:
@@ -48,7 +48,7 @@ class EngineSource:
             yield _shard(f"rank{self._rank}.{name}", "rng", state.shape, state.dtype, lambda state=state: state)
 
     def values(self) -> Iterator[TensorShard]:
-        """Of them, parameters and buffers."""
+        """Parameters and buffers."""
         for name, param in self._params:
             if self._frozen is Frozen.LEFT_OUT and not param.requires_grad:
                 continue
@@ -96,12 +96,12 @@ class EngineSource:
 
 
 class EngineSink:
-    """Takes what an engine on one rank holds."""
+    """Receives the tensors that an engine holds on one rank."""
 
     def __init__(
         self, session: Session, part: Part = Part.EVERYTHING, params: Mapping[str, nn.Parameter] | None = None
     ):
-        """``params``: by the names that they have in the checkpoint; None: those of the module."""
+        """``params``: by their names in the checkpoint; None: all parameters of the module."""
         self._session = session
         self._with_states = part is Part.EVERYTHING
         self.left_out: set[tuple[str, str]] = set()
@@ -112,7 +112,7 @@ class EngineSink:
         self._managed_states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 
     def wanted(self) -> Iterator[TensorRange]:
-        """All parameters, the states of trainable ones, and buffers, but for :attr:`left_out`."""
+        """All parameters, states of trainable ones, and buffers, without :attr:`left_out`."""
         yield from (item for item in self._all() if item.key not in self.left_out)
 
     def _all(self) -> Iterator[TensorRange]:
@@ -130,7 +130,7 @@ class EngineSink:
         return _range(name, kind, param.shape, dtype)
 
     def write(self, wanted: TensorRange, values: torch.Tensor) -> None:
-        """Puts the elements of one wanted range where the engine holds them; see ``ShardSink.write``."""
+        """Writes one wanted range into the engine; see ``ShardSink.write``."""
         if wanted.order is not None:
             self._write_own(wanted, values)
             return
@@ -142,7 +142,7 @@ class EngineSink:
         self.write_param(self._params[wanted.name], wanted.kind, values)
 
     def write_param(self, param: nn.Parameter, kind: Kind, values: torch.Tensor) -> None:
-        """Takes a tensor of a parameter's shape; of several ranks each keeps its shard."""
+        """Writes a tensor of a parameter's shape. Each of several ranks keeps its shard."""
         if isinstance(param, ChunkedParameter):
             self._session.observer.write_values(param._patrickstar, _array_of(self._session, kind), values)
         elif kind in STATE_KINDS:
@@ -157,13 +157,16 @@ class EngineSink:
             self._check_own(handle, wanted, values)
             return
         values = values.to(torch.float32).contiguous()
-        # The core takes the whole parameter's address and reads this rank's part of it.
+        # The core expects the whole parameter's address, and reads this rank's part.
         address = values.data_ptr() - wanted.begin * torch.float32.itemsize
         array = _array_of(self._session, wanted.kind)
         self._session.runtime.write_values(handle.id, array, address, _C.Tier.HOST)
 
     def _check_own(self, handle: ParamHandle, wanted: TensorRange, values: torch.Tensor) -> None:
-        """A part of a quantised parameter is what this rank has: other values are quantised from whole ones alone."""
+        """Raises ValueError unless this rank's part of a quantised parameter equals ``values``.
+
+        Different values could only be quantised from the whole parameter.
+        """
         own = torch.empty(wanted.numel, dtype=torch.float32)
         self._session.runtime.read_own_values(handle.id, _C.ArrayKind.MASTER, own.data_ptr())
         if not own.to(wanted.dtype).equal(values.to(wanted.dtype)):
@@ -173,8 +176,9 @@ class EngineSink:
             )
 
     def set_step_counts(self, counts: Mapping[nn.Parameter, int]) -> None:
-        """After all values: how often each parameter was updated. One that never was has no states. Where states are
-        not wanted, counts are not either.
+        """Sets the number of updates of each parameter, after all values. A count of 0 removes its states.
+
+        Does nothing if states are not wanted.
         """
         if not self._with_states:
             return
@@ -190,7 +194,7 @@ class EngineSink:
 
 
 def _own_range(session: Session, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype) -> TensorRange:
-    """The part of a parameter in a chunk that this rank holds, in memory order."""
+    """This rank's part of a parameter in a chunk, in memory order."""
     handle = param._patrickstar
     begin, numel, _ = session.layout.shard_of(handle.id)
     order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
@@ -199,7 +203,7 @@ def _own_range(session: Session, name: str, kind: Kind, param: nn.Parameter, dty
 
 
 def state_kinds(session: Session) -> tuple[Kind, ...]:
-    """The states that the session's optimizer has."""
+    """The kinds of states that the session's optimizer has."""
     return tuple(kind for kind in STATE_KINDS if kind in session.states.arrays)
 
 
@@ -208,20 +212,20 @@ def _array_of(session: Session, kind: Kind) -> _C.ArrayKind:
 
 
 def step_count(session: Session, param: nn.Parameter) -> int:
-    """How often a parameter was updated."""
+    """Number of updates of a parameter."""
     if isinstance(param, ChunkedParameter):
         return session.runtime.step_count(param._patrickstar.id) if param._patrickstar.trainable else 0
     return int(session.managed.state_of(param).get("step", 0))
 
 
 def named_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by their names in a checkpoint: those in a module of which nothing is compiled."""
+    """Parameters by their names in a checkpoint, which are those of an uncompiled module."""
     for name, param in module.named_parameters():
         yield without_wrappers(name), param
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that are part of a ``state_dict``, by name."""
+    """The buffers of a ``state_dict``, by name."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
@@ -229,19 +233,19 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def kind_of(param: nn.Parameter) -> Kind:
-    """Of its value in a checkpoint."""
+    """Kind of a parameter's value in a checkpoint."""
     if not isinstance(param, ChunkedParameter):
         return "managed"
     return "master" if param._patrickstar.trainable else "frozen"
 
 
 def _state_dtype(param: nn.Parameter) -> torch.dtype:
-    """The dtype of a parameter's optimizer states in a checkpoint."""
+    """Dtype of a parameter's optimizer states in a checkpoint."""
     return torch.float32 if isinstance(param, ChunkedParameter) else wide_dtype(param)
 
 
 def has_states(param: nn.Parameter) -> bool:
-    """Whether it has optimizer states once it was updated."""
+    """Whether the parameter has optimizer states after an update."""
     if isinstance(param, ChunkedParameter):
         return param._patrickstar.trainable
     return param.requires_grad
@@ -256,6 +260,6 @@ def _shard(name: str, kind: Kind, shape: torch.Size, dtype: torch.dtype, read: A
 
 
 def _flat(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """On the CPU, row-major, in one dimension."""
+    """A one-dimensional, row-major copy on the CPU."""
     with _C.HostAllocations(), torch.no_grad():
         return values.detach().to("cpu", dtype).contiguous().view(-1)

@@ -1,4 +1,4 @@
-"""An engine's weights as a Hugging Face folder: which names tied weights go by, and the model's configuration."""
+"""Export of an engine's weights as a Hugging Face folder: names of tied weights, and the model's configuration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def export_session(
 
 
 def _export_whole(session: Session, target: Path, dtype: torch.dtype | None, max_file_bytes: int) -> Path:
-    """Of matrices that ranks share: all make whole parameters, one after the other, and the first rank writes them."""
+    """Exports a tensor-parallel model: all ranks assemble full parameters one by one, and the first rank writes them."""
     with phase(RankPeers(session), f"nothing was exported to {target}"):
         check_free(target)
     shards = whole_shards(session)
@@ -53,14 +53,12 @@ def _export_whole(session: Session, target: Path, dtype: torch.dtype | None, max
     try:
         return export(target, shards, options)
     except CheckpointError as error:
-        error.on_all_ranks = False  # the others are told
+        error.on_all_ranks = False  # other ranks learn of it from the guard
         raise
 
 
 def _export_names(module: nn.Module) -> dict[str, str]:
-    """From a tied parameter's first name to the one that Hugging Face keeps: one that ``_tied_weights_keys`` does not
-    give to another.
-    """
+    """Maps a tied parameter's first name to the name that Hugging Face keeps: one outside of ``_tied_weights_keys``."""
     tied = getattr(module, "_tied_weights_keys", None) or ()
     patterns = [re.compile(pattern) for pattern in tied]
     aliases: dict[nn.Parameter, list[str]] = {}

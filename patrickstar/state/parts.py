@@ -1,4 +1,4 @@
-"""What of an engine a checkpoint keeps, and what of a checkpoint an engine takes."""
+"""Choices of saving and loading: parts of an engine, names, frozen parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 
 class Part(enum.Enum):
-    """What is loaded; the rest of the engine stays as it is."""
+    """The part of a checkpoint that is loaded; the rest of the engine stays unchanged."""
 
     EVERYTHING = "all that was saved"
     ALL_BUT_OPTIMIZER = "all but Adam's states, counts of updates, the groups' options and the loss scale"
@@ -15,14 +15,14 @@ class Part(enum.Enum):
 
 
 class Names(enum.Enum):
-    """Which parameters and buffers there must be."""
+    """Which parameters and buffers the checkpoint must have."""
 
     SAME = "those of the model, no more and no fewer"
     COMMON = "any: those that checkpoint and model both have are loaded"
 
 
 class Frozen(enum.Enum):
-    """What becomes of parameters that require no grad."""
+    """Treatment of parameters that require no grad."""
 
     SAVED = "saved as all others"
     LEFT_OUT = "not saved"

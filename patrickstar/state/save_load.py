@@ -1,4 +1,4 @@
-"""How an engine is saved in a checkpoint and loaded from one: in which order, and what is checked before."""
+"""Saving and loading of an engine's checkpoint: order of the steps, and the checks before anything is written."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Scheduler(Protocol):
     """A learning-rate scheduler of PyTorch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state, kept in the checkpoint."""
+        """The schedule's state for the checkpoint."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Sets the state that :meth:`state_dict` gave when the checkpoint was saved."""
+        """Restores the state from the checkpoint."""
 
 
 class RankPeers:
-    """The ranks of an engine, as checkpoints talk to them: over its control group."""
+    """An engine's ranks as ``checkpoint.Peers``, over its control group."""
 
     def __init__(self, session: Session):
         self._control = session.ranks.control
@@ -55,7 +55,7 @@ class RankPeers:
         self.size = self._control.size
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Gives every rank all ranks' messages, by rank."""
+        """All ranks' messages, by rank, on every rank."""
         return self._control.exchange(message)
 
 
@@ -157,7 +157,7 @@ def load_session(
 
 
 def _leave_out_others(checkpoint: Checkpoint, sink: EngineSink) -> None:
-    """``checkpoint`` and ``sink`` forget the values that the other does not have; the log says which."""
+    """Drops the values that ``checkpoint`` or ``sink`` lacks from the other; the log names some."""
     stored, wanted = checkpoint.manifest.tensors, {item.key for item in sink.wanted()}
     sink.left_out = {key for key in wanted if key[1] == "value" and key not in stored}
     unwanted = {key for key in stored if key[1] == "value" and key not in wanted}
@@ -170,7 +170,7 @@ def _leave_out_others(checkpoint: Checkpoint, sink: EngineSink) -> None:
 
 
 def check_between_steps(session: Session, call: str) -> None:
-    """Raises StateError when there are gradients that no step has used; those of a failed one count for nothing."""
+    """Raises StateError if gradients are pending. Gradients of a failed step do not count."""
     session.check_open()
     has_gradients = session.stage is Stage.BACKWARDED or session.runtime.gradients_pending()
     if has_gradients and session.whole.state is State.WHOLE:
@@ -204,7 +204,7 @@ def _check_state(
     scheduler: Scheduler | None,
     options: LoadOptions,
 ) -> None:
-    """Whether it can be loaded; raises CheckpointError before anything is written."""
+    """Raises CheckpointError, before anything is written, if the checkpoint cannot be loaded."""
     if options.part is Part.EVERYTHING:
         _check_optimizer(session, checkpoint, state)
     if scheduler is not None and state.lr_scheduler is None:

@@ -1,7 +1,7 @@
-"""Whole values of an engine: of its module, or where ranks share its matrices of the model before it was divided.
+"""Full values of an engine's module: its own, or those of the model before tensor parallelism.
 
-The latter go through the mesh a parameter at a time: ranks that share chunks give their shards of a block, all ranks
-get the blocks of all, and make of them what the model had.
+The latter are all-gathered over the mesh one parameter at a time. Ranks that share chunks assemble a block, and all
+ranks assemble the full parameter from the blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from patrickstar.state.engine_shards import kind_of, persistent_buffers
 
 @torch.no_grad()
 def own_state(session: Session, prefix: str, keep_vars: bool) -> OrderedDict[str, torch.Tensor]:
-    """The module's ``state_dict``, with parameters in chunks in float32 on the CPU."""
+    """The module's ``state_dict``; parameters in chunks are float32 on the CPU."""
     params = dict(session.module.named_parameters(remove_duplicate=False))
     values: dict[nn.Parameter, torch.Tensor] = {}
     result = session.module.state_dict(prefix=prefix, keep_vars=True)
@@ -40,10 +40,10 @@ def own_state(session: Session, prefix: str, keep_vars: bool) -> OrderedDict[str
 
 
 def names_of(session: Session) -> DividedNames:
-    """Those of the model before it was divided.
+    """Names before sharding.
 
     Raises:
-        StateError: it was not.
+        StateError: the matrices are not sharded.
     """
     if session.matrices.names is None:
         raise _C.StateError("this engine's matrices are not divided")
@@ -51,7 +51,7 @@ def names_of(session: Session) -> DividedNames:
 
 
 def whole_state(session: Session, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
-    """What ``state_dict`` of the undivided module would give: parameters in float32 on the CPU, then buffers."""
+    """``state_dict`` of the unsharded module: parameters in float32 on the CPU, then buffers."""
     names = names_of(session)
     wholes = {
         name: whole
@@ -64,7 +64,7 @@ def whole_state(session: Session, prefix: str = "") -> OrderedDict[str, torch.Te
 
 
 def whole_shards(session: Session) -> list[TensorShard]:
-    """Whole parameters, and buffers. All ranks read the parameters together, in this order."""
+    """Full parameters, and buffers. All ranks read the parameters together, in this order."""
     names = names_of(session)
     wholes: dict[str, torch.Tensor] = {}
 
@@ -93,10 +93,10 @@ def _shard(
 
 
 def load_whole_state(session: Session, values: Mapping[str, Any], strict: bool) -> Any:
-    """Takes this rank's blocks of what :func:`whole_state` gives. Speaks to no other rank.
+    """Loads this rank's blocks from a dict like :func:`whole_state`. No communication.
 
     Raises:
-        RuntimeError: keys or shapes do not match, as ``nn.Module.load_state_dict`` raises it; nothing was loaded then.
+        RuntimeError: keys or shapes do not match, as in ``nn.Module.load_state_dict``; nothing was loaded.
     """
     names, buffers = names_of(session), dict(persistent_buffers(session.module))
     shapes = {name: shape for part in names.parts for name, shape in part.shapes.items()}
