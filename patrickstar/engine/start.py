@@ -1,4 +1,4 @@
-"""Starts a session: ranks, budgets, the model into chunks."""
+"""Start of a session: ranks, budgets, and the move of the model into chunks."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ from patrickstar.session.session import Session
 def start_session(
     model_func: ModelSource, local_rank: int, config: Config, model_parameters: ModelParameters
 ) -> tuple[Session, list[dict[str, Any]]]:
-    """A session for the model, and the optimizer's groups; the arguments and errors are those of
-    ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
+    """A session for the model, and the optimizer's groups. Arguments and errors are those of ``initialize_engine``.
+
+    The caller makes an engine of it within :func:`opening`.
     """
     drop_unreachable_sessions()
     ranks = _join_ranks(local_rank, config)
@@ -83,7 +84,7 @@ def start_session(
             if saved_plan is not None:
                 saved_plan.check_layout(session.layout, str(config.plan))
             values = FirstRankValues(chunk_ranks, session.params)
-            # What takes memory that was not taken before goes into chunks before the next rank of this machine builds.
+            # Newly allocated parameters move into chunks before the next rank of this machine builds its model.
             if built.is_new and deferred is None and chunk_ranks.rank > 0:
                 values.take_all()
             turn.end()
@@ -107,7 +108,7 @@ def start_session(
 
 
 def _check_module(module: nn.Module, config: Config, matrices: Matrices) -> None:
-    """Raises ValueError where the module cannot be trained so."""
+    """Raises ValueError if the module cannot be trained with ``config``."""
     check_compiled(module)
     check_activations(module, config.activations)
     if matrices.names is not None and is_quantized(module, config.quantization):
@@ -120,7 +121,7 @@ def _check_module(module: nn.Module, config: Config, matrices: Matrices) -> None
 def _replaced(
     divided: Mapping[nn.Parameter, nn.Parameter], deferred: DeferredInit | None
 ) -> Mapping[nn.Parameter, nn.Parameter]:
-    """Parameters that the module had, and those in their place, of one replacement after the other."""
+    """Maps the module's former parameters to their final replacements, through sharding and deferred initialisation."""
     if deferred is None:
         return divided
     return {**deferred.replaced, **{old: deferred.replaced.get(new, new) for old, new in divided.items()}}
@@ -128,11 +129,10 @@ def _replaced(
 
 @contextlib.contextmanager
 def opening(session: Session) -> Iterator[None]:
-    """Around what makes an engine of a new session. Where that fails on any rank, the module is an ordinary one again,
-    with its values, on all of them.
+    """Wraps the making of an engine from a new session. If it fails on any rank, all ranks get their module back.
 
     Raises:
-        RankFailure: it failed on another rank; the message says how.
+        RankFailure: another rank failed; the message has its error.
     """
     failure: Exception | None = None
     try:
@@ -152,7 +152,7 @@ def opening(session: Session) -> Iterator[None]:
 
 def _join_ranks(local_rank: int, config: Config) -> RankGroups:
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
-    if several and local_rank == 0:  # not said: torchrun knows
+    if several and local_rank == 0:  # the default: take torchrun's
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     device = _device(local_rank, config)
     return join_ranks(

@@ -41,7 +41,7 @@ def export_session(
 
 
 def _export_whole(session: Session, target: Path, dtype: torch.dtype | None, max_file_bytes: int) -> Path:
-    """Exports a tensor-parallel model: all ranks assemble full parameters one by one, and the first rank writes them."""
+    """Exports a tensor-parallel model: all ranks assemble each full parameter, and the first rank writes them."""
     with phase(RankPeers(session), f"nothing was exported to {target}"):
         check_free(target)
     shards = whole_shards(session)
