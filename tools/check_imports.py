@@ -69,7 +69,7 @@ class Import:
     name: str
     """Dotted, below the package."""
     for_types: bool
-    """Whether it is under ``if TYPE_CHECKING``."""
+    """True under ``if TYPE_CHECKING``."""
 
 
 def imports(file: Path) -> Iterator[Import]:

@@ -19,13 +19,13 @@ updates that start early, and the link more for chunks.
 """
 
 _FETCHED_AHEAD = 3  # tensors between the start of a copy to the device and its use
-_FIRST_DIVISOR = 2  # of the device: activations before the first measurement
-_KEPT_DIVISOR = 3  # of the device: kept activations beside working memory
-_CHUNKS_DIVISOR = 6  # of the device: least room for chunks and for waste of PyTorch's cache
+_FIRST_DIVISOR = 2  # share of the device: activations before the first measurement
+_KEPT_DIVISOR = 3  # share of the device: kept activations beside working memory
+_CHUNKS_DIVISOR = 6  # share of the device: least room for chunks and for waste of PyTorch's cache
 
 
 def comes_ahead(number: int, used: int) -> bool:
-    """Whether the copy of tensor ``number`` to the device begins when backward uses tensor ``used``.
+    """True if the copy of tensor ``number`` to the device begins when backward uses tensor ``used``.
 
     Numbers count kept tensors in the order of the forward.
     """
@@ -103,7 +103,7 @@ class DeviceShares:
         return max(needed - self.most_bytes(seen.working_bytes), min(needed - seen.highest_bytes, beyond_bytes))
 
     def has_room(self, num_bytes: int, held_bytes: int, host_bytes: int, seen: SeenStep) -> bool:
-        """Whether device and host can keep ``num_bytes`` that autograd would not save.
+        """True if device and host can keep ``num_bytes`` that autograd would not save.
 
         Args:
             num_bytes: to be kept.

@@ -40,7 +40,7 @@ class KeptAttention:
     262,144
     tokens an H200 computes for one second what the link carries in 0.04 s. So the output and log-sum-exp of each call
     are
-    kept if the stash has room for them beside the inputs of the layers still to come (see ``ActivationStash``). The
+    kept if the stash has room beside the inputs of the following layers (see ``ActivationStash``). The
     recomputation then reads them instead of calling the kernel. The kept bits are the kernel's, so the number of kept
     calls changes no result.
 

@@ -41,8 +41,11 @@ class LayerActivations:
     * OFFLOAD calls the layer without a checkpoint; saved tensors go to the host at the layer's end.
 
     No tier changes a number: a checkpoint replays the layer's random numbers, and a layer without one draws them once.
-    Layers for which that fails are refused: checkpoints that draw new random numbers, layers with running statistics
-    (a recomputation updates them again), and compiled layers (their code differs with a checkpoint).
+    Three kinds of layers are refused, for which this fails:
+
+    * layers whose checkpoint draws new random numbers;
+    * layers with running statistics, which a recomputation updates again;
+    * compiled layers, whose code differs with a checkpoint.
 
     All ranks must make the same choice for the same forward, since a recomputed layer enqueues its collectives again.
 
@@ -64,8 +67,9 @@ class LayerActivations:
     def choose(self, tiers: Mapping[str, ActivationTier]) -> None:
         """Sets the tiers from the next training forward on, by layer name. Other layers are recomputed.
 
-        A layer runs as without a tier if it is compiled after this call, stops checkpointing, or is called within the
-        user's own checkpoint or hooks on saved tensors.
+        Later a layer runs as without a tier if it was compiled or stopped checkpointing. The same holds within the
+        user's own
+        checkpoint or hooks on saved tensors.
 
         Raises:
             ValueError: a layer cannot have its tier; the message names it. Nothing is changed.

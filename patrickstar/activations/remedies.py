@@ -68,7 +68,7 @@ class ActivationRemedies:
         section = config.activations
         self._section = section
         self._layers = checkpointable_modules(module)
-        self._changes: list[str] = []  # of the module
+        self._changes: list[str] = []  # changes of the module
         may_fuse = section.loss is LossComputation.WHOLE and not _has_divided_loss(module)
         if may_fuse and _can_fuse(module):
             self._changes.append('a loss that does not make all logits at once ("activations": {"loss": "fused"})')
@@ -112,7 +112,7 @@ def _takes(check: Callable[[], object]) -> bool:
 
 
 def _has_divided_loss(module: nn.Module) -> bool:
-    """Whether tensor parallelism shards the head's logits over rows and columns of the mesh.
+    """True if tensor parallelism shards the head's logits over rows and columns of the mesh.
 
     ``CrossEntropy2D`` then computes the loss without making whole logits. ``"fused"`` changes nothing: computing the
     logits tile by tile would send the head's weight once more for each tile.

@@ -57,7 +57,7 @@ class ActivationStash:
         self._away: list[tuple[int, weakref.ref[Stashed]]] = []  # by number
         self._num_kept = 0
         self._inputs = ExpectedInputs()
-        self._missed_bytes = 0  # of the largest tensor that found no host buffer, twice
+        self._missed_bytes = 0  # twice the largest tensor that found no host buffer
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class ActivationStash:
         return self._hold(tensor, beyond=tensor.nbytes) if self._may_leave(tensor) else tensor
 
     def has_room_beside_inputs(self, num_bytes: int) -> bool:
-        """Whether device and host can keep ``num_bytes`` beside everything that autograd will still save in this
+        """True if device and host can keep ``num_bytes`` beside everything that autograd will still save in this
         forward.
 
         The last forward's count of tensors is expected again. False in the first forward that calls this.
@@ -230,7 +230,7 @@ class ActivationStash:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill one range of memory, in any order."""
+    """True if the tensor's elements fill one range of memory, in any order."""
     stride = 1
     for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1 and step != stride:
@@ -271,7 +271,7 @@ class Stashed:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the tensor was not changed in place since it was kept. Nothing can change it on the host."""
+        """True if the tensor was not changed in place since it was kept. Nothing can change it on the host."""
         return not self._was_changed and (self._tensor is None or self._tensor._version == self._version)
 
     def leave(self) -> bool:

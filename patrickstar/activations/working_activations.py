@@ -6,9 +6,11 @@ minus the bytes of kept activations. Later steps offload activations only if the
 working memory and chunks. The plan after the first step counts activations that had left in it and will now stay.
 
 In the first step the limit applies to all of PyTorch's memory; on CUDA that includes its cache. Nearly all kept
-activations leave in that step once the limit was exceeded. Two other forwards count as a first one, since no step has
-shown their needs: one that keeps a larger tensor of its kind than earlier forwards, and one that is run again after it
-ran out of memory.
+activations leave in that step once the limit was exceeded. Two other kinds of forward count as a first one, since no
+step has shown their needs:
+
+* a forward that keeps a larger tensor of its kind than earlier forwards;
+* a forward that is run again after it ran out of memory.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class WorkingBytes:
         self.absent_bytes = 0
         self.seen: SeenStep | None = None
         self._most_held = 0
-        self._most_working = -1  # of all steps: live bytes beside kept activations
-        self._highest_whole = 0  # of all steps: live bytes, had nothing left
+        self._most_working = -1  # live bytes beside kept activations, in all steps
+        self._highest_whole = 0  # live bytes if nothing had left, in all steps
         self._is_measuring = True
         self._held_before: int | None = None  # None: the peak since the last call is not needed
 

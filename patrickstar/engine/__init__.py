@@ -1,1 +1,1 @@
-"""What a user holds: ``Engine``, its optimizer, and how both are made."""
+"""The user's objects: ``Engine``, its optimizer, and the functions that make them."""

@@ -85,7 +85,7 @@ class ModuleFace(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module, or a part of it, is compiled."""
+        """True if the module, or a part of it, is compiled."""
         return self._session.compiled.is_compiled
 
     def full_value(self, param: nn.Parameter) -> torch.Tensor:

@@ -127,12 +127,12 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
+        """True if the loss scale follows overflows."""
         return self.loss_scaler.dynamic
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step updated nothing because its gradients were not finite."""
+        """True if the last step updated nothing because its gradients were not finite."""
         return not self._session.outcome.applied
 
     @property

@@ -68,7 +68,7 @@ def start_session(
             budgets = common_budgets(ranks, mine)  # from here on ranks take memory
             saved_plan = load_plan(config, ranks)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
-            with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
+            with _C.HostAllocations():  # host memory, even if another engine simulates a device
                 built = build_module(model_func, release=close_lost_engine)
             survey = Survey()
             if ranks.context.rank == ranks.members[0]:

@@ -34,7 +34,7 @@ class Calls(Protocol):
     ranks_per_call: int
     """Number of ranks that are called with the same samples."""
     repeats_forwards: bool
-    """Whether a forward that ran out of memory can be run again. False if other ranks wait for it in the middle."""
+    """True if a forward that ran out of memory can be run again. False if other ranks wait for it in the middle."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Call]:
         """Wraps the user's call of the module, before its arguments are on the device."""

@@ -26,7 +26,7 @@ def prove_tiles(module: nn.Module, tile_tokens: int) -> None:
         try:
             specimen = take_specimen(child)
             plain = _compute(copy_specimen(specimen))
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             raise ValueError(
                 f"{name} ({type(child).__name__}) could not be called on the host to compare it with its tiles "
                 f"({type(error).__name__}: {error}); leave activations.tile_tokens out, or set "

@@ -20,7 +20,7 @@ _USED = {f"{name}_token_id" for name in _AS_DATA}
 
 
 def has_loss(model: nn.Module) -> bool:
-    """Whether ``model`` computes the loss of labels, one per token."""
+    """True if ``model`` computes the loss of labels, one per token."""
     return _takes(model, "labels") and has_token_labels(model)
 
 

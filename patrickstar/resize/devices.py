@@ -130,7 +130,7 @@ class DeviceShards:
         self._pieces: dict[int, list[_Piece]] = {param: [] for param in sizes}
 
     def has_any(self, moves: Sequence[Move]) -> bool:
-        """Whether some of ``moves`` pass from device to device."""
+        """True if some of ``moves`` pass from device to device."""
         return any(move.param in self._sizes for move in moves)
 
     def reserve(self, session: Session, moves: Sequence[Move], targets: dict[int, int], mine: int) -> None:
@@ -284,5 +284,5 @@ def pass_on(
 
 
 def _given(old: int | None) -> int:
-    assert old is not None  # nobody joins
+    assert old is not None  # no process joins
     return old

@@ -124,9 +124,8 @@ def _prepare(
 class Invitation:
     """The leader's message with which one process can join.
 
-    All fields are checked before the process acts on them: types, ranges, the token, which is part of a path, and
-    hosts,
-    which must lie within the run's networks. The message names no path on this machine.
+    All fields are checked before the process acts on them: types, ranges, and the token, which is part of a path. Hosts
+    must lie within the run's networks. The message names no path on this machine.
     """
 
     plan: ResizePlan

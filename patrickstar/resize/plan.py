@@ -189,7 +189,7 @@ class ResizePlan:
 
     @property
     def all_stay(self) -> bool:
-        """Whether no rank leaves, so the participants are the new ranks."""
+        """True if no rank leaves, so the participants are the new ranks."""
         return not self._leaving
 
 

@@ -1,9 +1,9 @@
 """Another number of ranks for an engine that goes on training: ``Engine.resize``, and the change that joiners share.
 
 All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision (``Rendezvous.decide``) no
-engine is changed: old ranks publish copies of the parts that others need, and each receiver checks that they are in its
-folder or fetches them. After the decision each rank sets aside the parts that it keeps, closes its core, and reopens it
-with the new ranks, because a core is built for a number of ranks. The module, its ``Parameter`` objects, the engine,
+engine is changed. Old ranks publish copies of the parts that others need. Each receiver checks that they are in its
+folder, or fetches them. After the decision each rank sets aside the parts that it keeps and closes its core, because a
+core is built for a number of ranks. It reopens with the new ranks. The module, its ``Parameter`` objects, the engine,
 the optimizer and random number generators stay. A joining process starts with its own single-rank engine, whose values
 are discarded.
 

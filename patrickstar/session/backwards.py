@@ -81,7 +81,7 @@ class Backwards:
         self._activations.end_backward()
 
     def gave_gradients(self) -> bool:
-        """Whether the finished backward gave any gradient. If False, the core has forgotten this backward."""
+        """True if the finished backward gave any gradient. If False, the core has forgotten this backward."""
         return self._managed.has_gradients or self._runtime.keep_joint_backward()
 
     def abort(self) -> int:

@@ -24,8 +24,8 @@ _RESERVE_BYTES = 2**30  # for other allocations of the process during the close
 def close_session(session: Session) -> None:
     """Restores the module (original dtypes and devices) and frees all chunks.
 
-    The restored module may not fit: an engine's values lie on device and host together and in fewer bytes (30 B
-    parameters in float32 take 114 GiB of host memory). All ranks check this before anything is changed. Chunks whose
+    The restored module may not fit, since an engine's values lie on device and host together and in fewer bytes. In
+    float32, 30 B parameters take 114 GiB of host memory. All ranks check this before anything is changed. Chunks whose
     states rest on the host are released first, which makes room for the values of the others.
 
     All parts are closed even if one fails; the first failure is raised at the end.

@@ -75,7 +75,7 @@ class Forwards:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or a backward of the engine runs."""
+        """True if a forward or a backward of the engine runs."""
         return self._runtime.step_state in (*_IN_FORWARD, _C.StepState.BACKWARD)
 
     def call(

@@ -13,10 +13,10 @@ its count and the loss scale; the end of a forward in the core and in Python) mu
             raise
         end()
 
-Within ``deferred_signals`` a signal waits until the block ends. Within ``signals.allowed`` it waits for the next hook
-(before a module's forward, at a gradient: csrc/bind/interrupts.h), because PyTorch may be inside a ``torch.no_grad()``
-or similar at other points. A second signal of the same number is delivered at once, for a call that hangs. Without a
-further hook the signal is delivered at the block's end.
+Within ``deferred_signals`` a signal waits until the block ends. Within ``signals.allowed`` it waits for the next hook:
+before a module's forward, or at a gradient (csrc/bind/interrupts.h). At other points PyTorch may be inside a
+``torch.no_grad()`` or similar. A second signal of the same number is delivered at once, for a call that hangs. If no
+hook follows, the signal is delivered at the block's end.
 
 Once a signal was delivered within ``allowed``, others wait until that block ends. So an ``except`` around
 ``with signals.allowed()`` always runs with signals deferred, wherever the block was interrupted.
@@ -47,7 +47,7 @@ class _State:
         self.depth = 0
         """Number of open ``deferred_signals`` blocks."""
         self.is_open = False
-        """Whether the innermost block is an ``allowed`` one in which nothing was delivered yet."""
+        """True if the innermost block is an ``allowed`` one in which nothing was delivered yet."""
         self.handlers: dict[int, _Handler] = {}
         """The user's handlers by signal number."""
         self.waiting: dict[int, FrameType | None] = {}

@@ -24,8 +24,8 @@ from patrickstar.session.core_setup import current_plan
 
 logger = logging.getLogger("patrickstar")
 
-_MOST_STEPS = 32  # of a run in which a plan may be saved
-_MOST_FORWARDS = 1024  # of a step
+_MOST_STEPS = 32  # a run saves no plan after so many
+_MOST_FORWARDS = 1024  # recorded per step
 _CONFIG_KEYS = {
     "activations": True,
     "client": {"mem_tracer"},
@@ -95,11 +95,11 @@ class KeptPlan(NoKeptPlan):
         self._runtime = runtime
         self._layout = layout
         self._key = ""  # none before the first training forward
-        self._kept: Plan | None = None  # what is in the cache
+        self._kept: Plan | None = None  # the plan in the cache
         self._num_plans_when_kept = -1
         self._is_over = False
         self._num_steps = 0
-        self._shapes: list[Any] = []  # of the running step's forwards
+        self._shapes: list[Any] = []  # the running step's forwards
         self._last_shapes: list[Any] = []
         self._first_shapes: Any = None
         self._num_plans = -1  # made until the end of the last step
@@ -164,7 +164,7 @@ class KeptPlan(NoKeptPlan):
             self._keep()
 
     def _is_usual(self, shapes: list[Any]) -> bool:
-        """Whether the step's first forward has the shapes in the key."""
+        """True if the step's first forward has the shapes in the key."""
         return shapes[:1] == [self._first_shapes]
 
     def _keep(self) -> None:

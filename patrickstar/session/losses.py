@@ -38,7 +38,7 @@ def check_loss(loss: Any, has_forward: bool) -> None:
 
 
 def has_forwards_in_backward(loss: Any, has_param: Callable[[nn.Parameter], bool]) -> bool:
-    """Whether hooks of the loss will call the model within its backward.
+    """True if hooks of the loss will call the model within its backward.
 
     A contrastive loss over cached representations (GradCache; CachedMultipleNegativesRanking in sentence-transformers)
     calls the model without gradients. A hook on the loss then runs forward and backward of one mini-batch after

@@ -78,5 +78,5 @@ class _Hold:
 
 
 def _is_autograds() -> bool:
-    """Whether this thread runs a part of a backward."""
+    """True if this thread runs a part of a backward."""
     return torch._C._current_graph_task_id() != -1

@@ -35,7 +35,7 @@ def check_shared(session: Session, call: str) -> None:
             f"{call} is not supported yet where {_said(names)}; close the engine, and the module of each rank has the "
             "values of that rank"
         )
-        error.on_all_ranks = True  # it leaves their groups as they are
+        error.on_all_ranks = True  # so the process groups stay usable
         raise error
 
 

@@ -26,7 +26,7 @@ from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.survey import Survey
 
-_BUFFER_HEAD = struct.Struct("<QQ")  # its index, its bytes
+_BUFFER_HEAD = struct.Struct("<QQ")  # index and bytes of a buffer
 
 
 @contextlib.contextmanager

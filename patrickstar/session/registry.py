@@ -16,7 +16,7 @@ from patrickstar.session.closing import close_session
 from patrickstar.session.session import Session
 
 _sessions: list[weakref.ref[Session]] = []  # in the order of their opening
-_lock = threading.RLock()  # of _sessions; reentrant, since a signal handler may run in between
+_lock = threading.RLock()  # guards _sessions; reentrant, since a signal handler may run in between
 
 
 def note_open_session(session: Session) -> None:

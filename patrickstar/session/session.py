@@ -143,7 +143,7 @@ class Session:
         return ChunkLayers([[params[param].name for param in chunk] for chunk in chunks])
 
     def has_param(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` belongs to this engine's module."""
+        """True if ``param`` belongs to this engine's module."""
         return param in self._own_params
 
     def params_now(self) -> SortedParams:

@@ -15,7 +15,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.session.rank_sync import combine_over_ranks
 
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ uses the same
 
 
 class StepGradients:
@@ -56,7 +56,7 @@ class StepGradients:
         and none overflows sooner. A power of two causes no rounding.
         """
         self._loss_scale = loss_scale
-        self._scale: float | None = None  # of pending gradients; None: there are none
+        self._scale: float | None = None  # pending gradients' loss scale; None: there are none
         self._norm: float | None = None
         self._is_combined = False
 

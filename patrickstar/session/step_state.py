@@ -69,7 +69,7 @@ class StepOutcome:
     grad_norm: float = 0.0
     """Global L2 norm of the unscaled gradients before clipping; not finite if the step was skipped."""
     applied: bool = True
-    """Whether parameters were updated. True before the first step and after loading."""
+    """True if parameters were updated; also before the first step and after loading."""
 
 
 class UpdateStage(enum.Enum):
@@ -95,5 +95,5 @@ class Decision:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the gradients have no infinities or NaNs."""
+        """True if the gradients have no infinities or NaNs."""
         return math.isfinite(self.outcome.grad_norm)

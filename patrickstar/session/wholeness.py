@@ -36,7 +36,7 @@ _REMEDIES = {
 
 
 class Wholeness:
-    """Whether one engine's values come from one step, and why not."""
+    """State of one engine's values, and the reason if they are not whole."""
 
     def __init__(self) -> None:
         self.state = State.WHOLE

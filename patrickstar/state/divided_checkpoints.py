@@ -76,7 +76,7 @@ class DividedSink(EngineSink):
         super().__init__(session, part)
         self._parts = {name: part for part in names.parts for name in part.sources}
         self._names = names
-        self._taken: dict[str, torch.Tensor] = {}  # of the parameter that comes
+        self._taken: dict[str, torch.Tensor] = {}  # full tensors of the parameter that arrives
 
     def _all(self) -> Iterator[TensorRange]:
         for part in self._names.parts:

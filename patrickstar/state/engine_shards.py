@@ -245,7 +245,7 @@ def _state_dtype(param: nn.Parameter) -> torch.dtype:
 
 
 def has_states(param: nn.Parameter) -> bool:
-    """Whether the parameter has optimizer states after an update."""
+    """True if the parameter has optimizer states after an update."""
     if isinstance(param, ChunkedParameter):
         return param._patrickstar.trainable
     return param.requires_grad
