@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -72,17 +73,22 @@ class Import:
     """True under ``if TYPE_CHECKING``."""
 
 
-def imports(file: Path) -> Iterator[Import]:
+@functools.cache
+def imports(file: Path) -> tuple[Import, ...]:
     """The package's modules that a file imports, at module level, in functions and for types."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return tuple(_imports(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def _imports(tree: ast.AST) -> Iterator[Import]:
+    nodes = list(ast.walk(tree))
     for_types = {
         id(node)
-        for branch in ast.walk(tree)
+        for branch in nodes
         if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
         for child in branch.body
         for node in ast.walk(child)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
