@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from patrickstar.config import Speculation
-from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle, is_tied
+from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
 from patrickstar.module.gradient_reads import GradientCopy, check_reader
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
+from patrickstar.module.param_handle import ParamHandle
 from patrickstar.module.param_states import ParamStates
 
 

@@ -17,9 +17,10 @@ from patrickstar import _C
 from patrickstar.checkpoint.memory import Scratch, tensor_of
 from patrickstar.checkpoint.rng import rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS, Kind, TensorRange, TensorShard, is_row_major
-from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
+from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.module.managed import wide_dtype
+from patrickstar.module.param_handle import ParamHandle
 from patrickstar.session.session import Session
 from patrickstar.state.parts import Frozen, Part
 
