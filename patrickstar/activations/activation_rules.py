@@ -1,7 +1,15 @@
-"""Limits by which activations leave the device between forward and backward, for an engine and for a plan.
+"""The limits by which activations leave the device between forward and backward: of an engine, and of a plan for it.
 
-``ActivationStash`` and ``KeptAttention`` apply these limits in an engine; patrickstar/planning/leaving.py simulates
-them.
+An engine acts by them (patrickstar/engine/stashed_activations.py, [Note: kept activations]; kept_attention.py,
+[Note: kept attention]), and patrickstar/planning/leaving.py plays what it does.
+
+[Note: what stays] A byte of activations that leaves passes the link twice, and the byte of room that chunks get for it
+saves them at most about one passage. So activations leave to make a step fit, and where they would take what chunks
+live on, but not because the tide is high for one moment, as with the logits: what is kept would have left long before,
+and come back after it. In the first step nobody knows what backward will need, and all activations together get half
+of the device. From the second step on that is known (``working_bytes``), and what is kept may take a third of the
+device beside it, as long as what is computed with has room, and the largest module's chunks twice: one in use, one on
+its way.
 """
 
 from __future__ import annotations
@@ -10,63 +18,53 @@ import dataclasses
 import enum
 
 LEAST_SHARE = 4096
-"""Smaller tensors than the device's memory divided by this stay on the device, so that hooks cost little."""
+"""Tensors of less than the device's memory divided by this stay, so that hooks cost little."""
 MOST_LEAVING = 2
-"""Running copies of tensors to the host; limits how far the launching thread may run ahead of the device."""
+"""Tensors whose copies to the host run: so far may the launching thread be ahead of the device."""
 LEAST_ATTENTION_TOKENS = 32768
-"""With fewer tokens attention is recomputed unless the configuration says "always". Host memory then helps more for
-updates that start early, and the link more for chunks.
+"""Of fewer tokens attention is computed again unless the configuration says "always": host memory is worth more for
+updates that start early then, and the link more for chunks.
 """
 
-_FETCHED_AHEAD = 3  # tensors between the start of a copy to the device and its use
-_FIRST_DIVISOR = 2  # share of the device: activations before the first measurement
-_KEPT_DIVISOR = 3  # share of the device: kept activations beside working memory
-_CHUNKS_DIVISOR = 6  # share of the device: least room for chunks and for waste of PyTorch's cache
+_FETCHED_AHEAD = 3  # how many tensors before its use the copy back of one begins
+_FIRST_DIVISOR = 2  # of the device, what activations may take before anything is known of them
+_KEPT_DIVISOR = 3  # of it, what is kept may take whatever is computed beside
+_CHUNKS_DIVISOR = 6  # of it, what chunks have at least, and what PyTorch's cache wastes
 
 
 def comes_ahead(number: int, used: int) -> bool:
-    """True if the copy of tensor ``number`` to the device begins when backward uses tensor ``used``.
-
-    Numbers count kept tensors in the order of the forward.
+    """True where the copy of tensor ``number`` to the device begins when tensor ``used`` is used in backward. Numbers
+    count kept tensors in the order of the forward.
     """
     return 0 < used - number <= _FETCHED_AHEAD
 
 
 class ActivationTier(enum.Enum):
-    """Where one layer's activations rest between its forward and its backward."""
+    """Where the activations of one layer rest between its forward and its backward."""
 
     KEEP = "device"
     OFFLOAD = "host"
     RECOMPUTE = "nowhere"
-    """Only the layer's input is kept, and follows ``DeviceShares``."""
+    """The layer's input alone is kept, and goes by [Note: what stays]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SeenStep:
-    """Measurements of the steps so far, in bytes (see ``WorkingBytes``)."""
+    """What the steps so far have shown of activations, all in bytes ([Note: working activations])."""
 
     working_bytes: int
-    """Peak of live memory beside kept activations."""
+    """The most that was alive beside what was kept."""
     highest_bytes: int
-    """Activation memory that plans reserve at the highest access of a step."""
+    """What plans leave to activations at the highest moment."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
-    """How activations and chunks share a device.
-
-    An activation byte that leaves crosses the link twice. The room that it frees saves chunks about one crossing. So
-    activations leave only to make a step fit, and where they would take the room that chunks need. A short peak, as at
-    the logits, is no reason: kept activations would have to leave long before it and return after it.
-
-    The first step cannot know what backward needs, so all activations together get half of the device. From the second
-    step on ``working_bytes`` is known, and kept activations may take a third of the device beside it. The remaining
-    room
-    must hold the largest module's chunks twice: one copy in use, one in transfer.
+    """How a device is shared between activations and chunks ([Note: what stays]).
 
     Attributes:
         device_bytes: the configuration's ``device_memory``.
-        chunk_bytes: bytes of the largest module's chunks and their gradients (``_C.working_set_bytes``).
+        chunk_bytes: what the largest module's chunks and their gradients take (``_C.working_set_bytes``).
     """
 
     device_bytes: int
@@ -74,42 +72,33 @@ class DeviceShares:
 
     @property
     def first_bytes(self) -> int:
-        """Limit for activations in the first step."""
+        """What activations may take in the first step."""
         return self.device_bytes // _FIRST_DIVISOR
 
     @property
     def least_bytes(self) -> int:
-        """Size of the smallest tensor that may leave."""
+        """Of a tensor that may leave."""
         return self.device_bytes // LEAST_SHARE
 
     def most_bytes(self, working_bytes: int) -> int:
-        """Limit for activations in later steps, with ``working_bytes`` beside kept ones."""
+        """What they may take in later steps, with ``working_bytes`` beside what is kept."""
         room = self.device_bytes - max(self.device_bytes // _CHUNKS_DIVISOR, 2 * self.chunk_bytes)
         return max(self.first_bytes, min(room, working_bytes + self.device_bytes // _KEPT_DIVISOR))
 
     def seen(self, working_bytes: int, highest_bytes: int) -> SeenStep:
-        """``highest_bytes``: peak of activation memory if nothing had left."""
+        """``highest_bytes``: the highest tide, had nothing left."""
         return SeenStep(working_bytes, min(highest_bytes, self.most_bytes(working_bytes)))
 
     def excess_bytes(self, held_bytes: int, beyond_bytes: int, seen: SeenStep) -> int:
-        """Bytes that must leave the device.
-
-        Args:
-            held_bytes: kept activations on the device.
-            beyond_bytes: their part that autograd did not save itself; limited to what plans reserve for activations.
-            seen: measurements so far.
+        """How much must leave of ``held_bytes``, what is kept on the device. ``beyond_bytes`` of it autograd did not
+        save by itself; these get no more than plans leave to activations.
         """
         needed = held_bytes + seen.working_bytes
         return max(needed - self.most_bytes(seen.working_bytes), min(needed - seen.highest_bytes, beyond_bytes))
 
     def has_room(self, num_bytes: int, held_bytes: int, host_bytes: int, seen: SeenStep) -> bool:
-        """True if device and host can keep ``num_bytes`` that autograd would not save.
-
-        Args:
-            num_bytes: to be kept.
-            held_bytes: already kept on the device.
-            host_bytes: free on the host.
-            seen: measurements so far.
+        """True where device and host can keep ``num_bytes`` that autograd would not save: the device beside
+        ``held_bytes``, the host in ``host_bytes`` that are free.
         """
         on_device = seen.highest_bytes - seen.working_bytes - held_bytes
         return num_bytes <= max(on_device, 0) + max(host_bytes, 0)
