@@ -37,10 +37,8 @@ class KeptAttention:
     """Selective recomputation of attention in the checkpointed layers of a Hugging Face model.
 
     For n tokens and h channels in 16 bits, causal attention's forward makes 2 h n bytes with 2 h n^2 operations. At
-    262,144
-    tokens an H200 computes for one second what the link carries in 0.04 s. So the output and log-sum-exp of each call
-    are
-    kept if the stash has room beside the inputs of the following layers (see ``ActivationStash``). The
+    262,144 tokens an H200 computes for one second what the link carries in 0.04 s. So the output and log-sum-exp of
+    each call are kept if the stash has room beside the inputs of the following layers (see ``ActivationStash``). The
     recomputation then reads them instead of calling the kernel. The kept bits are the kernel's, so the number of kept
     calls changes no result.
 

@@ -68,8 +68,7 @@ class LayerActivations:
         """Sets the tiers from the next training forward on, by layer name. Other layers are recomputed.
 
         Later a layer runs as without a tier if it was compiled or stopped checkpointing. The same holds within the
-        user's own
-        checkpoint or hooks on saved tensors.
+        user's own checkpoint or hooks on saved tensors.
 
         Raises:
             ValueError: a layer cannot have its tier; the message names it. Nothing is changed.

@@ -3,8 +3,7 @@
 stash = ActivationStash(runtime, device, storages, chunk_bytes)
 with stash.keeping():
     loss = module(...)
-...  # its backward
-stash.end_backward()
+...  # its backward stash.end_backward()
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class ActivationStash:
         """Wraps the forward of a layer without a checkpoint, whose activations rest on ``tier``.
 
         KEEP: they stay on the device. OFFLOAD: they leave together at the layer's end, and are copied while the next
-        layer
-        computes. Activations kept before the layer follow their own rule.
+        layer computes. Activations kept before the layer follow their own rule.
         """
         self._kept_last = collections.deque()
         try:

@@ -34,9 +34,8 @@ class Engine(ModuleFace):
     """Trains the user's module, which stays available as ``module``.
 
     The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the
-    compute
-    dtype; :meth:`state_dict` returns float32 masters. ``close`` (or leaving a ``with`` block) restores an ordinary
-    module.
+    compute dtype; :meth:`state_dict` returns float32 masters. ``close`` (or leaving a ``with`` block) restores an
+    ordinary module.
     """
 
     @property
@@ -46,20 +45,18 @@ class Engine(ModuleFace):
 
     def run_forward(self, call: Callable[[], _T]) -> _T:
         """Runs ``call`` as one forward of the module and returns its result. For steps of several module calls, such as
-        a
-        LightningModule's ``training_step``.
+        a LightningModule's ``training_step``.
 
         If device memory runs out, ``call`` runs again with chunks evicted. Module calls within it belong to this
-        forward;
-        their inputs are not moved.
+        forward; their inputs are not moved.
         """
         return self._loop.forward(call)
 
     @property
     def sequence_group(self) -> SequenceGroup | HybridGroup | None:
         """With ``sequence_parallel``: the ranks that share sequences with this one, for
-        :func:`patrickstar.sequence.attention`
-        in modules that are not Hugging Face's. None: each rank has its own sequences.
+        :func:`patrickstar.sequence.attention` in modules that are not Hugging Face's. None: each rank has its own
+        sequences.
         """
         return self._session.calls.sequence_group
 
@@ -67,8 +64,7 @@ class Engine(ModuleFace):
         """With ``sequence_parallel``: all-gathers an output of the last call along its tokens, in order, on every rank.
 
         Without it, returns ``tensor``. Collective over the ranks that share the sequence. The gradient reaches each
-        rank's
-        own tokens.
+        rank's own tokens.
 
         Args:
             tensor: with this rank's tokens along ``dim``, such as ``logits`` [batch, tokens, vocabulary].
@@ -111,8 +107,7 @@ class Engine(ModuleFace):
         ``optimizer.step()``.
 
         The next step clips to ``max_norm`` in place of the configuration's ``gradient_clipping``; 0: no clipping.
-        Returns
-        :meth:`grad_norm` on the CPU.
+        Returns :meth:`grad_norm` on the CPU.
 
         Raises:
             StateError: no gradients, or optimizer-in-backward updates before the norm is known.
@@ -131,10 +126,8 @@ class Engine(ModuleFace):
         checkpoints.
 
         Such a state is left by a failed backward with optimizer-in-backward, an ``optimizer.step()`` that failed within
-        an
-        update, or a failed ``load_checkpoint``. Training and saving are refused until this call or until a checkpoint
-        is
-        loaded. Gradients are dropped. Collective over all ranks.
+        an update, or a failed ``load_checkpoint``. Training and saving are refused until this call or until a
+        checkpoint is loaded. Gradients are dropped. Collective over all ranks.
         """
         self._loop.accept_mixed_state()
 
@@ -149,8 +142,7 @@ class Engine(ModuleFace):
         """Saves the run between two steps (docs/checkpoints.md) and returns the checkpoint's folder, ``directory/tag``.
 
         Saved are parameters, optimizer states, step counts, buffers, the groups' options, the loss scaler, and random
-        number
-        generators.
+        number generators.
 
         Args:
             directory: created if missing. Its file ``latest`` will name the checkpoint.
@@ -200,9 +192,8 @@ class Engine(ModuleFace):
         """Writes parameters and persistent buffers as Hugging Face's sharded safetensors.
 
         Names are those of the module's ``state_dict``, with tied weights once. A Hugging Face model's ``config.json``
-        is
-        added, so its ``from_pretrained`` reads the folder. Parameters are written one at a time, without a copy of the
-        model.
+        is added, so its ``from_pretrained`` reads the folder. Parameters are written one at a time, without a copy of
+        the model.
 
         Args:
             directory: the folder to make.
@@ -230,8 +221,7 @@ class Engine(ModuleFace):
 
     def plan(self) -> Plan:
         """The plan that the next step replays, for printing, saving, or :func:`patrickstar.plan.predict`. The
-        configuration's
-        ``plan`` starts a new engine with a saved one.
+        configuration's ``plan`` starts a new engine with a saved one.
 
         Raises:
             StateError: no step was made yet.
@@ -272,16 +262,13 @@ class Engine(ModuleFace):
             num_ranks: the new number.
             leaving: ranks that end, without rank 0; None: as few as possible, chosen by the least useful shards.
             carried: user state by name that joining processes take over: learning-rate schedulers, an
-                ``ElasticSampler``.
-                The same names on all processes.
+                ``ElasticSampler``. The same names on all processes.
             rendezvous: where processes meet: "host:port", or None for the environment's ``PATRICKSTAR_ELASTIC``. Unused
-                if no
-                process joins.
+                if no process joins.
             folder: in memory, for shards on their way. Processes without access to another's folder fetch over the
                 network.
             timeout_seconds: for joining processes to arrive and to answer, below ``rank_timeout_seconds``; None: half
-                of that,
-                at most a minute.
+                of that, at most a minute.
             note_phase: called with each phase as it begins.
 
         Raises:
@@ -305,8 +292,8 @@ class Engine(ModuleFace):
         note_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Resized:
         """Makes this process one of the ranks that call :meth:`resize`, with their values, step, learning rates and
-        loss scale,
-        and rank 0's random numbers. The engine was made on one rank, of the same model with the same configuration.
+        loss scale, and rank 0's random numbers. The engine was made on one rank, of the same model with the same
+        configuration.
 
         Args:
             carried: user state by name, which is overwritten.
@@ -331,13 +318,11 @@ class Engine(ModuleFace):
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.
 
         Each of several ranks gets the whole module; :meth:`discard` ends a run without that. With ``tensor_parallel``
-        the
-        module keeps this rank's blocks, and its calls raise from then on.
+        the module keeps this rank's blocks, and its calls raise from then on.
 
         Raises:
             MemoryBudgetError: host memory does not hold the module's own parameters; nothing is changed, and the engine
-                stays
-                open.
+                stays open.
         """
         close_session(self._session)
 

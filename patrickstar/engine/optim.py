@@ -88,12 +88,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Updates the parameters with the gradients since the last step, then drops the gradients.
 
         If a step raised after a part was updated, for example for want of memory, the next call finishes it with its
-        own
-        options (``session/optimizer_step.py``).
+        own options (``session/optimizer_step.py``).
 
         A step with gradients that are not finite is skipped. With loss scaling the scale is lowered; without it a
-        warning is
-        logged.
+        warning is logged.
 
         Args:
             closure: runs forward and ``model.backward`` and returns the loss; not called to finish a step.

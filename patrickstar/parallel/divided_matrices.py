@@ -132,13 +132,12 @@ class DividedMatrices:
     """Shards a Hugging Face model in place by one of the strategies of ``matrix_ways.py``. Collective over the mesh.
 
     The module's parameters become this rank's blocks. They are ordinary parameters, whose chunks are shared by the
-    ranks
-    with the same blocks. Each rank is called with whole batches and computes its row's samples, or its tokens of all
-    samples.
+    ranks with the same blocks. Each rank is called with whole batches and computes its row's samples, or its tokens of
+    all samples.
 
     A product sends panels of its weight's view of the chunk, which the module's hook has acquired from any tier. So
-    ranks
-    of a mesh may keep different chunks on their devices and replay different plans. Only their products must match.
+    ranks of a mesh may keep different chunks on their devices and replay different plans. Only their products must
+    match.
 
     Args:
         config: whose ``tensor_parallel`` names the strategy.

@@ -40,11 +40,9 @@ class DividedSequences:
     (``StepGradients.chunk_factor``).
 
     With tensor parallelism all ranks of a mesh are called with the same batch. First the mesh's rows take their
-    samples,
-    then the ranks of a sequence take their tokens. Targets are counted before, since the loss is divided by their
-    number
-    in the whole batch. Attention of a rank's heads communicates along the sequence axis, between ranks with the same
-    blocks.
+    samples, then the ranks of a sequence take their tokens. Targets are counted before, since the loss is divided by
+    their number in the whole batch. Attention of a rank's heads communicates along the sequence axis, between ranks
+    with the same blocks.
 
     Args:
         module: the user's.
@@ -52,8 +50,7 @@ class DividedSequences:
         mesh: its ranks.
         meet: ``Runtime.meet_ranks``.
         num_steps: returns the optimizer steps so far. Dropout in attention follows from it and from the first rank's
-            seed,
-            so a resumed run continues with the same dropout.
+            seed, so a resumed run continues with the same dropout.
         blocks: the calls that tensor parallelism needs.
         survey: findings about a Hugging Face model.
 

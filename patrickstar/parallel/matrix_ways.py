@@ -117,8 +117,7 @@ def choose_way(config: Config, mesh: MeshRanks, group: MeshGroup, model: nn.Modu
     """The strategy that ``tensor_parallel.mode`` asks for. Deterministic, without communication.
 
     Values are sharded before the first forward. So ``"auto"`` counts the tokens of the configured micro-batch size and
-    of
-    all positions of the model. If either is unknown it chooses two dimensions, which accept every sequence length.
+    of all positions of the model. If either is unknown it chooses two dimensions, which accept every sequence length.
 
     Args:
         config: of the engine.

@@ -38,8 +38,7 @@ def trial_batches(model: nn.Module, batch: int, length: int) -> Iterator[dict[st
     """Keyword arguments for calls of ``model``, [batch, length] each, with labels if it computes a loss.
 
     The first batch has special cases: padding within a sequence, padding on the left by the mask, masked tokens,
-    ignored
-    labels. The second has words alone, for a model that cannot be called with the first.
+    ignored labels. The second has words alone, for a model that cannot be called with the first.
 
     Raises:
         ValueError: the model has no token embedding.

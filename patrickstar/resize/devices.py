@@ -44,8 +44,7 @@ def prepare_to_receive(session: Session) -> None:
     """Maps device memory ahead, while a joining process is not yet awaited.
 
     Mapping takes about a second for some tens of gigabytes. Half of the parameters' bytes are mapped and left to
-    PyTorch's
-    cache. Does nothing on a GPU that other processes use, since these may be the training ranks.
+    PyTorch's cache. Does nothing on a GPU that other processes use, since these may be the training ranks.
     """
     if session.device.type != "cuda":
         return
@@ -112,12 +111,9 @@ class DeviceShards:
 
     A parameter stays on devices if all of its arrays lie on the device of every old rank; its values then never pass
     through host memory. Parts for other processes are sent from device to device, in stored form, before the decision,
-    and
-    wait there in separate memory for the new core. Parts that this process keeps are copied to separate memory while
-    its
-    old core closes, and freed while the new core takes them, both chunk by chunk. So a device holds values once, plus
-    one
-    chunk. The old ranks' plan decides which states rest on devices, and new ranks start with it.
+    and wait there in separate memory for the new core. Parts that this process keeps are copied to separate memory
+    while its old core closes, and freed while the new core takes them, both chunk by chunk. So a device holds values
+    once, plus one chunk. The old ranks' plan decides which states rest on devices, and new ranks start with it.
 
     Args:
         sizes: the parameters' :func:`stored_bytes`.

@@ -136,8 +136,7 @@ class ResizePlan:
     """Parameters that stay on devices (see ``DeviceShards``)."""
     secret: str = dataclasses.field(default="", repr=False)
     """Hexadecimal secret of a resize without joining processes. Empty if a process joins: keys then follow from the
-    run's
-    secret, which is never sent.
+    run's secret, which is never sent.
     """
 
     def keys(self, options: ResizeOptions) -> ResizeKeys:

@@ -350,9 +350,8 @@ def _expect(session: Session, plan: ResizePlan) -> None:
     """Gives the new core the accesses of the old ranks' last step, if both have the same number of chunks.
 
     Steps use chunks alike on any number of ranks, and activation memory is similar. So states arrive at their tiers,
-    and
-    the first step replays a plan; where the step differs it fetches on demand. Small models differ in their number of
-    chunks. Measured times are not reused, since updates and messages take other times.
+    and the first step replays a plan; where the step differs it fetches on demand. Small models differ in their number
+    of chunks. Measured times are not reused, since updates and messages take other times.
     """
     if plan.timeline and plan.num_chunks == session.layout.num_chunks:
         session.runtime.adopt_timeline(timeline_from_json(plan.timeline, plan.num_chunks))

@@ -21,8 +21,7 @@ class GradientReads:
     """Answers reads of ``param.grad`` in one engine.
 
     In plain PyTorch a gradient lasts from its backward to ``zero_grad``. In chunks it lasts until the step, which puts
-    the
-    new parameter in its place. So:
+    the new parameter in its place. So:
 
     * Between backward and step, ``.grad`` is a copy of the gradient that the step will use, before clipping.
     * After the step, ``.grad`` is a copy of the gradient that the step used, for parameters with ``retain_grad()``. The

@@ -18,8 +18,8 @@ before a module's forward, or at a gradient (csrc/bind/interrupts.h). At other p
 ``torch.no_grad()`` or similar. A second signal of the same number is delivered at once, for a call that hangs. If no
 hook follows, the signal is delivered at the block's end.
 
-Once a signal was delivered within ``allowed``, others wait until that block ends. So an ``except`` around
-``with signals.allowed()`` always runs with signals deferred, wherever the block was interrupted.
+Once a signal was delivered within ``allowed``, others wait until that block ends. So an ``except`` around ``with
+signals.allowed()`` always runs with signals deferred, wherever the block was interrupted.
 
 Only the main thread receives signals; on other threads these blocks do nothing. Ignored signals and those with the
 system's default handler are left alone.

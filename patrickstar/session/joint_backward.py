@@ -27,8 +27,8 @@ logger = logging.getLogger("patrickstar")
 def run_backward(session: Session, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
     """Scales ``loss`` and runs its backward; gradients end up in chunks.
 
-    If it fails, all engines are restored to their state before it, except for optimizer-in-backward updates
-    (see ``Wholeness``).
+    If it fails, all engines are restored to their state before it, except for optimizer-in-backward updates (see
+    ``Wholeness``).
 
     Args:
         session: whose module made the loss.

@@ -70,8 +70,8 @@ class KeptPlan(NoKeptPlan):
 
     Runs are alike if model, layout, configured budgets, machine, versions and the shapes of the step's inputs agree. So
     the lookup waits for the first training forward. The first rank sends its plan to the others. A plan that does not
-    fit
-    the step costs time and changes no number: the step fetches on demand, and activations beyond the plan evict chunks.
+    fit the step costs time and changes no number: the step fetches on demand, and activations beyond the plan evict
+    chunks.
 
     Args:
         cache: of this rank; None: nothing is read or saved, but the first rank's plan is adopted.

@@ -42,10 +42,8 @@ def has_forwards_in_backward(loss: Any, has_param: Callable[[nn.Parameter], bool
 
     A contrastive loss over cached representations (GradCache; CachedMultipleNegativesRanking in sentence-transformers)
     calls the model without gradients. A hook on the loss then runs forward and backward of one mini-batch after
-    another.
-    The engine sees the backward first, with forwards in it as in a recomputation. Such a loss depends on no parameter
-    of
-    the model and has a hook on a leaf.
+    another. The engine sees the backward first, with forwards in it as in a recomputation. Such a loss depends on no
+    parameter of the model and has a hook on a leaf.
     """
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return False

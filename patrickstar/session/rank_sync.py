@@ -76,11 +76,9 @@ def take_turns(ranks: RankGroups, config: Config) -> Iterator[Turn]:
     """Wraps the building of this rank's model; no other rank of its machine builds one meanwhile.
 
     So at most one whole model exists in a machine's host memory beside the shards of finished ranks. Together they take
-    at
-    most 8 bytes per parameter, of the 14 of training. The first rank is last, since its values are sent to all
+    at most 8 bytes per parameter, of the 14 of training. The first rank is last, since its values are sent to all
     (``module/first_rank_values.py``) and it holds its whole model while it compares. With ``release_after_init`` all
-    ranks
-    build at once. One turn may take ``rank_timeout_seconds``.
+    ranks build at once. One turn may take ``rank_timeout_seconds``.
     """
     here = ranks.context
     if len(ranks.members) == 1 or config.release_after_init:
@@ -133,8 +131,8 @@ def combine_over_ranks(ranks: ChunkRanks, params: Sequence[nn.Parameter], diviso
     """Replaces each parameter's gradient by the ranks' sum over ``divisor``; a missing gradient counts as zeros.
 
     With the number of ranks as divisor the result is the mean, as in DDP. The sum runs in rank order, so its bits agree
-    on
-    all ranks. It is computed in float32, or in the parameter's dtype if wider. Complex gradients are summed by parts.
+    on all ranks. It is computed in float32, or in the parameter's dtype if wider. Complex gradients are summed by
+    parts.
     """
     if ranks.size == 1 or not params:
         return

@@ -32,8 +32,8 @@ class StepGradients:
         loss_scale: Callable[[], float],
     ):
         """``ranks``: share this rank's chunks. ``left_out``: parameters in chunks that other ranks count in the norm.
-        ``total``:
-        sums squares over ranks with other blocks (``Matrices.total``). ``loss_scale``: returns the next backward's.
+        ``total``: sums squares over ranks with other blocks (``Matrices.total``). ``loss_scale``: returns the next
+        backward's.
         """
         self._runtime = runtime
         self._managed = managed
@@ -50,10 +50,8 @@ class StepGradients:
         """Factor of gradients in chunks, which hold the ranks' mean.
 
         With ``gradient_allreduce_op`` "sum" it is the number of ranks, else the ranks of a sequence. It is applied in
-        float32
-        wherever gradients are read: norm, update, ``safe_get_full_grad``. So no 16-bit gradient is larger than with
-        "mean",
-        and none overflows sooner. A power of two causes no rounding.
+        float32 wherever gradients are read: norm, update, ``safe_get_full_grad``. So no 16-bit gradient is larger than
+        with "mean", and none overflows sooner. A power of two causes no rounding.
         """
         self._loss_scale = loss_scale
         self._scale: float | None = None  # pending gradients' loss scale; None: there are none

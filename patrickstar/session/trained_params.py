@@ -31,10 +31,8 @@ class TrainedParams:
     """The trained parameters of one engine, which are in chunks.
 
     Setting ``requires_grad`` or adding a group sends no notification. So each training forward first checks a flag of
-    every
-    untrained parameter. Newly trained ones get optimizer states for their chunks, gradient hooks, and a step count of
-    0.
-    All ranks must find the same parameters; either all of them get states or none.
+    every untrained parameter. Newly trained ones get optimizer states for their chunks, gradient hooks, and a step
+    count of 0. All ranks must find the same parameters; either all of them get states or none.
 
     A parameter that is frozen again keeps its states, and is skipped like any parameter without a gradient.
 
