@@ -37,6 +37,7 @@ CASES = (
     "train",
     "steps",
     "ablation",
+    "pages",
     "advice",
     "sequence",
     "long",

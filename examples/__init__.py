@@ -1,1 +1,1 @@
-"""Training scripts. Run them as they are; the benchmark imports the core of one of them (``examples.pretraining``)."""
+"""Training scripts, run as they are. The benchmark imports the core of one of them (``examples.pretraining``)."""

@@ -1,4 +1,4 @@
-"""Rows of examples as tensors: batches of them, shares of ranks, and how well answers fit them."""
+"""Rows of examples as tensors: batches, shares of ranks, and scores of answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Batch = dict[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """In which order a run sees its rows, and how many at a time."""
+    """Order and batch size of a run's rows."""
 
     batch_size: int
     """Rows per forward and rank."""
     seed: int
-    """Of the order."""
+    """Seed of the order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ def num_rows(data: Batch) -> int:
 
 
 def count_tokens(data: Batch) -> int:
-    """The number of tokens, padding left out."""
+    """The number of tokens without padding."""
     return int(data["attention_mask"].sum()) if "attention_mask" in data else data["input_ids"].numel()
 
 
 def fingerprint(data: Batch) -> str:
-    """A hash of all values, for telling whether a run goes on with the data that it began with."""
+    """A hash of all values, to check that a resumed run has the same data."""
     digest = hashlib.sha256()
     for name, values in sorted(data.items()):
         digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
@@ -58,10 +58,10 @@ def fingerprint(data: Batch) -> str:
 def endless_batches(
     train: Batch, prepare: Callable[[Batch, torch.Generator], Batch] | None, order: Order, ranks: Ranks
 ) -> Iterator[Batch]:
-    """This rank's training batches of one size, in a seeded order that is another one in each epoch.
+    """This rank's training batches of one size, in a seeded order that differs between epochs.
 
-    The ranks' n-th batches together are the n-th batch of one rank with batches as large as all of theirs. ``prepare``
-    makes a batch of rows of ``train``.
+    The ranks' n-th batches together are the n-th batch of a single rank with batches as large as all of theirs.
+    ``prepare`` makes a batch from rows of ``train``.
     """
     rows = range(num_rows(train))
     share = DistributedSampler(
@@ -78,7 +78,7 @@ def endless_batches(
 
 
 def share_of(data: Batch, ranks: Ranks) -> Batch:
-    """Every ``ranks.size``-th row. All shares have as many rows; labels of those that fill up do not count."""
+    """Every ``ranks.size``-th row. All shares are padded to equally many rows; labels of padding do not count."""
     rows = torch.arange(ranks.rank, ranks.rank + -(-num_rows(data) // ranks.size) * ranks.size, ranks.size)
     share = {name: values[rows.clamp(max=num_rows(data) - 1)] for name, values in data.items()}
     share["labels"][rows >= num_rows(data)] = IGNORED
@@ -95,12 +95,12 @@ def unigram_score(train_labels: torch.Tensor, labels: torch.Tensor) -> Score:
 
 
 def count_labels(labels: torch.Tensor, shift: bool) -> int:
-    """How many labels count; with ``shift`` those of the first position do not."""
+    """Number of labels that count; with ``shift`` those of the first position do not."""
     return int(((labels[:, 1:] if shift else labels) != IGNORED).sum())
 
 
 def count_correct(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> torch.Tensor:
-    """How many labels the largest logits hit."""
+    """Number of labels that the largest logits predict."""
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return (logits.argmax(-1) == labels.to(logits.device)).sum()

@@ -1,6 +1,6 @@
-"""How the examples behave as commands: errors of one line, Ctrl-C that saves, output folders that are not written over.
+"""Command behaviour of the examples: one-line errors, Ctrl-C that saves, protected output folders.
 
-Import it before torch and transformers; it sets the environment variables that these read when they load.
+Import it before torch and transformers: it sets environment variables that they read on import.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a run that Ctrl-C ended."""
 
 _SECONDS_BETWEEN_PRESSES = 1.0
-"""A signal that comes sooner after another is the same Ctrl-C, seen by a process and handed on by its launcher."""
+"""A signal that follows another one sooner is the same Ctrl-C, seen by a process and forwarded by its launcher."""
 
 
 class UsageError(Exception):
-    """Something that the user gave cannot be used; the message is one line that says what to give instead."""
+    """The user's input cannot be used; the message is one line that says what to give instead."""
 
 
 class StoppedError(Exception):
-    """The user ended the run. ``checkpoint`` is the folder that ``--resume`` goes on from, None if there is none."""
+    """The user ended the run. ``checkpoint`` is the folder for ``--resume``, or None."""
 
     def __init__(self, step: int, checkpoint: Path | None):
         super().__init__(f"ended after step {step}")
@@ -46,10 +46,10 @@ class StoppedError(Exception):
 
 
 class StopRequest:
-    """Whether the user has asked a training run to end: Ctrl-C, or the signal with which schedulers end a job.
+    """The user's request to end a training run: Ctrl-C, or a scheduler's SIGTERM.
 
-    The step that is being made is finished first. The second Ctrl-C raises KeyboardInterrupt, at an instant at which
-    the engine stays whole (patrickstar/engine/interrupts.py).
+    The current step is finished first. The second Ctrl-C raises KeyboardInterrupt, at a time at which the engine stays
+    consistent (patrickstar/engine/interrupts.py).
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Within the block Ctrl-C and SIGTERM are requests to end; afterwards they are what they were."""
+    """Context in which Ctrl-C and SIGTERM are requests to end; restores the former handlers."""
     request = StopRequest()
     before = {signum: signal.signal(signum, request.receive) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -79,14 +79,14 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def python_command(*words: object) -> str:
-    """A command line for the Python that runs this, with the path on which it finds its packages."""
+    """A command line for the running Python, including PYTHONPATH."""
     path = os.environ.get("PYTHONPATH")
     prefix = f"PYTHONPATH={shlex.quote(path)} " if path else ""
     return prefix + shlex.join([sys.executable, *map(str, words)])
 
 
 def resuming_command(script: str, argv: Sequence[str]) -> str:
-    """The command line that goes on with the run of ``script`` that ``argv`` began."""
+    """The command line that resumes the run of ``script`` that ``argv`` began."""
     flags = [word for word in argv if word not in ("--resume", "--overwrite")]
     size = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={size}"] if size else []
@@ -94,15 +94,14 @@ def resuming_command(script: str, argv: Sequence[str]) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """``path`` as one would type it in the current folder."""
+    """``path`` relative to the current folder if it is inside."""
     path, here = Path(path).resolve(), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def run_command(body: Callable[[], int], script: str, argv: Sequence[str]) -> int:
-    """The exit code of ``body``, which is ``script`` with the arguments ``argv``: its own, 2 when what the user gave is
-    wrong, 1 when the model or a checkpoint does not fit, 130 after Ctrl-C. Errors that a user can cause are one line,
-    on rank 0.
+    """The exit code of ``body``, which is ``script`` with the arguments ``argv``: its own, 2 for wrong input, 1 if the
+    model or a checkpoint does not fit, 130 after Ctrl-C. Errors that a user can cause are one line, on rank 0.
     """
     try:
         return body()
@@ -123,7 +122,7 @@ def run_command(body: Callable[[], int], script: str, argv: Sequence[str]) -> in
 
 
 def refuse(script: str, error: object, exit_code: int) -> int:
-    """Says, on rank 0, in one line what all ranks found wrong; returns ``exit_code``."""
+    """Prints an error that all ranks have, in one line on rank 0; returns ``exit_code``."""
     if _is_first_rank():
         print(f"{Path(script).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return exit_code
@@ -138,9 +137,9 @@ def prepare_output(folder: Path, written: Sequence[Path], *, resume: bool, overw
 
     Args:
         folder: for all of the output.
-        written: folders in it that the run makes; ``overwrite`` removes those that are there.
-        resume: whether what is there is gone on with.
-        overwrite: whether what is there may be lost.
+        written: folders in it that the run makes; ``overwrite`` removes existing ones.
+        resume: continue with existing output.
+        overwrite: replace existing output.
 
     Raises:
         UsageError: it is not empty and neither flag was given, or it cannot be written.
@@ -160,7 +159,7 @@ def prepare_output(folder: Path, written: Sequence[Path], *, resume: bool, overw
 
 
 def make_writable(flag: str, folder: Path) -> None:
-    """Makes ``folder``, which ``flag`` names, if there is none.
+    """Makes ``folder``, which ``flag`` names, if necessary.
 
     Raises:
         UsageError: it cannot be written.

@@ -1,4 +1,4 @@
-"""What the fine-tuning examples share: the training loop around an engine; a run can go on as if it never ended.
+"""Shared code of the fine-tuning examples: the training loop around an engine, which can resume a run exactly.
 
 Usage: ``import command`` before torch and transformers; flags.py has the command line, batches.py the data,
 reporting.py what is printed and drawn, proof.py the comparison of two runs.
@@ -63,15 +63,15 @@ __all__ = [
     "with_checkpointing",
 ]
 
-logging.getLogger("patrickstar").setLevel(logging.WARNING)  # how a run begins, and what it saves, is printed here
+logging.getLogger("patrickstar").setLevel(logging.WARNING)  # this module prints a run's start and its saves itself
 
 NUM_EVALUATIONS = 5
-"""On the held-out data, in one training run, beside the one before it."""
+"""Evaluations on held-out data in one training run, in addition to the one before it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to learn, and from what."""
+    """The data of a training run, and its scores to beat."""
 
     name: str
     train: Batch
@@ -80,17 +80,17 @@ class Task:
     """The trivial answer's score on ``held_out``."""
     baseline_name: str
     shift: bool = False
-    """Whether the logits at position t are for the label at t + 1 (causal language models)."""
+    """True if the logits at position t are for the label at t + 1 (causal language models)."""
     prepare: Callable[[Batch, torch.Generator], Batch] | None = None
-    """Makes a training batch of rows of ``train``, for example by masking tokens."""
+    """Makes a training batch from rows of ``train``, for example by masking tokens."""
     collate: Callable[[Batch], Batch] | None = None
-    """Makes what the model is given of a batch, in training and evaluation, for example without common padding."""
+    """Makes the model's arguments from a batch, in training and evaluation, for example without common padding."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of each forward."""
     before: Callable[[nn.Module], None] | None = None
     """Called with the model, on all ranks, before the first step of a run."""
     after: Callable[[nn.Module], None] | None = None
-    """The same after the last step."""
+    """Called with the model, on all ranks, after the last step."""
     test: Batch | None = None
     """Scored once, after the training."""
 
@@ -101,30 +101,30 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a training run writes."""
+    """Output of a training run."""
 
     checkpoints: Path | None = None
-    """Where it is saved for ``--resume``; None: nowhere."""
+    """The folder for ``--resume``; None: nothing is saved."""
     resume: bool = False
-    """Whether it goes on with what is there."""
+    """Continue with the run that is there."""
     save_model: Callable[[nn.Module], Path] | None = None
-    """Writes the trained model, on all ranks, and returns where."""
+    """Writes the trained model, on all ranks, and returns its path."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """What a training run left; its module is an ordinary one again."""
+    """Results of a training run; its module is an ordinary one again."""
 
     module: nn.Module
     report: dict
     """``model.report()`` at the end."""
     scores: list[Score]
-    """Of every step's training batch, all ranks' together."""
+    """Scores of every step's training batch, over all ranks."""
     evaluations: dict[int, Score]
     """Held-out scores by the number of steps before them."""
     test: Score | None
     tokens_per_second: float
-    """Of all ranks."""
+    """Rate of all ranks."""
 
     @property
     def final(self) -> Score:
@@ -134,22 +134,22 @@ class Run:
 
 @dataclasses.dataclass(kw_only=True)
 class Progress:
-    """How far a run has come; a checkpoint keeps it."""
+    """The progress of a run, stored in a checkpoint."""
 
     scores: list[Score] = dataclasses.field(default_factory=list)
     evaluations: dict[int, Score] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
-    """In steps."""
+    """Seconds spent in steps."""
     num_tokens: int = 0
-    """Of this rank."""
+    """Tokens of this rank."""
 
     @property
     def num_steps(self) -> int:
-        """That were made."""
+        """Steps made so far."""
         return len(self.scores)
 
     def as_state(self) -> dict[str, Any]:
-        """In a checkpoint's types."""
+        """The progress in a checkpoint's types."""
         return {
             "scores": [dataclasses.astuple(score) for score in self.scores],
             "evaluations": [(step, *dataclasses.astuple(score)) for step, score in self.evaluations.items()],
@@ -159,7 +159,7 @@ class Progress:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Progress:
-        """What :meth:`as_state` gave."""
+        """Inverse of :meth:`as_state`."""
         return cls(
             scores=[Score(*values) for values in state["scores"]],
             evaluations={step: Score(*values) for step, *values in state["evaluations"]},
@@ -169,15 +169,15 @@ class Progress:
 
 
 def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
-    """``model``, a transformers one, recomputing its activations in backward if the flags ask for it."""
+    """``model``, from transformers, with activation checkpointing if the flags request it."""
     if args.checkpointing:
         enable_checkpointing(model)
     return model
 
 
 def exporter(folder: Path, tokenizer: Any, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Callable[[Any], Path]:
-    """Writes a model's weights, of ``dtype``, from all ranks, each what it holds, and the tokenizer, into ``folder``,
-    for ``from_pretrained``.
+    """A function that writes a model's weights, in ``dtype``, and the tokenizer into ``folder``, for
+    ``from_pretrained``. All ranks must call it; each writes its shards.
     """
 
     def save(model: Any) -> Path:
@@ -192,7 +192,7 @@ def exporter(folder: Path, tokenizer: Any, ranks: Ranks, dtype: torch.dtype = to
 
 
 def evaluate(model: nn.Module, data: Batch, task: Task, batch_size: int, ranks: Ranks) -> Score:
-    """The model's score on ``data``, of which each rank takes a share."""
+    """The model's score on ``data``, which is shared out over the ranks."""
     loss, correct, total = 0.0, 0, 0
     share = share_of(data, ranks)
     model.eval()
@@ -202,7 +202,7 @@ def evaluate(model: nn.Module, data: Batch, task: Task, batch_size: int, ranks: 
             inputs = task.inputs(batch)
             output = model(**inputs)
             count = count_labels(inputs["labels"], task.shift)
-            if count > 0:  # else the loss is not a number
+            if count > 0:  # without labels the loss is NaN
                 correct += count_correct(output.logits, inputs["labels"], task.shift).item()
                 loss, total = loss + output.loss.item() * count, total + count
     model.train()
@@ -213,19 +213,19 @@ def evaluate(model: nn.Module, data: Batch, task: Task, batch_size: int, ranks: 
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Any]], task: Task, ranks: Ranks
 ) -> Score:
-    """One step of the optimizer on the gradient of the mean over all labels that count in all ranks' ``batches``."""
+    """One optimizer step on the gradient of the mean over all labels that count in all ranks' ``batches``."""
     counts = [count_labels(batch["labels"], task.shift) for batch in batches]
     (total,) = ranks.sums(sum(counts))
     scores = []
     optimizer.zero_grad()
     for batch, count in zip(batches, counts, strict=True):
         output = model(**batch)
-        weight = count * ranks.size / total  # the engine takes the mean over the ranks
+        weight = count * ranks.size / total  # the engine averages over the ranks
         model.backward(output.loss * weight)
         scores.append(
             torch.stack([output.loss.detach() * count, count_correct(output.logits, batch["labels"], task.shift)])
         )
-        del output  # else its logits would stay during the next forward
+        del output  # otherwise its logits would stay during the next forward
     optimizer.step()
     loss, correct = ranks.sums(*torch.stack(scores).double().sum(0).tolist())
     return Score(loss / total, correct / total)
@@ -238,18 +238,18 @@ def train(
     ranks: Ranks,
     output: Output = Output(),  # noqa: B008 (frozen)
 ) -> Run:
-    """Trains what ``model_func`` builds on ``task``.
+    """Trains the model that ``model_func`` builds on ``task``.
 
     Raises:
-        UsageError: the data has fewer rows than there are ranks, or the run to go on with is another one.
-        StoppedError: the user ended it; it was saved where ``output`` says.
+        UsageError: the data has fewer rows than there are ranks, or the run to resume is another one.
+        StoppedError: the user ended it; it was saved as ``output`` says.
     """
     if num_rows(task.train) < ranks.size:
         raise UsageError(f"there are {num_rows(task.train)} rows to train on for {ranks.size} ranks; give more")
     batch_size = min(args.batch_size, num_rows(task.train) // ranks.size)
     rows_per_step = batch_size * args.accumulation * ranks.size
     num_steps = args.steps or max(1, round(args.epochs * num_rows(task.train) / rows_per_step))
-    torch.manual_seed(args.seed + ranks.rank)  # the model is rank 0's; dropout is each rank's own
+    torch.manual_seed(args.seed + ranks.rank)  # the model is rank 0's; each rank has its own dropout
     try:
         model, optimizer = initialize_engine(
             model_func, local_rank=0, config=engine_config(args), model_parameters=decay_groups(args.weight_decay)
@@ -303,7 +303,7 @@ class _Loop:
     progress: Progress = dataclasses.field(default_factory=Progress)
 
     def run(self, stop: StopRequest) -> None:
-        """From where the run is to its end."""
+        """Runs from the present progress to the end."""
         if self.output.resume:
             self._resume()
         else:
@@ -371,7 +371,7 @@ class _Loop:
         say(f"step {step}: held-out loss {score.loss:.4f}, accuracy {score.accuracy:.2%}")
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same when the run goes on, by the words of the command line."""
+        """Properties that must be equal when the run is resumed, by command-line names."""
         names = ("seed", "optimizer", "lr", "warmup", "weight_decay", "clip", "precision", "states", "master")
         names += ("lora", "lora_rank")
         flags = {f"--{name.replace('_', '-')}": getattr(self.args, name, None) for name in names}
@@ -384,7 +384,7 @@ class _Loop:
         }
 
     def _save(self) -> Path | None:
-        """Saves the run; the checkpoint before is removed when the new one is there."""
+        """Saves the run, then removes the former checkpoint."""
         folder = self.output.checkpoints
         if folder is None:
             return None
@@ -406,4 +406,4 @@ class _Loop:
 
 
 def _nothing(line: str) -> None:
-    """What ranks but the first say."""
+    """Prints nothing, on other ranks than the first."""

@@ -1,8 +1,8 @@
-"""A run that begins on one rank, goes on with two, and ends on one, without a checkpoint; on the CPU:
+"""A run that starts on one rank, continues on two, and ends on one, without a checkpoint; on the CPU:
 
     python examples/elastic.py
 
-This process starts the ranks and serves the rendezvous; the script of a rank is :func:`train`.
+This process starts the ranks and serves the rendezvous; a rank's script is :func:`train`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from patrickstar import initialize_engine
 from patrickstar.elastic import ElasticLoader, ElasticSampler, Membership, serve_rendezvous
 
 NUM_RANKS = {4: 2, 8: 1}
-"""How many ranks there are from which step on."""
+"""Numbers of ranks by the step from which they apply."""
 NUM_STEPS = 12
 GLOBAL_BATCH = 8
 
 
 def build() -> nn.Module:
-    """A small regression."""
+    """A small regression model."""
     return nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 1))
 
 
 def train(joins: str) -> None:
-    """What each rank does; ``joins``: "yes" for one that comes while the others train."""
+    """The script of a rank; ``joins`` is "yes" for one that joins while the others train."""
     torch.manual_seed(0)
     inputs = torch.randn(GLOBAL_BATCH * NUM_STEPS, 32)
     data = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))

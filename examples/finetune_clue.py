@@ -7,7 +7,7 @@ Usage:
     torchrun --nproc_per_node=2 examples/finetune_clue.py --data tnews                 # by two processes
 
 Without --pretrained the small model is first trained as a language model, on the training sentences and, if the folder
-has it, unlabeled.json. Ctrl-C finishes the step, saves the run and prints the command that goes on with it.
+has it, unlabeled.json. Ctrl-C finishes the step, saves the run and prints the command that resumes it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read_examples(path: Path) -> list[dict]:
     """The labelled examples of a file of JSON lines.
 
     Raises:
-        UsageError: a line is none.
+        UsageError: a line is malformed.
     """
     examples = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -96,7 +96,7 @@ def read_examples(path: Path) -> list[dict]:
 
 
 def find_file(folder: Path, names: tuple[str, ...]) -> Path:
-    """The first of ``names`` that ``folder`` has."""
+    """The first of ``names`` that exists in ``folder``."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -122,13 +122,13 @@ def train_tokenizer(sentences: list[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def choose_seq_len(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]]) -> int:
-    """A multiple of 8, up to 128, that does for 98 % of the texts."""
+    """A multiple of 8, up to 128, that suffices for 98 % of the texts."""
     lengths = sorted(len(tokenizer(*text).input_ids) for text in texts)
     return min(128, -(-lengths[int(0.98 * (len(lengths) - 1))] // 8) * 8)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]], args: argparse.Namespace) -> Batch:
-    """The model's inputs for ``texts``, all of ``args.seq_len``."""
+    """The model's inputs for ``texts``, all of length ``args.seq_len``."""
     inputs = tokenizer(
         *(list(column) for column in zip(*texts, strict=True)),
         padding="max_length",
@@ -185,7 +185,9 @@ def build_classifier(
     labels: list[str],
     body: dict[str, torch.Tensor] | None,
 ) -> nn.Module:
-    """The architecture's classifier, from ``--pretrained``, else small, with the language model's ``body`` if given."""
+    """The architecture's classifier: from ``--pretrained``, or a small one, with the language model's ``body`` if
+    given.
+    """
     classes = {"bert": transformers.BertForSequenceClassification, "gpt2": transformers.GPT2ForSequenceClassification}
     if args.pretrained:
         config = transformers.AutoConfig.from_pretrained(args.pretrained, pad_token_id=tokenizer.pad_token_id)
@@ -207,18 +209,19 @@ def build_classifier(
 
 
 def add_summary_label(batch: Batch, tokens: torch.Tensor, generator: torch.Generator, arch: str) -> None:
-    """Where the classifier will read (at [CLS] in BERT, at the end in GPT-2), the label is any token of the sentence.
-
-    Language modelling alone would not teach that position to sum up the sentence, and few labels cannot.
+    """Sets the label at the classifier's position (at [CLS] in BERT, at the end in GPT-2) to a random token of the
+    sentence. Language modelling alone would not train that position to summarise the sentence, and few labels cannot.
     """
-    weights = (tokens >= len(SPECIAL_TOKENS)).float() + 1e-6  # also right for an empty sentence
+    weights = (tokens >= len(SPECIAL_TOKENS)).float() + 1e-6  # handles an empty sentence too
     any_token = tokens.gather(1, torch.multinomial(weights, 1, generator=generator))
     end = batch["attention_mask"].sum(1, keepdim=True).clamp(max=tokens.shape[1] - 1)  # one after the last token
     batch["labels"] = batch["labels"].scatter(1, end if arch == "gpt2" else torch.zeros_like(end), any_token)
 
 
 def mask_tokens(batch: Batch, generator: torch.Generator, vocab_size: int) -> Batch:
-    """BERT's task: of the chosen tokens 80 % become [MASK], 10 % others, 10 % stay; the labels are what they were."""
+    """BERT's task: of the chosen tokens 80 % become [MASK], 10 % others, 10 % stay; the labels are the
+    original tokens.
+    """
     tokens, first_ordinary = batch["input_ids"], len(SPECIAL_TOKENS)
     chosen = (torch.rand(tokens.shape, generator=generator) < MASK_SHARE) & (tokens >= first_ordinary)
     dice = torch.rand(tokens.shape, generator=generator)
@@ -229,7 +232,7 @@ def mask_tokens(batch: Batch, generator: torch.Generator, vocab_size: int) -> Ba
 
 
 def language_model_task(inputs: Batch, args: argparse.Namespace, vocab_size: int) -> Task:
-    """Learns the sentences themselves; the trivial answer is the unigram distribution."""
+    """Language modelling of the sentences; the trivial answer is the unigram distribution."""
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.randperm(common.num_rows(inputs), generator=generator)
     cut = max(1, int(LM_HELD_OUT_SHARE * len(order)))
@@ -271,7 +274,7 @@ def classification_task(
 
 
 def read_task(folder: Path) -> dict[str, list[dict]]:
-    """The labelled examples of the task's sets: ``train``, ``held_out`` and, where there is one, ``test``."""
+    """The labelled examples of the task's sets: ``train``, ``held_out`` and, if present, ``test``."""
     files = {"train": read_examples(find_file(folder, TRAIN_FILES))}
     files["held_out"] = read_examples(find_file(folder, HELD_OUT_FILES))
     if (folder / TEST_FILE).is_file():
@@ -282,7 +285,7 @@ def read_task(folder: Path) -> dict[str, list[dict]]:
 def train_language_model(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]], ranks: Ranks
 ) -> dict[str, torch.Tensor]:
-    """The values of a language model of ``texts``, without its head."""
+    """The values of a language model trained on ``texts``, without its head."""
     task = language_model_task(encode(tokenizer, texts, args), args, len(tokenizer))
     lm_args = argparse.Namespace(**vars(args) | {"epochs": args.lm_epochs, "lr": args.lm_lr, "steps": None})
     folder = flags.checkpoints(args, "lm")

@@ -7,7 +7,7 @@ Usage:
     python examples/finetune_gpt2.py --pretrained FOLDER --text book.txt --lr 5e-5     # a local Hugging Face folder
     torchrun --nproc_per_node=2 examples/finetune_gpt2.py --demo                       # the same by two processes
 
-Ctrl-C finishes the step, saves the run and prints the command that goes on with it.
+Ctrl-C finishes the step, saves the run and prints the command that resumes it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GPU_DEMO = {"device_memory": "2GiB", "model_size": "gpt2-medium", "batch_size": 
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line; ``--demo`` changes the defaults, other flags still count."""
+    """The command line; ``--demo`` changes the defaults, other flags still apply."""
     parser = flags.Parser(__doc__)
     parser.add_argument("--demo", action="store_true", help="train with and without a budget and compare")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="default: Python's reference")
@@ -90,7 +90,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def python_reference() -> str:
-    """The language reference that every CPython carries for ``help()``; what several topics repeat comes once."""
+    """The language reference that every CPython includes for ``help()``, without repeated paragraphs."""
     topics = pydoc_data.topics.topics
     paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
     return "\n\n".join({" ".join(paragraph.split()): paragraph for paragraph in paragraphs}.values())
@@ -110,7 +110,7 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def make_rows(tokenizer: PreTrainedTokenizerBase, text: str, seq_len: int) -> common.Batch:
-    """Cuts the text into examples of ``seq_len`` tokens; the last tokens that fill none are dropped."""
+    """Cuts the text into examples of ``seq_len`` tokens; an incomplete last one is dropped."""
     tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(tokens) < seq_len:
         raise UsageError(
@@ -136,7 +136,7 @@ def make_task(tokenizer: PreTrainedTokenizerBase, train_text: str, held_out_text
 
 
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """A GPT-2 from ``--pretrained``, else from scratch."""
+    """A GPT-2 from ``--pretrained``, or from scratch."""
     options = {"use_cache": False, "resid_pdrop": args.dropout, "embd_pdrop": args.dropout, "attn_pdrop": args.dropout}
     if args.pretrained:
         model = GPT2LMHeadModel.from_pretrained(args.pretrained, dtype=torch.float32, **options)
@@ -154,7 +154,7 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
             **options,
         )
         model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what transformers would use as well, with a warning
+    model.loss_type = "ForCausalLM"  # transformers' default too, but with a warning
     return common.with_checkpointing(model, args)
 
 

@@ -1,4 +1,4 @@
-"""Teaches a causal language model of Hugging Face your conversations, within a device memory budget.
+"""Fine-tunes a Hugging Face causal language model on your conversations, within a device memory budget.
 
 Usage:
     python examples/finetune_llm.py --model FOLDER --data chat.jsonl                   # all of its parameters
@@ -7,11 +7,11 @@ Usage:
     python examples/finetune_llm.py --demo            # with and without a budget: the same losses, bit by bit
     torchrun --nproc_per_node=2 examples/finetune_llm.py --model FOLDER --data chat.jsonl
 
-FOLDER is what save_pretrained writes: Llama, Qwen, Mistral, Gemma, GPT-2 and others. Nothing is downloaded. A line of
-chat.jsonl is {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]} or
-{"prompt": "…", "answer": "…"}; only answers are learned. docs/guides/finetune_llm.md tells more.
+FOLDER is written by save_pretrained: Llama, Qwen, Mistral, Gemma, GPT-2 and others. Nothing is downloaded. A line of
+chat.jsonl is {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]} or {"prompt": "…",
+"answer": "…"}; only answers are learned. See docs/guides/finetune_llm.md.
 
-Ctrl-C finishes the step, saves the run and prints the command that goes on with it.
+Ctrl-C finishes the step, saves the run and prints the command that resumes it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ GPU_DEMO = {"seq_len": 256, "batch_size": 8, "packing": True, "steps": 240, "lr"
 GPU_DEMO |= {"hidden": 1024, "layers": 24, "vocab_size": 2048, "device_memory": "2GiB"}
 
 LONGEST_ROW = 512
-"""Tokens of a row, if the flags do not say it and the model takes as many."""
+"""Tokens of a row, if the flags do not set it and the model accepts as many."""
 
 
 def make_parser() -> flags.Parser:
@@ -97,10 +97,10 @@ def make_parser() -> flags.Parser:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line; ``--demo``, and a missing ``--model``, change the defaults, other flags still count.
+    """The command line; ``--demo``, and a missing ``--model``, change the defaults, other flags still apply.
 
     Raises:
-        UsageError: something is wrong with it.
+        UsageError: it is wrong.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -134,10 +134,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def read_data(args: argparse.Namespace) -> tuple[list[Conversation], list[Conversation]]:
-    """Conversations to learn from, and those that are held out.
+    """Conversations for training, and held-out ones.
 
     Raises:
-        UsageError: a line is broken, or nothing is left to learn from.
+        UsageError: a line is malformed, or nothing is left for training.
     """
     if args.data is None:
         return python_questions(args.seed)
@@ -152,10 +152,10 @@ def read_data(args: argparse.Namespace) -> tuple[list[Conversation], list[Conver
 
 
 def set_seq_len(args: argparse.Namespace, config: Any) -> None:
-    """``args.seq_len`` becomes what the model takes.
+    """Sets ``args.seq_len`` to a length that the model accepts.
 
     Raises:
-        UsageError: the flags ask for more.
+        UsageError: the flags request more.
     """
     most = max_positions(config)
     if args.seq_len is None:
@@ -221,7 +221,7 @@ def make_task(
         held_out=held_out,
         shift=True,
         collate=model_inputs,
-        options={"use_cache": False},  # a cache would also hide from transformers where packed conversations begin
+        options={"use_cache": False},  # with a cache, transformers would not find the starts of packed conversations
         before=before,
         after=lambda model: ask(model, "after"),
         baseline_name="unigram baseline",
@@ -230,7 +230,7 @@ def make_task(
 
 
 def model_builder(args: argparse.Namespace, config: Any) -> Callable[[], nn.Module]:
-    """What builds the model that is trained."""
+    """A function that builds the model to train."""
 
     def build() -> nn.Module:
         if args.model is None:
@@ -244,7 +244,7 @@ def model_builder(args: argparse.Namespace, config: Any) -> Callable[[], nn.Modu
 
 
 def model_saver(args: argparse.Namespace, tokenizer: Any, ranks: Ranks) -> Callable[[Any], Path]:
-    """What writes the trained model, or its adapters, with the tokenizer."""
+    """A function that writes the trained model, or its adapters, with the tokenizer."""
     folder = flags.saved_model(args)
     if not args.lora:
         return common.exporter(folder, tokenizer, ranks, dtype=compute_dtype(args.precision))
@@ -260,7 +260,7 @@ def model_saver(args: argparse.Namespace, tokenizer: Any, ranks: Ranks) -> Calla
 
 
 def print_next_commands(args: argparse.Namespace, chat: Path) -> None:
-    """Commands that go on from the demo, to be pasted as they stand."""
+    """Prints commands that follow the demo, ready to paste."""
     model, script = flags.saved_model(args), shown_path(__file__)
     asked = (
         f'from transformers import pipeline; answer = pipeline("text-generation", "{model}"); '
@@ -315,7 +315,7 @@ def main(argv: list[str]) -> int:
 
     def body() -> int:
         args = parse_arguments(argv)
-        sets = read_data(args)  # a broken line is found before anything is made
+        sets = read_data(args)  # finds a malformed line before anything is made
         flags.check_arguments(args)
         if args.demo:
             be_deterministic()

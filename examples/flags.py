@@ -1,4 +1,4 @@
-"""The command line of the fine-tuning examples, and the PatrickStar configuration that it makes."""
+"""The command line of the fine-tuning examples, and the PatrickStar configuration made from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patrickstar.config import parse_config
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows each flag's default, where it has one."""
+    """Shows each flag's default, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
@@ -24,7 +24,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError for what is wrong, so that one rank prints it."""
+    """Raises UsageError for wrong arguments, so that one rank prints it."""
 
     def __init__(self, description: str | None):
         super().__init__(description=description, formatter_class=HelpFormatter)
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, output: str) -> None:
-    """Adds the flags that every example has; ``output`` is the output folder unless another one is given."""
+    """Adds the flags common to all examples; ``output`` is the default output folder."""
     _add_memory_arguments(parser.add_argument_group("memory, of each rank"))
     _add_optimization_arguments(parser.add_argument_group("training"))
     _add_output_arguments(parser.add_argument_group("output"), output)
@@ -95,15 +95,15 @@ def _add_output_arguments(group: Any, output: str) -> None:
 
 
 def add_export_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--save``, for examples that write their model only when asked."""
+    """Adds ``--save``, for examples that write their model only on request."""
     parser.add_argument("--save", action="store_true", help="also write OUTPUT_DIR/model, in Hugging Face's format")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Looks at what can be looked at before anything is loaded, and makes the output folder.
+    """Checks flags before anything is loaded, and makes the output folder.
 
     Raises:
-        UsageError: the flags ask for what would fail later.
+        UsageError: the flags request something that would fail later.
     """
     counts = {"--steps": args.steps, "--batch-size": args.batch_size, "--gradient-accumulation": args.accumulation}
     counts |= {"--save-every": args.save_every, "--chunk-size": args.chunk_size, "--seq-len": args.seq_len}
@@ -133,17 +133,17 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def saved_model(args: argparse.Namespace) -> Path:
-    """Where the trained model goes, or what was trained of it."""
+    """The folder for the trained model or adapter."""
     return args.output_dir / ("adapter" if getattr(args, "lora", False) else "model")
 
 
 def checkpoints(args: argparse.Namespace, stage: str | None = None) -> Path:
-    """Where the run is saved that ``--resume`` goes on with; ``stage`` is a training before the last one."""
+    """The folder of checkpoints for ``--resume``; ``stage`` is an earlier training stage."""
     return args.output_dir / ("checkpoint" if stage is None else f"checkpoint-{stage}")
 
 
 def engine_config(args: argparse.Namespace) -> dict:
-    """The PatrickStar configuration that the flags ask for."""
+    """The PatrickStar configuration for the flags."""
     betas = {"AdamW": (0.9, 0.95), "Lion": (0.9, 0.99)}[args.optimizer]
     config = {
         "optimizer": {

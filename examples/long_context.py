@@ -1,4 +1,4 @@
-"""Trains a small Llama on one long document, each sequence of which the processes of the run share.
+"""Trains a small Llama on one long document with context parallelism: processes share each sequence.
 
 Usage:
     python examples/long_context.py                                   # one process has the whole sequence
@@ -6,8 +6,8 @@ Usage:
     torchrun --nproc_per_node=2 examples/long_context.py --mode ulysses --text book.txt --seq-len 4096
 
 The document is Python's reference (pydoc_data.topics), in a vocabulary of its own; nothing is downloaded. On a GPU a
-sequence is the whole document. Between the runs one line of the configuration differs, "sequence_parallel"; each run
-leaves its losses in OUTPUT_DIR and says how far they are from those that other numbers of processes left there.
+sequence is the whole document. The runs differ in one line of the configuration, "sequence_parallel". Each run writes
+its losses to OUTPUT_DIR and prints their difference from those of other numbers of processes there.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from patrickstar.config import SequenceMode
 from patrickstar.planning.models import enable_checkpointing
 from patrickstar.runtime import initialize_engine
 
-logging.getLogger("patrickstar").setLevel(logging.WARNING)  # how a run begins is printed here
+logging.getLogger("patrickstar").setLevel(logging.WARNING)  # this script prints the run's start itself
 
 CPU_TOKENS = 4096
-"""Of a sequence without a GPU: attention takes four times as long for twice as many."""
+"""Tokens of a sequence without a GPU: attention takes four times as long for twice as many."""
 
 _SAME_RUN = ("text", "seq_len", "steps", "hidden", "layers", "heads", "vocab_size", "lr", "precision", "seed")
 
@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line.
 
     Raises:
-        UsageError: something is wrong with it.
+        UsageError: it is wrong.
     """
     on_gpu = torch.cuda.is_available()
     parser = flags.Parser(__doc__)
@@ -85,7 +85,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def read_document(args: argparse.Namespace) -> torch.Tensor:
-    """Its tokens: int64, [tokens]; those of a vocabulary that is made of it.
+    """The document's tokens, int64 [tokens], in a vocabulary trained on it.
 
     Raises:
         UsageError: it is shorter than a sequence.
@@ -121,7 +121,7 @@ def build_model(args: argparse.Namespace, seq_len: int) -> nn.Module:
 
 
 def engine_config(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """That of one process, and one line."""
+    """The configuration of one process, plus one line."""
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr}},
         "gradient_clipping": 1.0,
@@ -170,7 +170,7 @@ def train(args: argparse.Namespace, document: torch.Tensor, ranks: Ranks) -> lis
 
 
 def compare_runs(args: argparse.Namespace, losses: list[float], ranks: Ranks) -> None:
-    """Writes the losses and says how far they are from those of runs that differ in the number of processes alone."""
+    """Writes the losses, and prints their difference from runs that differ only in the number of processes."""
     settings = {name: str(getattr(args, name)) for name in _SAME_RUN}
     path = args.output_dir / f"losses-{ranks.size}.json"
     path.write_text(json.dumps({"settings": settings, "losses": losses}), encoding="utf-8")

@@ -6,14 +6,14 @@ Usage:
     python examples/pretrain_gpt.py --model bert --data book.txt --vocab 8192 --steps 1000 --save-folder run --resume
     torchrun --nproc_per_node=4 examples/pretrain_gpt.py --size 68b --batch-size 16 --checkpointing
 
-The model is built without memory, initialised on the device that trains, and never whole in any memory. A run that goes
-on from a checkpoint (--save-folder, --resume) has bitwise the numbers of one that was never stopped. It may go on with
-another number of ranks: where ranks x batch size x accumulation is the same, each step sees the same data. Ctrl-C
-finishes the step, saves the run (with --save-folder) and prints the command that goes on with it.
+The model is built without memory, initialised on the training device, and never whole in any memory. A run resumed from
+a checkpoint (--save-folder, --resume) has bitwise the numbers of an uninterrupted one. The number of ranks may change:
+if ranks x batch size x accumulation is equal, each step sees the same data. Ctrl-C finishes the step, saves the run
+(with --save-folder) and prints the command that resumes it.
 
---data: a text file or a folder of *.txt is made tokens of at each start, by rank 0, within its memory; token 0 ends a
-text. Token ids of other origin, or those that --save-tokens wrote, are read from a .bin file: little-endian uint16, one
-after the other, memory-mapped by each rank. --help lists all flags, docs/config.md what is behind them.
+--data: a text file or a folder of *.txt is tokenised at each start, by rank 0, within its memory; token 0 ends a text.
+Other token ids, or those written by --save-tokens, are read from a .bin file: consecutive little-endian uint16,
+memory-mapped by each rank. --help lists all flags; docs/config.md describes the configuration.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from patrickstar import CheckpointError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a run learns from."""
+    """The data of a run."""
 
     source: TokenSource
-    """Of sequences."""
+    """Source of sequences."""
     tokenizer: str | None = None
-    """Of a text, as JSON, on rank 0."""
+    """Tokenizer of a text, as JSON, on rank 0."""
 
 
 def open_data(options: RunOptions, ranks: Ranks) -> Data:
-    """The data that the flags ask for; a text's tokens are made by rank 0 and given to all.
+    """The data that the flags request; rank 0 tokenises a text and broadcasts the tokens.
 
     Raises:
         ValueError: it is not usable.
@@ -86,7 +86,7 @@ def make_tokens(options: RunOptions) -> tuple[np.ndarray, str | None]:
 
 
 class Progress:
-    """Collects what happened since the last line and says one every ``--log-every`` steps."""
+    """Collects figures since the last line, and prints a line every ``--log-every`` steps."""
 
     def __init__(self, options: RunOptions, batches: Batches, ranks: Ranks, say: Callable[[str], None]):
         """``say`` prints a line on rank 0."""
@@ -98,11 +98,11 @@ class Progress:
         self._started = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """What was done since the last line is no part of the steps to come."""
+        """Excludes the time since the last line from the following steps."""
         self._started = time.perf_counter()
 
     def add(self, step: int, loss: torch.Tensor, lr: float, training: Pretraining) -> None:
-        """After each step, by all ranks."""
+        """Call after each step, on all ranks."""
         self._losses.append(loss)
         options, ranks = self._options, self._ranks
         if step % options.log_every and step != options.steps and not saves_after(options, step):
@@ -127,21 +127,21 @@ class Progress:
 
 
 def saves_after(options: RunOptions, step: int) -> bool:
-    """Whether a checkpoint is due."""
+    """True if a checkpoint is due."""
     return options.save_folder is not None and (
         step == options.steps or (options.save_every is not None and step % options.save_every == 0)
     )
 
 
 def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
-    """Trains to ``--steps`` and writes what is asked for.
+    """Trains to ``--steps`` and writes the requested output.
 
     Raises:
         CheckpointError: the run in ``--save-folder`` is another one, or was longer.
         MemoryBudgetError: the model does not fit.
-        StoppedError: the user ended the run; it was saved, if there is a ``--save-folder``.
+        StoppedError: the user ended the run; it was saved if there is a ``--save-folder``.
     """
-    torch.manual_seed(options.seed + ranks.rank)  # the model is rank 0's; dropout is each rank's own
+    torch.manual_seed(options.seed + ranks.rank)  # the model is rank 0's; each rank has its own dropout
     training = Pretraining(
         lambda: build_model(options.shape),
         options.training,
@@ -184,7 +184,7 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
 
 
 def finish(options: RunOptions, training: Pretraining, data: Data, ranks: Ranks, *, num_steps: int) -> None:
-    """Plan, weights and summary of a run of ``num_steps``."""
+    """Writes plan, weights and summary of a run of ``num_steps``."""
     if options.save_plan is not None and ranks.is_first:
         training.save_plan(options.save_plan)
     if options.export is not None:
@@ -197,7 +197,7 @@ def finish(options: RunOptions, training: Pretraining, data: Data, ranks: Ranks,
 
 
 def main(argv: list[str]) -> int:
-    """Runs the script; returns 2 when an argument is wrong, 1 when the model or a checkpoint does not fit."""
+    """Runs the script; returns 2 for a wrong argument, 1 if the model or a checkpoint does not fit."""
 
     def body() -> int:
         try:

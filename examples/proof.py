@@ -1,4 +1,4 @@
-"""The demo's proof: the same run with and without a device budget gives the same numbers, bit by bit."""
+"""The demo's proof: a run with a device budget gives the same numbers as one without, bit by bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def be_deterministic() -> None:
-    """From now on PyTorch uses only operations that give the same bits each time."""
+    """Restricts PyTorch to deterministic operations."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
@@ -33,7 +33,7 @@ def state_hash(module: nn.Module) -> str:
 def compare_with_unbounded(
     run: Run, task: Task, args: argparse.Namespace, model_func: Callable[[], nn.Module], ranks: Ranks
 ) -> bool:
-    """Trains again without the budget, prints the demo's summary and returns whether both runs are bitwise equal."""
+    """Trains again without the budget, prints the demo's summary, and returns True if both runs are bitwise equal."""
     bounded_hash = state_hash(run.module)
     ranks.say("\nThe same run without the budget")
     unbounded_args = argparse.Namespace(**vars(args) | {"device_memory": None, "save_every": None})

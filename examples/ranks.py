@@ -1,10 +1,10 @@
-"""Which of torchrun's processes this one is, and what they tell each other.
+"""This process among torchrun's, and communication with the others.
 
     with joined_ranks() as ranks:
         ranks.say("on rank 0 alone")
         total, = ranks.sums(own)
 
-Usage: ``torchrun --nproc_per_node=2 examples/...``; a process that is started without torchrun is rank 0 of 1.
+Usage: ``torchrun --nproc_per_node=2 examples/...``; a process started without torchrun is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from patrickstar import _C
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among those of its run. What returns a value must be called by all of them."""
+    """This process among those of its run. Methods that return a value must be called by all of them."""
 
     rank: int = 0
     """From 0 to ``size`` - 1."""
@@ -31,7 +31,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which prints and writes what one file is enough for."""
+        """True for rank 0, which prints and writes single files."""
         return self.rank == 0
 
     def say(self, *words: object) -> None:
@@ -51,7 +51,7 @@ class Ranks:
         return [total / self.size for total in self.sums(*values)]
 
     def from_first(self, values: torch.Tensor | None) -> torch.Tensor:
-        """Rank 0's tensor (1-dimensional, uint8, on the CPU), which the others give as None."""
+        """Broadcasts rank 0's tensor (1-dimensional, uint8, on the CPU); the others pass None."""
         if self.size > 1:
             numel = torch.tensor([values.numel() if values is not None else 0])
             dist.broadcast(numel, src=0)
@@ -62,7 +62,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started. Engines inside use their torch.distributed and leave it as it is."""
+    """The ranks that torchrun started. Engines inside use their torch.distributed and leave it unchanged."""
     size = int(os.environ.get("WORLD_SIZE") or 1)
     if size == 1:
         yield Ranks()

@@ -1,4 +1,4 @@
-"""What a training run prints and draws."""
+"""Printed reports and pictures of a training run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """MiB or, from 10 GiB on, GiB."""
+    """Formats as MiB or, from 10 GiB on, GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def model_data_bytes(run: Run, args: argparse.Namespace) -> int:
-    """Bytes of parameters, gradients and Adam states: 14 a parameter in 16-bit training, 16 in float32; of a frozen one
-    2 or 4.
+    """Bytes of parameters, gradients and Adam states: 14 per parameter in 16-bit training, 16 in float32; 2 or 4 per
+    frozen parameter.
     """
     trained, frozen = (16, 4) if args.precision == "fp32" else (14, 2)
     return sum(param.numel() * (trained if param.requires_grad else frozen) for param in run.module.parameters())
 
 
 def print_start(name: str, model: Any, args: argparse.Namespace, num_steps: int, ranks: Ranks) -> None:
-    """One line: what is trained, where, within which budgets (on rank 0)."""
+    """Prints one line on rank 0: the model, its device and budgets."""
     report, device = model.report(), torch.device(model.device)
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     parts = f" ({trained / 1e6:.2f} M trained)" if trained < report["num_parameters"] else ""
@@ -41,7 +41,7 @@ def print_start(name: str, model: Any, args: argparse.Namespace, num_steps: int,
 
 
 def print_run(run: Run, task: Task, args: argparse.Namespace, ranks: Ranks) -> None:
-    """Prints how well the run learned, how fast it was, and what memory it took (on rank 0)."""
+    """Prints scores, speed and memory of the run, on rank 0."""
     if not ranks.is_first:
         return
     report = run.report
@@ -61,10 +61,10 @@ def print_run(run: Run, task: Task, args: argparse.Namespace, ranks: Ranks) -> N
 
 
 def save_curves(run: Run, task: Task, path: Path, ranks: Ranks) -> None:
-    """Draws loss and accuracy over the steps as a PNG (on rank 0)."""
+    """Draws loss and accuracy over the steps as a PNG, on rank 0."""
     if not ranks.is_first:
         return
-    from matplotlib.figure import Figure  # takes a while to load
+    from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     for name, plot in zip(("loss", "accuracy"), figure.subplots(1, 2), strict=True):

@@ -17,7 +17,7 @@ Layout = dict[nn.Parameter, tuple[int, int]]  # parameter -> its chunk, its firs
 
 
 def pack(model: nn.Module, chunk_numel: int) -> Layout:
-    """Packs in the order of registration, in which most models also use their parameters."""
+    """Packs in registration order, in which most models also use their parameters."""
     layout, chunk, start = Layout(), 0, 0
     for name, param in model.named_parameters():
         if param.dtype != torch.float32 or not param.requires_grad:
@@ -41,7 +41,7 @@ class Device:
         self.budget, self.used, self.peak, self.moved = budget, 0, 0, 0
 
     def allocate(self, tensor: Tensor) -> None:
-        """Gives the tensor's storage zeroed memory, which all views of it share, also those that autograd saved."""
+        """Gives the tensor's storage zeroed memory, which all its views share, including those saved by autograd."""
         if self.used + tensor.nbytes > self.budget:
             raise MemoryError(f"{self.used} of {self.budget} bytes are taken, {tensor.nbytes} do not fit: raise budget")
         tensor.untyped_storage().resize_(tensor.nbytes)
@@ -50,7 +50,7 @@ class Device:
         self.peak = max(self.peak, self.used)
 
     def free(self, tensor: Tensor) -> None:
-        """Takes the memory. Views stay, and must not be read before memory is allocated again."""
+        """Frees the memory. Views remain, and must not be read before memory is allocated again."""
         self.used -= tensor.untyped_storage().nbytes()
         tensor.untyped_storage().resize_(0)
 
@@ -72,14 +72,14 @@ EFFECTS = {  # queue, then the kinds of arrays that are read, written, freed
 
 # ---- 4. Two interpreters of programs: the Executor moves tensors, the Clock predicts bytes and time.
 class Machine:
-    """Knows which arrays exist, and refuses to read others. Subclasses allocate memory and do the work."""
+    """Tracks which arrays exist, and refuses to read others. Subclasses allocate memory and do the work."""
 
     def __init__(self, num_chunks: int, num_slots: int) -> None:
         self.num_slots = num_slots  # a slot is the device memory of one array
         self.present: dict[Array, None] = dict.fromkeys((kind, c) for c in range(num_chunks) for kind in STATES)
 
     def run(self, instructions: Iterable[Instruction]) -> None:
-        """Runs them in order."""
+        """Runs the instructions in order."""
         for op, chunk in instructions:
             _, reads, writes, frees = EFFECTS[op]
             for kind in [kind for kind in reads if (kind, chunk) not in self.present]:
@@ -105,7 +105,7 @@ class Executor(Machine):
         self.tensors = {(kind, c): torch.zeros(chunk_numel) for kind in Kind for c in range(num_chunks)}
         for param in layout:
             self.view(Kind.MASTER, param).copy_(param.detach())
-            param.data = self.view(Kind.PARAM, param)  # from now on its memory comes and goes with its chunk
+            param.data = self.view(Kind.PARAM, param)  # from now on its memory is allocated and freed with its chunk
         for array in [array for array in self.tensors if array[0] in ON_DEVICE]:
             self.tensors[array].untyped_storage().resize_(0)
 
@@ -131,7 +131,7 @@ class Executor(Machine):
                 self.adamw(self.num_steps[chunk], *(self.view(kind, param) for kind in (Kind.HOST_GRAD, *STATES)))
 
     def adamw(self, step: int, grad: Tensor, master: Tensor, momentum: Tensor, variance: Tensor) -> None:
-        """The operations of ``torch.optim.AdamW(foreach=False)`` with its default options, in their order."""
+        """The operations of ``torch.optim.AdamW(foreach=False)`` with its default options, in the same order."""
         master.mul_(1 - self.lr * 1e-2)
         momentum.lerp_(grad, 1 - 0.9)
         variance.mul_(0.999).addcmul_(grad, grad, value=1 - 0.999)
@@ -140,14 +140,14 @@ class Executor(Machine):
 
 
 class Clock(Machine):
-    """Plays programs in numbers. Queues run side by side; work waits for its arrays, a new array waits for a slot."""
+    """Simulates programs in numbers. Queues run concurrently; work waits for its arrays, a new array for a slot."""
 
     MILLISECONDS = {Op.FETCH: 3, Op.FORWARD: 1, Op.BACKWARD: 2, Op.GRAD_TO_HOST: 3, Op.UPDATE: 3}  # invented
 
     def __init__(self, num_chunks: int, num_slots: int) -> None:
         super().__init__(num_chunks, num_slots)
         self.peak = self.moved = 0  # arrays, all of one size
-        self.free_since = [0] * num_slots  # a heap: when the last use of each free slot ended
+        self.free_since = [0] * num_slots  # a heap: the end of each free slot's last use
         self.queue_ends, self.array_ends = defaultdict[str, int](int), defaultdict[Array, int](int)
 
     def _allocate(self, array: Array) -> None:
@@ -175,9 +175,9 @@ Program = list[list[Instruction]]  # one list for each access
 
 
 def emit(access: Access, upcoming: Sequence[Access], machine: Machine) -> list[Instruction]:
-    """Instructions for an access. ``upcoming`` is the rest of the step, or empty where nobody knows it."""
+    """Instructions for an access. ``upcoming`` is the rest of the step, or empty if it is unknown."""
     op, chunks = access
-    if op is Op.GRAD_TO_HOST:  # known steps update at once, others when they end
+    if op is Op.GRAD_TO_HOST:  # planned steps update at once, others at their end
         return [(op, c) for c in chunks] + [(Op.UPDATE, c) for c in chunks if upcoming]
     if op is Op.UPDATE:
         return [(op, c) for kind, c in machine.present if kind is Kind.HOST_GRAD]
@@ -192,7 +192,7 @@ def emit(access: Access, upcoming: Sequence[Access], machine: Machine) -> list[I
 
 
 def make_plan(trace: Sequence[Access], clock: Clock) -> Program:
-    """A program for steps that go as the traced one. The Clock plays it meanwhile, and so knows which arrays exist."""
+    """A program for steps equal to the traced one. The Clock simulates it, and so tracks which arrays exist."""
     program: Program = []
     for t, access in enumerate(trace):
         program.append(emit(access, trace[t + 1 :], clock))
@@ -201,7 +201,7 @@ def make_plan(trace: Sequence[Access], clock: Clock) -> Program:
 
 
 def least_moves(trace: Sequence[Access], num_slots: int) -> int:
-    """Arrays that any program must move. A chunk stays from use to use where there is room, the soonest use first."""
+    """Arrays that any program must move. A chunk stays between two uses if there is room, the soonest use first."""
     room, last_use, grads, num_moves = [num_slots] * len(trace), dict[int, int](), set[int](), 0
     for t, (op, chunks) in enumerate(trace):
         num_moves += len(chunks)  # a fetch for each use, and each gradient once
@@ -241,7 +241,7 @@ class TinyPatrickStar:
         self.trace.append((op, chunks))
         if self.trace == self.planned_trace[: len(self.trace)]:
             self.executor.run(self.program[len(self.trace) - 1])
-        else:  # the first step, or one that went another way: on demand
+        else:  # the first step, or a plan miss: on demand
             self.executor.run(emit((op, chunks), (), self.executor))
 
     def _await_backward(self, chunks: tuple[int, ...], module: nn.Module, inputs: object, output: Tensor) -> None:
@@ -257,7 +257,7 @@ class TinyPatrickStar:
             self._access(Op.GRAD_TO_HOST, (chunk,))
 
     def step(self) -> tuple[int, int]:
-        """Ends the step, and plans the next ones if this one went another way. Returns its peak and bytes moved."""
+        """Ends the step, and plans again after a plan miss. Returns the step's peak and bytes moved."""
         if self.num_grads != self.num_params:
             raise RuntimeError("each parameter must get one gradient in each step")
         self._access(Op.UPDATE, ())

@@ -1,8 +1,8 @@
 """The core of PatrickStar: chunks, transfers, planner, hybrid Adam, loss scaling (csrc/bind).
 
 Addresses are integers: ``tensor.data_ptr()``, or ``storage._cdata`` for a storage, or ``stream.cuda_stream``. Chunks
-and parameters are their indices in the layout. ``tools/make_stub.py --check`` compares this file with
-the module.
+and parameters are their indices in the layout. ``tools/make_stub.py --check`` compares this file with the
+module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,24 +12,24 @@ from torch.autograd.graph import Node
 from typing_extensions import Buffer
 
 class StateError(RuntimeError):
-    """The call is right, the moment is not."""
+    """A valid call at the wrong time."""
 
 class MemoryBudgetError(RuntimeError):
-    """Something does not fit a memory budget."""
+    """A memory budget is too small."""
 
 class DiskError(RuntimeError):
-    """A disk that holds optimizer states is full, fails, or gives back other bytes than were written."""
+    """A disk for optimizer states is full, fails, or returns corrupted bytes."""
 
 class SystemError(RuntimeError):
-    """The operating system, the CUDA driver or NCCL refused."""
+    """The operating system, the CUDA driver or NCCL returned an error."""
 
 class RankMismatch(StateError):
-    """Ranks of a group make different calls at the same time, or add up gradients of different chunks. Raised on all of
-    them; it names what each does.
+    """Ranks of a group make different calls at the same time, or accumulate gradients of different chunks.
+    Raised on all ranks; names each rank's call.
     """
 
 class RankFailure(RuntimeError):
-    """Another rank of a group died, left by an exception, or did not take part in time."""
+    """Another rank of a group died, raised an exception, or timed out."""
 
 class _Enum:
     __members__: ClassVar[dict[str, Any]]
@@ -62,7 +62,7 @@ class StateType(_Enum):
 
 @final
 class MomentumRule(_Enum):
-    """The optimizers of one moment (csrc/optim/kernels.h)."""
+    """Optimizers with momentum and no variance (csrc/optim/kernels.h)."""
 
     LION: ClassVar[MomentumRule]
     SGD: ClassVar[MomentumRule]
@@ -118,14 +118,14 @@ class QuantType(_Enum):
 
 @final
 class Vacate(_Enum):
-    """What leaves the device to make room."""
+    """Chunk buffers to evict from the device."""
 
     VALUES: ClassVar[Vacate]
     EVERYTHING: ClassVar[Vacate]
 
 @final
 class Mechanism(_Enum):
-    """Mechanisms that a measurement can leave out (csrc/common/ablation.h)."""
+    """Mechanisms that an ablation can switch off (csrc/common/ablation.h)."""
 
     WHOLE_UPDATES_AHEAD: ClassVar[Mechanism]
     PARAMETERS_FIRST: ClassVar[Mechanism]
@@ -134,13 +134,12 @@ class Mechanism(_Enum):
     ORDER_OF_NEED: ClassVar[Mechanism]
     HOMES_IN_TURN: ClassVar[Mechanism]
     VISITS: ClassVar[Mechanism]
-    FRAGMENTS: ClassVar[Mechanism]
     RARE_SIZES: ClassVar[Mechanism]
     EXACT_SLOTS: ClassVar[Mechanism]
 
 @final
 class Tier(_Enum):
-    """Where memory is."""
+    """Memory tier."""
 
     HOST: ClassVar[Tier]
     DEVICE: ClassVar[Tier]
@@ -148,14 +147,14 @@ class Tier(_Enum):
 
 @final
 class Phase(_Enum):
-    """Which half of a step a moment is in."""
+    """Half of a step."""
 
     FORWARD: ClassVar[Phase]
     BACKWARD: ClassVar[Phase]
 
 @final
 class AccessMode(_Enum):
-    """What a moment does with an array."""
+    """How an access uses an array."""
 
     READ: ClassVar[AccessMode]
     WRITE: ClassVar[AccessMode]
@@ -163,21 +162,21 @@ class AccessMode(_Enum):
 
 @final
 class StatePlacement(_Enum):
-    """Where optimizer states may be."""
+    """Tiers allowed for optimizer states."""
 
     HYBRID: ClassVar[StatePlacement]
     HOST: ClassVar[StatePlacement]
 
 @final
 class Tracking(_Enum):
-    """Whether a forward is part of a training step."""
+    """A forward inside or outside a training step."""
 
     TRAINING: ClassVar[Tracking]
     UNTRACKED: ClassVar[Tracking]
 
 @final
 class Attempt(_Enum):
-    """Whether a forward that runs out of device memory is made again."""
+    """Retry rule of a forward that runs out of device memory."""
 
     FIRST: ClassVar[Attempt]
     AGAIN: ClassVar[Attempt]
@@ -199,7 +198,7 @@ class StepState(_Enum):
 
 @final
 class HoldUntil(_Enum):
-    """How long a scope's parameters stay."""
+    """When a scope's parameters are released."""
 
     SCOPE_END: ClassVar[HoldUntil]
     NEXT_EVENT: ClassVar[HoldUntil]
@@ -213,14 +212,14 @@ class WeightDecay(_Enum):
 
 @final
 class BiasCorrection(_Enum):
-    """Whether moments are divided by 1 - beta^step before an update, or taken as they are."""
+    """Adam's moments are divided by 1 - beta^step before an update (APPLIED), or not."""
 
     APPLIED: ClassVar[BiasCorrection]
     NONE: ClassVar[BiasCorrection]
 
 @final
 class Track(_Enum):
-    """Where a span of a trace belongs."""
+    """Track of a span in a trace."""
 
     STALL: ClassVar[Track]
     UPLOAD: ClassVar[Track]
@@ -238,7 +237,7 @@ class Track(_Enum):
 
 @final
 class StallCause(_Enum):
-    """What the compute queue waited for."""
+    """Cause of a stall of the compute queue."""
 
     NONE: ClassVar[StallCause]
     UPLOAD: ClassVar[StallCause]
@@ -251,7 +250,7 @@ class StallCause(_Enum):
 
 @final
 class SpanOwner(_Enum):
-    """Whose work a span is."""
+    """The step that a span belongs to."""
 
     THIS_STEP: ClassVar[SpanOwner]
     STEP_BEFORE: ClassVar[SpanOwner]
@@ -264,14 +263,16 @@ class StepOutcome(_Enum):
     SKIPPED: ClassVar[StepOutcome]
 
 UNLIMITED: int
-"""The limit of a budget without one, in bytes."""
+"""Limit of an unlimited budget, in bytes."""
 CUDA_SLACK_RATIO: float
-"""Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment."""
+"""Share of a device limit that PyTorch's CUDA allocator needs for rounding and fragmentation."""
 PREDICTION_TOLERANCE: float
-"""Steps whose predictions differ by less, of their length, are as short as each other."""
+"""Relative difference below which two predicted steps count as equal."""
 
 def build_info() -> dict[str, Any]:
-    """What this module was compiled with: ``compiler``, ``cplusplus``, ``torch``, and ``cuda`` and ``nccl`` or None."""
+    """Versions this module was compiled with: ``compiler``, ``cplusplus``, ``torch``; ``cuda`` and ``nccl``, or
+    None.
+    """
 
 def num_available_cpus() -> int:
     """Processors this process may run on."""
@@ -280,10 +281,10 @@ def allowed_cpus() -> list[int]:
     """The calling thread's affinity mask, ascending."""
 
 def parse_cpu_list(text: str) -> list[int]:
-    """CPUs of the kernel's notation, ``"0-3,8,10-11"``, up to the first thing that is none."""
+    """Parses the kernel's CPU list notation, ``"0-3,8,10-11"``, up to the first unparsable part."""
 
 def format_cpu_list(cpus: Sequence[int]) -> str:
-    """CPUs in the kernel's notation."""
+    """Formats CPUs in the kernel's list notation."""
 
 class CpuTopology:
     """The CPUs that a process may use."""
@@ -294,36 +295,36 @@ class CpuTopology:
 
     @property
     def quota_cpus(self) -> float:
-        """CPUs that the cgroup grants time of; infinite without a quota."""
+        """CPU quota of the cgroup; infinite without one."""
 
 def read_cpu_topology(cpus: Sequence[int], root: str = "") -> CpuTopology:
-    """What ``/sys`` and ``/proc`` below ``root`` say about these CPUs."""
+    """Reads these CPUs' topology from ``/sys`` and ``/proc`` below ``root``."""
 
 @final
 class Affinity(_Enum):
-    """Whether worker threads have a CPU of their own."""
+    """Pinning of worker threads."""
 
     PINNED: ClassVar[Affinity]
     FREE: ClassVar[Affinity]
 
 @final
 class LaunchingCore(_Enum):
-    """What becomes of the core of the thread that launches the device's work."""
+    """Use of the core on which the launching thread runs."""
 
     RESERVED: ClassVar[LaunchingCore]
     SHARED: ClassVar[LaunchingCore]
 
 class HostThreadOptions:
-    """Which threads compute on the host; all fields have defaults."""
+    """Options of the host's compute threads; all fields have defaults."""
 
     num_threads: int
     """Including the thread that calls the pool; 0: one for each CPU."""
     affinity: Affinity
     launching_core: LaunchingCore
     sharing_index: int
-    """Which of the processes that may use the same CPUs this is."""
+    """Index of this process among those that may use the same CPUs."""
     num_sharing: int
-    """How many they are."""
+    """Number of these processes."""
     def __init__(self) -> None: ...
 
 class HostThreads:
@@ -333,17 +334,17 @@ class HostThreads:
     def num_threads(self) -> int: ...
     @property
     def worker_cpus(self) -> list[int]:
-        """Of the workers in order, one each; workers beyond them are free."""
+        """One CPU per worker, in order; further workers are not pinned."""
 
     @property
     def nodes(self) -> list[int]:
         """NUMA nodes on which the threads may run, ascending."""
 
 def choose_host_threads(topology: CpuTopology, options: HostThreadOptions) -> HostThreads:
-    """How many threads compute, and on which CPUs. Raises ValueError for impossible options."""
+    """Chooses number and CPUs of the compute threads. Raises ValueError for impossible options."""
 
 class Priority(_Enum):
-    """Which loops the workers of a pool help first."""
+    """Workers of a pool take urgent loops first."""
 
     URGENT: ClassVar[Priority]
     BACKGROUND: ClassVar[Priority]
@@ -356,22 +357,22 @@ class ThreadPool:
     def num_threads(self) -> int: ...
     @property
     def num_urgent(self) -> int:
-        """Urgent loops that run now."""
+        """Number of running urgent loops."""
     @property
     def pinned_cpus(self) -> list[int]:
-        """Where workers are pinned indeed."""
+        """CPUs on which workers were actually pinned."""
     def parallel_for(
         self, size: int, grain: int, fn: Callable[[int, int], object], priority: Priority = Priority.URGENT
     ) -> None:
         """Calls ``fn(begin, end)`` on disjoint ranges that cover [0, size). For tests."""
 
 class HostEvent:
-    """The end of some work on a host thread."""
+    """Completion of host work."""
 
     def __init__(self) -> None: ...
     def complete(self) -> None: ...
     def wait(self) -> None:
-        """Raises what the work has failed with."""
+        """Re-raises the work's error."""
     def settle(self) -> None: ...
     @property
     def is_over(self) -> bool: ...
@@ -383,41 +384,41 @@ class WorkQueue:
     def submit(
         self, failure: str = "", name: str = "", after: HostEvent | None = None, rank: int | None = None
     ) -> HostEvent:
-        """A task that waits for `after` and then fails with SystemError, or notes its name.
+        """A task that waits for ``after``, then raises SystemError(``failure``) or records ``name``.
 
-        With a `rank` it is one of those that run in the order of need, and is ready when `after` is over.
+        With a ``rank``, ready tasks run in the order of their ranks; the task is ready when ``after`` is over.
         """
 
     @property
     def names(self) -> list[str]:
-        """Of tasks that are over, in the order in which they ran."""
+        """Names of finished tasks, in the order in which they ran."""
 
 def crc32c(data: Buffer, crc: int = 0) -> int:
     """CRC-32C of the bytes of a contiguous buffer, after those of checksum ``crc`` (common/crc32c.h)."""
 
 def crc32c_portable(data: Buffer, crc: int = 0) -> int:
-    """The same by tables, on any processor."""
+    """``crc32c`` by table lookup, on any processor."""
 
 def nodes_to_interleave(nodes: Sequence[int]) -> list[int]:
-    """``nodes`` when there are several that the system lets this process choose among, else none."""
+    """``nodes``, if there are several and this process may choose among them; else none."""
 
 def interleave_pages(data: int, num_bytes: int, nodes: Sequence[int]) -> bool:
-    """Spreads untouched pages from address ``data`` on over NUMA nodes; whether the system agreed."""
+    """Spreads untouched pages at address ``data`` over NUMA nodes. False if the system refused."""
 
 def leave_out(mechanisms: Sequence[Mechanism]) -> None:
-    """Engines built from now on work without these, and with all others."""
+    """Switches these mechanisms off in engines built from now on, and all others on."""
 
 def state_bytes(type: StateType, numel: int) -> int:
-    """Bytes of an optimizer state of so many elements, scales of blocks included."""
+    """Bytes of an optimizer state of ``numel`` elements, block scales included."""
 
 def check_transition(from_: str, to: str, /) -> None:
-    """Raises StateError when a parameter may not go from one state to the other."""
+    """Raises StateError for a forbidden transition of a parameter."""
 
 def shared_budgets(cuda_device: int) -> tuple[int, int] | None:
-    """(device bytes, host bytes) of the engines that are open on a device; None: none is."""
+    """Budgets (device bytes, host bytes) of the engines open on a device; None if there are none."""
 
 def working_set_bytes(layout: Layout, module_params: Sequence[Sequence[int]]) -> int:
-    """Least device memory for payloads: the largest module's chunks and their gradients'."""
+    """Least device memory for chunk buffers: the largest module's chunks and a gradient."""
 
 def make_plan(
     moments: list[dict[str, Any]],
@@ -431,24 +432,25 @@ def make_plan(
     gradient_room_bytes: int = 9223372036854775807,
     visit_costs: Sequence[tuple[int, int, int]] = [],
 ) -> dict[str, Any]:
-    """The plan for a timeline.
+    """Plans a timeline.
 
-    ``moments``: ``{"phase", "accesses": [(chunk, kind, mode)], "tide_peak_bytes"}`` each; ``costs``:
-    ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``; ``idle_bytes``: by moment,
-    what slots that wait for another moment take, or empty.
+    Args:
+        moments: ``{"phase", "accesses": [(chunk, kind, mode)], "tide_peak_bytes"}`` each.
+        costs: ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``.
+        idle_bytes: by access, device buffers that idle for another access; or empty.
     """
 
 @final
 class Backwards(_Enum):
-    """How many backwards a step is known to have (csrc/plan/placement.h)."""
+    """Number of backwards per step (csrc/plan/chunk_bytes.h)."""
 
     ONE: ClassVar[Backwards]
-    """Or not known."""
+    """Or unknown."""
     SEVERAL: ClassVar[Backwards]
-    """Whose gradients accumulate."""
+    """Gradients accumulate."""
 
 class DeviceBudget:
-    """How much of a device there is to plan with (csrc/plan/placement.h)."""
+    """Device memory available to the planner (csrc/plan/placement.h)."""
 
     limit_bytes: int
     follows_tide: bool
@@ -462,21 +464,21 @@ class DeviceBudget:
     def __init__(self) -> None: ...
 
 def gradient_room_bytes(layout: Layout, homes: Sequence[Tier], host_limit_bytes: int) -> int:
-    """What chunks with these homes leave of the host to gradients that have memory there only until their update;
-    UNLIMITED where all have a place.
-    """
+    """Host bytes that these resting tiers leave to gradients without a fixed place; UNLIMITED if all have one."""
 
 def visit_costs(layout: Layout) -> list[tuple[int, int, int]]:
-    """By chunk, the bytes that go up and down where its states visit the device for an update."""
+    """By chunk, bytes of a GPU round-trip update: up, down, and the part of up that is skipped if the device has the
+    compute value.
+    """
 
 def chunks_that_move_in(layout: Layout, count: int, states_on_device: Sequence[bool]) -> list[int]:
-    """Of the first ``count`` chunks, those whose states move to the device beside those that are there."""
+    """Chunks among the first ``count`` whose states move to the device, beside the states there."""
 
 def puts_values_in_place(layout: Layout) -> bool:
-    """Whether new values of any chunk take the old ones' place."""
+    """True if speculative updates of any chunk are in place."""
 
 def reserved_gradient_bytes(layout: Layout) -> int:
-    """Of host memory, what updates ahead of the step leave to gradients that come down."""
+    """Host bytes that speculative updates leave to downloading gradients."""
 
 def initial_placement(
     layout: Layout,
@@ -485,7 +487,9 @@ def initial_placement(
     backwards: Backwards = Backwards.ONE,
     disk_limit_bytes: int = 0,
 ) -> tuple[list[Tier], int, int]:
-    """By chunk, where its states are before the tide is known, and the bytes that takes on the host and on the disk."""
+    """Resting tiers by chunk before activation memory is known, host bytes, disk bytes. More host bytes than the limit:
+    all tiers together are too small.
+    """
 
 def later_homes(
     layout: Layout,
@@ -494,27 +498,25 @@ def later_homes(
     host_limit_bytes: int,
     backwards: Backwards = Backwards.ONE,
 ) -> list[Tier]:
-    """By chunk, where its states are once the tide is known: what left the host makes room there for states on the
-    disk.
-    """
+    """Resting tiers by chunk once activation memory is known. Disk states move to the host as far as it has room."""
 
 def bytes_on_host(layout: Layout, homes: Sequence[Tier], backwards: Backwards = Backwards.ONE) -> int:
-    """Bytes of the host that chunks with these homes take, but for what states on the disk pass through."""
+    """Host bytes of chunks with these resting tiers, without the buffer sets of the disk."""
 
 def disk_set_bytes(layout: Layout, homes: Sequence[Tier]) -> int:
-    """Of host memory, what states on their way from the disk and back pass through."""
+    """Host bytes of the buffer sets through which disk states pass."""
 
 @final
 class Ahead(_Enum):
-    """How much of a chunk's update is made ahead of the step."""
+    """Part of a chunk's update that runs before the norm is known."""
 
     NOTHING: ClassVar[Ahead]
     PARAM: ClassVar[Ahead]
-    """The new parameters; the states follow behind the step."""
+    """New parameters; states follow after the norm."""
     EVERYTHING: ClassVar[Ahead]
 
 def choose_ahead(layout: Layout, homes: Sequence[Tier], room_bytes: int) -> list[Ahead]:
-    """By chunk, how much of its update so much of the host allows to be made ahead of the step."""
+    """By chunk, the part of its update that ``room_bytes`` of host memory allow before the norm."""
 
 def host_peak_bytes(
     layout: Layout,
@@ -524,16 +526,16 @@ def host_peak_bytes(
     updates_ahead: bool,
     backwards: Backwards = Backwards.ONE,
 ) -> int:
-    """The most that a rank will have mapped of the host (csrc/plan/host_demand.h)."""
+    """Peak host memory that a rank maps (csrc/plan/host_demand.h)."""
 
 def leaving_gradient_bytes(
     layout: Layout, moments: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
 ) -> int:
-    """Of gradients that wait on the device for the norm, what has no room there and waits on the host."""
+    """Bytes of gradients that wait for the norm on the host, for lack of device memory."""
 
 @final
 class UseCall(_Enum):
-    """A call by which a hook of a module reports uses of parameters (csrc/plan/played_uses.h)."""
+    """A call that reports parameter uses (csrc/plan/played_uses.h)."""
 
     OPEN_SCOPE: ClassVar[UseCall]
     CLOSE_SCOPE: ClassVar[UseCall]
@@ -547,14 +549,18 @@ def play_uses(
     states_on_device: Sequence[bool],
     uses: Sequence[tuple[UseCall, Sequence[int], HoldUntil | None, int, int]],
 ) -> tuple[list[dict[str, Any]], list[int], int]:
-    """The moments that an engine would record of these uses, each a call, its parameters, until when a scope holds
-    them, and the ticks of a use whose backward begins.
+    """The timeline that an engine would record of these uses.
 
-    By use the moment after it (-1: none), and the most bytes that the chunks of a moment hold beside what it asks for.
+    Args:
+        uses: (call, parameters, hold of a scope, begin and end tick of the use whose backward begins) each.
+
+    Returns:
+        The timeline, by use the current access after it (-1: none), and the most bytes held at an access beside its
+        own parameters.
     """
 
 def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:
-    """How many chunks, from the first on, have their states on the device once the tide is known."""
+    """Number of chunks, from the first on, with states on the device once activation memory is known."""
 
 def pose_problem(
     layout: Layout, moments: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
@@ -563,17 +569,17 @@ def pose_problem(
 
 @final
 class Recipe(_Enum):
-    """A way in which a chunk is updated (csrc/plan/recipe.h)."""
+    """Way to update a chunk (csrc/plan/recipe.h)."""
 
     NEVER: ClassVar[Recipe]
     HOST_PROMISED: ClassVar[Recipe]
-    """In backward and for good."""
+    """Optimizer-in-backward."""
     VISIT: ClassVar[Recipe]
-    """On the device, for which states come from the host."""
+    """GPU round trip of states that rest on the host."""
     HOST_AHEAD: ClassVar[Recipe]
-    """In backward; undone where the step is another one."""
+    """Speculative, in backward; rolled back if clipping changes the update."""
     HOST_TWO_PASSES_AHEAD: ClassVar[Recipe]
-    """New values in backward, states behind them."""
+    """Two phases: new parameters in backward, states after the norm."""
     HOST_TWO_PASSES: ClassVar[Recipe]
     HOST: ClassVar[Recipe]
     DISK_PROMISED: ClassVar[Recipe]
@@ -582,7 +588,7 @@ class Recipe(_Enum):
     DEVICE: ClassVar[Recipe]
     @property
     def states(self) -> Tier:
-        """Home of the chunk's optimizer states."""
+        """Resting tier of the chunk's optimizer states."""
     @property
     def starts_in_backward(self) -> bool:
         """True where it begins before the norm of all gradients is known."""
@@ -605,22 +611,22 @@ class Lane(_Enum):
 
 @final
 class UpdateStart(_Enum):
-    """When updates on the host may start at the earliest."""
+    """Earliest start of host updates."""
 
     AFTER_NORM: ClassVar[UpdateStart]
     SPECULATIVE: ClassVar[UpdateStart]
-    """In backward, as far as there is memory for new values; undone where the step is another one."""
+    """In backward, as far as new values fit memory; rolled back if clipping changes the update."""
     COMMITTED: ClassVar[UpdateStart]
-    """In backward and for good."""
+    """Optimizer-in-backward."""
 
 @final
 class ExpectedScale(_Enum):
-    """The scale of gradients that speculative updates are made for."""
+    """Gradient scale that speculative updates assume."""
 
     EXACT: ClassVar[ExpectedScale]
-    """One number: clipping does not act."""
+    """One value: clipping does not act."""
     BETWEEN: ClassVar[ExpectedScale]
-    """One of several, since it does."""
+    """A range: clipping acts."""
 
 def earliest_recipe(
     trainable: bool,
@@ -630,10 +636,10 @@ def earliest_recipe(
     ahead: Ahead = Ahead.NOTHING,
     scale: ExpectedScale = ExpectedScale.EXACT,
 ) -> Recipe:
-    """The recipe that begins earliest of those that there is memory for."""
+    """The earliest-starting recipe that fits memory."""
 
 class Rates:
-    """How fast a machine is (csrc/plan/simulator.h)."""
+    """Rates of a machine (csrc/plan/simulator.h)."""
 
     upload_gbps: float
     download_gbps: float
@@ -672,9 +678,15 @@ def simulate(
     visit_costs: Sequence[tuple[int, int, int]] = [],
     chunk_ranks: Sequence[int] = [],
 ) -> dict[str, Any]:
-    """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
-    bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
-    moment needs; empty: none. ``chunk_ranks``: of each chunk, how many of the ranks share it; empty: all.
+    """Simulates a plan's steady step.
+
+    Args:
+        compute_seconds: by access.
+        activations: by access, bytes offloaded, fetched, and needed of those fetched; empty: none.
+        chunk_ranks: by chunk, number of ranks that share it; empty: all.
+
+    Returns:
+        Seconds, busy seconds of each queue, ``stall_seconds`` by cause, and bytes.
     """
 
 def play_program(
@@ -697,10 +709,10 @@ def play_program(
     visit_costs: Sequence[tuple[int, int, int]] = [],
     chunk_ranks: Sequence[int] = [],
 ) -> list[dict[str, Any]]:
-    """The instructions of the step that ``simulate`` gives, in the order in which they are issued.
+    """Instructions of ``simulate``'s step, in issue order.
 
     Each is ``{"op": str, "lane": Lane, "moment": int | None, "chunk": int | None, "kind": ArrayKind | None, "amount",
-    "begin_seconds", "seconds"}``; amounts are bytes, or parameters of updates.
+    "begin_seconds", "seconds"}``; amounts are bytes, or parameters for updates.
     """
 
 def choose_plan(
@@ -724,11 +736,11 @@ def choose_plan(
     visit_costs: Sequence[tuple[int, int, int]] = [],
     visitor_bytes: int = 0,
 ) -> dict[str, Any]:
-    """The plan of the least predicted step, over how much room prefetches get and which updates begin in backward, or
-    are made on the device.
+    """The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips.
 
-    ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, ``predicted`` as ``simulate`` gives
-    it, and ``updates`` by chunk: those given, of which some wait for the norm or visit the device.
+    Returns:
+        ``plan`` as from ``make_plan``; its ``prefetch_bytes``; ``predicted`` as from ``simulate``; ``updates`` by
+        chunk, the given ones with some deferred or made round trips.
     """
 
 def choose_step(
@@ -744,29 +756,29 @@ def choose_step(
     activations: Sequence[Sequence[int]] = [],
     dequantized_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
-    """``choose_plan`` for a layout, as an engine chooses that has measured these times: its result, and ``problem``.
-    Chunks visit the device where updates are committed in backward.
+    """``choose_plan`` for a layout, as by an engine with these measured times. Returns its result and ``problem``.
+    GPU round trips are allowed with optimizer-in-backward only.
     """
 
 def set_interrupt_delivery(function: Callable[[], object]) -> None:
-    """What hooks of modules and gradients call while an interrupt is waiting; it may raise."""
+    """Sets the function that module and gradient hooks call while an interrupt is waiting; it may raise."""
 
 def set_interrupt_waiting(waiting: bool) -> None:
-    """Whether one is."""
+    """Sets or clears the waiting interrupt."""
 
 def example_messages(num_chunks: int) -> dict[str, bytes]:
-    """One message of each kind that ranks send each other in a step, by kind."""
+    """One example of each message that ranks exchange in a step, by kind."""
 
 def read_message(kind: str, message: bytes, num_chunks: int) -> None:
-    """Reads it as a rank does. Raises StateError for what is no message of that kind."""
+    """Parses a message as a rank does. Raises StateError if it is not of that kind."""
 
 def agreed_vote(votes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What ranks make of their votes on the next plan: ``can_measure``, ``has_plan``, ``updates`` by chunk, and
-    ``rates`` (or None) with ``compute_seconds`` and ``activations`` by moment.
+    """The values that all ranks plan with: ``can_measure``, ``has_plan``, ``updates`` by chunk, and ``rates`` (or None)
+    with ``compute_seconds`` and ``activations`` by access.
     """
 
 class HostAllocations:
-    """Context: CPU tensors made here are host memory, not memory of the simulated device."""
+    """Context in which CPU tensors count as host memory, not as the simulated device's."""
 
     def __init__(self) -> None: ...
     def __enter__(self) -> None: ...
@@ -774,14 +786,14 @@ class HostAllocations:
 
 @final
 class DiskIo(_Enum):
-    """How bytes go to a disk and come back (csrc/memory/disk_channel.h)."""
+    """I/O interface of a disk (csrc/memory/disk_channel.h)."""
 
     AUTO: ClassVar[DiskIo]
     URING: ClassVar[DiskIo]
     THREADS: ClassVar[DiskIo]
 
 class DiskFaults:
-    """What a test makes a disk do (csrc/memory/disk_file.h). A count of -1: never."""
+    """Disk faults that a test injects (csrc/memory/disk_file.h). A count of -1: never."""
 
     reads_before_error: int
     writes_before_error: int
@@ -817,23 +829,23 @@ class DiskOptions:
 
     folder: str
     limit_bytes: int
-    """0: there is no disk."""
+    """0: no disk."""
     io: DiskIo
     def __init__(self) -> None: ...
 
 @final
 class SlotFit(_Enum):
-    """Whether a device slot may be larger than what is asked for."""
+    """Device buffers that serve a request: larger ones too, or exact ones."""
 
     LOOSE: ClassVar[SlotFit]
     EXACT: ClassVar[SlotFit]
 
 class SlotPool:
-    """Device slots within a limit (memory/slot_pool.h), for tests: of memory that nobody uses."""
+    """Pool of device buffers (memory/slot_pool.h), for tests: addresses without memory."""
 
     def __init__(self, limit_bytes: int, max_waste_ratio: float) -> None: ...
     def acquire(self, num_bytes: int, fit: SlotFit = SlotFit.LOOSE) -> int:
-        """The slot's address, 0: there is no room."""
+        """The buffer's address; 0: no room."""
     def release(self, address: int) -> None: ...
     def trim(self, num_bytes: int) -> int: ...
     @property
@@ -844,7 +856,7 @@ class SlotPool:
     def idle_bytes(self) -> int: ...
 
 class HostArena:
-    """Host memory for payloads, not pinned."""
+    """Host memory for chunk buffers, not pinned."""
 
     def __init__(
         self, limit_bytes: int, prepares: bool = False, nodes: Sequence[int] = [], num_failures: int = 0
@@ -871,22 +883,23 @@ class HostArena:
     def unreserved_bytes(self) -> int: ...
 
 class HostMapping:
-    """Untouched host memory of huge pages, float32 or not; freed with this."""
+    """Untouched host memory of huge pages, freed with the object."""
 
     def __init__(self, num_bytes: int) -> None: ...
     @property
     def address(self) -> int: ...
 
 class DeviceMemory:
-    """Memory of a device that no engine owns, for values on their way from an engine's core that ends to the next.
-    It may be used on the current stream, and let go of when that is over.
+    """Device memory outside all engines, for values on their way from an ending engine's core to the next one.
+
+    Use it on the current stream, and release it when that work is over.
 
     Args:
-        cuda_device: the GPU's index; -1: of the simulated device, which does not count it.
-        num_bytes: its size.
+        cuda_device: index of the GPU; -1: the simulated device, which does not count it.
+        num_bytes: size.
 
     Raises:
-        MemoryBudgetError: there is no room.
+        MemoryBudgetError: no room.
     """
 
     def __init__(self, cuda_device: int, num_bytes: int) -> None: ...
@@ -896,7 +909,7 @@ class DeviceMemory:
     def num_bytes(self) -> int: ...
 
 class KeptRegions:
-    """Host memory of an engine for another one; what is not used is given back to the system with this."""
+    """Prepared host memory, kept for the next engine. The unused rest is unmapped with the object."""
 
     def __init__(self) -> None: ...
     @property
@@ -906,18 +919,18 @@ class ChunkRanks:
     """Ranks of an engine that share a chunk."""
 
     def __init__(self) -> None:
-        """All of them."""
+        """All ranks of the engine."""
 
     @staticmethod
     def own() -> ChunkRanks:
-        """Each rank alone."""
+        """Each rank has its own."""
 
     @staticmethod
     def groups_of(size: int) -> ChunkRanks:
-        """Each of groups of ``size`` ranks, whose numbers follow each other."""
+        """Groups of ``size`` consecutive ranks."""
 
 class Layout:
-    """Which chunk and offset each parameter has."""
+    """Chunk and offset of each parameter."""
 
     @staticmethod
     def pack(
@@ -931,8 +944,8 @@ class Layout:
         quantization: Sequence[QuantType] = [],
         ranks: Sequence[ChunkRanks] = [],
     ) -> Layout:
-        """``states``, ``quantization`` and ``ranks``: of each parameter; none are float32, not quantised, and shared by
-        all ranks.
+        """``states``, ``quantization`` and ``ranks`` are by parameter; empty: float32, not quantised, shared by all
+        ranks.
         """
 
     @property
@@ -945,15 +958,15 @@ class Layout:
         """(chunk, offset in elements)."""
 
     def shard_of(self, param: int, /) -> tuple[int, int, int]:
-        """The part in this rank's shard: (first element of the parameter, number of elements, offset in the shard)."""
+        """Part in this rank's shard: (first element of the parameter, number of elements, offset in the shard)."""
 
     def train(self, chunk: int, /) -> None:
-        """The chunk and its parameters are trainable from now on."""
+        """Makes the chunk and its parameters trainable."""
 
     def chunk(self, chunk: int, /) -> dict[str, Any]:
-        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``; ``num_ranks`` that share it; ``master``:
-        its :class:`StateType`; of one rank's share ``param_bytes``: of the compute value, ``home_bytes``: of that and
-        the optimizer states, ``new_value_bytes``: what an update on the host takes at least to begin ahead of the step.
+        """``numel``, ``shard_numel``, ``num_ranks``, ``dtype``, ``trainable``, ``states``, ``quantization``,
+        ``leading_state``, ``params``; and bytes of this rank's shard: ``param_bytes``, ``home_bytes`` (with optimizer
+        states), ``disk_bytes``, ``new_value_bytes`` (least host memory of a speculative update).
         """
 
 class DelayOptions:
@@ -968,7 +981,7 @@ class DelayOptions:
 
 @final
 class SpeculationMode(_Enum):
-    """Whether updates on the host may start before the step is decided."""
+    """Host updates before the norm is known: none, speculative, or optimizer-in-backward (COMMIT)."""
 
     OFF: ClassVar[SpeculationMode]
     ON: ClassVar[SpeculationMode]
@@ -976,7 +989,7 @@ class SpeculationMode(_Enum):
 
 @final
 class DeviceOptions:
-    """What the engines of one process share."""
+    """Options shared by the engines of one process."""
 
     cuda_device: int
     """-1: the simulated device."""
@@ -984,29 +997,30 @@ class DeviceOptions:
     host_limit_bytes: int
     limit_rounding_bytes: int
     left_by_tide_bytes: int
-    """What activations are taken to leave on the simulated device for gradients; for tests."""
+    """Activation memory that the simulated device lends to gradients; for tests."""
     follows_tide: bool
-    """Whether chunks there get what activations leave at every moment; False: what they leave at their highest, as on
-    CUDA, and slots may be larger than what they hold; for tests."""
+    """Simulated device, for tests. True: chunk buffers get the memory left by activations at each access. False: the
+    memory left at the activation peak, as on CUDA, and device buffers may exceed requests.
+    """
     host_threads: HostThreadOptions
     delays: DelayOptions
     def __init__(self) -> None: ...
 
 @final
 class ResidencyOptions:
-    """Which optimizer states are on the device."""
+    """Placement of optimizer states on the device."""
 
     warmup_payload_ratio: float
     margin_use_ratio: float
     payload_limit_bytes: int
-    """Of what is fetched on demand; for tests that make memory scarce on a GPU."""
+    """Limit of on-demand fetches, for tests with little GPU memory."""
     state_placement: StatePlacement
     backwards: Backwards
     def __init__(self) -> None: ...
 
 @final
 class EngineOptions:
-    """What a Runtime is made with; all fields have defaults."""
+    """Options of a Runtime; all fields have defaults."""
 
     device: DeviceOptions
     residency: ResidencyOptions
@@ -1017,21 +1031,21 @@ class EngineOptions:
     param_shapes: list[list[int]]
     def __init__(self) -> None: ...
     def set_matrix_rule(self, function: Callable[[int, int, int, int, int], object], /) -> None:
-        """``function(rows, columns, direction, momentum, master)`` is the rule of whole matrices
+        """Sets ``function(rows, columns, direction, momentum, master)`` as the matrix rule
         (csrc/optim/matrix_rule.h).
         """
 
     def set_compute_format(self, function: Callable[[list[int], DType, int], object], /) -> None:
-        """``function(shape, dtype, values)`` is the compute format (csrc/optim/compute_format.h)."""
+        """Sets ``function(shape, dtype, values)`` as the compute format (csrc/optim/compute_format.h)."""
 
 class SgdMomentum(_Enum):
-    """How SGD's momentum makes an update (csrc/engine/group_options.h)."""
+    """SGD's momentum rule (csrc/engine/group_options.h)."""
 
     HEAVY_BALL: ClassVar[SgdMomentum]
     NESTEROV: ClassVar[SgdMomentum]
 
 class AdamOptions:
-    """Of Adam and AdamW: a parameter group in one step."""
+    """Options of an Adam or AdamW parameter group in one step."""
 
     def __init__(
         self,
@@ -1046,12 +1060,12 @@ class AdamOptions:
     ) -> None: ...
 
 class LionOptions:
-    """Of Lion: a parameter group in one step."""
+    """Options of a Lion parameter group in one step."""
 
     def __init__(self, *, lr: float, beta1: float, beta2: float, weight_decay: float) -> None: ...
 
 class SgdOptions:
-    """Of SGD with momentum: a parameter group in one step."""
+    """Options of a parameter group of SGD with momentum in one step."""
 
     def __init__(
         self,
@@ -1064,7 +1078,7 @@ class SgdOptions:
     ) -> None: ...
 
 class UseListener:
-    """Is told about uses (csrc/engine/use_listener.h). Python may inherit from it."""
+    """Receives parameter uses (csrc/engine/use_listener.h). Python may inherit from it."""
 
     def __init__(self) -> None: ...
     def open_scope(self, params: Sequence[int], until: HoldUntil, /) -> int: ...
@@ -1081,7 +1095,7 @@ class BackwardEntry:
 
 @final
 class UseObserver:
-    """Turns uses into acquire and release (csrc/bind/use_observer.h)."""
+    """Turns parameter uses into acquire and release (csrc/bind/use_observer.h)."""
 
     def __init__(self, listener: UseListener, find_nodes: Callable[[Any], list[Node]]) -> None: ...
     def forget_scopes(self) -> None: ...
@@ -1110,7 +1124,7 @@ class ModuleHook:
     def finish_learning(self, params: Sequence[int], /) -> None: ...
 
 class Way(_Enum):
-    """What a function does with a parameter's memory (csrc/bind/torch_function.h)."""
+    """How a function uses a parameter's memory (csrc/bind/torch_function.h)."""
 
     LOOK: ClassVar[Way]
     READ: ClassVar[Way]
@@ -1126,7 +1140,7 @@ def torch_function(
     refuse: Callable[..., Any],
     as_view: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A ``__torch_function__`` (csrc/bind/torch_function.h)."""
+    """Makes a ``__torch_function__`` (csrc/bind/torch_function.h)."""
 
 @final
 class GradientHook:
@@ -1149,19 +1163,19 @@ class GradientHook:
 
 @final
 class Collectives:
-    """What ranks do together (runtime/collectives.h)."""
+    """Communicators of an engine's ranks (csrc/engine/collectives.h)."""
 
     def __init__(
         self, gather: collective.Communicator, scatter: collective.Communicator, control: collective.ControlGroup
     ) -> None: ...
     def check_same_plan(self, fingerprint: int) -> None:
-        """Raises StateError on every rank unless all have the same."""
+        """Raises StateError on every rank unless all fingerprints agree."""
 
     @property
     def num_ranks(self) -> int: ...
 
 class Runtime(UseListener):
-    """The core's façade (csrc/engine/runtime.h; the course of a step: csrc/engine/step_course.h)."""
+    """The core's façade (csrc/engine/runtime.h; calls of a step: csrc/engine/step_course.h)."""
 
     def __init__(
         self,
@@ -1181,52 +1195,56 @@ class Runtime(UseListener):
     def read_ranges(
         self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]], files: Sequence[tuple[int, int]], /
     ) -> None:
-        """Ranges are (parameter, kind, begin, end, file or -1, offset or address), files (descriptor, bytes)."""
+        """Reads this rank's values. Ranges are (parameter, kind, begin, end, file or -1, offset or address), files
+        (descriptor, bytes).
+        """
 
     def write_ranges(
         self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]], files: Sequence[tuple[int, int]], /
     ) -> None: ...
     def stored_bytes(self, param: int) -> list[int]:
-        """Bytes of an element of each array that the parameter consists of; none: they cannot be copied as stored."""
+        """Bytes per element of each array of the parameter; empty: its arrays cannot be copied as stored."""
 
     def is_stored_on_device(self, param: int) -> bool: ...
     def stored_on_device(self, param: int, /) -> list[int]:
-        """Where this rank's part of each of these arrays is, for the current stream."""
+        """Addresses of this rank's part of each stored array, for the current stream."""
 
     def write_stored(self, param: int, ranges: Sequence[tuple[int, int, int, int, Tier]], /) -> None:
-        """[(array, begin, end, address, tier)]: elements of this rank's part, as stored_on_device() has them."""
+        """Writes elements of this rank's part: [(array, begin, end, address, tier)], arrays as in
+        stored_on_device().
+        """
 
     def drop_derivable(self) -> None:
-        """Frees what the device has and could have again from other arrays or ranks."""
+        """Frees device buffers whose values can be made again from other arrays or ranks."""
 
     def return_cached(self) -> None:
-        """What the allocator has cached goes back to the device: on CUDA it counts as tide."""
+        """Empties the allocator's cache, which counts as activation memory on CUDA."""
 
     def copy_on_device(self, to: int, from_: int, num_bytes: int) -> None: ...
     def leave_stored(self, chunk: int) -> None:
-        """Frees all that the chunk has, whose values are elsewhere; close() comes soon."""
+        """Frees all memory of a chunk whose values were copied elsewhere, before close()."""
 
     def set_aside(
         self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]], /
     ) -> tuple[list[int], KeptRegions, KeptRegions]:
-        """Where each range is, the memory in which they are unless it is their own address, and all other memory."""
+        """Addresses of the ranges, the memory that holds them, and all other memory."""
 
     def read_gradient(self, param: int, values: int, /) -> None: ...
     def write_gradient(self, param: int, values: int, where: Tier, /) -> None: ...
     def set_visits(self, chunks: Sequence[bool], piece_numel: int = 16777216) -> None:
-        """For tests: whose updates the device makes for the host until the next plan by time, by chunk, in pieces of
-        so many elements.
+        """For tests: by chunk, updates by GPU round trip until the next measured plan, in pieces of ``piece_numel``
+        elements.
         """
 
     def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
-        """Plans the first step as an earlier run's: its ``timeline`` and its ``step_times``."""
+        """Plans the first step from an earlier run's ``timeline`` and ``step_times``."""
 
     def make_states(self, chunks: Sequence[int], /) -> None:
-        """Optimizer states of chunks that were frozen, all of them or (MemoryBudgetError) none."""
+        """Makes optimizer states of frozen chunks: all, or none if MemoryBudgetError is raised."""
 
     def discard_states(self, chunks: Sequence[int], /) -> None: ...
     def train(self, params: Sequence[int], /) -> None:
-        """Parameters that were not trained so far, in chunks that have states."""
+        """Makes frozen parameters trainable; their chunks must have states."""
 
     def release_chunk(self, chunk: int, /) -> None: ...
     def close(self) -> None: ...
@@ -1238,7 +1256,7 @@ class Runtime(UseListener):
     def num_committed(self) -> int: ...
     @property
     def replays(self) -> bool:
-        """The running step goes as planned so far."""
+        """True while the running step follows its plan."""
 
     @property
     def num_pressure_evictions(self) -> int: ...
@@ -1250,28 +1268,28 @@ class Runtime(UseListener):
     def fold_gradient(self, param: int, data: int, /) -> None: ...
     def end_backward(self) -> None: ...
     def keep_joint_backward(self) -> bool:
-        """Whether the backward of another engine's loss gave gradients; if not, it counts for nothing."""
+        """True if another engine's loss gave gradients in this backward; otherwise the backward is ignored."""
 
     def abort_forward(self) -> None: ...
     def abort_backward(self) -> int: ...
     def undo_forward(self) -> None: ...
     def meet_ranks(self) -> None: ...
     def tide_bytes(self) -> int:
-        """Device memory that everything but chunks takes now, with what PyTorch keeps for later allocations."""
+        """Current activation memory: everything on the device but chunk buffers, PyTorch's cache included."""
 
     def host_room_of_activations(self) -> int:
-        """Bytes that host memory can still take of them."""
+        """Host bytes still available to activation offload."""
 
     def take_live_tide_peak(self) -> int:
-        """The highest tide in bytes since the last call, without memory that PyTorch keeps for later allocations."""
+        """Peak activation memory since the last call, PyTorch's cache excluded."""
 
     def keep_absent_activations(self, most_bytes: int, /) -> None:
-        """What the running step has had on the host will stay on the device, where the tide is ``most_bytes`` at most
-        with it: the next plan counts it.
+        """The next plan counts activations that this step offloaded as staying on the device, up to ``most_bytes`` of
+        activation memory.
         """
 
     def stash_activation(self, data: int, num_bytes: int, /) -> int:
-        """A ticket for bytes that are copied to host memory; -1 where that has no room."""
+        """Starts a copy to host memory. Returns a ticket; -1 if the host has no room."""
 
     def is_stashed(self, ticket: int, /) -> bool: ...
     def finish_stashing(self, ticket: int, /) -> None: ...
@@ -1280,7 +1298,7 @@ class Runtime(UseListener):
     def drop_activation(self, ticket: int, /) -> None: ...
     def vacate_device(self, what: Vacate, /) -> None: ...
     def prepare_step(self, left_out: Sequence[int] = []) -> float:
-        """Sum of squares of all gradients but those of parameters ``left_out``."""
+        """Sum of squares of all gradients, parameters ``left_out`` excluded."""
 
     def apply_step(
         self, groups: Sequence[AdamOptions | LionOptions | SgdOptions], grad_scale: float, clip_ratio: float, /
@@ -1293,15 +1311,15 @@ class Runtime(UseListener):
     def gradients_pending(self) -> bool: ...
     def forget_plan(self) -> None: ...
     def plan_anew(self) -> None:
-        """For measurements: the next step chooses its updates anew, and the one after it follows a new plan."""
+        """For ablations: the next step chooses its updates anew, and the following one gets a new plan."""
     def set_group(self, param: int, group: int, /) -> None: ...
     def step_count(self, param: int, /) -> int: ...
     def set_step_count(self, param: int, count: int, /) -> None: ...
     def start_trace(self) -> None:
-        """The next training step that begins is traced."""
+        """Traces the next training step that begins."""
 
     def take_trace(self) -> dict[str, Any] | None:
-        """The traced step, once; None before it is over. Waits for the updates that it started.
+        """Returns the traced step once; None before it is over. Waits for the updates that it started.
 
         ``outcome``, ``seconds``, ``optimizer_begin_seconds``, ``device_limit_bytes``; ``moments``, as in ``timeline``:
         ``{"phase", "acquired": [(chunk, kind)], "launched_seconds", "begin_seconds", "seconds", "stalled_seconds",
@@ -1312,10 +1330,10 @@ class Runtime(UseListener):
         """
 
     def start_stall_trace(self) -> None:
-        """As :meth:`start_trace`, for :meth:`take_stalls`; each has its own request."""
+        """Like :meth:`start_trace`, for :meth:`take_stalls`; an independent request."""
 
     def take_stalls(self) -> dict[str, Any] | None:
-        """What the traced step waited for, once: ``seconds`` of the step and ``stalled_seconds`` by ``StallCause``.
+        """Returns the traced step's stalls once: ``seconds`` of the step, ``stalled_seconds`` by ``StallCause``.
         None before it is over; waits as :meth:`take_trace` does.
         """
 
@@ -1325,56 +1343,59 @@ class Runtime(UseListener):
     def chunk_state(self, chunk: int, /) -> str: ...
     def is_on_device(self, chunk: int, kind: ArrayKind, /) -> bool: ...
     def home(self, chunk: int, /) -> Tier:
-        """Where the chunk's optimizer states belong between their uses."""
+        """Resting tier of the chunk's optimizer states."""
 
     @property
     def disk_faults(self) -> DiskFaults:
-        """What a test makes the disk do."""
+        """Faults that a test injects."""
 
     def timeline(self) -> list[dict[str, Any]]:
-        """The last step's moments, as ``make_plan`` takes them."""
+        """The last step's timeline, as ``make_plan`` takes it."""
 
     def plan(self) -> dict[str, Any]:
-        """The current plan, as ``make_plan`` gives it."""
+        """The current plan, as from ``make_plan``."""
 
     def plan_problem(self) -> dict[str, Any]:
-        """What the current plan solves: the arguments of ``make_plan`` for the last timeline."""
+        """Arguments of ``make_plan`` from which the current plan was made."""
 
     def step_times(self) -> dict[str, Any] | None:
-        """What a measured step takes: ``rates``; ``compute_seconds`` and ``activations`` by moment, as of ``simulate``;
-        and ``updates`` by chunk. None before one was measured.
+        """Times of a measured step: ``rates``; ``compute_seconds`` and ``activations`` by access, as in ``simulate``;
+        ``updates`` by chunk. None before a step was measured.
         """
 
     def predicted_step(self) -> dict[str, Any] | None:
-        """The step that the current plan is predicted to give, as ``simulate`` says it. None without times."""
+        """The current plan's predicted step, as from ``simulate``. None before a step was measured."""
 
 class quant:
-    """The leaf kernels of quantised values (a submodule). Addresses are those of memory of the parameter's elements."""
+    """Leaf kernels of quantised values (a submodule). Arrays are passed as addresses."""
 
     NF4_VALUES: ClassVar[list[float]]
     DYNAMIC_VALUES: ClassVar[list[float]]
     @staticmethod
     def num_bytes(type: QuantType, numel: int) -> int:
-        """What the array of a parameter of so many elements takes."""
+        """Bytes of a quantised parameter of ``numel`` elements."""
     @staticmethod
     def layout(type: QuantType, numel: int) -> dict[str, int]:
-        """Where in that array each part begins, in bytes: codes, scales; of NF4 also block_scales and offset."""
+        """Byte offset of each part in that array: codes, scales; for NF4 also block_scales and offset."""
     @staticmethod
     def quantize(isa: str, type: QuantType, values: int, numel: int, array: int, num_threads: int) -> None:
-        """Float32 ``values`` into ``array``, of :meth:`num_bytes` zeros.
+        """Quantises float32 ``values`` into ``array``, :meth:`num_bytes` of zeros.
 
         Raises:
-            ValueError: one is not finite, or this processor lacks ``isa``.
+            ValueError: a value is not finite, or this processor lacks ``isa``.
         """
     @staticmethod
     def dequantize(isa: str, type: QuantType, array: int, numel: int, out: int, dtype: DType, num_threads: int) -> None:
-        """And back, into ``out``."""
+        """Dequantises ``array`` into ``out``."""
     @staticmethod
     def cuda_dequantize(type: QuantType, array: int, numel: int, out: int, dtype: DType, stream: int) -> None:
-        """The same on the device; ``stream`` is a ``cudaStream_t``. With the CUDA part alone."""
+        """``dequantize`` on the device; ``stream`` is a ``cudaStream_t``. CUDA builds only."""
 
 class optim:
-    """Adam's leaf kernels and the loss scaler (a submodule)."""
+    """Leaf kernels of the optimizers and the loss scaler (a submodule).
+
+    ``cuda_*``: CUDA builds only; enqueued on ``stream`` of the current device.
+    """
 
     OPEN_LOG_BYTES: ClassVar[int]
     STATE_BLOCK: ClassVar[int]
@@ -1382,7 +1403,7 @@ class optim:
     SQUARES_BLOCK: ClassVar[int]
 
     class LossScaler:
-        """The factor that keeps float16 gradients in range; ``loss_scale`` above 0 is constant, 0 dynamic."""
+        """Factor that keeps float16 gradients in range. ``loss_scale`` > 0: constant; 0: dynamic."""
 
         def __init__(
             self,
@@ -1401,15 +1422,15 @@ class optim:
         @property
         def is_at_minimum(self) -> bool: ...
         def update(self, overflow: bool) -> None:
-            """Once per optimizer step, also a skipped one."""
+            """Call once per optimizer step, skipped ones included."""
 
         def state(self) -> dict[str, float | int]:
-            """What ``set_state`` takes."""
+            """The arguments of ``set_state``."""
 
         def set_state(
             self, *, scale: float, iteration: int, last_overflow_iteration: int, hysteresis_left: int
         ) -> None:
-            """Restores ``state``. Raises ValueError when no run can lead to it."""
+            """Restores ``state``. Raises ValueError for a state that no run can reach."""
 
     @staticmethod
     def isa() -> str:
@@ -1420,15 +1441,15 @@ class optim:
         """The ISAs this processor has, narrowest first."""
 
     class StateArray:
-        """An array of an optimizer state: its type, its address, and that of its scales, which states of 8 bits have.
+        """An optimizer state: type, address, and address of its scales (8-bit states only; csrc/common/dtype.h).
 
-        Where one is asked for, an address alone is an array of float32. (csrc/common/dtype.h)
+        A bare address in its place means float32.
         """
 
         def __init__(self, data: int, type: StateType = StateType.FLOAT32, scales: int = 0) -> None: ...
 
     class RandomKey:
-        """What random bits are made of (csrc/optim/kernels.h, random bits)."""
+        """Key of the random bits for stochastic rounding (csrc/optim/kernels.h)."""
 
         def __init__(self, a: int = 0, b: int = 0, first: int = 0) -> None: ...
         @property
@@ -1440,21 +1461,21 @@ class optim:
 
     @staticmethod
     def random_key(seed: int, step: int, param: int, first: int) -> optim.RandomKey:
-        """The key of one step and parameter, for a range that starts at its element ``first``."""
+        """Key of one step and parameter, for a range that starts at its element ``first``."""
 
     @staticmethod
     def expand_state(isa: str, state: optim.StateArray, out: int, numel: int) -> None:
-        """The values of a state, in float32."""
+        """Converts a state to float32."""
 
     @staticmethod
     def compress_state(
         isa: str, in_: int, state: optim.StateArray, numel: int, *, key: optim.RandomKey | None = None
     ) -> None:
-        """Stores float32 values as ``adam`` stores a momentum."""
+        """Stores float32 values in the format of a state, as ``adam`` stores a momentum."""
 
     @staticmethod
     def cuda_expand_state(type: StateType, data: int, scales: int, out: int, numel: int, stream: int) -> None:
-        """As ``expand_state``."""
+        """Like ``expand_state``."""
 
     @staticmethod
     def cuda_compress_state(
@@ -1467,7 +1488,7 @@ class optim:
         *,
         key: optim.RandomKey | None = None,
     ) -> None:
-        """As ``compress_state``."""
+        """Like ``compress_state``."""
 
     @staticmethod
     def adam(
@@ -1487,10 +1508,15 @@ class optim:
     ) -> None:
         """One Adam step over ``numel`` elements at raw addresses (csrc/optim/kernels.h).
 
-        ``master``, ``momentum`` and ``variance`` are float32 or StateArrays, ``grad`` and ``param`` of their dtypes;
-        ``param`` may be ``grad``, or 0. ``threads``: a pool, or how many threads. ``key``: by default zeros.
-        ``kwargs``: the fields of AdamScalars, all of them.
-        Raises ValueError for null arrays, an ISA this processor lacks, or a ``param`` over a ``grad`` of another size.
+        Args:
+            master, momentum, variance: float32, or a StateArray.
+            param: may be ``grad``, or 0 (no compute copy).
+            threads: a pool, or a number of threads.
+            key: default zeros.
+            kwargs: all fields of AdamScalars.
+
+        Raises:
+            ValueError: null arrays, an ISA this processor lacks, or a ``param`` over a ``grad`` of another size.
         """
 
     @staticmethod
@@ -1509,7 +1535,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``adam``, but nothing is written but ``param``, which is apart from ``grad``."""
+        """Like ``adam``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
     @staticmethod
     def adam_param_between(
@@ -1527,8 +1553,8 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """The 16-bit values that ``adam_param`` stores for every ``grad_scale`` up to ``most_grad_scale``; what makes
-        the others goes to ``logs``, of ``OPEN_LOG_BYTES`` for each ``OPEN_PIECE`` elements.
+        """Like ``adam_param``, for 16-bit values that are the same for every ``grad_scale`` up to ``most_grad_scale``.
+        Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``OPEN_PIECE`` elements.
         """
 
     @staticmethod
@@ -1546,7 +1572,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam_param``, of the values that ``adam_param_between`` has left to ``logs``."""
+        """Like ``adam_param``, for the values that ``adam_param_between`` logged."""
 
     @staticmethod
     def adam_apart(
@@ -1565,7 +1591,9 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``adam``, but the new states go to ``new_states`` (master, momentum, variance), and the old ones stay."""
+        """Like ``adam``, but writes the new states to ``new_states`` (master, momentum, variance) and keeps the old
+        ones.
+        """
 
     @staticmethod
     def cast_from_float(isa: str, in_: int, out: int, out_dtype: DType, numel: int, num_threads: int) -> None:
@@ -1589,9 +1617,8 @@ class optim:
 
     @staticmethod
     def add_up(partials: int, first: int, count: int) -> tuple[float, float]:
-        """The sum of `count` partials from the first on, float64: rounded, and what that rounding lost."""
+        """Sum of ``count`` float64 partials from ``first`` on: (rounded sum, rounding error)."""
 
-    # Only in a module with the CUDA part: the same on the current device, enqueued on `stream`.
     @staticmethod
     def momentum_step(
         isa: str,
@@ -1608,9 +1635,9 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """One step of an optimizer of one moment, with arrays as ``adam`` takes them.
+        """One step of Lion or SGD with momentum, with arrays as for ``adam``.
 
-        ``kwargs``: the fields of MomentumScalars (csrc/optim/kernels.h) that ``rule`` reads, all of them.
+        ``kwargs``: all fields of MomentumScalars (csrc/optim/kernels.h) that ``rule`` reads.
         Raises ValueError as ``adam`` does.
         """
 
@@ -1630,9 +1657,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_step``, but nothing is written but ``param``, which is apart from ``grad``; the master is of
-        float32.
-        """
+        """Like ``momentum_step``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
     @staticmethod
     def momentum_apart(
@@ -1651,7 +1676,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_step``, but the new master and momentum go to ``new_states``, and the old ones stay."""
+        """Like ``momentum_step``, but writes the new master and momentum to ``new_states`` and keeps the old ones."""
 
     @staticmethod
     def momentum_param_between(
@@ -1669,9 +1694,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """The 16-bit values that ``momentum_param`` stores for every ``grad_scale`` up to ``most_grad_scale``, as
-        ``adam_param_between``.
-        """
+        """Like ``adam_param_between``, for ``momentum_param``."""
 
     @staticmethod
     def momentum_param_open(
@@ -1688,7 +1711,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_param``, of the values that ``momentum_param_between`` has left to ``logs``."""
+        """Like ``momentum_param``, for the values that ``momentum_param_between`` logged."""
 
     @staticmethod
     def cuda_momentum_step(
@@ -1705,7 +1728,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``momentum_step``."""
+        """Like ``momentum_step``."""
 
     @staticmethod
     def adam_split(
@@ -1720,9 +1743,7 @@ class optim:
         num_threads: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam``, of masters that are split into a bfloat16 ``param``, 16-bit ``lower`` halves and signs of the
-        variance.
-        """
+        """Like ``adam``, for masters split into bfloat16 ``param``, ``lower`` halves and signs of the variance."""
 
     @staticmethod
     def adam_put_values(
@@ -1739,9 +1760,10 @@ class optim:
         capacity: int,
         **kwargs: float,
     ) -> None:
-        """Puts in place of bfloat16 params, the upper halves of split masters, what ``adam`` makes of them for every
-        ``grad_scale`` up to ``most_grad_scale``; what is open goes to logs of ``OPEN_LOG_BYTES`` for each
-        ``OPEN_PIECE`` elements, up to ``capacity`` values of each.
+        """In-place speculative update of bfloat16 params, the upper halves of split masters.
+
+        Writes values that are the same for every ``grad_scale`` up to ``most_grad_scale``. Scale-dependent values go to
+        logs of ``OPEN_LOG_BYTES`` per ``OPEN_PIECE`` elements, at most ``capacity`` values each.
         """
 
     @staticmethod
@@ -1759,7 +1781,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """Those that ``adam_put_values`` has left to ``logs``."""
+        """Writes the values that ``adam_put_values`` logged."""
 
     @staticmethod
     def adam_put_states(
@@ -1777,7 +1799,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> int:
-        """Updates the states behind them. Returns how many params are not those that the update makes."""
+        """Phase two: updates the states. Returns the number of params that differ from the update's result."""
 
     @staticmethod
     def adam_take_values_back(
@@ -1792,7 +1814,7 @@ class optim:
         logs: int,
         **kwargs: float,
     ) -> None:
-        """Undoes ``adam_put_values`` with the same arguments."""
+        """Rolls back ``adam_put_values``, given the same arguments."""
 
     @staticmethod
     def split_master(isa: str, master: int, param: int, lower: int, variance: int, numel: int) -> None:
@@ -1800,7 +1822,7 @@ class optim:
 
     @staticmethod
     def join_master(isa: str, param: int, lower: int, variance: int, master: int, numel: int) -> None:
-        """What ``split_master`` split."""
+        """Inverse of ``split_master``."""
 
     @staticmethod
     def cuda_adam_split(
@@ -1814,7 +1836,7 @@ class optim:
         stream: int,
         **kwargs: float,
     ) -> None:
-        """As ``adam_split``."""
+        """Like ``adam_split``."""
 
     @staticmethod
     def cuda_adam(
@@ -1831,7 +1853,7 @@ class optim:
         key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
-        """As ``adam``."""
+        """Like ``adam``."""
 
     @staticmethod
     def cuda_cast_from_float(in_: int, out: int, out_dtype: DType, numel: int, stream: int) -> None: ...
@@ -1851,9 +1873,9 @@ class collective:
     """Groups of ranks and their collectives on whole chunks (a submodule; csrc/collective)."""
 
     class Communicator:
-        """A group of ranks: flat collectives in place, and messages. All ranks call them in the same order, from one
-        thread at a time.
+        """Flat in-place collectives and messages of a group.
 
+        All ranks call them in the same order, from one thread at a time.
         CUDA: enqueued on PyTorch's current stream, return at once. CPU: return when done.
         """
 
@@ -1862,53 +1884,55 @@ class collective:
         @property
         def size(self) -> int: ...
         def all_gather(self, whole: int, shard_bytes: int) -> None:
-            """Shard r of ``whole`` comes from rank r. Raises RankFailure."""
+            """Fills ``whole``: shard r comes from rank r. Raises RankFailure."""
 
         def reduce_scatter_mean(self, whole: int, shard: int, scratch: int, shard_numel: int, dtype: DType) -> None:
-            """Own shard of the mean over ranks into ``shard``; ``scratch`` is as large as ``whole``."""
+            """Writes this rank's shard of the mean over ranks to ``shard``; ``scratch`` is as large as ``whole``."""
 
         def exchange(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
-            """Messages to and from other ranks, all at once: (peer, address, bytes) each. What two ranks send each
-            other is matched in the order of their lists. Raises RankFailure.
+            """Exchanges messages with other ranks at once: (peer, address, bytes) each. Messages between two ranks
+            match in the order of their lists. Raises RankFailure.
             """
 
         def abort(self) -> None:
-            """Stops what is running, for failures; any thread."""
+            """Aborts running collectives after a failure; any thread."""
 
         def check(self) -> None:
             """Raises RankFailure when the communicator has failed; any thread."""
 
         def oldest_pending_seconds(self) -> float:
-            """For how long the oldest unfinished collective has been enqueued or running; any thread."""
+            """Age of the oldest unfinished collective, in seconds; any thread."""
 
         def close(self) -> None:
-            """Frees what it holds, when nothing of it runs on any rank; waits for no other rank. Idempotent."""
+            """Frees its resources without waiting for other ranks. No collective may be running on any rank.
+            Idempotent.
+            """
 
     class ControlGroup:
-        """Small values over the hosts, for agreement between ranks; blocking."""
+        """Exchanges small values between ranks through the hosts; blocking."""
 
         @property
         def rank(self) -> int: ...
         @property
         def size(self) -> int: ...
         def enter(self, call: str) -> None:
-            """The call that this rank is in from now on; empty: none."""
+            """Sets the call that this rank is in; empty: none."""
 
         @property
         def call(self) -> str: ...
         def exchange(self, mine: bytes, what: str = "") -> list[bytes]:
-            """Everybody's value by rank, of any lengths. ``what`` and the call must be the same on all ranks. Raises
-            RankFailure, RankMismatch.
+            """Returns every rank's value, by rank; lengths may differ. ``what`` and the call must agree on all ranks.
+            Raises RankFailure, RankMismatch.
             """
 
         def distribute(self, to_each: Sequence[bytes], what: str = "") -> list[bytes]:
-            """As ``exchange``, with another value for each rank; what comes from each."""
+            """Like ``exchange``, with a separate value for each rank."""
 
         def abort(self) -> None:
-            """Stops what is running, for failures; any thread."""
+            """Aborts running collectives after a failure; any thread."""
 
         def close(self) -> None:
-            """Frees what it holds; waits for no other rank. Idempotent."""
+            """Frees its resources without waiting for other ranks. Idempotent."""
 
     @staticmethod
     def make_single_communicator() -> collective.Communicator: ...
@@ -1916,7 +1940,7 @@ class collective:
     def make_single_control() -> collective.ControlGroup: ...
     @staticmethod
     def make_c10d_communicator(group_name: str, members: Sequence[int] = []) -> collective.Communicator:
-        """``members``: the ranks' numbers in the run, for errors, where they are not those of the group."""
+        """``members``: the ranks' numbers in the run for error messages, if they differ from those of the group."""
 
     @staticmethod
     def make_c10d_control(
@@ -1924,9 +1948,9 @@ class collective:
     ) -> collective.ControlGroup: ...
     @staticmethod
     def mean_of_ranks(shards: int, num_ranks: int, out: int, dtype: DType, numel: int) -> None:
-        """The mean of ``num_ranks`` ranges of ``numel`` elements that lie end to end, in float32, in their order."""
+        """Mean of ``num_ranks`` adjacent ranges of ``numel`` elements, in float32, added in order."""
 
-    # Only in a module with the CUDA part.
+    # CUDA builds only.
     @staticmethod
     def make_cuda_single_communicator(device: int) -> collective.Communicator: ...
     @staticmethod

@@ -2,8 +2,8 @@
 
     from patrickstar.runtime import initialize_engine
 
-Names are imported when they are first used, PyTorch with the first of them. So ``patrickstar --help`` is there at once,
-and ``patrickstar env`` runs where PyTorch or the extension is missing, and says so.
+Names are imported on first use, and PyTorch with the first of them. So ``patrickstar --help`` starts at once, and
+``patrickstar env`` can report a missing PyTorch or extension.
 """
 
 import contextlib
@@ -88,10 +88,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _check_pytorch(core: Any) -> None:
-    """Raises ImportError for an extension that was compiled against another minor version: what C++ sees differs."""
+    """Raises ImportError if the extension was compiled against another minor version of PyTorch, whose C++ interface
+    differs.
+    """
     runs, built = sys.modules["torch"].__version__, core.build_info()["torch"]
     if runs.split(".")[:2] != built.split(".")[:2]:
-        globals().pop("_C", None)  # the next import of it is to fail too
+        globals().pop("_C", None)  # the next import must fail too
         raise ImportError(f"the extension was compiled against PyTorch {built} and PyTorch {runs} is here; rebuild it")
 
 

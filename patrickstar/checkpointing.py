@@ -13,16 +13,18 @@ _is_configured = False
 
 
 def configure(*accepted: Any, **options: Any) -> None:
-    """Accepted: activations are the model's, and chunks make room for them; there is nothing to configure."""
+    """Accepted without effect: the model decides on activation checkpointing, and chunks make room for activations."""
     global _is_configured
     _is_configured = True
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` was called in this process."""
+    """True if :func:`configure` was called in this process."""
     return _is_configured
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``torch.utils.checkpoint.checkpoint``: ``function`` runs again in backward instead of keeping its activations."""
+    """``torch.utils.checkpoint.checkpoint``: ``function`` is recomputed in backward instead of keeping its
+    activations.
+    """
     return _checkpoint(function, *args, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed, entered as a DeepSpeed script expects it."""
+"""``deepspeed.comm``: torch.distributed, initialised as DeepSpeed scripts expect."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["barrier", "get_local_rank", "get_rank", "get_world_size", "init_dist
 
 
 def init_distributed(dist_backend: str | None = None, **accepted: Any) -> None:
-    """Enters torch.distributed with what torchrun set in the environment; a process without that is a world of its own.
-    Nothing happens when it was entered before.
+    """Initialises torch.distributed from torchrun's environment; a process without it is a world of its own. Does
+    nothing if it is initialised.
 
     Args:
-        dist_backend: ``"nccl"``, ``"gloo"``, …; None: NCCL with a GPU, else gloo. Collectives of the engine do not use
-            it: they have groups of their own.
+        dist_backend: ``"nccl"``, ``"gloo"``, …; None: NCCL with a GPU, else gloo. The engine's collectives use groups
+            of their own.
         **accepted: ``timeout``, ``init_method``, ``rank`` and ``world_size`` go to ``init_process_group``; DeepSpeed's
-            other arguments are accepted.
+            other arguments are ignored.
     """
     if dist.is_initialized():
         return
@@ -37,26 +37,26 @@ def init_distributed(dist_backend: str | None = None, **accepted: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the default process group of ``torch.distributed`` exists."""
+    """True if the default process group of ``torch.distributed`` exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_rank() -> int:
-    """This process among all; 0 for one alone."""
+    """This process's rank; 0 for a single process."""
     return dist.get_rank() if is_initialized() else int(os.environ.get("RANK") or 0)
 
 
 def get_local_rank() -> int:
-    """This process among those of its machine."""
+    """This process's rank on its machine."""
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def get_world_size() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return dist.get_world_size() if is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def barrier() -> None:
-    """Waits until all processes are here."""
+    """Waits for all processes."""
     if is_initialized():
         dist.barrier()

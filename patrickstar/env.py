@@ -1,8 +1,7 @@
-"""``patrickstar env``: what this machine and this installation offer, what is missing, and what mends it.
+"""``patrickstar env``: reports this machine and installation, missing parts, and fixes.
 
-Made to be pasted into a bug report, so it works where PatrickStar does not: it needs the standard library alone, and a
-part that fails says why instead of ending the report. ``--json`` prints the same as JSON. The exit status is 1 when
-PatrickStar cannot be used as it is, else 0.
+Its output is for bug reports, so it works where PatrickStar does not: it needs only the standard library, and a failing
+section shows its error. ``--json`` prints the same as JSON. The exit status is 1 if PatrickStar cannot be used, else 0.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _COMMAND_TIMEOUT_S = 20
 
 
 def collect() -> dict[str, Section]:
-    """All sections of the report by name. A section that cannot be made holds one key, ``error``."""
+    """All sections of the report by name. A failing section has one key, ``error``."""
     sections: dict[str, Callable[[], Section]] = {
         "patrickstar": _patrickstar,
         "python": _python,
@@ -51,7 +50,7 @@ def collect() -> dict[str, Section]:
     for name, make in sections.items():
         try:
             report[name] = make()
-        except Exception as error:  # whatever is broken here is what the report is for
+        except Exception as error:  # any error belongs in the report
             report[name] = {"error": f"{type(error).__name__}: {error}"}
     return report
 
@@ -90,7 +89,7 @@ def _extension() -> Section:
 
 
 def _core() -> Any:
-    """The extension; the package imports PyTorch before it. Raises ImportError, with the reason alone."""
+    """The extension; imports PyTorch first. Raises ImportError with the bare reason."""
     importlib.import_module("torch")
     return importlib.import_module("patrickstar._C")
 
@@ -103,7 +102,7 @@ def _isa() -> Section:
         wanted = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
         return section | {"chosen": None, "supported": None, "cpu_flags": sorted(wanted & _cpu_flags())}
     section["supported"] = optim.supported_isas()
-    section["chosen"] = optim.isa()  # raises for a wrong PATRICKSTAR_ISA, with the remedy
+    section["chosen"] = optim.isa()  # raises for a wrong PATRICKSTAR_ISA; the message has the remedy
     return section
 
 
@@ -161,7 +160,7 @@ def _host_memory() -> Section:
 
 
 def _pinning() -> Section:
-    # For the record: cudaHostRegister of 1 GiB succeeded under a limit of 64 KiB, as an ordinary user without
+    # Informational: cudaHostRegister of 1 GiB succeeded under a limit of 64 KiB, as an ordinary user without
     # capabilities too (H100, driver 580). NCCL over InfiniBand does need it.
     soft, hard = _limit(resource.RLIMIT_MEMLOCK)
     return {"memlock_soft_bytes": soft, "memlock_hard_bytes": hard}
@@ -182,7 +181,7 @@ def _read(path: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Standard output of a command, or nothing when it is not there, fails, or hangs."""
+    """Standard output of a command; empty if it is missing, fails, or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -191,7 +190,7 @@ def _run(*command: str) -> str:
 
 
 def _limit(which: int) -> tuple[int | None, int | None]:
-    """Soft and hard resource limit in bytes; None is unlimited."""
+    """Soft and hard resource limit in bytes; None: unlimited."""
     soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which))
     return soft, hard
 
@@ -202,7 +201,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _driver_cuda() -> str | None:
-    """The newest CUDA version that the driver knows, such as "13.0"; None without a driver."""
+    """The newest CUDA version that the driver supports, such as "13.0"; None without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

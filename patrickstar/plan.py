@@ -1,26 +1,27 @@
-r"""Plans, and what a step costs, without a GPU.
+r"""Plans, and the cost of a step, without a GPU.
 
     patrickstar plan --model llama-3.1-8b --gpu rtx4090 --host-memory 128GiB --seq-len 2048 --checkpointing
 
-says whether a model fits, how many tokens per second it trains, what bounds the step, which changes would help and by
-how much (each was planned again), and the configuration to train so;
+says whether a model fits, how many tokens per second it trains, and what bounds the step. It lists changes that would
+help, with their gain (each was planned again), and the matching configuration.
 
     patrickstar plan --model 10.5b --device-memory 24GiB --host-memory 64GiB --checkpointing \\
         --nodes 4 --gpus-per-node 8 --link ib400 --also 8,256
 
-the same for many GPUs, each of which has a batch and budgets of its own;
+is the same for many GPUs, each with its own batch and budgets.
 
     patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --tile-tokens 4096 --gpus-per-node 2 \\
         --sequence-parallel 2 --longest
 
-the longest sequences that one GPU, and two that share them, can train;
+finds the longest sequences that one GPU, and two GPUs with context parallelism, can train.
 
     patrickstar plan --model 21b --checkpointing --gpus-per-node 4 --tensor-parallel 2x2
 
-the same with matrices that four GPUs share (``--tensor-parallel auto`` takes the way that sends least; sequences may be
-shared beside them, with ``--sequence-parallel``). In programs:
-``engine.plan()`` gives the plan of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan``
-makes a new engine start with it, and :func:`predict` plays it on a machine of given rates.
+is the same with tensor parallelism over four GPUs. ``--tensor-parallel auto`` chooses the mesh that sends least, and
+``--sequence-parallel`` can be combined.
+
+In programs ``engine.plan()`` returns the plan of a running engine, and :class:`Plan` saves and loads it. The
+configuration's ``plan`` makes a new engine start with it, and :func:`predict` simulates it on a machine of given rates.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.plan") -> int:
-    """The command. Returns 0, 1 when the model does not fit, 2 when an argument is wrong."""
+    """The command. Returns 0, 1 if the model does not fit, 2 if an argument is wrong."""
     args = _parser(prog).parse_args(arguments)
     return run_reporting(prog, functools.partial(_tell, args))
 
@@ -333,7 +334,7 @@ def _usual_device_bytes(machine: Machine, cluster: Cluster) -> int:
 
 
 def _in_words(num_bytes: int) -> int:
-    """As much as a configuration says in a short text, and not more."""
+    """Rounds down to a size that a configuration states in a short text."""
     return max(num_bytes // _GRAIN * _GRAIN, min(num_bytes, _GRAIN))
 
 
@@ -346,7 +347,7 @@ def _chunk_numel(text: str) -> int | None:
 
 
 def _others(args: argparse.Namespace, question: Question) -> list[Question]:
-    """With the other numbers of GPUs that were asked for."""
+    """The question for the other numbers of GPUs in ``--also``."""
     sizes = args.also.split(",") if args.also else []
     if not all(size.isdigit() for size in sizes):
         raise ValueError(f"--also is {args.also!r}; give numbers of GPUs, such as 8,32,256")
@@ -387,7 +388,7 @@ def _tell(args: argparse.Namespace) -> int:
 
 
 def _longest(planner: Planner, question: Question) -> list[tuple[int, Answer | DoesNotFitError]]:
-    """The longest sequences that fit: of one GPU each, and of as many as were asked for, which come last."""
+    """The longest sequences that fit: on one GPU, then on the requested number of GPUs."""
     found: list[tuple[int, Answer | DoesNotFitError]] = []
     for size in sorted({1, question.workload.sequence_ranks}):
         workload = dataclasses.replace(question.workload, sequence_ranks=size)

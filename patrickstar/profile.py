@@ -1,7 +1,7 @@
 """``patrickstar profile script.py args…``: runs a training script and profiles one step of its engine.
 
-Writes a trace for chrome://tracing and https://ui.perfetto.dev, a picture of device memory (with matplotlib), and a
-summary, which it also prints. The script is run as it is; it learns of the request by the environment variable
+It writes a trace for chrome://tracing and https://ui.perfetto.dev, a picture of device memory (with matplotlib), and a
+summary, which it also prints. The script is unchanged; the request is the environment variable
 ``PATRICKSTAR_PROFILE=<step>,<folder>``, the default of ``config["profile"]``.
 """
 
@@ -33,7 +33,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.profile") -> int:
-    """Runs the script; its exit status, 1 when no step was profiled, 2 when an argument is wrong."""
+    """Runs the script; returns its exit status, 1 if no step was profiled, 2 if an argument is wrong."""
     parser = make_parser(prog)
     options = parser.parse_args(arguments)
     script = Path(options.script)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
 
 @contextlib.contextmanager
 def _requested(request: str) -> Iterator[None]:
-    """Within the block engines of this process, and of those that it starts, profile the requested step."""
+    """Context in which engines of this process and its children profile the requested step."""
     before = os.environ.get(PROFILE_VARIABLE)
     os.environ[PROFILE_VARIABLE] = request
     try:

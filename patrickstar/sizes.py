@@ -1,8 +1,8 @@
-"""Amounts as people write and read them: memory (``24GiB``, ``24 GB``, ``128G``; 948 GiB, 1.5 MiB), counts (3.2k),
-seconds (5.3 ms).
+"""Parses and formats amounts: memory (``24GiB``, ``24 GB``, ``128G``; 948 GiB, 1.5 MiB), counts (3.2k), seconds (5.3
+ms).
 
-``GB`` counts in powers of 1000, ``GiB`` and the short ``G`` in powers of 1024. Standard library only, below all rooms:
-commands that run without PyTorch print sizes too.
+``GB`` counts in powers of 1000, ``GiB`` and the short ``G`` in powers of 1024. Standard library only, since commands
+that run without PyTorch print sizes too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 10 ** (3 * power) for power, prefix in enumerate(_PREFIXES, 1)}
 _UNITS |= {f"{prefix}{rest}": 2 ** (10 * power) for power, prefix in enumerate(_PREFIXES, 1) for rest in ("", "ib")}
 _SHOWN = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-_LEAST_TIB = 10 * 2**40  # below it GiB are what people compare
+_LEAST_TIB = 10 * 2**40  # below it, GiB are easier to compare
 _SURELY_BYTES = 2**20
 
 
@@ -28,7 +28,7 @@ def parse_size(text: str) -> int | None:
 
 
 def parse_size_with_unit(text: str) -> int:
-    """Bytes of a size on a command line, which must say its unit: nobody who types ``24`` means bytes.
+    """Bytes of a size on a command line, which must have a unit: a bare ``24`` is not meant as bytes.
 
     Raises:
         ValueError: it has no unit, or is no positive amount of memory.
@@ -44,14 +44,14 @@ def parse_size_with_unit(text: str) -> int:
 
 
 def show_size(num_bytes: float) -> str:
-    """With a unit and about three digits: ``948 GiB``, ``23.1 GiB``, ``1.52 MiB``, ``12 bytes``."""
+    """Formats with a unit and about three digits: ``948 GiB``, ``23.1 GiB``, ``1.52 MiB``, ``12 bytes``."""
     unit, scale = _unit_for(num_bytes)
     value = num_bytes / scale
     return f"{_number(value, _decimals(value))} {unit}"
 
 
 def show_count(count: float) -> str:
-    """In thousands, millions or billions, of three digits: ``3.2k``, ``1.24B``, ``12``."""
+    """Formats in thousands, millions or billions, with three digits: ``3.2k``, ``1.24B``, ``12``."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= 0.9995 * unit:
             return f"{_number(count / unit, _decimals(count / unit))}{name}"
@@ -59,14 +59,14 @@ def show_count(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """With a unit and about three digits: ``1.24 s``, ``5.3 ms``, ``80 us``."""
+    """Formats with a unit and about three digits: ``1.24 s``, ``5.3 ms``, ``80 us``."""
     unit, scale = next(((name, size) for name, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
     value = seconds / scale
     return f"{_number(value, _decimals(value))} {unit}"
 
 
 def enough_size(num_bytes: int) -> str:
-    """As a setting or flag is written, and never less than ``num_bytes``: ``23.16GiB``."""
+    """Formats for a setting or flag, rounded up: ``23.16GiB``."""
     unit, scale = _unit_for(num_bytes)
     if scale == 1:
         return f"{num_bytes}B"
@@ -74,15 +74,15 @@ def enough_size(num_bytes: int) -> str:
 
 
 def size_in_words(num_bytes: int) -> int:
-    """The bytes that :func:`enough_size` says, which are not fewer."""
+    """The bytes in :func:`enough_size`'s text; at least ``num_bytes``."""
     return parse_size(enough_size(num_bytes)) or num_bytes
 
 
 def show_shortage(needed_bytes: int, there_bytes: int) -> str:
-    """What is needed, there and short, in one unit: ``needs 948 GiB, has 582, short by 366``."""
+    """Needed, available and missing bytes in one unit: ``needs 948 GiB, has 582, short by 366``."""
     unit, scale = _unit_for(needed_bytes)
     missing = max(needed_bytes - there_bytes, 0)
-    if missing < scale / 100:  # it would read as nothing
+    if missing < scale / 100:  # it would round to nothing
         return f"needs {needed_bytes} bytes, has {there_bytes}, short by {missing}"
     decimals = max(_decimals(missing / scale), 0)
     grain = 10**decimals

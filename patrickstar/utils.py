@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: what scripts use of it."""
+"""The parts of ``deepspeed.utils`` that scripts use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ logger = logging.getLogger("patrickstar")
 
 
 class RepeatingLoader:
-    """Begins ``loader`` again when it ends."""
+    """Restarts ``loader`` when it ends."""
 
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
@@ -70,8 +70,8 @@ class RepeatingLoader:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The modules of these classes, by type or by name. Accepted: modules whose uses change from step to step, or from
-    rank to rank, need no mark, and get none.
+    """The modules of these classes, given by type or by name. Accepted without effect: modules whose uses change from
+    step to step, or from rank to rank, need no mark.
 
     Raises:
         ValueError: there is none, and ``raise_if_not_found``.
@@ -87,7 +87,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The same modules; there is nothing to undo."""
+    """Returns the same modules; there is nothing to undo."""
     return set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
 
 

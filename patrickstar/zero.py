@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: what scripts use of it."""
+"""The parts of ``deepspeed.zero`` that scripts use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger("patrickstar")
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
-    """Accepted: the model inside is built as it is anywhere else, in host memory, and sharded by ``initialize``.
+    """Accepted without effect: the model inside is built in host memory as usual, and sharded by ``initialize``.
 
-    A model that must never be whole in memory is built on the meta device, in a function that ``initialize`` is given
-    (``model=lambda: ...``), or with ``patrickstar.from_pretrained``. All arguments of DeepSpeed's are accepted.
+    A model that must never be whole in memory is built on the meta device, in a function passed to ``initialize``
+    (``model=lambda: ...``), or with ``patrickstar.from_pretrained``. All of DeepSpeed's arguments are accepted.
     """
 
     def __init__(self, module: Any = None, enabled: bool = True, **accepted: Any):
@@ -39,8 +39,8 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
 
 def register_external_parameter(module: Any, parameter: Any) -> None:
-    """Accepted: uses of parameters are seen wherever they happen."""
+    """Accepted without effect: uses of parameters are observed everywhere."""
 
 
 def unregister_external_parameter(module: Any, parameter: Any) -> None:
-    """Accepted and without effect, as :func:`register_external_parameter`."""
+    """Accepted without effect, as :func:`register_external_parameter`."""

@@ -1,10 +1,10 @@
-"""Compiles and links the CUDA part of the extension on a machine without a GPU, so that it cannot rot.
+"""Compiles and links the CUDA part of the extension on a machine without a GPU.
 
-Headers and libraries come from the wheels pinned in build_backend/patrickstar_pins.py: a CUDA PyTorch (its headers and
-c10), the NCCL it uses, and NVIDIA's compiler. They are downloaded once into .cache/cuda. Every source of csrc is
-compiled as setup.py would, with PATRICKSTAR_WITH_CUDA, and linked with no symbol left undefined but those that the
-Python interpreter provides. Kernels are compiled for all architectures of that PyTorch, or those of
-TORCH_CUDA_ARCH_LIST, such as "7.5;12.0". The build lies in .cache/cuda/build; the in-place build is not touched.
+Headers and libraries come from wheels pinned in build_backend/patrickstar_pins.py: a CUDA PyTorch (headers and c10),
+its NCCL, and NVIDIA's compiler. They are downloaded once into .cache/cuda. Every source of csrc is compiled as by
+setup.py, with PATRICKSTAR_WITH_CUDA. The link allows no undefined symbol except those of the Python interpreter.
+Kernels are compiled for all architectures of that PyTorch, or for TORCH_CUDA_ARCH_LIST, such as "7.5;12.0". The build
+lies in .cache/cuda/build; the in-place build is untouched.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BUILD = CACHE / "build"
 WHEELS = CACHE / f"wheels-{sysconfig.get_config_var('SOABI')}"
 TOOLKIT = WHEELS / "nvidia" / "cu13"
 
-# What is kept of each wheel. c10 alone: a use of a library above it must not link (csrc is to need no ATen).
+# Files kept of each wheel. Only c10: a use of any library above it must fail to link, since csrc must not need ATen.
 KEPT = {
     CUDA_TORCH: ("torch/include/", "torch/lib/libc10.so", "torch/lib/libc10_cuda.so"),
     CUDA_NCCL: ("nvidia/nccl/",),
     **dict.fromkeys(CUDA_TOOLKIT, ("nvidia/cu13/",)),
 }
-# PyTorch's own (torch.utils.cpp_extension.COMMON_NVCC_FLAGS), and the oldest C++ that a supported PyTorch asks for.
+# torch.utils.cpp_extension.COMMON_NVCC_FLAGS, and the oldest C++ standard that a supported PyTorch needs.
 TORCH_NVCC_FLAGS = [
     "-D__CUDA_NO_HALF_OPERATORS__",
     "-D__CUDA_NO_HALF_CONVERSIONS__",
@@ -49,13 +49,13 @@ ARCHITECTURES = "7.5;8.0;8.6;9.0;10.0;12.0"  # those of the pinned PyTorch
 
 
 def architectures() -> list[str]:
-    """Those of $TORCH_CUDA_ARCH_LIST, or of the pinned PyTorch, as nvcc writes them."""
+    """The GPU architectures of $TORCH_CUDA_ARCH_LIST or of the pinned PyTorch, without dots, as nvcc writes them."""
     told = os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHITECTURES
     return [name.removesuffix("+PTX").replace(".", "") for name in told.replace(" ", ";").split(";") if name]
 
 
 def fetch(requirement: str) -> None:
-    """Downloads a wheel and keeps the files that are needed; does nothing when they are there."""
+    """Downloads a wheel and keeps the needed files, unless they exist."""
     marker = WHEELS / f"{requirement}.complete"
     if marker.exists():
         return
@@ -79,15 +79,15 @@ def fetch(requirement: str) -> None:
 
 
 def dynamic_symbols(file: Path, kind: str) -> set[str]:
-    """Names in the dynamic symbol table; `kind` is --defined-only or --undefined-only."""
+    """Returns the names in the dynamic symbol table; `kind` is --defined-only or --undefined-only."""
     done = subprocess.run(["nm", "-D", kind, "--format=posix", str(file)], capture_output=True, text=True, check=True)
     return {line.split()[0].partition("@")[0] for line in done.stdout.splitlines() if line.strip()}
 
 
 def python_library() -> Path:
-    """A shared library with every symbol that this Python offers to extensions.
+    """Makes a shared library with every symbol that this Python offers to extensions.
 
-    The interpreter is linked statically as often as not, and then there is nothing to link an extension against.
+    A statically linked interpreter has no library to link against.
     """
     shared = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
     exporter = shared if shared.is_file() and ".so" in shared.name else Path(sys.executable).resolve()
@@ -103,12 +103,12 @@ def python_library() -> Path:
 
 
 def quote(parts: list[str]) -> str:
-    """A command for a ninja file."""
+    """Quotes a command for a ninja file."""
     return shlex.join(parts).replace("$", "$$")
 
 
 def write_ninja(python_symbols: Path) -> Path:
-    """The ninja file that compiles all sources and links them; returns the shared library that it makes."""
+    """Writes the ninja file that compiles and links all sources; returns the shared library that it makes."""
     folders = [WHEELS / "torch" / "include", WHEELS / "nvidia" / "nccl" / "include", TOOLKIT / "include"]
     folders.append(Path(sysconfig.get_path("include")))
     includes = [f"-I{ROOT / 'csrc'}", *(part for folder in folders for part in ("-isystem", str(folder)))]
@@ -121,7 +121,7 @@ def write_ninja(python_symbols: Path) -> Path:
     library = BUILD / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     objects = {source: BUILD / f"{source}.o" for source in recipe.sources(ROOT, with_cuda=True)}
     cxx = [os.environ.get("CXX", "c++"), *includes, *macros, *recipe.CXX_FLAGS, STANDARD, "-fPIC"]
-    # Kernels are to need neither PyTorch nor Python: their headers are not in sight here.
+    # Kernels must need neither PyTorch nor Python, so their headers are not on the path.
     nvcc = [str(TOOLKIT / "bin" / "nvcc"), includes[0], *macros, *nvcc_flags, STANDARD]
     libraries = [WHEELS / "torch/lib/libc10.so", WHEELS / "torch/lib/libc10_cuda.so", python_symbols]
     libraries += [WHEELS / "nvidia/nccl/lib/libnccl.so.2", *sorted((TOOLKIT / "lib").glob("libcudart.so.*"))]
@@ -144,7 +144,7 @@ def write_ninja(python_symbols: Path) -> Path:
 
 
 def report(library: Path, seconds: float) -> None:
-    """Prints what was built."""
+    """Prints the result of the build."""
     sources = recipe.sources(ROOT, with_cuda=True)
     needed = subprocess.run(["objdump", "-p", str(library)], capture_output=True, text=True, check=True).stdout
     names = [line.split()[1] for line in needed.splitlines() if line.strip().startswith("NEEDED")]
@@ -158,7 +158,7 @@ def report(library: Path, seconds: float) -> None:
 
 
 def main() -> None:
-    """Fetches, compiles, links, reports."""
+    """Fetches, compiles, links and reports."""
     WHEELS.mkdir(parents=True, exist_ok=True)
     BUILD.mkdir(parents=True, exist_ok=True)
     for requirement in KEPT:

@@ -1,8 +1,8 @@
-"""Checks what the files of csrc include against the layers of the design (docs/design.md, CONTRIBUTING.md).
+"""Checks includes between the files of csrc against the layers of the design (docs/design.md, CONTRIBUTING.md).
 
     python3 tools/check_layers.py [ROOT]
 
-Prints every violation and exits with 1 when there is one. Standard library only.
+Prints every violation; exits with 1 if there are any. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SUFFIXES = (".h", ".inl", ".cpp", ".cu")
 _INCLUDE = re.compile(r'\s*#\s*include\s*([<"])([^>"]+)[>"]')
 _CUDA_HEADER = re.compile(r"cuda|nccl|cub/|thrust/|cooperative_groups|driver_types\.h|vector_types\.h")
 _TORCH_HEADER = re.compile(r"torch/|ATen/|caffe2/")
-# [Note: the one torch file] in csrc/collective/c10d_communicator.cpp: c10 does not know groups of torch.distributed.
+# The one file that may include PyTorch headers above c10: c10 has no groups of torch.distributed.
 _TORCH_FILE = "collective/c10d_communicator.cpp"
 _PYTHON_HEADER = re.compile(r"pybind11/|Python\.h")
-# [Note: ISA files] in csrc/optim/cpu_isa.h: nothing that could emit code shared with other files.
+# [Note: ISA files] in csrc/optim/cpu_isa.h: no header that could emit code shared with other files.
 _ISA_FILE = re.compile(r"(?:optim|quant)/cpu_(scalar|avx2|avx512|[a-z0-9]*neon|sve)\.cpp")
 _ISA_HEADERS = {"immintrin.h", "arm_neon.h", "arm_sve.h", "cstdint", "cstddef"}
 
@@ -48,14 +48,14 @@ class Include:
     line: int
     header: str
     ours: bool
-    """Whether it is in quotes, thus a file of csrc."""
+    """True for a file of csrc, included with quotes."""
     needs_cuda: bool
-    """Whether it is only seen when the CUDA part is built."""
+    """True if only the CUDA build includes it."""
 
 
 def read_includes(file: Path) -> list[Include]:
-    """The #include lines of a file, with the preprocessor conditions around them."""
-    conditions: list[bool] = []  # for each open #if: whether this branch needs the CUDA part
+    """Returns the #include lines of a file, with the preprocessor conditions around them."""
+    conditions: list[bool] = []  # for each open #if: True if the branch needs the CUDA part
     includes = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         directive = re.match(r"\s*#\s*(ifdef|ifndef|if|elif|else|endif)\b(.*)", line)
@@ -76,7 +76,7 @@ def read_includes(file: Path) -> list[Include]:
 
 
 class Checker:
-    """The files of one csrc folder and what is wrong with them."""
+    """The files of a csrc folder and their violations."""
 
     def __init__(self, csrc: Path):
         self.csrc = csrc
@@ -85,7 +85,7 @@ class Checker:
         self.violations: list[str] = []
 
     def check(self) -> list[str]:
-        """All violations as "file:line: what, why"."""
+        """Returns all violations as "file:line: what, why"."""
         for name, includes in self.includes.items():
             folder = name.partition("/")[0]
             if folder not in LAYERS or "/" not in name:
@@ -129,7 +129,7 @@ class Checker:
             self._report(name, include, f"but only {'*, '.join(CUDA_PART)}* files and #ifdef {CUDA_MACRO} may")
 
     def _check_reach(self, name: str, forbidden: re.Pattern[str], why: str) -> None:
-        """No library header that `name` includes, itself or through our own headers, may match `forbidden`."""
+        """Reports library headers matching `forbidden` that `name` includes, directly or through headers of csrc."""
         seen, queue = {name}, [name]
         while queue:
             current = queue.pop()
@@ -142,12 +142,12 @@ class Checker:
 
 
 def check(root: Path) -> list[str]:
-    """The violations in the repository `root`."""
+    """Returns the violations in the repository `root`."""
     return Checker(root / "csrc").check()
 
 
 def main() -> None:
-    """Prints violations; exits with 1 when there are some."""
+    """Prints violations; exits with 1 if there are any."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
     violations = check(root)
     if violations:

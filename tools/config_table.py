@@ -1,8 +1,8 @@
-"""Writes docs/config.md from the models in patrickstar/config: every key, its type, its default, what happens to it.
+"""Writes docs/config.md from the models in patrickstar/config: key, type, default, treatment and meaning.
 
     python tools/config_table.py > docs/config.md
 
-tests/config/test_table.py compares the two, and tries each row.
+tests/config/test_table.py compares the page with the models and tries each row.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _JSON_TYPES = {
 
 
 def render() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return HEADER + "\n".join(_tables(Config, "", "## Top level")) + "\n"
 
 
 def _tables(model: type[Section], section: str, title: str, reader: Reader | None = None) -> list[str]:
-    """The section's table, then those of the sections in it."""
+    """Returns the section's table, then the tables of its subsections."""
     lines = ["", title, "", "| key | type | default | what happens | meaning |", "|---|---|---|---|---|"]
     keys = keys_of(model, section, reader)
     lines += [_row(key, model) for key in keys]
@@ -78,7 +78,7 @@ def _tables(model: type[Section], section: str, title: str, reader: Reader | Non
 
 
 def _schedules(key: Key) -> list[str]:
-    """The one section whose ``type`` chooses among models: each has parameters of its own."""
+    """Returns the tables of the section whose ``type`` selects a model with its own parameters."""
     title = f"## `{key.path}`"
     types = ", ".join(f'"{name}"' for name in SCHEDULERS)
     end = 5 + len(keys_of(key.sections[-1]))

@@ -1,12 +1,12 @@
-"""Runs Python with the PyTorch that is there, or makes a virtual environment with one; the Makefile's way to Python.
+"""Runs Python with an existing PyTorch, or makes a virtual environment with one; used by the Makefile.
 
     python3 tools/environment.py --extras build,test -- -m pytest
 
-In this order: the active virtual environment or the python3 this is run with, if it has PyTorch; .venv of this
-repository; a new .venv. Extras are those of pyproject.toml; what they lack is installed, always held to the PyTorch
-that is there, so that no second one is downloaded. Where Python's own packages must not be changed (Debian's, or one
-without write permission) they go into a .venv that sees them. With --editable this checkout is installed there too, so
-that `patrickstar` and scripts find it. Standard library only.
+Candidates in order: the active virtual environment or this python3, if it has PyTorch; .venv of this repository; a new
+.venv. Missing requirements of the extras (pyproject.toml) are installed with PyTorch pinned to the existing version, so
+that no second one is downloaded. If Python's own packages must not be changed (Debian, or no write permission), they go
+into a .venv that sees those packages. --editable also installs this checkout, so that `patrickstar` and scripts find
+it. Standard library only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
 print(json.dumps({"": project["dependencies"], **project["optional-dependencies"]}))
 """
-# Prints "current" or "stale" for an editable install of the checkout, else where the package is installed, if it is.
+# Prints "current" or "stale" for an editable install of the checkout; else the folder of an installed package, if any.
 _INSTALLED = """
 import importlib.metadata, json, pathlib, sys
 try:
@@ -85,18 +85,18 @@ for found in importlib.metadata.distributions(name=project["name"]):
 
 
 def say(text: str) -> None:
-    """Progress goes to standard error: what the command prints may be read by others."""
+    """Prints progress to standard error; standard output belongs to the command."""
     print(f"environment: {text}", file=sys.stderr, flush=True)
 
 
 def output(python: str, code: str, *arguments: str) -> str | None:
-    """What `code` prints when `python` runs it, or None when it fails."""
+    """Returns the output of `code` run by `python`; None if it fails."""
     done = subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True, cwd="/")
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def torch_version(python: str) -> str | None:
-    """The version of `python`'s PyTorch if PatrickStar can use it, else None."""
+    """Returns the version of `python`'s PyTorch; None if it is missing or too old."""
     version = output(python, _TORCH_VERSION)
     if version and tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
         say(f"{python} has PyTorch {version}, which is too old: passing it over")
@@ -105,7 +105,7 @@ def torch_version(python: str) -> str | None:
 
 
 def usable_python() -> str:
-    """A Python new enough to make an environment with: this one, else a newer one on PATH."""
+    """Returns a Python new enough for an environment: this one, else a newer one on PATH."""
     if sys.version_info >= MINIMUM_PYTHON:
         return sys.executable
     for minor in range(14, MINIMUM_PYTHON[1] - 1, -1):
@@ -116,7 +116,7 @@ def usable_python() -> str:
 
 
 def make_venv(python: str, *, see_packages: bool) -> str:
-    """Makes .venv and returns its Python. `see_packages`: those of `python` are in sight."""
+    """Makes .venv and returns its Python. `see_packages`: the environment sees the packages of `python`."""
     say(f"making {VENV} with {python}")
     command = [python, "-m", "venv", "--clear", str(VENV)] + (["--system-site-packages"] if see_packages else [])
     if subprocess.run(command).returncode != 0:
@@ -125,7 +125,7 @@ def make_venv(python: str, *, see_packages: bool) -> str:
 
 
 def beside(python: str, name: str) -> str:
-    """The Python of an environment in .cache that sees the packages of `python`; what it gets leaves those alone."""
+    """Returns the Python of an environment in .cache that sees the packages of `python` and never changes them."""
     folder = ROOT / ".cache" / name
     own = str(folder / "bin" / "python")
     if not Path(own).exists():
@@ -138,10 +138,10 @@ def beside(python: str, name: str) -> str:
 
 
 def torch_requirement(version: str | None = None) -> list[str]:
-    """What pip is asked for: this version, by default with an NVIDIA driver the newest, else TORCH without CUDA.
+    """Returns pip's requirement: this version; by default the newest with an NVIDIA driver, else TORCH without CUDA.
 
-    Where PyTorch's own index cannot be reached the version is what picks a CPU build, if pip knows of one (a folder of
-    wheels or a mirror in its configuration); from PyPI alone it is CUDA's, larger but usable.
+    If PyTorch's own index cannot be reached, pip's configuration decides: a folder of wheels or a mirror may have the
+    CPU build. PyPI has only the CUDA build, which is larger but usable.
     """
     if has_nvidia_driver():
         return [f"torch=={version}" if version else "torch"]
@@ -153,7 +153,7 @@ def torch_requirement(version: str | None = None) -> list[str]:
 
 
 def python_with_torch() -> str:
-    """The Python to use; makes .venv when there is none with PyTorch."""
+    """Returns the Python to use; makes .venv if none has PyTorch."""
     active = os.environ.get("VIRTUAL_ENV")
     candidates = [f"{active}/bin/python"] if active else []
     candidates += [usable_python(), str(VENV / "bin" / "python")]
@@ -168,7 +168,7 @@ def python_with_torch() -> str:
 
 
 def missing(python: str, extras: list[str]) -> list[str]:
-    """Requirements of this project and its `extras` that `python` does not meet."""
+    """Returns the requirements of this project and its `extras` that `python` does not meet."""
     import json
 
     if output(python, "import pip") is None and subprocess.run([python, "-m", "ensurepip"]).returncode != 0:
@@ -180,7 +180,7 @@ def missing(python: str, extras: list[str]) -> list[str]:
 
 
 def install(python: str, requirements: list[str]) -> None:
-    """Installs `requirements`, with PyTorch held where it is."""
+    """Installs `requirements` without changing PyTorch's version."""
     constraints = ROOT / ".cache" / "constraints.txt"
     constraints.parent.mkdir(exist_ok=True)
     constraints.write_text(f"torch=={torch_version(python)}\n", encoding="utf-8")
@@ -191,7 +191,7 @@ def install(python: str, requirements: list[str]) -> None:
 
 
 def install_editable(python: str) -> None:
-    """Makes `python` find this checkout, which is built in place. A package that was installed otherwise stays."""
+    """Makes `python` find this checkout, built in place. A package installed otherwise stays."""
     found = output(python, _INSTALLED, str(ROOT))
     if found is None or found == "current":
         return
@@ -208,7 +208,7 @@ def install_editable(python: str) -> None:
 
 
 def prepare(extras: list[str], apart: str | None = None) -> str:
-    """A Python with PyTorch and all of `extras`; if `apart` names an environment, that one gets what is missing."""
+    """Returns a Python with PyTorch and all `extras`; missing packages go into the environment `apart`, if given."""
     python = python_with_torch()
     if apart is not None:
         python = beside(python, apart)
@@ -225,7 +225,7 @@ def prepare(extras: list[str], apart: str | None = None) -> str:
 
 
 def main() -> None:
-    """Parses the command line and becomes Python."""
+    """Parses the command line and executes Python."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--extras", default="", help="comma-separated names from pyproject.toml")
     parser.add_argument("--editable", action="store_true", help="install this checkout, which is built in place")

@@ -1,16 +1,15 @@
-"""Makes a stub from the extension patrickstar._C, and compares patrickstar/_C.pyi with it.
+"""Makes a stub from the extension patrickstar._C and compares patrickstar/_C.pyi with it.
 
-    python tools/make_stub.py            # prints the stub that the extension gives by itself
-    python tools/make_stub.py --check    # prints what patrickstar/_C.pyi has otherwise; exits with 1 if there is any
+    python tools/make_stub.py            # prints the stub that the extension yields
+    python tools/make_stub.py --check    # prints the differences of patrickstar/_C.pyi; exits with 1 if there are any
 
-Which names there are, their kinds and bases, and the names, order, defaults, and keyword-only and positional-only
-markers of parameters are the extension's: the stub must say the same. Its types must be the extension's or narrower
-ones, and what has a docstring in the extension must have one in the stub.
+Stub and extension must agree on names, kinds, bases and parameters (names, order, defaults, keyword-only and
+positional-only markers). The stub's types must be equal or narrower. Everything with a docstring in the extension needs
+one in the stub; its text may say more.
 
-The types themselves stay handwritten, and so do the names of positional-only parameters, because pybind11's signatures,
-from which pybind11-stubgen too makes its stubs, do not have them: there a dict or a list that C++ builds is a bare
-``dict`` or ``list``, a callable or an optional result is an ``object``, a parameter without ``py::arg`` is ``arg0``,
-and the CUDA part is missing unless it is compiled in. The stub's docstrings may say more than the extension's.
+Types and names of positional-only parameters are handwritten, because pybind11's signatures lack them (pybind11-stubgen
+reads the same ones). There a dict or list built by C++ is a bare ``dict`` or ``list``, a callable or optional result is
+an ``object``, and a parameter without ``py::arg`` is ``arg0``. The CUDA part is missing unless compiled in.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from patrickstar import _C
 
 STUB = Path(__file__).resolve().parent.parent / "patrickstar" / "_C.pyi"
-# What an extension without the CUDA part lacks.
+# Names that an extension without the CUDA part lacks.
 CUDA_ONLY = re.compile(r"collective\.(make_)?(nccl|cuda)_|(optim|quant)\.cuda_")
-# Every object has them, or pickle alone calls them.
+# Names that every object has, or that only pickle calls.
 NOT_LISTED = {*vars(object), "__getstate__", "__setstate__"} - {"__init__"}
 SIGNATURE = re.compile(r"(\w*\(.*\) -> .*)\n*")
 
 
 def signature(text: str | None) -> str | None:
-    """The signature that a docstring of pybind11 begins with, from the parenthesis on, with types as in a stub."""
+    """Returns the signature at the start of a pybind11 docstring, from the parenthesis on, with types as in a stub."""
     match = SIGNATURE.match(text or "")
     if match is None:
         return None
@@ -49,7 +48,7 @@ def signature(text: str | None) -> str | None:
 
 
 def declared(source: str, text: str | None = None) -> ast.stmt:
-    """The statement, with a docstring if ``text`` has one beside a signature and an enum's list of members."""
+    """Parses a declaration; adds the docstring in ``text``, without signature and list of enum members."""
     node = ast.parse(source).body[0]
     text = re.sub(r"\s*\bMembers:\n.*", "", SIGNATURE.sub("", text or "", count=1), flags=re.DOTALL).strip()
     if text:
@@ -58,7 +57,7 @@ def declared(source: str, text: str | None = None) -> ast.stmt:
 
 
 def made_function(name: str, function: Any, owner: Any, is_method: bool) -> ast.stmt:
-    """A function of the extension as a stub has it."""
+    """Returns a function of the extension as a stub declares it."""
     marker = "" if is_method or owner is _C else "@staticmethod\n"
     node = declared(f"{marker}def {name}{signature(function.__doc__)}: ...", function.__doc__)
     if is_method:
@@ -70,7 +69,7 @@ def made_function(name: str, function: Any, owner: Any, is_method: bool) -> ast.
 
 
 def made(owner: Any = _C) -> list[ast.stmt]:
-    """The body of the stub for a module or a class of the extension."""
+    """Returns the stub's body for a module or class of the extension."""
     body: list[ast.stmt] = []
     for name, value in vars(owner).items():
         is_dunder = name.startswith("__") and name.endswith("__")
@@ -88,7 +87,7 @@ def made(owner: Any = _C) -> list[ast.stmt]:
             else:
                 body.append(declared(f"@property\ndef {name}(self) -> {kind}: ...", value.__doc__))
         elif is_dunder:
-            continue  # the __init__ of a class that Python cannot make, or what Python gives each module and class
+            continue  # the __init__ of a class that Python cannot construct, or a standard attribute
         elif inspect.ismodule(value) or inspect.isclass(value):
             bases = [base.__name__ for base in getattr(value, "__bases__", ()) if base.__name__ != "pybind11_object"]
             node = declared(f"class {name}({', '.join(bases)}): ...", value.__doc__)
@@ -102,7 +101,7 @@ def made(owner: Any = _C) -> list[ast.stmt]:
 
 
 def flat(body: list[ast.stmt], prefix: str = "") -> dict[str, ast.stmt]:
-    """{qualified name: declaration}; a class also has what its private bases declare, of which C++ knows nothing."""
+    """Returns {qualified name: declaration}. A class includes declarations of its private bases, unknown to C++."""
     private = {node.name: node.body for node in body if isinstance(node, ast.ClassDef) and node.name.startswith("_")}
     names: dict[str, ast.stmt] = {}
     for node in body:
@@ -118,7 +117,7 @@ def flat(body: list[ast.stmt], prefix: str = "") -> dict[str, ast.stmt]:
 
 
 def shape(node: ast.stmt) -> tuple[str, list[ast.expr | None]]:
-    """What a declaration must have the same in both, and its types."""
+    """Returns the text in which two declarations must agree, and their types."""
     if isinstance(node, ast.ClassDef):
         return f"class({', '.join(base for base in map(ast.unparse, node.bases) if not base.startswith('_'))})", []
     if isinstance(node, ast.AnnAssign):
@@ -139,13 +138,13 @@ def shape(node: ast.stmt) -> tuple[str, list[ast.expr | None]]:
 
 
 def parts(node: ast.expr) -> list[ast.expr]:
-    """The types of a union, or the one type."""
+    """Returns the members of a union, or the single type."""
     is_union = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
     return [*parts(node.left), *parts(node.right)] if is_union else [node]
 
 
 def narrows(ours: ast.expr | None, theirs: ast.expr | None) -> bool:
-    """Whether type ``ours`` is ``theirs`` or says more. None: there is no type; ``Any`` is never good enough."""
+    """True if type ``ours`` equals ``theirs`` or is narrower. None means no type; ``Any`` never suffices."""
     if ours is None or theirs is None:
         return theirs is None
     some, others = parts(ours), parts(theirs)
@@ -163,7 +162,7 @@ def narrows(ours: ast.expr | None, theirs: ast.expr | None) -> bool:
 
 
 def difference(ours: ast.stmt, theirs: ast.stmt) -> str | None:
-    """What the stub's declaration has otherwise than the extension's, or None."""
+    """Returns how the stub's declaration differs from the extension's; None if it agrees."""
     (our_shape, our_types), (their_shape, their_types) = shape(ours), shape(theirs)
     if our_shape != their_shape:
         return f"is {our_shape} in the stub, {their_shape} in the extension"
@@ -175,7 +174,7 @@ def difference(ours: ast.stmt, theirs: ast.stmt) -> str | None:
 
 
 def differences(stub: str) -> list[str]:
-    """What the text of a stub has otherwise than the extension, one line each."""
+    """Returns the differences between a stub's text and the extension, one line each."""
     ours, theirs = flat(ast.parse(stub).body), flat(made())
     missing = [f"{name} is in the extension alone" for name in theirs if name not in ours]
     left_out = CUDA_ONLY if _C.build_info()["cuda"] is None else re.compile("(?!)")
@@ -185,7 +184,7 @@ def differences(stub: str) -> list[str]:
 
 
 def main() -> int:
-    """The command; see the module's docstring."""
+    """Runs the command; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare patrickstar/_C.pyi with the extension")
     is_check = parser.parse_args().check

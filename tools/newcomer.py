@@ -1,15 +1,14 @@
-"""Does what a newcomer does: clones HEAD and runs README.md's commands and blocks, top to bottom, in an empty home.
+"""Clones HEAD and runs README.md's commands and blocks, top to bottom, in an empty home, as a newcomer would.
 
     tools/newcomer.sh              # in a temporary folder, which is removed
     tools/newcomer.sh FOLDER       # in FOLDER, which must be empty or missing, and stays: FOLDER/work has the clone
 
-The address of `git clone` is answered with this checkout: what is not committed is not seen. All `bash` blocks are
-commands of one shell; a `python` block is a script of its own, which that shell's `python` runs, in the folder in which
-the shell is. The first failure is the last command. Blocks of other languages show something. A block with
-`<!-- newcomer: GPU -->` before it needs a GPU; it is listed and not run, and so is one with `<!-- not run: reason -->`.
+`git clone` gets this checkout, so uncommitted changes are not seen. All `bash` blocks run in one shell. A `python`
+block is a script, run by that shell's `python` in the shell's folder. The run stops at the first failure. Blocks in
+other languages are not run. A block after `<!-- newcomer: GPU -->` or `<!-- not run: reason -->` is listed and not run.
 
-The home is empty, and so is the environment, but for PATH, the language, and what leads pip to its index (PIP_*,
-proxies, certificates). `python3` is a fresh one, without the packages of this machine's. Standard library only.
+The home is empty. The environment has only PATH, the language, and pip's index settings (PIP_*, proxies, certificates).
+`python3` is a fresh one without this machine's packages. Standard library only.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _KEPT = re.compile(
 _SHOWN = {"text", "output", "json"}
 _NOT_SOURCE = (".venv", ".cache", "build", "dist", "__pycache__", "*.so", "*.egg-info", ".*_cache", ".hypothesis")
 
-# What a command is told by: where it stands, itself. Its exit status, and how long it took, are told after it.
+# Prints a command's line and text before it, its exit status and duration after it.
 _SHELL = """
 newcomer_run() {
   printf '\\n=== %s $ %s\\n' "$1" "$2"
@@ -58,18 +57,18 @@ newcomer_run() {
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command of a `bash` block, or a `python` block, or a block that is not run."""
+    """A command of a `bash` block, a `python` block, or a block that is not run."""
 
     line: int
-    """Where it begins in the page, from 1."""
+    """First line in the page, from 1."""
     language: str
     text: str
     not_run: str | None = None
-    """Why it is not run; None: it is."""
+    """Reason for not running it; None: it runs."""
 
 
 def commands(text: str) -> Iterator[tuple[int, str]]:
-    """The commands of a block and how many lines stand before each; a command may go on for several lines."""
+    """Yields the commands of a block with the number of lines before each; a command may span lines."""
     pending: list[str] = []
     for number, line in enumerate(text.splitlines()):
         if not pending and (not line.strip() or line.lstrip().startswith("#")):
@@ -81,11 +80,11 @@ def commands(text: str) -> Iterator[tuple[int, str]]:
             yield number - len(pending) + 1, whole
             pending = []
     if pending:
-        yield len(text.splitlines()) - len(pending), "\n".join(pending)  # and the shell says what is wrong
+        yield len(text.splitlines()) - len(pending), "\n".join(pending)  # the shell reports the error
 
 
 def steps(page: str) -> Iterator[Step]:
-    """What a reader of the page does, in order. Exits for a block that has no language, or one that is not known."""
+    """Yields the page's steps in order. Exits if a block has no language or an unknown one."""
     visible = _HIDDEN.sub(lambda hidden: "\n" * hidden.group().count("\n"), page)
     for block in _BLOCK.finditer(visible):
         language, text = block.groups()
@@ -107,7 +106,7 @@ def steps(page: str) -> Iterator[Step]:
 
 
 def script(todo: list[Step], folder: Path) -> str:
-    """The shell script that takes these steps; scripts of Python go into `folder`."""
+    """Returns the shell script of these steps; writes Python scripts to `folder`."""
     lines = [_SHELL]
     for step in todo:
         place, shown = f"{README}:{step.line}", step.text
@@ -124,8 +123,8 @@ def script(todo: list[Step], folder: Path) -> str:
 
 
 def origin(folder: Path) -> Path:
-    """What is cloned: this checkout; where git finds no history of it, or one of somebody else that it does not trust,
-    a repository of its files that is made in `folder`.
+    """Returns the repository to clone: this checkout. If git finds no history, or does not trust its owner, a
+    repository of its files is made in `folder`.
     """
     shown = git(ROOT, "rev-parse", "--show-toplevel", check=False)
     if shown.returncode == 0 and Path(shown.stdout.strip()).resolve() == ROOT:
@@ -144,7 +143,7 @@ def git(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedPr
 
 
 def newcomers_environment(folder: Path, page: str, cloned: Path) -> dict[str, str]:
-    """Variables of a newcomer's shell, with the home and the Python of `folder`; the README's address leads git to
+    """Returns the variables of a newcomer's shell, with home and Python in `folder`; git maps the README's address to
     `cloned`.
     """
     kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
@@ -160,7 +159,7 @@ def newcomers_environment(folder: Path, page: str, cloned: Path) -> dict[str, st
 
 
 def run(folder: Path, minutes: float) -> int:
-    """Takes all steps in `folder`; the exit status."""
+    """Runs all steps in `folder`; returns the exit status."""
     for name in ("home", "work", "blocks"):
         (folder / name).mkdir(parents=True)
     venv.create(folder / "python", with_pip=True)

@@ -1,9 +1,9 @@
-"""Writes docs/refused_models.md: the language models of transformers whose sequences ranks cannot share, and why.
+"""Writes docs/refused_models.md: language models of transformers that sequence parallelism refuses, with reasons.
 
     python tools/refused_models.py > docs/refused_models.md
 
-Each class is built small (tests/text_models.py), and its sequences are shared by two ranks that are threads, as at the
-start of an engine. tests/ranks/test_every_text_model.py compares the page with what engines of two processes do.
+Each class is built small (tests/text_models.py) and checked with two ranks as threads, as at the start of an engine.
+tests/ranks/test_every_text_model.py compares the page with engines of two processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REASONS = [
 
 
 def refusal(name: str) -> str | None:
-    """The error's text; None: the model is right."""
+    """Returns the error's text; None if the model is accepted."""
     config = parse_config({"optimizer": {"type": "SGD"}, "sequence_parallel": {"size": 2}})
     try:
         prove_rewrites(build(name), config, MatrixMode.TWO)
@@ -56,7 +56,7 @@ def refusal(name: str) -> str | None:
 
 
 def page() -> str:
-    """The text of docs/refused_models.md."""
+    """Returns the text of docs/refused_models.md."""
     found: dict[str, list[str]] = {reason: [] for _, reason in REASONS}
     names = text_models()
     for name in names:

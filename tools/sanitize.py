@@ -1,17 +1,16 @@
-"""Runs the core's tests with an extension that watches itself: `make sanitize`.
+"""Runs the core's tests with an extension built with sanitizers: `make sanitize`.
 
     python tools/sanitize.py                                  # everything, one sanitizer after the other
-    python tools/sanitize.py --only thread tests/collective   # a part: the rest of the line is pytest's
+    python tools/sanitize.py --only thread tests/collective   # a part: further arguments are pytest's
 
-`address` is AddressSanitizer with UndefinedBehaviorSanitizer, `thread` ThreadSanitizer. For each, csrc alone is
-compiled with it (PATRICKSTAR_SANITIZE, build_backend/patrickstar_recipe.py) into build/sanitize/<name>, beside a copy
-of the package and its tests; the extension in place is not touched. Python and PyTorch are as they are, so the
-sanitizer's library is preloaded, and comes with the environment into every process that a test starts.
+`address` is AddressSanitizer with UndefinedBehaviorSanitizer; `thread` is ThreadSanitizer. For each, csrc is compiled
+with it (PATRICKSTAR_SANITIZE, build_backend/patrickstar_recipe.py) into build/sanitize/<name>, beside a copy of the
+package and its tests. The in-place extension is untouched. Python and PyTorch are not instrumented, so the sanitizer's
+library is preloaded through the environment, which child processes inherit.
 
-First tools/sanitizers/planted_faults.cpp, compiled with the same flags and called in the same way, must give the
-reports that it was written for, and so must calls of the extension with wrong arguments. Then the tests run. Reports go
-to files, of all processes: any of them fails the run, whatever the tests say. What is suppressed, and why, is said in
-tools/sanitizers/thread.txt.
+First the faults in tools/sanitizers/planted_faults.cpp, compiled with the same flags, must give the expected reports,
+and so must wrong calls of the extension. Then the tests run. Reports of all processes go to files; any report fails the
+run. tools/sanitizers/thread.txt lists and explains suppressions.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FOLDER = ROOT / "build" / "sanitize"
 FILES = ROOT / "tools" / "sanitizers"
 COPIED = ("patrickstar", "tests", "pyproject.toml")
 
-# The core's parts by themselves that hardly have threads: for AddressSanitizer alone.
+# Tests of core parts almost without threads: AddressSanitizer only.
 SINGLE_THREADED = [
     "tests/optim/test_adam_kernels.py",
     "tests/optim/test_loss_scaler.py",
@@ -41,8 +40,8 @@ SINGLE_THREADED = [
     "tests/checkpoint/test_crc32c.py",
     "tests/quant",
 ]
-# The core's parts by themselves, then whole steps with its threads at work: updates on the host, transfers with delays,
-# memory that other threads ask for, ranks, engines that end in the middle of it.
+# Tests of core parts, then whole steps with threads: host updates, delayed transfers, memory requests of other threads,
+# ranks, engines that end early.
 TESTS = [
     "tests/memory",
     "tests/chunk",
@@ -59,12 +58,12 @@ TESTS = [
     "tests/engine/test_speculation.py",
     "tests/ranks/test_training.py",
 ]
-# What counts the process's mappings or memory, which are the sanitizer's here, as test_a_hundred_engines does.
+# Tests that count the process's mappings or memory, which include the sanitizer's.
 LEFT_OUT = ["tests/collective/test_messages.py::test_messages_that_python_reads"]
 
 _REPORT = re.compile(r"^(?:==\d+==ERROR: |WARNING: ThreadSanitizer: |.*: runtime error: )", re.MULTILINE)
 _PLACE = re.compile(r"(\S*csrc/\S+?:\d+)")
-# Calls the fault in argv[1]: one of the library in argv[2], or of the extension, with arguments that are wrong.
+# Calls the fault argv[1]: of the library argv[2], or of the extension with wrong arguments.
 _CALL = '''
 import ctypes, sys, threading
 name, path = sys.argv[1:]
@@ -100,24 +99,24 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class Sanitizer:
-    """One of the builds, and how its reports are had."""
+    """A sanitizer's build, environment and expected reports."""
 
     name: str
     library: str
-    """What of the compiler is preloaded."""
+    """Compiler library to preload."""
     also_preloaded: tuple[str, ...]
     """Sources in tools/sanitizers."""
     plugins: tuple[str, ...]
-    """Modules in tools/sanitizers that pytest gets."""
+    """Modules in tools/sanitizers, loaded as pytest plugins."""
     tests: list[str]
     options: dict[str, str]
-    """Variables of the environment; {folder} is where reports go."""
+    """Environment variables; {folder} is the folder of reports."""
     faults: dict[str, str]
-    """Calls of planted_faults.cpp or of the extension, and what the report says; nothing: there must be none."""
+    """Calls of planted_faults.cpp or of the extension -> text of the report; empty: no report."""
 
 
-# Python and PyTorch leave much behind when they end: leaks would be theirs. In ASan an error ends the process; the
-# others go on, so that one run shows all there is. A test that crashes must not be caught by Python's own handler.
+# Leaks are not reported: Python and PyTorch leave much behind. An ASan error ends the process; the other sanitizers go
+# on and report all errors. Python's fault handler must not catch a crash.
 SANITIZERS = [
     Sanitizer(
         "address",
@@ -129,7 +128,7 @@ SANITIZERS = [
             "ASAN_OPTIONS": "log_path={folder}/address:detect_leaks=0:detect_stack_use_after_return=1:"
             "strict_string_checks=1:handle_abort=1",
             "UBSAN_OPTIONS": "log_path={folder}/undefined:print_stacktrace=1",
-            "PYTHONMALLOC": "malloc",  # so that Python's objects are allocations of their own
+            "PYTHONMALLOC": "malloc",  # each Python object is an allocation of its own
         },
         {
             "heap_overflow": "heap-buffer-overflow",
@@ -151,8 +150,8 @@ SANITIZERS = [
         ("one_torch_thread",),
         TESTS,
         {
-            # die_after_fork: tests fork where Python has threads. (Not ignore_noninstrumented_modules, with which GCC's
-            # takes csrc for one of them where it calls memcpy or locks a mutex.)
+            # die_after_fork: tests fork with threads running. (Not ignore_noninstrumented_modules: GCC's then ignores
+            # csrc's calls of memcpy and mutexes.)
             "TSAN_OPTIONS": f"log_path={{folder}}/thread:suppressions={FILES / 'thread.txt'}:exitcode=0:"
             "die_after_fork=0:second_deadlock_stack=1:history_size=5",
         },
@@ -170,12 +169,12 @@ SANITIZERS = [
 
 
 def compiler() -> str:
-    """The C++ compiler, which must be GCC: its libraries are found by their names."""
+    """Returns the C++ compiler, which must be GCC: its libraries are found by name."""
     return os.environ.get("CXX", "c++")
 
 
 def runtime_library(name: str) -> str:
-    """The path of a library that comes with the compiler."""
+    """Returns the path of a library of the compiler."""
     found = subprocess.run([compiler(), f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
     if not Path(found).is_absolute():
         sys.exit(f"{compiler()} has no {name}; set CXX to a GCC that has, on Debian or Ubuntu: apt-get install g++")
@@ -183,7 +182,7 @@ def runtime_library(name: str) -> str:
 
 
 def build(sanitizer: Sanitizer) -> Path:
-    """Compiles the extension and puts it beside a copy of the package and its tests; returns that folder."""
+    """Compiles the extension beside a copy of the package and its tests; returns that folder."""
     folder = FOLDER / sanitizer.name
     environment = os.environ | {"PATRICKSTAR_SANITIZE": sanitizer.name, "PATRICKSTAR_CUDA": "0"}
     command = [sys.executable, "setup.py", "--quiet", "build_ext"]
@@ -205,44 +204,44 @@ def build(sanitizer: Sanitizer) -> Path:
 
 
 def build_preloaded(sanitizer: Sanitizer) -> None:
-    """Compiles what is preloaded beside the sanitizer's own library, without it."""
+    """Compiles the further preloaded libraries, without the sanitizer."""
     for name, library in zip(sanitizer.also_preloaded, preloaded(sanitizer), strict=True):
         command = [compiler(), "-shared", "-fPIC", "-std=c++17", "-O1", "-o", library, str(FILES / name)]
         subprocess.run(command, check=True)
 
 
 def preloaded(sanitizer: Sanitizer) -> list[str]:
-    """The libraries of `also_preloaded`."""
+    """Returns the libraries of `also_preloaded`."""
     return [str(FOLDER / sanitizer.name / f"{Path(name).stem}.so") for name in sanitizer.also_preloaded]
 
 
 def build_planted(sanitizer: Sanitizer) -> Path:
-    """Compiles planted_faults.cpp as the extension is."""
+    """Compiles planted_faults.cpp with the extension's flags."""
     library = FOLDER / sanitizer.name / "planted_faults.so"
     code = "import patrickstar_recipe as r; print(*r.CXX_FLAGS, *r.LINK_FLAGS, sep='\\n')"
     environment = os.environ | {"PATRICKSTAR_SANITIZE": sanitizer.name, "PYTHONPATH": str(ROOT / "build_backend")}
     told = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    # Warnings: of what is planted.
+    # -w: the planted faults cause warnings.
     command = [compiler(), "-shared", "-fPIC", "-std=c++17", *told.stdout.split(), "-w", "-o", str(library)]
     subprocess.run([*command, str(FILES / "planted_faults.cpp")], check=True)
     return library
 
 
 def environment_of(sanitizer: Sanitizer, tree: Path, reports: Path) -> dict[str, str]:
-    """In which Python has the sanitizer, imports from `tree` and leaves reports in `reports`, a new folder."""
+    """Returns variables for Python with the sanitizer, importing from `tree`; reports go to `reports`, a new folder."""
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir(parents=True)
     options = {name: text.format(folder=reports) for name, text in sanitizer.options.items()}
-    # The sanitizer looks for what throws exceptions before anything else has loaded it.
+    # The sanitizer looks up __cxa_throw at its start, so libstdc++ is preloaded too.
     libraries = [runtime_library(sanitizer.library), runtime_library("libstdc++.so.6"), *preloaded(sanitizer)]
     variables = {"LD_PRELOAD": " ".join(libraries), "PYTHONPATH": str(tree)}
-    # Tests that run beside each other have more threads than there are cores: none is to wait by spinning.
+    # Parallel tests have more threads than cores: none may spin.
     variables |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     return os.environ | variables | options
 
 
 def read_reports(folder: Path) -> list[str]:
-    """What sanitizers have written, a report each; what begins like none counts as one."""
+    """Returns the sanitizers' reports; text without a known heading counts as one report."""
     found = []
     for path in sorted(folder.iterdir()):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -252,7 +251,7 @@ def read_reports(folder: Path) -> list[str]:
 
 
 def unmet_faults(sanitizer: Sanitizer, tree: Path) -> list[str]:
-    """What of the planted faults is not reported as it should be, one sentence each."""
+    """Returns one sentence for each planted fault without its expected report."""
     build_preloaded(sanitizer)
     library = build_planted(sanitizer)
     complaints = []
@@ -271,7 +270,7 @@ def unmet_faults(sanitizer: Sanitizer, tree: Path) -> list[str]:
 
 
 def check_import(tree: Path, environment: dict[str, str]) -> None:
-    """Exits unless the extension that is imported is the one in `tree`."""
+    """Exits unless Python imports the extension in `tree`."""
     code = "import patrickstar._C; print(patrickstar._C.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode != 0 or tree not in Path(done.stdout.strip()).parents:
@@ -279,8 +278,8 @@ def check_import(tree: Path, environment: dict[str, str]) -> None:
 
 
 def run_tests(tree: Path, environment: dict[str, str], arguments: list[str]) -> tuple[int, str]:
-    """(pytest's exit status, its last line)."""
-    # Its handler of crashes would come before the sanitizer's.
+    """Returns pytest's exit status and last line."""
+    # pytest's fault handler would run before the sanitizer's.
     command = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider", *arguments]
     last = ""
     with subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -291,7 +290,7 @@ def run_tests(tree: Path, environment: dict[str, str], arguments: list[str]) -> 
 
 
 def show(reports: list[str]) -> None:
-    """Prints reports, those of one place once."""
+    """Prints reports, one per place."""
     places: dict[str, list[str]] = {}
     for text in reports:
         place = _PLACE.search(text)
@@ -302,7 +301,7 @@ def show(reports: list[str]) -> None:
 
 
 def run(sanitizer: Sanitizer, arguments: list[str]) -> tuple[bool, str]:
-    """(whether all is well, one line about it)."""
+    """Returns (success, a line about it)."""
     begun = time.monotonic()
     tree = build(sanitizer)
     built = time.monotonic()
@@ -325,7 +324,7 @@ def run(sanitizer: Sanitizer, arguments: list[str]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """Parses the command line, runs what it names and exits with 1 unless all is well."""
+    """Parses the command line, runs the sanitizers and exits with 1 on any report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=[sanitizer.name for sanitizer in SANITIZERS], help="one of the sanitizers")
     parser.add_argument("--jobs", default="2", help="tests at a time")

@@ -1,11 +1,11 @@
-"""Builds a wheel for the PyTorch that is there, or for several, into dist/; checked by auditwheel, and tried.
+"""Builds, checks (auditwheel) and tries a wheel for the present PyTorch or for several; wheels go to dist/.
 
     python tools/wheel.py                          # for the PyTorch of this Python (make wheel)
     python tools/wheel.py --torch 2.6.0 2.13.0     # for each of these, in an environment of its own in .cache
 
-The version of a wheel says which PyTorch it is for: patrickstar-0.6.0+torch2.13.cpu, or +torch2.11.cu130 with its CUDA
-part. auditwheel names the oldest Linux on which it loads; PyTorch's libraries and NVIDIA's are not packed into it. Then
-it is installed into an environment that has nothing else but the packages of this one, and a model is trained there.
+A wheel's version names its PyTorch: patrickstar-0.6.0+torch2.13.cpu, or +torch2.11.cu130 with the CUDA part. auditwheel
+determines the oldest Linux; PyTorch's and NVIDIA's libraries are not packed. The wheel is then installed into a
+separate environment that sees this one's packages, and trains a model there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402
 
 DIST = ROOT / "dist"
-# PyTorch, imported first, has loaded them.
+# Libraries that PyTorch, imported first, has loaded.
 NOT_PACKED = ["libtorch*.so", "libc10*.so", "libcudart.so.*", "libnccl.so.*"]
 
 _TRIAL = """
@@ -49,19 +49,19 @@ print(f"wheel: trains with PyTorch {torch.__version__}: losses {', '.join(f'{los
 
 
 def run(command: list[str], failure: str, **options) -> None:
-    """Runs it; exits with `failure` where it fails."""
+    """Runs a command; exits with `failure` if it fails."""
     if subprocess.run(command, **options).returncode != 0:
         sys.exit(f"wheel: {failure}; see the message above")
 
 
 def only_wheel(folder: str) -> Path:
-    """The wheel in `folder`."""
+    """Returns the only wheel in `folder`."""
     (wheel,) = Path(folder).glob("*.whl")
     return wheel
 
 
 def build() -> Path:
-    """Makes the wheel and has auditwheel name its platform; returns it, in dist/."""
+    """Builds the wheel, lets auditwheel name its platform and returns its path in dist/."""
     with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as checked:
         command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", plain]
         run([*command, str(ROOT)], "it was not built")
@@ -74,17 +74,19 @@ def build() -> Path:
 
 
 def try_out(wheel: Path) -> None:
-    """Installs it into an environment that sees the packages of this Python, and trains there."""
+    """Installs the wheel into an environment that sees this Python's packages, and trains there."""
     python = environment.beside(sys.executable, "wheel")
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
     run([*command, "--force-reinstall", str(wheel)], "it cannot be installed")
-    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which has the checkout
+    elsewhere = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }  # PYTHONPATH has the checkout
     with tempfile.TemporaryDirectory() as folder:
         run([python, "-W", "ignore", "-c", _TRIAL], "what was installed does not train", cwd=folder, env=elsewhere)
 
 
 def build_for(version: str) -> None:
-    """Runs this with an environment in .cache that has that PyTorch; makes it where there is none."""
+    """Runs this tool in an environment in .cache with that PyTorch; makes it if it is missing."""
     folder = ROOT / ".cache" / f"torch-{version}"
     python = str(folder / "bin" / "python")
     if not Path(python).exists() or environment.torch_version(python) is None:
@@ -94,7 +96,7 @@ def build_for(version: str) -> None:
     lacking = environment.missing(python, ["build", "wheel"])
     if lacking:
         environment.install(python, lacking)
-    settings = folder / "build.cfg"  # objects for another PyTorch than that of `make build` stay apart
+    settings = folder / "build.cfg"  # keeps objects apart from those of `make build`
     settings.write_text(f"[build]\nbuild_temp = {folder / 'objects'}\n", encoding="utf-8")
     run(
         [python, __file__],
@@ -104,7 +106,7 @@ def build_for(version: str) -> None:
 
 
 def main() -> None:
-    """Builds, checks, tries."""
+    """Builds, checks and tries wheels."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--torch", nargs="+", metavar="VERSION", help="for these versions instead")
     options = parser.parse_args()

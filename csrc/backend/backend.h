@@ -1,20 +1,10 @@
-// The backend: device memory, ordered copies, events, and the tide. One interface, two devices.
+// The backend: device memory, ordered copies, events and the accounting of activation memory. `make_cpu_backend`
+// simulates a device in host memory; `make_cuda_backend` drives a GPU.
 //
-//   kCompute   where the model runs. On CUDA the stream that follow_compute() has found last; on the CPU the calling
-//              thread itself.
-//   kUpload    host to device copies, in order
-//   kDownload  device to host copies, in order
-//   kGather    collectives of values, in order (engine/collectives.h)
-//   kScatter   collectives of gradients, in order
-//   kVisitUp, kVisitUpdate, kVisitDown
-//              states of chunks that are at home on the host go up, are updated and come down (engine/visits.h)
+// Work of one queue runs in order. Work of different queues is ordered by events only.
 //
-// Work of one queue runs in order; work of different queues is ordered by events only. [Note: queues]
-// On the CPU, all but kCompute are worker threads and the "device" is ordinary memory with a
-// simulated limit, so the same ordering mistakes show on any machine.
-//
-// All methods but the destructor may be called from any thread; unless said otherwise one at a time (the runtime's
-// lock).
+// Any thread may call every method except the destructor. Calls are serialised by the runtime's lock unless stated
+// otherwise.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +19,22 @@
 
 namespace patrickstar {
 
-enum class Queue { kCompute, kUpload, kDownload, kGather, kScatter, kVisitUp, kVisitUpdate, kVisitDown };
+// On the CPU, every queue but kCompute is a worker thread and device memory is host memory with a limit.
+enum class Queue {
+  kCompute,      // the model. CUDA: the stream of the last follow_compute(); CPU: the calling thread
+  kUpload,       // host to device copies
+  kDownload,     // device to host copies
+  kGather,       // all-gathers of parameters (engine/collectives.h)
+  kScatter,      // reduce-scatters of gradients
+  kVisitUp,      // GPU round-trip updates (engine/visits.h): states host to device
+  kVisitUpdate,  // their updates
+  kVisitDown     // their states device to host
+};
 constexpr int kNumQueues = 8;
 
-// What to do when the tide and the payloads in use exceed the limit.
 enum class LimitPolicy {
-  kEnforce,  // refuse the allocation (an out-of-memory error in the operation that asked)
-  kMeasure,  // allow it where the device can, and remember the excess: who asks for the least limit then refuses
+  kEnforce,  // refuse the allocation: out of memory in the operation that allocates
+  kMeasure,  // let the allocation pass where the device can, and record the excess (`least_limit_bytes`)
 };
 
 constexpr int64_t kUnlimited = INT64_MAX;
@@ -43,90 +42,85 @@ constexpr int64_t kUnlimited = INT64_MAX;
 class Backend : public DeviceAllocator {
  public:
   virtual const char* name() const = 0;
-  // Undoes what the backend changed in PyTorch (allocator, limits), as its destructor does. All slots must be free.
+  // Restores PyTorch's allocator and its limits, as the destructor does. All device buffers must be free.
   virtual void shut_down() = 0;
 
-  // Copies on `queue`. The ranges must stay valid until an event recorded after it is complete.
+  // Copies on `queue`. Both ranges must stay valid until an event recorded after the copy is complete.
   virtual void copy(Queue queue, void* to, const void* from, int64_t num_bytes) = 0;
   virtual void fill_zero(Queue queue, void* data, int64_t num_bytes) = 0;
-  // Device compute that `task` starts belongs to `queue`. On the CPU the task itself runs there, later.
+  // CUDA: calls `task` now; its kernels go to the queue's stream. CPU: the queue's thread runs `task` later.
   virtual void enqueue(Queue queue, std::function<void()> task) = 0;
 
-  // [Note: one compute queue] The calling thread computes: on CUDA its current stream is the compute queue from here
-  // on, and goes on when the stream that was so before has done its work up to now. So uses of chunks by several
-  // streams of the user's are in one order, that in which they were enqueued, and whoever waits for the compute queue
-  // has waited for all of them. A stream that only copies (of a prefetcher) or allocates is none of them: a thread that
-  // makes room from inside PyTorch's allocator does not call this.
+  // Makes the calling thread's current CUDA stream the compute queue. The new stream first waits for the work that the
+  // previous compute stream has so far. Uses of chunks by several user streams therefore run in the order of their
+  // enqueueing, and a wait for the compute queue covers all of them. Do not call it from a stream that only copies (a
+  // prefetcher) or from inside PyTorch's allocator.
   virtual void follow_compute() = 0;
 
-  // Keeps `queue` busy for so long (backend/delaying_backend.h).
+  // Keeps `queue` busy for `seconds`. Used by backend/delaying_backend.h.
   virtual void delay(Queue queue, double seconds) = 0;
 
   virtual Event record(Queue queue) = 0;
-  // Later work of `queue` starts after `event`. On the CPU's compute queue, and for an event of the host's on CUDA,
-  // this blocks the caller, and throws what the work before the event has failed with.
+  // Later work of `queue` starts after `event`. Blocks the caller on the CPU's compute queue, and on CUDA for a host
+  // event; a blocking call throws the failure of the work before the event.
   virtual void wait(Queue queue, const Event& event) = 0;
-  // These four may be called by any thread at any time. Blocks until the work before `event` is done; throws what it
-  // has failed with.
+  // Any thread may call the next four methods at any time.
+  // Blocks until the work before `event` is done. Throws that work's failure.
   virtual void synchronize(const Event& event) = 0;
-  // Blocks until that work is over, however it ended: its memory may be used again ([Note: failures travel with
-  // events]).
+  // Blocks until the work before `event` has ended or failed. Its memory may be used again (see `HostEvent`).
   virtual void settle(const Event& event) noexcept = 0;
   virtual bool is_over(const Event& event) = 0;
-  // Blocks until all work of the queue is over, and needs no memory for that (QueueGuard).
+  // Blocks until all work of the queue is over. Allocates nothing.
   virtual void drain(Queue queue) noexcept = 0;
-  // Whether wait(kUpload or kDownload, event) would block the caller until the event's work is over: on CUDA, when it
-  // is the host's (a stream cannot wait for it).
+  // True if wait(kUpload or kDownload, event) would block the caller. On CUDA a stream cannot wait for a host event.
   virtual bool waits_on_host(const Event& event) = 0;
 
-  // For traces: like record(), and the mark remembers when the queue got there. The second waits for both marks, which
-  // may be of any two queues.
+  // For traces: an event that records the time at which the queue reached it. seconds_between() waits for both marks;
+  // they may belong to different queues.
   virtual Mark mark(Queue queue) = 0;
   virtual double seconds_between(const Mark& begin, const Mark& end) = 0;
 
-  // Makes host memory fit for asynchronous copies.
+  // Page-locks host memory for asynchronous copies.
   virtual void pin(void* data, int64_t num_bytes) = 0;
-  // What undoes it, of any thread, when the backend may be gone; empty: nothing is to be done.
+  // The function that undoes pin(). Any thread may call it, also after the backend is destroyed. Empty if there is
+  // nothing to undo.
   virtual std::function<void(void* data, int64_t num_bytes)> unpinner() const = 0;
 
-  // Whether take_tide_peak costs next to nothing and disturbs nobody (on CUDA it resets PyTorch's peak statistics).
+  // True if take_tide_peak() is cheap and has no side effect. On CUDA it resets PyTorch's peak statistics.
   virtual bool measures_tide_freely() const = 0;
-  // Whether memory that the tide leaves can serve as slots and be given back moment by moment. If not (PyTorch's
-  // caching allocator would have to free and allocate segments with the driver), payloads get what the highest tide
-  // leaves.
+  // True if device buffers can use memory between activations and give it back within a step. PyTorch's caching
+  // allocator would have to map and unmap segments for that, so on CUDA chunk buffers get what the highest activation
+  // memory leaves.
   virtual bool follows_tide() const = 0;
-  // Device memory taken by everything but slots: now, and the highest since the last call.
+  // Device memory used by everything but device buffers: now, and the highest since the last call.
   virtual int64_t tide_bytes() = 0;
   virtual int64_t take_tide_peak() = 0;
-  // What of the tide was alive at once, without memory that is kept for later allocations: highest since the last call.
+  // Highest activation memory in use since the last call, without memory that a cache keeps.
   virtual int64_t take_live_tide_peak() = 0;
-  // Everything on the device (slots and tide): highest since reset_peak().
+  // Highest sum of device buffers and activation memory since reset_peak().
   virtual int64_t peak_bytes() = 0;
   virtual void reset_peak() = 0;
-  // The least limit under which everything that ran under LimitPolicy::kMeasure would have run: the highest sum of tide
-  // and payloads that could not be evicted. 0 where nothing exceeded the limit, and where nothing can.
+  // The least limit that would have sufficed for all work under LimitPolicy::kMeasure: the highest sum of activation
+  // memory and chunk buffers in use. 0 if nothing exceeded the limit, and on backends that cannot exceed it.
   virtual int64_t least_limit_bytes() = 0;
   virtual void reset_least_limit() = 0;
-  // Payloads of so many bytes in use, beside the tide of now, would have to fit as well.
+  // Records that `num_bytes` of chunk buffers would have to fit beside the present activation memory.
   virtual void note_needed_payloads(int64_t num_bytes) = 0;
 
-  // Gives back device memory that was freed but is still held by a cache. Slow; for when an allocation fails.
+  // Returns cached free memory to the device. Slow; call it after a failed allocation.
   virtual void reclaim() = 0;
-  // What that comes to.
+  // Bytes that reclaim() would return.
   virtual int64_t reclaimable_bytes() const = 0;
 
-  // What fragments take of the device beside the tide, at most so far; none where that was not seen yet.
-  virtual std::optional<int64_t> fragment_bytes() const = 0;
-
   virtual int64_t limit_bytes() const = 0;
-  // Whether LimitPolicy::kMeasure lets anything pass.
+  // True if allocations under LimitPolicy::kMeasure may exceed the limit.
   virtual bool may_exceed_limit() const = 0;
   virtual void set_limit_policy(LimitPolicy policy) = 0;
   virtual void set_pressure_handler(PressureHandler* handler) = 0;
 };
 
-// Around calls on one queue that use memory whose owner learns of them by an event at the end: where one throws before
-// that, what was enqueued is over when this is destroyed.
+// Guards calls on one queue whose memory is protected by an event recorded at the end. If a call throws before
+// record(), the destructor waits for the work that was enqueued.
 class QueueGuard {
  public:
   QueueGuard(Backend& backend, Queue queue) : backend_(&backend), queue_(queue) {}
@@ -136,13 +130,13 @@ class QueueGuard {
   QueueGuard(const QueueGuard&) = delete;
   QueueGuard& operator=(const QueueGuard&) = delete;
 
-  // The event, which ends this.
+  // Records the protecting event and ends the guard.
   Event record() {
     Event event = backend_->record(queue_);
     release();
     return event;
   }
-  // Another queue's event waits for this one's work.
+  // Ends the guard; an event of another queue covers the work.
   void release() { backend_ = nullptr; }
 
  private:
@@ -150,21 +144,20 @@ class QueueGuard {
   Queue queue_;
 };
 
-// `limit_bytes` may be kUnlimited. Throws SystemError when the device cannot be used. On the simulated device
-// activations are taken to have left `left_by_tide_bytes` beside the limit ([Note: gradients in the tide],
-// memory/tide_memory.h); where it does not follow the tide it is like CUDA.
+// `limit_bytes` may be kUnlimited. The simulated device starts with `left_by_tide_bytes` beside the limit that
+// activations have left for gradients (memory/tide_memory.h). With `follows_tide` false it behaves like CUDA. Throws
+// SystemError if the device cannot be used.
 std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes = 0,
                                           bool follows_tide = true);
 #ifdef PATRICKSTAR_WITH_CUDA
-// PyTorch's allocator may take `rounding_bytes` more than it is told to.
+// PyTorch's allocator may reserve up to `rounding_bytes` more than its own limit.
 std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes);
 #endif
 
-// [Note: between two cores] Device memory that no engine owns, for values on their way from an engine's core that ends
-// to the next one's; the simulated device does not count it. It may be used on the compute queue, and be freed when
-// nothing uses it any more. On CUDA it is made of what slots have left and leaves it to them: as long as there is some,
-// a backend that is made keeps what PyTorch has cached, since returning gigabytes to the driver and having them back
-// takes seconds. Throws MemoryBudgetError where there is no room.
+// Device memory that belongs to no engine. It carries chunk values from one engine's core to the next. The compute
+// queue may use it; free it when no work uses it any more. The simulated device does not count it. On CUDA it comes
+// from cached memory of device buffers and returns there. While any is held, a new backend keeps PyTorch's cache:
+// returning gigabytes to the driver and mapping them again takes seconds. Throws MemoryBudgetError if there is no room.
 std::shared_ptr<void> take_cpu_memory(int64_t num_bytes);
 #ifdef PATRICKSTAR_WITH_CUDA
 std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes);

@@ -1,4 +1,3 @@
-// The CPU backend: the device is simulated, the calling thread is its compute queue.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -22,15 +21,14 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
-// The host's clock when a queue got there.
 struct CpuMark final : MarkState {
   Event reached;
   TraceClock::time_point time;
 };
 
-// A queue fails for good, as a stream of CUDA does: what comes after a task that has thrown (a collective whose
-// other rank is gone) is left out, and every event from then on has its failure. So whoever waits for something of this
-// queue, and would read what was not written, gets the failure instead; others do not.
+// A worker thread's queue that fails for good, as a CUDA stream does. After a task throws, later tasks are skipped and
+// every later event carries the failure. A thread that waits for such an event gets the exception instead of unwritten
+// data.
 class SimulatedQueue {
  public:
   template <typename Task>
@@ -49,7 +47,7 @@ class SimulatedQueue {
   void drain() { queue_.drain(); }
 
  private:
-  std::exception_ptr failure_;  // of the worker's thread
+  std::exception_ptr failure_;  // used by the worker thread only
   WorkQueue queue_;
 };
 
@@ -162,7 +160,6 @@ class CpuBackend final : public Backend {
   void reset_least_limit() override { meter_->least_limit_ = 0; }
   void note_needed_payloads(int64_t num_bytes) override { meter_->note_needed_payloads(num_bytes); }
 
-  std::optional<int64_t> fragment_bytes() const override { return 0; }
   int64_t limit_bytes() const override { return meter_->limit_; }
   bool may_exceed_limit() const override { return meter_->limit_ != kUnlimited; }
   void set_limit_policy(LimitPolicy policy) override { meter_->policy_ = policy; }
@@ -190,7 +187,7 @@ class CpuBackend final : public Backend {
 
   SimulatedQueue& worker(Queue queue) { return workers_[static_cast<size_t>(queue) - 1]; }
 
-  // On the compute queue at once, and then the event is null.
+  // Runs `task` at once on the compute queue; the event is then null.
   template <typename Task>
   Event run(Queue queue, Task task) {
     if (queue != Queue::kCompute) return worker(queue).submit(std::move(task));

@@ -1,4 +1,3 @@
-// The limit of PyTorch's caching allocator on one device.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -8,7 +7,7 @@
 
 namespace patrickstar {
 
-// Reserved memory of PyTorch's allocator never exceeds the limit while this lives: it refuses what would.
+// Caps the reserved memory of PyTorch's caching allocator on one device. The destructor removes the cap.
 class AllocatorLimit {
  public:
   AllocatorLimit(c10::DeviceIndex device, int64_t limit_bytes, int64_t total_bytes) : device_(device) {

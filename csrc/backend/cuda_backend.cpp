@@ -1,5 +1,5 @@
-// The CUDA backend: streams of its own for copies and collectives, PyTorch's for compute, and PyTorch's caching
-// allocator for slots (so its statistics stay true, and activations reuse what slots leave).
+// The CUDA backend: own streams for copies and collectives, PyTorch's current stream for compute. Device buffers come
+// from PyTorch's caching allocator, so its statistics stay true and activations reuse freed buffers.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -28,10 +28,9 @@ namespace patrickstar {
 
 namespace {
 
-// Below this much room under the limit, the allocator's misses make chunks leave.
+// Chunks are evicted on a cache miss when less than this share of the limit is left.
 constexpr double kHeadroomRatio = 0.04;
-// Of a block that activations have left, this much stays for those that are still to come, up to this share of the
-// limit.
+// Bytes of a free block that stay for later activations, at most this share of the limit.
 constexpr int64_t kKeptForTide = int64_t{512} << 20;
 constexpr double kKeptForTideRatio = 0.02;
 
@@ -53,9 +52,9 @@ struct CudaMark final : MarkState {
   CudaEvent timed;
 };
 
-// PyTorch's allocator remembers the stream that memory was allocated for, and synchronises with it
-// when it unmaps an expandable segment, long after the engine is closed. So copy streams are made once per device and,
-// like PyTorch's own, never destroyed. Short updates of what visits the device go before the rest of a long kernel.
+// PyTorch's allocator synchronises with the stream of an allocation when it unmaps an expandable segment, long after
+// the engine is closed. Copy streams are therefore created once per device and never destroyed, like PyTorch's own.
+// kVisitUpdate has the highest priority: its short kernels overtake the rest of a long one.
 cudaStream_t lasting_stream(int device, Queue queue) {
   static std::mutex mutex;
   static std::map<std::pair<int, Queue>, cudaStream_t> streams;
@@ -70,7 +69,7 @@ cudaStream_t lasting_stream(int device, Queue queue) {
   return stream;
 }
 
-// [Note: between two cores] Bytes that are taken, by device.
+// Bytes held by take_cuda_memory(), by device.
 std::atomic<int64_t>& taken_bytes(int device) {
   static std::array<std::atomic<int64_t>, C10_COMPILE_TIME_MAX_GPUS> bytes{};
   return bytes[static_cast<size_t>(device)];
@@ -96,7 +95,7 @@ class CudaBackend final : public Backend {
     limit_bytes_ = std::min(limit_bytes, total_bytes_);
     allowed_bytes_ = limit_bytes_ - rounding_bytes;
     allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
-    // What PyTorch has cached from before counts towards the limit and can be had back.
+    // Memory that PyTorch cached earlier counts towards the limit and can be reclaimed.
     if (taken_bytes(device) > 0) {
       cached_slot_bytes_ = cuda_bytes(device_).cached;
     } else {
@@ -116,8 +115,8 @@ class CudaBackend final : public Backend {
     allocator_limit_.reset();
   }
 
-  // [Note: slots and the caching allocator] Slots are allocated for the upload stream: PyTorch keeps free blocks apart
-  // by stream, so a slot is never cut out of a cached block that a large activation wants back in the next step.
+  // Device buffers are allocated for the upload stream. PyTorch separates free blocks by stream, so a buffer never
+  // splits a cached block that a large activation needs in the next step.
   void* allocate(int64_t num_bytes) override {
     const bool fits = cuda_bytes(device_).reserved + num_bytes <= allowed_bytes_;
     if (!fits && cached_slot_bytes_ < num_bytes) return nullptr;
@@ -133,7 +132,7 @@ class CudaBackend final : public Backend {
     }
     cached_slot_bytes_ = std::max<int64_t>(cached_slot_bytes_ - num_bytes, 0);
     slot_bytes_ += num_bytes;
-    // Its last user before was of the upload stream's order; whoever gets it now may be of any.
+    // The memory's last user was ordered on the upload stream; the next user may be on any queue.
     wait(Queue::kCompute, record(Queue::kUpload));
     return pointer;
   }
@@ -153,7 +152,6 @@ class CudaBackend final : public Backend {
 
   bool is_idle(const BusyUntil& busy) override { return is_over(busy.copied) && is_over(busy.computed); }
 
-  // [Note: regions of the tide]
   int64_t lent_tide_bytes() override { return tide_regions_.num_bytes(); }
   void* allocate_of_tide(int64_t num_bytes, BusyUntil& busy) override {
     const c10::cuda::CUDAGuard guard(device_);
@@ -216,19 +214,19 @@ class CudaBackend final : public Backend {
   void synchronize(const Event& event) override {
     if (event == nullptr) return;
     if (HostEvent* host = host_event(event)) return host->wait();
-    const c10::cuda::CUDAGuard guard(device_);  // the thread may be one that has used no device yet
+    const c10::cuda::CUDAGuard guard(device_);  // the thread may not have used the device yet
     PS_CUDA_CHECK(cudaEventSynchronize(native(event)));
   }
   void settle(const Event& event) noexcept override {
     if (event == nullptr) return;
     if (HostEvent* host = host_event(event)) return host->settle();
-    cudaEventSynchronize(native(event));  // an error is the device's: nothing runs there any more
+    cudaEventSynchronize(native(event));  // on an error nothing runs on the device any more
   }
   bool is_over(const Event& event) override {
     if (event == nullptr) return true;
     if (HostEvent* host = host_event(event)) return host->is_over();
     const bool is_running = cudaEventQuery(native(event)) == cudaErrorNotReady;
-    if (is_running) cudaGetLastError();  // the next launch of this thread would take it for its own
+    if (is_running) cudaGetLastError();  // clear cudaErrorNotReady for the thread's next launch check
     return !is_running;
   }
   void drain(Queue queue) noexcept override { cudaStreamSynchronize(stream(queue)); }
@@ -256,21 +254,21 @@ class CudaBackend final : public Backend {
   void pin(void* data, int64_t num_bytes) override {
     const c10::cuda::CUDAGuard guard(device_);
     const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable);
-    if (error != cudaSuccess) cudaGetLastError();  // the next launch of this thread would take it for its own
+    if (error != cudaSuccess) cudaGetLastError();  // clear the error for the thread's next launch check
     PS_CHECK(error == cudaSuccess, SystemError, num_bytes, " bytes of host memory cannot be locked for transfers (",
              cudaGetErrorString(error),
              "): the system has no more, or limits locked memory (ulimit -l); lower host_memory");
   }
   std::function<void(void*, int64_t)> unpinner() const override {
     return [device = device_](void* data, int64_t) {
-      const c10::cuda::CUDAGuard guard(device);  // the thread may be one that has used no device yet
-      if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();  // nobody could do anything about it
+      const c10::cuda::CUDAGuard guard(device);                         // the thread may not have used the device yet
+      if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();  // nothing can be done about it
     };
   }
 
   bool measures_tide_freely() const override { return false; }
   bool follows_tide() const override { return false; }
-  // What PyTorch has reserved beside slots: with all that its blocks waste, this is what the tide costs.
+  // Memory that PyTorch reserved beside device buffers, including what its blocks waste.
   int64_t tide_bytes() override { return cuda_bytes(device_).reserved - slot_bytes_; }
   int64_t take_tide_peak() override {
     note_peaks();
@@ -288,16 +286,14 @@ class CudaBackend final : public Backend {
     note_peaks();
     peak_reserved_ = 0;
   }
-  // PyTorch's allocator enforces the limit from the first step on; what it refuses is not known here.
+  // PyTorch's allocator always enforces the limit, and refused sizes are unknown here.
   int64_t least_limit_bytes() override { return 0; }
   void reset_least_limit() override {}
   void note_needed_payloads(int64_t) override {}
 
   int64_t reclaimable_bytes() const override {
-    return std::max<int64_t>(cuda_bytes(device_).cached - fragment_bytes().value_or(0), 0);
-  }
-  std::optional<int64_t> fragment_bytes() const override {
-    return pressure_ ? pressure_->fragment_bytes() : std::nullopt;
+    const int64_t fragments = pressure_ ? pressure_->fragment_bytes() : 0;
+    return std::max<int64_t>(cuda_bytes(device_).cached - fragments, 0);
   }
 
   int64_t limit_bytes() const override { return limit_bytes_; }
@@ -311,15 +307,15 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  // Made when they are needed: CUDA has few queues in hardware (CUDA_DEVICE_MAX_CONNECTIONS), and of two streams that
-  // share one each waits for the other.
+  // Streams are created on first use. CUDA has few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), and streams that
+  // share one wait for each other.
   cudaStream_t stream(Queue queue) const {
     if (queue == Queue::kCompute) return compute_;
     std::atomic<cudaStream_t>& stream = streams_[static_cast<size_t>(queue)];
     if (stream == nullptr) stream = lasting_stream(device_, queue);
     return stream;
   }
-  // PyTorch has one peak of each kind for all who ask.
+  // PyTorch keeps one peak of each kind; this copies and resets it.
   void note_peaks() {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
     const int64_t slots = std::exchange(least_slot_bytes_, slot_bytes_);
@@ -331,21 +327,21 @@ class CudaBackend final : public Backend {
   }
   c10::DeviceIndex device_;
   std::shared_ptr<CudaEventPool> events_;
-  std::shared_ptr<CudaEventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
+  std::shared_ptr<CudaEventPool> timed_events_;  // separate: an event with timing costs the GPU a timestamp
   Segments segments_;
   CudaTideRegions tide_regions_;
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
-  // What PyTorch's allocator compares a request with. It then maps whole pages, which may end at the limit: what fits
-  // below that and not below this fails, and costs all that was cached.
+  // Limit of PyTorch's allocator, below limit_bytes_ by the rounding. The allocator then maps whole pages, which may
+  // end at limit_bytes_. A request between the two limits fails after the whole cache was given up.
   int64_t allowed_bytes_ = 0;
-  mutable std::array<std::atomic<cudaStream_t>, kNumQueues> streams_{};  // by queue, of all but kCompute
-  cudaStream_t compute_;                                                 // [Note: one compute queue]
+  mutable std::array<std::atomic<cudaStream_t>, kNumQueues> streams_{};  // by queue, without kCompute
+  cudaStream_t compute_;                                                 // see follow_compute()
   int64_t slot_bytes_ = 0;
-  int64_t cached_slot_bytes_ = 0;  // freed slots that PyTorch keeps for this stream, as far as is known
+  int64_t cached_slot_bytes_ = 0;  // estimate of freed buffers that PyTorch caches for the upload stream
   int64_t least_slot_bytes_ = 0;   // since the last note_peaks
   int64_t peak_reserved_ = 0;
-  int64_t tide_peak_ = 0;  // since take_tide_peak, like the next since take_live_tide_peak
+  int64_t tide_peak_ = 0;  // since take_tide_peak()
   int64_t live_tide_peak_ = 0;
   std::optional<AllocatorLimit> allocator_limit_;
   std::optional<CudaPressureScope> pressure_;
@@ -372,7 +368,7 @@ std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes) {
     } catch (const std::exception&) {  // the device has failed, and its memory with it
     }
   });
-  // Its last user before was of the upload stream's order.
+  // The memory's last user was ordered on the upload stream.
   cudaEvent_t before = nullptr;
   PS_CUDA_CHECK(cudaEventCreateWithFlags(&before, cudaEventDisableTiming));
   PS_CUDA_CHECK(cudaEventRecord(before, stream));

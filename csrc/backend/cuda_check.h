@@ -1,4 +1,4 @@
-// CUDA's return codes as exceptions.
+// Turns CUDA error codes into SystemError.
 #pragma once
 
 #include <cuda_runtime_api.h>

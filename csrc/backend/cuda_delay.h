@@ -1,4 +1,4 @@
-// A kernel that keeps a stream busy for a while, for runs with delays (backend/delaying_backend.h).
+// A kernel that keeps a stream busy for `nanoseconds`, for runs with delays (backend/delaying_backend.h).
 #pragma once
 
 #include <cuda_runtime_api.h>

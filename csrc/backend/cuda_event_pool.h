@@ -1,4 +1,4 @@
-// CUDA events that are used again: creating one costs microseconds and takes a driver lock. Any thread.
+// A pool of CUDA events: creating an event costs microseconds and takes a driver lock. Any thread.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <optional>
 #include <type_traits>
 
 #include "backend/cuda_stats.h"
@@ -20,9 +19,9 @@ struct Listener {
   std::atomic<c10::DeviceIndex> device{0};
   std::atomic<int64_t> allowed_bytes{0};
   std::atomic<int64_t> headroom_bytes{0};
-  std::atomic<int64_t> largest_request{0};   // of activations since the scope began
-  std::atomic<int64_t> fragments{kUnknown};  // the most that was seen since then ([Note: fragments])
-  std::atomic<bool> has_released{false};     // and allocated nothing since
+  std::atomic<int64_t> largest_request{0};   // largest activation request since the scope began
+  std::atomic<int64_t> fragments{kUnknown};  // highest bytes since the scope began
+  std::atomic<bool> has_released{false};     // pages were unmapped and nothing was allocated since
   std::atomic<Segments> segments{Segments::kExpandable};
   PressureGate gate;
 };
@@ -40,8 +39,8 @@ void raise_to(std::atomic<int64_t>& most, int64_t value) {
   }
 }
 
-// What PyTorch takes from the driver for a request: 2 MiB for small ones, 20 MiB for medium ones, whole 2 MiB for
-// others.
+// Bytes that PyTorch reserves for a request: 2 MiB for small ones, 20 MiB for medium ones, else the size rounded up to
+// 2 MiB.
 int64_t segment_bytes(int64_t request) {
   constexpr int64_t kMiB = int64_t{1} << 20;
   if (request <= kMiB) return 2 * kMiB;
@@ -49,10 +48,9 @@ int64_t segment_bytes(int64_t request) {
   return (request + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB;
 }
 
-// [Note: fragments] Before it fails, PyTorch's allocator gives all cached memory back to the driver and asks for new
-// memory. Of expandable segments that is every page that no block lies on, so what is still cached afterwards is what
-// lies beside blocks on their pages: fragments, which serve no large request. They are measured when it happens, with
-// the first allocation that follows, whose own bytes are not counted as allocated yet.
+// Before an allocation fails, PyTorch returns every expandable page without a block to the driver. Memory still cached
+// afterwards shares pages with blocks: fragments. They are measured at the first allocation after the release; PyTorch
+// does not yet count its bytes as allocated.
 template <typename Entry>
 void note_fragments(const Entry& entry) {
   Listener& target = listener();
@@ -66,8 +64,8 @@ void note_fragments(const Entry& entry) {
   raise_to(target.fragments, now);
 }
 
-// The callback below is not told what was asked for, so the largest request so far, also one that failed, is what it
-// makes room for: what is large in backward was so in forward, and a forward that failed is run again.
+// The free-memory callback does not get the request's size and makes room for the largest request so far, failed ones
+// included. A size of backward appeared in forward, and a failed forward is run again.
 template <typename Entry>
 void note_request(const Entry& entry) {
   Listener& target = listener();
@@ -89,20 +87,20 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     if (left >= headroom) return false;
     if (target.segments == Segments::kExpandable) {
       const int64_t missing = headroom - left - reclaimable_bytes(target);
-      // The largest request fails now unless PyTorch gives its cache back, which it would do next, without asking
-      // again.
+      // The largest request fails now unless PyTorch returns its cache, which it would do next without another
+      // callback.
       const bool is_close = left < needed && missing > -target.headroom_bytes / 4;
       if (!is_close) return missing > 0 && target.gate.ask(missing) > 0;
       make_room(target, needed, headroom);
       return true;
     }
-    // What is freed may lie in segments that still hold something.
+    // Freed memory may lie in segments that still hold blocks.
     if (target.gate.ask(headroom - left) > 0) make_room(target, needed, needed);
     return true;
   }
 
  private:
-  // What was freed counts when the driver has it back. Where less than `needed` is left, asks for `wanted` at once.
+  // Freed memory counts after emptyCache(). Requests `wanted` while less than `needed` is left.
   static void make_room(Listener& target, int64_t needed, int64_t wanted) {
     c10::cuda::CUDACachingAllocator::emptyCache();
     while (left_bytes(target) < needed && target.gate.ask(wanted - left_bytes(target)) > 0) {
@@ -112,8 +110,7 @@ class EvictChunks final : public c10::FreeMemoryCallback {
   static int64_t left_bytes(const Listener& target) {
     return target.allowed_bytes - cuda_bytes(target.device).reserved;
   }
-  // What the allocator gives back by itself before it fails. As long as nobody knows what stays, as much as is to be
-  // kept free is taken for it.
+  // Cached bytes that the allocator returns before it fails. Unknown fragments are assumed to take headroom_bytes.
   static int64_t reclaimable_bytes(const Listener& target) {
     const int64_t cached = cuda_bytes(target.device).cached;
     const int64_t fragments = target.fragments;
@@ -125,7 +122,7 @@ class EvictChunks final : public c10::FreeMemoryCallback {
 
 CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments,
                                      PressureHandler* handler) {
-  static std::once_flag attached;  // PyTorch cannot detach it; without a handler it does nothing
+  static std::once_flag attached;  // PyTorch cannot detach a tracker; without a handler it does nothing
   std::call_once(attached, [] {
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
       note_request(entry);
@@ -145,11 +142,7 @@ CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t 
 
 CudaPressureScope::~CudaPressureScope() { listener().gate.set(nullptr); }
 
-std::optional<int64_t> CudaPressureScope::fragment_bytes() const {
-  const int64_t fragments = listener().fragments;
-  if (fragments == kUnknown) return std::nullopt;
-  return fragments;
-}
+int64_t CudaPressureScope::fragment_bytes() const { return std::max<int64_t>(listener().fragments, 0); }
 
 CudaSlotAllocationScope::CudaSlotAllocationScope() { ++slot_allocations; }
 CudaSlotAllocationScope::~CudaSlotAllocationScope() { --slot_allocations; }

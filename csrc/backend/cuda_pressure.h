@@ -1,8 +1,7 @@
-// PyTorch's caching allocator asks for memory before it goes to the driver; this passes the question on.
-//
-// c10 keeps a registry of "free memory callbacks" per process, so the handler of the running engine stands in one
-// process-wide slot here. The callback does not say how much is wanted and runs whenever no cached block fits, so it
-// only acts when little is left under the allocator's limit.
+// Evicts chunks before PyTorch's caching allocator goes to the driver.
+// c10 registers "free memory callbacks" per process, so one process-wide variable holds the running engine's handler.
+// The callback runs on every cache miss and does not know the requested size, so it acts only when little is left under
+// the allocator's limit.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +11,12 @@
 
 namespace patrickstar {
 
-// How PyTorch's allocator holds memory. A fixed segment goes back to the driver when all of its blocks are free, pages
-// of an expandable one as they become free.
+// How PyTorch's allocator maps memory. A fixed segment returns to the driver when all its blocks are free; an
+// expandable segment returns single pages.
 enum class Segments : uint8_t { kFixed, kExpandable };
 
-// While it lives, `handler` (not null) is asked when less than `headroom_bytes` of `allowed_bytes`, which PyTorch's
-// allocator compares requests with, are left to reserve on `device`. One at a time.
+// Calls `handler` (not null) when less than `headroom_bytes` of `allowed_bytes` are left to reserve on `device`.
+// `allowed_bytes` is the limit of PyTorch's allocator. At most one scope exists per process.
 class CudaPressureScope {
  public:
   CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments,
@@ -26,12 +25,12 @@ class CudaPressureScope {
   CudaPressureScope(const CudaPressureScope&) = delete;
   CudaPressureScope& operator=(const CudaPressureScope&) = delete;
 
-  // The most that fragments of expandable segments took since the scope began ([Note: fragments]); none before the
-  // allocator had to give memory back.
-  std::optional<int64_t> fragment_bytes() const;
+  // Highest bytes of fragments since the scope began: cached memory on pages that blocks in use share, which serves no
+  // large request. Expandable segments only; 0 until the allocator first returned memory to the driver.
+  int64_t fragment_bytes() const;
 };
 
-// The calling thread allocates slots: the handler must not be asked from inside.
+// Disables the handler while the calling thread allocates device buffers.
 class CudaSlotAllocationScope {
  public:
   CudaSlotAllocationScope();

@@ -1,4 +1,3 @@
-// What PyTorch's allocator has of a GPU just now.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -12,7 +11,7 @@ inline constexpr auto kAggregate = static_cast<size_t>(c10::CachingDeviceAllocat
 
 struct CudaBytes {
   int64_t reserved;
-  int64_t cached;  // of these, what no block is allocated of
+  int64_t cached;  // reserved, and allocated to no block
 };
 
 inline CudaBytes cuda_bytes(c10::DeviceIndex device) {

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kAlignment = 512;
 constexpr int64_t kPage = int64_t{2} << 20;
-// A look at all blocks takes a millisecond, so there is another one only when so much more is cached.
+// Growth of cached memory after which a failed search is repeated: a snapshot of all blocks takes a millisecond.
 constexpr int64_t kWorthLooking = int64_t{512} << 20;
-// Of what PyTorch reserves, so much more in a step is no sign that regions took what layers need.
+// Growth of PyTorch's reserved memory per step that is not caused by regions.
 constexpr int64_t kUsualGrowth = int64_t{64} << 20;
 
 int64_t round_up(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }

@@ -1,12 +1,10 @@
-// What activations have left in PyTorch's allocator, for what is gone before they come again.
+// Sub-allocates gradients from free blocks that activations left in PyTorch's cache (memory/tide_memory.h).
 //
-// [Note: regions of the tide] ([Note: gradients in the tide], memory/tide_memory.h) Much of what is cached for the
-// compute queue is in pieces that the next layer's recomputation takes again; for what is cut out of those, PyTorch
-// maps new pages then (all gradients of GPT 18.5 B so raised its tide from 12.7 GB to 22.8). So memory is taken as
-// regions out of the largest free block, of which a part stays, and no more of them when PyTorch has reserved more for
-// the queue than when the first one was taken. By as much as that has grown from one step to the next, they may take
-// less from then on: else regions would grow with what they make layers map. A region goes back when nothing in it is
-// in use, all of them at the step's end.
+// Most cached memory of the compute queue is in pieces that the next layer's recomputation needs again. Taking a piece
+// makes PyTorch map new pages. A region is therefore cut out of the largest free block, and part of that block stays
+// free. No region is added once PyTorch has reserved more for the queue than at the step's first region. If that
+// reservation grew since the last step, the regions of later steps shrink by the growth. A region returns to PyTorch
+// when nothing in it is in use; all of them return by the end of the step.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +14,17 @@ namespace patrickstar {
 
 class CudaTideRegions {
  public:
-  // `kept_bytes` of each block out of which a region is cut stay, or a quarter of it if that is more.
+  // A block keeps `kept_bytes`, or a quarter of its size if that is more, when a region is cut out of it.
   CudaTideRegions(int device, int64_t kept_bytes) : device_(device), kept_bytes_(kept_bytes) {}
   CudaTideRegions(const CudaTideRegions&) = delete;
   CudaTideRegions& operator=(const CudaTideRegions&) = delete;
 
-  // Memory of the compute stream `stream`; null where there is no room.
+  // Memory of the compute stream `stream`. Null if there is no room.
   void* allocate(int64_t num_bytes, void* stream);
-  // Nothing but later work of that stream uses the memory. Throws what PyTorch's allocator throws.
+  // Only later work of that stream may still use the memory. Throws what PyTorch's allocator throws.
   void free(void* pointer);
 
-  // Of all regions; and the least since the last call.
+  // Bytes of all regions: now, and the least since the last call.
   int64_t num_bytes() const { return taken_bytes_; }
   int64_t take_least_bytes();
 
@@ -34,20 +32,20 @@ class CudaTideRegions {
   struct Region {
     char* begin;
     int64_t num_bytes;
-    int64_t used;  // from the first byte on; what is freed in between comes back with the region
+    int64_t used;  // bytes from the begin on; freed pieces return with the region
     int num_in_use;
   };
 
-  // What PyTorch has for a stream, in blocks of more than 1 MiB.
+  // Memory that PyTorch has reserved for a stream, in blocks of more than 1 MiB.
   struct Pages {
     int64_t reserved = 0;
-    int64_t largest_free = 0;  // block
+    int64_t largest_free = 0;  // bytes of the largest free block
   };
 
-  // False: there is none that has room for so much.
+  // False if no free block is large enough.
   bool add_region(int64_t num_bytes, void* stream);
   Pages pages_of(void* stream) const;
-  // A step's first region is asked for.
+  // Called for a step's first region.
   void note_growth(int64_t reserved);
 
   int device_;
@@ -55,11 +53,11 @@ class CudaTideRegions {
   std::vector<Region> regions_;
   int64_t taken_bytes_ = 0;       // by regions
   int64_t least_bytes_ = 0;       // since take_least_bytes()
-  bool is_first_of_step_ = true;  // the next region
+  bool is_first_of_step_ = true;  // the next region is the step's first
   int64_t allowed_bytes_ = INT64_MAX;
-  int64_t step_bytes_ = 0;      // of all regions since there was none
-  int64_t last_reserved_ = 0;   // when the first of them was asked for; 0: none was yet
-  int64_t cached_in_vain_ = 0;  // by PyTorch, when the last look in this step found nothing
+  int64_t step_bytes_ = 0;      // bytes of the regions added in this step
+  int64_t last_reserved_ = 0;   // at the first region of the last step; 0: no step so far
+  int64_t cached_in_vain_ = 0;  // PyTorch's cached bytes when the last search of this step failed
 };
 
 }  // namespace patrickstar

@@ -16,7 +16,7 @@ class DelayingBackend final : public Backend {
   DelayingBackend(std::unique_ptr<Backend> backend, const DelayOptions& options)
       : inner_(std::move(backend)), options_(options), generator_(options.seed) {}
 
-  // What is late.
+  // Delayed calls.
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
     const bool crosses_link =
@@ -35,7 +35,7 @@ class DelayingBackend final : public Backend {
     }
   }
 
-  // What is not.
+  // Forwarded calls.
 
   void* allocate(int64_t num_bytes) override { return inner_->allocate(num_bytes); }
   void* allocate_over_limit(int64_t num_bytes) override { return inner_->allocate_over_limit(num_bytes); }
@@ -77,7 +77,6 @@ class DelayingBackend final : public Backend {
   void note_needed_payloads(int64_t num_bytes) override { inner_->note_needed_payloads(num_bytes); }
   void reclaim() override { inner_->reclaim(); }
   int64_t reclaimable_bytes() const override { return inner_->reclaimable_bytes(); }
-  std::optional<int64_t> fragment_bytes() const override { return inner_->fragment_bytes(); }
   int64_t limit_bytes() const override { return inner_->limit_bytes(); }
   bool may_exceed_limit() const override { return inner_->may_exceed_limit(); }
   void set_limit_policy(LimitPolicy policy) override { inner_->set_limit_policy(policy); }

@@ -1,9 +1,7 @@
-// A backend that makes another one late on purpose: a simulated link between host and device, and random delays, which
-// show a missing wait on any machine. Neither may change a number.
+// A backend that delays another one on purpose: a simulated link between host and device, and random delays that expose
+// missing waits. No delay may change a result.
 //
 //   auto backend = make_delaying_backend(make_cpu_backend(limit), {.bytes_per_second = 8e9, .latency_seconds = 1e-5});
-//
-// All else is what the backend inside does.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +12,16 @@
 namespace patrickstar {
 
 struct DelayOptions {
-  double bytes_per_second = 0;    // of the link, each way; 0: as fast as it is
+  double bytes_per_second = 0;    // of the link, per direction; 0: no limit
   double latency_seconds = 0;     // of the link, per transfer
-  double max_random_seconds = 0;  // before a transfer, before compute, after a wait of a thread of the host's
+  double max_random_seconds = 0;  // before a transfer, before compute, after synchronize()
   uint64_t seed = 0;
 
   bool simulates_link() const { return bytes_per_second > 0 || latency_seconds > 0; }
   bool is_any() const { return simulates_link() || max_random_seconds > 0; }
 };
 
-// `backend` itself where `options` ask for no delay.
+// Returns `backend` itself if `options` set no delay.
 std::unique_ptr<Backend> make_delaying_backend(std::unique_ptr<Backend> backend, const DelayOptions& options);
 
 }  // namespace patrickstar

@@ -24,10 +24,9 @@ void raise_to(std::atomic<int64_t>& maximum, int64_t value) {
   }
 }
 
-// What is known of each metered allocation, by address. A table instead of a header or a context of our own: oneDNN
-// keeps memory that it got by c10's raw interface, which must stay a plain address that any CPU allocator of the
-// process can free, also one that is installed later or was before. One table per process, since a deleter gets an
-// address only.
+// A metered allocation. The entries lie in a table by address, not in a header or deleter context: oneDNN keeps
+// addresses from c10's raw interface, which any CPU allocator of the process must be able to free. A deleter gets only
+// an address, so there is one table per process.
 struct Metered {
   int64_t num_bytes;
   std::shared_ptr<DeviceMeter> meter;
@@ -35,7 +34,7 @@ struct Metered {
 
 class MeteredTable {
  public:
-  // Before a fork of the process: a thread that were inside then would never leave the copy.
+  // Called before a fork: the child could never take a mutex that another thread holds.
   void lock_all() {
     for (Shard& shard : shards_) shard.mutex.lock();
   }
@@ -48,7 +47,7 @@ class MeteredTable {
     const std::lock_guard<std::mutex> lock(shard.mutex);
     shard.entries.insert_or_assign(data, std::move(metered));
   }
-  // An empty entry when the address was not metered.
+  // Returns an empty entry if the address is not metered.
   Metered take(void* data) {
     Shard& shard = shard_of(data);
     const std::lock_guard<std::mutex> lock(shard.mutex);
@@ -69,7 +68,7 @@ class MeteredTable {
   std::array<Shard, 16> shards_;
 };
 
-// Never destroyed: tensors may be freed while the process ends.
+// Leaked on purpose: tensors may be freed while the process exits.
 MeteredTable& metered_table() {
   static auto* table = [] {
     auto* made = new MeteredTable;
@@ -102,7 +101,7 @@ void DeviceMeter::make_room_for_tide(int64_t num_bytes) {
   const int64_t need = in_use() + num_bytes;
   if (need <= limit_) return;
   if (policy_ == LimitPolicy::kMeasure) return raise_to(least_limit_, need);
-  // How much is asked for later is not known: no least limit is named.
+  // Later allocations are unknown, so the message names no sufficient limit.
   const std::string message =
       detail::join("out of simulated device memory: ", num_bytes, " bytes more are needed, ", in_use(), " of ", limit_,
                    " are in use by activations and by chunks that running operations hold; raise device_memory, or "
@@ -141,7 +140,7 @@ MeteredAllocator::MeteredAllocator(std::shared_ptr<DeviceMeter> meter)
   PS_CHECK(base_->raw_deleter() != &free_metered, StateError,
            "another simulated device is open in this process; close its engine first");
   base_deleter = base_->raw_deleter();
-  // The highest priority: an allocator that somebody set before stays underneath and is put back.
+  // The highest priority. An allocator set earlier stays underneath and is restored.
   c10::SetCPUAllocator(this, /*priority=*/255);
 }
 
@@ -150,13 +149,13 @@ MeteredAllocator::~MeteredAllocator() {
 }
 
 c10::DataPtr MeteredAllocator::allocate(size_t num_bytes) {
-  // In a fork (a DataLoader's worker) there is no engine that could make room.
+  // A forked process (a DataLoader worker) has no engine that could make room.
   if (num_bytes == 0 || host_scopes > 0 || !made_in_.is_here()) return base_->allocate(num_bytes);
   const auto bytes = static_cast<int64_t>(num_bytes);
   meter_->make_room_for_tide(bytes);
   c10::DataPtr memory = base_->allocate(num_bytes);
   if (!memory.compare_exchange_deleter(base_->raw_deleter(), &free_metered)) return memory;  // not plain memory
-  metered_table().insert(memory.get(), {bytes, meter_});  // where it throws nothing is counted
+  metered_table().insert(memory.get(), {bytes, meter_});  // throws before anything is counted
   meter_->add_tide(bytes);
   return memory;
 }

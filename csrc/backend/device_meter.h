@@ -1,12 +1,11 @@
-// The simulated device's memory: a limit, and what is in use. Everything on the CPU that PyTorch
-// allocates while an engine is open counts as the tide; slots count beside it.
+// Memory accounting of the simulated device: a limit, device buffers and activation memory. All memory that PyTorch
+// allocates on the CPU while an engine is open counts as activation memory.
 //
-// `MeteredAllocator` stands in front of PyTorch's CPU allocator (c10::SetCPUAllocator, the interface that
-// c10 has for this) while it lives. c10's memory-reporting hook was tried first: it reports after the
-// allocation instead of before it, misses what other threads free, and torch.profiler refuses to start
-// while it is installed.
+// `MeteredAllocator` replaces PyTorch's CPU allocator (c10::SetCPUAllocator) while it exists. c10's memory-reporting
+// hook does not serve: it reports after the allocation, misses memory freed by other threads, and blocks
+// torch.profiler.
 //
-// Counters are atomic: any thread allocates and frees, also after the engine is closed.
+// Counters are atomic. Any thread allocates and frees, also after the engine is closed.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -24,18 +23,18 @@ class DeviceMeter {
  public:
   explicit DeviceMeter(int64_t limit_bytes) : limit_(limit_bytes) {}
 
-  // Asks for room for an allocation of the tide: lets the handler evict, then throws
-  // c10::OutOfMemoryError or, when measuring, lets it pass.
+  // Makes room for an allocation of activations: lets the handler evict chunks, then throws c10::OutOfMemoryError
+  // unless the policy is kMeasure.
   void make_room_for_tide(int64_t num_bytes);
   void add_tide(int64_t num_bytes);
   void subtract_tide(int64_t num_bytes) { tide_ -= num_bytes; }
 
-  // False, and nothing added, when the slot does not fit.
+  // Returns false and adds nothing if the buffer does not fit.
   bool try_add_slot(int64_t num_bytes);
   void add_slot_over_limit(int64_t num_bytes);
   void subtract_slot(int64_t num_bytes) { slots_ -= num_bytes; }
 
-  // As if slots of so many bytes, and no others, were in use now.
+  // Records the limit that would be needed if exactly `num_bytes` of device buffers were in use now.
   void note_needed_payloads(int64_t num_bytes);
 
   int64_t in_use() const { return tide_ + slots_; }
@@ -44,7 +43,7 @@ class DeviceMeter {
   std::atomic<int64_t> tide_{0};
   std::atomic<int64_t> slots_{0};
   std::atomic<int64_t> tide_peak_{0};
-  std::atomic<int64_t> live_peak_{0};  // the same, since somebody else has asked
+  std::atomic<int64_t> live_peak_{0};  // since its own last reset
   std::atomic<int64_t> peak_{0};
   std::atomic<int64_t> least_limit_{0};
   std::atomic<LimitPolicy> policy_{LimitPolicy::kEnforce};
@@ -69,8 +68,8 @@ class MeteredAllocator final : public c10::Allocator {
   c10::Allocator* base_;
 };
 
-// Allocations of this thread do not count while it lives: host memory in the sense of the user
-// (state_dict and other copies of parameters handed out).
+// Allocations of the calling thread count as host memory while the scope exists: state_dict and other copies handed to
+// the user.
 class HostAllocationScope {
  public:
   HostAllocationScope();

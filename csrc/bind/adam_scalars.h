@@ -1,4 +1,4 @@
-// AdamScalars (optim/kernels.h) of Python's keyword arguments.
+// Converts Python keyword arguments to AdamScalars (optim/kernels.h).
 #pragma once
 
 #include <pybind11/pybind11.h>

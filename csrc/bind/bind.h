@@ -1,4 +1,4 @@
-// One register_* per concept; module.cpp calls them and does nothing else.
+// One register_* per concept, called by module.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,11 +23,11 @@ void register_types(pybind11::module_& module);
 void register_threads(pybind11::module_& module);
 void register_checksum(pybind11::module_& module);
 void register_optim(pybind11::module_& module);
-// Of it, the optimizers of one moment: their enum, and what goes to the submodule.
+// Optimizers without a variance (Lion, SGD): their enum, and their kernels for the submodule.
 void register_momentum_rule(pybind11::module_& module);
 void register_momentum_kernels(pybind11::module_& module);
 void register_values_in_place(pybind11::module_& module);
-void register_cuda_kernels(pybind11::module_& module);  // of a build with CUDA
+void register_cuda_kernels(pybind11::module_& module);  // CUDA builds only
 void register_loss_scaler(pybind11::module_& module);
 void register_quant(pybind11::module_& module);
 void register_plan(pybind11::module_& module);
@@ -43,27 +43,26 @@ void register_engine_options(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_gradient_hook(pybind11::module_& module);
 
-// The planner's types as Python lists and dicts, there and back.
+// Conversions between C++ types and Python lists and dicts.
 pybind11::list describe_timeline(const Timeline& timeline);
 pybind11::dict describe_plan(const Plan& plan);
-// A traced step likewise; of one, {"seconds", "stalled_seconds": {StallCause: seconds}}.
+// A traced step; describe_stalls(): {"seconds", "stalled_seconds": {StallCause: seconds}}.
 pybind11::dict describe_trace(const StepTrace& trace);
 pybind11::dict describe_stalls(const StepTrace& trace);
-// make_plan's arguments but the timeline.
+// Arguments of make_plan, timeline aside.
 pybind11::dict describe_problem(const PlanProblem& problem);
 Timeline parse_timeline(const pybind11::list& moments);
 Plan parse_plan(const pybind11::dict& plan);
 // {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}
 using CostMap = std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
 std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline);
-// By chunk: as in VisitCost.
+// By chunk: fields of VisitCost.
 using VisitCosts = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
 std::vector<VisitCost> parse_visits(const VisitCosts& costs);
-// By moment: bytes of activations that leave, that come back, and of these that are needed.
+// By access: fields of ActivationCopies (bytes leaving, returning, needed).
 using CopiesByMoment = std::vector<std::array<int64_t, 3>>;
 std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments);
 CopiesByMoment describe_copies(const std::vector<ActivationCopies>& moments);
-// A step of the simulator.
 pybind11::dict describe_step(const SimulatedStep& step);
 
 }  // namespace patrickstar::bind

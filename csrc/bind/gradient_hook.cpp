@@ -20,7 +20,7 @@ GradientHook::GradientHook(py::object runtime, ParamId param, py::tuple strides,
 void GradientHook::operator()(py::handle param) {
   deliver_interrupt();
   py::object gradient = take_(param);
-  if (gradient.is_none()) return;  // a function of the user's that gives none for this input
+  if (gradient.is_none()) return;  // a user's autograd.Function returned no gradient
   const bool fits = !gradient.attr(is_sparse_).cast<bool>() && gradient.attr(stride_)().equal(strides_);
   if (!fits) gradient = rearrange_(gradient, param);
   const auto data = gradient.attr(data_ptr_)().cast<uintptr_t>();

@@ -1,8 +1,8 @@
-// The post-accumulate hook of one parameter: takes a gradient away from autograd and folds it into its chunk.
-// Called by autograd with the GIL, which is released in the core.
+// Post-accumulate hook of one parameter: moves its gradient from autograd to its chunk. Autograd calls it with the GIL;
+// the core runs without.
 //
-// It refers to the runtime alone: the garbage collector does not see what a tensor's hooks refer to, and would never
-// free an engine among it.
+// The hook references the runtime only. The garbage collector cannot see references held by a tensor's hooks, so one to
+// the engine would never be freed.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,19 +14,19 @@ namespace patrickstar::bind {
 
 class GradientHook {
  public:
-  // `runtime` is a Runtime. `take(param)` gives the gradient and leaves none behind. `strides` are the parameter's; a
-  // sparse gradient, or one of other strides, is copied by `rearrange(gradient, param)`.
+  // `runtime`: a Runtime. `take(param)` removes and returns the gradient. `rearrange(gradient, param)` copies gradients
+  // that are sparse or whose strides differ from `strides`.
   GradientHook(pybind11::object runtime, ParamId param, pybind11::tuple strides, pybind11::object take,
                pybind11::object rearrange);
 
   void operator()(pybind11::handle param);
 
   ParamId param() const { return param_; }
-  // Whether a gradient was ever folded.
+  // True once a gradient was accumulated.
   bool has_folded() const { return has_folded_; }
 
  private:
-  pybind11::object keeper_;  // of the runtime
+  pybind11::object keeper_;  // keeps runtime_ alive
   Runtime& runtime_;
   ParamId param_;
   pybind11::tuple strides_;

@@ -1,4 +1,4 @@
-// An attribute's name as a Python string, interned once: attr("name") makes and hashes a string at every call.
+// An attribute name as an interned Python string; attr("name") makes and hashes a new string per call.
 #pragma once
 
 #include <pybind11/pybind11.h>

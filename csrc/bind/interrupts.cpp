@@ -10,7 +10,7 @@ namespace {
 
 bool is_waiting = false;  // guarded by the GIL
 
-// Never destroyed: hooks may be called while the interpreter ends.
+// Never destroyed: hooks may run while the interpreter ends.
 py::object& delivery() {
   static auto* function = new py::object;
   return *function;
@@ -25,7 +25,7 @@ void deliver_interrupt() {
 void register_interrupts(py::module_& module) {
   module.def(
       "set_interrupt_delivery", [](py::object function) { delivery() = std::move(function); }, py::arg("function"),
-      "What hooks of modules and gradients call while an interrupt is waiting.");
+      "Sets the function that module and gradient hooks call while an interrupt is waiting.");
   module.def("set_interrupt_waiting", [](bool waiting) { is_waiting = waiting; }, py::arg("waiting"));
 }
 

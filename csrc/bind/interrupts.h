@@ -1,14 +1,13 @@
-// Interrupts at points that one can name: a signal that comes while the user's forward or backward runs is delivered by
-// the next hook of ours that the main thread gets to (engine/interrupts.py), where nothing of PyTorch's is half done.
-//
-// Called with the GIL.
+// Interrupts at safe points. A signal may arrive during the user's forward or backward. The next hook of ours on the
+// main thread delivers it (engine/interrupts.py), where PyTorch is not in the middle of an operation. Called with the
+// GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace patrickstar::bind {
 
-// Calls what set_interrupt_delivery() was given, if an interrupt is waiting; that may raise.
+// Calls the function of set_interrupt_delivery() if an interrupt is waiting. May raise.
 void deliver_interrupt();
 
 void register_interrupts(pybind11::module_& module);

@@ -1,4 +1,4 @@
-// What bindings of the leaf kernels take from Python: raw addresses, checked, and as the ranges of optim/kernels.h.
+// Arguments of the leaf kernels' bindings: raw addresses, checked and converted to the ranges of optim/kernels.h.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -44,7 +44,7 @@ inline const optim::CpuKernels& kernels_of(const std::string& isa) {
   return *kernels;
 }
 
-// fn(first element, number of elements), on ranges that start at whole blocks of statistics.
+// Calls fn(first element, number of elements) on ranges that start at kSquaresBlock boundaries.
 template <class Function>
 void split(ThreadPool& pool, int64_t numel, const Function& fn) {
   PS_CHECK(numel >= 0, ArgumentError, "numel is ", numel, ", it must be at least 0; pass a tensor's numel()");
@@ -57,7 +57,7 @@ void split(int num_threads, int64_t numel, const Function& fn) {
   split(pool, numel, fn);
 }
 
-// Open values of a piece, as callers keep them (optim/kernels.h, settled values).
+// Log of a piece's scale-dependent values (optim/kernels.h), in the caller's memory.
 struct OpenLog {
   static constexpr int64_t kCapacity = optim::kOpenPiece / 16;
   int64_t count;
@@ -70,7 +70,7 @@ struct OpenLog {
   }
 };
 
-// fn(index, first element, number of elements) of each piece.
+// Calls fn(index, first element, number of elements) per piece.
 template <class Function>
 void split_into_pieces(int num_threads, int64_t numel, const Function& fn) {
   ThreadPool pool(num_threads);
@@ -82,17 +82,17 @@ void split_into_pieces(int num_threads, int64_t numel, const Function& fn) {
   });
 }
 
-// By default that of zeros.
+// Defaults to a key of zeros.
 using OptionalKey = std::optional<optim::RandomKey>;
 
-// A pool that the caller keeps, or the number of threads of one for this call.
+// The caller's pool, or a thread count for a temporary one.
 using Threads = std::variant<ThreadPool*, int>;
 
 inline Address offset(Address address, DType dtype, int64_t elements) {
   return address + static_cast<Address>(elements * element_size(dtype));
 }
 
-// An array of a state; from Python, an address alone is one of float32.
+// An optimizer state. In Python, a bare address means float32.
 struct StateArray {
   StateType type = StateType::kFloat32;
   Address data = 0;
@@ -159,7 +159,7 @@ inline void check_arrays(const AdamArrays& arrays, int64_t numel,
            " bytes where grad's have ", element_size(arrays.grad_dtype), "; give param memory of its own");
 }
 
-// Of passes that leave the old states as they are.
+// For passes that keep the old states.
 inline void check_whole_master(const AdamArrays& arrays) {
   PS_CHECK(arrays.master.type == StateType::kFloat32, ArgumentError,
            "this pass leaves the old values as they are, which needs a float32 master; give one, or call adam");
@@ -171,10 +171,9 @@ inline void check_half(DType grad_dtype, DType param_dtype) {
 }
 
 inline constexpr const char* kAdamDoc =
-    "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32 "
-    "or a StateArray each, grad and param of their dtypes; param may be grad, or 0. threads: a ThreadPool, or a number "
-    "of threads. Keyword "
-    "arguments: the fields of AdamScalars, all of them. "
-    "Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another size.";
+    "One Adam step over numel elements at raw addresses (optim/kernels.h). master, momentum and variance: float32 or a "
+    "StateArray. param may be grad, or 0. threads: a ThreadPool, or a number of threads. Keyword arguments: all fields "
+    "of AdamScalars. Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another "
+    "size.";
 
 }  // namespace patrickstar::bind

@@ -16,7 +16,7 @@ namespace {
 
 uintptr_t address(const void* data) { return reinterpret_cast<uintptr_t>(data); }
 
-// Any thread, with the interpreter or without it.
+// Callable from any thread, with or without the GIL.
 class PythonFunction {
  public:
   explicit PythonFunction(py::function function) : function_(std::move(function)) {}

@@ -1,7 +1,6 @@
-// A rule of whole matrices and a compute format that are functions of Python's, for tests and prototypes on the
-// simulated device. They are called by threads of the core and take the interpreter for that, so while one runs no
-// thread may wait for the core and hold the interpreter. What they allocate counts as host memory; what they raise
-// becomes a StateError.
+// A matrix rule and a compute format written in Python, for tests and prototypes on the simulated device. Threads of
+// the core call them and take the GIL, so no thread may wait for the core while it holds the GIL. Their allocations
+// count as host memory; their exceptions become StateError.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,9 +12,9 @@
 
 namespace patrickstar::bind {
 
-// function(rows, columns, direction, momentum, master): addresses, as optim::Matrix has them.
+// function(rows, columns, direction, momentum, master), with addresses as in optim::Matrix.
 std::shared_ptr<const optim::MatrixRule> make_matrix_rule(pybind11::function function);
-// function(shape, dtype, values): an address.
+// function(shape, dtype, values), where `values` is an address.
 std::shared_ptr<const optim::ComputeFormat> make_compute_format(pybind11::function function);
 
 }  // namespace patrickstar::bind

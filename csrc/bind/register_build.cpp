@@ -38,7 +38,7 @@ py::dict build_info() {
 
 void register_build(py::module_& module) {
   module.def("build_info", &build_info,
-             "What this module was compiled with: compiler, cplusplus, torch, and cuda and nccl or None.");
+             "Versions this module was compiled with: compiler, cplusplus, torch; cuda and nccl, or None.");
 }
 
 }  // namespace patrickstar::bind

@@ -7,7 +7,7 @@ namespace patrickstar::bind {
 
 namespace {
 
-// The contiguous bytes of a Python buffer, held for as long as this lives.
+// The contiguous bytes of a Python buffer, held while this lives.
 class Bytes {
  public:
   explicit Bytes(const py::buffer& buffer) {
@@ -37,7 +37,7 @@ void register_checksum(py::module_& module) {
   module.def("crc32c", &checksum<crc32c>, py::arg("data"), py::arg("crc") = 0,
              "CRC-32C of the bytes of a contiguous buffer, after those of checksum crc (common/crc32c.h).");
   module.def("crc32c_portable", &checksum<crc32c_portable>, py::arg("data"), py::arg("crc") = 0,
-             "The same by tables, on any processor.");
+             "crc32c by table lookup, on any processor.");
 }
 
 }  // namespace patrickstar::bind

@@ -38,7 +38,7 @@ void check_mean(int num_ranks, int64_t numel) {
 
 void register_communicator(py::module_& module) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(
-      module, "Communicator", "A group of ranks and its collectives on whole chunks (collective/communicator.h).")
+      module, "Communicator", "Collectives of a group of ranks on whole chunks (collective/communicator.h).")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def(
@@ -57,14 +57,14 @@ void register_communicator(py::module_& module) {
           [](Communicator& self, const Messages& sends, const Messages& receives) {
             self.exchange(peer_bytes(sends), peer_bytes(receives));
           },
-          py::arg("sends"), py::arg("receives"), "Messages to and from other ranks: (peer, address, bytes) each.",
+          py::arg("sends"), py::arg("receives"), "Exchanges messages with other ranks: (peer, address, bytes) each.",
           ReleaseGil())
-      .def("abort", &Communicator::abort, "Stops what is running, for failures; any thread.", ReleaseGil())
+      .def("abort", &Communicator::abort, "Aborts running collectives after a failure; any thread.", ReleaseGil())
       .def("check", &Communicator::check, "Raises RankFailure when the communicator has failed.", ReleaseGil())
       .def("oldest_pending_seconds", &Communicator::oldest_pending_seconds, ReleaseGil())
-      .def("close", &Communicator::close, "Frees what it holds; waits for no other rank.", ReleaseGil());
+      .def("close", &Communicator::close, "Frees its resources without waiting for other ranks.", ReleaseGil());
   py::class_<ControlGroup, std::shared_ptr<ControlGroup>>(module, "ControlGroup",
-                                                          "Small values over the hosts, for agreement between ranks.")
+                                                          "Exchanges small values between ranks through the hosts.")
       .def_property_readonly("rank", &ControlGroup::rank)
       .def_property_readonly("size", &ControlGroup::size)
       .def(
@@ -80,7 +80,8 @@ void register_communicator(py::module_& module) {
             for (const std::string& item : values) result.append(py::bytes(item));
             return result;
           },
-          py::arg("mine"), py::arg("what") = "", "Everybody's value by rank. Raises RankFailure, RankMismatch.")
+          py::arg("mine"), py::arg("what") = "",
+          "Returns every rank's value, by rank. Raises RankFailure, RankMismatch.")
       .def(
           "distribute",
           [](ControlGroup& self, const std::vector<py::bytes>& to_each, const std::string& what) {
@@ -94,15 +95,16 @@ void register_communicator(py::module_& module) {
             for (const std::string& item : values) result.append(py::bytes(item));
             return result;
           },
-          py::arg("to_each"), py::arg("what") = "", "A value for each rank; what comes from each. Raises as exchange.")
-      .def("enter", &ControlGroup::enter, py::arg("call"), "The call that this rank is in from now on; empty: none.")
+          py::arg("to_each"), py::arg("what") = "",
+          "Sends one value to each rank and returns those received, by rank. Raises as exchange.")
+      .def("enter", &ControlGroup::enter, py::arg("call"), "Sets the call that this rank is in; empty: none.")
       .def_property_readonly("call", &ControlGroup::call)
-      .def("abort", &ControlGroup::abort, "Stops what is running, for failures; any thread.", ReleaseGil())
-      .def("close", &ControlGroup::close, "Frees what it holds; waits for no other rank.", ReleaseGil());
+      .def("abort", &ControlGroup::abort, "Aborts running collectives after a failure; any thread.", ReleaseGil())
+      .def("close", &ControlGroup::close, "Frees its resources without waiting for other ranks.", ReleaseGil());
 }
 
 void register_groups(py::module_& module) {
-  // shared_ptr: the runtime keeps what Python has made.
+  // shared_ptr: the runtime keeps objects that Python made.
   module.def("make_single_communicator", [] { return std::shared_ptr<Communicator>(make_single_communicator()); });
   module.def("make_single_control", [] { return std::shared_ptr<ControlGroup>(make_single_control()); });
   module.def(

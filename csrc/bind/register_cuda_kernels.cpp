@@ -16,7 +16,7 @@ cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(s
 
 }  // namespace
 
-// `stream` is torch.cuda.Stream.cuda_stream. The calls enqueue on the current device and return.
+// `stream`: torch.cuda.Stream.cuda_stream. Calls enqueue on the current device and return.
 void register_cuda_kernels(py::module_& module) {
   module.def(
       "cuda_adam",

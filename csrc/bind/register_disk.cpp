@@ -25,7 +25,7 @@ std::vector<DiskRange> parse_ranges(const AddressedRanges& ranges) {
   return result;
 }
 
-// An atomic member as a property.
+// Binds an atomic member as a property.
 template <typename T>
 void add_fault(py::class_<DiskFaults, std::shared_ptr<DiskFaults>>& type, const char* name,
                std::atomic<T> DiskFaults::* member) {
@@ -37,12 +37,12 @@ void add_fault(py::class_<DiskFaults, std::shared_ptr<DiskFaults>>& type, const 
 }  // namespace
 
 void register_disk(py::module_& module) {
-  py::enum_<DiskIo>(module, "DiskIo", "How bytes go to a disk and come back (memory/disk_channel.h).")
+  py::enum_<DiskIo>(module, "DiskIo", "I/O interface of a disk (memory/disk_channel.h).")
       .value("AUTO", DiskIo::kAuto)
       .value("URING", DiskIo::kUring)
       .value("THREADS", DiskIo::kThreads);
   py::class_<DiskFaults, std::shared_ptr<DiskFaults>> faults(module, "DiskFaults",
-                                                             "What a test makes a disk do (memory/disk_file.h).");
+                                                             "Disk faults that a test injects (memory/disk_file.h).");
   faults.def(py::init<>());
   add_fault(faults, "reads_before_error", &DiskFaults::reads_before_error);
   add_fault(faults, "writes_before_error", &DiskFaults::writes_before_error);

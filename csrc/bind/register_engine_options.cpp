@@ -22,10 +22,10 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 void register_layout(py::module_& module) {
   py::class_<ChunkRanks>(module, "ChunkRanks", "Ranks of an engine that share a chunk (chunk/layout.h).")
-      .def(py::init<>(), "All of them.")
+      .def(py::init<>(), "All ranks of the engine.")
       .def_static("own", &ChunkRanks::own)
       .def_static("groups_of", &ChunkRanks::groups_of, py::arg("size"));
-  py::class_<Layout>(module, "Layout", "Which chunk and offset each parameter has (chunk/layout.h).")
+  py::class_<Layout>(module, "Layout", "Chunk and offset of each parameter (chunk/layout.h).")
       .def_static(
           "pack",
           [](const std::vector<int64_t>& numels, const std::vector<DType>& dtypes, const std::vector<bool>& trainable,
@@ -110,7 +110,8 @@ void register_options(py::module_& module) {
       .value("OFF", SpeculationMode::kOff)
       .value("ON", SpeculationMode::kOn)
       .value("COMMIT", SpeculationMode::kCommit);
-  py::class_<DeviceOptions>(module, "DeviceOptions", "What engines of one process share (engine/shared_device.h).")
+  py::class_<DeviceOptions>(module, "DeviceOptions",
+                            "Options shared by the engines of one process (engine/shared_device.h).")
       .def(py::init<>())
       .def_readwrite("cuda_device", &DeviceOptions::cuda_device)
       .def_readwrite("device_limit_bytes", &DeviceOptions::device_limit_bytes)
@@ -120,7 +121,8 @@ void register_options(py::module_& module) {
       .def_readwrite("follows_tide", &DeviceOptions::follows_tide)
       .def_readwrite("host_threads", &DeviceOptions::host_threads)
       .def_readwrite("delays", &DeviceOptions::delays);
-  py::class_<ResidencyOptions>(module, "ResidencyOptions", "Which states are on the device (engine/residency.h).")
+  py::class_<ResidencyOptions>(module, "ResidencyOptions",
+                               "Placement of optimizer states on the device (engine/residency.h).")
       .def(py::init<>())
       .def_readwrite("warmup_payload_ratio", &ResidencyOptions::warmup_payload_ratio)
       .def_readwrite("margin_use_ratio", &ResidencyOptions::margin_use_ratio)
@@ -139,33 +141,33 @@ void register_options(py::module_& module) {
       .def(
           "set_matrix_rule",
           [](EngineOptions& self, py::function function) { self.matrix_rule = make_matrix_rule(std::move(function)); },
-          "function(rows, columns, direction, momentum, master) is the rule of whole matrices (optim/matrix_rule.h).")
+          "Sets function(rows, columns, direction, momentum, master) as the matrix rule (optim/matrix_rule.h).")
       .def(
           "set_compute_format",
           [](EngineOptions& self, py::function function) {
             self.compute_format = make_compute_format(std::move(function));
           },
-          "function(shape, dtype, values) is the compute format (optim/compute_format.h).");
+          "Sets function(shape, dtype, values) as the compute format (optim/compute_format.h).");
 }
 
-// The alternatives of GroupOptions (engine/group_options.h).
+// Alternatives of GroupOptions (engine/group_options.h).
 void register_group_options(py::module_& module) {
-  py::enum_<SgdMomentum>(module, "SgdMomentum", "How SGD's momentum makes an update (engine/group_options.h).")
+  py::enum_<SgdMomentum>(module, "SgdMomentum", "SGD's momentum rule (engine/group_options.h).")
       .value("HEAVY_BALL", SgdMomentum::kHeavyBall)
       .value("NESTEROV", SgdMomentum::kNesterov);
-  py::class_<AdamOptions>(module, "AdamOptions", "Of Adam and AdamW: a parameter group in one step.")
+  py::class_<AdamOptions>(module, "AdamOptions", "Options of an Adam or AdamW parameter group in one step.")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode,
                        BiasCorrection bias_correction) {
              return AdamOptions{lr, beta1, beta2, eps, weight_decay, mode, bias_correction};
            }),
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("mode"), py::arg("bias_correction") = BiasCorrection::kApplied);
-  py::class_<LionOptions>(module, "LionOptions", "Of Lion: a parameter group in one step.")
+  py::class_<LionOptions>(module, "LionOptions", "Options of a Lion parameter group in one step.")
       .def(py::init([](double lr, double beta1, double beta2, double weight_decay) {
              return LionOptions{lr, beta1, beta2, weight_decay};
            }),
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"));
-  py::class_<SgdOptions>(module, "SgdOptions", "Of SGD with momentum: a parameter group in one step.")
+  py::class_<SgdOptions>(module, "SgdOptions", "Options of a parameter group of SGD with momentum in one step.")
       .def(py::init([](double lr, double momentum, double dampening, double weight_decay, SgdMomentum mode) {
              return SgdOptions{lr, momentum, dampening, weight_decay, mode};
            }),
@@ -180,11 +182,11 @@ void register_engine_options(py::module_& module) {
   register_options(module);
   register_group_options(module);
   module.attr("UNLIMITED") = kUnlimited;
-  py::enum_<Vacate>(module, "Vacate", "What leaves the device to make room (engine/shared_device.h).")
+  py::enum_<Vacate>(module, "Vacate", "Chunk buffers to evict from the device (engine/shared_device.h).")
       .value("VALUES", Vacate::kValues)
       .value("EVERYTHING", Vacate::kEverything);
   module.def("working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
-             "Least device memory for payloads: the largest module's chunks and their gradients' (plan/placement.h).");
+             "Least device memory for chunk buffers: the largest module's chunks and a gradient (plan/placement.h).");
   module.def(
       "shared_budgets",
       [](int cuda_device) -> std::optional<std::pair<int64_t, int64_t>> {
@@ -193,9 +195,9 @@ void register_engine_options(py::module_& module) {
         return std::make_pair(device->options().device_limit_bytes, device->options().host_limit_bytes);
       },
       py::arg("cuda_device"), ReleaseGil(),
-      "(device bytes, host bytes) of the engines that are open on a device; None: none is.");
+      "Budgets (device bytes, host bytes) of the engines open on a device; None if there are none.");
   py::class_<Collectives, std::shared_ptr<Collectives>>(module, "Collectives",
-                                                        "What ranks do together (engine/collectives.h).")
+                                                        "Communicators of an engine's ranks (engine/collectives.h).")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Communicator>, std::shared_ptr<ControlGroup>>(),
            py::arg("gather"), py::arg("scatter"), py::arg("control"))
       .def("check_same_plan", &Collectives::check_same_plan, py::arg("fingerprint"), ReleaseGil())

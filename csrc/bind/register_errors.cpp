@@ -6,7 +6,7 @@ namespace py = pybind11;
 namespace patrickstar::bind {
 
 void register_errors(py::module_& module) {
-  // ArgumentError is a std::invalid_argument, which pybind11 maps to ValueError.
+  // pybind11 maps ArgumentError (std::invalid_argument) to ValueError.
   const auto& state_error = py::register_exception<StateError>(module, "StateError", PyExc_RuntimeError);
   py::register_exception<MemoryBudgetError>(module, "MemoryBudgetError", PyExc_RuntimeError);
   py::register_exception<SystemError>(module, "SystemError", PyExc_RuntimeError);

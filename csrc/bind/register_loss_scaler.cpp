@@ -25,8 +25,8 @@ void register_loss_scaler(py::module_& module) {
   using optim::LossScaler;
   const optim::LossScalerOptions defaults;
   py::class_<LossScaler>(module, "LossScaler",
-                         "The factor that keeps float16 gradients in range (optim/loss_scaler.h). loss_scale > 0: "
-                         "constant; 0: dynamic, after DeepSpeed's rule. Raises ValueError for options out of range.")
+                         "Factor that keeps float16 gradients in range (optim/loss_scaler.h). loss_scale > 0: "
+                         "constant; 0: dynamic, by DeepSpeed's rule. Raises ValueError for options out of range.")
       .def(py::init([](double loss_scale, int initial_scale_power, int64_t scale_window, double min_scale,
                        int64_t hysteresis, bool consecutive_hysteresis) {
              return LossScaler(
@@ -40,14 +40,14 @@ void register_loss_scaler(py::module_& module) {
       .def_property_readonly("scale", &LossScaler::scale)
       .def_property_readonly("is_dynamic", &LossScaler::is_dynamic)
       .def_property_readonly("is_at_minimum", &LossScaler::is_at_minimum)
-      .def("update", &LossScaler::update, py::arg("overflow"), "Once per optimizer step, also a skipped one.")
-      .def("state", &describe_state, "What set_state() takes: a dict of numbers.")
+      .def("update", &LossScaler::update, py::arg("overflow"), "Call once per optimizer step, skipped ones included.")
+      .def("state", &describe_state, "The arguments of set_state(), as a dict of numbers.")
       .def(
           "set_state",
           [](LossScaler& self, double scale, int64_t iteration, int64_t last_overflow_iteration,
              int64_t hysteresis_left) { self.set_state({scale, iteration, last_overflow_iteration, hysteresis_left}); },
           py::kw_only(), py::arg("scale"), py::arg("iteration"), py::arg("last_overflow_iteration"),
-          py::arg("hysteresis_left"), "Restores state(). Raises ValueError when no run can lead to it.");
+          py::arg("hysteresis_left"), "Restores state(). Raises ValueError for a state that no run can reach.");
 }
 
 }  // namespace patrickstar::bind

@@ -20,7 +20,7 @@ namespace patrickstar::bind {
 
 namespace {
 
-// with _C.HostAllocations(): what this thread allocates does not count as device memory of the simulated device.
+// Allocations of this thread do not count as memory of the simulated device.
 class HostAllocations {
  public:
   void enter() { scope_ = std::make_unique<HostAllocationScope>(); }
@@ -30,7 +30,7 @@ class HostAllocations {
   std::unique_ptr<HostAllocationScope> scope_;
 };
 
-// As on CUDA, without its pinning; the first `num_failures` regions cannot be prepared.
+// Hooks as on CUDA, without pinning. Preparing the first `num_failures` regions fails.
 RegionHooks region_hooks(bool prepares, int num_failures, const std::vector<int>& nodes) {
   RegionHooks hooks;
   if (!nodes.empty()) {
@@ -46,7 +46,6 @@ RegionHooks region_hooks(bool prepares, int num_failures, const std::vector<int>
   return hooks;
 }
 
-// [Note: between two cores]
 class DeviceMemory {
  public:
   DeviceMemory(int cuda_device, int64_t num_bytes) : num_bytes_(num_bytes) {
@@ -87,7 +86,7 @@ class AddressedArena {
   std::map<uintptr_t, HostBlock> blocks_;
 };
 
-// Hands out addresses and no memory.
+// Hands out addresses without memory.
 class CountedBytes final : public DeviceAllocator {
  public:
   explicit CountedBytes(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
@@ -139,17 +138,18 @@ auto of_arena(Result (HostArena::*method)() const) {
 }  // namespace
 
 void register_memory(py::module_& module) {
-  module.def("nodes_to_interleave", &nodes_to_interleave, py::arg("nodes"),
-             "The nodes, when there are several that the system lets this process choose among (memory/interleave.h).");
+  module.def(
+      "nodes_to_interleave", &nodes_to_interleave, py::arg("nodes"),
+      "The nodes, if there are several and this process may choose among them; else none (memory/interleave.h).");
   module.def(
       "interleave_pages",
       [](uintptr_t data, int64_t num_bytes, const std::vector<int>& nodes) {
         return interleave_pages(reinterpret_cast<void*>(data), num_bytes, nodes);
       },
       py::arg("data"), py::arg("num_bytes"), py::arg("nodes"),
-      "Spreads untouched pages from address data on over NUMA nodes; whether the system agreed.");
+      "Spreads untouched pages at address data over NUMA nodes. False if the system refused.");
   py::class_<HostAllocations>(module, "HostAllocations",
-                              "Context: CPU tensors made here are host memory, not memory of the simulated device.")
+                              "Context in which CPU tensors count as host memory, not as the simulated device's.")
       .def(py::init<>())
       .def("__enter__", &HostAllocations::enter)
       .def("__exit__", &HostAllocations::exit);
@@ -158,24 +158,24 @@ void register_memory(py::module_& module) {
       .def_property_readonly("address",
                              [](const HostMapping& self) { return reinterpret_cast<uintptr_t>(self.data()); });
   py::class_<DeviceMemory>(module, "DeviceMemory",
-                           R"(Memory of a device that no engine owns, for values on their way from
-an engine's core that ends to the next one's. It may be used on the current stream, and let go of when that is over.
+                           R"(Device memory outside all engines, for values on their way from an
+ending engine's core to the next one. Use it on the current stream, and release it when that work is over.
 
 Args:
-    cuda_device: the GPU's index; -1: of the simulated device, which does not count it.
-    num_bytes: its size.
+    cuda_device: index of the GPU; -1: the simulated device, which does not count it.
+    num_bytes: size.
 
 Raises:
-    MemoryBudgetError: there is no room.)")
+    MemoryBudgetError: no room.)")
       .def(py::init<int, int64_t>(), py::arg("cuda_device"), py::arg("num_bytes"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("address", &DeviceMemory::address)
       .def_property_readonly("num_bytes", &DeviceMemory::num_bytes);
-  py::class_<KeptRegions, std::shared_ptr<KeptRegions>>(module, "KeptRegions",
-                                                        "Host memory from engine to engine (memory/host_arena.h).")
+  py::class_<KeptRegions, std::shared_ptr<KeptRegions>>(
+      module, "KeptRegions", "Prepared host memory, kept for the next engine (memory/host_arena.h).")
       .def(py::init<>())
       .def_property_readonly("num_bytes", &KeptRegions::num_bytes);
-  py::class_<AddressedArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
+  py::class_<AddressedArena>(module, "HostArena", "Host memory for chunk buffers (memory/host_arena.h).")
       .def(py::init([](int64_t limit_bytes, bool prepares, const std::vector<int>& nodes, int num_failures) {
              return std::make_unique<AddressedArena>(limit_bytes, region_hooks(prepares, num_failures, nodes));
            }),
@@ -203,14 +203,15 @@ Raises:
       .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
       .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))
       .def_property_readonly("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
-  py::enum_<SlotFit>(module, "SlotFit", "Whether a slot may be larger than what is asked for (memory/slot_pool.h).")
+  py::enum_<SlotFit>(module, "SlotFit",
+                     "Device buffers that serve a request: larger ones too, or exact ones (memory/slot_pool.h).")
       .value("LOOSE", SlotFit::kLoose)
       .value("EXACT", SlotFit::kExact);
   py::class_<AddressedSlots>(module, "SlotPool",
-                             "Device slots within a limit (memory/slot_pool.h), for tests: of memory that nobody uses.")
+                             "Pool of device buffers (memory/slot_pool.h), for tests: addresses without memory.")
       .def(py::init<int64_t, double>(), py::arg("limit_bytes"), py::arg("max_waste_ratio"))
       .def("acquire", &AddressedSlots::acquire, py::arg("num_bytes"), py::arg("fit") = SlotFit::kLoose,
-           "The slot's address, 0: there is no room.")
+           "The buffer's address; 0: no room.")
       .def("release", &AddressedSlots::release, py::arg("address"))
       .def(
           "trim", [](AddressedSlots& self, int64_t num_bytes) { return self.slots().trim(num_bytes); },

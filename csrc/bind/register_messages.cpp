@@ -18,7 +18,7 @@ std::map<std::string, py::bytes> example_messages(int num_chunks) {
   const StepTimes times{Rates{}, {{0.5, 0.25, 0.0}, {}, {}}};
   return {{"request", packed(ChunkRequest{0, {num_chunks - 1}})},
           {"summary", packed(StepSummary{7, {0, 1 << 20, 3}, true, {5, 0}, "note"})},
-          {"vote", packed(PlanVote{true, false, updates, 0, times})}};
+          {"vote", packed(PlanVote{true, false, updates, times})}};
 }
 
 void read_message(const std::string& kind, const py::bytes& message, int num_chunks) {
@@ -36,11 +36,12 @@ void read_message(const std::string& kind, const py::bytes& message, int num_chu
 
 }  // namespace
 
-// For tests: what ranks say to each other in a step (engine/collectives.h, plan/plan_vote.h).
+// For tests: messages that ranks exchange in a step (engine/collectives.h, plan/plan_vote.h).
 void register_messages(py::module_& module) {
-  module.def("example_messages", &example_messages, py::arg("num_chunks"), "One message of each kind, by kind.");
+  module.def("example_messages", &example_messages, py::arg("num_chunks"),
+             "One example message of each kind, by kind.");
   module.def("read_message", &read_message, py::arg("kind"), py::arg("message"), py::arg("num_chunks"),
-             "Reads it as a rank does. Raises StateError for what is no message of that kind.");
+             "Parses a message as a rank does. Raises StateError if it is not of that kind.");
 }
 
 }  // namespace patrickstar::bind

@@ -64,7 +64,7 @@ AdamArrays arrays_of(const StateArray& master, const StateArray& momentum, Addre
   return arrays;
 }
 
-// momentum_step itself, and the pass that writes params alone.
+// momentum_step, or the pass that writes params only.
 using MomentumKernel = void (*optim::CpuKernels::*)(const optim::AdamRange& range,
                                                     const optim::MomentumScalars& scalars);
 
@@ -110,13 +110,13 @@ void register_apart(py::module_& module) {
           kernels.momentum_step(range, scalars);
         });
       },
-      "As momentum_step, but the new master and momentum go to new_states and the old ones stay as they are.",
+      "Like momentum_step, but writes the new master and momentum to new_states and keeps the old ones.",
       py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
       py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("new_states"),
       py::kw_only(), py::arg("key") = py::none());
 }
 
-// [Note: settled values]
+// Speculative updates with scale-independent values (optim/kernels.h).
 void register_settled(py::module_& module) {
   module.def(
       "momentum_param_between",
@@ -136,10 +136,9 @@ void register_settled(py::module_& module) {
           log.count = open.count;
         });
       },
-      "The 16-bit values that momentum_param stores for every grad_scale up to most_grad_scale, as adam_param_between.",
-      py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
-      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("most_grad_scale"),
-      py::arg("logs"));
+      "Like adam_param_between, for momentum_param.", py::arg("isa"), py::arg("rule"), py::arg("master"),
+      py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"),
+      py::arg("numel"), py::arg("num_threads"), py::arg("most_grad_scale"), py::arg("logs"));
   module.def(
       "momentum_param_open",
       [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
@@ -155,7 +154,7 @@ void register_settled(py::module_& module) {
           kernels.momentum_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
         });
       },
-      "As momentum_param, of the values that momentum_param_between has left to logs.", py::arg("isa"), py::arg("rule"),
+      "Like momentum_param, for the values that momentum_param_between logged.", py::arg("isa"), py::arg("rule"),
       py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
       py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
 }
@@ -172,7 +171,7 @@ void register_cuda_step(py::module_& module) {
         const py::gil_scoped_release release;
         optim::cuda::momentum_step(arrays.range(0, numel), scalars, reinterpret_cast<cudaStream_t>(stream));
       },
-      "As momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
+      "Like momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"),
       py::kw_only(), py::arg("key") = py::none());
 }
@@ -181,20 +180,18 @@ void register_cuda_step(py::module_& module) {
 }  // namespace
 
 void register_momentum_rule(py::module_& module) {
-  py::enum_<optim::MomentumRule>(module, "MomentumRule", "The optimizers of one moment (optim/kernels.h).")
+  py::enum_<optim::MomentumRule>(module, "MomentumRule", "Optimizers with momentum and no variance (optim/kernels.h).")
       .value("LION", optim::MomentumRule::kLion)
       .value("SGD", optim::MomentumRule::kSgd)
       .value("NESTEROV", optim::MomentumRule::kNesterov);
 }
 
-// [Note: optimizers of one moment]
 void register_momentum_kernels(py::module_& module) {
   register_step(module, "momentum_step", &optim::CpuKernels::momentum_step,
-                "One step of an optimizer of one moment, with arrays as adam takes them. Keyword arguments: the fields "
-                "of MomentumScalars that the rule reads, all of them. Raises ValueError as adam does.");
+                "One step of Lion or SGD with momentum, with arrays as for adam. Keyword arguments: all fields of "
+                "MomentumScalars that the rule reads. Raises ValueError as adam does.");
   register_step(module, "momentum_param", &optim::CpuKernels::momentum_param,
-                "As momentum_step, but nothing is written but param, which is apart from grad; the master is of "
-                "float32.");
+                "Like momentum_step, but writes param only, in memory apart from grad. Requires a float32 master.");
   register_apart(module);
   register_settled(module);
 #ifdef PATRICKSTAR_WITH_CUDA

@@ -11,11 +11,10 @@ namespace py = pybind11;
 
 namespace patrickstar::bind {
 
-void register_backward_entry(py::module_& module);  // its class is use_observer.cpp's own
+void register_backward_entry(py::module_& module);  // defined in use_observer.cpp
 
 namespace {
 
-// A listener written in Python.
 class PythonListener final : public UseListener {
  public:
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override {
@@ -35,7 +34,7 @@ void register_listener(py::module_& module) {
   py::enum_<HoldUntil>(module, "HoldUntil")
       .value("SCOPE_END", HoldUntil::kScopeEnd)
       .value("NEXT_EVENT", HoldUntil::kNextEvent);
-  py::class_<UseListener, PythonListener>(module, "UseListener", "Is told about uses (engine/use_listener.h).")
+  py::class_<UseListener, PythonListener>(module, "UseListener", "Receives parameter uses (engine/use_listener.h).")
       .def(py::init<>())
       .def("open_scope", &UseListener::open_scope, ReleaseGil())
       .def("close_scope", &UseListener::close_scope, ReleaseGil())
@@ -45,7 +44,8 @@ void register_listener(py::module_& module) {
 }
 
 void register_uses(py::module_& module) {
-  py::class_<UseObserver, std::shared_ptr<UseObserver>>(module, "UseObserver", "See bind/use_observer.h.")
+  py::class_<UseObserver, std::shared_ptr<UseObserver>>(
+      module, "UseObserver", "Turns parameter uses into acquire and release (bind/use_observer.h).")
       .def(py::init<py::object, py::object>(), py::arg("listener"), py::arg("find_nodes"))
       .def("forget_scopes", &UseObserver::forget_scopes)
       .def("touch", &UseObserver::touch)
@@ -53,13 +53,13 @@ void register_uses(py::module_& module) {
       .def("was_read", &UseObserver::was_read)
       .def("note_read", &UseObserver::note_read)
       .def("forget_reads", &UseObserver::forget_reads);
-  py::enum_<Way>(module, "Way", "What a function does with a parameter's memory.")
+  py::enum_<Way>(module, "Way", "How a function uses a parameter's memory.")
       .value("LOOK", Way::kLook)
       .value("READ", Way::kRead)
       .value("READ_ONCE", Way::kReadOnce)
       .value("ALIAS", Way::kAlias)
       .value("MAY_WRITE", Way::kMayWrite);
-  // A function, not an object with __call__: Python calls it with fewer detours.
+  // A function, not an object with __call__, since Python calls functions faster.
   module.def(
       "torch_function",
       [](const py::tuple& types, py::object way_of, py::object write, py::object refuse, py::object as_view) {
@@ -71,7 +71,7 @@ void register_uses(py::module_& module) {
             },
             py::arg("func"), py::arg("types"), py::arg("args") = py::tuple(), py::arg("kwargs") = py::none());
       },
-      "A __torch_function__ (bind/torch_function.h).", py::kw_only(), py::arg("types"), py::arg("way_of"),
+      "Makes a __torch_function__ (bind/torch_function.h).", py::kw_only(), py::arg("types"), py::arg("way_of"),
       py::arg("write"), py::arg("refuse"), py::arg("as_view"));
   py::class_<ModuleHook>(module, "ModuleHook", "The forward hooks of one module (bind/use_observer.h).")
       .def(py::init<std::shared_ptr<UseObserver>, std::vector<ParamId>, HoldUntil>(), py::arg("observer") = py::none(),

@@ -42,7 +42,7 @@ void register_adam(py::module_& module, const char* name, AdamKernel kernel, con
       py::kw_only(), py::arg("key") = py::none());
 }
 
-// [Note: settled values]
+// Speculative updates with scale-independent values (optim/kernels.h).
 void register_settled_values(py::module_& module) {
   module.def(
       "adam_param_between",
@@ -63,8 +63,8 @@ void register_settled_values(py::module_& module) {
           log.count = open.count;
         });
       },
-      "The 16-bit values that adam_param stores for every grad_scale up to most_grad_scale; what makes the others goes "
-      "to logs of OPEN_LOG_BYTES for each OPEN_PIECE elements (optim/kernels.h, settled values).",
+      "Writes the 16-bit values that are the same for every grad_scale up to most_grad_scale. Scale-dependent values "
+      "go to logs of OPEN_LOG_BYTES per OPEN_PIECE elements (optim/kernels.h).",
       py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
       py::arg("most_grad_scale"), py::arg("logs"));
@@ -84,12 +84,11 @@ void register_settled_values(py::module_& module) {
           kernels.adam_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
         });
       },
-      "As adam_param, of the values that adam_param_between has left to logs.", py::arg("isa"), py::arg("master"),
+      "Like adam_param, for the values that adam_param_between logged.", py::arg("isa"), py::arg("master"),
       py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
       py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
 }
 
-// [Note: split masters]
 void register_split_masters(py::module_& module) {
   module.def(
       "adam_split",
@@ -109,7 +108,7 @@ void register_split_masters(py::module_& module) {
         split(num_threads, numel,
               [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); });
       },
-      "As adam, of masters that are split into a bfloat16 param, its 16-bit lower halves and signs of the variance "
+      "Like adam, for masters split into bfloat16 params, 16-bit lower halves and signs of the variance "
       "(optim/kernels.h).",
       py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("numel"), py::arg("num_threads"));
@@ -127,20 +126,20 @@ void register_split_masters(py::module_& module) {
         kernels_of(isa).join_master(pointer<const uint16_t>(param), pointer<const uint16_t>(lower),
                                     pointer<const float>(variance), pointer<float>(master), numel);
       },
-      "What split_master split.", py::arg("isa"), py::arg("param"), py::arg("lower"), py::arg("variance"),
+      "Inverse of split_master.", py::arg("isa"), py::arg("param"), py::arg("lower"), py::arg("variance"),
       py::arg("master"), py::arg("numel"), ReleaseGil());
 }
 
-// States of fewer bytes.
+// Optimizer states of 16 and 8 bits.
 void register_states(py::module_& module) {
   module.attr("STATE_BLOCK") = kStateBlock;
   py::class_<StateArray>(module, "StateArray",
-                         "An array of an optimizer state: its type, its address, and that of its scales, which states "
-                         "of 8 bits have (common/dtype.h). An address alone is one of float32.")
+                         "An optimizer state: type, address, and address of its scales (8-bit states only; "
+                         "common/dtype.h). A bare address means float32.")
       .def(py::init([](Address data, StateType type, Address scales) { return StateArray{type, data, scales}; }),
            py::arg("data"), py::arg("type") = StateType::kFloat32, py::arg("scales") = 0);
   py::implicitly_convertible<py::int_, StateArray>();
-  py::class_<optim::RandomKey>(module, "RandomKey", "What random bits are made of (optim/kernels.h, random bits).")
+  py::class_<optim::RandomKey>(module, "RandomKey", "Key of the random bits for stochastic rounding (optim/kernels.h).")
       .def(py::init([](uint32_t a, uint32_t b, int64_t first) { return optim::RandomKey{a, b, first}; }),
            py::arg("a") = 0, py::arg("b") = 0, py::arg("first") = 0)
       .def("__repr__",
@@ -152,29 +151,28 @@ void register_states(py::module_& module) {
       .def_readonly("b", &optim::RandomKey::b)
       .def_readonly("first", &optim::RandomKey::first);
   module.def("random_key", &optim::random_key,
-             "The key of one step and parameter, for a range that starts at its element first.", py::arg("seed"),
+             "Key of one step and parameter, for a range that starts at its element first.", py::arg("seed"),
              py::arg("step"), py::arg("param"), py::arg("first"));
   module.def(
       "expand_state",
       [](const std::string& isa, const StateArray& state, Address out, int64_t numel) {
         kernels_of(isa).expand_state(state.type, state.at(0), state.scales_at(0), pointer<float>(out), numel);
       },
-      "The values of a state, in float32.", py::arg("isa"), py::arg("state"), py::arg("out"), py::arg("numel"),
-      ReleaseGil());
+      "Converts a state to float32.", py::arg("isa"), py::arg("state"), py::arg("out"), py::arg("numel"), ReleaseGil());
   module.def(
       "compress_state",
       [](const std::string& isa, Address in, const StateArray& state, int64_t numel, const OptionalKey& key) {
         kernels_of(isa).compress_state(pointer<const float>(in), state.type, state.at(0), state.scales_at(0), numel,
                                        key.value_or(optim::RandomKey{}));
       },
-      "Stores float32 values as adam stores a momentum.", py::arg("isa"), py::arg("in_"), py::arg("state"),
-      py::arg("numel"), py::kw_only(), py::arg("key") = py::none(), ReleaseGil());
+      "Stores float32 values in the format of a state, as adam stores a momentum.", py::arg("isa"), py::arg("in_"),
+      py::arg("state"), py::arg("numel"), py::kw_only(), py::arg("key") = py::none(), ReleaseGil());
 }
 
 void register_cpu_kernels(py::module_& module) {
   register_adam(module, "adam", &optim::CpuKernels::adam, kAdamDoc);
   register_adam(module, "adam_param", &optim::CpuKernels::adam_param,
-                "As adam, but nothing is written but param, which is apart from grad; the master is of float32.");
+                "Like adam, but writes param only, in memory apart from grad. Requires a float32 master.");
   module.def(
       "adam_apart",
       [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
@@ -203,7 +201,7 @@ void register_cpu_kernels(py::module_& module) {
           kernels.adam(range, scalars);
         });
       },
-      "As adam, but the new master, momentum and variance go to new_states and the old ones stay as they are.",
+      "Like adam, but writes the new master, momentum and variance to new_states and keeps the old ones.",
       py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
       py::arg("new_states"), py::kw_only(), py::arg("key") = py::none());
@@ -272,15 +270,15 @@ void register_cpu_sums(py::module_& module) {
         const optim::WideSum sum = optim::add_up(pointer<const double>(partials), {first, count});
         return py::make_tuple(sum.high, sum.low);
       },
-      "The sum of `count` partials from the first on, float64: rounded, and what that rounding lost.",
-      py::arg("partials"), py::arg("first"), py::arg("count"));
+      "Sum of `count` float64 partials from the first on: (rounded sum, rounding error).", py::arg("partials"),
+      py::arg("first"), py::arg("count"));
 }
 
 }  // namespace
 
 void register_optim(py::module_& module) {
   register_momentum_rule(module);
-  py::module_ optim_module = module.def_submodule("optim", "Adam's leaf kernels and the loss scaler.");
+  py::module_ optim_module = module.def_submodule("optim", "Leaf kernels of the optimizers and the loss scaler.");
   optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
   optim_module.attr("OPEN_PIECE") = optim::kOpenPiece;
   optim_module.attr("OPEN_LOG_BYTES") = sizeof(OpenLog);

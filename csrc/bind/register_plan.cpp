@@ -49,10 +49,10 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
 
 void register_placement(py::module_& module) {
   module.attr("CUDA_SLACK_RATIO") = kCudaSlackRatio;
-  py::enum_<Backwards>(module, "Backwards", "How many backwards a step is known to have (plan/chunk_bytes.h).")
+  py::enum_<Backwards>(module, "Backwards", "Number of backwards per step (plan/chunk_bytes.h).")
       .value("ONE", Backwards::kOne)
       .value("SEVERAL", Backwards::kSeveral);
-  py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (plan/placement.h).")
+  py::class_<DeviceBudget>(module, "DeviceBudget", "Device memory available to the planner (plan/placement.h).")
       .def(py::init<>())
       .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)
       .def_readwrite("follows_tide", &DeviceBudget::follows_tide)
@@ -65,8 +65,8 @@ void register_placement(py::module_& module) {
       .def_readwrite("gradient_room_bytes", &DeviceBudget::gradient_room_bytes);
   module.def("gradient_room_bytes", &gradient_room_bytes, py::arg("layout"), py::arg("homes"),
              py::arg("host_limit_bytes"),
-             "What chunks with these homes leave of the host to gradients that have memory there only until their "
-             "update; UNLIMITED where all have a place (plan/homes.h).");
+             "Host bytes that these resting tiers leave to gradients without a fixed place; UNLIMITED if all have one "
+             "(plan/homes.h).");
   module.def(
       "visit_costs",
       [](const Layout& layout) {
@@ -77,15 +77,15 @@ void register_placement(py::module_& module) {
         return costs;
       },
       py::arg("layout"),
-      "By chunk, the bytes that go up and down where its states visit the device for an update, and of those up "
-      "the compute value's, which need not go where the device has it.");
+      "By chunk, VisitCost of a GPU round-trip update: bytes up, bytes down, and the part of up that is skipped if the "
+      "device has the compute value.");
   module.def(
       "chunks_that_move_in",
       [](const Layout& layout, int count, const std::vector<bool>& states_on_device) {
         return chunks_that_move_in(layout, count, {states_on_device.begin(), states_on_device.end()});
       },
       py::arg("layout"), py::arg("count"), py::arg("states_on_device"),
-      "Of the first count chunks, those whose states move to the device beside those that are there.");
+      "Chunks among the first count whose states move to the device, beside the states there.");
   module.def(
       "puts_values_in_place",
       [](const Layout& layout) {
@@ -93,9 +93,9 @@ void register_placement(py::module_& module) {
         return std::any_of(chunks.begin(), chunks.end(),
                            [](const ChunkSpec& chunk) { return chunk.trainable && chunk.puts_values_in_place(); });
       },
-      py::arg("layout"), "Whether new values of any chunk take the old ones' place ([Note: values in place]).");
+      py::arg("layout"), "True if speculative updates of any chunk are in place (optim/kernels.h).");
   module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),
-             "Of host memory, what updates ahead of the step leave to gradients that come down.");
+             "Host bytes that speculative updates leave to downloading gradients.");
   module.def(
       "initial_placement",
       [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes, Backwards backwards,
@@ -106,8 +106,8 @@ void register_placement(py::module_& module) {
       },
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
       py::arg("backwards") = Backwards::kOne, py::arg("disk_limit_bytes") = 0,
-      "By chunk, where its states are before the tide is known, and the bytes that this takes on the host, more than "
-      "its limit where all together are too small, and on the disk (plan/homes.h).");
+      "Resting tiers by chunk before activation memory is known, host bytes, disk bytes. More host bytes than the "
+      "limit: all tiers together are too small (plan/homes.h).");
   module.def(
       "later_homes",
       [](const Layout& layout, const std::vector<Tier>& first_homes, const std::vector<bool>& states_on_device,
@@ -117,17 +117,17 @@ void register_placement(py::module_& module) {
       },
       py::arg("layout"), py::arg("first_homes"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
       py::arg("backwards") = Backwards::kOne,
-      "By chunk, where its states are once the tide is known: what left the host makes room there for states on the "
-      "disk (plan/homes.h).");
+      "Resting tiers by chunk once activation memory is known. Disk states move to the host as far as it has room "
+      "(plan/homes.h).");
   module.def("bytes_on_host", &bytes_on_host, py::arg("layout"), py::arg("homes"),
              py::arg("backwards") = Backwards::kOne,
-             "Bytes of the host that chunks with these homes take, but for what states on the disk pass through.");
+             "Host bytes of chunks with these resting tiers, without the buffer sets of the disk.");
   module.def(
       "disk_set_bytes",
       [](const Layout& layout, const std::vector<Tier>& homes) { return disk_sets(layout, homes).num_bytes(); },
       py::arg("layout"), py::arg("homes"),
-      "Of host memory, what states on their way from the disk and back pass through (plan/chunk_bytes.h).");
-  py::enum_<Ahead>(module, "Ahead", "How much of a chunk's update is made ahead of the step (plan/host_demand.h).")
+      "Host bytes of the buffer sets through which disk states pass (plan/chunk_bytes.h).");
+  py::enum_<Ahead>(module, "Ahead", "Part of a chunk's update that runs before the norm is known (plan/host_demand.h).")
       .value("NOTHING", Ahead::kNothing)
       .value("PARAM", Ahead::kParam)
       .value("EVERYTHING", Ahead::kEverything);
@@ -137,7 +137,7 @@ void register_placement(py::module_& module) {
         return choose_ahead(new_bytes_on_host(layout, homes), {room_bytes, room_bytes}).chosen;
       },
       py::arg("layout"), py::arg("homes"), py::arg("room_bytes"),
-      "By chunk, how much of its update so much of the host allows to be made ahead of the step (plan/host_demand.h).");
+      "By chunk, the part of its update that room_bytes of host memory allow before the norm (plan/host_demand.h).");
   module.def(
       "host_peak_bytes",
       [](const Layout& layout, const std::vector<Tier>& homes, const std::vector<bool>& states_on_device,
@@ -147,10 +147,9 @@ void register_placement(py::module_& module) {
       },
       py::arg("layout"), py::arg("first_homes"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
       py::arg("updates_ahead"), py::arg("backwards") = Backwards::kOne,
-      "The most that a rank will have mapped of the host (plan/host_demand.h), by where each chunk's states were "
-      "before "
-      "the tide was known, and whether they are on the device now.");
-  py::enum_<UseCall>(module, "UseCall", "A call by which a hook of a module reports uses (plan/played_uses.h).")
+      "Peak host memory that a rank maps (plan/host_demand.h). first_homes: tiers before activation memory was known; "
+      "states_on_device: by chunk, now.");
+  py::enum_<UseCall>(module, "UseCall", "A call that reports parameter uses (plan/played_uses.h).")
       .value("OPEN_SCOPE", UseCall::kOpenScope)
       .value("CLOSE_SCOPE", UseCall::kCloseScope)
       .value("TOUCH", UseCall::kTouch)
@@ -167,15 +166,15 @@ void register_placement(py::module_& module) {
         return py::make_tuple(describe_timeline(played.timeline), played.moment_of, played.waste_bytes);
       },
       py::arg("layout"), py::arg("states_on_device"), py::arg("uses"),
-      "The moments that an engine would record, by use the moment after it, and the most that the chunks of a moment "
-      "hold beside what it asks for. Uses are (call, params, until, begin, end).");
+      "Returns the timeline that an engine would record, by use the current access after it (-1: none), and the most "
+      "bytes held at an access beside its own parameters. Uses are (call, params, until, begin, end).");
   module.def(
       "num_device_state_chunks",
       [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {
         return num_device_state_chunks(layout, parse_timeline(moments), budget);
       },
       py::arg("layout"), py::arg("moments"), py::arg("budget"),
-      "How many chunks, from the first on, have their states on the device (plan/placement.h).");
+      "Number of chunks, from the first on, with states on the device (plan/placement.h).");
   module.def(
       "leaving_gradient_bytes",
       [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
@@ -184,7 +183,7 @@ void register_placement(py::module_& module) {
         return leaving_gradient_bytes(layout, parse_timeline(moments), on_device, budget);
       },
       py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"),
-      "Of gradients that wait on the device for the norm, what waits on the host instead (plan/placement.h).");
+      "Bytes of gradients that wait for the norm on the host, for lack of device memory (plan/placement.h).");
   module.def(
       "pose_problem",
       [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
@@ -199,8 +198,8 @@ void register_placement(py::module_& module) {
 
 }  // namespace
 
-// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...], and "ends_phases"
-// where that many forwards and backwards are over after the moment.
+// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...]. Optional
+// "ends_phases": number of forwards and backwards that end after the entry.
 Timeline parse_timeline(const py::list& moments) {
   Timeline timeline;
   for (const py::handle& item : moments) {
@@ -212,7 +211,7 @@ Timeline parse_timeline(const py::list& moments) {
       const auto access = py::cast<py::tuple>(access_item);
       moment.accesses.push_back(
           {{access[0].cast<ChunkId>(), access[1].cast<ArrayKind>()}, access[2].cast<AccessMode>()});
-      // What a moment reads is what it began with.
+      // Reads acquire their arrays when the access begins.
       if (moment.accesses.back().mode == AccessMode::kRead) moment.acquired.push_back(moment.accesses.back().array);
     }
     timeline.moments.push_back(std::move(moment));
@@ -272,7 +271,7 @@ Plan parse_plan(const py::dict& fields) {
 
 std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline) {
   std::vector<ArrayCost> arrays;
-  // Whole chunks: as many arrays for each.
+  // All kinds of a chunk have entries.
   const auto make = [&arrays](ChunkId chunk) {
     arrays.resize(std::max(arrays.size(), (static_cast<size_t>(chunk) + 1) * kNumArrayKinds));
   };
@@ -351,8 +350,8 @@ void register_plan(py::module_& module) {
       py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("idle_bytes") = std::vector<int64_t>{},
       py::arg("gradient_room_bytes") = INT64_MAX, py::arg("visit_costs") = VisitCosts{},
-      "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
-      "survives_step)}, but of those that take nothing. idle_bytes: by moment, or none.");
+      "Plans a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}, "
+      "arrays of 0 bytes left out. idle_bytes: by access, or empty.");
   register_placement(module);
 }
 

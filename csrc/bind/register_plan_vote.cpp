@@ -18,7 +18,6 @@ PlanVote parse_vote(const py::dict& fields) {
   vote.can_measure = fields["can_measure"].cast<bool>();
   vote.has_plan = fields["has_plan"].cast<bool>();
   vote.updates = fields["updates"].cast<std::vector<Recipe>>();
-  vote.fragment_bytes = fields["fragment_bytes"].cast<std::optional<int64_t>>();
   if (!fields["rates"].is_none()) {
     vote.times =
         StepTimes{fields["rates"].cast<Rates>(), {fields["compute_seconds"].cast<std::vector<double>>(), {}, {}}};
@@ -32,7 +31,6 @@ py::dict describe_vote(const PlanVote& vote) {
   fields["can_measure"] = vote.can_measure;
   fields["has_plan"] = vote.has_plan;
   fields["updates"] = vote.updates;
-  fields["fragment_bytes"] = vote.fragment_bytes;
   fields["rates"] = vote.times ? py::cast(vote.times->rates) : py::none();
   fields["compute_seconds"] = vote.times ? vote.times->shape.compute_seconds : std::vector<double>{};
   fields["activations"] = vote.times ? describe_copies(vote.times->shape.activations) : CopiesByMoment{};
@@ -52,7 +50,7 @@ void register_plan_vote(py::module_& module) {
         }
         return describe_vote(agreed(received));
       },
-      py::arg("votes"), "What ranks make of their votes on the next plan, sent and received (plan/plan_vote.h).");
+      py::arg("votes"), "The values that all ranks plan with, after an exchange of these votes (plan/plan_vote.h).");
 }
 
 }  // namespace patrickstar::bind

@@ -21,7 +21,7 @@ namespace {
 
 using Address = uintptr_t;
 
-// The chunk that one parameter alone makes: its array has the layout that chunks have.
+// A chunk with one parameter; its array has the layout of chunks.
 ChunkSpec spec_of(QuantType type, int64_t numel) {
   PS_CHECK(type != QuantType::kNone && numel >= 1, ArgumentError, numel, " elements of type ", quant_type_name(type),
            "; give a type of fewer bits, and at least one element");
@@ -41,12 +41,12 @@ py::list floats(const float* values, int count) {
 }  // namespace
 
 void register_quant(py::module_& module) {
-  py::module_ quant_module = module.def_submodule("quant", "The leaf kernels of quantised values (quant/kernels.h).");
+  py::module_ quant_module = module.def_submodule("quant", "Leaf kernels of quantised values (quant/kernels.h).");
   quant_module.attr("NF4_VALUES") = floats(quant::kNf4Map.values, 16);
   quant_module.attr("DYNAMIC_VALUES") = floats(quant::kDynamicMap.values, 256);
   quant_module.def(
       "num_bytes", [](QuantType type, int64_t numel) { return spec_of(type, numel).num_bytes(ArrayKind::kQuantized); },
-      py::arg("type"), py::arg("numel"), "What the array of a parameter of so many elements takes.");
+      py::arg("type"), py::arg("numel"), "Bytes of a quantised parameter of numel elements.");
   quant_module.def(
       "layout",
       [](QuantType type, int64_t numel) {
@@ -60,7 +60,7 @@ void register_quant(py::module_& module) {
         if (type == QuantType::kNf4) result["offset"] = offset(part.offset);
         return result;
       },
-      py::arg("type"), py::arg("numel"), "Where in that array each part begins, in bytes.");
+      py::arg("type"), py::arg("numel"), "Byte offset of each part in that array.");
   quant_module.def(
       "quantize",
       [](const std::string& isa, QuantType type, Address values, int64_t numel, Address array, int num_threads) {
@@ -70,7 +70,7 @@ void register_quant(py::module_& module) {
       },
       py::arg("isa"), py::arg("type"), py::arg("values"), py::arg("numel"), py::arg("array"), py::arg("num_threads"),
       py::call_guard<py::gil_scoped_release>(),
-      "Float32 `values` into `array`, of num_bytes() zeros. Raises ValueError where one is not finite.");
+      "Quantises float32 `values` into `array`, num_bytes() of zeros. Raises ValueError unless all are finite.");
   quant_module.def(
       "dequantize",
       [](const std::string& isa, QuantType type, Address array, int64_t numel, Address out, DType dtype,
@@ -80,7 +80,7 @@ void register_quant(py::module_& module) {
             ->dequantize({{part_of(type, array, numel), reinterpret_cast<void*>(out), dtype}});
       },
       py::arg("isa"), py::arg("type"), py::arg("array"), py::arg("numel"), py::arg("out"), py::arg("dtype"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>(), "And back, into `out`.");
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>(), "Dequantises `array` into `out`.");
 #ifdef PATRICKSTAR_WITH_CUDA
   quant_module.def(
       "cuda_dequantize",
@@ -89,7 +89,7 @@ void register_quant(py::module_& module) {
                                 reinterpret_cast<cudaStream_t>(stream));
       },
       py::arg("type"), py::arg("array"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>(), "The same on the device; `stream` is a cudaStream_t.");
+      py::call_guard<py::gil_scoped_release>(), "dequantize on the device; `stream` is a cudaStream_t.");
 #endif
 }
 

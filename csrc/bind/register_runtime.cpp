@@ -74,14 +74,14 @@ py::dict describe_report(const RuntimeReport& report) {
   return result;
 }
 
-// None before a traced step is over.
+// None until the traced step is over.
 py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(const StepTrace&)) {
   const auto trace = without_gil<Call::kInspect>(self, [reader](OpenEngine& open) { return open.traces.take(reader); });
   return trace ? py::object(describe(*trace)) : py::none();
 }
 
-// {"rates": Rates, "compute_seconds": [float], "updates": [Recipe], "activations": [(int, int, int)]}: the
-// simulator's arguments.
+// {"rates": Rates, "compute_seconds": [float], "updates": [Recipe], "activations": [(int, int, int)]}, as simulate()
+// takes them.
 py::object describe_times(const std::optional<StepTimes>& times) {
   if (!times) return py::none();
   py::dict result;
@@ -110,7 +110,7 @@ PlanProblem plan_problem(OpenEngine& open) {
   return problem;
 }
 
-// For measurements (benchmark/ablation.py): mechanisms were left out or are back.
+// For benchmark/ablation.py, after mechanisms were switched off or on.
 void plan_anew(OpenEngine& open) {
   open.updates.forget_choice();
   open.planner.plan_anew();
@@ -171,8 +171,8 @@ void register_course(RuntimeClass& runtime) {
       .def("discard_states", bound<Call::kDevice>(&OpenEngine::unfreezing, &Unfreezing::discard_states))
       .def("train", bound<Call::kChangeChunks>(&train))
       .def("set_visits", bound<Call::kInspect>(&set_visits), py::arg("chunks"), py::arg("piece_numel") = kVisitingPiece,
-           "For tests: whose updates the device makes for the host until the next plan by time, by chunk, in pieces of "
-           "so many elements.");
+           "For tests: chunks whose updates are GPU round trips until the next measured plan, in pieces of piece_numel "
+           "elements.");
 }
 
 void register_memory_calls(RuntimeClass& runtime) {
@@ -216,7 +216,7 @@ void register_inspection(RuntimeClass& runtime) {
       .def("start_stall_trace", asked([](OpenEngine& open) { open.traces.ask(TraceReader::kMonitor); }))
       .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
       .def_property_readonly("disk_faults", asked([](OpenEngine& open) { return open.disk.options().file.faults; }),
-                             "What a test makes the disk do.")
+                             "Faults that a test injects.")
       .def_property_readonly("closed",
                              [](Runtime& self) {
                                const py::gil_scoped_release release;
@@ -225,7 +225,7 @@ void register_inspection(RuntimeClass& runtime) {
       .def_property_readonly("step_state", asked([](OpenEngine& open) { return open.step.state(); }))
       .def_property_readonly("num_committed", bound<kInspect>(&OpenEngine::updates, &Updates::num_committed))
       .def_property_readonly("replays", bound<kInspect>(&OpenEngine::pager, &Pager::replays),
-                             "The running step goes as planned so far.")
+                             "True while the running step follows its plan.")
       .def_property_readonly("num_pressure_evictions",
                              asked([](OpenEngine& open) { return open.memory.counters().num_pressure_evictions; }))
       .def("report", [](Runtime& self) { return describe_report(without_gil<Call::kInspect>(self, &report_of)); })
@@ -238,7 +238,7 @@ void register_inspection(RuntimeClass& runtime) {
              return open.memory.store().array({chunk, kind}).on_device;
            }))
       .def("home", asked([](OpenEngine& open, ChunkId chunk) { return open.memory.store().home(chunk); }),
-           "Where the chunk's optimizer states belong between their uses.")
+           "Resting tier of the chunk's optimizer states.")
       .def("timeline",
            [](Runtime& self) {
              return describe_timeline(
@@ -266,7 +266,7 @@ void register_inspection(RuntimeClass& runtime) {
 
 void register_runtime(py::module_& module) {
   RuntimeClass runtime(module, "Runtime",
-                       "The core's façade (engine/runtime.h; the course of a step: engine/step_course.h).");
+                       "The core's façade (engine/runtime.h; calls of a step: engine/step_course.h).");
   runtime
       .def(py::init([](Layout layout, std::vector<std::string> param_names,
                        const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,

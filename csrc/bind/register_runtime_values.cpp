@@ -52,7 +52,7 @@ std::vector<uintptr_t> addresses_of(const std::vector<const void*>& pointers) {
   return addresses;
 }
 
-// The addresses of values, and the regions with values and all others.
+// Returns (addresses of values, regions with values, all other regions).
 py::tuple set_aside(Runtime& self, const std::vector<RangeTuple>& ranges) {
   const auto aside = without_gil<Call::kGiveUpValues>(self, [&ranges](OpenEngine& open) {
     auto free = std::make_shared<KeptRegions>();
@@ -72,7 +72,7 @@ void discard_arrays(OpenEngine& open, ChunkId chunk) {
 
 }  // namespace
 
-// Chunks get their storages, then parameters their values. What is read goes to host memory.
+// Chunks get storages first, then parameters their values. Reads go to host memory.
 void register_runtime_values(RuntimeClass& runtime) {
   runtime.def("bind_storage", bound<Call::kInspect>(&bind_storage))
       .def("seal_storage",
@@ -95,23 +95,25 @@ void register_runtime_values(RuntimeClass& runtime) {
           bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<RangeTuple> ranges, std::vector<FileTuple> files) {
             open.ranges.read(value_ranges(ranges), range_files(files));
           }),
-          "[(param, kind, begin, end, file or -1, offset or address)], [(descriptor, bytes)]: values of this rank.")
+          "Reads this rank's values: [(param, kind, begin, end, file or -1, offset or address)], [(descriptor, "
+          "bytes)].")
       .def("write_ranges", bound<Call::kWriteValues>(
                                +[](OpenEngine& open, std::vector<RangeTuple> ranges, std::vector<FileTuple> files) {
                                  open.ranges.write(value_ranges(ranges), range_files(files));
                                }))
       .def("stored_bytes", bound<Call::kInspect>(&OpenEngine::ranges, &ValueRanges::stored_bytes), py::arg("param"),
-           "Bytes of an element of each array that the parameter consists of; none: they cannot be copied as stored.")
+           "Bytes per element of each array of the parameter; empty: its arrays cannot be copied as stored.")
       .def("is_stored_on_device", bound<Call::kInspect>(&OpenEngine::ranges, &ValueRanges::is_stored_on_device),
            py::arg("param"))
       .def("stored_on_device", bound<Call::kDevice>(+[](OpenEngine& open, ParamId param) {
              return addresses_of(open.ranges.stored_on_device(param));
            }))
-      .def("write_stored",
-           bound_to_param<Call::kWriteValues>(+[](OpenEngine& open, ParamId param, std::vector<StoredTuple> ranges) {
-             open.ranges.write_stored(param, stored_ranges(ranges));
-           }),
-           "[(array, begin, end, address, tier)]: elements of this rank's part, as stored_on_device() has them.")
+      .def(
+          "write_stored",
+          bound_to_param<Call::kWriteValues>(+[](OpenEngine& open, ParamId param, std::vector<StoredTuple> ranges) {
+            open.ranges.write_stored(param, stored_ranges(ranges));
+          }),
+          "Writes elements of this rank's part: [(array, begin, end, address, tier)], arrays as in stored_on_device().")
       .def("leave_stored", bound_to_chunk<Call::kGiveUpValues>(&discard_arrays), py::arg("chunk"))
       .def("release_chunk", bound_to_chunk<Call::kGiveUpValues>(+[](OpenEngine& open, ChunkId chunk) {
              open.disk.forget(chunk);

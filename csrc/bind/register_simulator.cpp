@@ -73,8 +73,8 @@ void register_choice(py::module_& module) {
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("idle_bytes") = std::vector<int64_t>{},
       py::arg("gradient_room_bytes") = INT64_MAX, py::arg("visit_costs") = VisitCosts{}, py::arg("visitor_bytes") = 0,
-      "The plan of the least predicted step, over how much room prefetches get and which updates begin in backward "
-      "or are made on the device (plan/plan_choice.h).");
+      "The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips "
+      "(plan/plan_choice.h).");
   module.def(
       "choose_step",
       [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
@@ -100,11 +100,12 @@ void register_choice(py::module_& module) {
       py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"), py::arg("rates"),
       py::kw_only(), py::arg("compute_seconds"), py::arg("updates"), py::arg("start"),
       py::arg("activations") = CopiesByMoment{}, py::arg("dequantized_bytes") = std::vector<int64_t>{},
-      "choose_plan for a layout, as an engine chooses that has measured these times: its result, and the problem. "
-      "Chunks visit the device where updates are committed in backward.");
+      "choose_plan for a layout, as by an engine with these measured times. Returns its result and the problem. GPU "
+      "round trips are allowed with optimizer-in-backward only.");
 }
 
-// By instruction: {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None: it has none.
+// Per instruction: {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None where not
+// applicable.
 py::list describe_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   const PlayedProgram played = play_program(problem, plan, rates, shape);
   py::object moment = py::none();
@@ -170,11 +171,11 @@ void define_played(py::module_& module, const char* name, const Describe& descri
 
 void register_recipes(py::module_& module) {
   module.attr("PREDICTION_TOLERANCE") = kPredictionTolerance;
-  py::enum_<UpdateStart>(module, "UpdateStart", "When updates on the host may start (plan/recipe.h).")
+  py::enum_<UpdateStart>(module, "UpdateStart", "Earliest start of host updates (plan/recipe.h).")
       .value("AFTER_NORM", UpdateStart::kAfterNorm)
       .value("SPECULATIVE", UpdateStart::kSpeculative)
       .value("COMMITTED", UpdateStart::kCommitted);
-  py::enum_<ExpectedScale>(module, "ExpectedScale", "Scale of gradients in speculative updates (plan/recipe.h).")
+  py::enum_<ExpectedScale>(module, "ExpectedScale", "Gradient scale that speculative updates assume (plan/recipe.h).")
       .value("EXACT", ExpectedScale::kExact)
       .value("BETWEEN", ExpectedScale::kBetween);
   module.def(
@@ -183,17 +184,16 @@ void register_recipes(py::module_& module) {
         return earliest_recipe({trainable, dtype, states, ahead}, start, scale);
       },
       py::arg("trainable"), py::arg("dtype"), py::arg("states"), py::arg("start"), py::arg("ahead") = Ahead::kNothing,
-      py::arg("scale") = ExpectedScale::kExact,
-      "The recipe that begins earliest of those that there is memory for (plan/recipe.h).");
+      py::arg("scale") = ExpectedScale::kExact, "The earliest-starting recipe that fits memory (plan/recipe.h).");
 }
 
 }  // namespace
 
 void register_simulator(py::module_& module) {
-  py::enum_<Recipe> recipes(module, "Recipe", "A way in which a chunk is updated (plan/recipe.h).");
+  py::enum_<Recipe> recipes(module, "Recipe", "Way to update a chunk (plan/recipe.h).");
   for (size_t index = 0; index < kNumRecipes; ++index) recipes.value(kRecipes[index].name, static_cast<Recipe>(index));
   recipes.def_property_readonly(
-      "states", [](Recipe recipe) { return row_of(recipe).states; }, "Home of the chunk's optimizer states.");
+      "states", [](Recipe recipe) { return row_of(recipe).states; }, "Resting tier of the chunk's optimizer states.");
   recipes.def_property_readonly(
       "starts_in_backward", [](Recipe recipe) { return starts_in_backward(row_of(recipe)); },
       "True where it begins before the norm of all gradients is known.");
@@ -209,7 +209,7 @@ void register_simulator(py::module_& module) {
       .value("DISK_HOST", Lane::kDiskHost)
       .value("DISK_WRITE", Lane::kDiskWrite)
       .value("VISIT", Lane::kVisit);
-  py::class_<Rates>(module, "Rates", "How fast a machine is (plan/simulator.h).")
+  py::class_<Rates>(module, "Rates", "Rates of a machine (plan/simulator.h).")
       .def(py::init<>())
       .def_readwrite("upload_gbps", &Rates::upload_gbps)
       .def_readwrite("download_gbps", &Rates::download_gbps)
@@ -231,11 +231,10 @@ void register_simulator(py::module_& module) {
       [](const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
         return describe_step(simulate(problem, plan, rates, shape));
       },
-      "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels, "
-      "disk_bytes, dequantized_bytes and visit_costs (bytes up and down, and of those up the value's): by chunk.");
+      "Simulates a plan's steady step (plan/simulator.h). compute_seconds: by access; updates, numels, disk_bytes, "
+      "dequantized_bytes and visit_costs: by chunk.");
   define_played(module, "play_program", &describe_program,
-                "The instructions of that step in the order in which they are issued, and when each is carried out "
-                "(plan/ops.h).");
+                "Instructions of the simulated step in issue order, with their times (plan/ops.h).");
   register_recipes(module);
   register_choice(module);
 }

@@ -25,10 +25,11 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 void register_topology(py::module_& module) {
   module.def("num_available_cpus", &num_available_cpus, "Processors this process may run on.");
   module.def("allowed_cpus", &allowed_cpus, "The calling thread's affinity mask, ascending.");
-  module.def("parse_cpu_list", &parse_cpu_list, py::arg("text"), "CPUs of the kernel's notation, \"0-3,8,10-11\".");
-  module.def("format_cpu_list", &format_cpu_list, py::arg("cpus"), "CPUs in the kernel's notation.");
+  module.def("parse_cpu_list", &parse_cpu_list, py::arg("text"),
+             "Parses the kernel's CPU list notation, \"0-3,8,10-11\".");
+  module.def("format_cpu_list", &format_cpu_list, py::arg("cpus"), "Formats CPUs in the kernel's list notation.");
   module.def("read_cpu_topology", &read_cpu_topology, py::arg("cpus"), py::arg("root") = "",
-             "What /sys and /proc below root say about these CPUs (common/cpu_topology.h).");
+             "Reads these CPUs' topology from /sys and /proc below root (common/cpu_topology.h).");
   py::class_<CpuTopology>(module, "CpuTopology", "The CPUs that a process may use (common/cpu_topology.h).")
       .def_property_readonly("cpus",
                              [](const CpuTopology& self) {
@@ -44,7 +45,8 @@ void register_host_threads(py::module_& module) {
   py::enum_<LaunchingCore>(module, "LaunchingCore")
       .value("RESERVED", LaunchingCore::kReserved)
       .value("SHARED", LaunchingCore::kShared);
-  py::class_<HostThreadOptions>(module, "HostThreadOptions", "Which threads compute (common/host_threads.h).")
+  py::class_<HostThreadOptions>(module, "HostThreadOptions",
+                                "Options of the host's compute threads (common/host_threads.h).")
       .def(py::init<>())
       .def_readwrite("num_threads", &HostThreadOptions::num_threads)
       .def_readwrite("affinity", &HostThreadOptions::affinity)
@@ -56,8 +58,8 @@ void register_host_threads(py::module_& module) {
       .def_readonly("worker_cpus", &HostThreads::worker_cpus)
       .def_readonly("nodes", &HostThreads::nodes);
   module.def("choose_host_threads", &choose_host_threads, py::arg("topology"), py::arg("options"),
-             "How many threads compute, and on which CPUs (common/host_threads.h).");
-  py::enum_<Priority>(module, "Priority", "Which loops workers help first (common/thread_pool.h).")
+             "Chooses number and CPUs of the compute threads (common/host_threads.h).");
+  py::enum_<Priority>(module, "Priority", "Workers take urgent loops first (common/thread_pool.h).")
       .value("URGENT", Priority::kUrgent)
       .value("BACKGROUND", Priority::kBackground);
   py::class_<ThreadPool>(module, "ThreadPool", "Threads that share the work of loops (common/thread_pool.h).")
@@ -66,7 +68,7 @@ void register_host_threads(py::module_& module) {
       .def_property_readonly("num_threads", &ThreadPool::num_threads)
       .def_property_readonly("num_urgent", &ThreadPool::num_urgent)
       .def_property_readonly("pinned_cpus", &ThreadPool::pinned_cpus)
-      // For tests: the function is called with the interpreter, by one thread at a time.
+      // For tests: one thread at a time calls the function, with the GIL.
       .def(
           "parallel_for",
           [](ThreadPool& self, int64_t size, int64_t grain, const py::function& fn, Priority priority) {
@@ -85,7 +87,7 @@ void register_host_threads(py::module_& module) {
           "Calls fn(begin, end) on disjoint ranges that cover [0, size).");
 }
 
-// For tests: a queue whose tasks fail, wait for an event, or do nothing, and note their name when they are over.
+// For tests: tasks that fail, wait for an event or do nothing, then record their name.
 class NotingQueue {
  public:
   std::shared_ptr<HostEvent> submit(const std::string& failure, const std::string& name,
@@ -112,10 +114,10 @@ class NotingQueue {
 };
 
 void register_work_queue(py::module_& module) {
-  py::class_<HostEvent, std::shared_ptr<HostEvent>>(module, "HostEvent", "The end of some work (common/event.h).")
+  py::class_<HostEvent, std::shared_ptr<HostEvent>>(module, "HostEvent", "Completion of host work (common/event.h).")
       .def(py::init<>())
       .def("complete", &HostEvent::complete)
-      .def("wait", &HostEvent::wait, ReleaseGil(), "Raises what the work has failed with.")
+      .def("wait", &HostEvent::wait, ReleaseGil(), "Re-raises the work's error.")
       .def("settle", &HostEvent::settle, ReleaseGil())
       .def_property_readonly("is_over", &HostEvent::is_over);
   py::class_<NotingQueue>(module, "WorkQueue", "A queue of tasks with a thread of its own (common/work_queue.h).")

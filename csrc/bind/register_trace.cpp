@@ -89,7 +89,7 @@ py::dict describe_stalls(const StepTrace& trace) {
 }
 
 void register_trace(py::module_& module) {
-  py::enum_<Track>(module, "Track", "Where a span of a trace belongs (common/tracing.h).")
+  py::enum_<Track>(module, "Track", "Track of a span in a trace (common/tracing.h).")
       .value("STALL", Track::kStall)
       .value("UPLOAD", Track::kUpload)
       .value("DOWNLOAD", Track::kDownload)
@@ -103,7 +103,7 @@ void register_trace(py::module_& module) {
       .value("DISK_ADAM", Track::kDiskAdam)
       .value("DISK_WRITE", Track::kDiskWrite)
       .value("VISIT", Track::kVisit);
-  py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
+  py::enum_<StallCause>(module, "StallCause", "Cause of a stall of the compute queue (common/tracing.h).")
       .value("NONE", StallCause::kNone)
       .value("UPLOAD", StallCause::kUpload)
       .value("DOWNLOAD", StallCause::kDownload)
@@ -112,7 +112,7 @@ void register_trace(py::module_& module) {
       .value("ROOM", StallCause::kRoom)
       .value("NORM", StallCause::kNorm)
       .value("COLLECTIVE", StallCause::kCollective);
-  py::enum_<SpanOwner>(module, "SpanOwner", "Whose work a span is (trace/step_tracer.h).")
+  py::enum_<SpanOwner>(module, "SpanOwner", "The step that a span belongs to (trace/step_tracer.h).")
       .value("THIS_STEP", SpanOwner::kThisStep)
       .value("STEP_BEFORE", SpanOwner::kStepBefore);
   py::enum_<StepOutcome>(module, "StepOutcome", "How a step ended (trace/step_tracer.h).")

@@ -24,7 +24,7 @@ State parse_state(const std::string& name) {
 }
 
 void register_ablation(py::module_& module) {
-  py::enum_<Mechanism>(module, "Mechanism", "Mechanisms that a measurement can leave out (common/ablation.h).")
+  py::enum_<Mechanism>(module, "Mechanism", "Mechanisms that an ablation can switch off (common/ablation.h).")
       .value("WHOLE_UPDATES_AHEAD", Mechanism::kWholeUpdatesAhead)
       .value("PARAMETERS_FIRST", Mechanism::kParametersFirst)
       .value("SETTLED_VALUES", Mechanism::kSettledValues)
@@ -32,7 +32,6 @@ void register_ablation(py::module_& module) {
       .value("ORDER_OF_NEED", Mechanism::kOrderOfNeed)
       .value("HOMES_IN_TURN", Mechanism::kHomesInTurn)
       .value("VISITS", Mechanism::kVisits)
-      .value("FRAGMENTS", Mechanism::kFragments)
       .value("RARE_SIZES", Mechanism::kRareSizes)
       .value("EXACT_SLOTS", Mechanism::kExactSlots);
   module.def(
@@ -42,7 +41,7 @@ void register_ablation(py::module_& module) {
         for (Mechanism mechanism : mechanisms) bits |= uint32_t{1} << static_cast<uint32_t>(mechanism);
         set_left_out(bits);
       },
-      py::arg("mechanisms"), "Engines built from now on work without these, and with all others.");
+      py::arg("mechanisms"), "Switches these mechanisms off in engines built from now on, and all others on.");
 }
 
 }  // namespace
@@ -86,19 +85,19 @@ void register_types(py::module_& module) {
       .value("NONE", QuantType::kNone)
       .value("NF4", QuantType::kNf4)
       .value("INT8", QuantType::kInt8);
-  py::enum_<Tier>(module, "Tier", "Where memory is.")
+  py::enum_<Tier>(module, "Tier", "Memory tier.")
       .value("HOST", Tier::kHost)
       .value("DEVICE", Tier::kDevice)
       .value("DISK", Tier::kDisk);
   register_ablation(module);
   module.def("state_bytes", &state_bytes, py::arg("type"), py::arg("numel"),
-             "Bytes of an optimizer state of so many elements, scales of blocks included (common/dtype.h).");
+             "Bytes of an optimizer state of numel elements, block scales included (common/dtype.h).");
   module.def(
       "check_transition",
       [](const std::string& from, const std::string& to) {
         check_transition(parse_state(from), parse_state(to), "a parameter");
       },
-      "Throws StateError when chunk/chunk_store.h has no such move.");
+      "Raises StateError for a forbidden transition of a parameter (chunk/chunk_store.h).");
 }
 
 }  // namespace patrickstar::bind

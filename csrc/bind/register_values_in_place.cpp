@@ -12,7 +12,7 @@ namespace patrickstar::bind {
 
 namespace {
 
-// What all of these passes take ([Note: values in place], optim/kernels.h).
+// Arguments common to the passes of in-place speculative updates (optim/kernels.h).
 struct SplitArrays {
   AdamArrays arrays;
   optim::AdamScalars scalars;
@@ -51,10 +51,9 @@ void register_values_in_place(py::module_& module) {
           log.count = open.count;
         });
       },
-      "Puts in place of bfloat16 params, the upper halves of split masters, what adam makes of them for every "
-      "grad_scale "
-      "up to most_grad_scale; what is open goes to logs of OPEN_LOG_BYTES for each OPEN_PIECE elements, up to capacity "
-      "values of each (optim/kernels.h, values in place).",
+      "In-place speculative update of bfloat16 params, the upper halves of split masters: writes values that are the "
+      "same for every grad_scale up to most_grad_scale. Scale-dependent values go to logs of OPEN_LOG_BYTES per "
+      "OPEN_PIECE elements, at most capacity values each (optim/kernels.h).",
       py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("param"),
       py::arg("numel"), py::arg("num_threads"), py::arg("logs"), py::arg("most_grad_scale"), py::arg("capacity"));
   module.def(
@@ -69,7 +68,7 @@ void register_values_in_place(py::module_& module) {
                                              given.logs[piece].values());
         });
       },
-      "Those that adam_put_values has left to logs.", py::arg("isa"), py::arg("lower"), py::arg("momentum"),
+      "Writes the values that adam_put_values logged.", py::arg("isa"), py::arg("lower"), py::arg("momentum"),
       py::arg("variance"), py::arg("grad"), py::arg("param"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"),
       py::kw_only(), py::arg("key") = py::none());
   module.def(
@@ -86,9 +85,10 @@ void register_values_in_place(py::module_& module) {
         });
         return wrong.load();
       },
-      "Updates the states behind them. Returns how many params are not those that the update makes.", py::arg("isa"),
-      py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("param"), py::arg("numel"),
-      py::arg("num_threads"), py::arg("logs"), py::arg("least_grad_scale"), py::kw_only(), py::arg("key") = py::none());
+      "Phase two: updates the states. Returns the number of params that differ from the update's result.",
+      py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("param"),
+      py::arg("numel"), py::arg("num_threads"), py::arg("logs"), py::arg("least_grad_scale"), py::kw_only(),
+      py::arg("key") = py::none());
   module.def(
       "adam_take_values_back",
       [](const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance, Address grad,
@@ -100,7 +100,7 @@ void register_values_in_place(py::module_& module) {
                                               given.logs[piece].values());
         });
       },
-      "Undoes adam_put_values with the same arguments.", py::arg("isa"), py::arg("lower"), py::arg("momentum"),
+      "Rolls back adam_put_values, given the same arguments.", py::arg("isa"), py::arg("lower"), py::arg("momentum"),
       py::arg("variance"), py::arg("grad"), py::arg("param"), py::arg("numel"), py::arg("num_threads"),
       py::arg("logs"));
 }

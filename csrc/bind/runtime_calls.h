@@ -1,5 +1,5 @@
-// Methods of Python's Runtime, made of a call's rule and a function of the open engine or of one of its parts. Each
-// takes the device's lock and runs without the interpreter; arguments and results are copied.
+// Builds methods of Python's Runtime from a call's rule and a function of the open engine or a part of it. Each method
+// takes the device's lock and runs without the GIL; arguments and results are copied.
 //
 //   .def("tide_bytes", bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().tide_bytes(); }))
 //   .def("is_stashed", bound<Call::kInspect>(&OpenEngine::stash, &Stash::is_over))
@@ -15,7 +15,7 @@
 
 namespace patrickstar::bind {
 
-// Closed without the interpreter where nobody has closed it.
+// Closes the runtime without the GIL, if still open.
 struct DeleteWithoutGil {
   void operator()(Runtime* runtime) const {
     const pybind11::gil_scoped_release release;
@@ -27,7 +27,7 @@ using RuntimeClass = pybind11::class_<Runtime, UseListener, RuntimeHolder>;
 
 void register_runtime_values(RuntimeClass& runtime);
 
-// Result of `work(open)`, which runs without the interpreter.
+// Runs `work(open)` without the GIL.
 template <Call call, typename Work>
 auto without_gil(Runtime& self, const Work& work) -> std::decay_t<decltype(work(std::declval<OpenEngine&>()))> {
   const pybind11::gil_scoped_release release;
@@ -61,7 +61,7 @@ auto bound(Part OpenEngine::* part, Result (Part::*method)(Args...) const) {
   };
 }
 
-// The same of a call that concerns the chunk of its first argument, a parameter.
+// The same for a call on the chunk of its first argument, a parameter.
 template <Call call, typename Result, typename... Args>
 auto bound_to_param(Result (*function)(OpenEngine&, ParamId, Args...)) {
   return [function](Runtime& self, ParamId param, Args... args) -> std::decay_t<Result> {
@@ -71,7 +71,7 @@ auto bound_to_param(Result (*function)(OpenEngine&, ParamId, Args...)) {
   };
 }
 
-// The same of a call that concerns its first argument, a chunk.
+// The same for a call on its first argument, a chunk.
 template <Call call, typename Result>
 auto bound_to_chunk(Result (*function)(OpenEngine&, ChunkId)) {
   return [function](Runtime& self, ChunkId chunk) -> std::decay_t<Result> {

@@ -15,7 +15,6 @@ uint32_t version_of(c10::TensorImpl& impl) {
   return impl.is_inference() ? 0 : impl.version_counter().current_version();
 }
 
-// The parameters of one engine that an operation uses.
 struct EngineUse {
   UseObserver* observer;
   std::vector<ParamId> params;
@@ -75,7 +74,7 @@ py::object TorchFunction::read(Way way, const Arguments& arguments, py::handle f
     for (const Argument& argument : arguments) known.append(argument.handle);
     given = as_view_(result, func, known);
   }
-  if (given.is(result)) {  // no view, whose values nobody has read yet
+  if (given.is(result)) {  // no view: its values were read
     for (const EngineUse& use : uses) use.observer->note_read(use.params);
   }
   return given;

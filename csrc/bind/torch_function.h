@@ -1,12 +1,11 @@
-// __torch_function__ of chunked parameters and of views of them: every operation that gets one passes through here.
+// __torch_function__ of chunked parameters and their views; every operation on one passes through here, with the GIL.
 //
-// Which parameters an operation gets is found here, and the observer told (bind/use_observer.h). What is rare is
-// Python's (module/chunked_parameter.py): which way a function goes (asked once per function), writing, and views.
-// Called with the GIL.
+// This finds the parameters of an operation and reports them to the UseObserver. Rare cases are in Python
+// (module/chunked_parameter.py): classifying a function (once each), writes, and views.
 //
-// Functions that write a parameter are known by their names and schemas, and carried out on its float32 value. Should
-// another one write the compute copy, unannounced, PyTorch's version counter tells: the operation is refused then,
-// after the fact, and the copy is derived anew.
+// Functions that write a parameter are recognised by name and schema, and act on its float32 value. If another function
+// writes the compute copy, PyTorch's version counter reveals it afterwards: the operation raises, and the copy is made
+// again.
 #pragma once
 
 #include <c10/core/TensorImpl.h>
@@ -19,22 +18,23 @@
 
 namespace patrickstar::bind {
 
-// What a function does with a parameter's memory.
+// How a function uses a parameter's memory.
 enum class Way : uint8_t {
-  kLook,      // nothing: it looks at metadata
+  kLook,      // metadata only
   kRead,      // reads it, and so does its backward
   kReadOnce,  // reads it; its backward needs the result's shape only
-  kAlias,     // gives a tensor with the same memory that is no view in autograd's sense
+  kAlias,     // returns a tensor on the same memory that is not an autograd view
   kMayWrite,  // writes its first argument
 };
 
 class TorchFunction {
  public:
-  // `types`: the classes whose instances have a handle, as `_patrickstar`, and the address of their TensorImpl, as
-  // `_patrickstar_impl`. `way_of(func)` gives a Way.
-  // `write(func, args, kwargs)` carries out what writes a parameter, and gives NotImplemented for what does not.
-  // `refuse(func, handle)` raises, for an operation that has written the handle's parameter unannounced.
-  // `as_view(result, func, handles)` makes results that share a chunk's memory say when they are used.
+  // - `types`: classes whose instances have a handle, `_patrickstar`, and the address of their TensorImpl,
+  //   `_patrickstar_impl`.
+  // - `way_of(func)` returns a Way.
+  // - `write(func, args, kwargs)` performs a write to a parameter; NotImplemented if the call writes none.
+  // - `refuse(func, handle)` raises after an unrecognised write to the handle's parameter.
+  // - `as_view(result, func, handles)` makes results on a chunk's memory report their uses.
   TorchFunction(const pybind11::tuple& types, pybind11::object way_of, pybind11::object write, pybind11::object refuse,
                 pybind11::object as_view);
 
@@ -42,7 +42,7 @@ class TorchFunction {
                               pybind11::handle kwargs) const;
 
  private:
-  // A parameter, or a view of one, that an operation gets.
+  // A parameter, or a view of one, among an operation's arguments.
   struct Argument {
     pybind11::object handle;
     c10::TensorImpl* impl;
@@ -54,7 +54,7 @@ class TorchFunction {
   pybind11::object read(Way way, const Arguments& arguments, pybind11::handle func, pybind11::handle types,
                         pybind11::handle args, pybind11::handle kwargs) const;
 
-  std::vector<PyTypeObject*> types_;  // immortal: of the module that makes this
+  std::vector<PyTypeObject*> types_;  // immortal, owned by the module
   pybind11::object way_of_;
   pybind11::object write_;
   pybind11::object refuse_;

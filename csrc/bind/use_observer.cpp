@@ -14,7 +14,7 @@ namespace patrickstar::bind {
 
 namespace {
 
-// A pre-hook of an autograd node.
+// Pre-hook of an autograd node.
 class BackwardEntry {
  public:
   BackwardEntry(py::object keeper, UseListener& listener, Use use)
@@ -27,12 +27,12 @@ class BackwardEntry {
   }
 
  private:
-  py::object keeper_;  // of the listener
+  py::object keeper_;  // keeps listener_ alive
   UseListener& listener_;
   Use use_;
 };
 
-// What a call of Python's C API gave.
+// Takes over a new reference; throws the Python error if null.
 py::object checked(PyObject* result) {
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
@@ -105,8 +105,8 @@ void UseObserver::end_use(py::handle result, Tick begin, const std::vector<Param
 }
 
 py::object UseObserver::node_of(py::handle result) const {
-  // [Note: views of results] F.linear gives a view of what addmm made. Whoever changes it in place gives the view
-  // another node; that of what it is a view of stays.
+  // F.linear returns a view of addmm's result. An in-place change gives the view another node, but its base keeps
+  // addmm's.
   const py::object base = result.attr(base_);
   const py::object node = base.is_none() ? base : base.attr(grad_fn_);
   return node.is_none() ? py::object(result.attr(grad_fn_)) : node;

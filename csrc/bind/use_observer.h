@@ -1,19 +1,17 @@
-// The observer: turns calls of modules and uses of tensors, as Python sees them, into acquire and release of the core.
-// csrc/plan/use_holds.h says what scopes hold and how backward releases.
+// Turns module calls and tensor uses, as Python sees them, into acquire and release of the core. plan/use_holds.h has
+// the rules of holding and releasing. It runs for every module and every operation on a parameter, hence C++
+// throughout:
 //
-// What it does runs for every module and every operation on a parameter, so it is C++ from the hook down to the core:
-//
-//   UseObserver    one per engine: knows the running calls, tells the listener
+//   UseObserver    one per engine: knows the running calls, calls the listener
 //   ModuleHook     one per module: its forward hooks
-//   BackwardEntry  one per use that autograd saw: called before the use's backward runs
+//   BackwardEntry  one per use recorded by autograd: runs before the use's backward
 //
-// [Note: hooks on nodes] Node.register_prehook goes through Python code that makes an OrderedDict and a
-// RemovableHandle. Node._register_hook_dict, with which Tensor.register_hook ends, takes the dict of hooks that a
-// tensor carries; a scratch tensor lends it to one node after the other. Such hooks run at the same place, before the
-// node, and ours looks at no gradient. Each node keeps its dict, and with it the entry, which keeps the listener:
-// graphs may outlive the engine.
+// Hooks on nodes. Node.register_prehook runs Python code that makes an OrderedDict and a RemovableHandle.
+// Node._register_hook_dict, which Tensor.register_hook ends with, takes the hook dict of a tensor; one scratch tensor
+// serves all nodes. These hooks also run before the node. Each node keeps its dict, thereby the entry and the listener,
+// since graphs may outlive the engine.
 //
-// One thread at a time, with the GIL: the user's in forward, autograd's in backward. The GIL is released in the core.
+// One thread at a time, with the GIL: the user's in forward, autograd's in backward. The core runs without the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -36,55 +34,55 @@ struct Use {
   std::vector<ParamId> params;
 };
 
-// What the backward of an operation needs of its parameters.
+// Property of its parameters that an operation's backward needs.
 enum class BackwardNeed : uint8_t {
   kValue,
   kShape,
 };
 
-// func(*args, **kwargs) without __torch_function__. `impl` is torch._C._disabled_torch_function_impl; `kwargs` is a
-// dict or None.
+// func(*args, **kwargs) without __torch_function__. `impl`: torch._C._disabled_torch_function_impl. `kwargs`: dict or
+// None.
 pybind11::object call_without_torch_function(const pybind11::object& impl, pybind11::handle func,
                                              pybind11::handle types, pybind11::handle args, pybind11::handle kwargs);
 
 class UseObserver {
  public:
-  // `listener` is a UseListener. `find_nodes` gives the distinct autograd nodes that made the tensors in any value.
+  // `listener`: a UseListener. `find_nodes(value)` returns the distinct autograd nodes of all tensors in a value.
   UseObserver(pybind11::object listener, pybind11::object find_nodes);
 
-  // Begins a call of `caller`'s module.
+  // `caller` identifies the module's hook.
   void open_scope(const void* caller, const std::vector<ParamId>& params, HoldUntil until);
-  // Ends the innermost call, which must be `caller`'s and gave `output`; nothing when it never began.
+  // Ends `caller`'s call, the innermost one, with its `output`. Returns nothing if the call never began.
   std::optional<Scope> close_scope(const void* caller, pybind11::handle output);
-  // Drops what an exception left open.
+  // Drops calls that an exception left open.
   void forget_scopes() { scopes_.clear(); }
 
-  // No call of a module is under way: what is read or written then is the user's own access.
+  // True outside all module calls, where reads and writes are the user's own.
   bool is_between_calls() const { return scopes_.empty(); }
-  // Values of `params` were given to the user; those that operations read within calls do not count.
+  // Records that the user got values of `params`. Reads within module calls do not count.
   void note_read(const std::vector<ParamId>& params);
-  // True where that happened since forget_reads().
+  // True after note_read(), until forget_reads().
   bool was_read(ParamId param) const;
   void forget_reads() { read_.clear(); }
 
-  // The user reads the memory of `params` outside of any operation.
+  // The user reads the memory of `params` outside any operation.
   void touch(const std::vector<ParamId>& params);
-  // Around an operation that uses `params`: its result's backward acquires them again.
+  // Call before and after an operation that uses `params`; the backward of its result acquires them again.
   Tick begin_use(const std::vector<ParamId>& params);
   void end_use(pybind11::handle result, Tick begin, const std::vector<ParamId>& params, BackwardNeed need);
 
  private:
   void acquire_before(pybind11::handle result, Use use);
-  // The autograd node that made a tensor, or None.
+  // None if no node made it. A view's node is that of its base, which in-place changes of the view do not replace.
   pybind11::object node_of(pybind11::handle result) const;
 
   pybind11::object listener_;
   UseListener& listens_;
   ScopeStack scopes_;
-  std::vector<uint8_t> read_;  // by parameter, as far as one was read
+  std::vector<uint8_t> read_;  // by parameter; may be shorter
   pybind11::object find_nodes_;
   pybind11::object tensor_type_;
-  pybind11::object scratch_;  // see [Note: hooks on nodes]
+  pybind11::object scratch_;  // lends its hook dict to nodes
   pybind11::object hook_key_ = pybind11::int_(0);
   pybind11::object grad_fn_ = interned("grad_fn");
   pybind11::object base_ = interned("_base");
@@ -94,18 +92,18 @@ class UseObserver {
 
 class ModuleHook {
  public:
-  // Without an observer it does nothing: a copy of the user's module (copy.deepcopy, pickle) is an ordinary module.
+  // A null observer does nothing: copies of the user's module (copy.deepcopy, pickle) are ordinary modules.
   ModuleHook(std::shared_ptr<UseObserver> observer, std::vector<ParamId> params, HoldUntil until);
 
   void before_forward();
   void after_forward(pybind11::handle output);
 
-  // What a call acquires.
+  // Parameters that a call acquires.
   const std::vector<ParamId>& params() const { return params_; }
-  // What operations in its calls were seen to use, ascending.
+  // Parameters that operations in its calls used, ascending.
   const std::vector<ParamId>& touched() const { return touched_; }
   HoldUntil until() const { return until_; }
-  // Its calls acquire `params` from now on, and no longer note what they use.
+  // From now on calls acquire `params` and no longer record uses.
   void finish_learning(std::vector<ParamId> params);
 
  private:

@@ -1,9 +1,9 @@
-// The arrays of a chunk, a row for each: its size, where it has memory, what its value is made from. The layout makes
-// them once, and again when a chunk is trained; bytes, homes, promises and costs are sums and filters over them.
+// The arrays of a chunk, one row each: size, memory, source of the value. The layout builds the rows, again when a
+// chunk becomes trainable; byte counts, placement and costs are sums over them.
 //
 //   for (const ArrayRow& row : layout.chunk(chunk).rows) bytes += row.on_host == ArrayMemory::kOwn ? row.num_bytes : 0;
 //
-// With several ranks the rows of this rank's shards have memory; the whole value passes, made of kOtherRanks.
+// With several ranks, the rows of this rank's shards own memory; the whole value is temporary, made of kOtherRanks.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@
 
 namespace patrickstar {
 
-// Memory of an array on a tier where its chunk is at home.
+// Memory of an array on the tier where its chunk rests.
 enum class ArrayMemory : uint8_t {
-  kNone,     // a chunk like this has no such array
-  kPassing,  // while the array is there
-  kTide,     // the same, where activations were if they leave it ([Note: gradients in the tide], engine/pager.h)
-  kShared,   // place of ArrayRow::shares_with, which is dead by then
-  kOwn,      // at all times
+  kNone,     // no such array in this chunk
+  kPassing,  // while the array exists
+  kTide,     // the same, lent by activations if possible ([Note: gradients in the tide], memory/tide_memory.h)
+  kShared,   // the place of ArrayRow::shares_with, which is dead by then
+  kOwn,      // always
 };
 
-// Origin of a value that may be dropped at any time; kNone: it may not.
+// Source from which a dropped value is made again; kNone: it must not be dropped.
 enum class Source : uint8_t { kNone, kMaster, kCodes, kOtherRanks };
 
 struct ArrayRow {
@@ -30,8 +30,8 @@ struct ArrayRow {
   ArrayMemory on_host = ArrayMemory::kNone;
   ArrayMemory on_device = ArrayMemory::kNone;
   Source source = Source::kNone;
-  ArrayKind shares_with = ArrayKind::kParam;  // array with the same place on the host; `kind` where there is none
-  int64_t num_bytes = 0;                      // that it would have, where there is none
+  ArrayKind shares_with = ArrayKind::kParam;  // array with the same place on the host; `kind`: none
+  int64_t num_bytes = 0;                      // also of arrays that have no memory
 
   bool has_place_on_host() const { return on_host == ArrayMemory::kOwn || on_host == ArrayMemory::kShared; }
 };
@@ -47,13 +47,12 @@ class ArrayRows {
   const ArrayRow* begin() const { return rows_.data(); }
   const ArrayRow* end() const { return rows_.data() + rows_.size(); }
 
-  // Compute value and gradient as updates read and write them: of this rank.
+  // Compute value and gradient that this rank's updates read and write.
   const ArrayRow& param() const { return (*this)[param_]; }
   const ArrayRow& gradient() const { return (*this)[gradient_]; }
-  // The array that has the value between steps, but for a master.
+  // The array that keeps the value between steps, masters aside.
   const ArrayRow& value() const { return (*this)[value_]; }
 
-  // Bytes of the rows that `is_counted` is true of.
   template <typename Filter>
   int64_t num_bytes(const Filter& is_counted) const {
     int64_t bytes = 0;

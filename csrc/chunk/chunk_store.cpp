@@ -18,9 +18,9 @@ constexpr bool kMayMove[kNumParamStates][kNumParamStates] = {
     {false, true, true, true, true},  // COMPUTE: nested uses; never dropped while in use
 };
 
-// StorageImpl can be made to refuse access with a message (PyTorch uses it for fake tensors), but before 2.13
-// nothing public takes the refusal back. An explicit instantiation may name a private member, so this reaches
-// the flag in every version since 2.6 without a change to PyTorch.
+// PyTorch can make a StorageImpl refuse access with a message (used for fake tensors), but has no public way back
+// before 2.13. An explicit instantiation may name a private member; this one reaches the flag in every version since
+// 2.6.
 bool& refuses_access(c10::StorageImpl& storage);
 
 template <bool c10::StorageImpl::* Member>
@@ -29,7 +29,7 @@ struct FlagAccess {
 };
 template struct FlagAccess<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
-// Stands for "not resizable, not ours to free": slots belong to the slot pool.
+// No deleter: the memory belongs to the pool of device buffers, and the storage cannot be resized.
 c10::DataPtr borrowed(void* data, c10::Device device) { return {data, device}; }
 
 }  // namespace

@@ -1,32 +1,20 @@
-// Where every payload is, in which state each parameter is, and the storage that a chunk's parameters share.
+// Where every chunk buffer is, the state of every parameter, and the storage that a chunk's parameters share.
 // Bookkeeping only: the store moves no bytes and decides nothing. Guarded by the runtime's lock.
 //
-// [Note: states] A chunked parameter is an ordinary nn.Parameter of its true shape. Its memory is a part of its chunk's
-// storage, which is where the chunk's kParam array is just then, or refuses access ([Note: storage swap]).
+// An array of a chunk is in one of these places:
 //
-//   state of a parameter   its value
-//   FREE                   is nowhere in the compute dtype; it can be derived from the master
-//   COMPUTE                is used by an open module or backward operation: its chunk stays on the device
-//   HOLD                   is somewhere, and no use is open
-//   HOLD_AFTER_FWD         the same, after its use in a forward
-//   HOLD_AFTER_BWD         is dead until the optimizer has run, so the gradient may take its place
-//
-// A chunk's state is the highest of its parameters' in the order COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD, FREE;
-// RELEASED is a chunk whose payload is on another rank. Legal moves stand in one table; an illegal one throws
-// StateError.
-//
-//   an array of a chunk    slot, on_device   block, on_host
+//   place                  slot, on_device   block, on_host
 //   nowhere                -                 -
-//   on the device          yes               -
-//   on its way up          yes, device_ready yes
-//   on both                yes               yes               dropped from either without a copy
-//   on its way down        yes, busy         yes, host_ready
-//   on the host            -                 yes
-//   updated on the host    -                 yes, host_ready   by the queue of updates
-//   on the disk            -                 -                 on_disk; a state that is at home there
-//   passing through        -                 yes, on_disk      read from there, or written back (engine/disk_states.h)
+//   device                 yes               -
+//   uploading              yes, device_ready yes
+//   both                   yes               yes               either may be dropped without a copy
+//   downloading            yes, busy         yes, host_ready
+//   host                   -                 yes
+//   updated on the host    -                 yes, host_ready   by the update queue
+//   disk                   -                 -                 on_disk; a state that rests there
+//   disk in transit        -                 yes, on_disk      read or written back (engine/disk_states.h)
 //
-// A running operation that uses the slot *holds* the array: it is not evicted then.
+// A running operation that uses the device buffer *holds* the array, which prevents eviction.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -46,13 +34,23 @@
 
 namespace patrickstar {
 
-// [Note: states]
+// State of a parameter. A chunked parameter is an ordinary nn.Parameter of its true shape. Its memory is part of the
+// chunk's storage, which points at the chunk's kParam array or refuses access (see ParamStorage).
+//
+//   FREE                   no value in the compute dtype; it can be made from the master
+//   COMPUTE                used by an open module or backward operation; the chunk stays on the device
+//   HOLD                   has a value, not in use
+//   HOLD_AFTER_FWD         the same, after its use in a forward
+//   HOLD_AFTER_BWD         not needed until the optimizer has run; the gradient may take its place
+//
+// A chunk has the highest state of its parameters, in the order COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD, FREE.
+// RELEASED: the chunk's buffer is on another rank.
 enum class State : uint8_t { kFree, kHoldAfterBwd, kHoldAfterFwd, kHold, kCompute, kReleased };
 constexpr int kNumParamStates = 5;  // all but kReleased
 
 const char* state_name(State state);
 
-// Throws StateError when the table has no move from `from` to `to`. `subject` names the parameter.
+// Throws StateError for a forbidden transition. `subject` names the parameter.
 void check_transition(State from, State to, const char* subject);
 
 // Counts the parameters of one chunk by state.
@@ -71,17 +69,17 @@ class StateCounts {
   std::array<int, kNumParamStates> counts_{};
 };
 
-// [Note: storage swap] Every `param.data` of a chunk, and every view autograd saved for backward, shares one storage at
-// a fixed offset. Moving a chunk between slots changes one pointer and touches no Python object, and a saved view keeps
-// no evicted memory alive. While the chunk is not on the device the storage refuses access with a message (a null
-// pointer alone is not enough: several CPU kernels read it unchecked).
+// The storage of a chunk. Every `param.data` of the chunk and every view that autograd saved lies in it at a fixed
+// offset. Moving the chunk changes one pointer, touches no Python object, and saved views keep no evicted memory alive.
+// While the chunk is off the device the storage refuses access with a message; a null pointer alone is not enough,
+// since several CPU kernels read it unchecked.
 //
-// The storage object is made by Python (an empty UntypedStorage) and handed over by address; this holds a reference.
+// Python makes the storage (an empty UntypedStorage) and passes its address; this holds a reference.
 class ParamStorage {
  public:
   ParamStorage() = default;
-  // `storage` is the address of a live c10::StorageImpl. It becomes `num_bytes` long, without memory; views of it can
-  // be made until the first detach(). `absent_message` is what an access while detached raises.
+  // `storage`: address of a live c10::StorageImpl. It becomes `num_bytes` long, without memory; views can be made until
+  // the first detach(). Access while detached raises `absent_message`.
   ParamStorage(c10::StorageImpl* storage, int64_t num_bytes, const std::string& absent_message);
 
   explicit operator bool() const { return storage_.defined(); }
@@ -93,20 +91,20 @@ class ParamStorage {
 };
 
 struct ArrayRecord {
-  Slot slot;                // device memory, empty when the array is not there
-  HostBlock block;          // host memory, empty when the array is not there
-  bool on_device = false;   // the slot holds the current value (or will, after device_ready)
-  bool on_host = false;     // the block holds the current value (or will, after host_ready)
-  bool on_disk = false;     // so does the disk (or will; engine/disk_states.h)
-  Event device_ready;       // complete when an upload into the slot is
-  Event host_ready;         // complete when a download into the block, or an update of it, is
-  Event block_busy_until;   // complete when an upload out of the block is
-  int holds = 0;            // running operations that use the slot; not evictable while > 0
-  bool prefetched = false;  // uploaded ahead of its use, not used yet
-  uint64_t last_use = 0;    // moment of the last use, for the order of eviction before there is a trace
+  Slot slot;                // device memory, or empty
+  HostBlock block;          // host memory, or empty
+  bool on_device = false;   // the device buffer has the current value, after device_ready
+  bool on_host = false;     // the host buffer has the current value, after host_ready
+  bool on_disk = false;     // the disk has the current value (engine/disk_states.h)
+  Event device_ready;       // end of the upload
+  Event host_ready;         // end of the download, or of the host update
+  Event block_busy_until;   // end of the upload that reads the host buffer
+  int holds = 0;            // running operations that use the device buffer; > 0 prevents eviction
+  bool prefetched = false;  // uploaded ahead and not used yet
+  uint64_t last_use = 0;    // access that used it last; eviction order before the first trace
 
   bool exists() const { return on_device || on_host || on_disk; }
-  // The value was written by compute, or on the host: it is the current one there, and nowhere else.
+  // The only current value is on that tier now.
   void set_on_device() {
     on_device = true;
     on_host = false;
@@ -119,7 +117,7 @@ struct ArrayRecord {
   }
 };
 
-// An array that is not evicted while this lives, whatever is thrown.
+// Prevents eviction of an array while it lives.
 class ScopedHold {
  public:
   explicit ScopedHold(ArrayRecord& array) : array_(&array) { ++array.holds; }
@@ -129,7 +127,6 @@ class ScopedHold {
   ScopedHold& operator=(const ScopedHold&) = delete;
   ScopedHold& operator=(ScopedHold&&) = delete;
 
-  // Before its end.
   void release() {
     if (array_ != nullptr) --std::exchange(array_, nullptr)->holds;
   }
@@ -145,30 +142,29 @@ class ChunkStore {
   const Layout& layout() const { return layout_; }
   const ChunkSpec& chunk(ChunkId chunk) const { return layout_.chunk(chunk); }
   int num_chunks() const { return layout_.num_chunks(); }
-  // Layout::train. The chunk's optimizer states exist.
+  // Like Layout::train(). The optimizer states must exist.
   void train(ChunkId chunk) { layout_.train(chunk); }
   ArrayRecord& array(ArrayId id) { return arrays_[static_cast<size_t>(id.index())]; }
   const ArrayRecord& array(ArrayId id) const { return arrays_[static_cast<size_t>(id.index())]; }
   int num_arrays() const { return static_cast<int>(arrays_.size()); }
   int64_t num_bytes(ArrayId id) const { return layout_.num_bytes(id); }
-  // Where the chunk belongs between its uses: its optimizer states, and its compute value or gradient with them.
+  // Resting tier of the chunk's optimizer states and of the compute value or gradient beside them.
   Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }
   void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
-  // What a chunk keeps beside its compute value (optimizer states, [Note: arrays of a parameter], or quantised values)
-  // lies on one tier, and is on the device.
+  // Optimizer states (or quantised values) lie on one tier; true if that is the device.
   bool has_states_on_device(ChunkId id) const { return array({id, chunk(id).leading_state()}).on_device; }
 
-  // The storage that the parameters of `chunk` share; empty until bound.
+  // Empty until bound.
   ParamStorage& storage(ChunkId chunk) { return storages_[static_cast<size_t>(chunk)]; }
 
   State param_state(ParamId param) const { return param_states_[static_cast<size_t>(param)]; }
-  // Throws StateError for a move that [Note: states] does not allow.
+  // Throws StateError for a forbidden transition.
   void move_param(ParamId param, State to);
   State chunk_state(ChunkId chunk) const { return counts_[static_cast<size_t>(chunk)].chunk_state(); }
-  // All parameters of the chunk are past their backward (or were not used): their values are dead until the step.
+  // True if no parameter is needed before the next update: each is past its backward, or was not used.
   bool is_dead(ChunkId chunk) const;
 
-  // How many running uses hold the parameter.
+  // Running uses that hold the parameter.
   int& uses(ParamId param) { return uses_[static_cast<size_t>(param)]; }
 
   const std::string& param_name(ParamId param) const { return param_names_[static_cast<size_t>(param)]; }

@@ -18,7 +18,7 @@ int64_t alignment_of(const ParamSpec& param, const Sharding& sharding) {
   return is_8_bit(param.states.momentum) || is_8_bit(param.states.variance) ? kStateBlock : kAlignment;
 }
 
-// Of NF4: those of a parameter begin behind all that the ones before it can have.
+// NF4 super-block scales before a parameter: upper bound over the parameters ahead of it.
 int64_t num_super_scales(int64_t numel, size_t num_params) {
   return numel / kNf4SuperBlock + static_cast<int64_t>(num_params);
 }
@@ -57,7 +57,7 @@ int64_t bytes_of(const ChunkSpec& spec, ArrayKind kind) {
   return 0;
 }
 
-// Where a chunk's compute value and gradient have memory; states and codes have their own on both tiers.
+// Memory of a chunk's compute value and gradient. States and codes own memory on both tiers.
 struct ValueRows {
   ArrayMemory param_on_host, param_on_device;
   Source source;
@@ -69,7 +69,7 @@ constexpr ValueRows kQuantized{ArrayMemory::kPassing, ArrayMemory::kPassing, Sou
                                ArrayMemory::kNone};
 constexpr ValueRows kMasters{ArrayMemory::kOwn, ArrayMemory::kPassing, Source::kMaster, ArrayMemory::kShared,
                              ArrayMemory::kPassing};
-// Compute value is a part of the states.
+// The compute value is part of the states.
 constexpr ValueRows kCommitted{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kPassing,
                                ArrayMemory::kPassing};
 constexpr ValueRows kInPlace{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kOwn,
@@ -166,10 +166,11 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
   layout.ranks_ = ranks;
   layout.params_ = params;
   for (ParamSpec& param : layout.params_) {
-    if (param.quantization != QuantType::kNone && !param.trainable) param.states = {};  // it never has any
+    // a frozen quantised parameter never has states
+    if (param.quantization != QuantType::kNone && !param.trainable) param.states = {};
   }
   layout.placements_.resize(params.size());
-  std::map<std::tuple<DType, bool, StateFormat, QuantType, int>, ChunkId> open;  // the chunk being filled, per class
+  std::map<std::tuple<DType, bool, StateFormat, QuantType, int>, ChunkId> open;  // chunk being filled, by class
   for (size_t id = 0; id < params.size(); ++id) {
     const ParamSpec& param = layout.params_[id];
     PS_CHECK(param.numel > 0, ArgumentError, "parameter ", id, " has ", param.numel, " elements; it needs at least 1");
@@ -192,7 +193,7 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
       chunk = layout.num_chunks();
       layout.chunks_.push_back(
           {0, 0, param.dtype, param.trainable, {}, param.states, param.quantization, sharding, {}});
-      // An oversized parameter does not close the chunk being filled: smaller ones that follow still fit there.
+      // An oversized parameter does not close the current chunk, which smaller ones may still fill.
       if (need <= chunk_numel) open[key] = chunk;
     }
     ChunkSpec& spec = layout.chunks_[static_cast<size_t>(chunk)];

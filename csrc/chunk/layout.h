@@ -1,24 +1,13 @@
-// The layout: which chunk and offset each parameter has. A pure function of the parameters' sizes.
+// The layout: chunk and offset of each parameter, a pure function of the parameters' sizes.
 //
-// Parameters are packed in the order given (the order of registration, which for nearly all models is
-// the order of first use), each aligned to kAlignment elements. Chunks are homogeneous: all parameters
-// of a chunk have the same compute dtype and states of the same types, and are all trainable or all frozen, so a frozen
-// chunk carries no optimizer state until it is trained (train()); frozen ones are quantised alike. A parameter larger
-// than the chunk size gets a chunk of its own.
-//
-// [Note: ranks of a chunk] Every rank of an engine has all chunks, with the same ids and sizes. Ranks that share one
-// hold one copy of it together. Others have values of their own in it, as an expert that lives on one rank. Parameters
-// that other ranks share are in other chunks.
-//
-// [Note: shards] A chunk is cut into as many shards of equal size as ranks share it, and each of these keeps one: the
-// r-th. The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
-// statistics (optim/kernels.h) is cut. A chunk is padded at its end. The shard of a chunk that one rank has alone is
-// the chunk.
+// Parameters are packed in the given order, usually registration order, aligned to kAlignment elements. All parameters
+// of a chunk have the same compute dtype, state types, trainability, quantisation and ranks. A frozen chunk has no
+// optimizer states until train(). A parameter larger than the chunk size gets its own chunk.
 //
 //   Layout layout = Layout::pack({{1000, DType::kBFloat16, true}, ...}, /*chunk_numel=*/1 << 26);
 //   layout.placement(0).chunk;  // 0
 //
-// Placements never change after pack(), and any thread may read them; what is trainable changes between steps only.
+// Placements never change after pack(), and any thread may read them. Trainability changes between steps only.
 #pragma once
 
 #include <cstddef>
@@ -34,19 +23,22 @@
 
 namespace patrickstar {
 
-// 128 elements are 256 bytes in 16 bits and 512 in 32: enough for any vector load and for TMA.
+// In elements: 256 bytes of 16-bit values, enough for any vector load and for TMA.
 constexpr int64_t kAlignment = 128;
 
 constexpr int64_t kShardAlignment = 4096;
 
-// Which of the ranks that hold one copy of something together this is.
+// This rank among those that share one copy of a chunk. The chunk is cut into num_ranks equal shards, and rank r keeps
+// the r-th. Cuts and parameters lie at multiples of kShardAlignment elements, so no statistics block (optim/kernels.h)
+// is cut; the chunk's end is padded. A chunk of one rank is its own shard.
 struct Sharding {
   int num_ranks = 1;
   int rank = 0;
 };
 
-// The engine's ranks in groups, each of which shares a chunk ([Note: ranks of a chunk]). Ranks of a group have numbers
-// that follow each other.
+// Which ranks of an engine share a chunk: groups of consecutive ranks. Every rank has all chunks, with the same ids and
+// sizes. Ranks of a group share one copy; ranks outside have other values in it, as with experts. Parameters shared by
+// different groups are in different chunks.
 class ChunkRanks {
  public:
   // All ranks of the engine share it.
@@ -56,8 +48,8 @@ class ChunkRanks {
   // Throws ArgumentError unless `size` is positive.
   static ChunkRanks groups_of(int size);
 
-  // This rank in its group. Throws ArgumentError, which names `what`, where the engine has no communicator of that
-  // group: it has one of all ranks alone.
+  // This rank in its group. Throws ArgumentError, naming `what`, unless the group is all ranks or one: no other
+  // communicator exists.
   Sharding among(const Sharding& engine, const std::string& what) const;
 
  private:
@@ -72,14 +64,14 @@ struct Placement {
   int64_t offset = 0;  // elements
 };
 
-// The part of a parameter that lies in this rank's shard of its chunk.
+// The part of a parameter in this rank's shard of its chunk.
 struct ParamShard {
-  int64_t begin = 0;   // its first element, in the parameter
-  int64_t numel = 0;   // 0: nothing of it is here
-  int64_t offset = 0;  // in the shard
+  int64_t begin = 0;   // first element, within the parameter
+  int64_t numel = 0;   // 0: none
+  int64_t offset = 0;  // within the shard
 };
 
-// Some of optimizer_arrays(), in their order.
+// A subset of optimizer_arrays(), in order.
 class StateKinds {
  public:
   void add(ArrayKind kind) { kinds_[size_++] = kind; }
@@ -92,24 +84,24 @@ class StateKinds {
   size_t size_ = 0;
 };
 
-// Where a gradient waits for the step: in the place of its parameter, which a float32 master gives back (or nowhere,
-// where updates are committed in backward), or in one of its own beside a parameter that nothing gives back.
+// Place of a gradient until the step. kOfParam: the place of its parameter, which a float32 master restores; no place
+// at all if updates run in backward. kOwn: its own, since nothing restores the parameter.
 enum class GradientPlace : uint8_t { kOfParam, kOwn };
 
-// [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient:
-// those of optimizer_arrays() whose type here is not kNone. Bytes, placements and plans follow from it, and whoever
-// does something to all of a chunk's states goes over kinds().
+// The optimizer arrays of a trained parameter: each of optimizer_arrays() whose type is not kNone. Code that handles
+// all states of a chunk iterates over kinds().
 //
-// With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its
-// place until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h):
-// it stays where the states are, and a gradient has memory of its own until its update, which should therefore be
-// early. So this is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14. The
-// same holds without a master (kNone): the bfloat16 parameter is all there is, rounded stochastically by each update.
-// Where a gradient beside a lower half waits for the norm (kOwn), 14 bytes are all that it takes to compute new values
-// ahead of it: they take the old ones' place ([Note: values in place], optim/kernels.h), where whole masters need 16.
+//   master      bytes per parameter (float32 moments)      compute value               gradient
+//   kFloat32    14; 16 for speculative updates             round(master), droppable    in the value's place
+//   kLowerHalf  12 and gradients in flight; 14 with kOwn   part of the state           own memory until its update
+//   kNone       as kLowerHalf, without the master          the only copy, rounded      own memory until its update
+//                                                          stochastically
 //
-// Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h).
-// Of 8 bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
+// Lower halves (optim/kernels.h) need their compute value, so the two stay together. kOwn: a speculative update puts
+// new values in place, for which whole masters need 2 bytes more.
+//
+// Updates store 16-bit and 8-bit moments directly (optim/kernels.h). 8-bit moments have blocks, so their parameters
+// begin at multiples of kStateBlock.
 struct StateFormat {
   StateType master = StateType::kFloat32;
   StateType momentum = StateType::kFloat32;
@@ -133,7 +125,7 @@ struct StateFormat {
   }
 };
 
-// Where an element of an optimizer state is, and the scale of the block that it begins; null but for 8 bits.
+// Address of a state's element, and of its block's scale (8-bit states; else null).
 struct StatePlace {
   void* data = nullptr;
   float* scales = nullptr;
@@ -143,46 +135,43 @@ struct ParamSpec {
   int64_t numel = 0;
   DType dtype = DType::kFloat32;  // compute dtype
   bool trainable = true;
-  StateFormat states;                         // when it is trainable
-  QuantType quantization = QuantType::kNone;  // when it is not
+  StateFormat states;                         // if trainable
+  QuantType quantization = QuantType::kNone;  // if frozen
   ChunkRanks ranks{};
 };
 
 struct ChunkSpec {
-  int64_t numel = 0;        // elements in use, alignment gaps included; what transfers move
-  int64_t shard_numel = 0;  // of these, what one rank keeps
+  int64_t numel = 0;        // alignment gaps included; transfers move them all
+  int64_t shard_numel = 0;  // one rank's part
   DType dtype = DType::kFloat32;
   bool trainable = true;
   std::vector<ParamId> params;  // by offset
-  StateFormat states;           // when it is trainable
+  StateFormat states;           // if trainable
   QuantType quantization = QuantType::kNone;
-  Sharding sharding;  // among the ranks that share it
-  ArrayRows rows;     // by all of the above; Layout makes them
+  Sharding sharding;  // among the ranks that share the chunk
+  ArrayRows rows;     // built by Layout
 
   int64_t num_bytes(ArrayKind kind) const { return rows[kind].num_bytes; }
-  // Several ranks share it: its values are gathered, and its gradients scattered.
+  // Values are all-gathered and gradients reduce-scattered.
   bool is_sharded() const { return sharding.num_ranks > 1; }
-  // The arrays that updates read and write: values and gradients where they are kept from step to step.
+  // Arrays that updates read and write, kept from step to step.
   ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
   ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
-  // [Note: quantised chunks] The values of a quantised chunk are codes and scales, kQuantized, from which its compute
-  // value is derived on the device at any time, as that of a trained one is from its master. The array has the codes of
-  // all elements of this rank's share, then
+  // The chunk's values are codes and scales (kQuantized), from which the device makes its compute value at any time.
+  // The array has the codes of this rank's shard, then
   //
-  //   NF4    the scales of 8 bits of its blocks; a float32 scale of each super block of each parameter, counted from
-  //          the parameter's beginning; a float32 offset of each parameter. The latter two are those of the whole
-  //          chunk: few, and a share may end within a super block.
-  //   int8   a float32 scale of each of its blocks
+  //   NF4    an 8-bit scale per block; a float32 scale per super block of each parameter, counted from its start; a
+  //          float32 offset per parameter. The latter two cover the whole chunk: they are few, and a shard may end
+  //          within a super block.
+  //   int8   a float32 scale per block
   bool is_quantized() const { return quantization != QuantType::kNone; }
-  // Of what lies at `array`, the part that is the `index`-th parameter's: `shard` of it, which has the chunk's offset
-  // `offset`.
+  // Parameter `index`'s part of the codes at `array`: its `shard`, where the parameter begins at `offset` in the chunk.
   QuantizedPart quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const;
-  // The states that it has when it is trained.
   StateKinds state_kinds() const { return states.kinds(); }
-  // Of what it keeps beside its compute value, the array that is made first and leaves the device last, and so tells
-  // where all of them are.
+  // The array beside the compute value that is made first and leaves the device last, so it tells where all of them
+  // are.
   ArrayKind leading_state() const { return is_quantized() ? ArrayKind::kQuantized : *state_kinds().begin(); }
-  // Of element `index` of the state that lies at `array`; null where there is none.
+  // Place of element `index` in the state at `array`; null if the state does not exist.
   StatePlace state_place(ArrayKind kind, void* array, int64_t index) const {
     const StateType type = states.of(kind);
     if (type == StateType::kNone) return {};
@@ -191,17 +180,16 @@ struct ChunkSpec {
     return {bytes + state_offset(type, index), scales};
   }
   bool splits_master() const { return states.master == StateType::kLowerHalf; }
-  // Once it is trained, the compute value is a part of the optimizer state, or all that there is of the parameter.
+  // Once trained, the compute value is part of the optimizer state, or the only copy of the parameter.
   bool keeps_param() const { return states.master != StateType::kFloat32; }
-  // Once it is trained, new values take the old ones' place before the norm is known ([Note: values in place],
-  // optim/kernels.h).
+  // Speculative updates write new values in place of the old ones (optim/kernels.h).
   bool puts_values_in_place() const { return splits_master() && states.gradient == GradientPlace::kOwn; }
-  // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
+  // Updates round stochastically (optim/kernels.h).
   bool draws_random_bits() const {
     return states.master == StateType::kNone || states.momentum == StateType::kBFloat16 ||
            states.variance == StateType::kBFloat16;
   }
-  // Whether the state, or a part of it, is one of the arrays that a split master consists of.
+  // True for arrays that contain parts of a split master.
   bool is_in_split(ArrayKind kind) const {
     if (!splits_master()) return false;
     return kind == ArrayKind::kMaster || (kind == ArrayKind::kVariance && states.variance == StateType::kFloat32);
@@ -210,13 +198,14 @@ struct ChunkSpec {
 
 class Layout {
  public:
-  // `ranks` are the engine's. Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, one that
-  // is trained is to be quantised, masters are to be split or left out of other values than bfloat16, or a parameter is
-  // to be shared by some of several ranks.
+  // `ranks`: the engine's. Throws ArgumentError if
+  // - chunk_numel < kAlignment, or a parameter has no elements;
+  // - a trained parameter is to be quantised;
+  // - a master other than float32 belongs to values other than bfloat16;
+  // - a parameter is to be shared by some, but not all, of several ranks.
   static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding ranks = {});
 
-  // From now on the chunk, which is not quantised, and its parameters are trainable: those that get no gradient keep
-  // their values.
+  // Makes an unquantised chunk trainable. Parameters without gradients keep their values.
   void train(ChunkId id);
 
   const std::vector<ParamSpec>& params() const { return params_; }
@@ -227,7 +216,7 @@ class Layout {
   int num_params() const { return static_cast<int>(params_.size()); }
   int num_chunks() const { return static_cast<int>(chunks_.size()); }
   int64_t chunk_numel() const { return chunk_numel_; }
-  // Ranks of the engine. One that has others takes part in what all of them decide, whatever chunks they share.
+  // The engine's ranks, whatever chunks they share. With several, this one takes part in all joint decisions.
   int num_ranks() const { return ranks_.num_ranks; }
   bool has_other_ranks() const { return num_ranks() > 1; }
   // Elements before this rank's shard.
@@ -235,9 +224,9 @@ class Layout {
   ParamShard shard_of(ParamId id) const;
   ArrayId param_home(ChunkId id) const { return {id, chunk(id).param_home()}; }
   ArrayId grad_home(ChunkId id) const { return {id, chunk(id).grad_home()}; }
-  // The array that has a chunk's values when nobody uses it and no update is under way, but for a trained one's master.
+  // The array with a chunk's values while nothing uses it or updates it, masters aside.
   ArrayId value_home(ChunkId id) const { return {id, chunk(id).rows.value().kind}; }
-  // Where this rank's share of a quantised parameter is in its chunk's kQuantized at `array`.
+  // This rank's shard of a quantised parameter, within its chunk's kQuantized at `array`.
   QuantizedPart quantized_part(ParamId id, void* array) const;
   const ArrayRow& row(ArrayId array) const { return chunk(array.chunk).rows[array.kind]; }
   int64_t num_bytes(ArrayId array) const { return row(array).num_bytes; }

@@ -1,14 +1,14 @@
-// Groups on the CPU: pairwise messages of a torch.distributed group (gloo), all of them in flight at once.
+// Groups on the CPU: pairwise messages of a torch.distributed group (gloo), all in flight at once.
 //
-// This is the one file that needs PyTorch above c10 ([Note: the one torch file]): Python's groups are reached by name,
-// because a pybind11 type of PyTorch's cannot cross into an extension that has another pybind11.
+// Only this file includes PyTorch headers above c10. Python's groups are reached by name, because a pybind11 type of
+// PyTorch cannot cross into an extension with another pybind11.
 //
-// Why messages and not gloo's own collectives: they need no second copy of the chunk, they can be aborted, and what
-// fails is a message from or to one rank, so an error can name it. Messages of different groups have connections of
-// their own and cannot mix; within a group the tag counts the collectives.
+// Pairwise messages instead of gloo's collectives: they need no second copy of the chunk, they can be aborted, and an
+// error can name the rank of the failed message. Messages of different groups use different connections. Within a group
+// the tag counts the collectives.
 //
-// A control group's exchange is two rounds: heads of one size, which say what each rank is doing and how long its value
-// is ([Note: ranks at the same point]), and the values.
+// A control group's exchange has two rounds: heads of one fixed size (the call, the purpose, the value's length), then
+// the values.
 #include "collective/communicator.h"
 #include "common/check.h"
 
@@ -44,7 +44,7 @@ c10::intrusive_ptr<c10d::Backend> cpu_backend(const std::string& group_name) {
   }
 }
 
-// "...gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234. This may ..." without the rest.
+// Shortens "...gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234. This may ..." to the reason.
 std::string reason_of(const std::exception& error) {
   std::string text = error.what();
   text = text.substr(0, text.find('\n'));
@@ -54,7 +54,7 @@ std::string reason_of(const std::exception& error) {
   return text.substr(0, text.find(". "));
 }
 
-// One round of messages between all ranks of a group. One thread at a time; abort() from any.
+// One round of messages between all ranks of a group. One thread at a time; any thread may call abort().
 class PeerMessages {
  public:
   PeerMessages(const std::string& group_name, Milliseconds timeout, const Members& members)
@@ -70,14 +70,14 @@ class PeerMessages {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Sends mine(peer) to and receives theirs(peer) from every other rank; both give a std::pair of address and number of
-  // bytes, and ranks agree on each message's length. `what` is for errors.
+  // Sends mine(peer) to every other rank and receives theirs(peer) from it. Both return a pair of address and number of
+  // bytes; ranks agree on each length. `what` names the round in errors.
   template <class Mine, class Theirs>
   void exchange(const char* what, const Mine& mine, const Theirs& theirs) {
     const auto started = Clock::now();
     begin(what, started);
     std::vector<Message> messages;
-    // Own rank first, then upwards: ranks do not all send to the same one at the same time.
+    // Starts at the next rank, so that ranks do not all send to the same rank at once.
     for (int step = 1; step < size(); ++step)
       post(messages, what, at_peer((rank() + step) % size(), theirs), &PeerMessages::recv);
     for (int step = 1; step < size(); ++step)
@@ -86,7 +86,7 @@ class PeerMessages {
     end();
   }
 
-  // The same for any messages. gloo matches those of two ranks that have one tag in the order in which they are posted.
+  // Any list of messages. gloo matches messages of two ranks and one tag in the order of posting.
   void exchange(const char* what, const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) {
     const auto started = Clock::now();
     begin(what, started);
@@ -195,7 +195,7 @@ class PeerMessages {
   Members members_;
   int rank_;
   int size_;
-  Milliseconds timeout_;  // of a whole round; kNoTimeout: the group's own for each message
+  Milliseconds timeout_;  // of a whole round; kNoTimeout: the group's own, per message
   int tag_ = 0;
   std::mutex mutex_;  // guards the rest
   std::vector<Work> running_;
@@ -250,7 +250,7 @@ Name name_of(const std::string& text) {
   return name;
 }
 
-// What a rank says before the value of an exchange.
+// Sent before the value of an exchange.
 struct ExchangeHead {
   int64_t num_bytes;  // of the value
   Name call;
@@ -316,7 +316,7 @@ class C10dControl final : public ControlGroup {
     return values;
   }
 
-  // All ranks have the same heads but for lengths, so all of them find the same.
+  // All ranks hold the same heads except for lengths, so all reach the same verdict.
   void check_same_point(const std::vector<ExchangeHead>& heads) const {
     const bool same = std::all_of(heads.begin(), heads.end(), [&](const ExchangeHead& other) {
       return other.call == heads[0].call && other.what == heads[0].what && other.num_bytes >= 0;

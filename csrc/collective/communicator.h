@@ -1,21 +1,11 @@
-// A communicator: a group of ranks, the flat collectives on whole chunks that run within it, and messages from rank to
-// rank.
+// A communicator: a group of ranks with all-gather and reduce-scatter of whole chunks, and messages between ranks.
 //
-// It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All
-// ranks of the group call the same collectives with the same sizes in the same order, each from one thread at a time.
-// Two communicators never wait for each other, and may be used from two threads, or on two streams, at once.
+// All ranks of the group call the same collectives with the same sizes in the same order, from one thread at a time.
+// Several groups may exist side by side (sequence and tensor parallelism). Communicators never wait for each other and
+// may be used from two threads or on two streams at once.
 //
 // [Note: order of ranks] The mean over ranks is, for each element, ((x0 + x1) + x2 ...) * (1 / size) in binary32,
-// rounded once to the element's type. So its bits depend neither on where shards are cut, nor on the network, nor on
-// the backend.
-//
-// [Note: failure of a rank] A collective that another rank does not complete throws RankFailure, which names that rank
-// as far as this one can know it; the communicator is of no more use then. On CUDA nothing is thrown by the collective
-// itself: check() and oldest_pending_seconds() tell a watching thread, which calls abort().
-//
-// [Note: the end of a group] Whoever made a communicator closes it, when all ranks have said that nothing of it runs
-// any more; what it holds (connections, threads, memory) goes then, on all ranks at the same point. Neither close() nor
-// a destructor waits for another rank.
+// rounded once to the element's type. Its bits do not depend on the shard boundaries, the network or the backend.
 //
 //   communicator->all_gather(slot, shard_bytes);
 //   communicator->reduce_scatter_mean(gradients, shard, scratch, shard_numel, DType::kBFloat16);
@@ -31,15 +21,15 @@
 
 namespace patrickstar {
 
-// The ranks of a group by their numbers in the run, for errors. Empty: the group's own numbers are the run's.
+// Global ranks of a group's members, by group rank; for error messages. Empty: group ranks are global ranks.
 using Members = std::vector<int>;
 
-// "rank 2 of 3", or "rank 5 of a group of 3" where the group has numbers of the run.
+// "rank 2 of 3", or "rank 5 of a group of 3" if `members` is not empty.
 std::string describe_member(const Members& members, int rank, int size);
 // Throws ArgumentError unless `members` is empty or has `size` numbers.
 void check_members(const Members& members, int size);
 
-// Bytes that go to a rank of a group, or come from it.
+// A message to or from a rank of the group.
 struct PeerBytes {
   int peer;
   void* address;
@@ -51,78 +41,77 @@ class Communicator {
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // In place: shard r of `whole` (shard_bytes each, in the order of ranks) comes from rank r. CUDA: enqueued on
-  // PyTorch's current stream, returns at once. CPU: returns when done.
+  // In place: shard r of `whole` (shard_bytes each, in rank order) comes from rank r. CUDA: enqueued on PyTorch's
+  // current stream, returns at once. CPU: returns when done.
   virtual void all_gather(void* whole, int64_t shard_bytes) = 0;
-  // Own shard of the elementwise mean over ranks ([Note: order of ranks]) into `shard`, which may lie in its place in
-  // `whole`. `scratch` has room for `size` shards and is overwritten; `whole` is not needed afterwards.
+  // Writes this rank's shard of the elementwise mean over ranks ([Note: order of ranks]) to `shard`, which may be its
+  // place in `whole`. `scratch` has room for `size` shards and is overwritten. `whole` is not used afterwards.
   virtual void reduce_scatter_mean(void* whole, void* shard, void* scratch, int64_t shard_numel, DType dtype) = 0;
-  // Messages to and from other ranks, all of them on their way at once, in any directions. What two ranks send each
-  // other is matched in the order of their lists, and both sides agree on each message's length; those of no bytes are
-  // left out. Ranks without messages call it as well. CUDA and CPU as all_gather. Throws ArgumentError for a peer that
-  // is no other rank of the group.
+  // Messages to and from other ranks, all in flight at once. Messages between two ranks are matched in list order; both
+  // sides agree on each length, and empty messages are skipped. Ranks without messages must call it as well. Blocks or
+  // enqueues as all_gather. Throws ArgumentError if a peer is not another rank of the group.
   virtual void exchange(const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) = 0;
-  // Any thread. Stops what is running: calls of other threads throw RankFailure, device work ends. For failures.
+  // Any thread; for failures. Calls of other threads throw RankFailure and device work ends.
   virtual void abort() = 0;
-  // Any thread. Throws RankFailure when the communicator has failed.
+  // Any thread. Throws RankFailure if the communicator has failed.
   virtual void check() = 0;
-  // Any thread. For how long the oldest collective that is not finished has been enqueued or running; 0 without one.
+  // Any thread. Seconds since the oldest unfinished collective was enqueued; 0 if none is pending.
   virtual double oldest_pending_seconds() = 0;
-  // [Note: the end of a group] Later collectives throw StateError. Idempotent.
+  // Frees connections, threads and memory. The owner calls it when all ranks have agreed that no work of the group
+  // runs. Waits for no other rank, nor does the destructor. Later collectives throw StateError. Idempotent.
   virtual void close() = 0;
 };
 
-// Small values over the hosts, for agreement between ranks: blocking, on the CPU for both backends.
+// Blocking exchange of small values between ranks through host memory, for both backends.
 //
-// [Note: ranks at the same point] Each exchange carries what this rank is doing: the call of the user's that it is in,
-// and what of it the exchange is for. Where ranks do different things (one has a batch more, or saves while the others
-// train), all of them find out in this very exchange and throw RankMismatch, which names who does what.
+// Each exchange carries the user's call that this rank is in and the purpose of the exchange. If ranks differ (one has
+// an extra batch, or saves while others train), all of them throw RankMismatch in this exchange. The error names each
+// rank's call.
 class ControlGroup {
  public:
   virtual ~ControlGroup() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // The call that this rank is in from now on ("forward of step 3"); empty: none. At most kMaxName characters count.
+  // Sets the call that this rank is in ("forward of step 3"); empty: none. kMaxName characters are compared.
   virtual void enter(const std::string& call) = 0;
   virtual std::string call() const = 0;
-  // Everybody's value by rank; values may have any lengths. `what` must be the same on all ranks ("the gradients'
-  // norm"), and so must the call. Throws RankFailure, RankMismatch.
+  // Returns every rank's value, by rank; lengths may differ. `what` ("the gradients' norm") and the call must be equal
+  // on all ranks. Throws RankFailure or RankMismatch.
   virtual std::vector<std::string> exchange(const std::string& what, const std::string& mine) = 0;
-  // The same with another value for each rank: `to_each` by rank; what comes from each, by rank.
+  // Like exchange(), with a separate value for each rank: `to_each` by destination; the result by source.
   virtual std::vector<std::string> distribute(const std::string& what, const std::vector<std::string>& to_each) = 0;
-  // As Communicator's.
   virtual void abort() = 0;
   virtual void close() = 0;
 
   static constexpr size_t kMaxName = 63;
 };
 
-// One rank, no messages, on host memory.
+// One rank, host memory.
 std::unique_ptr<Communicator> make_single_communicator();
 std::unique_ptr<ControlGroup> make_single_control();
 
-// Throws what exchange() throws for messages that it refuses.
+// Throws ArgumentError for messages that exchange() refuses.
 void check_exchange(const Communicator& communicator, const std::vector<PeerBytes>& sends,
                     const std::vector<PeerBytes>& receives);
 
-// A gloo group of torch.distributed, by its group_name; the group's own timeout is the collectives'. Throws
-// ArgumentError for a group that is unknown or has nothing for the CPU.
+// A gloo group of torch.distributed, by its group_name; collectives use the group's timeout. Throws ArgumentError if
+// the group is unknown or has no CPU backend.
 std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, const Members& members);
 std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds,
                                                 const Members& members);
 
 #ifdef PATRICKSTAR_WITH_CUDA
-// One rank, no messages, on the memory of `device`.
+// One rank, memory of `device`.
 std::unique_ptr<Communicator> make_cuda_single_communicator(int device);
-// An opaque id that one rank makes and all ranks of the group get (through torch's store).
+// An opaque id. One rank creates it and sends it to all ranks of the group (through torch's store).
 std::string make_nccl_id();
 // "2.28.9"
 std::string nccl_version();
 // Blocks until all `size` ranks have called it with the same id. Throws SystemError.
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device,
                                                      const Members& members);
-// For the memory of `device`, which other ranks of the group may share: what is sent goes through host memory and
-// `host`, a group of the same ranks for that. Throws SystemError where the driver is too old.
+// For ranks that share GPUs: data goes through host memory and through `host`, a CPU group of the same ranks. Throws
+// SystemError if the driver is too old.
 std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device,
                                                             const Members& members);
 #endif

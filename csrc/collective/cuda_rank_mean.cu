@@ -1,4 +1,4 @@
-// The mean over ranks: 16 bytes of each rank's shard per thread, summed in the order of ranks. Torch-free.
+// The mean over ranks: each thread sums 16 bytes of every rank's shard in rank order. Torch-free.
 #include "collective/cuda_rank_mean.h"
 #include "common/cuda_elementwise.h"
 
@@ -6,7 +6,7 @@ namespace patrickstar::cuda {
 
 namespace {
 
-// A thread loads what it needs of all ranks before it stores, so `out` may be one of the shards.
+// A thread loads its elements of all ranks before it stores, so `out` may be one of the shards.
 template <DType kType>
 struct MeanBody {
   const void* shards;
@@ -34,7 +34,7 @@ struct MeanBody {
 
 void mean_of_ranks(const void* shards, int num_ranks, void* out, DType dtype, int64_t numel, cudaStream_t stream) {
   const float factor = 1.0f / static_cast<float>(num_ranks);
-  // Each rank's shard must start on 16 bytes, not only the first.
+  // Every rank's shard must start on 16 bytes.
   const bool aligned = is_aligned(shards, 16) && is_aligned(out, 16) && numel * element_size(dtype) % 16 == 0;
   with_dtype(dtype, [&](auto type) {
     constexpr DType kType = decltype(type)::value;

@@ -1,5 +1,5 @@
-// The mean over ranks on a CUDA device: same bits as rank_mean.h. Device pointers; enqueued on `stream`, returns at
-// once; a failed launch throws SystemError. The caller selects the device.
+// The mean over ranks on CUDA, with the same bits as rank_mean.h. Device pointers; enqueued on `stream`, returns at
+// once. The caller selects the device. A failed launch throws SystemError.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// The group of one rank on CUDA: single_communicator.cpp with device memory.
+// The group of one rank, for device memory.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>

@@ -1,21 +1,22 @@
-// Groups on CUDA whose ranks share GPUs, which NCCL refuses: device memory goes through the host, over a group for host
-// memory, whose bits the results have.
+// Groups on CUDA whose ranks share GPUs, which NCCL refuses. Data goes through host memory and a CPU group, so results
+// have the CPU group's bits.
 //
-//   current stream    to the host | event | waits for the gate's number ........ | back to the device
-//   worker            waits for the event | the host group's collective | opens the gate
+//   current stream    device to host | event | waits for the gate's number ........ | host to device
+//   worker            waits for the event | the CPU group's collective | opens the gate
 //
-// Nobody is blocked who enqueues: ranks may enqueue the collectives of two groups in different orders. It is for trying
-// several ranks out where there are fewer GPUs: copies and messages of a group run one after the other.
+// The enqueuing thread never blocks, so ranks may enqueue the collectives of two groups in different orders. Meant for
+// trying several ranks on few GPUs: the copies and messages of a group run one after the other.
 //
-// [Note: nothing behind the gate] CUDA does not know who opens a gate, and may put streams into one hardware queue,
-// where work that was enqueued after the wait comes after it. So all that opens a gate was enqueued before its wait:
-// copies are made on the caller's own stream, and the worker enqueues nothing. A kernel that a process launches for the
-// first time is loaded then, which waits for the streams that wait: until the gate opens, the thread that launches it
-// stands still. So it is a delay where ranks enqueue the collectives of all groups in one order, and endless where they
-// do not, unless kernels have run before or CUDA_MODULE_LOADING is EAGER.
+// Deadlock rule: CUDA may map several streams to one hardware queue, where later work waits behind the gate. All work
+// that opens a gate is therefore enqueued before the gate's wait. Copies run on the caller's stream and the worker
+// enqueues nothing.
 //
-// [Note: a gate stays closed] A collective that fails leaves its stream waiting until abort(), as NCCL's does, so that
-// nobody computes with what never came before the watching thread has told all ranks ([Note: failure of a rank]).
+// Limitation: the first launch of a kernel loads it, which waits for all streams, gates included. The launching thread
+// then stands still until the gate opens. If ranks enqueue collectives of several groups in different orders, it stands
+// still for ever. Run each kernel once before, or set CUDA_MODULE_LOADING=EAGER.
+//
+// Failure: a failed collective leaves its gate closed until abort(), as NCCL's streams do. No later kernel computes
+// with missing data before the watching thread has informed all ranks.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda.h>
@@ -45,7 +46,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A number in host memory that only grows, and for which streams wait. open() from any thread.
+// A growing number in host memory that streams wait for. Any thread may call open().
 class Gate {
  public:
   Gate() : wait_value_(find_wait_value()) {
@@ -60,7 +61,7 @@ class Gate {
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;
 
-  // What is enqueued on `stream` afterwards runs when open() was called with `number` or the next 2^31.
+  // Later work of `stream` runs once open() was called with `number` or one of the next 2^31 numbers.
   void enqueue_wait(cudaStream_t stream, uint32_t number) {
     const CUresult result = wait_value_(stream, address_, number, CU_STREAM_WAIT_VALUE_GEQ);
     PS_CHECK(result == CUDA_SUCCESS, SystemError, "cuStreamWaitValue32 failed with CUDA's error ",
@@ -78,7 +79,7 @@ class Gate {
   static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free,
                 "the device reads it as it is");
 
-  // Through the runtime: nothing here links the driver, which a machine that only builds has not.
+  // Looked up through the runtime: build machines need not have the driver library.
   static WaitValue find_wait_value() {
     constexpr const char* kName = "cuStreamWaitValue32";
     void* function = nullptr;
@@ -97,8 +98,8 @@ class Gate {
   CUdeviceptr address_ = 0;
 };
 
-// Host memory, locked for transfers, that grows. What it has outgrown stays until clear(): to free it would wait for
-// the device, and so perhaps for another rank.
+// Page-locked host memory that grows. Outgrown blocks stay until clear(): freeing one would wait for the device, and
+// possibly for another rank.
 class StagingMemory {
  public:
   ~StagingMemory() { clear(); }
@@ -107,7 +108,7 @@ class StagingMemory {
     if (num_bytes > num_bytes_) {
       void* block = nullptr;
       const cudaError_t error = cudaHostAlloc(&block, static_cast<size_t>(num_bytes), cudaHostAllocDefault);
-      if (error != cudaSuccess) cudaGetLastError();  // the next launch of this thread would take it for its own
+      if (error != cudaSuccess) cudaGetLastError();  // clear the error for the thread's next launch check
       PS_CHECK(
           error == cudaSuccess, SystemError, num_bytes,
           " bytes of host memory, through which ranks that share a GPU send what they exchange, cannot be locked for "
@@ -129,7 +130,8 @@ class StagingMemory {
   int64_t num_bytes_ = 0;
 };
 
-constexpr unsigned int kEventFlags = cudaEventDisableTiming | cudaEventBlockingSync;  // the cores are all ranks'
+constexpr unsigned int kEventFlags =
+    cudaEventDisableTiming | cudaEventBlockingSync;  // blocking waits: ranks share the cores
 
 class CudaStagedCommunicator final : public Communicator {
  public:
@@ -143,7 +145,7 @@ class CudaStagedCommunicator final : public Communicator {
 
   ~CudaStagedCommunicator() override {
     if (!made_in_.is_here()) {
-      worker_.release();  // its thread is the other process's
+      worker_.release();  // the thread exists only in the parent process
       return;
     }
     close();
@@ -202,7 +204,7 @@ class CudaStagedCommunicator final : public Communicator {
         });
   }
 
-  // Waits for nobody and takes no lock: whoever enqueues may itself wait for the device.
+  // Takes no lock and waits for no thread: the enqueuing thread may itself wait for the device.
   void abort() override {
     aborted_ = true;
     host_->abort();
@@ -213,7 +215,7 @@ class CudaStagedCommunicator final : public Communicator {
     abort();
     const std::lock_guard<std::mutex> lock(enqueue_mutex_);
     if (worker_ == nullptr) return;
-    worker_.reset();  // what is left for it does nothing any more
+    worker_.reset();  // tasks that are left do nothing
     host_->close();
     scratch_.reset();
     try {
@@ -240,7 +242,8 @@ class CudaStagedCommunicator final : public Communicator {
   using Places = std::vector<int64_t>;
   static constexpr int64_t kAlignment = 64;
 
-  // On the current stream: `down` fills `num_bytes` of staging memory, `collective` runs on them, `up` takes them back.
+  // On the current stream: `down` fills `num_bytes` of staging memory, `collective` runs on them, `up` copies them
+  // back.
   template <class Down, class Up>
   void enqueue(const char* what, int64_t num_bytes, const Down& down, HostCollective collective, const Up& up) {
     const std::lock_guard<std::mutex> lock(enqueue_mutex_);
@@ -249,7 +252,7 @@ class CudaStagedCommunicator final : public Communicator {
     const c10::cuda::CUDAGuard guard(device_);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
     char* const staged = staging_.at_least(num_bytes);
-    // The collective before, perhaps on another stream, has the staging memory until then.
+    // The previous collective, perhaps on another stream, uses the staging memory until then.
     PS_CUDA_CHECK(cudaStreamWaitEvent(stream, copied_back_, 0));
     down(staged, stream);
     const cudaEvent_t copied = events_.take();
@@ -265,7 +268,7 @@ class CudaStagedCommunicator final : public Communicator {
     worker_->submit([this, number, copied, staged, run = std::move(collective)] { work(number, copied, staged, run); });
   }
 
-  // The worker's thread.
+  // Runs on the worker's thread.
   void work(uint32_t number, cudaEvent_t copied, char* staged, const HostCollective& collective) {
     std::exception_ptr failure;
     try {
@@ -281,10 +284,10 @@ class CudaStagedCommunicator final : public Communicator {
       pending_.pop_front();
       if (failure_ == nullptr) failure_ = failure;
     }
-    if (failure == nullptr || aborted_) gate_->open(number);  // [Note: a gate stays closed]
+    if (failure == nullptr || aborted_) gate_->open(number);  // else it stays closed until abort()
   }
 
-  // Where messages lie in the staging memory: one after the other from `end` on, which is moved behind the last.
+  // Offsets of messages in the staging memory, aligned, from `end` on. Moves `end` behind the last one.
   static Places places(const std::vector<PeerBytes>& messages, int64_t& end) {
     Places places;
     for (const PeerBytes& message : messages) {
@@ -299,7 +302,7 @@ class CudaStagedCommunicator final : public Communicator {
     return messages;
   }
 
-  // The worker's alone.
+  // Used by the worker's thread only.
   char* scratch(int64_t num_bytes) {
     if (num_bytes > scratch_bytes_) {
       scratch_.reset(new char[static_cast<size_t>(num_bytes)]);
@@ -332,12 +335,12 @@ class CudaStagedCommunicator final : public Communicator {
   cudaEvent_t copied_back_ = nullptr;  // recorded behind the last collective
   std::unique_ptr<WorkQueue> worker_;  // null: closed
 
-  std::unique_ptr<char[]> scratch_;  // for the host's mean
+  std::unique_ptr<char[]> scratch_;  // for the mean on the host
   int64_t scratch_bytes_ = 0;
 
   std::mutex state_mutex_;  // guards the rest
   std::deque<Clock::time_point> pending_;
-  std::exception_ptr failure_;  // the first of the worker's
+  std::exception_ptr failure_;  // the worker's first failure
 };
 
 }  // namespace

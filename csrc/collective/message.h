@@ -1,8 +1,7 @@
-// Messages between ranks: values one after the other, each with its kind, size and number.
+// Serialised messages between ranks: consecutive values, each with its kind, size and count.
 //
-// A reader asks for what it expects and throws StateError for everything else (other kinds, numbers or sizes, bytes
-// that are missing or left), so that a message that was meant for another call, or made by another version, is never
-// read as what it is not. Any thread.
+// A reader throws StateError if kind, size or count differ from the expected ones, or if bytes are missing or left. A
+// message of another call or version is thus never misread. Any thread.
 //
 //   const std::string message = MessageWriter().add(int64_t{3}).add(tides).str();
 //   MessageReader reader(message, "the ranks' tides");
@@ -22,7 +21,7 @@ namespace patrickstar {
 
 namespace detail {
 
-// What a value is by the bits of its type, so that an int64_t is not read as a double.
+// The kind of a value's bits, so that an int64_t is not read as a double.
 template <typename Value>
 constexpr uint8_t message_kind() {
   static_assert(std::is_trivially_copyable_v<Value>, "values travel as they are");
@@ -63,7 +62,7 @@ class MessageWriter {
 
 class MessageReader {
  public:
-  // `message` must outlive the reader. `what` is for errors.
+  // `message` must outlive the reader. `what` names the message in errors.
   MessageReader(const std::string& message, const char* what) : message_(message), what_(what) {}
 
   template <typename Value>
@@ -78,7 +77,7 @@ class MessageReader {
     read(values.data(), values.size() * sizeof(Value));
     return values;
   }
-  // A list of just `count` values.
+  // Throws unless the list has exactly `count` values.
   template <typename Value>
   std::vector<Value> next_list(size_t count) {
     std::vector<Value> values(check_head(detail::message_kind<Value>(), sizeof(Value), count));
@@ -86,15 +85,15 @@ class MessageReader {
     return values;
   }
   std::string next_text();
-  // Nothing may be left.
+  // Throws if bytes are left.
   void finish() const;
-  // Throws StateError, which says that the message is not what it should be, unless `holds`.
+  // Throws StateError with `reason` unless `holds`.
   void check(bool holds, const char* reason) const;
 
  private:
   static constexpr uint64_t kAnyCount = UINT64_MAX;
 
-  // The number of values that follow, all of which are there.
+  // Returns the number of values that follow; their bytes are present.
   size_t check_head(uint8_t kind, uint64_t size, uint64_t count);
   void read(void* to, size_t num_bytes);
   size_t left() const { return message_.size() - at_; }

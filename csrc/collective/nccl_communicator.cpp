@@ -1,10 +1,10 @@
 // Groups on CUDA: NCCL, on PyTorch's current stream.
 //
-// The mean over ranks is not NCCL's reduction: shards travel as they are, and one kernel adds them up in the order of
-// ranks ([Note: order of ranks]). That is as many bytes over the links as a reduce-scatter.
+// The mean over ranks does not use NCCL's reduction. Shards are exchanged as they are, and one kernel adds them in rank
+// order ([Note: order of ranks]). The links carry as many bytes as for a reduce-scatter.
 //
-// Two ranks are connected by their first message, for which enqueuing waits. So whoever makes a communicator sends
-// something between all of its ranks first.
+// The first message between two ranks connects them, and its enqueuing blocks. The creator of a communicator therefore
+// sends a message between all its ranks first.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -28,15 +28,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long abort() lets another thread finish enqueuing. NCCL's host code can itself wait for a dead rank, and nothing
-// but the abort ends that wait.
+// Time that abort() leaves another thread to finish enqueuing. NCCL's host code may wait for a dead rank, and only the
+// abort ends that wait.
 constexpr std::chrono::seconds kEnqueueGrace{1};
 
 void check_cuda(cudaError_t error, const char* call) {
   PS_CHECK(error == cudaSuccess, SystemError, call, " failed: ", cudaGetErrorString(error));
 }
 
-// The collectives that are on their way, oldest first. Any thread.
+// Enqueued and unfinished collectives, oldest first. Any thread.
 class PendingCollectives {
  public:
   ~PendingCollectives() {
@@ -73,7 +73,7 @@ class PendingCollectives {
   void drop_finished() {
     while (!entries_.empty()) {
       if (cudaEventQuery(entries_.front().finished) == cudaErrorNotReady) {
-        cudaGetLastError();  // the next launch of this thread would take it for its own
+        cudaGetLastError();  // clear cudaErrorNotReady for the thread's next launch check
         return;
       }
       free_.push_back(entries_.front().finished);
@@ -145,13 +145,13 @@ class NcclCommunicator final : public Communicator {
     release();
   }
 
-  // [Note: the end of a group] ncclCommAbort frees all that ncclCommDestroy does, which waits for the other ranks.
-  // Nothing runs any more that it could cut off.
+  // ncclCommDestroy would wait for the other ranks. ncclCommAbort frees the same resources, and no work is left to cut
+  // off.
   void close() override { abort(); }
 
   void check() override {
     const std::unique_lock<std::timed_mutex> lock(mutex_, std::try_to_lock);
-    if (lock.owns_lock()) check_unlocked("a collective");  // else another thread enqueues, and checks
+    if (lock.owns_lock()) check_unlocked("a collective");  // else the thread that holds the lock checks
   }
 
   double oldest_pending_seconds() override { return pending_.oldest_seconds(); }
@@ -200,13 +200,13 @@ class NcclCommunicator final : public Communicator {
     return ncclRecv(bytes.address, static_cast<size_t>(bytes.num_bytes), ncclInt8, bytes.peer, comm_, stream);
   }
 
-  // The sends and receives of `calls`, which returns their first error.
+  // Runs `calls` within one NCCL group. `calls` returns its first error.
   template <class Calls>
   void all_at_once(const Calls& calls) {
     check_call(ncclGroupStart(), "ncclGroupStart");
     const ncclResult_t first = calls();
     const ncclResult_t ended =
-        ncclGroupEnd();  // also after an error, or this thread's later calls would join the group
+        ncclGroupEnd();  // also after an error: else later calls of this thread would join the group
     check_call(first, "ncclSend or ncclRecv");
     check_call(ended, "ncclGroupEnd");
   }
@@ -226,7 +226,7 @@ class NcclCommunicator final : public Communicator {
   void check_call(ncclResult_t result, const char* call) const {
     if (result == ncclSuccess) return;
     const std::string message = detail::join(call, " failed on ", describe(), ": ", ncclGetErrorString(result));
-    // What a broken connection looks like; everything else is this rank's own fault.
+    // These codes mean a broken connection; all others are errors of this rank.
     const bool other = result == ncclRemoteError || result == ncclSystemError || aborted_;
     if (other) throw RankFailure(message);
     throw SystemError(message);
@@ -240,7 +240,7 @@ class NcclCommunicator final : public Communicator {
   int size_;
   Members members_;
   std::atomic<bool> aborted_{false};
-  std::timed_mutex mutex_;  // held while something is enqueued
+  std::timed_mutex mutex_;  // held while enqueuing
   ncclComm_t comm_ = nullptr;
   PendingCollectives pending_;
 };

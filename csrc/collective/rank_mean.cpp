@@ -12,7 +12,7 @@ namespace {
 
 #include "common/elements.inl"
 
-// Sums stay in the first-level cache, and the loops are short enough for the compiler to vectorise.
+// Sums of a block stay in the L1 cache; the loops are simple enough for the compiler to vectorise.
 constexpr int64_t kBlock = 1024;
 
 template <DType kType>

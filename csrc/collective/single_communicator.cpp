@@ -1,4 +1,4 @@
-// The group of one rank: no messages, and the mean is the value itself.
+// The group of one rank, for host memory.
 #include <cstring>
 
 #include "collective/communicator.h"

@@ -1,5 +1,5 @@
-// Mechanisms that a measurement leaves out (benchmark/ablation.py): what each one buys is known from steps without it
-// alone. Results have the same bits with and without.
+// Mechanisms that benchmark/ablation.py can switch off to measure their effect. Results have the same bits without
+// them.
 #pragma once
 
 #include <atomic>
@@ -8,19 +8,18 @@
 namespace patrickstar {
 
 enum class Mechanism : uint8_t {
-  kWholeUpdatesAhead,  // Ahead::kEverything
-  kParametersFirst,    // Ahead::kParam, and updates of the step in two passes
+  kWholeUpdatesAhead,  // speculative updates of all states (Ahead::kEverything)
+  kParametersFirst,    // two-phase updates and Ahead::kParam
   kSettledValues,
   kWaitingUpdates,
   kOrderOfNeed,
   kHomesInTurn,
   kVisits,
-  kFragments,  // measured, so that states may take what they leave
   kRareSizes,
   kExactSlots,
 };
 
-// One bit per mechanism; of the process, read when a step is planned or an update is made.
+// One bit per mechanism, for the process. Read when a step is planned and when an update runs.
 inline std::atomic<uint32_t> left_out_mechanisms{0};
 
 inline void set_left_out(uint32_t mechanisms) { left_out_mechanisms = mechanisms; }

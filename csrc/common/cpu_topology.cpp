@@ -16,7 +16,7 @@ namespace patrickstar {
 namespace {
 
 constexpr size_t kMaxMasks = 64;  // of 1024 CPUs each
-constexpr int kMaxCpu = 1 << 16;  // a typing error in a list must not make millions of CPUs
+constexpr int kMaxCpu = 1 << 16;  // bounds a mistyped list
 
 std::string first_line(const std::string& path) {
   std::ifstream file(path);
@@ -25,7 +25,8 @@ std::string first_line(const std::string& path) {
   return line;
 }
 
-// Version 2: cpu.max is "max 100000" or "150000 100000". Version 1: -1 in cpu.cfs_quota_us means none. Microseconds.
+// CPUs that a cgroup's quota grants. Version 2: cpu.max holds "max 100000" or "150000 100000". Version 1:
+// cpu.cfs_quota_us holds -1 for no quota. Microseconds.
 double quota_in(const std::string& folder) {
   const auto ratio = [](const std::string& quota_and_period) {
     std::istringstream text(quota_and_period);
@@ -37,7 +38,8 @@ double quota_in(const std::string& folder) {
                   ratio(first_line(folder + "/cpu.cfs_quota_us") + " " + first_line(folder + "/cpu.cfs_period_us")));
 }
 
-// The least quota of a cgroup and those around it. A container may see its own as "/", or a path that leads nowhere.
+// The least quota of a cgroup and its ancestors. A container may see its own path as "/" or as a path that does not
+// exist.
 double least_quota(const std::string& mount, std::string path) {
   if (path.empty() || path[0] != '/') path = "/";
   double quota = quota_in(mount);
@@ -82,7 +84,7 @@ std::vector<int> allowed_cpus() {
     std::vector<cpu_set_t> masks(count);
     const size_t num_bytes = count * sizeof(cpu_set_t);
     if (sched_getaffinity(0, num_bytes, masks.data()) != 0) {
-      if (errno == EINVAL) continue;  // the system has more CPUs than fit
+      if (errno == EINVAL) continue;  // the mask is too small for the system's CPUs
       break;
     }
     std::vector<int> cpus;

@@ -1,11 +1,8 @@
-// The CPUs that this process may use: which of them share a core, on which NUMA node each lies, and how much of their
-// time the cgroup grants.
+// The CPUs that this process may use, with their cores and NUMA nodes, and the cgroup's CPU quota.
 //
-// Vocabulary. A CPU is what the system schedules on; hyper-threading makes several of one core, which is named by the
-// lowest of them. A node is memory and the CPUs near it.
-//
-// Plain data, read by whoever starts threads (the runtime), from any thread. What the system does not tell is filled in
-// with the simplest machine (a core for each CPU, one node, no quota): it is never an error.
+// A CPU is a logical processor. A core is named by its lowest CPU; hyper-threading gives it several. A node is memory
+// and the CPUs near it. Missing information is never an error: each CPU then counts as a core, on one node, without a
+// quota. Any thread.
 //
 //   CpuTopology topology = read_cpu_topology(allowed_cpus());
 //   topology.cpus[0];   // {id 0, core 0, node 0}
@@ -27,22 +24,21 @@ constexpr double kNoCpuQuota = std::numeric_limits<double>::infinity();
 
 struct CpuTopology {
   std::vector<Cpu> cpus;            // ascending ids
-  double quota_cpus = kNoCpuQuota;  // seconds of CPU time per second: may be a fraction
+  double quota_cpus = kNoCpuQuota;  // seconds of CPU time per second; may be fractional
 
-  // Whether the quota is less than the CPUs could give.
   bool is_limited() const { return quota_cpus < static_cast<double>(cpus.size()); }
 };
 
-// The calling thread's affinity mask, ascending: a process's, unless somebody bound its threads one by one.
+// The calling thread's affinity mask, ascending.
 std::vector<int> allowed_cpus();
 
-// What /sys and /proc below `root` say about `cpus` and about the process's cgroup.
+// Reads /sys and /proc below `root`.
 CpuTopology read_cpu_topology(const std::vector<int>& cpus, const std::string& root = "");
 
-// Processors this process may run on: the affinity mask, cut by the cgroup's CPU quota.
+// CPUs of the affinity mask, limited by the cgroup's quota.
 int num_available_cpus();
 
-// The kernel's notation, "0-3,8,10-11". Parsing stops at the first thing that is none.
+// The kernel's notation, "0-3,8,10-11". Parsing stops at the first invalid character.
 std::vector<int> parse_cpu_list(const std::string& text);
 std::string format_cpu_list(std::vector<int> cpus);
 

@@ -38,7 +38,7 @@ uint64_t load(const unsigned char* bytes) {
   return word;
 }
 
-// The register after the bytes, by tables.
+// Returns the register after the bytes.
 uint32_t run_portable(uint32_t value, const unsigned char* bytes, size_t num_bytes) {
   const std::array<ByteTable, 8>& tables = byte_tables();
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
@@ -54,8 +54,8 @@ uint32_t run_portable(uint32_t value, const unsigned char* bytes, size_t num_byt
 
 #if defined(__x86_64__)
 
-// What so many zero bytes do to a register, which is linear: a table for each of its four bytes. It moves the register
-// of one stream past the next stream's bytes.
+// Effect of `num_bytes` zero bytes on a register. The effect is linear: one table per byte of the register. It shifts
+// one stream's register past the next stream's bytes.
 class ZeroBytes {
  public:
   explicit ZeroBytes(size_t num_bytes) {
@@ -84,7 +84,7 @@ class ZeroBytes {
   std::array<ByteTable, 4> tables_{};
 };
 
-// Three neighbouring stretches of `stretch` bytes at a time, as long as there are so many.
+// Consumes three adjacent stretches of `stretch` bytes at a time while enough bytes are left.
 __attribute__((target("sse4.2"))) uint32_t run_three(uint32_t value, const unsigned char*& bytes, size_t& num_bytes,
                                                      size_t stretch, const ZeroBytes& skip) {
   for (; num_bytes >= 3 * stretch; bytes += 3 * stretch, num_bytes -= 3 * stretch) {

@@ -1,7 +1,7 @@
-// What elementwise kernels share: elements of chunks as binary32 and back, and launching over packs of 16 bytes.
+// Helpers of elementwise kernels: casts between chunk elements and binary32, and launches over packs of 16 bytes.
 //
-// For .cu files. The casts give the bits of common/elements.inl; a NaN becomes the canonical one where 16 bits are
-// stored. A body has `template <int kCount> __device__ void run(int64_t i) const` for elements i to i + kCount:
+// For .cu files. Casts give the bits of common/elements.inl; a NaN stored in 16 bits becomes canonical. A body has
+// `template <int kCount> __device__ void run(int64_t i) const` for elements i to i + kCount:
 //
 //   launch<kPack>("add", AddBody{sum, x}, is_aligned(sum, 16) && is_aligned(x, 16), numel, stream);
 #pragma once
@@ -96,7 +96,7 @@ __device__ inline void store(void* base, int64_t i, const float (&in)[kCount]) {
 
 // ---- Launching ---------------------------------------------------------------------------------------
 
-// Packs of kPack elements while they last, then single elements. Without alignment: num_packs = 0.
+// Processes packs of kPack elements, then the rest one by one. Unaligned data: num_packs = 0.
 template <int kPack, class Body>
 __global__ void __launch_bounds__(kThreads) elementwise(Body body, int64_t num_packs, int64_t numel) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;

@@ -1,4 +1,4 @@
-// Where device slots come from. Implemented by the backend, used by the slot pool.
+// Allocates device buffers. The backend implements it; the pool of device buffers uses it.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,21 @@ class DeviceAllocator {
  public:
   virtual ~DeviceAllocator() = default;
 
-  // Null when the device has no room within the limit. Memory is ready for the compute queue.
+  // Null if the limit leaves no room. The memory is ready for the compute queue.
   virtual void* allocate(int64_t num_bytes) = 0;
-  // Like allocate, but goes over the limit where the backend's policy allows it (a warm-up step does, to measure the
-  // least limit). Null where it does not.
+  // May exceed the limit if the backend's policy allows it, as in a warm-up step that measures the least limit. Null
+  // otherwise.
   virtual void* allocate_over_limit(int64_t num_bytes) = 0;
-  // The memory may be handed out again once it is not `busy` any more. A device that has failed keeps it.
+  // The memory may be reused once `busy` is over. A failed device keeps it.
   virtual void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept = 0;
-  // Whether whoever writes the memory next would not have to wait.
+  // True if the next writer of the memory would not have to wait.
   virtual bool is_idle(const BusyUntil& busy) = 0;
 
-  // [Note: gradients in the tide] (memory/tide_memory.h). The same of what activations have left, which goes on to
-  // count as tide; null where there is not so much of it. It is ready for the compute queue, for others after `busy`.
+  // Gradients in memory that activations have left (memory/tide_memory.h); it still counts as activation memory. Null
+  // if too little is left. Ready for the compute queue; other queues wait for `busy`.
   virtual void* allocate_of_tide(int64_t, BusyUntil& /*busy*/) { return nullptr; }
   virtual void free_of_tide(void*, int64_t, const BusyUntil&) noexcept {}
-  // What activations cannot have meanwhile: all of it that is in use, and what was taken along for more.
+  // Bytes withheld from activations: buffers in use and the unused rest of their regions.
   virtual int64_t lent_tide_bytes() { return 0; }
 };
 

@@ -1,4 +1,4 @@
-// The element types that chunks hold. Torch-free: kernels and planner use them as well.
+// Element types of chunks. Torch-free; kernels and the planner use them.
 #pragma once
 
 #include <cstddef>
@@ -8,16 +8,16 @@ namespace patrickstar {
 
 enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// How the elements of an optimizer state are stored. All bits zero are the value 0 in each of them.
+// Storage of an optimizer state's elements. All-zero bits mean the value 0 in every type.
 enum class StateType : uint8_t {
   kFloat32,
-  kLowerHalf,  // of a float32, whose upper half is the bfloat16 compute value: [Note: split masters] in optim/kernels.h
-  kBFloat16,   // rounded stochastically: [Note: random bits] in optim/kernels.h
-  // Codes of the dynamic map, in blocks of kStateBlock elements that share a scale: [Note: states of 8 bits] in
-  // optim/kernels.h. The signed map is for momentum, the unsigned one for variance.
+  kLowerHalf,  // lower half of a float32 whose upper half is the bfloat16 parameter: [Note: split masters]
+  kBFloat16,   // rounded stochastically: [Note: random bits]
+  // 8-bit codes of the dynamic map (optim/dynamic_map.h), with one scale per kStateBlock elements. The signed map holds
+  // momentum, the unsigned map variance.
   kSigned8,
   kUnsigned8,
-  kNone,  // there is no such array
+  kNone,  // no such array
 };
 
 // Elements of an 8-bit state that share a scale.
@@ -27,8 +27,8 @@ constexpr bool is_8_bit(StateType type) { return type == StateType::kSigned8 || 
 
 constexpr int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// What an array of `numel` elements takes. One of 8 bits is codes, `numel` of them rounded up to whole blocks, and then
-// a float32 scale for each block.
+// Bytes of an array of `numel` elements. An 8-bit array is codes, rounded up to whole blocks, then one float32 scale
+// per block.
 constexpr int64_t state_bytes(StateType type, int64_t numel) {
   switch (type) {
     case StateType::kFloat32:
@@ -44,11 +44,11 @@ constexpr int64_t state_bytes(StateType type, int64_t numel) {
   }
   return 0;
 }
-// Bytes from an array's first element to element `index`, which begins a block where there are blocks.
+// Bytes from an array's first element to element `index`, which must begin a block in 8-bit types.
 constexpr int64_t state_offset(StateType type, int64_t index) {
   return is_8_bit(type) ? index : state_bytes(type, index);
 }
-// Bytes from the first element of an array of `numel` elements of 8 bits to the scale of the block that `index` begins.
+// Bytes from the first code of an 8-bit array of `numel` elements to the scale of the block that begins at `index`.
 constexpr int64_t scales_offset(int64_t numel, int64_t index) {
   return num_state_blocks(numel) * kStateBlock + index / kStateBlock * 4;
 }

@@ -1,9 +1,8 @@
-// Elements of chunks, one at a time on the host: their storage, casts to and from binary32, and the arithmetic's mode.
-// Included inside an anonymous namespace, after <cstdint>, common/dtype.h, on x86 <immintrin.h>, and a target pragma if
-// there is one ([Note: ISA files] in optim/cpu_isa.h).
+// Scalar host arithmetic on chunk elements: storage types, casts to and from binary32, and the floating-point mode.
+// Included in an anonymous namespace after <cstdint>, common/dtype.h, <immintrin.h> on x86, and the target pragma, if
+// any ([Note: ISA files]).
 //
-// Casts to and from 16 bits are written with integers, so that they depend neither on the processor's
-// conversion instructions nor on its handling of denormals.
+// Casts to and from 16 bits use integers: results do not depend on the processor's conversions or denormal handling.
 
 template <DType kType>
 struct Storage {
@@ -36,13 +35,13 @@ inline uint16_t f16_from_float(float x) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0x7e00;
-  // 65520 is halfway between 65504, the largest half, and the 65536 that would follow it.
+  // 65520 is halfway between 65504, the largest half, and 65536.
   if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
   if (magnitude >= 0x38800000u) {
     const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
     return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
   }
-  // Denormal halves count units of 2^-24; up to half a unit (a tie goes to even) the result is zero.
+  // Denormal halves are multiples of 2^-24. Up to half a unit (a tie rounds to even) the result is zero.
   if (magnitude <= 0x33000000u) return static_cast<uint16_t>(sign);
   const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
   const uint32_t shift = 126u - (magnitude >> 23);
@@ -81,9 +80,9 @@ inline void with_dtype(DType dtype, const Body& body) {
   }
 }
 
-// Runs body() with IEEE defaults: the caller's rounding mode and flushing of denormals
-// (torch.set_flush_denormal) stay out of the results. The loops in it are not inlined, so no arithmetic can move
-// across; and no destructor restores the mode, because that would make this file emit exception tables.
+// Runs body() with IEEE defaults, whatever the caller's rounding mode or torch.set_flush_denormal. Loops in body() are
+// not inlined, so no arithmetic moves across. No destructor restores the mode: this file must not emit exception
+// tables.
 template <class Body>
 inline void with_ieee_arithmetic(const Body& body) {
 #if defined(__x86_64__)

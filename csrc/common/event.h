@@ -1,12 +1,7 @@
-// A point in the work of one queue, and what became of the work before it.
+// An event marks a point in the work of one queue and carries the failure of the work before it.
 //
-// A null Event is complete. Backends derive their own state for the queues of a device; HostEvent is that of work on
-// host threads (common/work_queue.h). Everybody else passes events around. An event keeps what it needs alive, so
-// dropping it is always safe.
-//
-// [Note: failures travel with events] What fails on a thread that nobody sees is kept in the event of that work.
-// Whoever waits for the result gets it, on whichever thread; work that would have used the result fails with it instead
-// of using what was not written. Whoever only needs the memory back, and not what is in it, settles instead of waiting.
+// A null Event is complete. Backends derive their own state for device queues; HostEvent serves work on host threads
+// (common/work_queue.h). An event keeps its resources alive, so dropping it is always safe.
 #pragma once
 
 #include <condition_variable>
@@ -23,17 +18,19 @@ struct EventState {
 
 using Event = std::shared_ptr<EventState>;
 
-// Any thread may call any method.
+// An exception of a worker thread is stored in the event of its task. wait() rethrows it on the waiting thread, so
+// dependent work fails instead of reading unwritten data. settle() ignores it, for callers that only need the memory
+// back. Any thread may call any method.
 class HostEvent final : public EventState {
  public:
   void complete() { end(nullptr); }
   void fail(std::exception_ptr failure) { end(std::move(failure)); }
-  // Returns when the work is done; throws what it has failed with.
+  // Returns when the work is done. Throws its failure.
   void wait() {
     settle();
     if (failure_) std::rethrow_exception(failure_);
   }
-  // Returns when the work is over, however it ended.
+  // Returns when the work has ended or failed.
   void settle() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return is_over_; });
@@ -57,7 +54,7 @@ class HostEvent final : public EventState {
   std::exception_ptr failure_;  // constant once the work is over
 };
 
-// What must be over before a piece of device memory may be written, or handed on.
+// Work that must end before device memory may be written or handed on.
 struct BusyUntil {
   Event copied;    // the last transfer into or out of it
   Event computed;  // the compute queue's last use of it

@@ -1,5 +1,4 @@
-// A fingerprint: 64 bits that tell one sequence of integers from another (FNV-1a), by which ranks compare what they
-// have.
+// A 64-bit hash (FNV-1a) of a sequence of integers, by which ranks compare data.
 //
 //   Fingerprint fingerprint;
 //   for (int64_t value : values) fingerprint.add(value);

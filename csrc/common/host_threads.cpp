@@ -15,7 +15,7 @@ namespace {
 
 using Cpus = std::vector<Cpu>;
 
-// Neighbours together: by node, then by core.
+// Cores by node, then by core.
 std::vector<Cpus> group_by_core(Cpus cpus) {
   std::sort(cpus.begin(), cpus.end(),
             [](const Cpu& a, const Cpu& b) { return std::tie(a.node, a.core, a.id) < std::tie(b.node, b.core, b.id); });
@@ -27,12 +27,11 @@ std::vector<Cpus> group_by_core(Cpus cpus) {
   return cores;
 }
 
-// [Note: shares of CPUs]
 std::vector<Cpus> cores_of_share(const CpuTopology& topology, const HostThreadOptions& options) {
   const auto count = static_cast<size_t>(options.num_sharing);
   const auto index = static_cast<size_t>(options.sharing_index);
   std::vector<Cpus> cores = group_by_core(topology.cpus);
-  if (cores.size() < count) {  // then a hyper-thread each, as far as they go
+  if (cores.size() < count) {  // too few cores: share the hyper-threads
     std::vector<Cpus> threads;
     for (const Cpus& core : cores) {
       for (const Cpu& cpu : core) threads.push_back({cpu});
@@ -43,7 +42,7 @@ std::vector<Cpus> cores_of_share(const CpuTopology& topology, const HostThreadOp
   return {bound(index), bound(index + 1)};
 }
 
-// [Note: the launching thread's core] Where there is but one core, one CPU of it; where there is but one CPU, none.
+// Removes one core. With a single core, removes one CPU of it; with a single CPU, none.
 void reserve_launching_core(std::vector<Cpus>& cores) {
   if (cores.size() > 1) {
     cores.erase(cores.begin());
@@ -52,7 +51,7 @@ void reserve_launching_core(std::vector<Cpus>& cores) {
   }
 }
 
-// The order in which threads take CPUs. Within a node the k-th of m CPUs stands at (k + 1/2) / m, so nodes merge in
+// The order in which threads take CPUs. The k-th of m CPUs of a node sorts at (k + 1/2) / m, so nodes are merged in
 // proportion.
 std::vector<int> spread(const std::vector<Cpus>& cores) {
   std::map<std::pair<size_t, int>, std::vector<int>> tiers;  // (hyper-thread of its core, node) -> CPUs
@@ -74,7 +73,7 @@ std::vector<int> spread(const std::vector<Cpus>& cores) {
   return order;
 }
 
-// [Note: quota]
+// Most threads that the quota allows.
 int most_threads(const CpuTopology& topology, const HostThreadOptions& options, size_t num_cpus) {
   auto most = static_cast<int>(num_cpus);
   if (topology.is_limited()) {
@@ -84,7 +83,7 @@ int most_threads(const CpuTopology& topology, const HostThreadOptions& options, 
   return std::max(most, 1);
 }
 
-// Of the given CPUs; of all where none is given.
+// NUMA nodes of `cpus`; of all CPUs if `cpus` is empty.
 std::vector<int> nodes_of(const CpuTopology& topology, const std::vector<int>& cpus) {
   std::set<int> nodes;
   for (const Cpu& cpu : topology.cpus) {

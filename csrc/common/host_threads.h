@@ -1,17 +1,15 @@
-// How many threads compute on the host, and on which CPUs: a pure function of the machine and of the options.
+// Chooses the number of host compute threads and their CPUs from the machine and the options. Pure function.
 //
-// [Note: the launching thread's core] On a GPU the thread that launches kernels decides how fast a step can be, so the
-// first core of the process's share, with all of its hyper-threads, is left to it. Of the others each CPU gets a
-// thread. The thread that calls the pool works along and is one of them, but is never pinned: it may be the launching
-// thread itself, or has the last CPU of the share and the launching thread's core to choose from.
+// Launching core: on a GPU the thread that launches kernels limits the step's speed. The first core of the process's
+// share, with all its hyper-threads, is reserved for it. Every other CPU gets a thread. The pool's caller counts as one
+// of them but is never pinned; it may be the launching thread.
 //
-// [Note: shares of CPUs] Processes that may use the same CPUs divide them: process k of n takes the k-th of n runs of
-// neighbouring cores, so it stays on one node where it can. From inside, a mask that is shared looks like one that a
-// launcher has cut to size for this process alone (numactl, Slurm); so the number of those that share is an option, and
-// 1 where each has CPUs of its own.
+// Shares: process k of n takes the k-th of n runs of adjacent cores, and so stays on one node where possible. A mask
+// shared by several processes looks like one that a launcher cut for this process (numactl, Slurm). `num_sharing` tells
+// them apart; 1 means that the mask is this process's alone.
 //
-// [Note: quota] A quota below the number of CPUs is time on any of them. Threads pinned to a few would wait there for
-// the neighbours' threads while others idle, so the number of threads is limited and none is pinned.
+// Quota: a quota below the number of CPUs is time on any CPU. Pinned threads would wait for other processes' threads
+// while other CPUs idle, so the number of threads is limited and none is pinned.
 //
 //   HostThreads threads = choose_host_threads(read_cpu_topology(allowed_cpus()), options);
 //   ThreadPool pool(threads.num_threads, threads.worker_cpus);
@@ -24,29 +22,29 @@
 namespace patrickstar {
 
 enum class Affinity {
-  kPinned,  // each worker has a CPU of its own
+  kPinned,  // one CPU per worker
   kFree,    // the system places threads
 };
 
-// What becomes of the core of the thread that launches the device's work.
+// Use of the core of the thread that launches device work.
 enum class LaunchingCore { kReserved, kShared };
 
 struct HostThreadOptions {
-  int num_threads = 0;  // including the caller of the pool; 0: one for each CPU
+  int num_threads = 0;  // including the pool's caller; 0: one per CPU
   Affinity affinity = Affinity::kFree;
   LaunchingCore launching_core = LaunchingCore::kShared;
-  int sharing_index = 0;  // which of those that share the CPUs this process is
+  int sharing_index = 0;  // index of this process among those that share the CPUs
   int num_sharing = 1;    // processes that may use the same CPUs
 };
 
 struct HostThreads {
   int num_threads = 1;           // including the caller
-  std::vector<int> worker_cpus;  // of the workers in order, one each; fewer than workers: the others are free
-  std::vector<int> nodes;        // where the threads may run, ascending
+  std::vector<int> worker_cpus;  // by worker; workers beyond the list are not pinned
+  std::vector<int> nodes;        // NUMA nodes of the threads, ascending
 };
 
-// Physical cores come before further hyper-threads of cores that have a thread already, and each is spread over the
-// nodes in proportion to their CPUs, so that any number of threads is. Throws ArgumentError for impossible options.
+// Physical cores come before second hyper-threads. Each of the two sets is spread over nodes in proportion to their
+// CPUs. Throws ArgumentError for impossible options.
 HostThreads choose_host_threads(const CpuTopology& topology, const HostThreadOptions& options);
 
 }  // namespace patrickstar

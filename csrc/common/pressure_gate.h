@@ -1,8 +1,8 @@
-// The way from whoever lacks device memory to whoever can give some back.
+// Connects an allocator that lacks device memory to the handler that can release some.
 //
-// An allocator keeps a gate; the pager stands behind it while an engine is open. Threads may be inside when the engine
-// is closed: set() returns when none is inside the handler that was there before, so this may be destroyed then. (A
-// thread inside gives up after a moment where it cannot get the runtime's lock, so whoever holds that may call set().)
+// The allocator owns the gate; the pager is its handler while an engine is open. set() returns when no thread is inside
+// the previous handler, which may then be destroyed. A handler gives up soon if it cannot take the runtime's lock, so
+// the lock's holder may call set().
 //
 //   gate.set(&pager);
 //   gate.ask(num_bytes);   // any thread
@@ -15,23 +15,23 @@
 
 namespace patrickstar {
 
-// Asked for memory when something else on the device (an activation, a workspace) does not fit.
+// Called when an activation or workspace does not fit on the device.
 class PressureHandler {
  public:
   virtual ~PressureHandler() = default;
-  // Frees at least `num_bytes` if it can; returns the bytes freed. Called by whichever thread allocates, possibly
-  // inside PyTorch's allocator: must not allocate device memory, must not wait for the Python interpreter.
+  // Tries to free at least `num_bytes`; returns the bytes freed. Called by the allocating thread, possibly inside
+  // PyTorch's allocator. Must not allocate device memory or wait for the Python interpreter.
   virtual int64_t release_device_memory(int64_t num_bytes) = 0;
 };
 
 class PressureGate {
  public:
-  // Null: nobody.
+  // Null: no handler.
   void set(PressureHandler* handler) {
     const std::lock_guard<std::shared_mutex> lock(mutex_);
     handler_ = handler;
   }
-  // The bytes freed; 0 when nobody is there to be asked.
+  // Returns the bytes freed; 0 without a handler.
   int64_t ask(int64_t num_bytes) {
     const std::shared_lock<std::shared_mutex> lock(mutex_);
     return handler_ == nullptr ? 0 : handler_->release_device_memory(num_bytes);

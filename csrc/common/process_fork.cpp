@@ -12,7 +12,7 @@ std::atomic<uint64_t> num_forks{0};
 
 void count_fork() { num_forks.fetch_add(1, std::memory_order_relaxed); }
 
-// When the extension is loaded, before anything of it can be forked.
+// Registered when the extension is loaded, before any object of it can be forked.
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &count_fork);
 
 }  // namespace

@@ -1,13 +1,11 @@
-// Whether a process is a fork of the one in which something was made.
+// Tells whether the process is a fork of the one that created an object.
 //
-// A fork (a DataLoader's worker, a subprocess of multiprocessing) has a copy of all memory, but none of the threads:
-// who waits there for a queue's worker waits for ever, and a lock that was held stays held. So whoever has threads
-// remembers where it was made, and refuses to be used elsewhere.
+// A fork (a DataLoader worker, multiprocessing) has a copy of the memory but none of the threads. Waiting for a worker
+// thread there would never end, and a lock held at the fork stays held. Owners of threads therefore remember their
+// process and refuse calls in a fork. Any thread.
 //
 //   const ProcessFork made_in = ProcessFork::current();
 //   made_in.is_here();   // false in a fork; costs a load
-//
-// Any thread.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +21,7 @@ class ProcessFork {
  private:
   explicit ProcessFork(uint64_t generation) : generation_(generation) {}
 
-  uint64_t generation_;  // forks between the first process and this one
+  uint64_t generation_;  // number of forks between the first process and this one
 };
 
 }  // namespace patrickstar

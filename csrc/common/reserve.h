@@ -1,5 +1,4 @@
-// Room in a vector for one more element, so that what is done before it is added need not be undone when there is no
-// memory for it:
+// Reserves room for one more element, so that a later push_back cannot throw and nothing must be undone:
 //
 //   reserve_one(holders);
 //   acquire(thing);

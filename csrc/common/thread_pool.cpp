@@ -116,7 +116,7 @@ bool ThreadPool::run_piece(Loop& loop) {
 void ThreadPool::keep_error(Loop& loop) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!loop.error) loop.error = std::current_exception();
-  loop.next = loop.size;  // nobody takes the rest
+  loop.next = loop.size;  // skip the pieces that are left
 }
 
 }  // namespace patrickstar

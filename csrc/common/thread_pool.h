@@ -1,19 +1,12 @@
-// A fixed set of worker threads that share the work of loops over ranges of indices.
+// A fixed set of worker threads for loops over index ranges.
 //
-// The pool belongs to whoever made it (the runtime). `parallel_for` may be called by any thread, by several at once.
-// Each caller works on its own loop until no piece of it is left, and returns when the pieces that workers have taken
-// are done: it waits for no worker that is busy elsewhere, or that the system has not woken yet. Threads take pieces of
-// a range as they get to them, so one that the system delays does not delay the others; pieces start at multiples of
-// the grain, so results of elementwise work do not depend on the number of threads.
+// Any thread may call `parallel_for`, several at once. The caller works on its own loop, and returns when all pieces
+// are done. It never waits for a worker that has taken no piece. Threads take pieces dynamically, so a delayed thread
+// does not delay the others. Pieces start at multiples of the grain: elementwise results do not depend on the number of
+// threads. A loop allocates nothing, so it cannot stop half-way for lack of memory.
 //
-// [Note: urgent loops first] Workers help urgent loops, the oldest first. They take pieces of a background loop (the
-// first touch of host memory, which may take seconds) only while there is no urgent one, and return to look for one
-// after each piece, which is of one grain.
-//
-// A loop allocates nothing, so that what has begun is not left half done where memory has run out.
-//
-// Workers may be pinned, each to a CPU (common/host_threads.h chooses them); callers are left where they are. A CPU
-// that the system refuses leaves its worker free.
+// Workers may be pinned to CPUs (common/host_threads.h); callers are not. If the system refuses a CPU, its worker is
+// not pinned.
 //
 //   ThreadPool pool(4);
 //   pool.parallel_for(numel, 1 << 16, [&](int64_t begin, int64_t end) { ... });
@@ -33,12 +26,14 @@ namespace patrickstar {
 // Bytes that a thread copies or clears at a time.
 constexpr int64_t kCopyGrain = int64_t{4} << 20;
 
-// [Note: urgent loops first]
+// Workers help urgent loops first, the oldest before the others. They take pieces of a background loop (the first touch
+// of host memory, which may take seconds) only while no urgent loop exists. Pieces of a background loop are one grain
+// long.
 enum class Priority : uint8_t { kUrgent, kBackground };
 
 class ThreadPool {
  public:
-  // num_threads counts the calling thread; at least 1. Worker i is pinned to worker_cpus[i]; those beyond are free.
+  // num_threads includes the calling thread; at least 1. Worker i is pinned to worker_cpus[i]; further workers are not.
   explicit ThreadPool(int num_threads, const std::vector<int>& worker_cpus = {});
   // No loop may be running.
   ~ThreadPool();
@@ -46,13 +41,13 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
-  // Urgent loops that run now.
+  // Number of urgent loops that are running.
   int num_urgent() const { return num_urgent_; }
-  // Where workers are pinned indeed.
+  // CPUs on which workers were pinned successfully.
   const std::vector<int>& pinned_cpus() const { return pinned_cpus_; }
 
-  // Calls fn(begin, end) on disjoint ranges that cover [0, size); each range starts at a multiple of `grain`. Returns
-  // when all are done. What fn throws first is rethrown, and pieces that nobody has taken by then are left out.
+  // Calls fn(begin, end) on disjoint ranges that cover [0, size); each starts at a multiple of `grain`. Returns when
+  // all are done. Rethrows the first exception of fn; pieces not yet taken are then skipped.
   template <typename Function>
   void parallel_for(int64_t size, int64_t grain, const Function& fn, Priority priority = Priority::kUrgent) {
     run(size, grain,
@@ -62,7 +57,7 @@ class ThreadPool {
   }
 
  private:
-  // A caller's function, which it keeps.
+  // Refers to the caller's function without owning it.
   struct Body {
     const void* function;
     void (*call)(const void* function, int64_t begin, int64_t end);
@@ -73,13 +68,13 @@ class ThreadPool {
     Body body;
     Priority priority;
     int64_t size;
-    int64_t piece;                 // elements that a thread takes at a time
-    std::atomic<int64_t> next{0};  // where the next piece starts
-    int num_helpers = 0;           // workers that may be in body; guarded by mutex_, as the following
+    int64_t piece;                 // elements per piece
+    std::atomic<int64_t> next{0};  // begin of the next piece
+    int num_helpers = 0;           // workers inside body; guarded by mutex_, as the following
     std::exception_ptr error = nullptr;
     Loop* younger = nullptr;  // of the same priority
   };
-  // Loops of one priority, the oldest first.
+  // Loops of one priority, oldest first.
   struct Loops {
     Loop* oldest = nullptr;
 
@@ -89,20 +84,20 @@ class ThreadPool {
 
   void run(int64_t size, int64_t grain, Body body, Priority priority);
   void work();
-  // The loop that a worker should help, or null. The lock is held.
+  // The loop that a worker should help, or null. The caller holds the lock.
   Loop* choose_loop();
   Loops& loops(Priority priority) { return loops_[static_cast<size_t>(priority)]; }
-  // False when no piece is left.
+  // False if no piece is left.
   bool run_piece(Loop& loop);
   void keep_error(Loop& loop);
 
   std::vector<std::thread> workers_;
   std::vector<int> pinned_cpus_;
   std::mutex mutex_;
-  std::condition_variable changed_;  // for workers: a loop was added, or the pool stops
-  std::condition_variable left_;     // for callers: a worker has left a loop
-  std::array<Loops, 2> loops_;       // by priority: those that may have pieces left; guarded by mutex_
-  std::atomic<int> num_urgent_{0};   // of these
+  std::condition_variable changed_;  // wakes workers: a loop was added, or the pool stops
+  std::condition_variable left_;     // wakes callers: a worker has left a loop
+  std::array<Loops, 2> loops_;       // by priority: loops that may have pieces left; guarded by mutex_
+  std::atomic<int> num_urgent_{0};   // urgent loops among them
   bool stopping_ = false;            // guarded by mutex_
 };
 

@@ -1,7 +1,7 @@
-// The access sequence of one step, as observed: the input of the planner.
+// The recorded accesses of one step: the input of the planner.
 //
-// A moment begins when a module (forward) or an operation's backward acquires parameters. It lasts until
-// the next one begins. During it the listed arrays were used and the tide rose to `tide_peak_bytes`.
+// An access of the step begins when a module (forward) or an operation's backward acquires parameters. It lasts until
+// the next one begins. It lists the arrays used and the activation memory's peak.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace patrickstar {
 
 enum class AccessMode : uint8_t {
   kRead,    // the value must be on the device
-  kWrite,   // a slot must be on the device; it is created at the first write
-  kRetire,  // the slot is not needed on the device any more
+  kWrite,   // a device buffer is needed; the first write creates it
+  kRetire,  // the device buffer is not needed any more
 };
 
 struct Access {
@@ -26,22 +26,21 @@ enum class Phase : uint8_t { kForward, kBackward };
 
 struct Moment {
   Phase phase = Phase::kForward;
-  std::vector<ArrayId> acquired;  // what the moment began with, sorted: its identity in a replay
+  std::vector<ArrayId> acquired;  // arrays acquired at its begin, sorted: identifies it in a replay
   std::vector<Access> accesses;   // all accesses, `acquired` first
   int64_t tide_peak_bytes = 0;
 };
 
-// Activations that leave the device in a moment, or come back in it ([Note: stashed activations], engine/stash.h).
+// Offloaded activations that leave the device or return to it during an access (engine/stash.h).
 struct ActivationCopies {
-  int64_t leaving_bytes = 0;  // to the host, when the moment has computed
-  int64_t coming_bytes = 0;   // back, when what came before the moment has computed
-  int64_t needed_bytes = 0;   // what the moment needs of those that come back, which are needed in the order they came
+  int64_t leaving_bytes = 0;  // to the host, after the access has computed
+  int64_t coming_bytes = 0;   // to the device, after the previous access has computed
+  int64_t needed_bytes = 0;  // of the returning bytes, those that this access needs; they are needed in order of return
 };
 
 struct Timeline {
   std::vector<Moment> moments;
-  // By phase (a forward or a backward), in their order: how many moments the step had when it was over. Empty: not
-  // known.
+  // By phase (one forward or one backward), in order: the number of accesses at its end. Empty: unknown.
   std::vector<int64_t> phase_ends;
 };
 

@@ -1,13 +1,13 @@
-// The vocabulary of a traced step, and the interface by which the runtime's parts say what they do.
+// The tracing interface of the runtime's parts.
 //
-//   mark    a point in the work of a queue that remembers when the queue got there (backend/backend.h)
-//   span    what one queue or worker did from one point in time to another
-//   track   where: the row of the picture that the span belongs to. Spans of one track follow each other.
-//   stall   a span of the compute queue in which it had to wait, by cause. It is measured by marks on that queue, also
-//           where the calling thread waits: while work enqueued before is still running nothing stalls.
+//   mark    a point in a queue's work that records the time at which the queue reached it (backend/backend.h)
+//   span    an interval of one queue's or worker's work
+//   track   the row of the picture that a span belongs to; spans of one track do not overlap
+//   stall   an interval in which the compute queue waited, by cause. Marks on that queue measure it, also when the
+//           calling thread waits: nothing stalls while earlier work is still running.
 //
-// A tracer is on during the step that somebody asked for (trace/step_tracer.h). Else every call here costs one load and
-// a branch, and nothing reads a clock. Guarded by the runtime's lock but for HostSpan.
+// Tracing is on during the step that the user requested (trace/step_tracer.h). Otherwise every call costs one load and
+// a branch, and no clock is read. Guarded by the runtime's lock, except HostSpan.
 //
 //   const TraceScope stall(tracer, {Track::kStall, StallCause::kUpload, id});
 //   backend.wait(Queue::kCompute, array.device_ready);
@@ -33,56 +33,55 @@ struct MarkState {
 };
 using Mark = std::shared_ptr<MarkState>;
 
-// The host's clock; a backend places it on the axis of its marks.
+// The host's clock. A backend maps it to the time axis of its marks.
 using TraceClock = std::chrono::steady_clock;
 
 enum class Track : uint8_t {
   kStall,       // the compute queue, waiting
   kUpload,      // the upload queue
   kDownload,    // the download queue
-  kGather,      // the queue of values' collectives
-  kScatter,     // the queue of gradients' collectives
-  kHostAdam,    // the worker of the host's updates
-  kHostStates,  // the same worker, updating states whose parameters it has computed before
-  kHostOpen,    // the same worker, computing parameters that it left open before
-  kDeviceAdam,  // the compute queue, updating
+  kGather,      // collectives of parameters
+  kScatter,     // collectives of gradients
+  kHostAdam,    // the worker of host updates
+  kHostStates,  // the same worker: phase two of a two-phase update
+  kHostOpen,    // the same worker: scale-dependent parameters
+  kDeviceAdam,  // updates on the compute queue
   kDiskRead,    // the worker that reads states from the disk
-  kDiskAdam,    // the worker of the updates of chunks whose states are on the disk
+  kDiskAdam,    // the worker that updates states from the disk
   kDiskWrite,   // the worker that writes states to the disk
-  kVisit,       // the queue on which the device makes updates for the host
+  kVisit,       // GPU round-trip updates
 };
 
 constexpr int kNumTracks = 13;
 
-// What the compute queue waited for.
 enum class StallCause : uint8_t {
   kNone,        // not a stall
-  kUpload,      // an array on its way to the device
-  kDownload,    // a gradient on its way to the host
+  kUpload,      // an upload
+  kDownload,    // a gradient's download
   kHostUpdate,  // an optimizer update on the host
-  kHostWork,    // the calling thread, which derives, sums or zeroes an array in host memory
-  kRoom,        // room on the device: what leaves it, or the last use of a slot
-  kNorm,        // the calling thread, which learns the gradients' norm
-  kCollective,  // a chunk being gathered from all ranks, or gradients being scattered
+  kHostWork,    // the calling thread derives, sums or zeroes an array in host memory
+  kRoom,        // device memory: an eviction, or the last use of a device buffer
+  kNorm,        // the calling thread reads the gradients' norm
+  kCollective,  // an all-gather or reduce-scatter
 };
 
 struct SpanLabel {
   Track track = Track::kStall;
   StallCause cause = StallCause::kNone;
   ArrayId array = {};     // for an update: the master of its first chunk
-  int64_t num_bytes = 0;  // of a transfer; of a collective: what comes from the other ranks
+  int64_t num_bytes = 0;  // of a transfer; of a collective: bytes received from other ranks
   int64_t numel = 0;      // of an update: parameters
 };
 
-// When a worker thread did a task. The worker writes it; others read once `done` is complete.
+// Begin and end of a task on a worker thread. The worker writes it; other threads read it once `done` is complete.
 struct HostSpan {
   TraceClock::time_point begin = {};
   TraceClock::time_point end = {};
-  bool ran = false;  // false: it was cancelled before it began
+  bool ran = false;  // false: cancelled before it began
   HostEvent done;
 };
 
-// Around the work of a task, on the thread that does it; nothing when nobody wants to know.
+// Times a task on its thread. Does nothing if `span` is null.
 class HostSpanScope {
  public:
   explicit HostSpanScope(HostSpan* span) : span_(span) {
@@ -100,7 +99,7 @@ class HostSpanScope {
   HostSpan* span_;
 };
 
-// A trace waits for the span of a task, also of one that failed.
+// Completes the span of a task, also if the task fails. A trace waits for it.
 class HostSpanEnd {
  public:
   explicit HostSpanEnd(HostSpan* span) : span_(span) {}
@@ -114,7 +113,7 @@ class HostSpanEnd {
   HostSpan* span_;
 };
 
-// Around handing a task over: where that fails no task ends its span.
+// Completes the span if submitting the task fails.
 class UnsubmittedSpan {
  public:
   explicit UnsubmittedSpan(HostSpan* span) : span_(span) {}
@@ -124,7 +123,7 @@ class UnsubmittedSpan {
   UnsubmittedSpan(const UnsubmittedSpan&) = delete;
   UnsubmittedSpan& operator=(const UnsubmittedSpan&) = delete;
 
-  // The task's own HostSpanEnd ends it.
+  // The task's own HostSpanEnd completes the span from here on.
   void submitted() { span_ = nullptr; }
 
  private:
@@ -137,25 +136,25 @@ class Tracer {
 
   bool is_on() const { return on_; }
 
-  // A moment begins: what it waits for from here on is its own.
+  // Begins an access; later stalls belong to it.
   void begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
     if (on_) observe([&] { do_begin_moment(phase, acquired); });
   }
-  // Its arrays are there; memory counts as the moment's from here on.
+  // The access has its arrays; memory samples count for it from here on.
   void settle_moment() {
     if (on_) observe([&] { do_settle_moment(); });
   }
-  // Device memory changed hands.
+  // Records the device memory after a change.
   void sample_memory() {
     if (on_) observe([&] { do_sample_memory(); });
   }
-  // Null when nobody wants to know. `dropped` may be null; true by the end means that the result was not used.
+  // Null if tracing is off. `dropped` may be null; if it is true at the end, the result was not used.
   virtual std::shared_ptr<HostSpan> open_host_span(const SpanLabel& label,
                                                    std::shared_ptr<const std::atomic<bool>> dropped) = 0;
 
  protected:
   friend class TraceScope;
-  // Runs `function`; where there is no memory for a trace, the traced work goes on without one.
+  // Runs `function`. If memory for the trace is missing, the traced work goes on without one.
   template <typename Function>
   void observe(const Function& function) {
     try {
@@ -164,7 +163,7 @@ class Tracer {
       give_up();
     }
   }
-  // The trace of the running step.
+  // Drops the trace of the running step.
   virtual void give_up() = 0;
   virtual void do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) = 0;
   virtual void do_settle_moment() = 0;
@@ -175,7 +174,7 @@ class Tracer {
   bool on_ = false;
 };
 
-// A span from here to the end of the block. Of nested stalls the outermost counts.
+// A span from construction to destruction. Of nested stalls only the outermost counts.
 class TraceScope {
  public:
   TraceScope(Tracer& tracer, const SpanLabel& label)
@@ -186,7 +185,7 @@ class TraceScope {
     if (tracer_ == nullptr) return;
     try {
       tracer_->end_span(track_);
-    } catch (const std::exception&) {  // the device has failed, which is on its way to the user; the span has no end
+    } catch (const std::exception&) {  // the device has failed and the user will see it; the span stays open
     }
   }
   TraceScope(const TraceScope&) = delete;

@@ -1,12 +1,11 @@
-// Identifiers and the vocabulary that several layers share.
+// Identifiers and terms of several layers.
 //
-//   parameter   one nn.Parameter of the user's module. Its id is its index in registration order.
-//   chunk       a contiguous block that holds many parameters. Its id is its index in the layout.
-//   array       one of the blocks that a chunk consists of (see ArrayKind); a chunk's arrays share one
-//               layout, element for element.
-//   payload     the bytes of one array. It can be on the device, on the host, on both, or nowhere.
-//   tide        device memory taken by everything that is not a payload (activations, workspaces).
-//   moment      one step of the access sequence: some arrays are needed at once.
+//   parameter      one nn.Parameter of the user's module. Its id is its index in registration order.
+//   chunk          a contiguous block that holds many parameters. Its id is its index in the layout.
+//   array          one of the blocks of a chunk (`ArrayKind`). All arrays of a chunk share one element layout.
+//   chunk buffer   the bytes of one array: on the device, on the host, on both, or nowhere.
+//   activation memory   device memory of everything else (activations, workspaces).
+//   access         one entry of the step's access sequence: the arrays needed at once.
 #pragma once
 
 #include <array>
@@ -17,19 +16,18 @@ namespace patrickstar {
 using ParamId = int32_t;
 using ChunkId = int32_t;
 
-// The arrays of a chunk. Which are optimizer states is said once, in optimizer_arrays(); which of these a chunk has,
-// and of which types, in chunk/layout.h ([Note: arrays of a parameter]).
+// The arrays of a chunk. chunk/layout.h says which arrays a chunk has and their types.
 enum class ArrayKind : uint8_t {
-  kParam,     // compute copy, in the chunk's compute dtype; the only array of a frozen chunk that is not quantised
-  kGrad,      // gradient of the running micro-batch, in the compute dtype
+  kParam,     // parameter in the compute dtype; the only array of a frozen chunk that is not quantised
+  kGrad,      // gradient of the current micro-batch, in the compute dtype
   kGradSum,   // sum of earlier micro-batches' gradients, float32; exists only while accumulating
   kMaster,    // float32 parameter
-  kMomentum,  // float32, a running mean or sum of gradients
-  kVariance,  // float32, Adam's running mean of squared ones
-  // With several ranks [Note: shards]; kGradSum and the three states above are this rank's share as well then.
-  kParamShard,  // this rank's share of the compute copy; kParam is gathered from all ranks' shares
-  kGradShard,   // this rank's share of the ranks' mean gradient, which comes of all ranks' kGrad
-  kQuantized,   // of a frozen chunk: codes and scales ([Note: quantised chunks], chunk/layout.h), this rank's share
+  kMomentum,  // float32, running mean or sum of gradients
+  kVariance,  // float32, Adam's running mean of squared gradients
+  // With several ranks; kGradSum and the three states above then hold this rank's shard.
+  kParamShard,  // this rank's shard of the parameters; kParam is all-gathered from the shards
+  kGradShard,   // this rank's shard of the mean gradient, reduce-scattered from kGrad
+  kQuantized,   // frozen chunk: this rank's shard of codes and scales
 };
 constexpr int kNumArrayKinds = 9;
 
@@ -39,7 +37,7 @@ constexpr const char* array_kind_name(ArrayKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// In the order in which they are made.
+// In the order of their creation.
 constexpr std::array<ArrayKind, 3> optimizer_arrays() {
   return {ArrayKind::kMaster, ArrayKind::kMomentum, ArrayKind::kVariance};
 }
@@ -47,7 +45,7 @@ constexpr bool is_optimizer_state(ArrayKind kind) {
   return kind == ArrayKind::kMaster || kind == ArrayKind::kMomentum || kind == ArrayKind::kVariance;
 }
 
-// Names one payload: an array of a chunk.
+// Names one array of one chunk.
 struct ArrayId {
   ChunkId chunk = -1;
   ArrayKind kind = ArrayKind::kParam;
@@ -61,7 +59,7 @@ struct ArrayId {
   friend bool operator<(ArrayId a, ArrayId b) { return a.index() < b.index(); }
 };
 
-// kDisk: below the host, for optimizer states alone, which pass through host memory (engine/disk_states.h).
+// kDisk holds optimizer states only; they pass through host memory (engine/disk_states.h).
 enum class Tier : uint8_t { kHost, kDevice, kDisk };
 
 }  // namespace patrickstar

@@ -69,7 +69,7 @@ void WorkQueue::work() {
       failure = std::current_exception();
     }
     task.need.reset();
-    task.run = nullptr;  // what it refers to goes before its event says that it is over
+    task.run = nullptr;  // release captured objects before the event completes
     failure ? task.done->fail(std::move(failure)) : task.done->complete();
     lock.lock();
     running_ = false;

@@ -1,14 +1,8 @@
-// A queue of tasks with one worker thread.
+// A task queue with one worker thread, for the CPU backend's transfers and the host's optimizer updates.
 //
-// Any thread may submit. Tasks run in the order of submission, and one that waits for an event blocks the tasks behind
-// it, as on a CUDA stream; those that are submitted with a Need run in another order among each other. The CPU
-// backend's transfers and the host's optimizer updates run on such queues. A task that throws ends alone: what it has
-// thrown is in its event ([Note: failures travel with events], common/event.h).
-//
-// [Note: the order of need] Of neighbouring tasks that were submitted with a Need, the worker takes the most needed one
-// that is ready, and where none is ready the oldest. So updates that begin in backward, whose gradients come from the
-// last chunk to the first, are made as the next forward asks for them, from the first to the last, as far as their
-// gradients are there.
+// Any thread may submit. Tasks run in order of submission, and a task that waits for an event blocks the tasks behind
+// it, as on a CUDA stream. Tasks with a Need may be reordered among each other. An exception of a task is stored in its
+// event (`HostEvent`); later tasks run.
 //
 //   WorkQueue queue;
 //   Event done = queue.submit([] { ... });   // complete when the task is
@@ -27,29 +21,31 @@
 
 namespace patrickstar {
 
-// [Note: the order of need]
+// The worker takes, among adjacent tasks with a Need, the ready task of lowest rank; if none is ready, the oldest.
+// Backward delivers gradients from the last chunk to the first. The next forward needs parameters from the first to the
+// last, so updates run in that order as far as gradients are there.
 struct Need {
-  int64_t rank = 0;                // lower ones are needed sooner
-  std::function<bool()> is_ready;  // whether the task would wait for nothing; called by the worker, until it says so
+  int64_t rank = 0;                // lower ranks are needed sooner
+  std::function<bool()> is_ready;  // true if the task would not wait; the worker calls it until it returns true
 };
 
 class WorkQueue {
  public:
   WorkQueue();
-  ~WorkQueue();  // runs what was submitted, then stops
+  ~WorkQueue();  // runs all submitted tasks, then stops
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   Event submit(std::function<void()> task, std::optional<Need> need = std::nullopt);
-  // Complete when everything submitted so far is over.
+  // Completes when all earlier tasks are over.
   Event record() {
     return submit([] {});
   }
   // Returns when all tasks are over.
   void drain();
-  // Of all tasks so far.
+  // Number of tasks that are over so far.
   int64_t num_over();
-  // Returns when more than `num_seen` tasks are over; false where none is left that could be.
+  // Returns when more than `num_seen` tasks are over; false if no task is left.
   bool await_more_over(int64_t num_seen);
 
  private:

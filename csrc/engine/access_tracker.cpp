@@ -21,14 +21,13 @@ void AccessTracker::acquire(const std::vector<ParamId>& params) {
   }
   std::sort(arrays.begin(), arrays.end());
   arrays.erase(std::unique(arrays.begin(), arrays.end()), arrays.end());
-  // Held before anything is brought in: making room for one must not evict another.
+  // All arrays are held first: making room for one must not evict another.
   for (ParamId param : params) {
     ++store_.uses(param);
     ++store_.array(value_of(param)).holds;
   }
   try {
-    if (!all_held)
-      bring(arrays);  // else their chunks are in use already: nothing moves, and it is no moment of its own
+    if (!all_held) bring(arrays);  // if all are held already, nothing moves and no access is recorded
   } catch (...) {
     for (ParamId param : params) {
       --store_.uses(param);

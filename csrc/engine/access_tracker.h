@@ -1,5 +1,5 @@
-// Parameters that running operations hold (plan/use_holds.h), in the engine: brings them in, records each moment, and
-// retires gradients whose last use in backward is over.
+// Parameters that running operations hold (plan/use_holds.h). The tracker brings them to the device, records each
+// access, and finalises gradients after the last use of their chunk in backward.
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -15,12 +15,11 @@
 
 namespace patrickstar {
 
-// Of a forward.
 enum class Attempt : uint8_t {
-  kFirst,  // one that runs out of device memory is made again, with an emptier device
-  kAgain,  // so is this one
-  kLast,
-  kOnly,  // the first one, which is not made again: other ranks wait for this one in the middle of it
+  kFirst,  // an attempt that runs out of device memory is repeated with an emptier device
+  kAgain,  // as kFirst, for a repetition
+  kLast,   // the last repetition
+  kOnly,   // a first attempt that is never repeated: other ranks wait for it in the middle of the forward
 };
 
 class AccessTracker final : public UseHolds {

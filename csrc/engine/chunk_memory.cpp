@@ -10,11 +10,11 @@ namespace patrickstar {
 
 namespace {
 
-// Where memory is an allocator's that keeps what is freed (on CUDA PyTorch's, which also rounds), a slot that is a
-// little larger serves as well.
+// Share by which a reused device buffer may exceed the request, on CUDA: PyTorch's allocator rounds requests up and
+// caches freed memory anyway. Not measured.
 constexpr double kSlotWaste = 0.125;
 
-// What makes an array's value in host memory: gradients come down, all else is updated there.
+// Producer of an array's value in host memory: downloads for gradients, host updates for all else.
 StallCause maker_on_host(ArrayId id) {
   const bool gradient =
       id.kind == ArrayKind::kGrad || id.kind == ArrayKind::kGradShard || id.kind == ArrayKind::kGradSum;
@@ -50,7 +50,7 @@ void ChunkMemory::upload(ArrayId id) {
   ArrayRecord& record = array(id);
   PS_CHECK(record.on_host && record.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
   record.device_ready = upload_to(id, record.slot.data, record.slot);
-  // Whole values of ranks come from the device, where they were formatted.
+  // Gathered values were formatted on the device.
   const bool is_formatted = id.kind == ArrayKind::kParam && !is_whole(id) && present(Queue::kUpload, id.chunk);
   if (is_formatted) record.device_ready = backend().record(Queue::kUpload);
   record.slot.busy = {record.device_ready, nullptr};
@@ -63,10 +63,10 @@ Event ChunkMemory::upload_to(ArrayId id, void* to, const Slot& slot) {
   QueueGuard uploads(backend(), Queue::kUpload);
   await_slot(Queue::kUpload, slot);
   {
-    // Where it is an update's (backend.waits_on_host), this thread waits, and compute with it.
+    // If a host update still makes the array (backend.waits_on_host), this thread waits, and so does compute.
     const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
     backend().wait(Queue::kUpload, record.host_ready);
-    // Its writing back ([Note: lent memory], disk_states.h) is over with this upload, whose event takes its place.
+    // The states' write to disk (DiskStates) precedes this upload, whose event replaces the write's event.
     if (record.on_disk) backend().wait(Queue::kUpload, record.block_busy_until);
   }
   {
@@ -85,8 +85,8 @@ void ChunkMemory::download(ArrayId id) {
   QueueGuard downloads(backend(), Queue::kDownload);
   backend().wait(Queue::kDownload, record.device_ready);
   backend().wait(Queue::kDownload, backend().record(Queue::kCompute));
-  // A gradient's own place, which the last update of states may still read, or lent memory (disk_states.h),
-  // which was another chunk's before.
+  // The host buffer may still be read: by the last update of states if it belongs to the gradient alone, or by another
+  // chunk's transfers if it is lent (DiskStates).
   for (const Event& event : {record.block_busy_until, record.host_ready}) {
     if (event == nullptr) continue;
     const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostUpdate, id});
@@ -106,7 +106,7 @@ void ChunkMemory::download(ArrayId id) {
 void ChunkMemory::await_on_device(ArrayId id) {
   ArrayRecord& record = array(id);
   if (record.device_ready == nullptr) return;
-  // An upload that has not begun waits for what makes the array on the host.
+  // An upload that has not begun waits for the producer on the host.
   const bool made = !tracer_.is_on() || backend().is_over(record.host_ready);
   const StallCause bringer = is_whole(id) ? StallCause::kCollective : StallCause::kUpload;
   const TraceScope stall(tracer_, {Track::kStall, made ? bringer : maker_on_host(id), id});
@@ -116,7 +116,7 @@ void ChunkMemory::await_on_device(ArrayId id) {
 
 void ChunkMemory::await_on_host(ArrayId id) {
   ArrayRecord& record = array(id);
-  // A sum of gradients is read by its update, all else by uploads.
+  // An accumulated gradient sum is read by its update, all else by uploads.
   const bool is_sum = id.kind == ArrayKind::kGradSum;
   await(record.host_ready, maker_on_host(id), id);
   await(record.block_busy_until, is_sum ? StallCause::kHostUpdate : StallCause::kUpload, id);

@@ -1,14 +1,14 @@
-// The memory that an engine's chunks lie in, and how payloads move between host and device: in order and without host
-// synchronisation. What moves when, and what makes room for it, is decided elsewhere (engine/pager.h).
+// Memory of an engine's chunks, and copies between host and device. Copies are ordered by queues and events, without
+// waiting on the host. The pager decides which array moves and what makes room for it (engine/pager.h).
 //
-//   upload(array)     block -> slot, on the upload queue
-//   download(array)   slot -> block, on the download queue, after the compute queue's present work
+//   upload(array)     host buffer -> device buffer, on the upload queue
+//   download(array)   device buffer -> host buffer, on the download queue, after the work that compute has enqueued
 //
-// Both must exist. The records keep the events, so that whoever reads next can wait. [Note: reuse of memory] When a
-// slot's `busy` events are complete, nothing reads or writes its old content any more; a block is freed after
-// settle_block only.
+// Both buffers must exist. An array's record keeps the events that later readers wait for. After a device buffer's
+// `busy` events are complete, nothing reads or writes its old content. A host buffer may be freed after settle_block()
+// only.
 //
-// Owned by the engine's open state (engine/open_engine.h), guarded by its lock.
+// Owned by OpenEngine (engine/open_engine.h), guarded by the engine's lock.
 #pragma once
 
 #include <array>
@@ -32,26 +32,26 @@ namespace patrickstar {
 
 using RecipeCounts = std::array<int64_t, kNumRecipes>;
 
-// Everything that an engine counts; Python's report() is made of it.
+// Everything that an engine counts; Python's report() shows it.
 struct Counters {
   int64_t uploaded_bytes = 0;
   int64_t downloaded_bytes = 0;
-  int64_t num_evictions = 0;           // arrays pushed off the device while still of use
-  int64_t num_prefetch_hits = 0;       // arrays that were on the device, or on their way, because the plan said so
-  int64_t num_pressure_evictions = 0;  // of the evictions, those because something else needed device memory
-  int64_t num_on_demand_fetches = 0;   // arrays brought in at the moment of their use
-  int64_t gathered_bytes = 0;          // that came from other ranks' shards of values
-  int64_t scattered_bytes = 0;         // of gradients, that came from other ranks
+  int64_t num_evictions = 0;      // arrays evicted from the device although they will be used again
+  int64_t num_prefetch_hits = 0;  // arrays that a planned prefetch had brought, or started to bring, before their use
+  int64_t num_pressure_evictions = 0;  // evictions that other demands for device memory caused
+  int64_t num_on_demand_fetches = 0;   // arrays brought to the device at their use
+  int64_t gathered_bytes = 0;          // received from other ranks by all-gathers of values
+  int64_t scattered_bytes = 0;         // received from other ranks by reduce-scatters of gradients
   int64_t num_moments = 0;
-  int64_t num_replayed_moments = 0;  // moments that went as planned
+  int64_t num_replayed_moments = 0;  // accesses that matched the plan
   int64_t num_plans = 0;
   int64_t num_steps = 0;
   int64_t num_skipped_steps = 0;
-  int64_t num_speculated_updates = 0;  // of chunks, started on the host before the step was decided
-  int64_t num_settled_updates = 0;     // of those, computed for all factors near the last one
-  RecipeCounts updates{};              // of chunks, by the recipe that was carried out
-  int64_t stashed_bytes = 0;           // of activations, that left the device
-  int64_t disk_read_bytes = 0;         // of optimizer states
+  int64_t num_speculated_updates = 0;  // chunk updates started on the host before the norm was known
+  int64_t num_settled_updates = 0;     // speculative updates computed for a range of clipping coefficients
+  RecipeCounts updates{};              // chunk updates, by recipe
+  int64_t stashed_bytes = 0;           // activations copied to the host
+  int64_t disk_read_bytes = 0;         // optimizer states
   int64_t disk_written_bytes = 0;
 
   void count_update(Recipe recipe) { ++updates[static_cast<size_t>(recipe)]; }
@@ -59,7 +59,7 @@ struct Counters {
 
 class ChunkMemory {
  public:
-  // `format`: null for the chunks' own; `shapes` of parameters by id, as they lie in memory, which outlive this.
+  // `format`: null for the chunks' own dtype. `shapes`: by parameter, in memory order; the caller keeps it alive.
   ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names,
               std::shared_ptr<const optim::ComputeFormat> format, const std::vector<std::vector<int64_t>>& shapes);
   ChunkMemory(const ChunkMemory&) = delete;
@@ -83,54 +83,52 @@ class ChunkMemory {
 
   void upload(ArrayId id);
   void download(ArrayId id);
-  // block -> `to`, which lies in a slot of another array. Returns the event after which it is there.
+  // Copies the host buffer to `to`, which lies in `slot`, a buffer of another array. Returns the event that completes
+  // it.
   Event upload_to(ArrayId id, void* to, const Slot& slot);
 
-  // Later work of the compute queue sees the array's value in its slot.
+  // Later work of the compute queue sees the array's value in its device buffer.
   void await_on_device(ArrayId id);
-  // Returns when the array's block has its value, and this thread may read and write it.
+  // Returns when the host buffer has the array's value and this thread may read and write it.
   void await_on_host(ArrayId id);
-  // Returns when nobody uses the array's block any more, whatever became of its value: it may be freed.
+  // Returns when nothing uses the host buffer, whatever became of its value; the buffer may then be freed.
   void settle_block(ArrayId id);
-  // Later work of `queue` may write the slot: what still reads or writes its old content is over then.
+  // Later work of `queue` may write the device buffer, after all that reads or writes its old content.
   void await_slot(Queue queue, const Slot& slot);
 
-  // Frees the device slot, which compute enqueued so far may use; the value must be elsewhere as well, derivable or
-  // dead. A transfer under way is known to the slot already, and the compute queue does not wait for it.
+  // Frees the device buffer, which compute enqueued so far may use. The value must exist elsewhere, be derivable, or be
+  // dead. The buffer's `busy` events cover a running transfer; the compute queue does not wait for it.
   void leave_device(ArrayId id);
-  // Frees the host block; the value must be on the device as well or dead.
+  // Frees the host buffer. The value must be on the device or dead.
   void drop_block(ArrayId id);
-  // The same of what several ranks hold together, whose copies on the host go with the slot.
+  // leave_device(), and drop_block() if is_whole().
   void drop_slot(ArrayId id);
-  // Forgets the value, wherever it is.
   void discard(ArrayId id);
-  // The chunk's storage is where its slot is.
   void attach(ChunkId chunk);
 
-  // round(master), of this rank's part, on the compute queue into device memory `to`, or here into host memory.
+  // Writes round(master) of this rank's part to device memory `to`, on the compute queue.
   void cast_on_device(ChunkId chunk, void* to);
-  // The array, which is on the device, into device memory `to`, on the compute queue.
+  // Copies the array from its device buffer to device memory `to`, on the compute queue.
   void copy_on_device(ArrayId id, void* to);
+  // Writes round(master) of this rank's part to host memory `to`; returns when it is written.
   void cast_on_host(ChunkId chunk, void* to);
-  // The compute values of a quantised chunk, of this rank's part, into device memory `to`, on `queue`. `quantized` is
-  // device memory with the chunk's kQuantized.
+  // Writes the compute values of this rank's part of a quantised chunk to device memory `to`, on `queue`. `quantized`
+  // is device memory with the chunk's kQuantized array.
   void dequantize(Queue queue, ChunkId chunk, void* quantized, void* to);
-  // [Note: compute formats] The chunk's whole compute value, or one parameter's, was made in its slot by work of
-  // `queue`: behind that it passes through the format. Returns false where there is none.
+  // Rounds the compute values in the chunk's device buffer to the engine's compute format (optim/compute_format.h), on
+  // `queue`. present() returns false where the engine has no format or the chunk is frozen.
   bool present(Queue queue, ChunkId chunk);
   void present_param(Queue queue, ParamId param);
   bool has_format() const { return format_ != nullptr; }
-  // Zeros in the array's block, by all threads.
   void clear_block(ArrayId id);
 
-  // Compute values that several ranks hold together.
+  // Compute values of a chunk that ranks share: an all-gather fills them.
   bool is_whole(ArrayId id) const { return id.kind == ArrayKind::kParam && store_.chunk(id.chunk).is_sharded(); }
-  // The compute value of a trainable chunk is round(master), that of a quantised one follows from its codes: it can be
-  // dropped at any time. That of another frozen one is all there is.
+  // The value can be made again and may be dropped at any time: round(master) of a trainable chunk, or dequantised
+  // codes.
   bool is_derivable(ArrayId id) const { return layout().row(id).source != Source::kNone; }
 
  private:
-  // Returns when `event` is complete.
   void await(const Event& event, StallCause cause, ArrayId id);
 
   SharedDevice& device_;

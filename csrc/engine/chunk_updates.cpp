@@ -54,7 +54,7 @@ void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& gro
   close_target(chunk, target);
 }
 
-// Not where a parameter without a gradient has its new value made of its master.
+// A parameter without a gradient gets its value from the master, which a round trip does not do.
 bool ChunkUpdates::can_visit(ChunkId chunk) const {
   if (disk_.is_home_of(chunk)) return false;
   const ArrayId grad = arrays_.grad_of(chunk);
@@ -73,7 +73,7 @@ void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& grou
   Visit visit;
   visit.chunk = chunk;
   visit.grad = grad.slot.data;
-  const bool is_computed = !spec.is_sharded();  // else it was scattered
+  const bool is_computed = !spec.is_sharded();  // a reduce-scatter made the gradient of a sharded chunk
   visit.grad_ready = is_computed ? memory_.backend().record(Queue::kCompute) : grad.device_ready;
   for (ArrayKind kind : spec.state_kinds()) {
     const ArrayRecord& state = memory_.array({chunk, kind});
@@ -189,7 +189,7 @@ ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>&
 void ChunkUpdates::note_on_host(const Prepared& prepared, ChunkId chunk, const UpdateTarget& target,
                                 const Event& done) {
   memory_.array(arrays_.param_of(chunk)).host_ready = done;
-  if (prepared.params) return;  // the states are another pass's
+  if (prepared.params) return;  // phase two updates the states
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
     memory_.array({chunk, kind}).host_ready = done;
     memory_.array({chunk, kind}).set_on_host();
@@ -237,7 +237,7 @@ UpdateTarget ChunkUpdates::open_target(ChunkId chunk, bool on_device) {
   return target;
 }
 
-// A value that does not exist is derived from the master, until the new one is made.
+// If the value does not exist, it is derived from the master until the update writes the new one.
 void* ChunkUpdates::own_place(ArrayId param, bool on_device) {
   ArrayRecord& record = memory_.array(param);
   const bool derives = arrays_.derives_value(param.chunk);
@@ -250,7 +250,7 @@ void* ChunkUpdates::own_place(ArrayId param, bool on_device) {
   }
   memory_.drop_slot(param);
   pager_.ensure_block(param);
-  if (derives) memory_.await_on_host(param);  // else the update does
+  if (derives) memory_.await_on_host(param);  // otherwise the update waits
   return record.block.data;
 }
 
@@ -270,7 +270,7 @@ void ChunkUpdates::close_target(ChunkId chunk, const UpdateTarget& target) {
     grad.on_host = false;
   }
   if (target.on_device && store_.chunk(chunk).is_sharded() && arrays_.derives_value(chunk)) {
-    memory_.discard(param_id);  // gathers take it from the master
+    memory_.discard(param_id);  // all-gathers make it from the master
   } else if (target.on_device) {
     memory_.present(Queue::kCompute, chunk);
     param.set_on_device();

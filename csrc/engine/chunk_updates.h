@@ -1,11 +1,11 @@
-// The update of a chunk for good, where its optimizer states are or where it visits: all or nothing of it
-// (engine/update_states.h).
+// The final update of a chunk, which is never rolled back: where its optimizer states are, or on the device by a round
+// trip (engine/visits.h).
 //
 //   chunk_updates.on_device(chunk, groups, grad_scale);
 //   chunk_updates.on_host({chunk, next}, groups, grad_scale);
 //
-// The chunk's gradient is complete. Where one throws, the chunks' arrays may lie elsewhere than before, and have the
-// values that they had. Guarded by the engine's lock.
+// The chunk's gradient must be complete. If a call throws before an update has begun, arrays may have moved, but all
+// values are unchanged (`UpdateStates`). Guarded by the engine's lock.
 #pragma once
 
 #include <optional>
@@ -28,7 +28,7 @@ struct UpdateParts {
   const Gradients& gradients;
   MatrixUpdates& matrices;
   HostUpdates& host_updates;
-  HostUpdates& disk_updates;  // those of chunks whose states are on the disk, so that the others' do not wait for it
+  HostUpdates& disk_updates;  // for chunks whose states are on the disk, so that other updates never wait for the disk
   Speculation& speculation;
   UpdateArrays& arrays;
   UpdateJobs& jobs;
@@ -41,37 +41,37 @@ class ChunkUpdates {
   explicit ChunkUpdates(const UpdateParts& parts);
 
   void on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  // Several chunks whose optimizer states are on the host, or one whose states are on the disk. In two passes where
-  // `passes` and memory allow it; returns in how many.
+  // Updates several chunks whose states are on the host, or one whose states are on the disk. Two-phase if `passes` and
+  // memory allow it; returns the number of phases.
   Passes on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
                  float grad_scale);
-  // [Note: visits] (engine/visits.h)
+  // Round-trip update of the chunk on the device (engine/visits.h).
   bool can_visit(ChunkId chunk) const;
   void by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   Visits& visits() { return visits_; }
 
  private:
-  // Everything that one update on the host takes, allocated before it begins.
+  // All memory and jobs of one update on the host, allocated before it begins.
   struct Prepared {
     HostUpdate update;
     std::vector<UpdateTarget> targets;             // by chunk
-    std::optional<std::vector<HostBlock>> params;  // new_params()
-    StatesPass rest;                               // where there are such
+    std::optional<std::vector<HostBlock>> params;  // new_params(); empty: a one-phase update
+    StatesPass rest;                               // phase two, if there is one
   };
 
   Prepared prepare_on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
                            float grad_scale);
-  // Memory for the chunks' new parameters apart from their gradients; nothing when there is none for one of them. The
-  // chunks whose gradient is another array need none.
+  // Memory for the chunks' new parameters beside their gradients; nothing if it is short for one of them. A chunk whose
+  // gradient is an accumulated sum needs none.
   std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
-  // All of the chunk's states come into host memory, those that do not exist as zeros: here, or where they are on the
-  // disk as events that `update` waits for.
+  // Brings all states of the chunk to host memory and makes missing ones as zeros. `update` gets events to wait for
+  // where the states come from the disk.
   void bring_states_to_host(ChunkId chunk, HostUpdate& update);
   UpdateTarget open_target(ChunkId chunk, bool on_device);
-  // Memory for the new value where the old one is, which stays as it is so far.
+  // Memory of the old value, to which the new one is written; the old value stays until then.
   void* own_place(ArrayId param, bool on_device);
   void close_target(ChunkId chunk, const UpdateTarget& target);
-  // `done` makes the new values, and in one pass the states.
+  // `done`: the event after which the new values, and in a one-phase update the states, are complete.
   void note_on_host(const Prepared& prepared, ChunkId chunk, const UpdateTarget& target, const Event& done);
 
   Pager& pager_;

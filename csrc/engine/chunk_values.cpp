@@ -45,8 +45,8 @@ void ChunkValues::write_own(ParamId param, ArrayKind kind, ParamValues values, T
   if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
 }
 
-// [Note: written in use] Operations and autograd's saved views read the slot, so the new values are put into it, whole
-// on every rank.
+// Operations and autograd's saved views read the device buffer, so the whole new values are written into it, on every
+// rank.
 void ChunkValues::replace_in_use(ParamId param, ParamValues values) {
   const Layout& layout = store_.layout();
   const Placement& placement = layout.placement(param);
@@ -72,7 +72,7 @@ void ChunkValues::write_quantized(ParamId param, ParamValues values) {
   quantized_.write(param, staged.data());
 }
 
-// The compute value goes where the leading state is, and nowhere else. In use it stays where it was brought.
+// Moves the compute value to the tier of the leading state and drops other copies. A value in use stays where it is.
 void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
   if (is_in_use(chunk)) return;
   const ArrayId param = store_.layout().param_home(chunk);
@@ -112,7 +112,7 @@ void ChunkValues::write_stored(ArrayId id, int64_t offset_bytes, ParamBytes from
 
 bool ChunkValues::is_in_use(ChunkId chunk) const { return memory_.array({chunk, ArrayKind::kParam}).holds > 0; }
 
-// In use its slot stays ([Note: written in use]).
+// A chunk in use keeps its device buffer: replace_in_use() writes the new values there.
 void ChunkValues::discard_compute_values(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
   is_in_use(chunk) ? memory_.drop_block(param) : memory_.discard(param);
@@ -126,7 +126,7 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
   ArrayRecord& record = memory_.array(id);
   const bool in_use = is_in_use(id.chunk);
   const bool holds_slot = in_use && id.kind == ArrayKind::kParam;
-  if (holds_slot && !record.on_host) return;  // [Note: written in use]
+  if (holds_slot && !record.on_host) return;  // replace_in_use() writes it
   if (record.exists()) {
     pager_.bring_to_host(id);
   } else {
@@ -154,7 +154,8 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
   if (id.kind == ArrayKind::kParamShard && !in_use) memory_.discard({id.chunk, ArrayKind::kParam});
 }
 
-// [Note: homes on the host] A frozen value that the host has no memory for was a guest there.
+// The host has no reserved memory for a frozen value whose resting tier is the device; it was staged there to be
+// written.
 void ChunkValues::settle_on_device(ArrayId id) {
   if (store_.chunk(id.chunk).is_sharded()) return;
   pager_.bring(id);
@@ -183,7 +184,7 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   if (shard.numel == 0) return;
   if (kind == ArrayKind::kMaster && !layout.chunk(id.chunk).states.has(kind)) {
     read_cast(param, layout.param_home(id.chunk), values);
-  } else if (!memory_.array(id).exists()) {  // a moment before the first step
+  } else if (!memory_.array(id).exists()) {  // a state before the first step
     std::memset(values, 0, static_cast<size_t>(float_bytes(shard.numel)));
   } else if (layout.chunk(id.chunk).is_in_split(kind)) {
     read_split(param, kind, values);
@@ -250,7 +251,7 @@ void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues va
   memory_.array(id).set_on_host();
 }
 
-// Each part comes from its rank, of those that share the parameter's chunk.
+// Exchanges the parts of all ranks that share the parameter's chunk.
 void ChunkValues::gather(ParamId param, float* values) {
   if (!store_.chunk(store_.layout().placement(param).chunk).is_sharded()) return;
   const ParamShard mine = store_.layout().shard_of(param);

@@ -10,7 +10,7 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kStagedNumel = int64_t{4} << 20;  // where the host alone is to have it, by all threads
+constexpr int64_t kStagedNumel = int64_t{4} << 20;  // staged per call of all threads; not measured
 
 struct SplitPiece {
   explicit SplitPiece(int64_t param_numel)
@@ -108,7 +108,6 @@ void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
   }
 }
 
-// Values of a parameter without a master are rounded to nearest even, as any cast, and nothing else is kept of them.
 void ChunkValues::write_bare(ParamId param, ParamValues values, Tier home) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
@@ -125,7 +124,7 @@ void ChunkValues::write_bare(ParamId param, ParamValues values, Tier home) {
   }
 }
 
-// A state of fewer bytes. What read_compressed() gave is stored as it was.
+// Storing what read_compressed() returned restores the same bits.
 void ChunkValues::write_compressed(ParamId param, ArrayKind kind, ParamValues values) {
   const Layout& layout = store_.layout();
   const ArrayId id{layout.placement(param).chunk, kind};

@@ -15,7 +15,7 @@ namespace patrickstar {
 
 namespace {
 
-// What tells one sequence of moments from another.
+// Equal for equal sequences of accesses.
 uint64_t fingerprint(const Timeline& timeline) {
   Fingerprint result;
   for (const Moment& moment : timeline.moments) {
@@ -220,7 +220,7 @@ StepAgreement Collectives::agree_on(Timeline& timeline, std::vector<int64_t>* pl
     all_follow = all_follow && theirs.follows_plan && theirs.planned_tides.size() == planned_tides->size();
     for (int64_t tide : theirs.tides) highest = std::max(highest, tide);
   }
-  if (!alike && timeline.moments.empty()) timeline.moments.emplace_back();  // which has the highest tide, too
+  if (!alike && timeline.moments.empty()) timeline.moments.emplace_back();  // it holds the maximum
   for (size_t t = 0; t < timeline.moments.size(); ++t) {
     int64_t& tide = timeline.moments[t].tide_peak_bytes;
     if (!alike) tide = highest;

@@ -10,7 +10,6 @@ namespace patrickstar {
 
 namespace {
 
-// Of a state among optimizer_arrays().
 size_t index_of(ArrayKind kind) {
   const auto kinds = optimizer_arrays();
   return static_cast<size_t>(std::find(kinds.begin(), kinds.end(), kind) - kinds.begin());
@@ -99,7 +98,7 @@ DiskStates::Set& DiskStates::vacate_one() {
 
 void DiskStates::take_back(Set& set) {
   if (set.use == Use::kFree) return;
-  set.busy.reserve(set.busy.size() + 2 * optimizer_arrays().size());  // nothing below throws
+  set.busy.reserve(set.busy.size() + 2 * optimizer_arrays().size());  // so that nothing below throws
   for (ArrayKind kind : states_of(set.chunk)) {
     ArrayRecord& record = memory_.array({set.chunk, kind});
     set.blocks[index_of(kind)] = std::move(record.block);
@@ -230,7 +229,7 @@ void DiskStates::expect_updates() {
   if (!running_order_.empty()) order_ = std::exchange(running_order_, {});
   expect_nothing();
   const size_t count = std::min(sets_.size(), order_.size());
-  // None of them makes room for another one.
+  // No fetch below takes a set from these chunks.
   for (size_t i = 0; i < count; ++i) {
     if (Set* set = find(order_[i])) set->use = Use::kExpected;
   }
@@ -253,7 +252,7 @@ void DiskStates::forget(ChunkId chunk) {
 
 void DiskStates::move_to_host(ChunkId chunk, std::vector<HostBlock> blocks) {
   fetch(chunk);
-  std::vector<ArrayKind> made;  // the others are in the first step
+  std::vector<ArrayKind> made;  // the others are made in the first step
   auto block = blocks.begin();
   for (ArrayKind kind : states_of(chunk)) {
     const ArrayId id{chunk, kind};

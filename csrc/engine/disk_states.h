@@ -1,29 +1,27 @@
-// Optimizer states whose home is a disk under the host, and their way through host memory.
+// Optimizer states that rest on a disk, and their way through host memory.
 //
-// [Note: states on the disk] A step uses each chunk's states once, in an order that is the same from step to step. Of a
-// sequence that repeats itself Belady's rule keeps a fixed part and lets the rest pass through, so that is what
-// placement decides (plan/homes.h): some chunks are at home on the device, some on the host, the others here. They
-// are the last ones of the next forward: their gradients come first in backward, and their values are needed last, so
-// they have the most time for the way from the disk and back.
+// A step uses each chunk's states once, in the same order in every step. For such a cycle, Belady's rule keeps a fixed
+// part in memory and streams the rest. So placement assigns each chunk to one tier (plan/homes.h). Chunks that rest on
+// the disk are the last ones of a forward: backward makes their gradients first and forward needs their values last,
+// which leaves the most time for disk transfers.
 //
-// What passes through does so in sets: host memory for the states of one chunk, of which there are kNumDiskSets. Its
-// blocks lie in the records of the chunk that has the set, so everybody else sees states in host memory. While one is
-// read another is updated and one before is written back. Who takes what when is ordered by events alone, so the
-// calling thread waits for nothing:
+// States pass through `sets`: host memory for the states of one chunk each, kNumDiskSets of them. A set's buffers lie
+// in the records of the chunk that has the set, so other code sees states in host memory. One set is read, another
+// updated and a third written back at the same time. Events alone order their use; the calling thread never waits:
 //
-//   disk.fetch(chunk);      // its records have blocks, and host_ready says when the states are there
+//   disk.fetch(chunk);      // the records get buffers; host_ready completes when the states are read
 //   ... submit an update that waits for host_ready and sets it ...
-//   disk.store(chunk);      // written back behind that; the set goes to the next chunk when it is
+//   disk.store(chunk);      // written back after the update; the set passes to the next chunk after the write
 //
-// [Note: lent memory] A set has one chunk at a time. The next one gets it while transfers and updates of the last one
-// still run: host_ready of its records is complete when they are over, also where nothing is read for it. So whoever
-// writes a block waits for host_ready and block_busy_until, be it a read, an update or what comes down from the device.
+// A set passes to its next chunk while transfers and updates of the last one still run. host_ready of the new records
+// completes when those are over, even if nothing is read. So every writer of a buffer (read, update or download) waits
+// for host_ready and block_busy_until.
 //
-// The file has no room for other bytes than these: a chunk has its extents there from open() on. What was written is
-// checked when it is read, by a CRC-32C that stays in memory. What fails throws DiskError, to whoever waits for the
-// states ([Note: failures travel with events]), and from check() to the next step.
+// Each chunk has fixed extents of the file from open() on. Reads are checked against the CRC-32C of the last write,
+// which stays in memory. A failed transfer throws DiskError from every wait for the states, and from check() before the
+// next step.
 //
-// Guarded by the engine's lock, but for what runs on the queues.
+// Guarded by the engine's lock, except tasks on the queues.
 #pragma once
 
 #include <array>
@@ -43,7 +41,7 @@ namespace patrickstar {
 
 struct DiskOptions {
   std::string folder;
-  int64_t limit_bytes = 0;  // 0: there is no disk
+  int64_t limit_bytes = 0;  // 0: no disk
   DiskFileOptions file;
 };
 
@@ -54,53 +52,49 @@ class DiskStates {
   DiskStates(const DiskStates&) = delete;
   DiskStates& operator=(const DiskStates&) = delete;
 
-  // The file and the sets for all chunks whose home it is. Throws DiskError or MemoryBudgetError.
+  // Creates the file, and the sets for all chunks that rest on the disk. Throws DiskError or MemoryBudgetError.
   void open();
-  // Ends what runs, whatever becomes of it, and gives all memory back.
+  // Waits for running transfers, ignores their failures, and frees all memory.
   void close();
 
   bool is_home_of(ChunkId chunk) const { return memory_.store().home(chunk) == Tier::kDisk; }
-  // Of the chunk those states that exist come into host memory, and all have blocks there.
+  // Gives all of the chunk's states buffers in host memory, and starts reading those that exist.
   void fetch(ChunkId chunk);
-  // What of them was changed in host memory goes to the disk.
   void store(ChunkId chunk);
-  // The same after an update: those that come next are fetched, as far as there are sets.
+  // store() after an update; then fetches states of the next updates, as far as sets are free.
   void store_updated(ChunkId chunk);
-  // Updates come, in the order of the last step: the first ones' states are fetched.
+  // A backward begins: fetches the states of the first updates, in the order of the last step.
   void expect_updates();
-  // Updates do not come: a backward was given up, or its gradients were. States read for them stay until others need
-  // the memory.
+  // No updates will follow: a backward or its gradients were dropped. States already read stay until their set is
+  // needed.
   void expect_nothing();
-  // They are not at home here any more: their values are elsewhere or not wanted, and their blocks come back.
+  // The chunk's states no longer rest here: they were moved or dropped. Takes back its buffers.
   void forget(ChunkId chunk);
-  // They are at home on the host from now on, in these blocks: one for each of the chunk's states.
+  // Moves the chunk's resting tier to the host, into `blocks`: one per state.
   void move_to_host(ChunkId chunk, std::vector<HostBlock> blocks);
-  // Throws the first DiskError that a transfer has ended with.
+  // Throws the first DiskError of any transfer.
   void check();
 
   const DiskOptions& options() const { return options_; }
-  // What the file takes; 0: there is none.
   int64_t num_bytes() const { return file_ == nullptr ? 0 : file_->num_bytes(); }
-  // DiskFile::how, or nothing.
   std::string how() const { return file_ == nullptr ? std::string() : file_->how(); }
 
  private:
   enum class Use : uint8_t {
     kFree,      // no chunk has it
     kLent,      // a chunk has it
-    kExpected,  // a chunk has it whose update is to come: it makes room for another one last
+    kExpected,  // a chunk has it and its update is to come: evicted last
   };
   struct Set {
-    std::array<HostBlock, 3> blocks;  // for each of optimizer_arrays(), while it is free
+    std::array<HostBlock, 3> blocks;  // by optimizer_arrays(), while the set is free
     Use use = Use::kFree;
-    ChunkId chunk = -1;       // that has it
-    std::vector<Event> busy;  // what may still use its memory, of chunks that had it before
+    ChunkId chunk = -1;       // that has the set
+    std::vector<Event> busy;  // of earlier chunks, that may still use the memory
     int64_t last_use = 0;
   };
-  // What the disk has of an array.
   struct Extent {
     int64_t offset = 0;
-    uint32_t crc = 0;  // of what was written last; to be read after that
+    uint32_t crc = 0;  // of the last write; read it after `written`
     Event written;
   };
   struct Piece {
@@ -108,7 +102,7 @@ class DiskStates {
     DiskRange range;
     Extent* extent;
   };
-  // Transfers between a set and the disk that run at once, without more memory.
+  // Concurrent transfers between a set and the disk, with their memory.
   struct Passage {
     std::vector<Piece> pieces;
     std::shared_ptr<DiskFile::Transfer> transfer;
@@ -118,33 +112,32 @@ class DiskStates {
   StateKinds states_of(ChunkId chunk) const { return memory_.layout().chunk(chunk).state_kinds(); }
   Piece piece(ArrayId id, const HostBlock& block);
   Set* find(ChunkId chunk);
-  // The chunk's set, which it gets if it has none.
+  // The chunk's set; it gets one if it has none.
   Set& fetched(ChunkId chunk);
-  // The one that was used longest ago, free.
+  // Frees the least recently used set and returns it.
   Set& vacate_one();
-  // Its blocks back from the chunk that has it.
   void take_back(Set& set);
   void lend(Set& set, ChunkId chunk);
   Passage prepare(DiskDirection direction, std::vector<Piece> pieces);
-  // Null where nobody wants to know, or nothing passes.
+  // Null if no trace is taken or nothing is transferred.
   std::shared_ptr<HostSpan> open_span(Track track, ChunkId chunk, const Passage& passage);
   void run_read(const Passage& passage);
   void run_write(const Passage& passage);
-  // The same, but that what it throws is known to check().
+  // Runs `task`; check() will throw its failure again.
   template <typename Task>
   void noting_failures(const Task& task);
 
   ChunkMemory& memory_;
   DiskOptions options_;
   std::vector<Set> sets_;
-  std::vector<std::array<Extent, 3>> extents_;  // by chunk, for each of optimizer_arrays()
+  std::vector<std::array<Extent, 3>> extents_;  // by chunk and optimizer_arrays()
   std::vector<ChunkId> order_;                  // of the last step's updates
   std::vector<ChunkId> running_order_;
   int64_t clock_ = 0;
   std::unique_ptr<DiskFile> file_;
   std::mutex failure_mutex_;
   std::exception_ptr first_failure_;
-  WorkQueue reads_;  // these end before what they use
+  WorkQueue reads_;  // the queues end before the members above
   WorkQueue writes_;
 };
 

@@ -184,7 +184,7 @@ void EarlyUpdates::take_over_param(ChunkId chunk, HostBlock block, const Event& 
   arrays_.note_new_values(chunk);
 }
 
-// What was left open is made now, and the states behind it.
+// Enqueues the scale-dependent values, and phase two behind them.
 void EarlyUpdates::take_over_in_place(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   const NewValues& started = speculation_.pending(chunk);
   ArrayRecord& param = memory_.array(arrays_.param_of(chunk));

@@ -1,12 +1,12 @@
-// Updates on the host that begin before the step, in a way that can be taken back ([Note: exact speculation],
-// engine/speculation.h), and what is left to do for them in the step.
+// Speculative updates on the host, which begin before the step and can be rolled back ([Note: exact speculation],
+// engine/speculation.h), and their completion in the step.
 //
-//   start(chunk)                   its gradient is complete: its new values are computed, into memory of their own or
-//                                  in place, as far as there is memory for them
-//   begin_step(groups, grad_scale) whether the step is what was expected; else what was started is dropped
-//   take_over(chunk, ...)          the new values become the chunk's
+//   start(chunk)                   its gradient is complete: computes its new values, in place or into separate
+//                                  memory, if there is enough
+//   begin_step(groups, grad_scale) true if the step is the expected one; otherwise speculative updates are rolled back
+//   take_over(chunk, ...)          makes the new values the chunk's values
 //   make_pass(), add(pass), end_step()
-//                                  states behind new parameters ([Note: parameters first], engine/update_jobs.h)
+//                                  phase two of two-phase updates ([Note: parameters first], engine/update_jobs.h)
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -24,11 +24,11 @@
 
 namespace patrickstar {
 
-// The second pass of chunks whose new parameters are computed, or being so.
+// Phase two of chunks whose new parameters are computed or being computed.
 struct StatesPass {
   std::vector<ChunkId> chunks;
   std::shared_ptr<HostUpdate> update;
-  std::vector<HostBlock> gradients;  // that end with it, but those that have a place of their own
+  std::vector<HostBlock> gradients;  // freed after it, unless they have reserved memory
 };
 
 class EarlyUpdates {
@@ -36,40 +36,39 @@ class EarlyUpdates {
   EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation,
                UpdateJobs& jobs, UpdateArrays& arrays, UpdateStates& states);
 
-  // The chunk's gradient is complete, or on its way to the host: its update starts if it has all that it takes. In one
-  // pass where `passes` and memory allow it.
+  // Starts the chunk's update if all its inputs and memory are available. The gradient must be complete, or on its way
+  // to the host. One-phase if `passes` and memory allow it.
   void start(ChunkId chunk, Passes passes);
-  // Old values that new ones have taken the place of are to be read, and are written again: of these parameters'
-  // chunks, of one, or of all.
+  // Writes the old values again where in-place speculative updates replaced them, before they are read: of the chunks
+  // of these parameters, of one chunk, or of all.
   void restore_values(const std::vector<ParamId>& params);
   void restore_values(ChunkId chunk);
   void restore_values();
   void cancel_all();
 
-  // Drops what was started for nothing, which may have to be waited for. Whether nothing was.
+  // If the step is not the expected one, rolls back all speculative updates, waiting for running ones. True if some
+  // exist and are kept.
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   bool has(ChunkId chunk) const { return speculation_.has(chunk); }
-  // The chunk's new values become its values. Returns in how many passes. Where it throws they are what was started, or
-  // nothing is.
+  // Returns the number of phases. If it throws, the chunk keeps either its speculative values or its old ones.
   Passes take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  // What was begun for another factor, or not at all: its values in place, to be taken over, and its states behind.
-  // False: it has not all that it takes.
+  // Starts an in-place update after the norm, to be followed by take_over(). False if an input or memory is missing.
   bool start_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  // One that updates the states of these jobs, once what its `after` gets besides is over. All that it takes is there:
-  // add() does not throw.
+  // Phase two of `chunks`, which updates the states of these jobs after the events that the caller adds to `after`.
+  // Allocates everything, so that add() does not throw.
   StatesPass make_pass(const std::vector<ChunkId>& chunks, const std::vector<optim::UpdateJob>& jobs);
   void add(StatesPass pass) { states_passes_.push_back(std::move(pass)); }
-  // New parameters are nothing without new states, whatever else has failed. Where it throws the rest is kept.
+  // Must run even if other updates failed, since new parameters need new states. If it throws, the rest is kept.
   void submit_states_passes();
   void end_step();
-  // The step is given up, with all values.
+  // The step is given up, and all values with it.
   void drop_states_passes();
 
  private:
-  // [Note: values in place]: of a chunk whose gradient is on the host. False: it has not all that it takes.
+  // In-place update of a chunk whose gradient is on the host (optim/kernels.h). False if an input or memory is missing.
   bool put_values(ChunkId chunk, const std::vector<GroupOptions>& groups, const ScaleBounds& scales);
   void take_over_states(ChunkId chunk);
-  // The states behind the new parameters, of which those that are open are made now.
+  // Enqueues the scale-dependent values, and phase two behind them.
   void take_over_params(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void take_over_in_place(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void take_over_param(ChunkId chunk, HostBlock block, const Event& done);
@@ -85,7 +84,7 @@ class EarlyUpdates {
   UpdateArrays& arrays_;
   UpdateStates& states_;
   std::vector<StatesPass> states_passes_;  // of the step that is being applied
-  int num_put_ = 0;                        // in place, of the running step
+  int num_put_ = 0;                        // in-place updates of the running step
 };
 
 }  // namespace patrickstar

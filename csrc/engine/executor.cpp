@@ -22,7 +22,7 @@ void Executor::bring(ArrayId id, ArrayId part, const Emitted& arrival, Slot stag
       case Op::kGather:
         gather(coming);
         break;
-      default:  // memory, which is there
+      default:  // the buffer exists already
         break;
     }
   }
@@ -76,7 +76,7 @@ void Executor::dequantize(Coming& coming) {
   array.set_on_device();
 }
 
-// In place: this rank's part is in the array's slot.
+// All-gather in place: this rank's part is in the array's device buffer.
 void Executor::gather(Coming& coming) {
   ArrayRecord& array = memory_.array(coming.id);
   Backend& backend = memory_.backend();

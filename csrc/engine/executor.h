@@ -1,10 +1,10 @@
-// The Executor: carries out the instructions by which a value comes to the device (plan/ops.h), on the backend's
-// queues. Which instructions these are, and the memory that they take, is decided by the pager.
+// Carries out the instructions that bring a value to the device (plan/ops.h), on the backend's queues. The pager
+// chooses the instructions and the memory.
 //
 //   executor.bring(id, part, arrival(id.index(), origin, sharing, Issue::kNow), std::move(staging));
 //
-// The array has a slot, and what its value is copied or made from stays where it is meanwhile. Guarded by the engine's
-// lock.
+// The array must have a device buffer, and the source of its value must stay in place until the copy is complete.
+// Guarded by the engine's lock.
 #pragma once
 
 #include "engine/chunk_memory.h"
@@ -17,18 +17,18 @@ class Executor {
  public:
   Executor(ChunkMemory& memory, Collectives& collectives) : memory_(memory), collectives_(collectives) {}
 
-  // `part`: this rank's shard of an array that is gathered, `id` of another.
-  // [Note: staging] Codes of a quantised chunk that are on the host come up into `staging`, device memory of their own,
-  // which is free again when the value is made of them, on the upload queue; empty: the value is made of nothing such.
+  // `part`: this rank's shard if `id` is all-gathered, otherwise `id`. `staging`: device memory into which codes of a
+  // quantised chunk are uploaded from the host; freed in the order of the upload queue after dequantisation. Empty if
+  // no codes are uploaded.
   void bring(ArrayId id, ArrayId part, const Emitted& arrival, Slot staging);
 
  private:
-  // A value on its way: all of an array, or this rank's part of one that is gathered.
+  // A value on its way to the device: a whole array, or this rank's part of an all-gathered one.
   struct Coming {
     ArrayId id;
     ArrayId part;
-    char* place;  // of the part, in the array's slot
-    Event ready;  // complete when it is there; null: in the order of the compute queue
+    char* place;  // of `part`, in the array's device buffer
+    Event ready;  // completes the value; null: in the order of the compute queue
     Slot staging;
   };
 

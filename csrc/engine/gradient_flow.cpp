@@ -54,8 +54,6 @@ void GradientFlow::begin_backward() {
   num_done_ = 0;
 }
 
-// From autograd into the chunk.
-
 void GradientFlow::fold(ParamId param, const void* data) {
   const Placement place = store_.layout().placement(param);
   const ChunkSpec& chunk = store_.chunk(place.chunk);
@@ -68,7 +66,7 @@ void GradientFlow::fold(ParamId param, const void* data) {
            " gets a gradient, but its chunk has no optimizer states yet; set requires_grad before the forward begins");
   ArrayRecord& record = memory_.array(grad);
   if (!record.on_device) updates_.cancel(place.chunk);
-  if (!accumulates_) pager_.put_into_tide(grad);  // else it stays for another forward
+  if (!accumulates_) pager_.put_into_tide(grad);  // with several micro-batches it stays for another forward
   ScopedHold hold(record);
   void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
   hold.release();
@@ -88,8 +86,6 @@ void GradientFlow::fold(ParamId param, const void* data) {
   retire_if_complete(place.chunk);
 }
 
-// From the chunk to where its optimizer states are.
-
 void GradientFlow::retire_if_complete(ChunkId chunk) {
   if (!store_.is_dead(chunk)) return;
   if (store_.chunk(chunk).is_sharded()) note_done(chunk);
@@ -97,7 +93,7 @@ void GradientFlow::retire_if_complete(ChunkId chunk) {
 }
 
 void GradientFlow::retire(ChunkId chunk) {
-  progress(chunk).complete = false;  // once
+  progress(chunk).complete = false;  // finalised once
   if (!memory_.array({chunk, ArrayKind::kGrad}).exists()) return;
   if (store_.chunk(chunk).is_sharded()) {
     complete_here_.push_back(chunk);
@@ -110,7 +106,7 @@ void GradientFlow::retire(ChunkId chunk) {
   carry_out(retirement_of(chunk, Extent::kComplete));
 }
 
-// The value is dead, unless another micro-batch or a later use is expected.
+// The value is dead unless another micro-batch or a later use is expected.
 Retirement GradientFlow::retirement_of(ChunkId chunk, Extent extent) {
   const ArrayId param{chunk, ArrayKind::kParam};
   Retirement retired;
@@ -136,21 +132,21 @@ void GradientFlow::carry_out(const Retirement& retired) {
         scatter_mean(chunk);
         break;
       case Op::kToHost:
-        if (!pager_.push_out(home_of(chunk))) return;  // its update is made on the device, after the norm
+        if (!pager_.push_out(home_of(chunk))) return;  // no room on the host: updated on the device after the norm
         break;
-      case Op::kAwaitRoom:  // pager_.push_out() does
+      case Op::kAwaitRoom:  // part of pager_.push_out()
         break;
       default:
         updates_.start_early(instruction.op, chunk);
     }
   }
   if (retired.sharing == Sharing::kShared) return;
-  // Where updates on the device are promised, the new parameter may not take the gradient's place.
+  // With optimizer-in-backward on the device, the new parameter may not take the gradient's memory.
   const bool has_ended = !memory_.is_derivable({chunk, ArrayKind::kParam}) && !memory_.array(home_of(chunk)).exists();
   if (retired.leaves || (retired.is_last && has_ended)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
 }
 
-// The gradient may take its place; where it is part of a master, that on the device alone.
+// Frees the value for the gradient to take its memory; if the value is part of a master, on the device alone.
 void GradientFlow::free_value(ChunkId chunk) {
   const ArrayId param = store_.layout().param_home(chunk);
   if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
@@ -158,7 +154,7 @@ void GradientFlow::free_value(ChunkId chunk) {
   if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
-// Its shard has memory of its own.
+// The gradient's shard has its own memory.
 void GradientFlow::free_whole(ChunkId chunk) {
   if (!store_.chunk(chunk).is_sharded()) return;
   memory_.discard({chunk, ArrayKind::kGrad});
@@ -175,12 +171,11 @@ void GradientFlow::complete_backward() {
     ChunkProgress& chunk_progress = progress(chunk);
     if (chunk_progress.folds == 0) continue;
     chunk_progress.expected_folds = chunk_progress.folds;
-    if (!store_.chunk(chunk).is_sharded() && !grad.on_host) retire(chunk);  // it had more gradients before
+    // it had more gradients in the backward before
+    if (!store_.chunk(chunk).is_sharded() && !grad.on_host) retire(chunk);
   }
   if (store_.layout().has_other_ranks()) record_done();
 }
-
-// Forgetting.
 
 bool GradientFlow::keep_backward() {
   const std::vector<uint8_t>& flags = gradients_.flags();
@@ -230,7 +225,7 @@ void GradientFlow::forget(ChunkId chunk) {
 void GradientFlow::discard_gradients(ChunkId chunk) {
   const ArrayId whole{chunk, ArrayKind::kGrad};
   const ArrayId home = home_of(chunk);
-  // Memory that it has for good stays, which an update may still read.
+  // Reserved memory of the gradient stays, since an update may still read it.
   const ArrayRecord& record = memory_.array(home);
   const bool has_place = store_.layout().row(home).on_host == ArrayMemory::kOwn;
   const bool is_idle = has_place && record.block && !record.on_host && !record.slot;
@@ -238,8 +233,6 @@ void GradientFlow::discard_gradients(ChunkId chunk) {
   if (!is_idle) memory_.discard(home);
   for (ParamId param : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(param)] = 0;
 }
-
-// Micro-batches.
 
 void GradientFlow::add_to_sums() {
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {

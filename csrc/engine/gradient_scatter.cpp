@@ -1,4 +1,4 @@
-// The part of gradients' way that several ranks share (engine/gradient_flow.h).
+// Reduce-scatters of GradientFlow: the part of a gradient's way that ranks share (engine/gradient_flow.h).
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -15,7 +15,7 @@ void GradientFlow::note_done(ChunkId chunk) {
   chunk_progress.done_order = ++num_done_;
 }
 
-// Which gradient was a chunk's last one is known now.
+// At the end of a backward, each chunk's last gradient is known.
 void GradientFlow::record_done() {
   std::vector<ChunkId> done;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
@@ -55,8 +55,8 @@ void GradientFlow::forget_complete(ChunkId chunk) {
   complete_here_.erase(std::remove(complete_here_.begin(), complete_here_.end(), chunk), complete_here_.end());
 }
 
-// A step that replays a plan scatters here, this one a little later, when there may be less tide ([Note: the least
-// limit]).
+// Reports the bytes that this reduce-scatter holds, for the error that names the least limit (engine/step_course.cpp).
+// A planned step reduce-scatters slightly later, when activation memory may be lower.
 void GradientFlow::note_needed_to_scatter(ChunkId chunk) {
   int64_t held_bytes = 0;
   for (int index = 0; index < store_.num_arrays(); ++index) {
@@ -68,7 +68,7 @@ void GradientFlow::note_needed_to_scatter(ChunkId chunk) {
                                          store_.num_bytes({chunk, ArrayKind::kGradShard}));
 }
 
-// Where a parameter has no gradient here, another rank may have one.
+// Writes zeros for parameters without a gradient here; other ranks may have one.
 void GradientFlow::fill_missing(ChunkId chunk) {
   const ChunkSpec& spec = store_.chunk(chunk);
   const ArrayId grad{chunk, ArrayKind::kGrad};
@@ -95,7 +95,8 @@ void GradientFlow::scatter_mean(ChunkId chunk) {
   enqueue_mean(chunk, pager_.open_for_write(shard), again);
 }
 
-// The ranks' mean of the chunk's gradients: this rank's shard of it into `sum`, or added there, and its statistics.
+// Enqueues the reduce-scatter of the chunk's mean gradients and their statistics. `again`: adds this rank's shard to
+// `sum`; otherwise writes it there.
 void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
   const ChunkSpec& spec = store_.chunk(chunk);
   const ArrayId grad{chunk, ArrayKind::kGrad};
@@ -134,7 +135,8 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
 bool GradientFlow::scatter_rest(BackwardEnd mine) {
   const int num_params = store_.layout().num_params();
   const auto is_shared = [this](ChunkId chunk) { return store_.chunk(chunk).is_sharded(); };
-  std::vector<uint8_t> flags;  // of parameters and of chunks that ranks share; the last one, of those that they do not
+  // per parameter and chunk that ranks share; the last one: any other parameter has a gradient
+  std::vector<uint8_t> flags;
   bool any_own = false;
   for (ParamId param = 0; param < num_params; ++param) {
     const bool shared = is_shared(store_.layout().placement(param).chunk);
@@ -151,7 +153,7 @@ bool GradientFlow::scatter_rest(BackwardEnd mine) {
   for (ParamId param = 0; param < num_params; ++param) {
     const ChunkId chunk = store_.layout().placement(param).chunk;
     if (!is_shared(chunk) || gradients_.in_grad(param) == (flags[static_cast<size_t>(param)] != 0)) continue;
-    updates_.cancel(chunk);  // an update that began without it is another one
+    updates_.cancel(chunk);  // a speculative update without this gradient is wrong
     gradients_.set_in_grad(param, true);
   }
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {

@@ -107,7 +107,6 @@ void GradientStatistics::enqueue_scattered(ChunkId chunk, const void* data) {
   where_[static_cast<size_t>(chunk)] = Where::kDevice;
 }
 
-// By parameter; only those whose partials are there mean something.
 std::vector<optim::WideSum> GradientStatistics::sums_on_device() {
   std::vector<optim::WideSum> sums(ranges_.size());
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kNorm});

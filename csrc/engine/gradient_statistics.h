@@ -1,12 +1,11 @@
-// The squares of all gradients: one statistic for clipping and for overflow.
+// Sum of squares of all gradients, for clipping and for overflow detection.
 //
-// A chunk's gradients are summed up where they are, in blocks of optim::kSquaresBlock elements ([Note: one order of
-// summation], optim/kernels.h); the blocks' sums, here called partials, are added up at the end where they are, by
-// parameter ([Note: a sum that knows no order], optim/wide_sum.h), so that two numbers for each come down. The result
-// does not depend on the layout or on the device. With several ranks each has the partials of its shards.
+// The tier that has a chunk's gradients makes partial sums over optim::kSquaresBlock elements (optim/kernels.h). It
+// adds them per parameter (optim/wide_sum.h), so two numbers per parameter reach the host. The result depends neither
+// on the layout nor on the device. Each rank has the partial sums of its shards.
 //
 //   statistics.compute({chunk, kGrad}, params);   // a chunk's gradients are complete
-//   statistics.forget(chunk);                     // they change
+//   statistics.forget(chunk);                     // its gradients change
 //   double squares = statistics.sum(params);      // of all parameters that have a gradient; waits for the device
 //
 // Owned by GradientFlow, guarded by the engine's lock.
@@ -23,21 +22,21 @@ class GradientStatistics {
  public:
   GradientStatistics(Pager& pager, Collectives& collectives);
 
-  // The layout has more trainable parameters than before. Forgets everything; waits for the device.
+  // The layout has more trainable parameters than before. Forgets all partial sums; waits for the device.
   void cover_trainable();
 
   bool has(ChunkId chunk) const { return where_[static_cast<size_t>(chunk)] != Where::kNowhere; }
   void forget(ChunkId chunk) { where_[static_cast<size_t>(chunk)] = Where::kNowhere; }
 
-  // Of the gradients in `source`, on its tier. `params` are those of its chunk that have one.
+  // Enqueues the partial sums of the gradients in `source`, on its tier. `params`: its parameters that have a gradient.
   void compute(ArrayId source, const std::vector<ParamId>& params);
-  // On the scatter's queue, of the shard of gradients in `data`. Which parameters have one on any rank is not known
-  // yet, so it is done for all.
+  // Enqueues the partial sums of a shard of gradients in `data`, behind the reduce-scatter. Computed for all
+  // parameters, since it is not known yet which of them have a gradient on any rank.
   void enqueue_scattered(ChunkId chunk, const void* data);
-  // Memory for partials on the device belongs to the compute queue: other queues must wait for it after this.
+  // Allocates the partial sums on the device, in the order of the compute queue; other queues must wait for it.
   void prepare_device();
 
-  // Inf or NaN when any gradient is. `params` in ascending order. With several ranks all must be here.
+  // Inf or NaN if any gradient is. `params` in ascending order. All ranks must call it.
   double sum(const std::vector<ParamId>& params);
 
  private:
@@ -47,7 +46,6 @@ class GradientStatistics {
     int64_t numel;
     double* partials;
   };
-  // In device_partials_.
   struct DeviceArrays {
     double* partials;
     optim::PartialsRange* ranges;
@@ -64,11 +62,11 @@ class GradientStatistics {
   Pager& pager_;
   ChunkMemory& memory_;
   Collectives& collectives_;
-  std::vector<Where> where_;                  // the partials are, by chunk
-  std::vector<optim::PartialsRange> ranges_;  // of a parameter's, this rank's among them
+  std::vector<Where> where_;                  // by chunk: tier of its partial sums
+  std::vector<optim::PartialsRange> ranges_;  // by parameter: its partial sums of this rank
   int64_t num_partials_ = 0;
-  std::vector<double> partials_;  // on the host, from the first use on
-  Slot device_partials_;  // the same on the device, then ranges_, then their sums; empty on the simulated device
+  std::vector<double> partials_;  // on the host; allocated at the first use
+  Slot device_partials_;  // partial sums on the device, ranges_, sums per parameter; empty on the simulated device
 };
 
 }  // namespace patrickstar

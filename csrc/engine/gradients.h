@@ -1,5 +1,5 @@
-// Which parameters have a gradient, and in which of their chunk's arrays it is. Bookkeeping: engine/gradient_flow.h
-// writes it, updates read it. Guarded by the engine's lock.
+// Records which parameters have a gradient, and in which of their chunk's arrays. GradientFlow writes it
+// (engine/gradient_flow.h), updates read it. Guarded by the engine's lock.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,6 @@ class Gradients {
     const auto& params = store_.chunk(chunk).params;
     return std::any_of(params.begin(), params.end(), [this](ParamId param) { return has(param); });
   }
-  // Those of the chunk's parameters that have one.
   std::vector<ParamId> in_chunk(ChunkId chunk) const {
     std::vector<ParamId> params;
     for (ParamId param : store_.chunk(chunk).params) {
@@ -28,22 +27,21 @@ class Gradients {
     }
     return params;
   }
-  // kGradSum when micro-batches were accumulated, else where gradients are kept.
+  // kGradSum with several micro-batches; otherwise the array in which the chunk's gradients stay.
   ArrayKind source(ChunkId chunk) const {
     const bool sums = store_.array({chunk, ArrayKind::kGradSum}).exists();
     return sums ? ArrayKind::kGradSum : store_.chunk(chunk).grad_home();
   }
 
-  // A gradient of the running or last micro-batch, in kGrad or its shard.
+  // A gradient of the running or last micro-batch, in kGrad or kGradShard.
   bool in_grad(ParamId param) const { return in_grad_[static_cast<size_t>(param)] != 0; }
   void set_in_grad(ParamId param, bool has) { in_grad_[static_cast<size_t>(param)] = has ? 1 : 0; }
-  // Those of earlier micro-batches, in kGradSum.
+  // Gradients of earlier micro-batches, in kGradSum.
   bool in_sum(ParamId param) const { return in_sum_[static_cast<size_t>(param)] != 0; }
   void set_in_sum(ParamId param, bool has) { in_sum_[static_cast<size_t>(param)] = has ? 1 : 0; }
   bool any_in_sum() const {
     return std::any_of(in_sum_.begin(), in_sum_.end(), [](uint8_t has) { return has != 0; });
   }
-  // By parameter: in_grad.
   const std::vector<uint8_t>& flags() const { return in_grad_; }
 
  private:

@@ -44,7 +44,7 @@ optim::StepScalars scalars_of(const SgdOptions& options, int64_t step_count, flo
   scalars.decay = 1.0f;
   scalars.step_size = static_cast<float>(options.lr);
   scalars.momentum_factor = static_cast<float>(options.momentum);
-  // As torch.optim.SGD, whose first momentum is the whole gradient.
+  // torch.optim.SGD does the same: the first momentum is the whole gradient.
   scalars.one_minus_dampening = step_count == 1 ? 1.0f : static_cast<float>(1 - options.dampening);
   return scalars;
 }

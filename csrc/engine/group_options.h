@@ -1,11 +1,11 @@
-// The update rules, and the hyperparameters of one parameter group in one step.
+// Update rules, and the hyperparameters of one parameter group in one step.
 //
-// A rule is an alternative of GroupOptions: what a group says, compared with ==, since updates ahead of the step are
-// taken over where the step's options equal those that they were made with. scalars_of() makes of it what the kernels
-// take (optim/kernels.h), in binary64, each constant rounded once. Which states a rule has is in the layout
-// (StateFormat), which is made from the same configuration: keeps_variance() says which it must be.
+// Each rule is an alternative of GroupOptions. Options are compared with ==: a speculative update is valid only if the
+// step has the options that the update was computed with. scalars_of() turns them into the kernels' scalars
+// (optim/kernels.h), in float64, each rounded once. The layout (StateFormat) determines a rule's states and comes from
+// the same configuration; keeps_variance() says which rules need a variance.
 //
-// All groups of an engine have the same rule. A value; any thread.
+// All groups of an engine have the same rule. Plain values, usable from any thread.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ enum class WeightDecay : uint8_t {
 
 enum class BiasCorrection : uint8_t {
   kApplied,  // momentum and variance are divided by 1 - beta^step, as torch.optim does
-  kNone,     // they are taken as they are, so the first steps are smaller
+  kNone,     // momentum and variance are used without correction, so the first steps are smaller
 };
 
 struct AdamOptions {
@@ -54,7 +54,7 @@ struct LionOptions {
 
 enum class SgdMomentum : uint8_t {
   kHeavyBall,  // the update is the momentum
-  kNesterov,   // and the gradient once more
+  kNesterov,   // the update is the gradient plus the momentum
 };
 
 // Weight decay is added to the gradient.
@@ -75,14 +75,14 @@ using GroupOptions = std::variant<AdamOptions, LionOptions, SgdOptions>;
 
 inline bool keeps_variance(const GroupOptions& options) { return std::holds_alternative<AdamOptions>(options); }
 
-// A whole matrix, by any rule ([Note: whole matrices], optim/matrix_rule.h).
+// Scalars for a whole matrix, by any rule (optim/matrix_rule.h).
 struct MatrixStep {
   float decay;
   float step_size;
 };
 MatrixStep matrix_step_of(const GroupOptions& options);
 
-// Of the `step_count`-th update (from 1) of a parameter; gradients are multiplied by `grad_scale` first.
+// Scalars of a parameter's `step_count`-th update (from 1). Gradients are multiplied by `grad_scale` first.
 optim::StepScalars scalars_of(const GroupOptions& options, int64_t step_count, float grad_scale);
 
 }  // namespace patrickstar

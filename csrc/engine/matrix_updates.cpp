@@ -24,7 +24,7 @@ MatrixUpdates::MatrixUpdates(ChunkMemory& memory, std::shared_ptr<const optim::M
   scratch_ = memory.arena().reserve(std::vector<int64_t>(num_queues, largest_numel_ * 4));
 }
 
-// From the layout alone, so that all ranks refuse alike.
+// Checks the layout alone, so that all ranks refuse alike.
 void MatrixUpdates::check(ParamId param) const {
   const Layout& layout = memory_.layout();
   const Placement& placement = layout.placement(param);

@@ -18,8 +18,8 @@ bool any_waits(const Layout& layout) {
                      [](const ChunkSpec& chunk) { return chunk.keeps_param() && !chunk.puts_values_in_place(); });
 }
 
-// Gradients that accumulate are complete after the last backward of a step, which nobody knows before. What keeps its
-// parameters is updated in place, and only of split masters can that be taken back.
+// Speculative updates are off in two cases. With several micro-batches, it is not known which backward completes a
+// gradient. If states include the parameter, the update overwrites it, and only split masters can be rolled back.
 SpeculationMode speculation_mode(const EngineOptions& options, const Layout& layout) {
   const bool accumulates = options.residency.backwards == Backwards::kSeveral;
   const bool waits = accumulates || any_waits(layout);
@@ -33,7 +33,7 @@ ResidencyOptions residency_options(const EngineOptions& options, const Layout& l
   return residency;
 }
 
-// Does one thing after the other, also after one that fails.
+// Runs every step, also after one that failed.
 class EveryStep {
  public:
   template <typename Step>
@@ -97,7 +97,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
            " bytes; raise device_memory to at least ", working_set,
            " bytes (activations come on top), or lower default_chunk_size (", this->layout().chunk_numel(),
            " elements)");
-  // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
+  // A warm-up may exceed the limit, to measure by how much; nothing is updated then.
   backend().set_limit_policy(LimitPolicy::kMeasure);
   memory.arena().reuse_regions(std::move(kept_regions));
   residency.place_initially(working_set);

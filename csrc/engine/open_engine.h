@@ -1,23 +1,22 @@
-// All that an open engine has below Python: its chunks' memory, and the parts that work on them, in the order in which
-// they need each other ([Note: who calls whom], docs/design.md). Closing the engine is destroying this, after
-// shut_down().
+// The C++ parts of an open engine. Each calls only those above it in this list. To close it, call shut_down(), then
+// destroy it.
 //
 //   step          its state, which all others only read
 //   device        shared with other engines of the process (engine/shared_device.h)
-//   memory        chunks, slots and blocks, and how payloads move
-//   disk          optimizer states below the host
+//   memory        chunks, device buffers and host buffers, and copies between them
+//   disk          optimizer states that rest on the disk
 //   pager         what is on the device, by plan or on demand
-//   gradients     which there are
-//   matrices      which parameters are updated as such
-//   updates       of chunks, in the step or ahead of it
-//   flow          from autograd's gradients to their chunk's update
-//   turns         with other ranks, where no plan says whose chunk is next
-//   tracker       who uses which parameter, when
-//   residency     which optimizer states are on the device
+//   gradients     which parameters have a gradient
+//   matrices      parameters that are updated as whole matrices
+//   updates       of chunks, in the step or before it
+//   flow          gradients, from autograd to their chunk's update
+//   turns         order of collective operations with other ranks
+//   tracker       parameters that operations use
+//   residency     optimizer states that rest on the device
 //   planner       the plan of the next step
 //
-// What it was given of ranks (`collectives`) it uses and does not own: their communicators live until all ranks have
-// closed (patrickstar/ranks/distributed.py). Guarded by the device's lock.
+// The communicators in `collectives` live until all ranks have closed (patrickstar/ranks/distributed.py). Guarded by
+// the device's lock.
 #pragma once
 
 #include <memory>
@@ -52,33 +51,32 @@ struct EngineOptions {
   ResidencyOptions residency;
   DiskOptions disk;
   SpeculationMode speculation = SpeculationMode::kOff;
-  // By parameter, as they lie in memory; what the next two go by.
+  // By parameter, in memory order; used by matrix_rule and compute_format.
   std::vector<std::vector<int64_t>> param_shapes;
   std::shared_ptr<const optim::MatrixRule> matrix_rule;        // null: none
-  std::shared_ptr<const optim::ComputeFormat> compute_format;  // null: that of the chunk
-  // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
-  // the least limit).
+  std::shared_ptr<const optim::ComputeFormat> compute_format;  // null: the chunks' dtype
+  // For the error that names the least limit: from this limit on, the caller chooses larger chunks, which may need
+  // ample_extra_bytes more.
   int64_t ample_limit_bytes = kUnlimited;
   int64_t ample_extra_bytes = 0;
 };
 
-// Optimizer states and where they belong. Placed when a step's tide is known.
 enum class StatesPlacing : uint8_t {
-  kFirst,       // no step is over yet
+  kFirst,       // no step has ended yet
   kOfUnfrozen,  // unfrozen chunks have states that no step has placed
   kDone,
 };
 
 struct OpenEngine {
-  // Throws MemoryBudgetError when the model cannot fit. `module_params` lists the parameters that each module owns;
-  // `kept` is host memory of an engine before this one, or null.
+  // Throws MemoryBudgetError if the model cannot fit. `module_params`: the parameters that each module owns. `kept`:
+  // host memory of an earlier engine, or null.
   OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layout, std::vector<std::string> param_names,
              const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
              std::shared_ptr<Collectives> ranks, std::shared_ptr<KeptRegions> kept);
   OpenEngine(const OpenEngine&) = delete;
   OpenEngine& operator=(const OpenEngine&) = delete;
 
-  // Ends what runs and frees all memory, every part of it also when another one fails. Throws what failed first.
+  // Ends running work and frees all memory; a failure does not stop the rest. Throws the first failure.
   void shut_down();
 
   const Layout& layout() const { return memory.layout(); }

@@ -6,6 +6,7 @@ namespace patrickstar {
 
 namespace {
 
+// Sizes of the host buffers: halved from the largest down to the least while memory lasts. Not measured.
 constexpr int64_t kMostBlock = int64_t{128} << 20;
 constexpr int64_t kLeastBlock = int64_t{1} << 12;
 

@@ -1,11 +1,11 @@
-// Memory for open values ([Note: settled values], optim/kernels.h) of updates that start before the clipping
-// coefficient is known, and of values in place: what nobody else needs, up to the room for a part of the values.
+// Host memory for scale-dependent values (optim/kernels.h) of speculative updates, in place or not. It uses memory that
+// nothing else needs, up to room for a share of the values.
 //
 //   memory.take(free_bytes, numel);     // before a backward
-//   memory.keep(chunk, jobs);           // its open values will be kept there
-//   memory.give_back();                 // blocks, and the event after which nobody uses them
+//   memory.keep(chunk, jobs);           // its scale-dependent values will be kept there
+//   memory.give_back();                 // host buffers, and the event after which nothing uses them
 //
-// Guarded by the engine's lock, but for what runs on the queue of updates.
+// Guarded by the engine's lock, except tasks on the queue of updates.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@ class OpenMemory {
   OpenMemory(int num_chunks, HostArena& arena, HostUpdates& updates)
       : arena_(arena), updates_(updates), open_(static_cast<size_t>(num_chunks)) {}
 
-  // What was kept is over when the updates submitted so far are. At most `free_bytes` of memory are taken, unless there
-  // is some already, and no more than for one in `elements_per_open` of `numel` values, which are all that come.
+  // Forgets kept values, in the order of submitted updates. Allocates at most `free_bytes`, unless memory is allocated
+  // already, and at most room for one in `elements_per_open` of the `numel` values to come.
   void take(int64_t free_bytes, int64_t numel, int64_t elements_per_open);
-  // The same places for the same jobs of a chunk, until the next take().
+  // Assigns the jobs of a chunk their places; the same ones until the next take().
   void keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs);
-  // The same where nothing was kept of them yet: all of these values are open.
+  // keep() for a new update: all its values count as scale-dependent until computed.
   void begin(ChunkId chunk, std::vector<optim::UpdateJob>& jobs);
   std::vector<HostBlock> give_back(Event& after);
   bool is_empty() const { return blocks_.empty(); }
@@ -40,7 +40,7 @@ class OpenMemory {
   HostUpdates& updates_;
   optim::OpenStore store_;
   std::vector<HostBlock> blocks_;
-  std::vector<std::vector<optim::OpenValues>> open_;  // of the pieces of all jobs, by chunk
+  std::vector<std::vector<optim::OpenValues>> open_;  // by chunk: for the pieces of all its jobs
 };
 
 }  // namespace patrickstar

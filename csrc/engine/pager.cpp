@@ -36,8 +36,8 @@ bool Pager::prefetch(ArrayId id) {
     array.slot = acquire(store().num_bytes(id));
   }
   memory_.tracer().sample_memory();
-  // The tide is above the trace, or slots are larger than what they hold: a moment later there may be room, and the use
-  // itself makes it.
+  // Activations exceed the trace, or device buffers exceed their contents. A later access may have room, and the use
+  // makes room itself.
   if (!array.slot) return !gathers;
   if (gathers) {
     gather(id.chunk);
@@ -92,11 +92,10 @@ ArrayId Pager::part_of(ArrayId id) const {
   return is_gathered ? ArrayId{id.chunk, ArrayKind::kParamShard} : id;
 }
 
-// A value that only its master gives is rounded on the tier where that is, but on the device where the host has no room
-// for it.
+// A value that only its master can give is rounded on the master's tier, or on the device if the host has no room.
 Origin Pager::origin_of(ArrayId part) {
   const ArrayRecord& array = memory_.array(part);
-  if (is_on_disk(part)) disk_.fetch(part.chunk);  // no room on the host for its gradient: updated on the device
+  if (is_on_disk(part)) disk_.fetch(part.chunk);  // host memory has no room for its gradient: updated on the device
   if (array.on_device) return Origin::kDevice;
   if (array.on_host) return Origin::kHost;
   const Source from = layout().row(part).source;
@@ -129,13 +128,13 @@ void Pager::gather(ChunkId chunk) {
   ArrayRecord& array = memory_.array(id);
   const ScopedHold hold(array);
   const bool is_in_use = take_outlived(id);
-  if (is_in_use) {  // its own values come once more, to where operations may be reading them
+  if (is_in_use) {  // the all-gather writes the buffer again while operations may read it
     memory_.drop_block(id);
     if (array.slot) array.slot.busy = {array.device_ready, memory_.backend().record(Queue::kCompute)};
   }
   ensure_slot(id);
   arrive(id, take_staging(part_of(id)), Issue::kNow);
-  // Meanwhile the slot has a value that is not formatted.
+  // Until it is formatted, the buffer has raw values.
   if (is_in_use && memory_.has_format()) memory_.await_on_device(id);
 }
 
@@ -151,7 +150,7 @@ void* Pager::open_for_write(ArrayId id) {
     }
   }
   memory_.await_on_device(id);
-  // The host's copy, if any, is about to be stale.
+  // The host's copy, if any, becomes stale.
   memory_.drop_block(id);
   array.set_on_device();
   return array.slot.data;
@@ -160,7 +159,7 @@ void* Pager::open_for_write(ArrayId id) {
 void Pager::ensure_slot(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   if (array.slot) return;
-  // [Note: what stays fits] (memory/slot_pool.h)
+  // An exact fit for what stays (memory/slot_pool.h).
   array.slot = take_slot(store().num_bytes(id), id, is_placed_on_device(id) ? SlotFit::kExact : SlotFit::kLoose);
   memory_.tracer().sample_memory();
 }
@@ -219,7 +218,7 @@ bool Pager::copy_to_host(ArrayId id, HostRoom room) {
   const ArrayRecord& array = memory_.array(id);
   if (array.on_host) return true;
   if (!reserve_value_of(id, room) || !reserve_rest_of(id, room) || !reserve_block(id, room)) return false;
-  if (!array.on_host) memory_.download(id);  // else the disk has it
+  if (!array.on_host) memory_.download(id);  // otherwise it was read from the disk
   return true;
 }
 
@@ -231,7 +230,7 @@ bool Pager::reserve_block(ArrayId id, HostRoom room) {
   return static_cast<bool>(array.block);
 }
 
-// A compute value that is rounded from its master is, where that is on the host, rounded there.
+// If the master is on the host, its compute value is rounded there and needs a host buffer.
 bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
   const ArrayRow& value = store().chunk(id.chunk).rows.param();
   const bool is_made_of_it = id.kind == ArrayKind::kMaster && value.source == Source::kMaster;
@@ -239,9 +238,9 @@ bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
   return reserve_block({id.chunk, value.kind}, room);
 }
 
-// [Note: leading states leave last] Where a chunk's leading state is, it is updated, so before it leaves, all else that
-// the update needs has room there. The others may leave alone: the update brings them back. Homes on the host have room
-// for all.
+// An update happens where the chunk's leading state is. Before the leading state leaves the device, the host must have
+// room for all other arrays of the update. The others may leave alone, since the update brings them back. Chunks that
+// rest on the host have reserved room for all.
 bool Pager::reserve_rest_of(ArrayId id, HostRoom room) {
   const ChunkSpec& spec = store().chunk(id.chunk);
   if (!spec.trainable || store().home(id.chunk) != Tier::kDevice || id.kind != spec.leading_state()) return true;
@@ -272,7 +271,7 @@ void Pager::ensure_block(ArrayId id) {
 }
 
 HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
-  // Gradients that have memory of their own until their update take that of those before them, or wait for it.
+  // A gradient that keeps its memory until its update may take memory of an earlier one, or waits for it.
   const bool waits = store().chunk(id.chunk).keeps_param();
   if (waits) speculation_.free_completed();
   HostBlock block = try_allocate_beside_promises(id);

@@ -1,21 +1,23 @@
-// The pager brings payloads to the device and decides what leaves it.
+// The pager brings chunk buffers to the device and decides what leaves it. While a step goes as planned it replays the
+// plan; otherwise it fetches on demand. It never evicts an array that a running operation holds. Its decisions change
+// only where bytes are, never a number.
 //
-// It replays the plan while the step goes as planned; otherwise it fetches on demand and evicts by the order below. It
-// never evicts an array that a running operation holds. Its answers do not change any number, only where bytes are.
+// Order of eviction:
 //
-// [Note: what leaves first] The array whose next use is farthest, as last observed (Belady's rule); of two alike the
-// one that was used longest ago. An array whose only value is on the device counts as used at the step's end at the
-// latest, where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go, a
-// chunk's leading one (ChunkSpec::leading_state) after all others.
+// - the array whose next use is farthest, as last observed (Belady's rule); among equals, the least recently used
+// - an array whose only copy is on the device counts as used at the end of the step
+// - optimizer states placed on the device leave last, a chunk's leading state (ChunkSpec::leading_state) after the
+//   others
 //
-// [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that
-// is promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the
-// place of one) is a guest: it gets what no home will need. So an update always finds its memory, and what finds none
-// stays on the device. Frozen chunks that leave the host keep their place (keep_place()). Memory of updates ahead of
-// the step is taken from them where a home needs it, and for a guest when nothing else can leave the device.
+// [Note: homes on the host] For chunks that rest on the host, host memory is reserved for each of their arrays.
+// Anything else that comes down from the device is a best-effort allocation: an array of a chunk that rests on the
+// device, or a second array in the place of a reserved one. It gets only memory that no reservation needs. So an update
+// always finds its memory, and an array without host memory stays on the device. Frozen chunks that leave the host keep
+// their reservation (keep_place()). Reservations take memory from speculative updates at any time, best-effort
+// allocations only if nothing else can leave the device.
 //
-// A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays
-// are other ranks' to give. There its caller has put the plan to the right place before (engine/rank_turns.h).
+// A caller brings the arrays of an access one by one (engine/access_tracker.h), since with several ranks some of them
+// need an all-gather. The caller advances the plan to the access first (engine/rank_turns.h).
 //
 //   pager.begin_moment(phase, arrays);
 //   for (ArrayId id : arrays) pager.bring(id);
@@ -39,17 +41,17 @@
 
 namespace patrickstar {
 
-// Which host memory may be had for what leaves the device.
+// Host memory that may be used for what leaves the device.
 enum class HostRoom : uint8_t {
   kFree,
-  kOfUpdatesAhead,  // also that
+  kOfUpdatesAhead,  // also memory of speculative updates
 };
 
-// What needs room on the device.
+// Purpose of the room that is made on the device.
 enum class RoomFor : uint8_t {
   kSlot,
-  kLimit,        // a slot for which there is memory, though payloads exceed their limit
-  kActivations,  // which what lies in the tide leaves it to as well ([Note: gradients in the tide])
+  kLimit,        // a device buffer that has memory, but exceeds payload_limit_bytes_
+  kActivations,  // activations: gradients in activation memory leave as well
 };
 
 class Pager final : public Tenant {
@@ -65,86 +67,83 @@ class Pager final : public Tenant {
   const Layout& layout() const { return memory_.layout(); }
   DiskStates& disk() { return disk_; }
 
-  // Records that a moment begins with `acquired` (sorted param arrays), and evicts what the plan says for it.
+  // Records an access with `acquired` (sorted param arrays), and carries out the plan's evictions for it.
   void begin_moment(Phase phase, const std::vector<ArrayId>& acquired);
-  // They are there: starts what the plan fetches ahead.
+  // The arrays of the access are on the device: starts the plan's prefetches.
   void settle_moment();
-  // Uses outside of a training step (evaluation, the user's own access) are no moments.
+  // Uses outside of a training step (evaluation, the user's own access) are not recorded.
   void begin_untracked_use() {
     ++clock_;
     moment_is_planned_ = false;
   }
 
-  // Makes sure that the value is on the device (uploading, deriving or gathering it) and that compute waits for it.
+  // Brings the value to the device (by upload, derivation or all-gather); the compute queue waits for it.
   void bring(ArrayId id);
-  // Whether bring() needs an all-gather.
   bool needs_gather(ArrayId id) const;
-  // A slot that the compute queue may write, with the array's present value if it has one.
+  // A device buffer that the compute queue may write, with the array's present value if it has one.
   void* open_for_write(ArrayId id);
-  // Makes sure that the value is in host memory and complete there.
+  // Brings the value to host memory; returns when it is complete.
   void bring_to_host(ArrayId id);
-  // Starts the copy to the host and frees the slot. False when host memory has no room for it.
+  // Starts the copy to the host and frees the device buffer. False if host memory has no room.
   bool push_out(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
-  // The same, and an error when there is no room; host_ready says when the copy is complete.
+  // push_out(), but throws without room. host_ready completes with the copy.
   void send_to_host(ArrayId id);
-  // A block for `id` (if it has none).
   void ensure_block(ArrayId id);
-  // A slot for `id` (if it has none), making room for it.
   void ensure_slot(ArrayId id);
-  // [Note: gradients in the tide] The gradient, which waits on the device, gets memory there if there is some.
+  // Puts a gradient that waits on the device into memory that activations have left, if there is some (`TideMemory`).
   void put_into_tide(ArrayId grad);
-  // A slot for something that is no array, making room for it. `what` is for the error message.
+  // A device buffer for something that is no array, making room for it. `what`: for the error message.
   Slot take_slot(int64_t num_bytes, ArrayId what, SlotFit fit = SlotFit::kLoose);
-  // The same where compute values that can leave are enough, or an empty one.
+  // take_slot(), but evicts compute values alone; an empty buffer if that is not enough.
   Slot try_take_slot(int64_t num_bytes);
-  // Host memory for something that is no array, prepared, also that of updates ahead; empty where homes need it.
+  // Prepared host memory for something that is no array, also from speculative updates; empty if reservations need it.
   HostBlock try_allocate_guest(int64_t num_bytes);
-  // The same for something that is at home on the host from now on; updates ahead keep theirs.
+  // Prepared host memory for something that rests on the host from now on; takes nothing from speculative updates.
   HostBlock try_allocate_home(int64_t num_bytes);
-  // What there is of it, as far as it is in one piece.
+  // Bytes that best-effort allocations may take, if contiguous.
   int64_t guest_room_bytes() const;
-  // Of arrays that are at home on the host, or keep their place there, what has no block.
+  // Reserved bytes for arrays without a host buffer, of chunks that rest on the host or keep their place there.
   int64_t promised_host_bytes() const;
-  // The frozen chunk's values leave the host for the device, and may come back: updates ahead may have their place
-  // meanwhile, guests may not.
+  // The frozen chunk's values leave the host and may come back. Speculative updates may use their place meanwhile,
+  // best-effort allocations may not.
   void keep_place(ChunkId chunk) { keeps_place_[static_cast<size_t>(chunk)] = 1; }
   bool keeps_place(ChunkId chunk) const {
     return keeps_place_[static_cast<size_t>(chunk)] != 0 && !store().chunk(chunk).trainable;
   }
-  // Makes an optimizer array of zeros on `tier`, unless it exists. Moments are made at their first use, so that before
-  // training the arena holds masters only.
+  // Makes a state of zeros on `tier` unless it exists. States other than masters are made at their first use, so before
+  // training the arena holds masters alone.
   void ensure_state(ArrayId id, Tier tier);
-  // Enqueues the gather of a chunk's compute values from all ranks, which all must in the same order: this rank's shard
-  // goes up into its place in the chunk's slot, or is cast there from a master on the device; an all-gather in place
-  // brings the others'.
+  // All-gathers a chunk's compute values; all ranks must call it in the same order. This rank's shard is uploaded into
+  // its place in the device buffer, or cast there from a master on the device. The all-gather in place brings the
+  // others.
   void gather(ChunkId chunk);
 
-  // Next step's plan. `payload_limit_bytes` bounds payloads whatever the tide (in the warm-up).
+  // The next step's plan. set_payload_limit() bounds chunk buffers on the device, whatever activations take (warm-up).
   void set_plan(Plan plan, NextUse next_use);
   void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
   void restart_replay();
-  // With several ranks: this rank's part in the next planned moment, which its own model leaves out.
+  // With several ranks: this rank's part in the next planned access, which its own model leaves out.
   void skip_moment();
-  // With several ranks: all-gathers that the plan had earlier and that found no room; the first `most` of them.
+  // With several ranks: enqueues the first `most` of the planned all-gathers that found no room.
   void gather_postponed(size_t most = SIZE_MAX);
-  // The rest of the step is fetched on demand. With several ranks all must call it at the same position of the plan.
+  // Fetches on demand for the rest of the step. All ranks must call it at the same position of the plan.
   void leave_plan();
   PlanReplay& replay() { return replay_; }
   const PlanReplay& replay() const { return replay_; }
   const Plan& plan() const { return replay_.plan(); }
-  // The running step has followed its plan so far, on all ranks.
+  // True while the running step has followed its plan, on all ranks.
   bool replays() const { return replay_.is_running(); }
-  // Highest tide since the running moment began; while a replay makes measuring needless, the planned one.
+  // Peak activation memory since the running access began; the planned one while a replay makes measuring needless.
   int64_t tide_of_running_moment();
   int64_t next_use(ArrayId id) const { return replay_.next_use(id, recorder_.position()); }
 
-  // Fetches it ahead of its use where there is room. False when it is too early: what makes the host's copy is still
-  // running, or there is no room for what all ranks gather.
+  // Fetches the value before its use, if there is room. False if it is too early: the host still makes the value, or an
+  // all-gather found no room.
   bool prefetch(ArrayId id);
 
-  // Pushes out what can leave.
+  // Evicts all that can leave.
   void vacate(Vacate what);
-  // Frees what the device has and could have again from other arrays or ranks.
+  // Frees values that can be made again from other arrays or ranks.
   void drop_derivable();
 
   int64_t trim(int64_t num_bytes) override;
@@ -157,48 +156,46 @@ class Pager final : public Tenant {
   bool measures_tide() const { return !replays() || memory_.device().backend().measures_tide_freely(); }
   void begin_planned();
   void settle_planned();
-  // The value comes into the array's slot. `staging`: as take_staging() gives it for its part.
+  // Brings the value into the array's device buffer. `staging`: take_staging() of its part.
   void arrive(ArrayId id, Slot staging, Issue issue);
-  // This rank's part of a value that is gathered, or all of another.
+  // This rank's shard of a value that needs an all-gather; otherwise `id`.
   ArrayId part_of(ArrayId id) const;
-  // Where the part can be copied or made from: what is missing there is brought. Throws StateError where there is none.
+  // Source of the part; a missing source is brought first. Throws StateError if there is none.
   Origin origin_of(ArrayId part);
-  // [Note: staging] (engine/executor.h)
+  // Staging memory for codes of a quantised chunk (Executor::bring).
   bool needs_staging(ArrayId id) const;
   Slot take_staging(ArrayId id);
-  // With several ranks, in a replay: gathers what was postponed, up to the chunk.
+  // With several ranks, in a replay: enqueues postponed all-gathers, up to the chunk's.
   void gather_in_turn(ArrayId id);
   // With several ranks: the plan has evicted values that an operation of this rank still holds. They count as absent
-  // for the plan's next all-gather, as on the other ranks, and leave when the operation is over.
+  // for the plan's next all-gather, as on the other ranks, and leave after the operation.
   bool has_outlived_plan(ArrayId id) const;
   bool take_outlived(ArrayId id);
   void drop_outlived();
-  // Also where another engine must make room.
+  // Also takes memory from other engines.
   Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose);
-  // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no
-  // room.
+  // A host buffer for `id`, or for the compute value that the host alone can make once `id` is there. False: no room.
   bool reserve_block(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   bool reserve_value_of(ArrayId id, HostRoom room);
-  // Where `id` is a leading state: for all else that must be where it is.
+  // If `id` is a leading state: host buffers for all other arrays that the update needs.
   bool reserve_rest_of(ArrayId id, HostRoom room);
   HostBlock try_allocate_block(ArrayId id, HostRoom room);
   HostBlock try_allocate_beside_promises(ArrayId id);
   HostBlock try_allocate_in_room(int64_t num_bytes, int64_t spare);
   bool is_promised(ArrayId id) const;
-  // An optimizer state whose home is the disk, through which host memory is lent to it.
+  // A state that rests on the disk; a set of DiskStates lends it host memory.
   bool is_on_disk(ArrayId id) const;
-  // Lives on the device by placement just now: an optimizer state, a compute value that is a part of one, or quantised
-  // values.
+  // On the device by placement at present: a state, a compute value that is part of one, or quantised values.
   bool is_placed_on_device(ArrayId id) const;
 
-  // Whether its value can be had again without a copy of it: rounded from its master, dequantised, or gathered.
+  // The value can be made again without a copy: rounded from its master, dequantised, or all-gathered.
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
   bool is_evictable(ArrayId id) const;
   bool evict(ArrayId id, HostRoom room);
-  // The array is on the device. False when host memory has no room for it.
+  // The array is on the device. False if host memory has no room.
   bool copy_to_host(ArrayId id, HostRoom room);
   void evict_as_planned(ArrayId id);
-  // [Note: what leaves first]. False when nothing can leave into such room.
+  // Evicts one array, in the pager's order of eviction. False if nothing can leave into such room.
   bool evict_one(Vacate what, HostRoom room, RoomFor room_for = RoomFor::kSlot);
 
   ChunkMemory& memory_;
@@ -208,12 +205,12 @@ class Pager final : public Tenant {
   Executor executor_;
   const Step& step_;
   PlanReplay replay_;
-  bool moment_is_planned_ = false;    // the running one
+  bool moment_is_planned_ = false;    // the running access is a planned one
   std::vector<ArrayId> postponed_;    // prefetches that came too early
   std::vector<ArrayId> outlived_;     // has_outlived_plan()
-  std::vector<uint8_t> keeps_place_;  // by chunk: on the host
+  std::vector<uint8_t> keeps_place_;  // by chunk: keep_place()
   int64_t payload_limit_bytes_ = INT64_MAX;
-  int64_t clock_ = 0;  // moments so far, over all steps; for least recent use
+  int64_t clock_ = 0;  // accesses so far, over all steps; for least recent use
 };
 
 }  // namespace patrickstar

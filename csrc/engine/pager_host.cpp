@@ -1,11 +1,11 @@
-// The part of the pager that gives out host memory (engine/pager.h).
+// The pager's allocation of host memory (engine/pager.h).
 #include "engine/pager.h"
 #include "plan/chunk_bytes.h"
 
 namespace patrickstar {
 
-// [Note: homes on the host]. What was reserved fits the promises, so it is left to them while any is open. The spare is
-// for what goes away again: a gradient whose parameters are still of use, a frozen value that is being written.
+// Reserved memory is left to reservations ([Note: homes on the host]) while any is open. The spare bytes serve
+// short-lived arrays: a gradient whose parameters are still used, or a frozen value being written.
 HostBlock Pager::try_allocate_beside_promises(ArrayId id) {
   const int64_t num_bytes = store().num_bytes(id);
   if (is_promised(id)) return memory_.arena().try_allocate(num_bytes);
@@ -63,7 +63,7 @@ int64_t Pager::promised_host_bytes() const {
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     bytes += store().chunk(chunk).rows.num_bytes([&](const ArrayRow& row) {
       return row.on_host == ArrayMemory::kOwn &&
-             is_promised({chunk, row.kind});  // with one that shares its place, once
+             is_promised({chunk, row.kind});  // an array that shares its place counts once
     });
   }
   return bytes;

@@ -1,4 +1,4 @@
-// The part of the pager that follows a plan (engine/pager.h).
+// The pager's replay of a plan (engine/pager.h).
 #include <algorithm>
 #include <utility>
 
@@ -22,7 +22,7 @@ void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
 
 void Pager::settle_moment() {
   if (moment_is_planned_) settle_planned();
-  // What was evicted above is not part of this moment's tide.
+  // Arrays evicted above do not count as activation memory of this access.
   if (measures_tide()) memory_.device().take_tide_peak(*this);
   memory_.tracer().settle_moment();
 }
@@ -47,7 +47,7 @@ void Pager::settle_planned() {
   const MomentPlan& planned = replay_.current();
   for (ArrayId id : planned.evict_ahead) evict_as_planned(id);
   postponed_.insert(postponed_.end(), planned.prefetch.begin(), planned.prefetch.end());
-  // In order: a later one must not take the link, and the slot, of an earlier one.
+  // In order: a later one must not take the link or the device buffer of an earlier one.
   auto first_left = postponed_.begin();
   while (first_left != postponed_.end() && prefetch(*first_left)) ++first_left;
   postponed_.erase(postponed_.begin(), first_left);
@@ -69,7 +69,7 @@ void Pager::restart_replay() {
   replay_.restart(recorder_.last());
   postponed_.clear();
   outlived_.clear();
-  // All ranks begin alike, whatever an evaluation has left here.
+  // All ranks begin with the same values, whatever an evaluation has left on this one.
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     const ArrayId id{chunk, ArrayKind::kParam};
     if (memory_.is_whole(id) && (is_evictable(id) || !memory_.array(id).slot)) memory_.drop_slot(id);
@@ -83,7 +83,7 @@ void Pager::leave_plan() {
   replay_.leave();
 }
 
-// [Note: the same order on every rank] What this rank put off, others have gathered already.
+// Other ranks have enqueued these all-gathers already ([Note: the same order on every rank]).
 void Pager::gather_in_turn(ArrayId id) {
   const auto end = std::find(postponed_.begin(), postponed_.end(), id);
   gather_postponed(end == postponed_.end() ? postponed_.size() : static_cast<size_t>(end - postponed_.begin()) + 1);
@@ -94,7 +94,7 @@ void Pager::gather_postponed(size_t most) {
   size_t left = 0;
   for (size_t count = std::min(most, postponed_.size()); count > 0; --count) {
     const ArrayId id = postponed_[left];
-    if (!memory_.is_whole(id)) {  // nobody waits for it
+    if (!memory_.is_whole(id)) {  // no other rank waits for it
       ++left;
       continue;
     }

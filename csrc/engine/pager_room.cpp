@@ -1,4 +1,4 @@
-// The part of the pager that makes room on the device (engine/pager.h).
+// The pager's eviction on the device (engine/pager.h).
 #include <algorithm>
 
 #include "common/check.h"
@@ -10,11 +10,11 @@ namespace {
 
 struct Victim {
   ArrayId id;
-  int64_t farness;  // moments until its next use, at most; larger ones leave first
+  int64_t farness;  // accesses until its next use, at most; larger ones leave first
   uint64_t last_use;
 };
 
-// [Note: what leaves first] Below that of any value.
+// States leave after all values: their farness is below that of any value.
 constexpr int64_t kStateFarness = 0;
 constexpr int64_t kLeadingStateFarness = -1;
 
@@ -30,7 +30,7 @@ Slot Pager::take_slot(int64_t num_bytes, ArrayId what, SlotFit fit) {
   SlotPool& slots = memory_.slots();
   Backend& backend = memory_.backend();
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, what});
-  // More than the limit is no shortage yet: updates ahead of the step keep their memory.
+  // Exceeding payload_limit_bytes_ is no shortage yet, so speculative updates keep their memory.
   while (slots.used_bytes() + num_bytes > payload_limit_bytes_ &&
          evict_one(Vacate::kEverything, HostRoom::kFree, RoomFor::kLimit)) {
   }
@@ -46,8 +46,8 @@ Slot Pager::take_slot(int64_t num_bytes, ArrayId what, SlotFit fit) {
     backend.reclaim();
     slot = slots.acquire(num_bytes, fit);
   }
-  // Chunks in use and activations together exceed the limit. The backend's policy decides: the first step measures how
-  // much is needed, later steps fail with an error that names it.
+  // Chunks in use and activations together exceed the limit. The backend's policy decides: the first step measures the
+  // need, later steps fail with an error that names it.
   if (!slot) slot = slots.acquire(num_bytes, fit, OverLimit::kAllow);
   PS_CHECK(slot, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
            slots.used_bytes(), " bytes of chunks are in use and ", backend.tide_bytes(), " bytes of activations, of ",
@@ -67,8 +67,7 @@ bool Pager::is_evictable(ArrayId id) const {
   return array.slot && array.on_device && array.holds == 0;
 }
 
-// Arrays whose copy would find no room on the host are passed over before candidates are sorted: on a full device this
-// runs for each slot.
+// Skips arrays whose copy would find no room on the host before sorting, since a full device runs this for each buffer.
 bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
   const auto num_moments = static_cast<int64_t>(plan().moments.size());
   const int64_t guest_room = room == HostRoom::kFree ? memory_.arena().free_bytes() - promised_host_bytes() : INT64_MAX;
@@ -80,7 +79,7 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
     const ArrayRecord& array = memory_.array(id);
     if (room_for != RoomFor::kActivations && array.slot.belongs_to(memory_.tide_memory())) continue;
     const bool dirty = !array.on_host && !can_be_had_again(id);
-    // [Note: whole values on the host]
+    // Such copies are made only for lack of memory; see evict().
     if (dirty && room_for == RoomFor::kLimit && store().chunk(id.chunk).is_sharded() && replays()) continue;
     if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
     int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
@@ -92,19 +91,18 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
   std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
     return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
   });
-  // One that cannot leave (host memory is full and it is dirty) does not save the others.
+  // If the first choice cannot leave (its only copy, and host memory is full), the next one is tried.
   return std::any_of(victims.begin(), victims.end(), [&](const Victim& victim) { return evict(victim.id, room); });
 }
 
-// [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not
-// once more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the
-// whole values to its host and fetches them from there; they end when the plan would have them leave the device. It
-// does so for want of memory alone, and with whole gradients too, not where payloads are over their limit
-// (RoomFor::kLimit): slots are larger than what they hold ([Note: rare sizes], memory/slot_pool.h), so where a plan
-// fills the limit nearly every new slot exceeds it by a little. Nearly every value went down just before the plan
-// dropped it, and gradients between two of their parts; in the host's memory they took the room of complete gradients,
-// which then filled the device. A gather ahead that finds no room waits for a later moment, in turn ([Note: the same
-// order on every rank]).
+// While ranks replay a plan, an evicted value cannot be all-gathered again: the others enqueue an all-gather only when
+// the plan has one. A rank may still be short of room, for example if its batch is longer than the measured one. It
+// then copies whole values and whole gradients to its host, and fetches values from there until the plan evicts them.
+//
+// Lack of memory alone is a reason for such copies, RoomFor::kLimit is not. Device buffers exceed their contents
+// (memory/slot_pool.h), so in a full plan nearly every new buffer exceeds the limit slightly. The copies would take the
+// host memory of complete gradients. A planned all-gather that finds no room waits for a later access, in order
+// ([Note: the same order on every rank]).
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   const bool is_elsewhere = can_be_had_again(id) || memory_.array(id).on_host;

@@ -60,8 +60,8 @@ bool PlanReplay::is_next(Phase phase, const std::vector<ArrayId>& acquired) cons
   return next_ < phase_end_ && matches(next_, phase, acquired);
 }
 
-// A use that repeats one of this phase comes between planned moments, since a later one with the same arrays is more
-// likely another layer's turn; one that repeats none is the model's next layer.
+// An access that repeats an earlier one of this phase counts as between planned ones. A later planned access with the
+// same arrays more likely belongs to another layer. An access that repeats none is the model's next layer.
 PlanReplay::Place PlanReplay::find(Phase phase, const std::vector<ArrayId>& acquired, bool is_there) const {
   if (is_next(phase, acquired)) return {Fit::kNext, next_};
   const auto find_in = [&](int64_t begin, int64_t end) {

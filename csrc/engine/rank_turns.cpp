@@ -11,7 +11,7 @@ void RankTurns::begin_forward(CallSharing sharing) {
 
 void RankTurns::begin_backward() { begin_phase(Phase::kBackward); }
 
-// In a plan, a rank that makes another call must be found here: the others would wait for its collectives.
+// A rank that makes another call must be found here: the others would wait for its collectives.
 void RankTurns::begin_phase(Phase phase) {
   if (!has_others() || !pager_.replays()) return;
   collectives_.exchange("its beginning", {});

@@ -1,20 +1,18 @@
-// Keeps this rank in step with the others that share its chunks ([Note: the same order on every rank]).
+// [Note: ranks in a plan] While ranks replay a plan, each enqueues the plan's all-gathers and reduce-scatters and no
+// others, in the plan's order. Its own model may use other arrays (engine/plan_replay.h):
 //
-// [Note: ranks in a plan] While ranks replay a plan, each of them enqueues the plan's all-gathers and reduce-scatters,
-// and no others, in the plan's order, whatever its own model uses (engine/plan_replay.h):
+//   a planned access that the model leaves out   the rank takes its part, before a later one or at the end of the phase
+//   a chunk that the plan does not bring here    the rank takes its part in the rest of the phase, then requests it
+//   a planned reduce-scatter                     sends the gradients that exist; another one adds later gradients
 //
-//   a planned moment that the model leaves out   is taken part in, before a later one or at the end of the phase
-//   a chunk that the plan does not bring here    the rank takes its part in the rest of the phase, then asks for it
-//   a planned reduce-scatter                     has the gradients that are there; later ones are added by another one
+// At the end of each phase, ranks exchange how it went. All of them leave the plan until the end of the step in two
+// cases: a rank needs more than the plan gives, or its forward varied, so that its backward may use another order. They
+// continue in turns. So no rank waits for a collective that another one does not enqueue.
 //
-// At the end of each phase all ranks tell each other how theirs went, in one exchange. Where one needs more than the
-// plan gives, or its forward varied so that its backward may come in another order, all leave the plan until the step
-// is over, and take turns. So no rank waits for a collective that another one does not enqueue.
+// A forward that ran out of memory is such a case. The rank takes its part in the rest of the planned forward without
+// computing, and repeats the forward after all ranks have left the plan.
 //
-// [Note: a forward run again] A forward that ran out of memory is such a case: the rank takes its part in what the plan
-// has left of it without computing, and makes the forward again when all have left the plan.
-//
-// Without a plan, ranks take turns: each says in a round what it needs, and all do what the round has decided.
+// Without a plan, ranks take turns in rounds ([Note: the same order on every rank], engine/collectives.h).
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -27,10 +25,10 @@
 
 namespace patrickstar {
 
-// How a call of the module concerns other ranks beyond their chunks.
+// How a call of the module depends on other ranks, beyond shared chunks.
 enum class CallSharing : uint8_t {
-  kOwn,     // each rank's calls are its own
-  kShared,  // ranks wait for each other in the middle of a call (shared sequences or matrices)
+  kOwn,     // independent of other ranks' calls
+  kShared,  // ranks wait for each other within a call (sequence or tensor parallelism)
 };
 
 class RankTurns {
@@ -38,38 +36,37 @@ class RankTurns {
   RankTurns(Pager& pager, GradientFlow& gradients, Collectives& collectives)
       : pager_(pager), gradients_(gradients), collectives_(collectives) {}
 
-  // Both throw RankMismatch where another rank makes another call.
+  // Both throw RankMismatch if another rank makes another call.
   void begin_forward(CallSharing sharing);
   void begin_backward();
-  // A moment is about to begin: brings the plan to it, or has all ranks leave the plan. Throws StateError where calls
-  // are shared and the rank would have to leave the plan in the middle of one.
+  // Before an access: advances the plan to it, or makes all ranks leave the plan. Throws StateError if calls are shared
+  // and the rank would have to leave the plan within one.
   void follow_plan(Phase phase, const std::vector<ArrayId>& acquired);
 
   // Without a plan: returns when the chunk's all-gather is enqueued.
   void need(ChunkId chunk);
-  // Without a plan: the forward or backward is over here; returns when it is over on all ranks.
+  // Without a plan: the phase is over here; returns when it is over on all ranks.
   void finish_phase();
 
-  // A forward of training came through. Returns when it is over on all ranks; false when they have left the plan.
+  // A training forward succeeded. Returns when it is over on all ranks; false if they have left the plan.
   bool finish_forward();
-  // A forward that failed here, and will be made again.
+  // A forward failed here and will be repeated.
   void undo_forward();
-  // The gradients of all ranks are all ranks' when it returns.
+  // All ranks' gradients are enqueued for reduce-scatters when it returns.
   void finish_backward();
-  // Whether the step after one in which ranks went such ways may have a plan; the same on all ranks. Where calls are
-  // shared, none has from the first one on in which they went apart, since nobody could leave it in the middle of a
-  // call.
+  // True if the step after one with such an agreement may have a plan; the same on all ranks. If calls are shared,
+  // plans end for good when ranks first diverge, since no rank could leave a plan within a call.
   bool may_plan_after(StepAgreement::Ways ways);
 
  private:
   bool has_others() const { return pager_.layout().has_other_ranks(); }
   void begin_phase(Phase phase);
-  // This rank's part in the planned moments up to the `end`-th, and in the reduce-scatters before that.
+  // This rank's part in the planned accesses up to the `end`-th, and in the reduce-scatters before it.
   void skip_until(int64_t end);
   void leave_plan(Phase phase);
-  // Whether all ranks stay in the plan; if not, it has been left.
+  // True if all ranks stay in the plan; otherwise it has been left.
   bool all_stay(ForwardEnd mine);
-  // What was gathered; RankRound::kNone when all ranks' phases are over.
+  // The chunk that was all-gathered; RankRound::kNone when all ranks' phases are over.
   ChunkId take_turn(ChunkId needed);
 
   Pager& pager_;

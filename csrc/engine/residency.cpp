@@ -14,48 +14,31 @@ namespace patrickstar {
 
 namespace {
 
-// States come back after 8 steps, the next time after 16, 32, ..., 256.
+// Steps until states return after pressure: 8, then 16, 32, ..., 256. Not measured.
 constexpr int kStepsAway = 8;
 constexpr int kMostDoublings = 5;
-// [Note: settling] The first step's tide is high on CUDA: PyTorch's cache holds what nothing was planned around, and
-// what fragments take is assumed until the allocator had to give memory back ([Note: fragments]). So as many steps are
-// looked at again, and states of at least this share of the device move in if there is room for them. It costs the
-// updates that were started before the norm was known.
+// Steps after the first whose activation memory is checked again, and the least share of the device for which states
+// then move in. In the first step, PyTorch's cache holds memory that no plan accounts for. Moving states cancels that
+// step's speculative updates. Not measured.
 constexpr int kLooks = 4;
 constexpr double kWorthMoving = 0.02;
-// What is kept free for fragments, as a multiple of the most that was measured: they vary from step to step, and states
-// that take their room leave slowly, or not at all where the host is full.
-constexpr int64_t kFragmentsToCome = 2;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
 }  // namespace
 
-// All ranks make the same plan, and each has measured something else.
-std::optional<int64_t> Residency::fragment_bytes() const {
-  return layout().has_other_ranks() ? ranks_fragments_ : memory_.backend().fragment_bytes();
-}
-
-// What tide and payloads may take, beside the states of other engines. What fragments take is assumed until it was
-// measured.
+// Bytes for activations and chunk buffers, beside other engines' states and the allocator's slack.
 int64_t Residency::limit_within_slack() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   SharedDevice& device = memory_.device();
-  int64_t slack = 0;
-  if (device.is_cuda()) {
-    slack = share(device_limit(), kCudaSlackRatio);
-    const std::optional<int64_t> fragments = fragment_bytes();
-    if (fragments && !is_left_out(Mechanism::kFragments)) {
-      slack = std::min(slack, kFragmentsToCome * *fragments + device.options().limit_rounding_bytes);
-    }
-  }
+  int64_t slack = device.is_cuda() ? share(device_limit(), kCudaSlackRatio) : 0;
   if (device.is_cuda() && device.options().limit_rounding_bytes == 0) {
     slack = std::max(slack, std::min(kFixedSegmentSlack, share(device_limit(), kFixedSegmentSlackRatio)));
   }
   return device_limit() - slack - device.others_bytes(pager_).states;
 }
 
-// What payloads may take before the tide is known.
+// Bound on chunk buffers before activation memory is known.
 int64_t Residency::warmup_payload_limit() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   int64_t limit = share(device_limit(), options_.warmup_payload_ratio);
@@ -74,7 +57,7 @@ void Residency::check_fits(const InitialPlacement& placement, int64_t device_roo
   const HostArena& arena = memory_.arena();
   const int64_t left = std::max<int64_t>(arena.unreserved_bytes(), 0);
   const int64_t missing = placement.host_bytes - left;
-  const int64_t own = arena.mapped_bytes();  // of updates of whole matrices (engine/matrix_updates.h)
+  const int64_t own = arena.mapped_bytes();  // updates of whole matrices (engine/matrix_updates.h)
   const int64_t others = arena.limit_bytes() - left - own;
   const std::string on_disk =
       placement.disk_bytes > 0 ? detail::join(", and the disk has ", placement.disk_bytes) : std::string();
@@ -112,8 +95,8 @@ Tier Residency::home_of_new_states(ChunkId chunk) const {
   return device_limit() == kUnlimited ? store().home(chunk) : Tier::kHost;
 }
 
-// [Note: places] In the order in which they are needed first: masters as parameters move in, momentum and variance in
-// the first step.
+// Arrays are reserved in the order of first use (memory/host_arena.h): masters when parameters move in, momentum and
+// variance in the first step.
 void Residency::reserve_homes_on_host() {
   std::vector<ArrayId> arrays;
   std::vector<int64_t> sizes;
@@ -148,7 +131,7 @@ void Residency::fill_margin(const Timeline& step) {
   bring_home_from_disk();
 }
 
-// Where states that have moved to the device were.
+// Moves states from the disk into host memory that other states have left for the device.
 void Residency::bring_home_from_disk() {
   for (ChunkId chunk : home_from_disk(layout(), homes(), pager_.guest_room_bytes())) {
     std::vector<HostBlock> blocks;
@@ -223,14 +206,14 @@ void Residency::move_states_to_device(ChunkId chunk) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
     if (record.on_device) {
-      if (!was_on_disk) memory_.drop_block(id);  // for which it was to leave
+      if (!was_on_disk) memory_.drop_block(id);  // the buffer into which the state would have left
       continue;
     }
     if (record.exists()) {
       const ScopedHold hold(record);
       pager_.bring(id);
     }
-    if (!was_on_disk) memory_.drop_block(id);  // also the place of a state that is not made yet
+    if (!was_on_disk) memory_.drop_block(id);  // also the reserved buffer of a state that is not made yet
   }
   if (was_on_disk) pager_.disk().forget(chunk);
   const ArrayId param = layout().param_home(chunk);

@@ -1,13 +1,13 @@
-// Residency: what lives where from step to step, and how much of the device payloads may take.
+// Residency: the resting tier of states and frozen values from step to step, and the device bytes that chunks may take.
 //
-//   before the first step   optimizer states on the host, what does not fit there on the disk or on the device;
-//                           payloads keep to a fixed share of the device, since the tide is not known
-//   after its backward      the tide is known: the first chunks' states move into the margin that it leaves, and others
-//                           from the disk to where these were on the host
-//   after the next few      the same once more, where they leave more room than the first did ([Note: settling])
-//   after an unfreezing     the same once more, for what is new
-//   once that is over       frozen values that stay leave the host ([Note: frozen values that stay])
-//   under pressure          states leave the device (engine/shared_device.h); they come back when steps went without
+//   before the first step   states rest on the host; what does not fit there, on the disk or the device. Chunk buffers
+//                           keep to a fixed share of the device, since activation memory is not known
+//   after its backward      activation memory is known: the first chunks' states move into the device memory that it
+//                           leaves, and others from the disk to the freed host memory
+//   after the next few      once more, if those steps leave more room than the first (is_settling())
+//   after an unfreezing     once more, for the new states
+//   once that is over       frozen values that stay on the device leave the host (leave_to_device())
+//   under pressure          states leave the device (engine/shared_device.h), and return after steps without pressure
 //   after every step        poses the planner's problem for the next
 //
 // Guarded by the engine's lock.
@@ -25,17 +25,17 @@
 namespace patrickstar {
 
 enum class StatePlacement : uint8_t {
-  kHybrid,  // optimizer states in the device's margin, the others on the host
+  kHybrid,  // optimizer states on the device as far as memory lasts, the others on the host
   kHost,    // all optimizer states on the host
 };
 
 struct ResidencyOptions {
-  double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
+  double warmup_payload_ratio = 0.1;  // share of the device limit for chunk buffers in the warm-up; not measured
   double margin_use_ratio = 1.0;
-  int64_t payload_limit_bytes = kUnlimited;  // of what is fetched on demand, whatever the tide leaves (for tests)
+  int64_t payload_limit_bytes = kUnlimited;  // for values fetched on demand, whatever activations leave (tests)
   StatePlacement state_placement = StatePlacement::kHybrid;
   bool keeps_gradients = true;      // DeviceBudget::keeps_gradients
-  bool updates_take_memory = true;  // those ahead of the step: DeviceBudget::host_limit_bytes
+  bool updates_take_memory = true;  // speculative updates: DeviceBudget::host_limit_bytes
   Backwards backwards = Backwards::kOne;
 };
 
@@ -44,43 +44,40 @@ class Residency {
   Residency(Pager& pager, const ResidencyOptions& options)
       : pager_(pager), memory_(pager.memory()), options_(options) {}
 
-  // Decides the first homes and reserves host memory for them. Throws MemoryBudgetError when the budgets cannot hold
-  // the model beside `working_set_bytes` on the device.
+  // Decides the first resting tiers and reserves host memory for them. Throws MemoryBudgetError if the budgets cannot
+  // hold the model beside `working_set_bytes` on the device.
   void place_initially(int64_t working_set_bytes);
-  // Moves states into the margin that a step's tide leaves.
+  // Moves states into the device memory that a step's activations leave.
   void place_in_margin(const Timeline& step);
-  // The same when there are more states than before: those that are there stay, and others move in as far as the margin
-  // has room beside them.
+  // place_in_margin() with more states than before: existing ones stay, others move in beside them.
   void fill_margin(const Timeline& step);
-  // Whether the margin is looked at again after this step, which is so for a few after the first ([Note: settling]). To
-  // be asked once per step that follows it; the same on all ranks.
+  // True for a few steps after the first: PyTorch's allocator and fragments distort the first step's activation memory
+  // (see kLooks). Call it once per step; the same on all ranks.
   bool is_settling();
-  // Whether fill_margin() would move in enough to be worth it, and nothing has left the device under pressure.
+  // True if fill_margin() would move in enough to be worth it, and no states have left the device under pressure.
   bool has_room_for_more(const Timeline& step) const;
-  // Whether states that left the device under pressure are to come back now: so many steps later that batches which
-  // need the room every now and then do not make them come and go. To be asked once per step.
+  // True if states that left under pressure should return now. The delay grows with each return, so that batches with
+  // an occasional need for the room do not move states back and forth. Call it once per step.
   bool is_time_to_return();
-  // Where those of a chunk that was frozen belong: on the device where nothing bounds it, else on the host.
+  // Resting tier for the states of a newly trained chunk: the device if it is unlimited, otherwise the host.
   Tier home_of_new_states(ChunkId chunk) const;
   void move_states_to_device(ChunkId chunk);
-  // [Note: frozen values that stay] After a step that went as `plan` says, which is that of the next one too: what it
-  // keeps of frozen values on the device throughout is at home there from now on, without a copy on the host. What
-  // leaves in spite of that (another plan, pressure) goes down once and keeps its copy (Pager::keep_place).
-  // Several ranks have no values that stay, and while margins are looked at ([Note: settling]) plans still change.
-  // Returns whether the host has more room since the last call.
+  // Call after a step that followed `plan`, which is also the next step's plan. Frozen values that the plan keeps on
+  // the device throughout rest there from now on, without a host copy. If one must leave later (another plan,
+  // pressure), it is downloaded once and keeps that copy (Pager::keep_place). With several ranks, and during
+  // is_settling(), no values move. Returns true if the host has gained room since the last call.
   bool leave_to_device(const Plan& plan);
-  // After a step of several ranks: what fragments take on the one where they take the most, once all have seen theirs.
-  void set_ranks_fragments(std::optional<int64_t> num_bytes) { ranks_fragments_ = num_bytes; }
-  // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
+  // After a step: bounds chunk buffers in the next one, also after a plan miss.
   void limit_payloads(const Timeline& last);
-  // `states_on_device` by chunk, as all ranks agree.
+  // `states_on_device`: by chunk, as all ranks agree.
   PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
-  // Of a step like `last`, with states where they are now (plan/placement.h). 0 before the first step.
+  // Bytes of gradients that will not fit on the device during a step like `last`, with states where they are now
+  // (plan/placement.h). 0 before the first step.
   int64_t leaving_gradient_bytes(const Timeline& last) const;
-  // What the arena will have mapped at its peak ([Note: the host's peak], plan/host_demand.h), with states where they
-  // are now: before the first step all that do not have to be on the device are on the host.
+  // Predicted peak of the arena's mapped bytes (plan/host_demand.h), with states where they are now. Before the first
+  // step all states that can be are on the host.
   int64_t predicted_host_peak_bytes() const;
-  // Whether transfers take time that compute can hide, and memory may be given to that.
+  // True if transfers take time that compute can hide, so that memory for prefetches pays.
   bool prefetches_far() const { return device_budget().prefetches_far; }
 
  private:
@@ -88,33 +85,31 @@ class Residency {
   ChunkStore& store() const { return memory_.store(); }
   int64_t device_limit() const { return memory_.device().options().device_limit_bytes; }
   int64_t limit_within_slack() const;
-  std::optional<int64_t> fragment_bytes() const;
   DeviceBudget device_budget() const;
   int64_t warmup_payload_limit() const;
   void reserve_homes_on_host();
   void bring_home_from_disk();
   void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;
-  // For states that stay: other engines' values are to find room beside them.
+  // For states that stay: leaves room for other engines' values.
   DeviceBudget budget_for_states() const;
   std::vector<ChunkId> chunks_that_move_in(const Timeline& step) const;
   // By chunk.
   std::vector<Tier> homes() const;
   std::vector<uint8_t> states_on_device() const;
-  // Whose states left the device under pressure.
+  // True if states are off the device because of pressure.
   bool any_away() const;
   void leave_frozen_to_device(const Plan& plan);
-  // A frozen chunk, whose values are on the device.
+  // Drops the host copy of a frozen chunk whose values are on the device.
   void leave_host(ChunkId chunk);
 
   Pager& pager_;
   ChunkMemory& memory_;
   ResidencyOptions options_;
   std::vector<Tier> first_homes_;  // by chunk
-  std::optional<int64_t> ranks_fragments_;
-  int num_looks_ = 0;   // at the margin, of steps after the first
-  int steps_away_ = 0;  // since states left the device
+  int num_looks_ = 0;              // steps after the first that is_settling() allowed
+  int steps_away_ = 0;             // since states left the device
   int num_returns_ = 0;
-  bool has_left_host_ = false;  // frozen values or codes, whose memory was not given back yet
+  bool has_left_host_ = false;  // frozen values or codes left host memory that is not trimmed yet
 };
 
 }  // namespace patrickstar

@@ -19,14 +19,14 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
 
 Runtime::~Runtime() {
   if (!made_in_.is_here()) {
-    open_.release();  // its threads are the other process's
+    open_.release();  // its threads belong to the other process
     return;
   }
   if (open_ == nullptr) return;
   open_->collectives->abort();
   try {
     close();
-  } catch (const std::exception&) {  // it is freed all the same
+  } catch (const std::exception&) {  // memory is freed all the same
   }
 }
 
@@ -57,7 +57,7 @@ Runtime::Entry Runtime::enter(Call call, ParamId param) {
 
 void Runtime::close() {
   check_process();
-  std::shared_ptr<SharedDevice> device;  // which ends, if no other engine has it, when the lock is free again
+  std::shared_ptr<SharedDevice> device;  // destroyed after the lock is released, if no other engine has it
   const std::lock_guard<SharedDevice::Lock> lock(*lock_);
   const std::unique_ptr<OpenEngine> open = std::move(open_);
   if (open == nullptr) return;

@@ -8,32 +8,32 @@ namespace {
 
 enum class Order : uint8_t { kAny, kAfterCompute };
 
-// Fate of parameters that are held.
+// Effect of a call on held parameters.
 enum class Holds : uint8_t {
   kStay,
-  kTransientEnd,  // those of the user's own accesses
-  kAllEnd,        // and those of modules; complete chunks retire
-  kAbandoned,     // and those of modules; none retires
+  kTransientEnd,  // releases holds of the user's own accesses
+  kAllEnd,        // releases all; complete chunks finalise
+  kAbandoned,     // releases all; no chunk finalises
 };
 
-// Fate of updates that were made for good.
+// How a call treats final updates: of optimizer-in-backward, or of a step that failed in part.
 enum class Committed : uint8_t {
   kStay,
-  kRefuse,        // where there are any
-  kRefuseChunks,  // where the call's chunks are among them
+  kRefuse,        // throws if there are any
+  kRefuseChunks,  // throws if the call's chunks are among them
   kForgotten,
 };
 
-// Fate of updates that began ahead of the step.
+// Effect of a call on speculative updates.
 enum class Early : uint8_t {
   kStay,
-  kValuesRestored,  // old values that new ones have taken the place of
+  kValuesRestored,  // in-place updates are rolled back
   kCancelled,
 };
 
 struct Rule {
   StepStates states;
-  const char* what;  // subject of the error
+  const char* what;  // subject of the error message
   Order order = Order::kAfterCompute;
   Holds holds = Holds::kStay;
   Committed committed = Committed::kStay;

@@ -1,6 +1,6 @@
-// Rules of the runtime's calls, one row each: in which states of a step a call is allowed, and what comes before it.
+// Rules of the runtime's calls, one row each: the step states in which a call is allowed, and the work before it.
 //
-//   begin_call(open, Call::kReadValues, CallChunks::of(chunk));   // throws StateError, or the call may go on
+//   begin_call(open, Call::kReadValues, CallChunks::of(chunk));   // throws StateError if the rule refuses the call
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -14,12 +14,12 @@
 namespace patrickstar {
 
 enum class Call : uint8_t {
-  kInspect,       // what the core knows, and memory that is no array's
-  kDevice,        // the same, in the order of the compute queue
-  kReadValues,    // values, as they are without updates that began ahead of the step
-  kWriteValues,   // values or step counts, which such updates have used
-  kGiveUpValues,  // values belong to somebody else from now on
-  kChangeChunks,  // what is trained, or kept on the device
+  kInspect,       // facts of the core, and memory that belongs to no array
+  kDevice,        // kInspect in the order of the compute queue
+  kReadValues,    // values without speculative updates
+  kWriteValues,   // values or step counts, which speculative updates have read
+  kGiveUpValues,  // values belong to another owner from now on
+  kChangeChunks,  // trained chunks, or their resting tiers
   kGradients,     // gradients, from backward to step
   kBeginForward,
   kEndForward,
@@ -52,11 +52,11 @@ class CallChunks {
     return chunks;
   }
 
-  const std::vector<ParamId>* params = nullptr;  // their chunks; null: not given so
-  ChunkId chunk = -1;                            // -1: not given so
+  const std::vector<ParamId>* params = nullptr;  // the chunks of these parameters; null: not given
+  ChunkId chunk = -1;                            // -1: not given
 };
 
-// Throws StateError where the rule refuses the call; nothing is changed then.
+// Throws StateError if the rule refuses the call; nothing has changed then.
 void begin_call(OpenEngine& open, Call call, const CallChunks& chunks);
 
 }  // namespace patrickstar

@@ -9,7 +9,7 @@
 
 namespace patrickstar {
 
-// The figures of a runtime at one moment; totals and peaks since reset_report().
+// Figures of a runtime at one time; totals and peaks since reset_report().
 struct RuntimeReport {
   int64_t device_budget_bytes = 0;
   int64_t device_peak_bytes = 0;
@@ -27,12 +27,12 @@ struct RuntimeReport {
   int64_t chunk_numel = 0;
   int64_t num_chunk_elements = 0;  // padding included
   int num_device_state_chunks = 0;
-  int num_device_quantized_chunks = 0;  // whose codes and scales are on the device
-  int num_disk_chunks = 0;              // whose states are on the disk
+  int num_device_quantized_chunks = 0;  // chunks whose codes and scales are on the device
+  int num_disk_chunks = 0;              // chunks whose states are on the disk
   int64_t disk_bytes = 0;               // of the file
   std::string disk_io;                  // DiskFile::how
-  int64_t num_values_in_place = 0;      // that took the old ones' place before the norm, since the engine was opened
-  double disk_wait_seconds = 0;         // that updates waited for states to be read, since the engine was opened
+  int64_t num_values_in_place = 0;      // in-place speculative updates before the norm, since the engine was opened
+  double disk_wait_seconds = 0;  // time that updates waited for states from the disk, since the engine was opened
   int64_t planned_uploaded_bytes = 0;
   int64_t planned_downloaded_bytes = 0;
   double predicted_step_seconds = 0;  // 0: no step was measured

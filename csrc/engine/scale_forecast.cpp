@@ -7,6 +7,7 @@ namespace patrickstar {
 
 namespace {
 
+// Explained in scale_forecast.h. None of these is measured.
 constexpr size_t kNumChanges = 4;
 constexpr double kCaution = 1.5;
 constexpr double kLeastChange = 0.005;

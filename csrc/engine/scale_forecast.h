@@ -1,14 +1,12 @@
-// What the next step's gradients are probably multiplied by: bounds of the clipping coefficient, from the last steps'.
+// Forecast of the factor on the next step's gradients: bounds of the clipping coefficient, from the last steps.
 //
-// Where clipping does not act the coefficient is 1, and so it is expected to be; where it does, it is the ratio of the
-// largest norm allowed to that of the gradients, which is known when backward is over. From one step to the next the
-// norm changes about as it did before: so it is looked for within 1.5 times the largest of the last four changes, at
-// least
-// 0.5 %, at most fourfold; within a factor of 1.5 while no change is known. Wrong bounds cost time, and change no
-// number ([Note: settled values], optim/kernels.h).
+// The coefficient is max_norm / norm where clipping acts, otherwise 1. If clipping did not act in the last steps, the
+// forecast is exactly 1. Otherwise the norm is expected to change about as much as before: up to 1.5 times the largest
+// of the last four changes, at least by 0.5 %, at most fourfold. Without a known change, the bound is a factor of 1.5.
+// Wrong bounds cost time and change no number: the step recomputes scale-dependent values (optim/kernels.h).
 //
 //   ScaleForecast forecast;
-//   ScaleBounds bounds = forecast.next(full_scale);   // least == most: clipping has not acted of late
+//   ScaleBounds bounds = forecast.next(full_scale);   // least == most: clipping has not acted lately
 //   forecast.note(max_norm / norm);                   // of the step
 #pragma once
 
@@ -17,7 +15,7 @@
 
 namespace patrickstar {
 
-// Of the factor on gradients: with loss scale, and with what ranks' sums are divided by.
+// Bounds of the factor on gradients, including the loss scale and the division of ranks' sums.
 struct ScaleBounds {
   double least = 0;
   double most = 0;
@@ -28,13 +26,13 @@ struct ScaleBounds {
 
 class ScaleForecast {
  public:
-  // `full_scale`: the factor where clipping does not act.
+  // `full_scale`: the factor without clipping.
   ScaleBounds next(double full_scale) const;
-  // The largest norm allowed over that of the gradients: clipping acts below 1. Infinite where nothing is clipped.
+  // max_norm / norm: clipping acts below 1. Infinite without clipping.
   void note(double clip_ratio);
 
  private:
-  std::vector<double> last_;  // logarithms of the last steps' ratios, the latest last
+  std::vector<double> last_;  // logarithms of the last steps' ratios, oldest first
 };
 
 }  // namespace patrickstar

@@ -8,14 +8,16 @@ namespace patrickstar {
 
 namespace {
 
-// After the second failure in a row and each further one, so many backwards go without speculation: 2, 4, 8, 16, 16,
-// ...
+// Backwards without speculation after the second failure in a row and each further one: 2, 4, 8, 16, 16, ... Not
+// measured.
 constexpr int kMostFailures = 5;
 int pause_after(int failures) { return failures < 2 ? 0 : 1 << (failures - 1); }
-// Of values, one in so many has room to be open: in place those too that are settled, but cannot be found again.
+// One in so many values has room to be scale-dependent. For a coefficient known to 10 % and a learning rate of 1e-5,
+// recomputing them took 1/70 of the time of all values (docs/design.md, `benchmark adam`). In place there is half the
+// room, and it must also hold values that cannot be reconstructed; not measured.
 constexpr int64_t kElementsPerOpen = 16;
 constexpr int64_t kElementsPerOpenInPlace = 32;
-// After it had to give its memory up, for the first time and each further one: 4, 8, 16, ..., 256, 256.
+// Backwards without speculation after each release of its memory: 4, 8, 16, ..., 256, 256. Not measured.
 constexpr int kMostShortages = 7;
 int pause_after_shortage(int shortages) { return 2 << shortages; }
 
@@ -58,8 +60,8 @@ void Speculation::leave(int64_t num_bytes) {
 
 void Speculation::choose(const Layout& layout, const std::vector<NewBytes>& sizes) {
   free_completed();
-  const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
-  // Blocks of the last step count as free: the choice depends on sizes, not on how far its updates are.
+  const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped, or to be mapped
+  // Buffers of the last step count as free: the choice depends on sizes, not on the progress of updates.
   const int64_t leaving = leaving_bytes();
   AheadChoice choice = choose_ahead(sizes, {room_bytes() + leaving, spare + leaving});
   chosen_ = std::move(choice.chosen);
@@ -82,7 +84,7 @@ int64_t Speculation::leaving_bytes() const {
   return num_bytes;
 }
 
-// As many of them, from the first on, as there is room for.
+// Reserves as many of them as fit, from the first on.
 void Speculation::reserve(std::vector<int64_t> blocks) {
   int64_t reserved = 0;
   size_t count = 0;
@@ -92,7 +94,7 @@ void Speculation::reserve(std::vector<int64_t> blocks) {
   }
   blocks.resize(count);
   if (blocks.empty()) return arena_.prepare_ahead();
-  arena_.reserve(blocks);  // for whoever allocates
+  arena_.reserve(blocks);  // for later allocations
   arena_.prepare_ahead();
 }
 
@@ -163,8 +165,8 @@ void Speculation::cancel(ChunkId chunk) {
   backend_.settle(values.done);
 }
 
-// On this thread, so that it needs no memory. Where what put them there did not run, all of them are open, and nothing
-// is written.
+// Runs on this thread, so it needs no memory. If the update did not run, all its values count as scale-dependent, and
+// nothing is written.
 void Speculation::take_back(NewValues values) {
   backend_.settle(values.done);
   HostUpdate back;
@@ -177,7 +179,7 @@ void Speculation::take_back(NewValues values) {
 
 void Speculation::cancel_all() {
   for (Pending& pending : pending_) {
-    if (pending.cancelled) pending.cancelled->store(true);  // before the first wait, so that no other starts
+    if (pending.cancelled) pending.cancelled->store(true);  // before the first wait, so that no further update starts
   }
   for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(pending_.size()); ++chunk) cancel(chunk);
 }
@@ -191,14 +193,14 @@ void Speculation::free_after(HostBlock block, const Event& after) noexcept {
   }
 }
 
-// Updates end in another order than that in which their blocks were left here.
+// Updates end in another order than that in which their buffers came here.
 bool Speculation::await_free() {
   const size_t num_blocks = leaving_.size();
   while (!leaving_.empty() && leaving_.size() == num_blocks) {
     const int64_t num_seen = updates_.num_over();
     free_completed();
     if (leaving_.size() < num_blocks || updates_.await_more_over(num_seen)) continue;
-    backend_.settle(leaving_.front().first);  // not an update's
+    backend_.settle(leaving_.front().first);  // not a buffer of an update
   }
   return leaving_.size() < num_blocks;
 }

@@ -1,27 +1,28 @@
-// Speculation: updates on the host that start before it is known whether the step will be what it is expected to be.
+// Speculation: updates on the host that start before the norm of all gradients is known.
 //
-// Clipping and loss scaling make a chunk's update depend on the norm of all gradients, which is known when backward is
-// over. Nearly always the factor is the expected one. So a chunk is updated as soon as its gradient is on the host,
-// into memory of its own; the step then either takes the new values over, which moves nothing, or drops them and
-// updates the chunk with what it really got. [Note: exact speculation] The old states and the gradient stay untouched
-// until then, and what is taken over was computed from the very inputs of the step, so results do not depend on it.
+// Clipping and loss scaling need that norm, which is known after backward. The resulting factor is nearly always the
+// expected one. So a chunk is updated into separate memory as soon as its gradient is on the host. The step then takes
+// the new values over without a copy, or rolls them back and updates the chunk again.
 //
-// That memory takes 14 bytes per parameter in 16-bit training. Where there is less, new parameters alone are computed
-// ahead, which takes 2, and the states are updated behind the step ([Note: parameters first], engine/update_jobs.h). So
-// it is where clipping acts, and 16-bit parameters are then computed for all factors near the last one ([Note: settled
-// values], optim/kernels.h): the step makes those again that differ among these. Where a chunk's masters are split and
-// its gradient has memory of its own, new parameters take the old ones' place and none is needed but for values that
-// are open ([Note: values in place], optim/kernels.h); what cancels such an update writes the old ones again.
+// [Note: exact speculation] Old states and the gradient stay untouched until the step. Values that are taken over were
+// computed from the step's very inputs, so results do not depend on speculation.
+//
+//   memory per parameter   what is computed before the norm (16-bit training)
+//   14 bytes               everything
+//   2 bytes                parameters; states follow behind the step ([Note: parameters first], engine/update_jobs.h)
+//   less                   parameters in place, if masters are split and the gradient has memory of its own; only
+//                          scale-dependent values take memory (optim/kernels.h). A rollback writes the old parameters
+//
+// If clipping acts, the 2-byte form computes parameters for all factors near the last one. The step recomputes
+// scale-dependent values, which differ among these factors.
 //
 //   expect(groups, scales)         before a backward
 //   start(chunk, update, ...)      its gradient is complete
-//   begin_step(groups, grad_scale) true when they are among the expected ones
+//   begin_step(groups, grad_scale) true if the step is among the expected ones
 //   take(chunk)                    its new values; or cancel(chunk)
 //
-// Where memory does not allow all chunks, those that the next forward needs first are chosen: the others' updates have
-// time to run beside it. Where expectations fail, only parameters are computed ahead until they hold again, since that
-// is less to do for nothing; where they fail again and again, speculation pauses.
-// Guarded by the engine's lock.
+// If memory is short, chunks that the next forward needs first are chosen. After a failed expectation, parameters alone
+// are computed until one holds again; after repeated failures, speculation pauses. Guarded by the engine's lock.
 #pragma once
 
 #include <atomic>
@@ -42,14 +43,14 @@
 namespace patrickstar {
 
 enum class SpeculationMode : uint8_t {
-  kOff,     // updates start when the step does
-  kOn,      // before, where memory allows it; taken back when the step turns out otherwise
-  kCommit,  // before, in place, for good: the caller promises that the step will be the expected one
+  kOff,     // updates start with the step
+  kOn,      // speculative, if memory allows; rolled back if the step differs
+  kCommit,  // optimizer-in-backward: in place and final; the caller guarantees the expected step
 };
 
 class Speculation {
  public:
-  // `reserve_bytes` of host memory are left to everybody else.
+  // `reserve_bytes` of host memory are left free.
   Speculation(int num_chunks, UpdateStates& states, HostArena& arena, HostUpdates& updates, Backend& backend,
               SpeculationMode mode, int64_t reserve_bytes);
   ~Speculation();
@@ -60,54 +61,51 @@ class Speculation {
   const std::vector<GroupOptions>& expected_groups() const { return groups_; }
   const ScaleBounds& expected_scales() const { return scales_; }
 
-  // Chooses the chunks for which host memory suffices, in the order of the next forward, and has the memory prepared.
-  // `sizes` by chunk.
+  // Chooses the chunks for which host memory suffices, in the order of the next forward, and prepares the memory.
+  // `sizes`: by chunk.
   void choose(const Layout& layout, const std::vector<NewBytes>& sizes);
   bool must_choose() const { return is_on() && chosen_.empty() && backwards_to_wait_ == 0; }
-  // The next choice is made anew: other chunks have their states on the host.
+  // The next choice starts anew: other chunks have their states on the host.
   void forget_choice();
-  // So much more is left to others than what always is; where that is more than before, the next choice is made anew.
+  // Leaves `num_bytes` more than reserve_bytes free. The next choice starts anew if that is more than before.
   void leave(int64_t num_bytes);
   // True in a backward whose step is expected.
   bool is_active() const { return active_; }
-  // True while expectations that failed, or a shortage of memory, keep updates from starting.
+  // True after failed expectations or a shortage of memory, while no update starts early.
   bool is_paused() const { return backwards_to_wait_ > 0; }
-  // How much of the chunk's update there is memory for.
+  // How much of the chunk's update may start early, by memory.
   Ahead ahead(ChunkId chunk) const { return allows_passes() ? chosen_[static_cast<size_t>(chunk)] : Ahead::kNothing; }
 
-  // Whether memory may be used to compute parameters first. Only after choose(): before, what is free may be meant for
-  // states that are still to be made.
+  // True if memory may be used for two-phase updates. False before choose(): free memory may still be needed for states
+  // to be made.
   bool allows_passes() const { return is_on() && !chosen_.empty(); }
-  // Memory for the new parameters of a chunk: an empty block when there is none, or not yet.
+  // Memory for the new parameters of a chunk; empty if there is none, or before choose().
   HostBlock try_allocate_param(int64_t num_bytes);
-  // Memory for as many of a chunk's new values as are to be computed ahead; the same.
+  // Memory for as many of a chunk's new values as are computed early; empty as above.
   NewValues try_allocate(const NewBytes& size, Passes passes);
   void start(ChunkId chunk, HostUpdate update, NewValues values);
-  // Before a backward, when chunks were chosen: memory for values that are open, where there are any.
+  // Before a backward, after choose(): memory for scale-dependent values, if there can be any.
   void prepare_open();
   bool has_open_memory() const { return !open_.is_empty(); }
   int64_t num_values_in_place() const { return open_.num_in_place(); }
-  // Where open values of these jobs, a chunk's, are kept.
+  // Assigns places for the scale-dependent values of a chunk's jobs.
   void keep_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.keep(chunk, jobs); }
   void begin_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.begin(chunk, jobs); }
   bool has(ChunkId chunk) const { return states_.is(chunk, UpdateState::kAhead); }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
-  // New values that were started for the chunk, which is to be said to be made first (UpdateStates). They stay until
-  // take().
+  // The new values that were started for the chunk. Valid until take(); then move the chunk's UpdateState to made.
   const NewValues& pending(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].values; }
   NewValues take(ChunkId chunk);
-  // Drops what was started; returns when nothing of it runs any more.
+  // Cancels the chunk's update or rolls it back; returns when nothing of it runs.
   void cancel(ChunkId chunk);
   void cancel_all();
-  // Frees `block` once `after` is complete.
   void free_after(HostBlock block, const Event& after) noexcept;
-  // Those of completed ones.
+  // Frees host buffers of completed updates.
   void free_completed();
-  // Waits until the next of those blocks is free. False: there is none.
+  // Waits until a buffer of free_after() is free. False if none is pending.
   bool await_free();
-  // Gives back all host memory that speculation holds, for others need it. What is left is chosen from anew some
-  // backwards later.
+  // Gives back all host memory of speculation. The next choice starts anew some backwards later.
   void release_memory();
 
  private:
@@ -116,14 +114,14 @@ class Speculation {
     NewValues values;
     std::shared_ptr<std::atomic<bool>> cancelled;
   };
-  // Of host memory, beside what is left to others.
+  // Host memory for speculation, beside what is left free.
   int64_t room_bytes() const { return arena_.free_bytes() - reserve_bytes_ - left_bytes_; }
   bool allows(int64_t num_bytes) const { return num_bytes <= room_bytes(); }
-  // Blocks that are freed when what reads them is complete.
+  // Bytes of buffers that wait in free_after().
   int64_t leaving_bytes() const;
   void reserve(std::vector<int64_t> blocks);
   void free_open();
-  // Returns when the parameters are the old ones again.
+  // Writes the old parameters again; returns when they are complete.
   void take_back(NewValues values);
 
   UpdateStates& states_;
@@ -132,11 +130,11 @@ class Speculation {
   Backend& backend_;
   SpeculationMode mode_;
   int64_t reserve_bytes_;
-  int64_t left_bytes_ = 0;        // to others beside that, since the last choice was forgotten
+  int64_t left_bytes_ = 0;        // left free beside reserve_bytes_, since the last forgotten choice
   std::vector<Pending> pending_;  // by chunk
   std::vector<Ahead> chosen_;     // by chunk
-  int64_t chosen_numel_ = 0;      // of these
-  int64_t apart_bytes_ = 0;       // of their new parameters that have memory of their own
+  int64_t chosen_numel_ = 0;      // of chosen chunks
+  int64_t apart_bytes_ = 0;       // of chosen chunks' new parameters, unless in place
   bool any_in_place_ = false;
   OpenMemory open_;
   std::vector<std::pair<Event, HostBlock>> leaving_;
@@ -144,7 +142,7 @@ class Speculation {
   ScaleBounds scales_;
   bool active_ = false;
   int failures_ = 0;       // in a row
-  int num_shortages_ = 0;  // when others needed its memory
+  int num_shortages_ = 0;  // releases of memory that others needed
   int backwards_to_wait_ = 0;
 };
 

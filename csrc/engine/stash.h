@@ -1,16 +1,17 @@
-// The stash: activations that are in host memory between forward and backward.
+// Activation offload: activations in host memory between forward and backward.
 //
-// [Note: stashed activations] What forward keeps for backward is used in the reverse order, so what was kept first is
-// used last: that leaves the device when activations take more than their share of it, which the caller knows
-// (patrickstar/planning/activation_rules.py), through the download queue, and comes back through the upload queue
-// shortly before its use. Its host memory is a guest's ([Note: homes on the host], engine/pager.h): it is had where no
-// chunk needs it, also from updates ahead of the step. Where there is none the activation stays on the device. What
-// leaves is no part of the tide any more, so plans give chunks that room, but for what will stay in later steps
-// (Recorder::count_absent). A measured step's transfers enter the choice of a plan by time (Recorder::note_copies).
+// Backward uses activations in reverse order, so those kept first are needed last. The caller offloads them when
+// activations exceed their share of the device (patrickstar/planning/activation_rules.py), and fetches them shortly
+// before their use.
 //
-//   ticket = stash.put(data, num_bytes);   // `data` is needed until is_over(ticket), or finish(ticket)
+// Their host memory is a best-effort allocation ([Note: homes on the host], engine/pager.h), also from speculative
+// updates. Without it the activation stays on the device. Absent activations do not count as activation memory, so
+// plans give that room to chunks, except for what will stay in later steps (Recorder::count_absent). The choice of a
+// plan accounts for these transfers in a measured step (Recorder::note_copies).
+//
+//   ticket = stash.put(data, num_bytes);   // `data` must stay until is_over(ticket), or finish(ticket)
 //   stash.fetch(ticket, to);               // starts the copy back
-//   stash.await(ticket);                   // the compute queue has it
+//   stash.await(ticket);                   // the compute queue waits for it
 //   stash.drop(ticket);
 //
 // Guarded by the engine's lock.
@@ -34,26 +35,26 @@ class Stash {
   Stash(const Stash&) = delete;
   Stash& operator=(const Stash&) = delete;
 
-  // What the host may still take of them.
+  // Host bytes that activations may still take.
   int64_t host_room_bytes() const { return pager_.guest_room_bytes(); }
-  // Starts the copy of what compute enqueued so far has written to `data`. kNoRoom: nothing was done.
+  // Starts copying `data`, as written by compute work enqueued so far. kNoRoom: nothing was done.
   Ticket put(const void* data, int64_t num_bytes);
-  // Whether the copy to the host is over; finish() returns when it is, and `data` leaves the device then.
+  // True if the copy to the host is complete. finish() waits for it, and marks `data` as absent from the device.
   bool is_over(Ticket ticket) const;
   void finish(Ticket ticket);
-  // Starts the copy back to `to`, whose memory compute enqueued so far may still use.
+  // Starts the copy back to `to`, after the compute work enqueued so far.
   void fetch(Ticket ticket, void* to);
-  // Later work of the compute queue sees what the last fetch() of it brings.
+  // Later work of the compute queue sees the result of the last fetch().
   void await(Ticket ticket);
-  // Its host memory is free when nothing uses it any more.
+  // Frees the host memory once nothing uses it. Unknown tickets are ignored.
   void drop(Ticket ticket);
   void drop_all();
 
  private:
   struct Entry {
     HostBlock block;
-    Event put;               // complete when the copy to the host is
-    Event fetched;           // null: nothing was fetched
+    Event put;               // completes the copy to the host
+    Event fetched;           // completes the copy back; null: not fetched
     bool is_absent = false;  // from the device
   };
   ChunkMemory& memory() const { return pager_.memory(); }

@@ -19,7 +19,7 @@ LimitPolicy policy_between_calls(const OpenEngine& open) {
   return open.placing != StatesPlacing::kFirst ? LimitPolicy::kEnforce : LimitPolicy::kMeasure;
 }
 
-// An exception left a forward or a backward, whose holds are abandoned.
+// After an exception in a forward or a backward, whose holds are abandoned.
 void abandon_call(OpenEngine& open) {
   open.step.go_back();
   open.flow.forget_complete();
@@ -27,13 +27,13 @@ void abandon_call(OpenEngine& open) {
   forget_running_step(open);
 }
 
-// Nothing is trained: no step of an optimizer ends one of its own.
+// Nothing is trained, so no optimizer step ends a step of this engine.
 bool is_frozen(const Layout& layout) {
   const auto& chunks = layout.chunks();
   return std::none_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) { return chunk.trainable; });
 }
 
-// The timeline, with its tides where `tides` are lower.
+// The timeline with each activation memory raised to `tides`.
 Timeline with_tides(Timeline timeline, const std::vector<int64_t>& tides) {
   for (size_t t = 0; t < tides.size(); ++t) {
     int64_t& peak = timeline.moments[t].tide_peak_bytes;
@@ -50,9 +50,9 @@ int64_t largest_whole_chunk_bytes(const Layout& layout) {
   return most;
 }
 
-// [Note: the least limit] An error that names the memory to raise the budget to must name enough. So on the simulated
-// device what exceeds the limit passes (LimitPolicy::kMeasure) wherever the call cannot be made again with an emptier
-// device, and is refused here, when the whole is known; before anything is updated, and on all ranks.
+// An error that asks for a larger budget must name enough memory. So on the simulated device, excess allocations pass
+// (LimitPolicy::kMeasure) if the call cannot be repeated with an emptier device. Once the peak is known, this check
+// refuses the call on all ranks, before any update.
 void check_least_limit(OpenEngine& open, const char* what) {
   if (!open.backend().may_exceed_limit()) return;
   int64_t least = open.backend().least_limit_bytes();
@@ -60,7 +60,7 @@ void check_least_limit(OpenEngine& open, const char* what) {
   const int64_t limit = open.options.device.device_limit_bytes;
   if (least <= limit) return;
   if (open.layout().has_other_ranks())
-    least += largest_whole_chunk_bytes(open.layout());  // gathered ahead, as a plan may say
+    least += largest_whole_chunk_bytes(open.layout());  // all-gathered before its use, as a plan may do
   if (least >= open.options.ample_limit_bytes) least += open.options.ample_extra_bytes;
   open.backend().reset_least_limit();
   PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", what, " needs ", least,
@@ -76,8 +76,8 @@ void fill_margin(OpenEngine& open, const Timeline& step) {
   open.updates.forget_choice();
 }
 
-// A step's tide is known. States of before the first step, of a checkpoint or of other ranks, are read by updates that
-// began in its backward, which are of no use where the states move.
+// Call when a step's activation memory is known. Cancels the updates that began in its backward, since they read states
+// that move.
 void place_states(OpenEngine& open, const Timeline& step) {
   if (open.placing == StatesPlacing::kOfUnfrozen) {
     open.placing = StatesPlacing::kDone;
@@ -96,7 +96,7 @@ void choose_speculation(OpenEngine& open) {
   open.updates.choose_speculation();
 }
 
-// Gradients are over, and values are live again.
+// Gradients are used up, and values are live again.
 void end_gradients(OpenEngine& open) {
   open.flow.clear();
   for (ParamId param = 0; param < open.layout().num_params(); ++param) {
@@ -108,7 +108,7 @@ void end_gradients(OpenEngine& open) {
 
 void finish_step(OpenEngine& open, StepOutcome outcome) {
   end_gradients(open);
-  // With several ranks, one that used no chunk takes part in what all of them decide.
+  // With several ranks, one without accesses still takes part in all decisions.
   const bool any_moment = open.recorder.position() >= 0;
   if (!any_moment && !open.layout().has_other_ranks()) return open.memory.tracer().abandon();
   const bool first = open.placing == StatesPlacing::kFirst;
@@ -118,13 +118,13 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   std::vector<int64_t> planned_tides = open.pager.replay().tides();
   std::vector<int64_t>* const followed = open.pager.replays() ? &planned_tides : nullptr;
   open.pager.replay().end_step();
-  // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
-  // optimizer states would be taken for tide.
+  // The optimizer's own accesses are not counted: no activations live then, and on CUDA its device buffers for
+  // optimizer states would count as activation memory.
   open.recorder.finish_step();
   if (first) {
     open.placing = StatesPlacing::kDone;
     open.backend().set_limit_policy(LimitPolicy::kEnforce);
-    open.updates.forget_choice();  // of what was unfrozen before
+    open.updates.forget_choice();  // chosen before parameters were unfrozen
     choose_speculation(open);
   }
   Timeline last = open.recorder.last();
@@ -138,11 +138,10 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   if (agreement.ways == StepAgreement::Ways::kAsPlanned) last = with_tides(previous, planned_tides);
   open.recorder.set_last(std::move(last));
   is_exact ? open.memory.tracer().end_step(open.recorder.last(), outcome) : open.memory.tracer().abandon();
-  open.residency.set_ranks_fragments(all.fragment_bytes);
   open.residency.limit_payloads(open.recorder.last());
-  if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // all ranks found so
+  if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // the same on all ranks
   const bool holds = open.planner.end_step(previous, all);
-  if (!holds) leave_to_gradients(open);  // the tide may have risen
+  if (!holds) leave_to_gradients(open);  // activation memory may have risen
   if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
 }
 
@@ -161,7 +160,7 @@ void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt) {
     open.device->take_tide_peak(open.pager);
     open.pager.restart_replay();
     open.memory.arena().release_reused();
-    open.memory.arena().prepare_ahead();  // momentum and variance, beside the first step
+    open.memory.arena().prepare_ahead();  // for momentum and variance, during the first step
     open.planner.begin_step();
     open.memory.tracer().begin_step();
   }
@@ -170,7 +169,7 @@ void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt) {
     open.recorder.begin_forward();
     open.turns.begin_forward(attempt == Attempt::kOnly ? CallSharing::kShared : CallSharing::kOwn);
   }
-  // With a plan of several ranks, chunks can make room by the host: what is missing is measured.
+  // With a plan of several ranks, chunks can make room through the host: the missing memory is measured.
   const bool has_plan = open.pager.replay().course() != PlanReplay::Course::kNone;
   const bool last =
       attempt == Attempt::kLast || attempt == Attempt::kOnly || (open.layout().has_other_ranks() && has_plan);

@@ -1,4 +1,4 @@
-// The course of a step, in calls of which each has its rule (engine/runtime_calls.h):
+// The course of a step. Each call has a rule (engine/runtime_calls.h).
 //
 //   begin_forward  open_scope/touch/close_scope ...  end_forward
 //   begin_backward enter_backward/fold ...           end_backward
@@ -17,49 +17,42 @@ namespace patrickstar {
 
 enum class Tracking : uint8_t {
   kTraining,   // recorded, replayed, held for backward
-  kUntracked,  // evaluation: on demand, leaves the trace alone
+  kUntracked,  // evaluation: on demand, not recorded
 };
 
-// Forward.
-// `attempt`: whether it is the first one, and whether the caller makes another one when it runs out of device memory.
 void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt);
 void end_forward(OpenEngine& open);
-// The forward ran out of device memory and will be made again: as if it had not begun. Its activations are gone.
+// The forward ran out of device memory and will be repeated. Its activations are gone.
 void undo_forward(OpenEngine& open);
-// An exception left the forward: what it held is released. Gradients of earlier backwards stay.
+// An exception left the forward: releases what it held. Gradients of earlier backwards stay.
 void abort_forward(OpenEngine& open);
 
-// Backward.
-// With the options and the factor on gradients that the step after it is expected to get (none: not known).
+// `expected_groups` and `expected_grad_scale`: those of the step that follows; empty if unknown.
 void begin_backward(OpenEngine& open, const std::vector<GroupOptions>& expected_groups, double expected_grad_scale);
 void end_backward(OpenEngine& open);
-// The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/joint_backward.py):
-// whether it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
+// After the backward of another engine's loss (patrickstar/engine/joint_backward.py): true if it gave this engine
+// gradients. Otherwise the backward is not counted; if nothing is trained, the step ends.
 bool keep_joint_backward(OpenEngine& open);
-// An exception left the backward: what it held is released, its gradients are forgotten. Returns how many chunks it
-// had updated for good ([Note: committed updates]).
+// An exception left the backward: releases what it held and forgets its gradients. Returns the number of chunks with
+// final updates (`SpeculationMode::kCommit`).
 int abort_backward(OpenEngine& open);
-// Within a forward or a backward, at a point where all ranks come to wait for each other by other means than the
-// engine's: returns when they have, each served with what it needed on the way. In a replay nobody has to be waited
-// for.
+// Within a forward or a backward, before ranks wait for each other outside of the engine: serves other ranks' requests
+// until all have arrived. A replay needs no such wait.
 void meet_ranks(OpenEngine& open);
 
-// Step.
-// The gradients' sum of squares, but for those of `left_out`, which ranks beyond these have too and count.
+// Sum of squares of the gradients, except those of `left_out`, which other ranks own as well and count.
 double prepare_step(OpenEngine& open, std::vector<ParamId> left_out);
-// Where these throw they may be called again, with the same, as the step's state says.
+// If these throw, they may be repeated with the same arguments, as the step's state says.
 void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
 void skip_step(OpenEngine& open);
-// A step that has failed is given up with its gradients; values are as they are, of several steps.
+// Gives up a failed step and its gradients. Values then stem from several steps.
 void drop_step(OpenEngine& open);
 void clear_gradients(OpenEngine& open);
 
-// Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
-// that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any
-// step does. With several ranks all must be here.
+// Before the first step: adopts the timeline of an earlier run with the same layout, and its `times` if it was
+// measured. The first step then replays a plan, and fetches on demand after a plan miss. All ranks must call it.
 void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes> times);
-// Parameters that were frozen are trained from now on, in chunks that have states. With several ranks all must call it,
-// between the same forwards.
+// Trains frozen parameters from now on, in chunks that have states. All ranks must call it, between the same forwards.
 void train(OpenEngine& open, const std::vector<ParamId>& params);
 
 }  // namespace patrickstar

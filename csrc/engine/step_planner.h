@@ -1,23 +1,22 @@
-// The step planner makes the plan of the next step: by moments alone at first, with time once a step was measured.
+// The step planner makes the plan of the next step: from accesses alone at first, and from times once a step is
+// measured.
 //
-// [Note: the measured step] Where transfers take time that compute can hide, one early step is traced without anybody
-// asking: the second, since the first makes optimizer states, if no host memory is being prepared by then; else the
-// first later one of which that holds, after two that went alike. One step later, when nothing of it runs any more, its
-// trace becomes rates and times of moments if both went alike, and from then on plans are chosen by their predicted
-// steps (plan/plan_choice.h). One later step is measured in the same way, and its times take the place of the first.
-// With several ranks all of this is as they agree: a step is traced when it can be on all, and plans follow from what
-// the slowest measured ([Note: one plan on all ranks]).
+// Measurement. If transfers take time that compute can hide, one early step is traced. It is the second step, since the
+// first makes optimizer states, provided that no host memory is being prepared by then. Otherwise it is the first later
+// step without such preparation, after two equal steps. One step later, when its work is complete, the trace becomes
+// rates and times of accesses, if both steps were equal. From then on plans are chosen by predicted step time
+// (plan/plan_choice.h). One later step is measured again, and its times replace the first ones. With several ranks, a
+// step is traced if all ranks can, and plans use the slowest rank's times (plan/plan_vote.h).
 //
-// Times belong to the way a model goes, that is, to its moments and what they use: they stay while steps go alike in
-// that, whatever the tide, and wherever gradients leave the device, which follows from where states are and what room
-// the host has. A step that goes otherwise has the planner forget them, follow the rule for the room of prefetches
-// (plan/placement.h), and measure again. A model that goes otherwise in every step is never measured.
+// Times belong to a sequence of accesses and their arrays. They stay valid while steps repeat it, whatever the
+// activation memory and wherever gradients leave the device. If a step differs, the planner forgets the times, uses the
+// rule for prefetch room (plan/placement.h), and measures again. A model that differs in every step is never measured.
 //
 //   planner.begin_step();                       // before the tracer's
 //   PlanVote vote = planner.vote(previous);     // the step is recorded
 //   planner.end_step(previous, agreed(votes));  // and its trace complete
 //
-// Guarded by the engine's lock. What it decides changes no number.
+// Guarded by the engine's lock. Plans change no number.
 #pragma once
 
 #include <cstdint>
@@ -34,10 +33,10 @@
 
 namespace patrickstar {
 
-// What a step that was recorded says of the model's way.
+// How a recorded step followed its plan.
 enum class StepWay : uint8_t {
   kAsRecorded,
-  kAsBefore,  // it followed a plan, but not moment by moment: no new way, and no times of its moments
+  kAsBefore,  // followed the plan, but not access by access: its accesses and times do not count
 };
 
 class StepPlanner {
@@ -45,43 +44,40 @@ class StepPlanner {
   StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency, Updates& updates,
               const GradientFlow& gradients, TraceRequests& traces);
 
-  // A training step begins.
   void begin_step();
-  // It is recorded; the step before it went as `previous` says. What this rank alone knows of the next plan.
+  // The step is recorded; `previous` is the timeline of the step before. Returns this rank's input to the next plan.
   PlanVote vote(const Timeline& previous, StepWay way);
-  // All ranks have voted, the timeline is as they agree, and the trace of the step is complete.
-  // Returns whether the plan holds for the next step as well.
+  // All ranks have voted, the timeline is as agreed, and the step's trace is complete. Returns true if the plan also
+  // holds for the next step.
   bool end_step(const Timeline& previous, const PlanVote& agreed);
-  // Before the first step, the recorder's timeline being that of an earlier run: plans for it, with that run's times,
-  // if there are any, until a step of this one is measured. Throws ArgumentError when they are not those of the
-  // timeline.
+  // Before the first step: plans for the recorder's timeline, of an earlier run. That run's times, if any, serve until
+  // a step of this run is measured. Throws ArgumentError if they do not belong to the timeline.
   void adopt(std::optional<StepTimes> times);
   // The next step fetches on demand.
   void forget_plan();
-  // The next step follows the plan, and the one after it a plan that is made anew.
+  // The next step follows the present plan, the one after it a new one.
   void plan_anew() { planned_updates_.clear(); }
-  // The same, and there was no last step either.
+  // forget_plan(), and forgets the last step as well.
   void forget_step();
 
-  // What the present plan solves, for the last timeline.
   PlanProblem problem() const;
-  // None before a step was measured, or where nobody gave any.
+  // Empty before a step is measured, unless adopt() got times.
   const std::optional<StepTimes>& times() const { return times_; }
   const std::optional<SimulatedStep>& predicted() const { return predicted_; }
 
  private:
   enum class Stage : uint8_t {
     kUnmeasured,
-    kAsked,     // for a trace of the next step that begins
-    kTraced,    // in the step before this one
-    kMeasured,  // here; all ranks' times, or this one's until all have theirs
+    kAsked,     // requested a trace of the next step to begin
+    kTraced,    // the step before this one was traced
+    kMeasured,  // this rank has its own times, or all ranks' times
   };
 
-  // The traced step becomes this rank's times, if it went as usual.
+  // Makes the traced step this rank's times, if it was equal to the one before.
   void measure(bool alike);
   void forget_times();
   bool can_measure(bool alike) const;
-  // By chunk, as early as things here allow.
+  // By chunk, as early as this rank can.
   std::vector<Recipe> earliest_recipes() const;
   PlanProblem untimed_problem() const;
   void make_next_plan();
@@ -97,13 +93,13 @@ class StepPlanner {
   Stage stage_ = Stage::kUnmeasured;
   int64_t num_steps_ = 0;
   bool all_can_measure_ = false;            // in the next step
-  std::vector<Recipe> agreed_updates_;      // by chunk, as early as all ranks can; none before the first step
+  std::vector<Recipe> agreed_updates_;      // by chunk, as early as all ranks can; empty before the first step
   std::vector<Recipe> planned_updates_;     // those that the present plan was chosen for
   std::optional<StepTimes> own_times_;      // until all ranks have theirs
   std::optional<StepTimes> times_;          // of all ranks
   std::optional<SimulatedStep> predicted_;  // of the present plan
-  int64_t prefetch_bytes_ = 0;              // of the present plan, if it was chosen
-  int64_t visitor_bytes_ = 0;               // of the device, for chunks that visit it by the present plan
+  int64_t prefetch_bytes_ = 0;              // of the present plan, if it was chosen by times
+  int64_t visitor_bytes_ = 0;               // device bytes for round-trip updates of the present plan
 };
 
 }  // namespace patrickstar

@@ -6,7 +6,6 @@ namespace patrickstar {
 
 namespace {
 
-// States that follow each state.
 constexpr StepStates next_states(StepState state) {
   switch (state) {
     case StepState::kReady:

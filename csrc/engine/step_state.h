@@ -1,15 +1,15 @@
-// State of an engine's step, as one value with a table of transitions.
+// State of an engine's step:
 //
 //   kReady       no gradients wait
 //   kGradients   gradients wait for the optimizer's step, or for another backward
 //   kForward     in a forward that autograd records
-//   kEvaluation  in a forward that it does not record
+//   kEvaluation  in a forward that autograd does not record
 //   kBackward    in a backward
-//   kUpdating    a step has failed when some chunks were updated; the same call finishes it
-//   kTorn        a step has failed in the middle of a chunk; a checkpoint helps
-//   kEnding      a step has failed when all chunks were updated, or it was skipped; the same call finishes it
+//   kUpdating    a step failed after updating some chunks; repeating the call finishes it
+//   kTorn        a step failed in the middle of a chunk; only a checkpoint restores the values
+//   kEnding      a step failed after updating all chunks, or was skipped; repeating the call finishes it
 //
-// A forward or a backward that fails goes back to the state before it. Guarded by the engine's lock.
+// A failed forward or backward returns to the state before it. Guarded by the engine's lock.
 #pragma once
 
 #include <cstdint>
@@ -46,19 +46,19 @@ class Step {
  public:
   StepState state() const { return state_; }
   bool is(StepState state) const { return state_ == state; }
-  // In a forward or a backward, which may be an evaluation's.
+  // True in a forward or a backward, also of an evaluation.
   bool is_running() const;
-  // In one whose uses of parameters are recorded and follow a plan.
+  // True if uses of parameters are recorded and follow a plan.
   bool is_recorded() const { return is(StepState::kForward) || is(StepState::kBackward); }
 
-  // Throws StateError where the table has no such transition.
+  // Throws StateError if the table has no such transition.
   void move(StepState to);
-  // The forward or backward that runs is over without effect. Nothing where none runs.
+  // Returns to the state before the running forward or backward; does nothing if none runs.
   void go_back();
 
  private:
   StepState state_ = StepState::kReady;
-  StepState before_ = StepState::kReady;  // the forward or backward that runs
+  StepState before_ = StepState::kReady;  // the running forward or backward
 };
 
 }  // namespace patrickstar

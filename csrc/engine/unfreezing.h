@@ -1,11 +1,11 @@
-// Chunks that were frozen get optimizer states: what a user who unfreezes layers between two steps sets going.
+// Gives frozen chunks optimizer states, when a user unfreezes layers between two steps.
 //
 //   make_states(chunks)      master, momentum and variance of all of them, or of none
-//   discard_states(chunks)   or not: another rank has failed
-//   train(params)            from now on they are trained
+//   discard_states(chunks)   if another rank has failed
+//   train(params)            trains them from now on
 //
-// A chunk's parameters share its arrays, so all of a chunk get states; those that stay frozen get no gradient, and are
-// left alone as any parameter without one. What was learned of steps is forgotten, since the next one goes otherwise.
+// The whole chunk gets states; parameters of it that stay frozen are not updated. Recorded steps and plans are
+// forgotten, since the next step differs.
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -23,17 +23,16 @@ namespace patrickstar {
 
 class Unfreezing {
  public:
-  // `module_params` lists the parameters that each module owns.
+  // `module_params`: the parameters that each module owns.
   Unfreezing(Pager& pager, ChunkValues& values, Residency& residency, const MatrixUpdates& matrices,
              GradientFlow& gradients, Updates& updates, StepPlanner& planner,
              std::vector<std::vector<ParamId>> module_params);
 
-  // Of frozen chunks: the master is the compute value, the moments are zeros. Throws MemoryBudgetError when a budget
-  // does not suffice; nothing is changed then.
+  // Sets the master to the compute value and the other states to zeros. Throws MemoryBudgetError if a budget does not
+  // suffice; nothing has changed then.
   void make_states(const std::vector<ChunkId>& chunks);
-  // Undoes that.
   void discard_states(const std::vector<ChunkId>& chunks);
-  // Parameters that were not trained, in chunks that have states. Between two forwards.
+  // `params`: untrained parameters in chunks that have states. Call between two forwards.
   void train(const std::vector<ParamId>& params);
 
  private:

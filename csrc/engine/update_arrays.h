@@ -1,4 +1,4 @@
-// The arrays that a chunk's update reads and writes: where they are, and what becomes of them.
+// The arrays that a chunk's update reads and writes: their tiers, and what happens to them afterwards.
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -17,34 +17,32 @@ class UpdateArrays {
   ArrayId param_of(ChunkId chunk) const { return store_.layout().param_home(chunk); }
   ArrayId grad_of(ChunkId chunk) const { return store_.layout().grad_home(chunk); }
 
-  // The value is made of the master, and its memory may become the gradient's and the other way round.
+  // The value is rounded from the master, so value and gradient may take each other's memory.
   bool derives_value(ChunkId chunk) const { return memory_.is_derivable(param_of(chunk)); }
-  // The gradient's memory on the host stays its own between updates.
+  // The gradient keeps its memory on the host between updates.
   bool has_gradient_place(ChunkId chunk) const {
     return store_.layout().row(grad_of(chunk)).on_host == ArrayMemory::kOwn;
   }
 
-  // All of the chunk's states are there. Moments are made in the first step.
+  // True if all states of the chunk exist on `tier`. States other than masters are made in the first step.
   bool has_states(ChunkId chunk, Tier tier) const;
-  // Pressure may have pushed some of a chunk's states off: they come back rather than that the others follow, for which
-  // the host may have no room. So do those of a chunk that is at home on the device, some of which are yet to be made.
+  // True if a state of the chunk is on the device, or is missing and rests there. If pressure has evicted some states,
+  // these return, since the host may have no room for the others.
   bool belongs_on_device(ChunkId chunk) const;
-  // Of the chunk's states what does not exist yet.
   void make_states(ChunkId chunk);
-  // When what makes the chunk's states on the host is over.
+  // Adds the events after which the chunk's states on the host are complete.
   void await_states(ChunkId chunk, std::vector<Event>& events) const;
-  // From now on `done` makes them.
+  // From now on, `done` completes the chunk's states.
   void set_states_ready(ChunkId chunk, const Event& done);
 
-  // The value is in host memory; what made it there and what still reads it are over by `events`.
+  // Brings the value to host memory. Adds the events after which it is complete and no reader remains.
   void bring_value_to_host(ChunkId chunk, std::vector<Event>& events);
-  // All copies of the value. Those that all ranks gathered are as old as this rank's own.
+  // Discards all copies of the value, also the all-gathered one, which is as old.
   void discard_values(ChunkId chunk);
   void note_new_values(ChunkId chunk);
 
-  // The gradient's memory, which is no longer the gradient's.
   HostBlock take_gradient(ChunkId chunk);
-  // The gradient is no longer of use once `done` is complete. Where it has a place of its own, its memory stays there.
+  // Frees the gradient's host buffer once `done` is complete; reserved memory stays with the gradient.
   void leave_gradient(ChunkId chunk, const Event& done);
 
  private:

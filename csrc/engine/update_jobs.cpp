@@ -18,10 +18,10 @@ const char* at(const void* data, int64_t offset, DType dtype) {
   return static_cast<const char*>(data) + offset * element_size(dtype);
 }
 
-// Of random bits that states of fewer bytes are rounded with: the same in every run, as all else is.
+// Seed of stochastic rounding in states of fewer bytes; fixed, so that runs repeat.
 constexpr uint64_t kRandomSeed = 0;
 
-// `whole`: of updates in one pass.
+// `whole`: for one-phase updates.
 Track track_of(Pass pass, Track whole) {
   switch (pass) {
     case Pass::kStates:
@@ -106,8 +106,7 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     return spec.state_place(kind, target.apart->states[index].data, offset);
   };
   const bool draws = spec.draws_random_bits();
-  // Neighbours of one group and step count are updated as one range, unless each has random bits of its own, or is a
-  // whole matrix.
+  // Neighbours with the same group and step count form one range, unless they draw random bits or are whole matrices.
   int64_t end = -1;
   std::pair<int, int64_t> last_key{-1, -1};
   for (ParamId param : spec.params) {

@@ -1,14 +1,14 @@
-// State of each chunk's update in a step, as one value with a table of transitions.
+// State of each chunk's update in a step:
 //
-//   kIdle          none has begun
-//   kAhead         it runs before the norm is known, and can be undone ([Note: exact speculation], speculation.h)
-//   kBegun         it cannot be undone, and is not launched yet
-//   kStatesBehind  the new value is made, its states are not ([Note: parameters first], engine/update_jobs.h)
-//   kMade          made, or on its way to be
+//   kIdle          not begun
+//   kAhead         speculative: runs before the norm is known, and can be rolled back (engine/speculation.h)
+//   kBegun         cannot be rolled back, and is not launched yet
+//   kStatesBehind  phase one is launched, phase two is not ([Note: parameters first], engine/update_jobs.h)
+//   kMade          launched, or complete
 //
-// [Note: all or nothing] What an update needs (memory, places, tasks) is there before it begins, and what follows it
-// does not throw. So when a step fails, each chunk is updated or as it was, and applying the step again finishes it.
-// Where a launch itself fails its chunk stays kBegun, and only a checkpoint helps. Guarded by the engine's lock.
+// All or nothing: an update allocates everything that it needs before it begins, and nothing after its launch throws.
+// So when a step fails, each chunk is either updated or unchanged, and repeating the step finishes it. If a launch
+// itself fails, its chunk stays kBegun, and only a checkpoint restores it. Guarded by the engine's lock.
 #pragma once
 
 #include <algorithm>
@@ -27,13 +27,13 @@ class UpdateStates {
 
   bool is(ChunkId chunk, UpdateState state) const { return states_[static_cast<size_t>(chunk)] == state; }
   bool any(UpdateState state) const { return std::find(states_.begin(), states_.end(), state) != states_.end(); }
-  // For good, by the step itself or in backward ([Note: committed updates], engine/updates.h).
+  // Final, by the step itself or by optimizer-in-backward (`SpeculationMode::kCommit`).
   bool is_made(ChunkId chunk) const { return is(chunk, UpdateState::kMade) || is(chunk, UpdateState::kStatesBehind); }
   int num_made() const { return num_made_; }
 
-  // Throws StateError where the table has no such transition.
+  // Throws StateError if the table has no such transition.
   void move(ChunkId chunk, UpdateState to);
-  // The step is over, or given up. What runs ahead goes on, until it is undone.
+  // The step ends or is given up. Speculative updates continue until they are rolled back.
   void end_step();
 
  private:

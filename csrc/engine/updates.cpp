@@ -11,7 +11,7 @@ namespace patrickstar {
 
 namespace {
 
-// Host chunks are updated in batches of at least this many elements, so that small chunks keep all threads busy.
+// Least elements of a batch of chunks updated on the host, so that small chunks keep all threads busy. Not measured.
 constexpr int64_t kBatchNumel = int64_t{4} << 20;
 
 }  // namespace
@@ -66,7 +66,8 @@ void Updates::choose_chunks() {
   if (!any) return;
   std::vector<NewBytes> sizes = new_bytes_on_host(layout, states);
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (unit_of(chunk) == UpdateUnit::kMatrix) sizes[static_cast<size_t>(chunk)] = {};  // nothing of it is made ahead
+    // no speculative updates for matrices
+    if (unit_of(chunk) == UpdateUnit::kMatrix) sizes[static_cast<size_t>(chunk)] = {};
   }
   speculation_.choose(layout, sizes);
 }
@@ -103,7 +104,7 @@ Recipe Updates::early_recipe(ChunkId chunk) {
 }
 
 void Updates::start_early(Op op, ChunkId chunk) {
-  // On its way here the gradient may have taken the memory that the recipe was chosen for.
+  // On its way, the gradient may have taken the memory that the recipe was chosen for.
   const RecipeRow& row = row_of(recipe(chunk));
   if (row.start == Start::kAhead) return early_.start(chunk, row.passes);
   if (row.start != Start::kPromised) return;
@@ -112,7 +113,7 @@ void Updates::start_early(Op op, ChunkId chunk) {
       if (store_.chunk(chunk).is_sharded()) chunk = std::exchange(held_back_, chunk);
       if (chunk >= 0) commit(op, chunk);
       return;
-    case Op::kLoad:  // parts of others
+    case Op::kLoad:  // parts of other updates
     case Op::kStore:
     case Op::kVisitDown:
       return;
@@ -127,7 +128,7 @@ void Updates::commit(Op op, ChunkId chunk) {
   // A later use in this step needs the old values.
   const ArrayId param{chunk, ArrayKind::kParam};
   if (pager_.next_use(param) != NextUse::kNever) return;
-  // Gradients that have no place to wait in are applied in the first step already.
+  // Gradients without reserved memory are applied in the first step already.
   if (!arrays_.derives_value(chunk)) arrays_.make_states(chunk);
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (op == Op::kUpdateDevice && arrays_.has_states(chunk, Tier::kDevice)) {
@@ -211,7 +212,7 @@ void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, 
   early_.end_step();
 }
 
-// Passes that cannot be submitted either are submitted when the step is applied again.
+// Phase-two updates that fail here are submitted when the step is repeated.
 void Updates::submit_what_is_left() noexcept {
   try {
     early_.submit_states_passes();
@@ -233,7 +234,7 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
       early_.take_over(chunk, groups, grad_scale);
       note_made({Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo});
     } else {
-      // Downloads of all chunks are under way before the first update waits for one.
+      // Downloads of all chunks start before the first update waits for one.
       (disk_.is_home_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
     }
   }

@@ -1,6 +1,5 @@
-// Whoever is told about uses of parameters: the calls of plan/use_holds.h, as those see them who observe the
-// uses. The runtime listens in an engine; a plan without a GPU is made by a listener that writes them down
-// (patrickstar/planning/uses.py).
+// Listener to uses of parameters, with the calls of plan/use_holds.h. In an engine the runtime listens; to plan without
+// a GPU, a recorder of uses does (patrickstar/planning/uses.py).
 //
 // One thread at a time: the user's in forward, autograd's in backward.
 #pragma once

@@ -18,7 +18,7 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kStagingBytes = int64_t{128} << 20;  // of each of two: pieces of several files
+constexpr int64_t kStagingBytes = int64_t{128} << 20;  // each of two pinned pieces; not measured
 
 void write_file(int descriptor, const char* from, int64_t num_bytes, int64_t at) {
   while (num_bytes > 0) {
@@ -49,7 +49,7 @@ bool same_array(const ValueRange& one, const ValueRange& other) {
 
 }  // namespace
 
-// Device memory on its way to files and memory: while one piece is filled, the other one is copied on.
+// Copies device memory to files and memory through two pinned pieces: one is filled while the other is copied on.
 class ValueRanges::Staging {
  public:
   Staging(ValueRanges& ranges, const std::vector<RangeFile>& files)
@@ -66,7 +66,7 @@ class ValueRanges::Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  // From device memory that is complete on the download queue.
+  // `from`: device memory that is complete in the order of the download queue.
   void add(const char* from, Copy copy) {
     while (copy.num_bytes > 0) {
       if (half().used == kStagingBytes) turn();
@@ -186,7 +186,7 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
     char* end = nullptr;
     char* moved_to = nullptr;
   };
-  std::map<int, Span> spans;  // by array
+  std::map<int, Span> spans;  // by array index
   std::vector<std::pair<Span*, char*>> places;
   std::vector<ValueRange> elsewhere;
   for (const ValueRange& range : ranges) {
@@ -209,7 +209,7 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
     const ArrayId id = ArrayId::from_index(index);
     spans.count(index) > 0 ? memory_.leave_device(id) : memory_.discard(id);
   }
-  const auto abandon = [](HostBlock& block) {  // its region keeps it
+  const auto abandon = [](HostBlock& block) {  // its region keeps the memory
     block.num_bytes = 0;
     return static_cast<char*>(std::exchange(block.data, nullptr));
   };
@@ -218,6 +218,7 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
     memory_.settle_block(span.id);
     const int64_t num_bytes = span.end - span.begin;
     HostBlock target;
+    // Moves an array if at least a quarter of its buffer becomes free. Not measured.
     if (num_bytes < record.block.num_bytes / 4 * 3) target = memory_.arena().try_allocate_prepared(num_bytes);
     record.on_host = false;
     if (!target) {
@@ -309,7 +310,7 @@ void ValueRanges::write_stored(ParamId param, const std::vector<StoredRange>& ra
   }
 }
 
-// A float32 for each element, and no more to it.
+// float32 for each element, and nothing else.
 bool ValueRanges::is_plain(const ValueRange& range) const {
   const ChunkSpec& chunk = memory_.layout().chunk(memory_.layout().placement(range.param).chunk);
   return chunk.trainable && chunk.states.has(range.kind) && !chunk.is_in_split(range.kind) &&
@@ -319,7 +320,7 @@ bool ValueRanges::is_plain(const ValueRange& range) const {
 char* ValueRanges::readable(const ValueRange& range) {
   const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
   if (!is_plain(range) || !memory_.array(id).exists()) return nullptr;
-  if (memory_.store().home(id.chunk) == Tier::kDisk) return nullptr;  // blocks are lent to it
+  if (memory_.store().home(id.chunk) == Tier::kDisk) return nullptr;  // buffers are lent to it
   if (memory_.array(id).on_device && !memory_.array(id).on_host) return nullptr;
   pager_.bring_to_host(id);
   return static_cast<char*>(memory_.array(id).block.data) + float_bytes(shard_of(range).offset);
@@ -345,7 +346,7 @@ ValueRanges::Copy ValueRanges::copy_of(const ValueRange& range, char* part) cons
 }
 
 void ValueRanges::copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files) {
-  // [Note: a thread for each file]
+  // One task per file: see ValueRanges' header comment.
   std::vector<std::vector<Copy>> tasks(files.size());
   for (const Copy& copy : copies) {
     if (copy.file != kInMemory) {

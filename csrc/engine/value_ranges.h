@@ -1,12 +1,13 @@
-// Many ranges of values at once, out of chunks and into them, by all threads: what moves when the number of ranks
-// changes. float32 at the border, as in engine/chunk_values.h; here from and to memory or files of any number.
+// Copies many ranges of values out of chunks and into them, by all threads, when the number of ranks changes. Callers
+// see float32, as in engine/chunk_values.h, in any number of memory ranges or files.
 //
-// What is float32 where it lies, in host memory, is copied without anything in between; what is on the device goes
-// through two pieces of pinned memory in turn; all else as ChunkValues does it. What stays on devices does not pass
-// through host memory at all ([Note: stored elements]).
+//   float32 in host memory   copied directly
+//   float32 on the device    copied through two pieces of pinned memory in turn
+//   all else                 as ChunkValues does it
+//   device to device         never passes through host memory (`StoredRange`)
 //
-// [Note: a thread for each file] A file is written by one thread at a time, since the kernel lets no other one write to
-// it meanwhile; so whoever wants many threads gives many files. Any number read from one.
+// Each file is written by one thread at a time, since the kernel serialises writes to a file; use many files for
+// parallel writes. Any number of threads may read a file.
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -22,27 +23,26 @@ namespace patrickstar {
 struct ValueRange {
   ParamId param;
   ArrayKind kind;
-  int64_t begin;  // elements [begin, end) of the parameter, in its memory order, of this rank's part
+  int64_t begin;  // elements [begin, end) of the parameter in memory order, within this rank's part
   int64_t end;
   int file;    // index, or kInMemory
-  int64_t at;  // where the elements are to be or are: an offset in the file, or an address
+  int64_t at;  // source or destination: an offset in the file, or an address
 };
 
-// [Note: stored elements] Of the arrays that a trained parameter consists of (its compute value, where that is kept,
-// and the optimizer's), elements as they are stored, which is the same on any number of ranks. Where all of a chunk's
-// arrays lie on the device they can be copied from device to device: by this rank's part of a parameter, element by
-// element. Blocks of 8 bits are none of them: where blocks begin depends on the rank.
+// Elements of an array as stored: a trained parameter's compute value, if it is kept, or an optimizer state. Their
+// bytes are the same for any number of ranks. If all of a chunk's arrays are on the device, they can be copied between
+// devices, element by element. 8-bit states cannot: the begin of their blocks depends on the rank.
 struct StoredRange {
-  int array;      // index among the parameter's
-  int64_t begin;  // elements [begin, end) of the parameter, of this rank's part
+  int array;      // index among the parameter's arrays
+  int64_t begin;  // elements [begin, end) of the parameter, within this rank's part
   int64_t end;
-  const void* from;  // the first of them
+  const void* from;  // the first element
   Tier where;
 };
 
 struct RangeFile {
   int descriptor;
-  int64_t num_bytes;  // that it is to have, or has
+  int64_t num_bytes;  // required size when writing, actual size when reading
 };
 
 class ValueRanges {
@@ -51,33 +51,33 @@ class ValueRanges {
 
   ValueRanges(Pager& pager, ChunkValues& values) : pager_(pager), memory_(pager.memory()), values_(values) {}
 
-  // Out of chunks, as ChunkValues::read_own. Files get their size first, so that there is room for all. Throws
-  // SystemError where a file cannot be written.
+  // Reads values out of chunks, as ChunkValues::read_own. Files are sized first, so that there is room for all. Throws
+  // SystemError if a file cannot be written.
   void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
-  // Into chunks, as ChunkValues::write with the chunk's home. The ranges of one array follow each other, and are
-  // together this rank's part of it. Throws SystemError where a file cannot be read.
+  // Writes values into chunks, as ChunkValues::write on the chunk's resting tier. Ranges of one array must be
+  // consecutive and cover this rank's part of it. Throws SystemError if a file cannot be read.
   void write(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
 
-  // What an engine that is about to be closed leaves to another one.
+  // Memory that an engine leaves to its successor when it closes.
   struct SetAside {
-    std::vector<const float*> values;   // of each range
-    std::shared_ptr<KeptRegions> with;  // regions with values
-    std::shared_ptr<KeptRegions> free;  // all others
+    std::vector<const float*> values;   // by range
+    std::shared_ptr<KeptRegions> with;  // regions that hold values
+    std::shared_ptr<KeptRegions> free;  // all other regions
   };
-  // [Note: values set aside] The ranges' values stay in the arena's memory, close together, so that as many regions as
-  // can be are free: an array of which little is kept moves into memory that another one has left. Those that do not
-  // lie there as float32 are read to their addresses. Everything else of the engine is forgotten: only closing it comes
-  // after this. The arena keeps its regions in `free` by now.
+  // Keeps the ranges' values in the arena, packed so that most regions become free: an array of which little is kept
+  // moves into memory that another one has left. Values that are not float32 in host memory are read to their
+  // addresses. All else of the engine is forgotten, and only closing it may follow. The arena must keep its regions in
+  // `free` already.
   SetAside set_aside(const std::vector<ValueRange>& ranges, std::shared_ptr<KeptRegions> free);
 
-  // [Note: stored elements] Bytes of an element of each of the parameter's arrays; none where they cannot be copied so.
+  // Bytes per element of each of the parameter's arrays; empty if they cannot be copied as stored (`StoredRange`).
   std::vector<int64_t> stored_bytes(ParamId param) const;
-  // Whether all arrays of the parameter's chunk can be copied so, and are on the device.
+  // True if all arrays of the parameter's chunk can be copied as stored and are on the device.
   bool is_stored_on_device(ParamId param) const;
-  // Where this rank's part of each array begins on the device, complete on the compute queue.
+  // Device addresses of this rank's part of each array, complete in the order of the compute queue.
   std::vector<const void*> stored_on_device(ParamId param);
-  // Into the chunk, on its home; on the compute queue where that is the device. The ranges of each array are together
-  // this rank's part of it.
+  // Writes into the chunk, on its resting tier; on the device, in the order of the compute queue. Ranges of each array
+  // must cover this rank's part of it.
   void write_stored(ParamId param, const std::vector<StoredRange>& ranges);
 
  private:
@@ -92,10 +92,10 @@ class ValueRanges {
   ParamShard shard_of(const ValueRange& range) const { return memory_.layout().shard_of(range.param); }
   std::vector<ArrayId> stored_arrays(ParamId param) const;
   bool is_plain(const ValueRange& range) const;
-  // The first element of this rank's part of a plain array in host memory, where this thread may read it; null: it is
-  // not there.
+  // The first element of this rank's part in host memory, where this thread may read it; null if it is elsewhere or not
+  // float32.
   char* readable(const ValueRange& range);
-  // The same to be written, where all of the part is written next; null: not so.
+  // readable() for writing, if the caller overwrites the whole part; null as well.
   char* writable_on_host(const ValueRange& range);
   Copy copy_of(const ValueRange& range, char* part) const;
   void copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files);

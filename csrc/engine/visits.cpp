@@ -10,7 +10,7 @@ namespace patrickstar {
 
 namespace {
 
-// Where the pointer's element visits; null stays null.
+// Address of the pointer's element on the device; null stays null.
 template <typename T>
 T* at_place(T* pointer, const std::vector<VisitingPart>& parts) {
   if (pointer == nullptr) return nullptr;
@@ -22,7 +22,7 @@ T* at_place(T* pointer, const std::vector<VisitingPart>& parts) {
   return static_cast<T*>(static_cast<void*>(part->place + (byte - part->home)));
 }
 
-// What of the chunk's jobs lies in the piece that these parts are, as parts_of() orders them.
+// The chunk's jobs restricted to the piece of `parts`, which are ordered as by parts_of().
 std::vector<optim::UpdateJob> jobs_of(const Visit& visit, const std::vector<VisitingPart>& parts, DType dtype,
                                       int64_t first, int64_t last) {
   const std::vector<VisitingPart> states(parts.begin(), parts.end() - 2);
@@ -61,7 +61,7 @@ bool Visits::take_room() {
       return false;
     }
   }
-  // Memory that is new here was last used in the order of that queue.
+  // New memory here was last used in the order of the upload queue.
   memory_.backend().wait(Queue::kVisitUp, memory_.backend().record(Queue::kUpload));
   return true;
 }
@@ -70,7 +70,7 @@ void Visits::leave_room() {
   for (Slot& slot : slots_) slot.reset();
 }
 
-// States first, then the value, then the gradient, which stays where it is.
+// States first, then the value, then the gradient, which stays in its place.
 std::vector<VisitingPart> Visits::parts_of(const Visit& visit, int64_t first, int64_t last, char* place) const {
   const ChunkSpec& spec = memory_.store().chunk(visit.chunk);
   std::vector<VisitingPart> parts;

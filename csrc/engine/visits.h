@@ -1,18 +1,16 @@
-// Updates that the device makes of chunks that are at home on the host.
+// GPU round-trip updates: the device updates chunks whose states rest on the host.
 //
-// [Note: visits] The host's cores may take longer for their updates than the device for its step, while the link has
-// time. So some of these chunks visit the device: their states go up, are updated there beside whatever the device
-// computes, and come down into their places. The same inputs give the same bits on either side (optim/kernels.h), so
-// results do not depend on who makes an update; which chunks visit is chosen with the plan (plan/plan_choice.h).
+// [Note: visits] The host may need longer for its updates than the device for its step, while the link is free. So
+// states of some chunks go up, are updated on the device beside compute, and come down again. Both sides give the same
+// bits for the same inputs (optim/kernels.h), so results do not depend on the choice. The plan makes the choice
+// (plan/plan_choice.h).
 //
-// A visit is launched in backward, where updates are committed: the gradient is on the device then, and so is a value
-// that backward has just used, which need not go up again; whatever takes their memory waits there for the visit. A
-// chunk goes through in pieces of kVisitingPiece elements; kNumVisitors of them are on the device at once: one goes up
-// while another is updated and a third comes down. Behind the norm, visits were built and measured as well: beside the
-// uploads of the next forward they gained nothing (docs/design.md).
+// A round trip starts in backward, with optimizer-in-backward. The gradient is on the device then, and often the value
+// that backward has just used, which need not go up. Other uses of their memory wait for the round trip. A chunk passes
+// in pieces of kVisitingPiece elements, kNumVisitors at once: one goes up, one is updated and one comes down.
 //
 //   if (visits.take_room()) events = visits.update(visit);
-//   record.host_ready = events.down;   // whoever reads the block waits for it
+//   record.host_ready = events.down;   // readers of the host buffer wait for it
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -27,31 +25,30 @@
 
 namespace patrickstar {
 
-// One chunk's update.
 struct Visit {
   ChunkId chunk = -1;
-  std::vector<optim::UpdateJob> jobs;  // in host memory, but for the gradient
+  std::vector<optim::UpdateJob> jobs;  // in host memory, except for the gradient
   const void* grad = nullptr;          // the chunk's, as in the jobs: on the device
   void* param = nullptr;               // in host memory, as in the jobs
-  const void* value = nullptr;         // the same bits on the device, if it has them
-  std::vector<Event> after;            // what goes up may do so then
+  const void* value = nullptr;         // the value's copy on the device, or null
+  std::vector<Event> after;            // uploads wait for these
   Event grad_ready;
   Event value_ready;
 };
 
 struct VisitEvents {
-  Event used;  // nothing reads the gradient or the value on the device any more
-  Event down;  // everything is in host memory
+  Event used;  // completes the reads of gradient and value on the device
+  Event down;  // completes everything in host memory
 };
 
-// Of one array, or of its scales, what one piece has.
+// One piece's part of an array, or of its scales.
 struct VisitingPart {
   char* home;
   char* place;  // on the device
   int64_t num_bytes;
   bool goes_up;
   bool comes_down;
-  const char* source;  // on the device: what it has there already; null: nothing
+  const char* source;  // an existing copy on the device, or null
 };
 
 class Visits {
@@ -60,10 +57,10 @@ class Visits {
 
   // Elements of a piece, whole kStateBlocks.
   void set_piece_numel(int64_t numel) { piece_numel_ = numel; }
-  // Device memory for visits, unless it is there. False: what is of use would have to leave for it.
+  // Allocates device memory for round trips. False if something useful would have to leave for it.
   bool take_room();
   void leave_room();
-  // Enqueues all of it. There must be room.
+  // Enqueues the round trip. take_room() must have succeeded.
   VisitEvents update(const Visit& visit);
 
  private:
@@ -74,7 +71,7 @@ class Visits {
   ChunkMemory& memory_;
   int64_t piece_numel_ = kVisitingPiece;
   std::array<Slot, kNumVisitors> slots_;
-  size_t next_ = 0;  // of these, the one that was used longest ago
+  size_t next_ = 0;  // index of the least recently used of slots_
 };
 
 }  // namespace patrickstar

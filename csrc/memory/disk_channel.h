@@ -1,16 +1,11 @@
-// Transfers between memory and a file, several under way at once: by io_uring, or by threads that call pread and
-// pwrite. Which of them is decided when a channel is opened (DiskIo).
+// Concurrent transfers between memory and a file, by io_uring or by threads with pread and pwrite.
 //
 //   std::unique_ptr<DiskChannel> channel = open_disk_channel(fd, DiskIo::kAuto, memory);
 //   channel->start({DiskDirection::kRead, data, offset, num_bytes}, tag);   // at most depth() are under way
 //   DiskChannel::Completion done = channel->wait();                         // one of them, in any order
 //
-// [Note: registered buffers] Memory that is given when the channel is opened is registered with io_uring where the
-// system lets this process lock so much (RLIMIT_MEMLOCK), so that its pages are looked up and pinned once instead of at
-// every transfer. Other memory can be used all the same.
-//
-// A channel is used by one thread at a time, and allocates nothing. Whoever has started a transfer waits for it, also
-// when another one failed: until then the system may write the memory.
+// One thread at a time; allocates nothing. Every started transfer must be waited for, also after another one failed:
+// until then the system may write the memory.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +16,9 @@
 namespace patrickstar {
 
 enum class DiskIo : uint8_t {
-  kAuto,     // io_uring where the kernel has it and lets this process use it, else threads
-  kUring,    // io_uring or an error
-  kThreads,  // threads with pread and pwrite
+  kAuto,     // io_uring if kernel and process may use it, else threads
+  kUring,    // io_uring, or an error
+  kThreads,  // pread and pwrite
 };
 
 enum class DiskDirection : uint8_t { kRead, kWrite };
@@ -44,7 +39,7 @@ class DiskChannel {
  public:
   struct Completion {
     uint64_t tag = 0;
-    int64_t result = 0;  // bytes, of which there may be fewer than asked for, or an error number, negative
+    int64_t result = 0;  // bytes, possibly fewer than requested, or -errno
   };
 
   virtual ~DiskChannel() = default;
@@ -55,11 +50,12 @@ class DiskChannel {
   virtual Completion wait() = 0;
 };
 
-// `registered`: memory that is used again and again. Throws SystemError when the channel that is asked for cannot be
-// opened.
+// `registered`: memory that is used repeatedly. io_uring registers it if RLIMIT_MEMLOCK allows, so its pages are looked
+// up and pinned once instead of per transfer. Other memory works too. Throws SystemError if the requested channel
+// cannot be opened.
 std::unique_ptr<DiskChannel> open_disk_channel(int fd, DiskIo io, const std::vector<MemoryRange>& registered);
 
-// Null where the kernel has no io_uring, or does not let this process use it; `error` is its number then.
+// Null if the kernel has no io_uring or forbids it to this process; `error` is then errno.
 std::unique_ptr<DiskChannel> open_uring_channel(int fd, const std::vector<MemoryRange>& registered, int& error);
 
 }  // namespace patrickstar

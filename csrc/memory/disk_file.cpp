@@ -21,14 +21,14 @@ namespace patrickstar {
 
 namespace {
 
-// Of one request to the disk: large enough for its full rate, small enough that checksums keep up with it.
+// Bytes per disk request: enough for the disk's full rate, few enough for checksums to keep up. Not measured.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
+// Transfers without progress until EIO. Not measured.
 constexpr int kMostStuck = 100;
 
 const char* doing(DiskDirection direction) { return direction == DiskDirection::kRead ? "reading" : "writing"; }
 
-// What helps against an error of the system.
 std::string remedy(int error) {
   switch (error) {
     case ENOSPC:
@@ -49,7 +49,7 @@ std::string remedy(int error) {
   }
 }
 
-// Whether the countdown has run out; it is one less afterwards.
+// Counts down; true once it has reached 0.
 bool is_over(std::atomic<int64_t>& countdown) {
   const int64_t left = countdown.load();
   if (left < 0) return false;
@@ -59,7 +59,7 @@ bool is_over(std::atomic<int64_t>& countdown) {
 
 }  // namespace
 
-// One call of read() or write(): its ranges in pieces, in order, and what became of them.
+// One read() or write(): its ranges in pieces, in order.
 class DiskFile::Transfer {
  public:
   Transfer(const std::vector<DiskRange>& ranges, DiskDirection direction, DiskChannel& channel, DiskFaults* faults)
@@ -72,7 +72,7 @@ class DiskFile::Transfer {
     }
   }
 
-  // Returns the first error number; 0: none.
+  // Returns the first errno; 0 on success.
   int run() {
     size_t next = 0;
     while (true) {
@@ -123,13 +123,13 @@ class DiskFile::Transfer {
     if (faults_ != nullptr) completion.result = with_faults(completion.result, piece);
     if (completion.result == -EAGAIN || completion.result == -EINTR) return start(completion.tag);
     if (completion.result <= 0) {
-      // The file is as long as what is read of it: one that ends before was cut.
+      // A read of 0 bytes means that the file was truncated.
       if (error_ == 0) error_ = completion.result == 0 ? EIO : static_cast<int>(-completion.result);
       return;
     }
     const int64_t before = piece.done;
     piece.done += completion.result;
-    // Past the file's cache only whole blocks can be transferred.
+    // O_DIRECT transfers whole blocks only.
     if (!piece.is_done()) piece.done = piece.done / kAlignment * kAlignment;
     if (piece.done == before && ++num_stuck_ > kMostStuck && error_ == 0) error_ = EIO;
     if (!piece.is_done() && error_ == 0) start(completion.tag);
@@ -156,7 +156,7 @@ class DiskFile::Transfer {
   DiskFaults* const faults_;
   std::vector<uint32_t> crcs_;  // by range, of its first pieces
   std::vector<Piece> pieces_;
-  size_t num_summed_ = 0;  // of pieces that are read
+  size_t num_summed_ = 0;  // reads only
   int num_under_way_ = 0;
   int num_stuck_ = 0;  // transfers of less than a block
   int error_ = 0;
@@ -182,7 +182,7 @@ DiskFile::~DiskFile() {
   close(fd_);
 }
 
-// Without a name where the file system can, else its name goes at once.
+// Uses O_TMPFILE where the file system has it, else unlinks the name at once.
 void DiskFile::open() {
   fd_ = is_plain() ? -1 : ::open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (fd_ < 0 && (is_plain() || errno == EOPNOTSUPP || errno == EISDIR)) {
@@ -241,12 +241,13 @@ std::vector<uint32_t> DiskFile::run(Transfer& transfer) {
   return transfer.take_checksums();
 }
 
-// The cache keeps what is not on the disk yet, so that is written first.
+// The cache keeps dirty pages, so they are written first.
 void DiskFile::drop_from_cache(DiskDirection direction, const DiskRange& range) {
   if (direction == DiskDirection::kWrite) {
     const unsigned flags = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
     const int error = sync_file_range(fd_, range.offset, range.num_bytes, flags) == 0 ? 0 : errno;
-    const bool is_refused = error == ESPIPE || error == EINVAL || error == ENOSYS;  // not by the disk
+    // the file system has no sync_file_range
+    const bool is_refused = error == ESPIPE || error == EINVAL || error == ENOSYS;
     PS_CHECK(error == 0 || is_refused, DiskError, "disk_memory: writing ", range.num_bytes,
              " bytes of optimizer states in ", folder_, " failed: ", std::strerror(error), "; ", remedy(error));
   }

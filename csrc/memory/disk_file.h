@@ -1,25 +1,21 @@
 // A file on a disk as memory for arrays: ranges of bytes that are written and read back.
 //
-// The file has no name from the moment it is opened, so nothing is left behind whatever becomes of the process, and all
-// of its bytes are allocated then, so a disk that is too small is found before the first step. Where the file system
-// takes O_DIRECT, bytes go past the kernel's file cache, which host memory is too scarce for and which would be slower;
-// elsewhere the cache is told after each transfer to drop what passed through it.
-//
-// A transfer is cut into pieces of which many are under way at once (memory/disk_channel.h), and the checksum of each
-// range is computed meanwhile. What fails throws DiskError, when nothing is under way any more: the message names the
-// folder, what was being done, and what is to be done about it.
+// - The file has no name, so nothing is left behind when the process ends.
+// - All bytes are allocated at once, so a full disk is detected before the first step.
+// - With O_DIRECT, bytes bypass the kernel's file cache. Otherwise the cache is dropped after each transfer.
+// - A transfer is cut into pieces, many in flight at once (memory/disk_channel.h); checksums are computed meanwhile.
+// - Failures throw DiskError after all transfers have ended. The message names folder, operation and remedy.
 //
 //   DiskFile file("/nvme", num_bytes, {}, {{staging, staging_bytes}});
 //   uint32_t crc = file.write({{data, offset, num_bytes}}).front();
 //   file.read({{data, offset, num_bytes}}).front() == crc
 //
-// A transfer that is prepared needs no memory to run, so that on a thread of its own it fails for the disk alone:
+// A prepared transfer allocates nothing when it runs, so on a thread of its own only the disk can fail:
 //
 //   const auto transfer = file.prepare(DiskDirection::kRead, ranges);
 //   std::vector<uint32_t> crcs = file.run(*transfer);   // once
 //
-// One thread may write while another one reads, other ranges. Offsets, lengths and addresses are multiples of
-// kAlignment.
+// One thread may write while another reads other ranges. Offsets, lengths and addresses are multiples of kAlignment.
 #pragma once
 
 #include <atomic>
@@ -33,15 +29,15 @@
 
 namespace patrickstar {
 
-// What a disk is made to do by a test. A count of -1: never.
+// Faults that tests inject. A count of -1: never.
 struct DiskFaults {
-  std::atomic<int64_t> reads_before_error{-1};  // transfers of a piece; from then on all of them fail
+  std::atomic<int64_t> reads_before_error{-1};  // pieces; all later ones fail
   std::atomic<int64_t> writes_before_error{-1};
   std::atomic<int> error_number{5};            // EIO
-  std::atomic<int64_t> reads_before_flip{-1};  // then a bit of one piece is read wrongly
+  std::atomic<int64_t> reads_before_flip{-1};  // then one bit of a piece is flipped
   std::atomic<double> seconds_per_piece{0};    // a slow disk
-  std::atomic<bool> cuts_short{false};         // every second piece is transferred in part
-  std::atomic<bool> is_plain{false};  // a file system without O_TMPFILE, fallocate and O_DIRECT, when it is opened
+  std::atomic<bool> cuts_short{false};         // every second piece is transferred partially
+  std::atomic<bool> is_plain{false};           // at opening: no O_TMPFILE, fallocate or O_DIRECT
 };
 
 struct DiskFileOptions {
@@ -60,8 +56,7 @@ class DiskFile {
   static constexpr int64_t kAlignment = 4096;
   static int64_t round_up(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-  // A file of `num_bytes` in `folder`. `registered`: memory that transfers will use. Throws DiskError when there is no
-  // such folder, or no room in it.
+  // `registered`: memory that transfers will use. Throws DiskError if `folder` does not exist or has no room.
   DiskFile(std::string folder, int64_t num_bytes, DiskFileOptions options, const std::vector<MemoryRange>& registered);
   ~DiskFile();
   DiskFile(const DiskFile&) = delete;
@@ -69,7 +64,7 @@ class DiskFile {
 
   class Transfer;
 
-  // The ranges' CRC-32C each. Throw DiskError.
+  // Return the CRC-32C of each range. Throw DiskError.
   std::vector<uint32_t> read(const std::vector<DiskRange>& ranges);
   std::vector<uint32_t> write(const std::vector<DiskRange>& ranges);
   // The same in two parts.

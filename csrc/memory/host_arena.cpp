@@ -50,7 +50,7 @@ HostArena::~HostArena() {
   for (auto& region : regions_) unmap(*region);
 }
 
-// Of two regions in a row at least one is more than half full.
+// At least one of two adjacent regions is more than half full.
 int64_t HostArena::most_rounding_bytes(int64_t total_bytes) { return (2 * total_bytes / kMaxRegionBytes + 2) * kPage; }
 
 int64_t HostArena::most_region_bytes(int64_t total_bytes) {
@@ -75,7 +75,7 @@ std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_byte
       region_bytes += size;
     }
     total -= region_bytes;
-    if (region != nullptr && total > unreserved_bytes()) {  // what is left over of it would be missed
+    if (region != nullptr && total > unreserved_bytes()) {  // the rest of this region would be missing elsewhere
       reused_->add({region->data, region->num_bytes}, hooks_.dispose);
       note_mapped(-region->num_bytes);
       regions_.pop_back();
@@ -117,7 +117,7 @@ void HostArena::prepare(HostBlock& block) {
   block.prepared = true;
 }
 
-// Where it fails the region stays reserved for the blocks that are in it; without any it goes.
+// On failure the region stays reserved for its blocks; an empty region is unmapped.
 void HostArena::prepare(Region& region) {
   if (region.prepared) return;
   const bool by_thread = finish_ahead(region);
@@ -149,7 +149,7 @@ void HostArena::prepare_ahead() {
     if (region->prepared || region->ahead != nullptr) continue;
     if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
     auto ahead = std::make_shared<Region::Ahead>();
-    // Where it fails whoever needs the region tries again, and gets the error.
+    // On failure the first user of the region tries again and gets the error.
     ahead->done = preparer_->submit([this, ahead, data = region->data, num_bytes = region->num_bytes] {
       if (ahead->is_taken.exchange(true)) return;
       hooks_.prepare(data, num_bytes);

@@ -1,22 +1,15 @@
-// Host memory for payloads: an arena of our own instead of malloc or cudaHostAlloc.
+// Host memory for chunk buffers, in place of malloc or cudaHostAlloc.
 //
-// Memory comes from mmap in regions, asks for huge pages (the CPU's Adam runs 15 % faster on them), and a
-// region is pinned as a whole by the function given (cudaHostRegister on CUDA: measured 12 GB/s including a parallel
-// first touch, against 3.3 for cudaHostAlloc). A block lies in one region, so one pinned range covers it.
-// Blocks are found best-fit and coalesce when freed. Guarded by the runtime's lock.
+// Regions come from mmap and ask for huge pages, with which the CPU's Adam is 15 % faster. A region is pinned as a
+// whole by RegionHooks::prepare: cudaHostRegister with a parallel first touch reaches 12 GB/s, cudaHostAlloc 3.3. A
+// block lies in one region. Blocks are found best-fit and coalesce when freed.
 //
-// Preparing memory takes seconds per 50 GB. [Note: regions ahead] A reserved region is prepared when a block of it is
-// first needed, or before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs.
-// Whoever needs one earlier prepares it himself, or waits for it where the thread has begun.
+// Preparing memory takes seconds per 50 GB, so prepare_ahead() does it on a thread of the arena. Pinning blocks kernel
+// launches for 20 ms per GiB (benchmark/results/h200-pinning.txt). Regions are small, so that the launching thread's
+// lead over the device hides each pause.
 //
-// Pinning keeps the process from launching kernels, 20 ms per GiB. Regions are small, so that what a launching thread
-// is ahead of the device covers each pause, and whoever needs a block waits for little beside it.
-//
-// [Note: places] A reserved block has its place from the beginning, so that whatever sizes are asked for in whatever
-// order meanwhile, it fits when its turn comes. It may be used once prepare() returned.
-//
-// Arenas of one process count against one budget. A block goes back to its arena when it is destroyed, which outlives
-// it.
+// Arenas of one process share one budget. A block returns to its arena, which must outlive it. Guarded by the runtime's
+// lock.
 //
 //   HostArena arena(std::make_shared<HostBudget>(/*limit_bytes=*/8 << 30), {});
 //   HostBlock block = arena.allocate(1 << 20);   // throws MemoryBudgetError over the limit
@@ -37,8 +30,7 @@ namespace patrickstar {
 
 class HostArena;
 
-// [Note: who frees what] (docs/design.md) Memory of an arena; null, or owned. Whoever destroys it sees to it that
-// nobody uses its memory any more.
+// Owned memory of an arena, or null. The owner must not destroy it while anything uses its memory.
 class HostBlock {
  public:
   HostBlock() = default;
@@ -65,18 +57,18 @@ class HostBlock {
 
   void* data = nullptr;
   int64_t num_bytes = 0;
-  bool zeroed = false;    // fresh from the system: all bytes are zero
+  bool zeroed = false;    // fresh from the system
   bool prepared = false;  // HostArena::prepare
 
  private:
   HostArena* arena_ = nullptr;
 };
 
-// What the arenas of a process may map together. Guarded by the lock of those who share it.
+// Memory that the arenas of a process may map together. Guarded by the lock of its users.
 struct HostBudget {
   explicit HostBudget(int64_t limit_bytes) : limit_bytes(limit_bytes) {}
 
-  // What may still be mapped or reserved.
+  // Bytes that may still be mapped or reserved.
   int64_t unreserved_bytes() const { return limit_bytes - mapped_bytes - reserved_bytes; }
 
   const int64_t limit_bytes;
@@ -84,17 +76,15 @@ struct HostBudget {
   int64_t reserved_bytes = 0;  // to be mapped
 };
 
-// What to do with a new region before use and with an old one before it is unmapped; each may be empty. `place` takes
-// no time and comes before anything touches the region; `prepare` may take seconds. Both are called by any thread.
-// `dispose` may outlive whoever made it.
+// Hooks of new and of unmapped regions; each may be empty. `place` is fast and runs before the first touch; `prepare`
+// may take seconds. Any thread may call them. `dispose` may outlive its maker.
 struct RegionHooks {
   std::function<void(void* data, int64_t num_bytes)> place;
   std::function<void(void* data, int64_t num_bytes)> prepare;
   std::function<void(void* data, int64_t num_bytes)> dispose;
 };
 
-// Regions of an arena that has ended or gives memory back, prepared as they are, for another arena. What nobody takes
-// is given back to the system with this.
+// Prepared regions of one arena, kept for another. Regions that no arena takes are unmapped with this.
 class KeptRegions {
  public:
   struct Region {
@@ -108,7 +98,7 @@ class KeptRegions {
   KeptRegions& operator=(const KeptRegions&) = delete;
 
   void add(Region region, const std::function<void(void* data, int64_t num_bytes)>& dispose);
-  // The first that has so many bytes and no more than `most_bytes`; an empty one: there is none.
+  // The first region within these sizes, or an empty one.
   Region take(int64_t least_bytes, int64_t most_bytes);
   int64_t num_bytes() const { return num_bytes_; }
 
@@ -121,48 +111,50 @@ class KeptRegions {
 class HostArena {
  public:
   static constexpr int64_t kBlockAlignment = 256;
+  // Pinning costs the same per GiB in pieces of any size (benchmark/results/h200-pinning.txt); small ones pause less.
   static constexpr int64_t kMaxRegionBytes = int64_t{256} << 20;
 
   HostArena(std::shared_ptr<HostBudget> budget, RegionHooks hooks);
-  // All blocks are gone.
+  // All blocks must be gone.
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  // What reserving blocks of `total_bytes` takes beside them at most: regions are whole pages.
+  // Most bytes that reserve() adds to `total_bytes` of blocks, since regions are whole pages.
   static int64_t most_rounding_bytes(int64_t total_bytes);
-  // What regions of one block of so many bytes, or reserved ones of several (alignment included), are at most.
+  // Most bytes of the region of one block, or of the regions of several reserved blocks (alignment included).
   static int64_t most_region_bytes(int64_t total_bytes);
-  // Blocks of these sizes, whose memory is mapped but not prepared. Those that are dropped leave room that is reserved
-  // for whoever allocates next. Throws MemoryBudgetError when they exceed the limit.
+  // Maps blocks of these sizes without preparing them. A reserved block has its place from the beginning, so other
+  // allocations cannot fragment it away. Room of dropped blocks stays reserved for later allocations. Throws
+  // MemoryBudgetError over the limit.
   std::vector<HostBlock> reserve(const std::vector<int64_t>& block_bytes);
-  // Before the first use of a reserved block. Throws what preparing its region throws.
+  // Required before the first use of a reserved block; waits if the arena's thread is preparing its region. Rethrows
+  // RegionHooks::prepare.
   void prepare(HostBlock& block);
-  // What may still be reserved.
+  // Bytes that may still be reserved.
   int64_t unreserved_bytes() const { return budget_->unreserved_bytes(); }
-  // What this arena may still hand out, if it fits into its regions.
+  // Bytes that this arena may still hand out, fragmentation aside.
   int64_t free_bytes() const { return mapped_bytes_ - used_bytes_ + reserved_bytes_ + unreserved_bytes(); }
-  // Starts to prepare what is reserved.
+  // Prepares all reserved regions on the arena's thread. A region needed earlier is prepared by its user.
   void prepare_ahead();
-  // Whether regions are being prepared ahead right now.
   bool is_preparing() const;
-  // Prepared regions that this arena gives back go there from now on, and not to the system.
+  // From now on, prepared regions that this arena gives back go to `kept`.
   void keep_regions(std::shared_ptr<KeptRegions> kept) { keeper_ = std::move(kept); }
-  // reserve() takes regions from there first, where they fit.
+  // reserve() takes fitting regions from `kept` first.
   void reuse_regions(std::shared_ptr<KeptRegions> kept) { reused_ = std::move(kept); }
-  // What is left of them goes back to the system, beside whatever else runs.
+  // Unmaps the rest of reuse_regions()'s memory in the background.
   void release_reused();
-  // Gives back reserved regions that were not needed and have no block.
+  // Unmaps reserved regions that were never prepared and have no block.
   void release_reserved();
 
   HostBlock allocate(int64_t num_bytes);
-  // An empty block instead of an error.
+  // Returns an empty block instead of throwing.
   HostBlock try_allocate(int64_t num_bytes);
-  // The same out of memory that was never reserved.
+  // The same, from memory that was never reserved.
   HostBlock try_allocate_unreserved(int64_t num_bytes);
-  // The same, and an empty block also where memory would have to be prepared first.
+  // Like try_allocate(), but empty also if memory would have to be prepared first.
   HostBlock try_allocate_prepared(int64_t num_bytes);
-  // Gives regions without any block back to the system.
+  // Unmaps prepared regions without blocks.
   void trim();
 
   int64_t limit_bytes() const { return budget_->limit_bytes; }
@@ -178,34 +170,34 @@ class HostArena {
   using FreeNode = FreeRanges::node_type;
   struct Region {
     enum class Origin : uint8_t { kReserved, kOnDemand };
-    // What the arena's own thread has to do with it.
+    // State shared with the arena's thread.
     struct Ahead {
       Event done;
-      std::atomic<bool> is_prepared{false};  // to be read after `done`
-      std::atomic<bool> is_taken{false};     // by that thread, or by another one that comes first
+      std::atomic<bool> is_prepared{false};  // valid after `done`
+      std::atomic<bool> is_taken{false};     // by that thread, or by one that came first
     };
 
     char* data = nullptr;
     int64_t num_bytes = 0;
     Origin origin = Origin::kOnDemand;
     bool prepared = false;
-    int64_t touched = 0;               // bytes below were handed out before
+    int64_t touched = 0;               // bytes below this were handed out before
     FreeRanges free;                   // offset -> size
-    std::vector<FreeNode> free_nodes;  // for blocks that are not free yet: to free one allocates nothing
-    std::shared_ptr<Ahead> ahead;      // null until asked for
+    std::vector<FreeNode> free_nodes;  // one per used block, so that freeing allocates nothing
+    std::shared_ptr<Ahead> ahead;      // null until prepare_ahead()
 
     bool is_free() const { return free.size() == 1 && free.begin()->second == num_bytes; }
   };
   enum class Search : uint8_t { kPrepared, kPreparedOnDemand, kUnprepared };
 
   Region& add_region(int64_t num_bytes, Region::Origin origin);
-  // Of the regions that are used again, one with room for `needed_bytes` that leaves no less than `spare_bytes` of the
-  // budget beside them; null: there is none.
+  // Takes a reusable region with room for `needed_bytes`, if at least `spare_bytes` of the budget are left then; else
+  // null.
   Region* reuse_region(int64_t needed_bytes, int64_t spare_bytes);
   void prepare(Region& region);
-  // Nothing is done ahead to the region afterwards. Whether it was prepared so.
+  // Ends preparation ahead of this region. True if it was prepared.
   static bool finish_ahead(Region& region);
-  // Takes over what the arena's own thread has prepared by now.
+  // Adopts regions that the arena's thread has prepared.
   void add_prepared();
   HostBlock find_block(int64_t num_bytes, Search search);
   HostBlock take(Region& region, FreeRanges::iterator range, int64_t num_bytes);

@@ -29,7 +29,7 @@ char* map_host_memory(int64_t num_bytes) {
   if (begin > address) munmap(mapped, static_cast<size_t>(begin - address));
   const int64_t tail = address + num_bytes + slack - (begin + num_bytes);
   if (tail > 0) munmap(reinterpret_cast<void*>(begin + num_bytes), static_cast<size_t>(tail));
-  madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint: may fail
+  madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint, may fail
   return reinterpret_cast<char*>(begin);
 }
 

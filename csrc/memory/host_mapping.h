@@ -1,5 +1,4 @@
-// Anonymous memory from mmap, which starts at a huge page when it is large enough to hold one, and asks for huge ones.
-// Its pages are there when they are first touched.
+// Anonymous memory from mmap, untouched. It is aligned to a huge page if large enough for one, and asks for huge pages.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +6,7 @@
 
 namespace patrickstar {
 
-// Throws SystemError. Given back by munmap.
+// Throws SystemError. Freed by munmap.
 char* map_host_memory(int64_t num_bytes);
 
 class HostMapping {

@@ -18,7 +18,7 @@ bool has_default_policy() {
   return syscall(SYS_get_mempolicy, &mode, nullptr, 0UL, nullptr, 0UL) == 0 && mode == MPOL_DEFAULT;
 }
 
-// Tried on a page of its own.
+// Tries on a page of its own.
 bool can_interleave(const std::vector<int>& nodes) {
   const auto num_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   void* page = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -43,7 +43,7 @@ bool interleave_pages(void* data, int64_t num_bytes, const std::vector<int>& nod
     const auto bit = static_cast<size_t>(node);
     mask[bit / kBitsPerWord] |= 1UL << (bit % kBitsPerWord);
   }
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than the given count.
   return syscall(SYS_mbind, data, static_cast<unsigned long>(num_bytes), MPOL_INTERLEAVE, mask.data(),
                  mask.size() * kBitsPerWord + 1, 0UL) == 0;
 }

@@ -1,15 +1,14 @@
-// Device slots: the blocks of device memory that payloads occupy.
+// Pool of device buffers for chunks.
 //
-// A slot that is given back stays here for reuse (its last users' events go with it, so that reuse needs no host
-// synchronisation) until somebody needs the memory for something else. The one that was released first is reused first.
-// Slots count against the device limit whether in use or idle. Guarded by the runtime's lock.
+// A released buffer stays in the pool with the events of its last users, so reuse needs no host synchronisation. Of
+// equal sizes, the first released is reused first. Used and idle buffers count against the device limit. Guarded by the
+// runtime's lock.
 //
-// [Note: rare sizes] Idle slots go back in the order of how many slots have their size, those of the most common size
-// first: another such slot is free soon, but one of a rare size (a language model's head) can be had again only where
-// PyTorch finds as much memory in one piece. On CUDA it gave all that it had cached back to the driver for it, in
-// every step, while the device stood still for 0.13 s. For the same reason a slot that is up to a half larger serves
-// a request where there is no room for another one: in the end all slots of common sizes are large enough for each
-// other. Plans leave slots of rare sizes their room at all moments (idle_slot_bytes(), plan/placement.cpp).
+// Rare sizes. trim() frees idle buffers of the most common size first, and rare sizes (a language model's head) last.
+// To allocate a rare size again, PyTorch needs that much memory in one piece. On CUDA it returned its whole cache to
+// the driver in every step for it, which stalled the device for 0.13 s (benchmark/results/h200-allocator-room.txt). For
+// the same reason a buffer up to kMostSlotWaste too large serves a request when memory is scarce, so buffers of common
+// sizes become interchangeable. Plans keep room for rare sizes at every access (idle_slot_bytes(), plan/placement.cpp).
 #pragma once
 
 #include <cstdint>
@@ -29,8 +28,8 @@ class SlotOwner {
   ~SlotOwner() = default;
 };
 
-// [Note: who frees what] (docs/design.md) Device memory; null, or owned: it goes back to where it came from, which
-// outlives it, when it is destroyed. Until `busy` is over somebody may use what it held; its owner keeps that in mind.
+// Owned device memory, or null. It returns to its owner when destroyed; the owner must outlive it. Users of the old
+// contents may run until `busy` is over, which the owner must respect.
 class Slot {
  public:
   Slot() = default;
@@ -68,32 +67,29 @@ class Slot {
 
 enum class OverLimit { kRefuse, kAllow };
 
-// [Note: what stays fits] Whether a slot may be larger than what is asked for. What comes and goes takes whatever is
-// idle, so that memory need not change hands; but what stays for good (optimizer states, which are of other sizes than
-// values) would keep what it does not need for good: up to a third of all memory of states of 8 bits.
+// kLoose: an idle buffer larger than the request may serve it, so memory need not change hands. kExact: for optimizer
+// states, which stay. A loose fit would waste up to a third of the memory of 8-bit states.
 enum class SlotFit : uint8_t { kLoose, kExact };
 
-// What a slot may be larger than what is asked for, as a share of that, where there is no room for a slot of its own.
+// Most excess size of a buffer, relative to the request, when there is no room for a new one. Not measured by itself.
 constexpr double kMostSlotWaste = 0.5;
 
 class SlotPool final : public SlotOwner {
  public:
-  // An idle slot serves a request if it is larger by at most this share of it, by more where memory is scarce; 0 asks
-  // for the very size.
+  // `max_waste_ratio`: most excess size of an idle buffer, relative to the request, while memory is not scarce.
   SlotPool(DeviceAllocator& allocator, double max_waste_ratio)
       : allocator_(allocator), max_waste_ratio_(max_waste_ratio) {}
-  // All slots are gone.
+  // All buffers must be gone.
   ~SlotPool() { trim(INT64_MAX); }
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
 
-  // While slots take no more than this, a new one is preferred to an idle one whose last use is not over: whoever
-  // writes it would have to wait.
+  // While all buffers take at most this, acquire() prefers a new buffer to an idle one whose last use is not over.
   void set_ample_bytes(int64_t num_bytes) { ample_bytes_ = num_bytes; }
 
-  // An empty slot when there is no room.
+  // Empty if there is no room.
   Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose, OverLimit over_limit = OverLimit::kRefuse);
-  // Gives idle slots back to the allocator until at least `num_bytes` are freed or none is idle; rare sizes last.
+  // Frees idle buffers, rare sizes last, until `num_bytes` are freed or none is left. Returns the bytes freed.
   int64_t trim(int64_t num_bytes);
 
   int64_t used_bytes() const { return used_bytes_; }
@@ -107,20 +103,20 @@ class SlotPool final : public SlotOwner {
 
   using IdleSlots = std::multimap<int64_t, Idle>;  // by size
 
-  // The smallest that is large enough, and not larger by more than this share.
+  // The smallest idle buffer that fits within `waste_ratio`, or end().
   IdleSlots::iterator find_idle(int64_t num_bytes, double waste_ratio);
   Slot hand_out_idle(IdleSlots::iterator found);
   Slot hand_out(void* data, int64_t num_bytes, BusyUntil busy);
-  // Where there is no memory to note it, it goes back to the allocator.
+  // If bookkeeping finds no host memory, the buffer is freed.
   void take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept override;
   void forget_one(int64_t size);
-  // Of the idle slots, of which there are some: one of the most common size, the larger of two.
+  // An idle buffer of the most common size, the larger size on a tie. Requires an idle buffer.
   IdleSlots::iterator most_common();
 
   DeviceAllocator& allocator_;
   double max_waste_ratio_;
   IdleSlots idle_;
-  std::map<int64_t, int> num_of_size_;  // slots, in use or idle
+  std::map<int64_t, int> num_of_size_;  // number of buffers, used or idle
   int64_t used_bytes_ = 0;
   int64_t idle_bytes_ = 0;
   int64_t ample_bytes_ = 0;

@@ -1,15 +1,14 @@
-// Device memory that activations have left: where gradients wait for the norm.
+// Device memory that activations have left, lent to gradients that wait for the norm.
 //
-// [Note: gradients in the tide] Activations need most at one moment, of a language model where its loss is computed.
-// Towards the end of backward PyTorch's allocator keeps gigabytes of that which no layer asks for any more, cached for
-// the compute queue, where no slot may be cut out ([Note: slots and the caching allocator], backend/cuda_backend.cpp):
-// a slot would not be given back before the next forward. A gradient that waits on the device is: it comes as backward
-// goes on, and is gone with the update. So where values are put in place ([Note: values in place], optim/kernels.h),
-// which is where memory is scarcest and a gradient does not take its parameters' place, it lies there as far as there
-// is room. It is no slot then: it belongs to the tide, which it does not raise, and plans reckon it as nothing
-// (DeviceBudget::gradient_tide_bytes). That it leaves makes room for activations alone.
+// [Note: gradients in the tide] Activation memory has one peak; for language models it is the loss. Late in backward
+// PyTorch's allocator still caches gigabytes of that peak, which no layer needs until the next forward. A device buffer
+// cut from this cache (backend/cuda_backend.cpp) would stay until then, so buffers come from another pool. A waiting
+// gradient leaves with its update, so it may lie there. This is done for in-place speculative updates
+// (optim/kernels.h), where memory is scarcest and a gradient does not take its parameters' place. Such a gradient
+// counts as activation memory without raising its peak, and plans give it 0 bytes (DeviceBudget::gradient_tide_bytes).
+// Evicting it frees memory that only activations can use.
 //
-// A tide that leaves the device at once, as the simulated one does, leaves nothing behind: slots get that.
+// The simulated device's activation memory is freed at once, so it has nothing to lend.
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -28,7 +27,7 @@ class TideMemory final : public SlotOwner {
   TideMemory(const TideMemory&) = delete;
   TideMemory& operator=(const TideMemory&) = delete;
 
-  // Empty where activations have not left so much.
+  // Empty if activations have not left that much.
   Slot acquire(int64_t num_bytes) {
     BusyUntil busy;
     void* data = allocator_.allocate_of_tide(num_bytes, busy);
@@ -36,9 +35,9 @@ class TideMemory final : public SlotOwner {
     return data == nullptr ? Slot() : Slot(*this, data, num_bytes, std::move(busy));
   }
 
-  // What activations cannot have meanwhile.
+  // Bytes lent now, which activations cannot use.
   int64_t lent_bytes() const { return allocator_.lent_tide_bytes(); }
-  // The same after the last acquire(): late in backward.
+  // lent_bytes() after the last acquire(), late in backward.
   int64_t room_bytes() const { return room_bytes_; }
 
  private:

@@ -1,4 +1,4 @@
-// io_uring by its three system calls: what liburing would do for a queue that one thread uses is what follows.
+// io_uring by its three system calls, for a ring that one thread uses.
 #include <linux/io_uring.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -17,8 +17,9 @@ namespace patrickstar {
 
 namespace {
 
+// Transfers in flight. Not measured.
 constexpr unsigned kDepth = 32;
-// The kernel registers at most so much at once.
+// The kernel's limit per registered buffer.
 constexpr int64_t kMostRegistered = int64_t{1} << 30;
 
 template <typename... Args>
@@ -30,7 +31,6 @@ int64_t call(int64_t number, Args... args) {
   return result;
 }
 
-// A mapping of the ring's memory.
 class Mapping {
  public:
   Mapping(int ring, size_t num_bytes, int64_t offset) : num_bytes_(num_bytes) {
@@ -75,7 +75,7 @@ size_t completion_bytes(const io_uring_params& params) {
   return params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
 }
 
-// The kernel reads and writes heads and tails at the same time.
+// The kernel accesses heads and tails concurrently.
 unsigned load(const unsigned* value) { return __atomic_load_n(value, __ATOMIC_ACQUIRE); }
 void store(unsigned* value, unsigned to) { __atomic_store_n(value, to, __ATOMIC_RELEASE); }
 
@@ -91,7 +91,6 @@ class UringChannel final : public DiskChannel {
 
   bool is_mapped() const { return submissions_.is_mapped() && completions_.is_mapped() && entries_.is_mapped(); }
 
-  // [Note: registered buffers]
   void register_memory(const std::vector<MemoryRange>& ranges) {
     std::vector<iovec> pieces;
     for (const MemoryRange& range : ranges) {
@@ -137,7 +136,7 @@ class UringChannel final : public DiskChannel {
   }
 
  private:
-  static constexpr unsigned kBatch = 4;  // transfers that one system call starts
+  static constexpr unsigned kBatch = 4;  // transfers per system call; not measured
 
   void fill(io_uring_sqe& entry, unsigned index, const DiskTransfer& transfer) {
     std::memset(&entry, 0, sizeof(entry));
@@ -158,7 +157,7 @@ class UringChannel final : public DiskChannel {
     }
   }
 
-  // Which registered piece the transfer lies in; -1: none.
+  // Index of the registered piece that contains the transfer; -1: none.
   int buffer_of(const DiskTransfer& transfer) const {
     for (size_t i = 0; i < registered_.size(); ++i) {
       const auto* begin = static_cast<const char*>(registered_[i].iov_base);
@@ -175,7 +174,7 @@ class UringChannel final : public DiskChannel {
       num_unsubmitted_ -= static_cast<unsigned>(result);
       return;
     }
-    // The kernel is short of memory for a moment: what is under way ends first.
+    // The kernel is short of memory; transfers in flight end first.
     PS_CHECK(errno == EAGAIN || errno == EBUSY, SystemError, "io_uring refuses transfers: ", std::strerror(errno),
              "; set disk_memory.io to \"threads\"");
     usleep(1000);
@@ -188,7 +187,7 @@ class UringChannel final : public DiskChannel {
   const Mapping entries_;
   const io_uring_params params_;
   std::vector<iovec> registered_;
-  std::array<iovec, kDepth> vectors_{};  // of transfers under way whose memory is not registered
+  std::array<iovec, kDepth> vectors_{};  // for transfers of unregistered memory
   unsigned num_unsubmitted_ = 0;
 };
 
@@ -202,7 +201,7 @@ std::unique_ptr<DiskChannel> open_uring_channel(int fd, const std::vector<Memory
     return nullptr;
   }
   auto channel = std::make_unique<UringChannel>(fd, ring, params);
-  // Since Linux 5.5 what a transfer was described by may change once it is submitted.
+  // Since Linux 5.5 a submitted transfer's descriptor may be reused.
   const bool is_stable = (params.features & IORING_FEAT_SUBMIT_STABLE) != 0;
   if (!channel->is_mapped() || !is_stable) {
     error = is_stable ? ENOMEM : ENOSYS;

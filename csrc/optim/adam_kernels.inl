@@ -1,45 +1,22 @@
 // A part of kernel_body.inl: Adam over float32 states, whole and in passes.
 //
-// [Note: skewed streams] Adam is bound by memory: it reads and writes 14 bytes per element. Its streams
-// start in the same place of their arrays, and where arrays lie at equal offsets within a large power of
-// two (chunks do), all streams then ask for the same few memory channels at once (so we think: distances
-// that differ by 256 bytes end it). So the three updates run apart: momentum is kSkew elements ahead of
-// variance, and variance kSkew ahead of the parameter. Each re-reads the gradient from the first-level
-// cache; the arithmetic per element is the same.
-//
-// Measured: bf16 gradient replaced by bf16 parameter, 64 Mi elements on huge pages, 2 cores of an AMD EPYC (Zen 4),
-// AVX-512, medians of 11 interleaved runs, ns per element, for arrays whose distances are multiples of 256 MiB / the
-// same plus 64 B / plus 4 KiB. (memcpy moved 43 GB/s: 28 B in 0.65 ns. One multiplication instead of Adam: 0.55 to
-// 0.58, so the last line is what memory allows.)
-//   one loop, no prefetch                       0.84 / 0.81 / 0.53
-//   one loop, prefetch 2 KiB ahead              0.83 / 0.80 / 0.53   0.5 to 8 KiB, PREFETCHW, locality 0: no different
-//   one loop, prefetch staggered over streams   0.75 to 0.79 / - / 0.53   by 256 B to 4 KiB
-//   one loop, prefetch in bursts per stream     0.74 to 0.81 / - / 0.52 to 0.8   of 512 to 8192 elements
-//   three loops over a tile                     0.67 to 0.74 / 0.69 / 0.54 to 0.67   of 256 to 8192 elements
-//   skew of 128, no prefetch                    0.68 / 0.69 / 0.59
-//   skew of 128, prefetch 0.5, 1, 2 KiB ahead   0.53, 0.53, 0.53 / 0.58, 0.61, 0.59 / 0.52, 0.52, 0.53
-//   skew of 64, 128, 256, prefetch 0.5 KiB      0.55, 0.53, 0.56 / 0.62, 0.58, 0.61 / 0.54, 0.52, 0.57
-// Later, in pieces of 512 Ki elements that threads take in turn, a skew of 128, prefetch 0.25, 0.5, 1, 2, 4 KiB ahead,
-// ns per element: 2 cores of a Xeon: whole update 0.380, 0.371, 0.359, 0.348, 0.353, parameter alone 0.356, 0.354,
-// 0.335, 0.338, 0.388; 15 threads of a Xeon (Sapphire Rapids): 0.207, 0.204, 0.196, 0.194, 0.193 and 0.145, 0.143,
-// 0.137,
-// 0.135, 0.133. Cached stores of the parameter: 5 to 10 % slower.
-// When the neighbours on the machine are quiet, everything is up to 1.7 times as fast; the order stays. Threads that
-// take turns at tiles of 4 to 64 Ki elements instead of halves: no better. Non-temporal stores: 5 % better for a
-// 16-bit parameter that has a buffer of its own; 15 to 20 % worse in place for the three float arrays.
+// Adam is bound by memory: it reads and writes 14 bytes per element. Its arrays often lie at equal offsets within a
+// large power of two, so all streams hit the same few memory channels at once. The three updates therefore run skewed:
+// momentum is kSkew elements ahead of variance, and variance kSkew ahead of the parameter. Each re-reads the gradient
+// from the L1 cache. The arithmetic per element is unchanged. With prefetching the skew gives the time of well-spaced
+// arrays (0.53 instead of 0.84 ns per element on a Zen 4).
 
 enum class ParamStore { kNone, kCached, kStreaming };
 
-// Of float32, as all loops over moments read and write them.
+// Moments as float32.
 PS_FLOATS momentum_of(const AdamRange& r) { return static_cast<float*>(r.momentum); }
 PS_FLOATS variance_of(const AdamRange& r) { return static_cast<float*>(r.variance); }
 
-// Elements per turn of the main loop: whole cache lines of each stream.
+// Elements per iteration of the main loop: whole cache lines of each stream.
 constexpr int64_t kStride = 32;
-// Both from the table at the top.
 constexpr int64_t kSkew = 128;
 constexpr int64_t kPrefetchBytes = 2048;
-// A shorter range stays in the cache, from where the next reader of the parameter takes it.
+// Shorter ranges use cached stores, for the parameter's next reader.
 constexpr int64_t kMinStreaming = 1 << 16;
 
 template <class V>
@@ -59,14 +36,14 @@ struct AdamConstants {
         minus_step_size(V::set(-s.step_size)) {}
 };
 
-// The lines that kStride elements of kSize bytes take, at the distance of the floats beside them.
+// Prefetches the lines of kStride elements of kSize bytes, at the same element distance as the floats.
 template <int64_t kSize>
 PS_STEP prefetch_lines(const void* first) {
   const auto* lines = static_cast<const char*>(first) + kPrefetchBytes * kSize / 4;
   for (int64_t k = 0; k < kStride * kSize; k += 64) __builtin_prefetch(lines + k);
 }
 
-// Where the float32 master and the variance are: in arrays of their own,
+// Float32 master and variance in arrays of their own.
 struct WholeMaster {
   template <class V>
   static inline __attribute__((always_inline)) typename V::Float load(const AdamRange& r, int64_t i) {
@@ -76,7 +53,7 @@ struct WholeMaster {
   static inline __attribute__((always_inline)) typename V::Float variance(typename V::Float stored) {
     return stored;
   }
-  // What is stored of a new variance while the master is still old.
+  // The value to store for a new variance while the master is still old.
   template <class V>
   static inline __attribute__((always_inline)) typename V::Float next_variance(typename V::Float x,
                                                                                typename V::Float /*stored*/) {
@@ -91,8 +68,7 @@ struct WholeMaster {
   static PS_STEP prefetch(const AdamRange& r, int64_t i) { prefetch_lines<4>(static_cast<const float*>(r.master) + i); }
 };
 
-// or [Note: split masters] in parameter, lower half and the variance's sign, which is the old master's until that is
-// updated.
+// [Note: split masters]. The variance keeps the old master's sign until the master is updated.
 struct SplitMaster {
   template <class V>
   static inline __attribute__((always_inline)) typename V::Float load(const AdamRange& r, int64_t i) {
@@ -120,7 +96,7 @@ struct SplitMaster {
   }
 };
 
-// Where new states go, and where the parameter's update finds its moments again: in the old ones' place,
+// New states replace the old ones; the parameter's update reads the moments there.
 struct StatesInPlace {
   template <class V>
   PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
@@ -138,8 +114,8 @@ struct StatesInPlace {
   const float* variance(const AdamRange& r, int64_t i) const { return variance_of(r) + i; }
 };
 
-// or in a ring that stays in the first-level cache, while new states go nowhere: the parameter alone is wanted. Vectors
-// start at multiples of their width, so none wraps around in it.
+// New states go to a ring in the L1 cache and nowhere else: only the parameter is wanted. Vectors start at multiples of
+// their width, so none wraps around.
 struct StatesUnwritten {
   static constexpr int64_t kRing = 512;
   alignas(64) float momentum_ring[kRing];
@@ -160,8 +136,8 @@ struct StatesUnwritten {
 };
 static_assert(StatesUnwritten::kRing >= 2 * kSkew + 2 * kStride);
 
-// or apart from the old ones too. Memory is written past the cache (a store that first reads its line costs half as
-// much again; so this takes as long as in place).
+// New states go to separate arrays, with non-temporal stores: a cached store would first read its line, which takes
+// half as much time again.
 template <bool kStreaming>
 struct StatesApart : StatesUnwritten {
   template <class V>
@@ -188,7 +164,7 @@ struct StatesApart : StatesUnwritten {
   }
 };
 
-// The three updates of one element run in this order, the first two while the master is still old.
+// The three updates of one element run in this order; the master is still old in the first two.
 template <class V, DType kGrad, class Master>
 inline __attribute__((always_inline)) typename V::Float gradient(const AdamRange& r, const AdamConstants<V>& c,
                                                                  int64_t i) {
@@ -221,8 +197,8 @@ PS_STEP update_param(const AdamRange& r, const AdamConstants<V>& c, int64_t i, P
   Master::template put<V, kParam>(r, i, param_store, states, p);
 }
 
-// `i` is the element whose momentum is updated next; the other streams are asked for at the same distance
-// from there, so the reads too are kSkew apart.
+// `i` is the element whose momentum is updated next. All streams are prefetched at the same distance from it, so reads
+// are kSkew apart too.
 template <DType kGrad, class Master>
 PS_STEP prefetch(const AdamRange& r, int64_t i) {
   constexpr int64_t kLine = 64;
@@ -240,7 +216,7 @@ PS_STEP prefetch(const AdamRange& r, int64_t i) {
   }
 }
 
-// See [Note: skewed streams]. The three are called as update(lane, i, constants), for all elements of `r`.
+// Calls momentum, variance and param as update(lane, i, constants) for all elements of `r`, skewed by kSkew.
 template <DType kGrad, class Master, class Momentum, class Variance, class Param>
 PS_STEP skewed_loop(const AdamRange& r, const AdamScalars& scalars, const Momentum& momentum, const Variance& variance,
                     const Param& param) {
@@ -281,10 +257,9 @@ PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore
           PS_INLINE { update_param<decltype(lane), kParam, Master>(r, c, i, param_store, states); });
 }
 
-// [Note: settled values] What 16-bit values are at both ends of the gradients' scales. Roots and quotients are bounded
-// by the processor's approximations, moved outwards by more than their errors and that of the roundings between: the
-// exact ones take as long as memory does. Where bounds of the denominator are no numbers of ordinary size, the value is
-// open.
+// Parameters at both ends of the gradients' scale ([Note: settled values]). Exact roots and quotients would cost as
+// much time as memory access, so the processor's approximations are used and widened by more than their errors and
+// later roundings. A value is scale-dependent if the bounds of its denominator are not of ordinary size.
 constexpr float kLeastSquare = 0x1p-120f;
 constexpr float kLeastDenominator = 0x1p-100f;
 constexpr float kMostDenominator = 0x1p100f;
@@ -292,16 +267,16 @@ constexpr float kMostDenominator = 0x1p100f;
 template <class V>
 struct ParamBounds {
   typename V::Float low, high;
-  unsigned unknown;  // lanes
+  unsigned unknown;  // a mask of lanes
 
-  // New moments at either end, the variance at the least first.
+  // m0, m1: new momentum at either end. v0: variance at the least scale.
   inline __attribute__((always_inline)) ParamBounds(const AdamConstants<V>& c, typename V::Float m0,
                                                     typename V::Float m1, typename V::Float v0,
                                                     typename V::Float greater_v, typename V::Float master) {
     const auto less = V::set(1 - 2 * V::kNearError);
     const auto more = V::set(1 + 2 * V::kNearError);
     const auto v1 = V::max(greater_v, V::set(kLeastSquare));
-    // A square below the least has a smaller root than the product of it and the least one's inverse root.
+    // For v0 < kLeastSquare, v0 times the inverse root of kLeastSquare is above the root of v0.
     const auto root0 = V::mul(v0, V::near_inverse_sqrt(V::max(v0, V::set(kLeastSquare))));
     const auto root1 = V::mul(v1, V::near_inverse_sqrt(v1));
     const auto d0 = V::fma(root0, V::mul(c.inv_sqrt_bias_correction2, less), c.eps);
@@ -326,7 +301,7 @@ struct BetweenScales {
   const float most_grad_scale;
   const ParamStore param_store;
   const OpenValues open;
-  int64_t range_begin = 0;  // of `r`, in the piece
+  int64_t range_begin = 0;  // first element of `r` in the piece
   int64_t count = 0;
   bool is_full = false;
   StatesUnwritten at_least, at_most;
@@ -363,7 +338,7 @@ struct BetweenScales {
     if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, bounds.low);
     note_open(i, bounds.unknown | V::template differ<kHalf>(bounds.low, bounds.high));
   }
-  // Of the lanes in the mask, while there is room.
+  // Records the lanes of the mask while there is room.
   PS_STEP note_open(int64_t first, unsigned lanes) {
     for (; lanes != 0 && count < open.capacity; lanes &= lanes - 1) {
       const int64_t i = first + __builtin_ctz(lanes);
@@ -418,7 +393,7 @@ inline void run_between(const AdamRange& range, const AdamScalars& scalars, floa
   open->count = steps.is_full ? OpenValues::kAll : steps.count;
 }
 
-// What adam_loop makes of open value `k` and those after it.
+// adam_loop's result for open value `k` and the following lanes.
 template <class V, DType kHalf>
 inline __attribute__((always_inline)) typename V::Float open_param(const OpenValues& open, const AdamConstants<V>& c,
                                                                    int64_t k) {
@@ -431,7 +406,7 @@ inline __attribute__((always_inline)) typename V::Float open_param(const OpenVal
   return V::quiet(V::fma(c.minus_step_size, V::div(next_m, d), V::mul(p, c.decay)));
 }
 
-// So many values ahead, the lines that their parameters go to are asked for.
+// Prefetch distance, in values, of the parameters' lines.
 constexpr int64_t kOpenAhead = 128;
 
 template <DType kHalf>
@@ -473,7 +448,7 @@ inline void run_adam(const AdamRange& range, const AdamScalars& scalars, ParamSt
   });
 }
 
-// Parameters are read, so their lines are in the cache.
+// Cached stores: parameters were read, so their lines are in the cache.
 inline void run_split_adam(const AdamRange& range, const AdamScalars& scalars) {
   with_ieee_arithmetic([&] {
     with_dtype(range.grad_dtype, [&](auto grad) {

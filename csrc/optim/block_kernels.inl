@@ -1,17 +1,15 @@
-// A part of kernel_body.inl: Adam with states of fewer bytes, split masters and none.
+// A part of kernel_body.inl: Adam with states of fewer bytes, split masters and no master.
 
-// [Note: a block at a time] Moments of a block of states are expanded to the first-level cache (or stay where they are,
-// being float32), the block is updated there in one loop, and moments are compressed. So every type of state goes with
-// every type of gradient, parameter and master, and what is compiled is the sum of all these, not the product. Only for
-// moments of 8 bits beside 16-bit gradients and parameters of one type there is a loop that does it all: [Note: blocks
-// in turn].
+// Moments of a block are expanded to the L1 cache (float32 ones stay in place), updated there in one loop, and
+// compressed. Compiled code is thus the sum over types of states, gradients, parameters and masters, not their product.
+// Only 8-bit moments beside 16-bit gradients and parameters of one type have a fused loop (`CodedMoment`).
 struct Tile {
   const void* master;
   void* next_master;  // null: masters are not written
   const void* grad;
   void* param;
   int64_t numel;
-  const uint16_t* random;  // of the block at hand, where the parameter is rounded with them ([Note: random bits])
+  const uint16_t* random;  // random bits of the block, if the parameter is rounded with them ([Note: random bits])
   ParamStore param_store;
 };
 
@@ -40,7 +38,7 @@ struct WholeTile {
   }
 };
 
-// [Note: split masters]: with a float32 variance, whose sign is part of them,
+// [Note: split masters] with a float32 variance, which lends its sign.
 struct SignedTile {
   static constexpr bool kHasSign = true;
   static constexpr bool kDraws = false;
@@ -68,7 +66,7 @@ struct SignedTile {
   }
 };
 
-// or one of fewer bytes.
+// [Note: split masters] with a variance of fewer bytes.
 struct UnsignedTile {
   static constexpr bool kHasSign = false;
   static constexpr bool kDraws = false;
@@ -96,9 +94,9 @@ struct UnsignedTile {
   }
 };
 
-// A bfloat16 parameter and no master.
+// A bfloat16 parameter without master.
 struct BareTile {
-  static constexpr bool kDraws = true;  // random bits
+  static constexpr bool kDraws = true;  // uses random bits
 
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
@@ -120,7 +118,7 @@ struct BareTile {
   }
 };
 
-// Moments of a tile where they are float32.
+// Float32 moments of a tile.
 struct FloatMoments {
   const float* momentum;
   const float* variance;
@@ -145,7 +143,7 @@ struct FloatMoments {
   }
 };
 
-// From the master and the variance that is stored.
+// Updates from the master and the stored variance.
 template <class V, DType kGrad, DType kParam, class Master, class Moments>
 PS_STEP update_tile_from(const Tile& t, Moments& moments, const AdamConstants<V>& c, int64_t i, typename V::Float p,
                          typename V::Float stored_v) {
@@ -220,16 +218,9 @@ inline UpdateTile<AdamScalars> choose_update_tile(const AdamRange& range) {
   return update;
 }
 
-// [Note: blocks in turn] One moment of 8 bits over a range of whole blocks. Its new values wait in `made`, two blocks
-// in turn, since their scale is known after the last of a block only: they are coded while the next block is updated.
-// What takes long one by one (divisions and roots of the update, the scale from the lanes of a vector) then overlaps
-// with coding, which has many short operations.
-//
-// Measured in the cache, bf16 gradient and parameter, float32 master, one core of an AMD EPYC (Zen 5), ns per element,
-// AVX-512 / AVX2: expanded, updated and compressed in loops of their own 0.59 / 1.21; updated and compressed block by
-// block in one function 0.56 / 1.10; as here 0.50 / 1.07. Without master 0.48 / 1.05, Lion 0.33 / 0.74, of which codes
-// take 0.20 and 0.10 (AVX-512), random bits 0.03, divisions and roots 0.03. (Comparisons of integers in codes, codes
-// before the update or vector by vector between updates, and prefetching farther ahead: no faster.)
+// One 8-bit moment over a range of whole blocks. A block's scale is known only after its last element, so new values
+// wait in `made`, alternating between two blocks, and are encoded while the next block is updated. Divisions and roots
+// of the update then overlap with the many short operations of encoding.
 template <template <class> class Values, template <class> class Codes>
 struct CodedMoment {
   Values<Vector> values;
@@ -266,14 +257,14 @@ struct CodedMoment {
     V::store(made_at(i), x);
     largest.add(x);
   }
-  // kCodes elements of the block that ended last.
+  // Encodes kCodes elements of the previous block.
   PS_STEP put_codes_at(int64_t i) { put_codes(codes, made_at(i), inverse, to + i); }
 
  private:
   PS_FLOATS made_at(int64_t i) const { return made + (i & (2 * kStateBlock - 1)); }
 };
 
-// Those of one optimizer, which may have no variance.
+// The moments of one optimizer, with or without a variance.
 template <bool kHasVariance>
 struct CodedMoments {
   CodedMoment<SignedValues, SignedCodes> momentum;
@@ -309,7 +300,7 @@ struct CodedMoments {
   }
 };
 
-// Where the moments of a range of whole blocks are, and where new ones go.
+// Old and new moments of a range of whole blocks.
 struct CodedRange {
   const void* momentum;
   const void* variance;
@@ -359,7 +350,7 @@ PS_LOOP update_coded(const Tile& tile, const CodedRange& r, const typename Rule:
 template <class Scalars>
 using UpdateCoded = void (*)(const Tile& tile, const CodedRange& range, const Scalars& scalars, const RandomKey& key);
 
-// Null where there is none for these types.
+// Null if no fused loop exists for these types.
 template <class Rule>
 inline UpdateCoded<typename Rule::Scalars> choose_update_coded(const AdamRange& range) {
   if (range.momentum_type != StateType::kSigned8 || range.grad_dtype != range.param_dtype) return nullptr;
@@ -379,7 +370,7 @@ struct TileMoment {
   StateType type;
   const void* from;
   const float* from_scales;
-  void* to;  // null: it is not written
+  void* to;  // null: not written
   float* to_scales;
   alignas(64) float expanded[kStateBlock];
 

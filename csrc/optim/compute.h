@@ -1,7 +1,6 @@
-// Where the leaf kernels run: on the host's thread pool, or on the device's compute queue.
-//
-// The same bits come out of both (kernels.h). Host calls return when the work is done, device calls when it is
-// enqueued. On the simulated device the two are the same object.
+// Runs the optimizer kernels on the host's thread pool or on the device's compute queue. Both give the same bits
+// (kernels.h). Host calls return when the work is done, device calls when it is enqueued. On the simulated device one
+// object serves both.
 #pragma once
 
 #include <memory>
@@ -16,20 +15,20 @@
 
 namespace patrickstar::optim {
 
-// Of one step, by the rule that makes it.
+// Scalars of one step, by update rule.
 using StepScalars = std::variant<AdamScalars, MomentumScalars, MatrixScalars>;
 
 struct UpdateJob {
   AdamRange range;
   StepScalars scalars;
-  // [Note: settled values]
+  // upper bound of grad_scale: [Note: settled values]
   float most_grad_scale = 0;
-  float least_grad_scale = 0;  // [Note: values in place]: of what put them there
-  OpenValues* open = nullptr;  // of each piece
-  OpenStore* store = nullptr;  // which they are kept in
+  float least_grad_scale = 0;  // lower bound with which [Note: values in place] were computed
+  OpenValues* open = nullptr;  // one entry per piece of kOpenPiece elements
+  OpenStore* store = nullptr;  // memory of the open values
 };
 
-// The elements of a range from `begin` to `end`; the former a multiple of kStateBlock where states are of 8 bits.
+// Elements `begin` to `end` of a range. With 8-bit states, `begin` must be a multiple of kStateBlock.
 AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end);
 
 class Compute {
@@ -45,29 +44,29 @@ class Compute {
   virtual void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) = 0;
   // sums[i] = add_up(partials, ranges[i])
   virtual void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ranges, WideSum* sums) = 0;
-  // As CpuKernels' of the same names; `scales` is null but for 8 bits.
+  // See the CpuKernels of these names; `scales` is null except for 8-bit states.
   virtual void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) = 0;
   virtual void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel,
                               const RandomKey& key) = 0;
 };
 
-// Kernels that host memory alone needs. Passes other than update() take no whole matrices.
+// Kernels for host memory only. Passes other than update() do not support whole-matrix rules.
 class HostCompute : public Compute {
  public:
-  // The new parameters of `jobs` and nothing else, as update() would write them.
+  // Computes only the new parameters, with the bits of update().
   virtual void update_param(const std::vector<UpdateJob>& jobs) = 0;
-  // [Note: settled values]: of those that are rounded alike for all scales up to `most_grad_scale`, and of the others,
-  // which are in `store`.
+  // [Note: settled values]: the parameters that are equal for all scales up to `most_grad_scale`, then the
+  // scale-dependent ones, which `store` keeps.
   virtual void update_param_between(const std::vector<UpdateJob>& jobs) = 0;
   virtual void update_param_open(const std::vector<UpdateJob>& jobs) = 0;
-  // [Note: values in place]: for scales up to `most_grad_scale`; then what was left open; then states. Instead of these
-  // the former parameters again. All of Adam and of split masters. put_states() throws StateError where the parameters
-  // in place are not those that the states lead to.
+  // [Note: values in place], for Adam and split masters only, in this order: scale-independent parameters,
+  // scale-dependent ones, states. take_values_back() restores the old parameters instead of the last two. put_states()
+  // throws StateError if its parameters differ from those in place.
   virtual void put_values(const std::vector<UpdateJob>& jobs) = 0;
   virtual void put_open_values(const std::vector<UpdateJob>& jobs) = 0;
   virtual void put_states(const std::vector<UpdateJob>& jobs) = 0;
   virtual void take_values_back(const std::vector<UpdateJob>& jobs) = 0;
-  // [Note: split masters]; `variance` is null where that is of fewer bytes.
+  // [Note: split masters]; `variance` is null if it is not float32.
   virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
   virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
                            int64_t numel) = 0;

@@ -1,4 +1,3 @@
-// The number format in which modules compute.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +7,16 @@
 
 namespace patrickstar::optim {
 
-// [Note: compute formats] The compute value of a trained parameter, round(master), passes through the format whenever
-// it is made on the device: uploaded, cast from a master there, gathered from the ranks, updated, or written in use
-// (ChunkMemory::present). Masters, updates and host memory never see what the format makes of it, and a formatted value
-// is never formatted again. It is all of the parameter, also where ranks hold shards, so a format may have a scale for
-// each tensor. Bits depend on master and shape alone.
+// A number format of the model's computation (FP8 for example). The parameter on the device, round(master), passes
+// through it whenever it is made there: uploaded, cast from a master, all-gathered, updated, or written by the user
+// (ChunkMemory::present). Masters, updates and host memory never see formatted values, and no value is formatted twice.
+// The input is the whole parameter, also with sharded chunks, so a format may use one scale per tensor. The bits depend
+// on master and shape only.
 class ComputeFormat {
  public:
   virtual ~ComputeFormat() = default;
-  // Rounds the values in place; on a CUDA device it enqueues this on the current stream. `shape` is that of the memory,
-  // slowest dimension first.
+  // Rounds the values in place; on CUDA, enqueues this on the current stream. `shape` is in memory order, slowest
+  // dimension first.
   virtual void round(const std::vector<int64_t>& shape, DType dtype, void* values) const = 0;
 };
 

@@ -54,7 +54,6 @@ struct Vector {
     return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
   }
 
-  // [Note: settled values]
   static Float min(Float a, Float b) { return _mm256_min_ps(a, b); }
   static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
   static Float by_sign(Float sign, Float if_negative, Float otherwise) {
@@ -177,7 +176,7 @@ struct Vector {
   }
 
  private:
-  // What was packed from four vectors, each 128 bits of which hold four bytes of each.
+  // Reorders bytes packed from four vectors; each 128 bits hold four bytes of every vector.
   static void store8(uint8_t* p, __m256i packed) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(packed, order));

@@ -1,5 +1,5 @@
-// Sixteen floats at a time: AVX-512 F, BW, VL, DQ (x86-64-v4). The bfloat16 instructions are not used:
-// VCVTNEPS2BF16 flushes denormals.
+// Sixteen floats at a time: AVX-512 F, BW, VL, DQ (x86-64-v4). No bfloat16 instructions: VCVTNEPS2BF16 flushes
+// denormals.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 #include "optim/cpu_isa.h"
 #include "optim/dynamic_map.h"
 
-// GCC 12's own header initialises "undefined" vectors by themselves (GCC bug 105593).
+// Silences GCC bug 105593: "undefined" vectors in GCC 12's header initialise themselves.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
@@ -51,12 +51,11 @@ struct Vector {
   static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float sqrt(Float a) { return _mm512_sqrt_ps(a); }
-  // One instruction: the first operand where `a` is a NaN (the two lowest hexadecimal digits of the table), else `a`.
+  // One instruction: the first operand if `a` is a NaN (the two lowest hexadecimal digits of the table), else `a`.
   static Float quiet(Float a) {
     return _mm512_fixupimm_ps(_mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)), a, _mm512_set1_epi32(0x11111100), 0);
   }
 
-  // [Note: settled values]
   static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
   static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float by_sign(Float sign, Float if_negative, Float otherwise) {
@@ -149,7 +148,7 @@ struct Vector {
     const __m512i low = _mm512_subs_epu16(_mm512_packus_epi32(a[0], a[1]), one);
     store8(p, _mm512_packus_epi16(low, _mm512_subs_epu16(_mm512_packus_epi32(a[2], a[3]), one)));
   }
-  // Twice, since four bits of an index are used.
+  // Two copies of the table, because an index uses four bits.
   using Table = __m512;
   static Table table(const float* eight) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(eight)); }
   static Float lookup(Table table, Int index) { return _mm512_permutexvar_ps(index, table); }
@@ -166,13 +165,13 @@ struct Vector {
   }
 
  private:
-  // Each half as the upper one of 32 bits.
+  // Each half becomes the upper half of 32 bits.
   static __m512i to_upper(__m256i halves) {
     const __m512i index =
         _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
     return _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, index, _mm512_castsi256_si512(halves));
   }
-  // What was packed from four vectors, each 128 bits of which hold four bytes of each.
+  // Reorders bytes packed from four vectors; each 128 bits hold four bytes of every vector.
   static void store8(uint8_t* p, __m512i packed) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, packed));

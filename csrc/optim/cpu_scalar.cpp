@@ -1,4 +1,4 @@
-// The portable implementation, and the reference for the others.
+// The portable implementation and the reference for the others.
 #include <cstdint>
 
 #if defined(__x86_64__)

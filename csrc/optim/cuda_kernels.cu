@@ -1,6 +1,5 @@
-// The leaf kernels on the device. Torch-free. The numerics are those of [Note: one order of operations] and
-// [Note: one order of summation] in kernels.h and of the note on NaN in kernel_body.inl; intrinsics with an
-// explicit rounding mode keep the compiler from contracting, whatever its flags.
+// The optimizer kernels on CUDA (kernels.h; NaN as in kernel_body.inl). Torch-free. Intrinsics with an explicit
+// rounding mode keep the compiler from contracting, whatever its flags.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -15,12 +14,11 @@ namespace {
 
 using namespace patrickstar::cuda;
 
-// Elements per thread where a binary32 array takes part: 16 bytes of it.
+// Elements per thread if a binary32 array takes part: 16 bytes of it.
 constexpr int kFloatPack = 4;
 
 // ---- Bodies ------------------------------------------------------------------------------------------
 
-// [Note: one order of operations]
 __device__ inline void adam_step(const AdamScalars& s, float g, float& p, float& m, float& v) {
   g = __fmul_rn(g, s.grad_scale);
   g = __fmaf_rn(s.weight_decay, p, g);
@@ -31,7 +29,7 @@ __device__ inline void adam_step(const AdamScalars& s, float g, float& p, float&
   p = quiet(__fmaf_rn(-s.step_size, __fdiv_rn(m, d), p));
 }
 
-// [Note: optimizers of one moment]
+// 0 for zeros. NaN for non-finite values.
 __device__ inline float sign_of(float x) {
   return x == 0.0f ? 0.0f : __fadd_rn(copysignf(1.0f, x), __fmul_rn(x, 0.0f));
 }
@@ -50,13 +48,13 @@ __device__ inline void momentum_step(const MomentumScalars& s, float g, float& p
   p = quiet(__fmaf_rn(-s.step_size, update, __fmul_rn(p, s.decay)));
 }
 
-// What a block's update consists of, by its scalars.
+// The update of one element, by optimizer.
 __device__ inline void step(const AdamScalars& s, float g, float& p, float& m, float& v) { adam_step(s, g, p, m, v); }
 __device__ inline void step(const MomentumScalars& s, float g, float& p, float& m, float& /*v*/) {
   momentum_step(s, g, p, m);
 }
 
-// A thread loads all of its elements before it stores any, so `param` may be `grad`.
+// A thread loads all its elements before it stores any, so `param` may be `grad`.
 template <DType kGrad, DType kParam, StateType kMaster>
 struct AdamBody {
   AdamRange r;
@@ -156,7 +154,7 @@ struct ScaleBody {
   }
 };
 
-// One block of threads per block of elements, thread l for lane l: [Note: one order of summation].
+// One thread block per block of elements, thread l for lane l: [Note: one order of summation].
 template <DType kType>
 __global__ void __launch_bounds__(kSquaresLanes) squares(const void* x, int64_t numel, double* partials) {
   using Element = typename Storage<kType>::Element;
@@ -175,7 +173,7 @@ __global__ void __launch_bounds__(kSquaresLanes) squares(const void* x, int64_t 
     __syncthreads();
     if (lane < kSquaresLanes / 2) {
       sum = __dadd_rn(sum, upper[lane]);
-      // Lanes from s on add what no one reads.
+      // Lanes from s on add values that no lane reads.
       for (int s = kSquaresLanes / 4; s > 0; s /= 2) sum = __dadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, s));
       if (lane == 0) partials[block] = sum == sum ? sum : __longlong_as_double(0x7ff8000000000000ll);
     }
@@ -184,7 +182,7 @@ __global__ void __launch_bounds__(kSquaresLanes) squares(const void* x, int64_t 
 }
 static_assert(kSquaresLanes == 64, "the fold in squares() takes two warps");
 
-// One block of threads per range, thread l for lane l: [Note: a sum that knows no order].
+// One thread block per range, thread l for lane l, in the order of `WideSum`.
 __global__ void __launch_bounds__(kSumLanes)
     add_up_partials(const double* partials, const PartialsRange* ranges, WideSum* sums) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -211,7 +209,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kPerLane = static_cast<int>(kStateBlock) / kWarp;
 constexpr int kQuad = 4;
 
-// Four elements, which one instruction moves. (The compiler takes plain stores of them apart: __stwb.)
+// Four elements, moved by one instruction. (The compiler splits plain stores of them: use __stwb.)
 template <class Element>
 using Quad = std::conditional_t<sizeof(Element) == 4, uint4, std::conditional_t<sizeof(Element) == 2, uint2, uint32_t>>;
 
@@ -225,7 +223,7 @@ struct RandomBits {
   RandomKey key;
   Rounded rounded;
 
-  // Of element i of the range, which is even, in the lower half, and of the one after it.
+  // Bits of element i (even) in the lower half, of element i + 1 in the upper half.
   __device__ uint32_t two(int64_t i) const {
     const auto pair = static_cast<uint32_t>((key.first + i) >> 1);
     if (key.first % 2 == 0) return mixed(pair);
@@ -245,9 +243,9 @@ __device__ inline uint16_t rounded_up_by(float x, uint32_t bits) {
   return static_cast<uint16_t>((__float_as_uint(quiet(x)) + bits) >> 16);
 }
 
-// [Note: states of 8 bits] Tables lie in the lanes; all lanes of the warp look up at once, by the lowest five bits of
-// an index. Those by section repeat every kMapSections lanes. Values are looked up by the exponent of 2^24 times the
-// entry, which a code is as the highest byte of an integer, and are zero in lanes that no entry has.
+// 8-bit codes (dynamic_map.h). Each lane of a warp holds one table entry; all lanes look up at once, by the lowest five
+// bits of an index. Tables by section repeat every kMapSections lanes. Values are looked up by the exponent of 2^24
+// times the entry, which is the code as the highest byte of an integer. Lanes without an entry hold zero.
 constexpr float kCodeUnit = 0x1p-24f;
 
 template <bool kSigned>
@@ -261,7 +259,7 @@ struct Codes {
     steps = map.steps[index];
     first = map.first[index];
     last = map.last[index];
-    // Exponents are those of 1 (unsigned: of 2, since entry 1 is zero) to 128, and that of entry 256.
+    // Exponents of 1 (unsigned: of 2, since entry 1 is zero) to 128, and of entry 256.
     const bool has_entry = lane() >= (kSigned ? 23 : 24) && lane() < 31;
     slope = has_entry ? map.slope_by_exponent[index] * kCodeUnit : 0.0f;
     offset = has_entry ? map.offset_by_exponent[index] : !kSigned && lane() == 31 ? 1.0f : 0.0f;
@@ -271,12 +269,12 @@ struct Codes {
   }
   __device__ float value(uint8_t code) const {
     const uint32_t high = static_cast<uint32_t>(code) << 24;
-    // (The sum with the lower bits is rounded up to that of the next code, but for code 0.)
+    // (The lower bits round the sum up to the next code's exponent, except for code 0.)
     const float x = kSigned ? __int2float_rn(static_cast<int>(high)) : __uint2float_rn(high | 0xffffffu);
     const uint32_t exponent = __float_as_uint(x) >> 23;
     return __fmaf_rn(x, lookup(slope, exponent), flip(lookup(offset, exponent), x));
   }
-  // Of a value that is scaled to a magnitude of at most 1, or zero's of a NaN.
+  // Encodes a value scaled to a magnitude of at most 1. A NaN gets zero's code.
   __device__ uint8_t code(float scaled) const {
     const float x = fmaxf(fabsf(scaled), kSigned ? kSignedLeast : kUnsignedLeast);
     const float guess = __fmaf_rn(__int2float_rn(__float_as_int(x)), kGuessSlope, kGuessOffset);
@@ -285,7 +283,7 @@ struct Codes {
     const float place = __fmaf_rn(x, lookup(steps, section), lookup(first, section));
     const float end = lookup(last, section);
     if (kSigned) {
-      // Of the other sign; there is no entry of value -1.
+      // Tables are negated; no entry has the value -1.
       const float opposite = fminf(flip(fmaxf(place, end), scaled), 127.0f);
       return static_cast<uint8_t>(rounded(-opposite));
     }
@@ -294,16 +292,16 @@ struct Codes {
   }
 
  private:
-  // -x where `sign` is negative.
+  // -x if `sign` is negative.
   static __device__ float flip(float x, float sign) {
     return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(sign) & 0x80000000u));
   }
-  // To nearest even, in the lowest bits.
+  // Rounded to nearest even, in the lowest bits.
   static __device__ uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 0x1.8p23f)); }
 };
 
-// One block of a range, by all lanes of a warp. `kWhole`: no element is outside of the range, and arrays are aligned so
-// that four elements are loaded and stored at once. Else elements from `count` on are outside: they are zeros.
+// One block of a range, processed by a warp. `kWhole`: the block lies within the range and arrays are aligned for loads
+// and stores of four elements. Otherwise elements from `count` on are outside and read as zeros.
 template <bool kWhole>
 struct StateBlock {
   int64_t begin;
@@ -312,7 +310,7 @@ struct StateBlock {
   static __device__ int element(int k) { return k / kQuad * (kQuad * kWarp) + lane() * kQuad + k % kQuad; }
   __device__ bool has(int k) const { return kWhole || element(k) < count; }
 
-  // Of an array that starts with the range's first element.
+  // `array` starts with the range's first element.
   template <class Element>
   __device__ void load(const void* array, Element (&out)[kPerLane]) const {
     const Element* from = static_cast<const Element*>(array) + begin;
@@ -345,7 +343,7 @@ struct StateBlock {
     }
   }
 
-  // With random bits.
+  // Stochastic rounding.
   __device__ void round(const float (&in)[kPerLane], const RandomBits& random, uint16_t (&out)[kPerLane]) const {
 #pragma unroll
     for (int k = 0; k < kPerLane; k += 2) {
@@ -355,7 +353,7 @@ struct StateBlock {
     }
   }
 
-  // A state of any type but lower halves.
+  // A state of any type except kLowerHalf.
   template <bool kSigned>
   __device__ void expand(StateType type, const void* data, const float* scales, const Codes<kSigned>& codes,
                          float (&out)[kPerLane]) const {
@@ -394,10 +392,10 @@ struct StateBlock {
   }
 
  private:
-  // Stores the scale; what values are multiplied by to be coded, 0 where there is no ordinary scale.
+  // Stores the scale and returns the factor for encoding, 0 if there is no ordinary scale.
   __device__ float find_scale(const float (&in)[kPerLane], float* to) const {
-    int positive = 0;       // the most as bits: as signed numbers,
-    uint32_t negative = 0;  // and as unsigned ones, where those of negative floats are above all others
+    int positive = 0;       // largest bits in signed order
+    uint32_t negative = 0;  // largest bits in unsigned order, where negative floats rank highest
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       if (!has(k)) continue;
@@ -409,7 +407,7 @@ struct StateBlock {
       negative = max(negative, __shfl_xor_sync(kAllLanes, negative, distance));
     }
     const auto most_positive = static_cast<uint32_t>(positive);
-    const uint32_t most_negative = negative & 0x7fffffffu;  // or it is positive as well
+    const uint32_t most_negative = negative & 0x7fffffffu;  // or a positive value, if none is negative
     const bool is_positive = most_positive >= most_negative;
     const uint32_t most = is_positive ? most_positive : most_negative;
     const bool is_ordinary = most >= kLeastScaleBits && most < 0x7f800000u;
@@ -419,7 +417,7 @@ struct StateBlock {
   }
 };
 
-// Calls run(block) for each block of a range from element `first` on, by a whole warp.
+// Calls run(block) for each block of a range from element `first` on; a warp per block.
 template <bool kWhole, class Run>
 __device__ void for_blocks(int64_t first, int64_t numel, const Run& run) {
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
@@ -430,7 +428,7 @@ __device__ void for_blocks(int64_t first, int64_t numel, const Run& run) {
   }
 }
 
-// Masters of a block, by the states beside them: in an array of their own, split, or the parameter alone.
+// Masters of a block: an own array, split, or the parameter alone.
 template <bool kWhole>
 struct MasterBlock {
   const AdamRange& r;
@@ -438,7 +436,7 @@ struct MasterBlock {
   bool has_sign;
 
   __device__ bool is_whole() const { return r.master_type == StateType::kFloat32; }
-  // Takes signs that are the masters' off the variances: [Note: split masters].
+  // Removes the masters' signs from the variances: [Note: split masters].
   __device__ void load(float (&p)[kPerLane], float (&v)[kPerLane]) const {
     if (is_whole()) return block.load(r.master, p);
     uint16_t upper[kPerLane], lower[kPerLane] = {};
@@ -453,7 +451,7 @@ struct MasterBlock {
       v[k] = fabsf(v[k]);
     }
   }
-  // With the parameters.
+  // Stores masters and parameters.
   template <DType kParam>
   __device__ void store(const float (&p)[kPerLane], float (&v)[kPerLane], const RandomBits& random) const {
     if (is_whole()) {
@@ -481,8 +479,8 @@ struct MasterBlock {
   }
 };
 
-// Of any types of states; the parameter is bfloat16 where the master is not float32. All of a block is loaded before
-// any of it is stored, so `param` may be `grad`. `kCoded`: moments are of 8 bits, which the compiler then knows.
+// States of any types; the parameter is bfloat16 unless the master is float32. A block is loaded whole before it is
+// stored, so `param` may be `grad`. `kCoded`: moments are 8-bit, known at compile time.
 template <DType kGrad, DType kParam, bool kCoded, bool kWhole, class Scalars>
 __global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s, int64_t first) {
   constexpr bool kHasVariance = std::is_same_v<Scalars, AdamScalars>;
@@ -537,11 +535,12 @@ __global__ void __launch_bounds__(kThreads) compress_blocks(const float* in, Sta
   });
 }
 
-// Several blocks for each warp of a long range: its tables are loaded once. (Enough warps for any device are left.)
+// Limit of thread blocks: on a long range a warp processes several blocks and loads its tables once. Enough warps
+// remain for any device.
 constexpr int64_t kMaxBlockLaunches = 4096;
 
-// Calls launch_kernel(Whole, number of thread blocks, numel, first) for the blocks of a range that are whole and in
-// aligned arrays, and for the others.
+// Calls launch_kernel(Whole, number of thread blocks, numel, first) for the whole blocks in aligned arrays, and for the
+// rest.
 template <class LaunchKernel>
 void launch_blocks(const char* name, int64_t numel, bool aligned, const LaunchKernel& launch_kernel) {
   const int64_t whole = aligned ? numel / kStateBlock * kStateBlock : 0;
@@ -559,7 +558,7 @@ void launch_blocks(const char* name, int64_t numel, bool aligned, const LaunchKe
 
 namespace {
 
-// Four elements of it are loaded and stored at once.
+// True if four elements can be loaded and stored at once.
 bool is_quads(const void* array, StateType type) {
   return type == StateType::kNone || is_aligned(array, is_8_bit(type) ? kQuad : state_bytes(type, kQuad));
 }
@@ -676,7 +675,7 @@ void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ran
 
 namespace {
 
-// launch(std::bool_constant<whether it is a signed map's>())
+// Calls launch(std::bool_constant<true if the map is signed>()).
 template <class Launch>
 void with_sign(StateType type, const Launch& launch) {
   if (type == StateType::kSigned8) return launch(std::true_type());

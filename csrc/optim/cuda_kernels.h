@@ -1,6 +1,5 @@
-// The same leaf kernels on a CUDA device: same bits as kernels.h ([Note: one order of operations] and
-// [Note: one order of summation] there). Pointers are device pointers; calls enqueue on `stream` and return;
-// a failed launch throws SystemError. The caller selects the device.
+// The optimizer kernels on CUDA, with the bits of kernels.h. Pointers are device pointers; calls enqueue on `stream`
+// and return. The caller selects the device. A failed launch throws SystemError.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,23 @@
-// The dynamic map, which gives the codes of 8-bit states their values ([Note: states of 8 bits], kernels.h): data only,
-// so that every implementation computes with the same constants.
+// 8-bit optimizer states: the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861; create_dynamic_map of
+// bitsandbytes), signed for momentum and unsigned for variance. Every implementation uses these constants.
+//
+// Elements form blocks of kStateBlock that share a scale:
+//
+//   scale = the element of largest magnitude in the block, positive in a tie; inverse = 1 / scale
+//   code = the entry nearest to x * inverse, by the operations below
+//   x = map(code) * scale
+//
+// Unsigned map: only zero gets zero's code. A variance lost to zero makes its element's next update up to 1 / sqrt(1 -
+// beta2) times too large, which distorts parameters more than all other roundings together
+// (benchmark/results/cpu-eight-bit.txt). The published rule rounds to the nearest entry, which may be zero. Variances
+// are encoded by their magnitudes.
+//
+// Signed map: the codes are bitsandbytes' codes less 127, so zero bytes mean zero. The scale has a sign. The map has an
+// entry for 1 and none for -1, so a negative largest element would otherwise lose 0.7 %. With the sign, compressing
+// expanded values gives the same codes and scales: float32 values in checkpoints represent the stored states exactly.
+//
+// A block whose largest magnitude is below 2^-100 is stored as zeros, because its least entries would be subnormal. A
+// block with a NaN or an infinity gets a NaN scale and is all NaN from then on.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +26,17 @@ namespace patrickstar::optim {
 
 constexpr int kMapSections = 8;
 
-// The bits of 2^-100, the least scale.
+// Bits of 2^-100, the least scale.
 constexpr uint32_t kLeastScaleBits = 0x0d800000u;
 
-// A map is straight in sections. Entry j of section s has the value fma(j, slope[s], offset[s]); entries of section s <
-// 7 are 10^(s-6) * (0.1 + 0.9 * (k + 0.5) / n) for k from 0 to n - 1, where n = 2^s (signed) or 2^(s+1) (unsigned), and
-// begin with j = n. Section 7 is the one entry j = n of value 1. So s follows from the exponent of j as a float; values
-// are looked up by the lowest three bits of its biased exponent.
+// The map is piecewise linear. Entry j of section s has the value fma(j, slope[s], offset[s]). Section s < 7 begins at
+// j = n, where n = 2^s (signed) or 2^(s+1) (unsigned). Its entries are 10^(s-6) * (0.1 + 0.9 * (k + 0.5) / n) for k
+// from 0 to n - 1. Section 7 is the single entry j = n of value 1. The exponent of j as a float gives s; tables are
+// indexed by the lowest three bits of its biased exponent.
 //
-// Encoding: x in [0, 1] belongs to the last section s whose start[s] <= x, a start being the middle between
-// neighbouring entries; there j = round(min(fma(x, steps[s], first[s]), last[s])). The signed map has the negatives of
-// steps, first and last, and gives -j as round(max(...)).
+// Encoding: x in [0, 1] belongs to the last section s with start[s] <= x, where a start is the midpoint between
+// neighbouring entries. Then j = round(min(fma(x, steps[s], first[s]), last[s])). The signed map stores steps, first
+// and last negated, and yields -j as round(max(...)).
 struct DynamicMap {
   float slope_by_exponent[kMapSections];
   float offset_by_exponent[kMapSections];
@@ -28,19 +46,19 @@ struct DynamicMap {
   float last[kMapSections];
 };
 
-// What is below these is taken for them: the signed map's entry is 0 at 2^-24, and the unsigned map's 2 at its value,
-// the entry of all positive x below.
+// Smaller values are raised to these. The signed map gives 0 for 2^-24; the unsigned map gives entry 2, the least
+// positive value.
 constexpr float kSignedLeast = 0x1p-24f;
 constexpr float kUnsignedLeast = 0.325e-6f;
 
-// The section of x, from kSignedLeast on, is guessed from its bits, as an integer: g = fma(bits, kGuessSlope,
-// kGuessOffset) has it, or the one after it, in its last bits. (The bits of a float, less those of 1, are 2^23 times
-// its binary logarithm less at most 0.0861. Floats near 1.5 * 2^23, whose last bits are zeros, are the integers; the
-// slope is log10(2), but for what makes each guess right though the offset is an integer too.)
+// Guess of the section of x >= kSignedLeast from its bits as an integer: the last bits of fma(bits, kGuessSlope,
+// kGuessOffset) hold the section or the next one. (The bits of a float, less those of 1, are 2^23 times its binary
+// logarithm, less at most 0.0861. Floats near 1.5 * 2^23 are the integers. The slope is log10(2), adjusted so that
+// every guess is right with an integer offset.)
 constexpr float kGuessSlope = static_cast<float>(0.2985 / (1 << 23));
 constexpr float kGuessOffset = 0x1.8p23f - 31;
 
-// `entries_of_first`: of section 0.
+// `entries_of_first`: number of entries of section 0.
 constexpr DynamicMap make_dynamic_map(int entries_of_first) {
   DynamicMap map{};
   double power = 1e-6;
@@ -54,8 +72,8 @@ constexpr DynamicMap make_dynamic_map(int entries_of_first) {
     map.steps[s] = static_cast<float>(1 / slope);
     map.first[s] = static_cast<float>(-offset / slope);
     map.last[s] = static_cast<float>(2 * entries - 1);
-    // Between the last entry of this section, power * (1 - 0.45 / n), and the first of the next, which has twice as
-    // many: power * (1 + 2.25 / n); or 1.
+    // Midpoint between this section's last entry, power * (1 - 0.45 / n), and the next one: power * (1 + 2.25 / n), or
+    // 1.
     map.start[s + 1] = static_cast<float>(s < 6 ? power * (1 + 0.9 / entries) : 1 - 0.225 / entries);
     entries *= 2;
     power = s < 5 ? power * 10 : 1;
@@ -64,10 +82,10 @@ constexpr DynamicMap make_dynamic_map(int entries_of_first) {
   return map;
 }
 
-// Signed: code c has the magnitude of entry |c| and c's sign, but for -128, which is 1.
+// Signed: code c has the magnitude of entry |c| and the sign of c, except code -128, which is 1.
 constexpr DynamicMap make_signed_map() {
   DynamicMap map = make_dynamic_map(1);
-  // Of entry 128, whose sign is turned.
+  // Entry 128, with its sign inverted.
   map.slope_by_exponent[(127 + 7) % kMapSections] = -1.0f / 128;
   map.offset_by_exponent[(127 + 7) % kMapSections] = 0;
   // Zero, and entry 1 of value 0.55e-6.
@@ -81,7 +99,7 @@ constexpr DynamicMap make_signed_map() {
   return map;
 }
 
-// Unsigned: code c is entry c + 1; entry 1 is zero and shares its place by exponent with entry 256, which is 1.
+// Unsigned: code c is entry c + 1. Entry 1 is zero and shares its table place with entry 256, which is 1.
 constexpr DynamicMap make_unsigned_map() {
   DynamicMap map = make_dynamic_map(2);
   map.slope_by_exponent[127 % kMapSections] = static_cast<float>(1.0 / 255);

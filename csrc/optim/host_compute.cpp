@@ -13,7 +13,7 @@ namespace patrickstar::optim {
 
 namespace {
 
-constexpr int64_t kGrain = 16 * kSquaresBlock;  // elements: 128 KiB of 16-bit data, and whole blocks of statistics
+constexpr int64_t kGrain = 16 * kSquaresBlock;  // elements: 128 KiB of 16-bit data; whole blocks of statistics
 static_assert(kGrain % kOpenPiece == 0 && kOpenPiece % kStateBlock == 0);
 
 void* at(void* data, DType dtype, int64_t index) { return static_cast<char*>(data) + index * element_size(dtype); }
@@ -30,10 +30,10 @@ const void* at(const void* state, StateType type, int64_t index) {
 
 float* scales_at(float* scales, int64_t index) { return scales == nullptr ? nullptr : scales + index / kStateBlock; }
 
-// Of one thread, for one piece at a time.
+// One thread's open values, for one piece at a time.
 class OpenScratch {
  public:
-  // None where there is no memory for it.
+  // None if the memory cannot be allocated.
   std::optional<OpenValues> values() {
     if (memory_ == nullptr) memory_.reset(new (std::nothrow) char[static_cast<size_t>(kCapacity * OpenValues::kBytes)]);
     if (memory_ == nullptr) return std::nullopt;
@@ -107,7 +107,7 @@ class PoolCompute final : public HostCompute {
       kept = job.store->keep(*open);
       if (kept.count != OpenValues::kAll) {
         job.store->note_in_place(piece.numel - kept.count);
-      } else if (open->count != OpenValues::kAll) {  // no room to keep them
+      } else if (open->count != OpenValues::kAll) {  // no room in the store
         kernels_.adam_take_values_back(piece, scalars, *open);
       }
     });
@@ -188,7 +188,7 @@ class PoolCompute final : public HostCompute {
 
  private:
   static bool is_matrix(const UpdateJob& job) { return std::holds_alternative<MatrixScalars>(job.scalars); }
-  // Jobs some of which are matrices.
+  // For jobs of which some are matrices.
   void update_matrices(const std::vector<UpdateJob>& jobs) {
     std::vector<UpdateJob> others;
     std::remove_copy_if(jobs.begin(), jobs.end(), std::back_inserter(others), is_matrix);
@@ -197,7 +197,7 @@ class PoolCompute final : public HostCompute {
       if (is_matrix(job)) update_matrix(*this, job.range, std::get<MatrixScalars>(job.scalars));
     }
   }
-  // function(the kernels of the rule that these are of, the scalars).
+  // Calls function(kernels of the job's rule, scalars).
   template <typename Function>
   void with_kernels(const StepScalars& scalars, const Function& function) const {
     if (const auto* adam = std::get_if<AdamScalars>(&scalars)) return function(kernels_of(*adam), *adam);
@@ -212,8 +212,8 @@ class PoolCompute final : public HostCompute {
             kernels_.momentum_param_open};
   }
 
-  // kernel(a part, of this job, from this element on), which is a multiple of `unit`. Jobs are laid end to end and
-  // split evenly, so that many small ones still keep all threads busy.
+  // Calls kernel(part, its job, first element), where the first element is a multiple of `unit`. Jobs are concatenated
+  // and split evenly, so that many small jobs still keep all threads busy.
   template <typename Kernel>
   void run(const std::vector<UpdateJob>& jobs, int64_t unit, const Kernel& kernel) {
     const auto length = [unit](const UpdateJob& job) { return (job.range.numel + unit - 1) / unit * unit; };
@@ -228,13 +228,13 @@ class PoolCompute final : public HostCompute {
       }
     });
   }
-  // What open values of these jobs, a chunk's, may take.
+  // Sets the store's allowance for these jobs of one chunk.
   static void begin_open(const std::vector<UpdateJob>& jobs) {
     int64_t numel = 0;
     for (const UpdateJob& job : jobs) numel += job.range.numel;
     if (!jobs.empty()) jobs.front().store->begin_chunk(numel);
   }
-  // function(piece, its job, what was kept of it)
+  // Calls function(piece, its job, its open values).
   template <typename Function>
   void for_pieces_of(const std::vector<UpdateJob>& jobs, const Function& function) {
     run(jobs, kOpenPiece, [&](const AdamRange& range, const UpdateJob& job, int64_t first) {

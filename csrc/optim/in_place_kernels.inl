@@ -1,6 +1,5 @@
-// A part of kernel_body.inl: new parameters in the place of old ones ([Note: values in place] in kernels.h). By tiles
-// of kStateBlock elements, counted from a piece's first: what a pass finds of an old value by approximations, another
-// one finds by the same ones only if it takes the element with the same lanes.
+// A part of kernel_body.inl: [Note: values in place]. Work proceeds in tiles of kStateBlock elements, counted from the
+// piece's first. All passes process an element in the same lane, so that approximations give the same bits.
 
 template <class V>
 struct InPlaceConstants : AdamConstants<V> {
@@ -10,13 +9,13 @@ struct InPlaceConstants : AdamConstants<V> {
       : AdamConstants<V>(s), step_size(V::set(s.step_size)), inverse_decay(V::set(1.0f / s.decay)) {}
 };
 
-// Of a split master, by the type of variance beside it: its distance from the parameter, in units of its last place;
+// Distance of a split master from its parameter, in units of its last place.
 template <class V, class Master>
 PS_INT master_distance(const uint16_t* lower, typename V::Float stored_variance) {
   return V::distance(lower, Master::kHasSign ? stored_variance : V::set(0.0f));
 }
 
-// and what it is rounded to, as the bits of a float32.
+// Bits of x rounded to its 16-bit parameter, as float32.
 template <class V, class Master>
 PS_INT rounded_upper(typename V::Float x) {
   const auto bits = V::bits(x);
@@ -25,8 +24,8 @@ PS_INT rounded_upper(typename V::Float x) {
   return V::and_int(V::add_int(bits, bias), V::set_int(0xffff0000u));
 }
 
-// Of the masters at this distance from their parameters, the one that led to `now`. The moments are bounded as those of
-// the least scale are in ParamBounds, so that both are computed once where both are wanted.
+// The old master that led to `now`, among those at this distance from their parameters. Moments at the least scale are
+// computed as in ParamBounds, so the compiler shares them.
 template <class V>
 PS_FLOAT found_master(const InPlaceConstants<V>& c, typename V::Float now, typename V::Int distance,
                       typename V::Float grad, typename V::Float m, typename V::Float v) {
@@ -40,18 +39,18 @@ PS_FLOAT found_master(const InPlaceConstants<V>& c, typename V::Float now, typen
   return V::floats(V::add_int(V::and_int(from_distance, V::set_int(0xffff0000u)), distance));
 }
 
-// A tile of a piece. Moments are float32 here, the variance with the sign that it is stored with.
+// A tile of a piece. Moments are float32; the variance has its stored sign.
 struct InPlaceTile {
   uint16_t* param;
   const uint16_t* lower;
   const uint16_t* grad;
   const float* momentum;
   const float* variance;
-  int64_t begin;  // in the piece
+  int64_t begin;  // first element in the piece
   int64_t numel;
 };
 
-// What new parameters are: for one scale of the gradients, as adam makes them,
+// New parameters for one scale of the gradients, with adam's bits.
 template <class Master>
 struct OneScale {
   explicit OneScale(float /*most_grad_scale*/) {}
@@ -68,7 +67,7 @@ struct OneScale {
   }
 };
 
-// or for all from that of the constants on, where it is the same for each.
+// New parameters that are equal for all scales from that of the constants to `most_grad_scale`.
 template <class Master>
 struct ScalesBetween {
   float most_grad_scale;
@@ -91,8 +90,8 @@ struct ScalesBetween {
   }
 };
 
-// Puts those in place which the old ones can be found from, and notes the others. Returns how many elements it came to
-// before there was no room for more: all, or so many that were dealt with, the others being untouched.
+// Replaces the parameters whose old masters can be found again, and lists the others in `open`. Returns false if `open`
+// is full; the vector's elements are then unchanged.
 template <class V, class Master, class Scales>
 inline __attribute__((always_inline)) bool put_values_at(const InPlaceTile& t, const InPlaceConstants<V>& c,
                                                          const Scales& scales, int64_t i, OpenValues& open) {
@@ -161,12 +160,12 @@ __attribute__((noinline)) int64_t put_values_tile(const InPlaceTile& tile, const
   return i;
 }
 
-// What was noted of open values, of which tiles take theirs in turn.
+// Iterates over the open values of a piece, tile by tile.
 struct OpenCursor {
   const OpenValues& open;
   int64_t next = 0;
 
-  // The masters of elements from the `first` of the piece on, of which those that are open were not found.
+  // Old masters from element `first` of the piece on: those found, or the open values' recorded ones.
   template <class V>
   PS_FLOAT with_open(int64_t first, typename V::Float found) {
     if (next == open.count || open.index[next] >= first + V::kWidth) return found;
@@ -179,8 +178,8 @@ struct OpenCursor {
   }
 };
 
-// use(lane, element of the tile, its old master, its variance as it is stored), where new parameters are in place. `c`
-// and `single` are of the scale that they were found by.
+// Calls use(lane, element of the tile, old master, stored variance) where new parameters are in place. `c` and `single`
+// have the scale of put_values.
 template <class Master, class Use>
 PS_STEP for_old_masters(const InPlaceTile& t, const InPlaceConstants<Vector>& c,
                         const InPlaceConstants<ScalarLane>& single, OpenCursor& cursor, const Use& use) {
@@ -201,7 +200,7 @@ PS_STEP for_old_masters(const InPlaceTile& t, const InPlaceConstants<Vector>& c,
   for (; i < t.numel; ++i) find(ScalarLane(), i, single);
 }
 
-// The tiles of a piece, its moments expanded.
+// The tiles of a piece, with expanded moments.
 struct InPlaceTiles {
   const AdamRange& range;
   TileMoment momentum, variance;
@@ -259,7 +258,7 @@ inline void put_values(const AdamRange& range, const AdamScalars& scalars, float
   }
 }
 
-// Returns how many new parameters are not those that are in place.
+// Returns the number of new parameters that differ from those in place.
 template <class Master>
 __attribute__((noinline)) int64_t put_states(const AdamRange& range, const AdamScalars& scalars,
                                              const AdamScalars& found_by, const OpenValues& open) {
@@ -294,7 +293,7 @@ __attribute__((noinline)) int64_t put_states(const AdamRange& range, const AdamS
   return wrong;
 }
 
-// body(the way that the master is split).
+// Calls body(tag of the master's split) by the type of variance.
 template <class Body>
 inline void with_split(const AdamRange& range, const Body& body) {
   with_ieee_arithmetic([&] {

@@ -1,11 +1,10 @@
-// The leaf kernels, written once. Each cpu_<isa>.cpp includes this inside its anonymous namespace, after
-// scalar_lane.inl and a definition of `Vector`: kWidth floats with the interface of ScalarLane.
-// What is computed: [Note: one order of operations] and [Note: one order of summation] in kernels.h.
-// What may be included or emitted: [Note: ISA files] in cpu_isa.h.
+// The optimizer kernels, written once. Each cpu_<isa>.cpp includes this inside its anonymous namespace, after
+// scalar_lane.inl and a definition of `Vector`: kWidth floats with the interface of ScalarLane. kernels.h defines the
+// results; [Note: ISA files] limits what may be included or emitted.
 //
-// NaN: which payload an x86 operation passes on depends on the order of its operands, and CUDA passes on
-// none. So that bits are equal everywhere, every NaN that arithmetic yields is stored as 0x7fc00000 (binary32)
-// or 0x7ff8000000000000 (binary64). Widening casts and binary32 copies do no arithmetic and keep payloads.
+// NaN: the payload that an x86 operation passes on depends on the order of its operands, and CUDA passes on none. Every
+// NaN from arithmetic is therefore stored as 0x7fc00000 (binary32) or 0x7ff8000000000000 (binary64). Widening casts and
+// binary32 copies do no arithmetic and keep payloads.
 
 #define PS_LOOP __attribute__((noinline)) void
 #define PS_STEP inline __attribute__((always_inline)) void
@@ -56,7 +55,7 @@ PS_STEP for_range(int64_t begin, int64_t end, const Step& step) {
   for (; i < end; ++i) step(ScalarLane(), i);
 }
 
-// In the order in which they need each other.
+// In order of their dependencies.
 // clang-format off
 #include "optim/state_kernels.inl"
 #include "optim/adam_kernels.inl"
@@ -133,7 +132,7 @@ void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel) {
 
 // ---- Sum of squares --------------------------------------------------------------------------------
 
-// The lanes' sums over whole rows of kSquaresLanes elements, as many lanes at a time as registers hold.
+// Sums of whole rows of kSquaresLanes elements, as many lanes at a time as registers hold.
 template <DType kType>
 PS_STEP sum_rows(const void* x, int64_t begin, int64_t rows, double* lanes) {
   constexpr int64_t kGroup = Vector::kSquareVectors * Vector::kWidth;

@@ -1,10 +1,9 @@
-// The factor that keeps float16 gradients in range, and the rule by which it follows overflows.
+// The loss scale that keeps float16 gradients in range, and its reaction to overflows.
 //
-// Static (loss_scale > 0): the factor never changes. Dynamic (loss_scale == 0): the `hysteresis`-th overflow and
-// each one after it halve the factor; `scale_window` steps without overflow double it and restore the
-// hysteresis. The rule is DynamicLossScaler.update_scale of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py),
-// with its names; where that raises, when an overflow finds the factor at its minimum, is_at_minimum() here lets the
-// caller decide.
+// Static (loss_scale > 0): constant. Dynamic (loss_scale == 0): the `hysteresis`-th overflow and each later one halve
+// the scale. `scale_window` steps without overflow double it and restore the hysteresis. The rule is
+// DynamicLossScaler.update_scale of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py), with its names. DeepSpeed
+// raises on an overflow at the minimum scale; here the caller decides by is_at_minimum().
 //
 //   LossScaler scaler({});                        // dynamic, 2**16
 //   loss * scaler.scale(); ... gradients / scaler.scale();
@@ -17,18 +16,18 @@
 
 namespace patrickstar::optim {
 
-// Field names follow DeepSpeed's fp16 section; defaults are its defaults.
+// Names and defaults of DeepSpeed's fp16 section.
 struct LossScalerOptions {
   double loss_scale = 0;
   int initial_scale_power = 16;
   int64_t scale_window = 1000;  // steps
   double min_scale = 1;
   int64_t hysteresis = 2;  // overflows
-  // Whether each step without overflow restores the hysteresis, rather than only one that doubles the scale.
+  // True: every step without overflow restores the hysteresis. False: only a step that doubles the scale.
   bool consecutive_hysteresis = false;
 };
 
-// What a checkpoint keeps.
+// The state in a checkpoint.
 struct LossScalerState {
   double scale = 1;
   int64_t iteration = 0;  // calls of update() so far
@@ -40,21 +39,20 @@ class LossScaler {
  public:
   static constexpr double kScaleFactor = 2;
 
-  // Throws ArgumentError when an option is out of its range.
+  // Throws ArgumentError if an option is out of range.
   explicit LossScaler(const LossScalerOptions& options);
 
   double scale() const { return state_.scale; }
   bool is_dynamic() const { return options_.loss_scale == 0; }
-  // An overflow that would lower the scale finds it as low as it may go.
+  // True if the scale cannot be lowered further.
   bool is_at_minimum() const { return is_dynamic() && state_.scale <= options_.min_scale; }
   const LossScalerOptions& options() const { return options_; }
   const LossScalerState& state() const { return state_; }
 
-  // `overflow`: this step's gradients were not all finite on some rank.
+  // `overflow`: some rank had a non-finite gradient in this step.
   void update(bool overflow);
 
-  // Throws ArgumentError when the state is none that update() can lead to. A static scale stays what the
-  // options say.
+  // Throws ArgumentError for a state that update() cannot reach. A static scale keeps the options' value.
   void set_state(const LossScalerState& state);
 
  private:

@@ -6,7 +6,7 @@ namespace patrickstar::optim {
 
 namespace {
 
-// Plain SGD of the direction, whose momentum is the direction again. It takes any type of parameters.
+// Plain SGD with `scratch` as gradient and momentum; accepts any parameter dtype.
 UpdateJob step_of(const AdamRange& range, const MatrixScalars& scalars) {
   UpdateJob job{};
   job.range = range;

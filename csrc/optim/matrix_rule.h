@@ -1,18 +1,17 @@
-// Update rules that need whole matrices, such as one that orthogonalises a momentum.
+// Update rules that need whole matrices, such as Muon's orthogonalised momentum. With g = float(grad) * grad_scale of
+// all elements of one parameter:
 //
-// [Note: whole matrices] With g = float(grad) * grad_scale of all elements of one parameter:
-//
-//   d = direction(g, momentum, master)     the rule's, which may change the momentum
+//   d = direction(g, momentum, master)     the rule's function, which may change the momentum
 //   p = fma(-step_size, d, p * decay)      step_size = lr, decay = 1 - lr * weight_decay
 //   master = p;  param = round(p)
 //
-// All is float32. A rule is asked once for each step and parameter, by one thread, and given the same numbers wherever
-// the chunk's states are; so what it computes from them alone depends on no budget, chunk size or number of threads. It
-// is asked on the side that makes the update: on a CUDA device it must give the bits that it gives on the host. Its own
-// constants are members; learning rate and weight decay come from the parameter's group.
+// All values are float32. One thread calls a rule once per step and parameter, with the same numbers wherever the
+// states are. Results therefore do not depend on budget, chunk size or number of threads. The rule runs on the side of
+// the update and must give the same bits on a CUDA device as on the host. Its constants are members; learning rate and
+// weight decay come from the parameter group.
 //
-// Whole matrices are updated once, in one pass: neither ahead of the norm nor in pieces (suits_matrices(),
-// plan/recipe.h). Which parameters they are is said in engine/matrix_updates.h.
+// Whole matrices are updated in one pass: never speculatively and never in pieces (suits_matrices(), plan/recipe.h).
+// engine/matrix_updates.h selects their parameters.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +22,11 @@ namespace patrickstar::optim {
 
 class Compute;
 
-// Row after row, as the parameter lies in memory.
+// Row-major, as the parameter in memory.
 struct Matrix {
   int64_t rows;
   int64_t columns;
-  float* direction;  // holds the gradient when the rule is asked
+  float* direction;  // holds the gradient on entry
   float* momentum;
   const float* master;
 };
@@ -35,7 +34,7 @@ struct Matrix {
 class MatrixRule {
  public:
   virtual ~MatrixRule() = default;
-  // Puts the direction where the gradient is. On a CUDA device it enqueues this on the current stream.
+  // Overwrites the gradient with the direction. On CUDA, enqueues this on the current stream.
   virtual void make_direction(const Matrix& matrix) const = 0;
 };
 
@@ -47,10 +46,10 @@ struct MatrixScalars {
   float grad_scale;
   float decay;
   float step_size;
-  float* scratch;  // for rows * columns elements, on the side of the update
+  float* scratch;  // rows * columns elements, on the side of the update
 };
 
-// `range` is all of the matrix, with a float32 master and momentum.
+// `range` covers the whole matrix, with a float32 master and momentum.
 void update_matrix(Compute& compute, const AdamRange& range, const MatrixScalars& scalars);
 
 }  // namespace patrickstar::optim

@@ -1,4 +1,4 @@
-// A part of kernel_body.inl: optimizers of one moment ([Note: optimizers of one moment] in kernels.h).
+// A part of kernel_body.inl: optimizers without a variance (`MomentumRule`).
 
 template <class V>
 struct MomentumConstants {
@@ -16,7 +16,7 @@ struct MomentumConstants {
         one_minus_dampening(V::set(s.one_minus_dampening)) {}
 };
 
-// 0 of zeros; NaN of what is not finite, as its product with 0 is.
+// 0 for zeros. NaN for non-finite values, as their product with 0.
 template <class V>
 PS_FLOAT sign_of(typename V::Float x) {
   const auto sign = V::and_int(V::bits(x), V::set_int(0x80000000u));
@@ -109,12 +109,12 @@ void momentum_param(const AdamRange& range, const MomentumScalars& scalars) {
             Writes::kParam);
 }
 
-// [Note: settled values] A NaN is open, whatever both ends are.
+// True if the value is scale-independent. A NaN never is.
 inline bool is_settled(uint16_t least, uint16_t most, uint16_t infinity) {
   return least == most && (least & 0x7fff) <= infinity;
 }
 
-// A block of values at one of the ends.
+// A block of values at one end of the scale.
 inline void run_momentum_tile(UpdateTile<MomentumScalars> update, const AdamRange& r, int64_t i, int64_t numel,
                               const float* momentum, float* unused, void* param, const MomentumScalars& scalars) {
   const auto* master = static_cast<const float*>(r.master) + i;

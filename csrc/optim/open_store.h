@@ -1,10 +1,11 @@
-// Where open values ([Note: settled values], kernels.h) are kept from the pass that finds them to the one that makes
-// them.
+// Keeps scale-dependent values ([Note: settled values]) from the pass that finds them to the pass that computes them.
 //
-// Nobody knows how many there will be: what is at hand is divided among the chunks as they come, each of which may take
-// somewhat more than its share of what is left. Where a piece's values find no room, all of the piece are made again.
+// Their number is unknown in advance. Chunks share the memory in order, and each may take somewhat more than its share
+// of the rest. If the values of a piece do not fit, the whole piece is computed again.
 //
-//   store.begin(numel_of_all_chunks);     // of a backward: what was kept is over
+//   store.begin(numel_of_all_chunks);     // once per backward; drops what was kept
+//   store.begin_chunk(numel);             // one chunk after the other
+//   OpenValues kept = store.keep(open);   // any thread; a copy, or kAll
 //   store.begin_chunk(numel);             // one after the other
 //   OpenValues kept = store.keep(open);   // by any thread; a copy, or all
 #pragma once
@@ -25,26 +26,26 @@ class OpenStore {
     int64_t num_bytes;
   };
 
-  // What was kept is over.
+  // Drops what was kept.
   void set_memory(std::vector<Memory> memory);
   void begin(int64_t numel);
   void begin_chunk(int64_t numel);
   OpenValues keep(const OpenValues& open);
-  // [Note: values in place]: so many have taken the old ones' place. All of them so far, by any thread.
+  // Counts in-place speculative updates ([Note: values in place]). Any thread.
   void note_in_place(int64_t count) { num_in_place_ += count; }
   int64_t num_in_place() const { return num_in_place_; }
 
  private:
-  // `num_bytes` of what is left, or null.
+  // Takes `num_bytes` of the rest; null if they do not fit.
   char* take(int64_t num_bytes);
   int64_t left_bytes() const;
 
   std::mutex mutex_;
   std::vector<Memory> memory_;
-  size_t current_ = 0;  // of `memory_`
-  int64_t used_ = 0;    // of the current one
+  size_t current_ = 0;  // index in `memory_`
+  int64_t used_ = 0;    // bytes used of the current memory
   int64_t coming_numel_ = 0;
-  int64_t allowance_ = 0;  // bytes, of the running chunk
+  int64_t allowance_ = 0;  // bytes left to the current chunk
   std::atomic<int64_t> num_in_place_{0};
 };
 

@@ -1,9 +1,7 @@
-// A part of kernel_body.inl: states of fewer bytes, expanded to float32 and compressed again ([Note: states of fewer
-// bytes] in kernels.h).
+// A part of kernel_body.inl: states of fewer bytes, expanded to float32 and compressed again.
 
-// [Note: random bits] of a range's elements, made a block at a time: vectors take theirs from memory wherever a pair
-// begins. Measured as in [Note: blocks in turn], without master: 6 % of Adam's time and 8 % of Lion's, where two hashes
-// for each element took 21 and 28 %.
+// [Note: random bits] of a range's elements, made one block at a time. Vectors read them from memory at any pair, so
+// each hash serves two elements.
 struct RandomBits {
   Vector::Int b, multiplier1, multiplier2;
   uint32_t a;
@@ -17,7 +15,7 @@ struct RandomBits {
         a(key.a + static_cast<uint32_t>(rounded)),
         first(key.first) {}
 
-  // Those of elements i to i + kStateBlock - 1; they lie there until the next call.
+  // Bits of elements i to i + kStateBlock - 1; valid until the next call.
   inline __attribute__((always_inline)) const uint16_t* make(int64_t i) {
     const int64_t odd = (first + i) & 1;
     auto counter = Vector::count_from(static_cast<uint32_t>((first + i) >> 1) + a);
@@ -29,7 +27,7 @@ struct RandomBits {
   }
 
  private:
-  // Of two elements each.
+  // One hash, for two elements.
   inline __attribute__((always_inline)) Vector::Int mixed(Vector::Int x) const {
     using V = Vector;
     x = V::mul_int(V::xor_int(x, V::template shift_right<16>(x)), multiplier1);
@@ -39,27 +37,27 @@ struct RandomBits {
   }
 };
 
-// Its upper half is `x`, rounded with the random bits of a vector.
+// The upper half of the result is `x` rounded with a vector's random bits.
 template <class V>
 PS_INT rounded_up_by(typename V::Float x, const uint16_t* random) {
   return V::add_int(V::bits(x), V::load_u16(random));
 }
 
-// The upper half of a split master whose variance is of fewer bytes: rounded to nearest, away from zero halfway.
+// Upper half of a split master beside a variance of fewer bytes: round to nearest, ties away from zero.
 template <class V>
 inline __attribute__((always_inline)) typename V::Half half_away(typename V::Float x) {
   return V::upper(V::add_int(V::bits(x), V::set_int(0x8000u)));
 }
 
-// Memory beyond what is read now, in elements.
+// Prefetch distance in elements.
 constexpr int64_t kBlockAhead = 2 * kStateBlock;
 
-// Values of codes.
+// Decodes 8-bit codes (dynamic_map.h).
 template <class V>
 struct SignedValues {
   typename V::Table slope, offset;
 
-  // (One that the compiler writes would be for other instructions.)
+  // Written out: a defaulted constructor would be compiled for other instructions.
   SignedValues() : slope(V::table(kSignedMap.slope_by_exponent)), offset(V::table(kSignedMap.offset_by_exponent)) {}
 
   PS_FLOAT load(const uint8_t* codes) const {
@@ -84,7 +82,7 @@ struct UnsignedValues {
   }
 };
 
-// Codes of values, scaled to magnitudes of at most 1. A NaN has zero's.
+// Encodes values scaled to magnitudes of at most 1. A NaN gets zero's code.
 template <class V>
 struct Sections {
   typename V::Table start, steps, first, last;
@@ -92,8 +90,8 @@ struct Sections {
   explicit Sections(const DynamicMap& map)
       : start(V::table(map.start)), steps(V::table(map.steps)), first(V::table(map.first)), last(V::table(map.last)) {}
 
-  // Of a magnitude from kSignedLeast on: its entry, before it is rounded. (Of two floats of one sign, the one whose
-  // bits are the smaller number is nearer to zero.)
+  // The entry of a magnitude >= kSignedLeast, before rounding. (For floats of one sign, smaller bits mean nearer to
+  // zero.)
   PS_FLOAT place(typename V::Float x) const {
     const auto guess = V::bits(V::fma(V::to_float(V::bits(x)), V::set(kGuessSlope), V::set(kGuessOffset)));
     const auto section = V::less_one_where_less(guess, x, V::lookup(start, guess));
@@ -102,7 +100,7 @@ struct Sections {
   }
 };
 
-// There is no entry of value -1: the one before it stands for it.
+// No entry has the value -1; the entry before it is used.
 template <class V>
 struct SignedCodes {
   Sections<V> sections;
@@ -115,7 +113,7 @@ struct SignedCodes {
   static PS_STEP store(uint8_t* codes, const typename V::Int (&rounded)[4]) { V::store_negated8(codes, rounded); }
 };
 
-// Nothing but zero has zero's code.
+// Only zero gets zero's code.
 template <class V>
 struct UnsignedCodes {
   Sections<V> sections;
@@ -141,21 +139,22 @@ PS_LOOP expand_block(const uint8_t* data, float scale, float* out) {
   }
 }
 
-// The largest of floats that are given as bits: those of a NaN are above infinity's, which are above all others.
+// The float of largest magnitude, given as bits. NaNs rank above infinities, which rank above all other values.
 template <class V>
 struct Largest {
-  typename V::Int positive;  // as signed numbers
-  typename V::Int negative;  // as unsigned ones, where those of negative floats are above all others
+  typename V::Int positive;  // in signed order
+  typename V::Int negative;  // in unsigned order, where negative floats rank highest
 
   Largest() : positive(V::set_int(0)), negative(V::set_int(0)) {}
   PS_STEP add(typename V::Float x) {
     positive = V::max_int(positive, V::bits(x));
     negative = V::max_unsigned(negative, V::bits(x));
   }
-  // The scale of these, and what they are multiplied by to be coded: 0 where there is no ordinary scale.
+  // Returns the factor for encoding and stores the scale. The factor is 0 if there is no ordinary scale.
   PS_FLOAT find_scale(float* scale) const {
     const uint32_t most_positive = V::largest(positive);
-    const uint32_t most_negative = V::largest_unsigned(negative) & 0x7fffffffu;  // or it is positive as well
+    const uint32_t most_negative =
+        V::largest_unsigned(negative) & 0x7fffffffu;  // or a positive value, if none is negative
     const bool is_positive = most_positive >= most_negative;
     const uint32_t most = is_positive ? most_positive : most_negative;
     const bool is_ordinary = most >= kLeastScaleBits && most < 0x7f800000u;
@@ -165,7 +164,7 @@ struct Largest {
   }
 };
 
-// Of four vectors.
+// Elements of four vectors.
 constexpr int64_t kCodes = 4 * Vector::kWidth;
 template <class Codes>
 PS_STEP put_codes(const Codes& codes, const float* in, Vector::Float inverse, uint8_t* data) {
@@ -186,7 +185,7 @@ PS_LOOP compress_block(const float* in, uint8_t* data, float* scale) {
   for (int64_t i = 0; i < kStateBlock; i += kCodes) put_codes(codes, in + i, inverse, data + i);
 }
 
-// Codes as float32, and back; of a block that may be shorter than a whole one.
+// Codes to float32, and back; for a block that may be short.
 inline void expand_codes(StateType type, const uint8_t* data, float scale, float* out, int64_t numel) {
   if (numel < kStateBlock) {
     uint8_t padded[kStateBlock] = {};
@@ -235,7 +234,7 @@ PS_LOOP expand_loop(const void* in, float* out, int64_t numel) {
   });
 }
 
-// A range of any length; `data` and `scales` are those of its first element.
+// A range of any length; `data` and `scales` begin at its first element.
 inline void expand(StateType type, const void* data, const float* scales, float* out, int64_t numel) {
   const auto* codes = static_cast<const uint8_t*>(data);
   switch (type) {

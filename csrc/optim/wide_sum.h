@@ -1,15 +1,13 @@
-// Sums of binary64 values that keep what their roundings lose.
+// A sum of binary64 values that keeps its rounding errors (Knuth's two-sum), accurate to some 100 bits before the final
+// rounding.
 //
-// [Note: a sum that knows no order] Which partials of the gradients' squares a rank has depends on the chunk size, and
-// their sum must not. So it is carried with its rounding errors (Knuth's two-sum), and right to some 100 bits before
-// the last rounding. Those of one parameter are added up where they are: lane l of kSumLanes has partials l, l + lanes,
-// l + 2*lanes, ..., in that order; then lanes are folded in halves. The host's bits are the device's.
+// The chunk size determines which partials of the squared gradients a rank has, and must not change their sum. Partials
+// of one parameter are added where they are: lane l of kSumLanes takes partials l, l + lanes, l + 2*lanes, ... in this
+// order, then lanes are added in halves. Host and device give the same bits. Any thread.
 //
 //   WideSum sum;
 //   sum.add(value);  sum.add(other);
 //   double rounded = sum.value();
-//
-// Any thread may call.
 #pragma once
 
 #include <array>
@@ -38,11 +36,11 @@ struct WideSum {
     add(other.high);
     add(other.low);
   }
-  // Inf or NaN when any that was added is: low may be NaN where high is infinite.
+  // Inf or NaN if any summand is; low may be NaN when high is infinite.
   double value() const { return std::isfinite(high) ? high + low : high; }
 };
 
-// Of an array of partials, those of one parameter.
+// The partials of one parameter in an array.
 struct PartialsRange {
   int64_t first = 0;
   int64_t count = 0;

@@ -12,7 +12,7 @@ namespace patrickstar {
 
 namespace {
 
-// Of values in place, one of so many is expected to be open at most ([Note: values in place], optim/kernels.h).
+// An in-place speculative update is expected to leave at most one scale-dependent value among this many. Not measured.
 constexpr int64_t kElementsPerOpenValue = 64;
 
 }  // namespace
@@ -29,7 +29,7 @@ int64_t home_bytes(const ChunkSpec& chunk) {
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
   const ChunkSpec& spec = layout.chunk(chunk);
   if (!spec.trainable) return 0;
-  const int64_t rounding = HostArena::most_rounding_bytes(0);  // of the two, each mapped when it is needed
+  const int64_t rounding = HostArena::most_rounding_bytes(0);  // both arrays are mapped when first needed
   const ArrayRow& gradient = spec.rows.gradient();
   return spec.num_bytes(ArrayKind::kGradSum) + (gradient.on_host == ArrayMemory::kOwn ? 0 : gradient.num_bytes) +
          rounding;
@@ -67,7 +67,7 @@ int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwar
   const int64_t bytes = held_bytes(layout, chunk, backwards) - optimizer_bytes(spec);
   const ArrayRow& gradient = spec.rows.gradient();
   if (gradient.on_host != ArrayMemory::kPassing) return bytes;
-  return bytes + gradient.num_bytes + HostArena::most_rounding_bytes(0);  // mapped when it is needed
+  return bytes + gradient.num_bytes + HostArena::most_rounding_bytes(0);  // mapped when first needed
 }
 
 int64_t DiskSets::num_bytes() const {
@@ -99,7 +99,7 @@ int64_t least_new_bytes(const Layout& layout, ChunkId chunk) {
 }
 
 int64_t visiting_piece_bytes(const Layout& layout) {
-  constexpr int64_t kArrays = 7;  // data and scales of three states, and a value: each begins anew
+  constexpr int64_t kArrays = 7;  // data and scales of three states, and the compute value; each starts aligned
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     if (!chunk.trainable) continue;
@@ -119,7 +119,7 @@ std::vector<VisitCost> visit_costs(const Layout& layout) {
     const int64_t states = optimizer_bytes(chunk);
     const ArrayRow& value = chunk.rows.param();
     const int64_t up_value = value.on_device == ArrayMemory::kOwn ? value.num_bytes : 0;
-    // Where ranks share a chunk, the value that backward has used is another array than the one that is updated.
+    // Sharded chunk: the value that backward used is the all-gathered array, not the shard that the update writes.
     costs.push_back({states + up_value, states + value.num_bytes, chunk.is_sharded() ? 0 : up_value});
   }
   return costs;

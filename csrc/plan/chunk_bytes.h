@@ -1,4 +1,4 @@
-// What chunks take of each tier, and what passes through it beside them. Pure functions of sizes.
+// Bytes that chunks and their transit buffers take on each tier. Pure functions of sizes.
 #pragma once
 
 #include <array>
@@ -11,62 +11,62 @@
 
 namespace patrickstar {
 
-// Bytes of a chunk's optimizer states, and of everything it takes where its states are (states plus the compute
-// copy or the gradient in its place).
+// Bytes of a chunk's optimizer states; and of everything it keeps on its resting tier, which adds the compute copy (or
+// the gradient in its place).
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
-// What its states take where they are placed, whatever becomes of gradients: the compute value as well where it is a
-// part of the master, and of a quantised chunk its codes and scales.
+// Bytes on the tier of its states, gradients aside: states; the compute value where it is part of the master; codes and
+// scales of a quantised chunk.
 int64_t placed_bytes(const ChunkSpec& chunk);
 
-// How many backwards a step is known to have.
 enum class Backwards : uint8_t {
-  kOne,      // or not known
-  kSeveral,  // whose gradients accumulate
+  kOne,      // one, or unknown
+  kSeveral,  // gradients accumulate
 };
 
-// What accumulation takes beside a chunk's home, where that is: sums of gradients in float32, and a gradient beside the
-// parameters, whose place it cannot take while another forward is to come, in whole pages. None for a frozen chunk.
+// Extra bytes of gradient accumulation, in whole pages: the float32 sum, and a gradient that cannot take its
+// parameters' place because another forward follows. 0 for a frozen chunk.
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk);
-// Both: all that a chunk takes where it is at home.
+// home_bytes() plus accumulation_bytes() where `backwards` is kSeveral.
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards);
 
-// What the host keeps free beside its chunks: for a gradient whose parameters are still of use, and pages that are not
-// full. Where gradients never take their parameters' place, for two: one that comes down while another is applied.
+// Host memory kept free beside the chunks: one gradient whose parameters are still in use, and page rounding. Two
+// gradients where gradients have no fixed place: one downloads while another is applied.
 int64_t spare_bytes(const Layout& layout);
 
-// What a chunk's optimizer states take on a disk, and what is left of it on the host where they are there: its value or
-// its gradient, both where the value is a part of the master ([Note: states on the disk], engine/disk_states.h).
+// Disk bytes of a chunk's optimizer states. bytes_beside_disk(): what stays on the host then, which is the value or the
+// gradient, and both where the value is part of the master (engine/disk_states.h).
 int64_t disk_bytes(const ChunkSpec& chunk);
 int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwards);
 
-// Host memory through which the states of chunks on the disk pass: sets of blocks, each for any of these chunks.
+// Host buffers through which disk states pass. Each of the `count` sets fits any chunk on the disk.
 struct DiskSets {
   int count = 0;
-  std::array<int64_t, 3> block_bytes{};  // of each set, for each of optimizer_arrays(); 0: no chunk has such a state
+  std::array<int64_t, 3> block_bytes{};  // per set, by optimizer_arrays(); 0: no such state
 
-  // For this chunk as well.
+  // Grows the sets so that they fit `chunk`.
   void serve(const ChunkSpec& chunk);
-  // Of all of them, in whole pages.
+  // All sets, in whole pages.
   int64_t num_bytes() const;
 };
-// One is read, one is updated, one is written.
+// One is being read, one updated, one written.
 constexpr int kNumDiskSets = 3;
 DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes);
 
-// Of host memory, what updates ahead of the step leave to gradients that come down: a few chunks' of the largest ones.
+// Host memory that speculative updates leave to downloading gradients, in largest gradients. Not measured.
 constexpr int kNumReservedGradients = 4;
 int64_t reserved_gradient_bytes(const Layout& layout);
 
-// What an update on the host takes at least to begin ahead of the step: its new compute values, or what is left open of
-// them where they take the old ones' place.
+// Least host memory with which an update can start before the norm: new compute values, or for in-place values the log
+// of scale-dependent ones.
 int64_t least_new_bytes(const Layout& layout, ChunkId chunk);
 
-// [Note: visits] (engine/visits.h): chunks go through the device in pieces of so many elements, so many at once.
+// A GPU round-trip update (engine/visits.h) moves pieces of kVisitingPiece elements; kNumVisitors pieces are in flight.
+// Pieces of 128 MiB and twice as many in flight gained nothing (docs/log.md).
 constexpr int64_t kVisitingPiece = int64_t{1} << 24;
 constexpr int kNumVisitors = 4;
-constexpr int64_t kVisitorAlignment = 256;  // of each array in it
-// Of the device, what one of these takes, with its value, and what all of them do; 0: no chunk has states.
+constexpr int64_t kVisitorAlignment = 256;  // of each array in a piece
+// Device bytes of one piece with its compute value, and of all pieces in flight; 0 where no chunk has states.
 int64_t visiting_piece_bytes(const Layout& layout);
 int64_t visitor_bytes(const Layout& layout);
 

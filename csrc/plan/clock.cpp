@@ -13,7 +13,7 @@ double collective_seconds(const Rates& rates, int64_t num_bytes, double gbps) {
 
 bool is_param(int array) { return ArrayId::from_index(array).kind == ArrayKind::kParam; }
 
-// Room of payloads that are not fixed where the tide is lowest; the plan itself keeps to the tide.
+// Room of chunk buffers at the lowest activation memory; the plan itself keeps to each access's room.
 int64_t largest_room(const PlanProblem& problem) {
   if (problem.limit_bytes == INT64_MAX) return INT64_MAX;
   int64_t lowest = INT64_MAX;
@@ -62,7 +62,7 @@ std::vector<double> Clock::under_way() const {
     result.push_back(record.on_host_at.at);
     if (record.on_device) result.push_back(record.on_device_at.at);
   }
-  // Times that have passed are all the same to the next step.
+  // Times in the past make no difference to the next step.
   for (double& end : result) end = std::max(end - step_end(), 0.0);
   result.push_back(static_cast<double>(used_bytes_));
   return result;
@@ -94,7 +94,7 @@ Busy Clock::run(const Instruction& instruction) {
     case Op::kOffload:
       return offload(shape_.activations[moment]);
     case Op::kAllocate:
-      // Postponed fetches come before what is needed now, since all ranks gather in one order (Pager::gather_in_turn).
+      // All ranks all-gather in one order (Pager::gather_in_turn), so postponed fetches go before this one.
       if (instruction.issue == Issue::kNow && is_param(operand) && is_sharded(operand)) await(operand);
       return allocate(operand);
     case Op::kFetch:
@@ -166,7 +166,7 @@ Busy Clock::compute(size_t t) {
   return {compute_end_ - shape_.compute_seconds[t], compute_end_};
 }
 
-// Into memory that the compute queue has used until now.
+// The destination was last used by the compute queue, so the copy waits for it.
 Busy Clock::recall(const ActivationCopies& copies) {
   issue_postponed();
   Busy busy{launch_.at, launch_.at};
@@ -198,7 +198,7 @@ Busy Clock::offload(const ActivationCopies& copies) {
   return {begin, download_end_};
 }
 
-// Pager::settle_planned: one whose value is still being made holds back those after it until the next moment.
+// Like Pager::settle_planned: a fetch whose value is not made yet holds back the fetches after it.
 void Clock::issue_postponed() {
   const auto is_made = [this](const ArrayTimes& array) {
     return array.is_visitor || array.on_host_at.at <= launch_.at;
@@ -242,7 +242,7 @@ Busy Clock::allocate(int array) {
   return {launch_.at, launch_.at};
 }
 
-// The launching thread itself waits for updates on the host. Codes are dequantised on the queue on which they come.
+// The launching thread waits for host updates. Dequantisation runs on the upload queue.
 Busy Clock::fetch(int array) {
   ArrayTimes& record = times(array);
   if (!record.is_visitor) launch_ = later(launch_, record.on_host_at);
@@ -257,7 +257,7 @@ Busy Clock::fetch(int array) {
   return busy;
 }
 
-// The compute queue casts this rank's shard into its place.
+// The compute queue casts this rank's shard into its place in the whole array.
 Busy Clock::cast(int array) {
   ArrayTimes& record = times(array);
   if (!record.is_visitor) launch_ = later(launch_, record.on_host_at);
@@ -266,7 +266,6 @@ Busy Clock::cast(int array) {
   return {compute_end_, compute_end_};
 }
 
-// Codes that are on the device throughout.
 Busy Clock::dequantize(int array) {
   const double seconds = dequantize_seconds(array);
   wait(later(launch_, times(array).on_device_at));
@@ -286,7 +285,6 @@ Busy Clock::gather(int array) {
   return busy;
 }
 
-// At its end this rank has its share of the mean.
 Busy Clock::scatter(int array) {
   const int64_t num_bytes = others_bytes(cost(array), shape_.ranks_of(ArrayId::from_index(array).chunk));
   const double seconds = collective_seconds(rates_, num_bytes, rates_.scatter_gbps);

@@ -1,12 +1,12 @@
-// The Clock: plays a program (plan/program.h) on queues that know seconds and bytes. Each lane does one thing after the
-// other; the launching thread issues in program order and runs ahead of the device. Updates ahead of the norm alone are
-// made in another order ([Note: the order of need]).
+// Plays a program (plan/program.h) in simulated time. Each lane does one thing after the other. The launching thread
+// issues in program order and runs ahead of the device. Host updates that start in backward run in another order:
+// parameters that the next forward needs first come first (common/work_queue.h).
 //
 //   Clock clock(problem, program, rates, shape);
 //   clock.play_step();
-//   clock.spans()[i];   // when the i-th instruction was carried out
+//   clock.spans()[i];   // begin and end of the i-th instruction
 //
-// Nothing here is shared; any thread may call it.
+// No shared state; any thread may call it.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@
 
 namespace patrickstar {
 
-// A point in time, and what the compute queue would be waiting for if it waited until then.
+// A point in time, and the cause that a stall until then is charged to.
 struct When {
   double at = 0;
   Shortage cause = kOnLaunch;
@@ -31,12 +31,12 @@ struct When {
 
 inline When later(When a, When b) { return b.at > a.at ? b : a; }
 
-// Device memory for payloads, in bytes that become free at certain times; the first to be free is taken first.
+// Device memory for chunk buffers. Bytes become free at known times; take() uses the earliest first.
 class Room {
  public:
   explicit Room(int64_t num_bytes) : free_bytes_(num_bytes) {}
 
-  // Time at which the memory is free. Bytes beyond all that will be free count as free.
+  // Returns when the memory is free. Bytes beyond everything that will be freed count as free now.
   When take(int64_t num_bytes) {
     const int64_t now = std::min(num_bytes, free_bytes_);
     free_bytes_ -= now;
@@ -63,31 +63,31 @@ class Clock {
  public:
   Clock(const PlanProblem& problem, const Program& program, const Rates& rates, const StepShape& shape);
 
-  // Plays one step; what it returns has everything but the step's length.
+  // Fills everything but `seconds`.
   SimulatedStep play_step();
-  // When the launching thread knew the norm of the last step, and of the one before.
+  // When the launching thread knew the norm of this step, and of the step before.
   double step_end() const { return launch_.at; }
   double step_begin() const { return step_begin_; }
-  // By instruction of the last step. Those that take no time have begin and end where the launching thread was.
+  // One per instruction of the last step. Instructions without duration have begin == end, the launching thread's time.
   const std::vector<Busy>& spans() const { return spans_; }
-  // The state that the next step begins with: seconds after step_end() at which each queue and each array is free, and
-  // the device memory in use.
+  // State at the start of the next step: seconds after step_end() until each queue and array is free, then the device
+  // memory in use.
   std::vector<double> under_way() const;
 
  private:
   struct ArrayTimes {
     bool on_device = false;
-    When on_device_at;        // its upload is over
-    When on_host_at;          // what makes the host's copy is over
-    double busy_until = 0;    // copies and collectives that read it on the device
-    bool is_visitor = false;  // the device made it, so that uploads wait for it and not the launching thread
+    When on_device_at;        // end of its upload
+    When on_host_at;          // end of the work that makes the host copy
+    double busy_until = 0;    // end of copies and collectives that read it on the device
+    bool is_visitor = false;  // a round-trip update made it: uploads wait for it, the launching thread does not
   };
 
   struct EarlyUpdate {
     size_t instruction = 0;
     ChunkId chunk = 0;
     double ready = 0;            // its gradient is on the host
-    int64_t gradient_bytes = 0;  // that end with it
+    int64_t gradient_bytes = 0;  // freed when the update ends
   };
 
   void issue(size_t index);
@@ -100,16 +100,16 @@ class Clock {
   Busy allocate(int array);
   // Issues postponed fetches in order, up to the first whose value is still being made.
   void issue_postponed();
-  // Issues the array's postponed fetch; where ranks share it also those before it that they share, since all ranks
-  // gather in one order.
+  // Issues the array's postponed fetch. For a sharded array, postponed fetches of other sharded arrays before it go
+  // first: all ranks all-gather in one order.
   void await(int array);
-  void forget_postponed(int array);  // it leaves the device before it came
+  void forget_postponed(int array);  // the array leaves the device before it was fetched
   Busy fetch(int array);
   Busy cast(int array);
   Busy dequantize(int array);
   Busy gather(int array);
   Busy scatter(int array);
-  // `ready`: when there is something to send, apart from what compute makes.
+  // `ready`: earliest begin, beside the end of compute.
   Busy download(int array, int64_t num_bytes, double ready);
   Busy free(int array);
   Busy inherit(int param);
@@ -117,12 +117,11 @@ class Clock {
   // The pass that makes the new compute value.
   Busy update_on_host(ChunkId chunk, double begin, double share);
   Busy run_host_adam(ChunkId chunk, double begin, double share);
-  // Updates ahead of the norm, in the order in which the host makes them.
   void update_in_order_of_need();
   void update_most_needed();
-  // The launching thread waits until updates have left so much to a gradient.
+  // The launching thread waits until `num_bytes` of gradient_room_bytes are free.
   void await_gradient_room(int64_t num_bytes);
-  // [Note: states on the disk] Reads begin when a set is free, from the beginning of backward on.
+  // A read begins when a buffer set is free, at the earliest when backward begins.
   Busy load(ChunkId chunk);
   Busy update_from_disk(ChunkId chunk);
   Busy store(ChunkId chunk);
@@ -131,8 +130,8 @@ class Clock {
   void wait(When when);
   double dequantize_seconds(int array) const;
   double transfer_seconds(int64_t num_bytes, double gbps) const;
-  // Appends work to a queue that is busy until `end`. The result's cause is what held the work up, where that takes
-  // longer than the work.
+  // Appends work to a queue that is busy until `end`. If the work waited longer for `begin` than it takes, its end
+  // carries begin's cause, else `cause`.
   Busy enqueue(When& end, When begin, double seconds, Shortage cause) const;
   bool is_sharded(int array) const { return shape_.is_sharded(ArrayId::from_index(array).chunk); }
   bool is_postponed(int array) const;
@@ -150,13 +149,13 @@ class Clock {
   const StepShape& shape_;
   std::vector<ArrayTimes> arrays_;
   std::vector<Busy> spans_;
-  std::vector<EarlyUpdate> early_updates_;            // of the running backward, by when they are ready
-  int64_t waiting_gradient_bytes_ = 0;                // of these
-  std::deque<size_t> postponed_;                      // fetches ahead whose values are being made
-  std::deque<std::pair<int64_t, When>> activations_;  // that come back: bytes, and when they are there
+  std::vector<EarlyUpdate> early_updates_;            // of the running backward, by `ready`
+  int64_t waiting_gradient_bytes_ = 0;                // of early_updates_
+  std::deque<size_t> postponed_;                      // fetches ahead whose values are still being made
+  std::deque<std::pair<int64_t, When>> activations_;  // offloaded activations on their way back: bytes, arrival
   Room room_;
   int64_t used_bytes_ = 0;
-  When launch_;  // the launching thread's clock, and what it last waited for
+  When launch_;  // the launching thread's time, and what it last waited for
   double step_begin_ = 0;
   double compute_end_ = 0;
   double download_end_ = 0;
@@ -168,14 +167,15 @@ class Clock {
   double disk_write_end_ = 0;
   double visit_up_end_ = 0;
   double visit_down_end_ = 0;
-  std::array<double, kNumVisitors> visitors_end_{};  // the next one first
-  std::array<double, kNumDiskSets> sets_free_{};     // when each is, the next one first
+  std::array<double, kNumVisitors> visitors_end_{};  // next to be used first
+  std::array<double, kNumDiskSets> sets_free_{};     // next to be used first
   When upload_end_{0, kOnUpload};
   When gather_end_{0, kOnCollective};
   SimulatedStep step_;
 };
 
-// Seconds of work on a link that others use until `others_end`: two at once get half of it each.
+// Duration of `seconds` of work on a link that other work occupies until `others_end`: both get half the rate
+// meanwhile.
 double shared_seconds(double begin, double seconds, double others_end);
 
 }  // namespace patrickstar

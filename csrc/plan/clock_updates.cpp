@@ -1,11 +1,10 @@
-// The part of the Clock that plays updates (plan/clock.h).
+// The update instructions of the Clock (plan/clock.h).
 #include <algorithm>
 
 #include "plan/clock.h"
 
 namespace patrickstar {
 
-// The compute queue goes on when the launching thread knows the norm.
 Busy Clock::norm() {
   wait({scatter_end_, kOnCollective});
   const double begin = std::max(launch_.at, compute_end_);
@@ -46,8 +45,8 @@ Busy Clock::update_on_host(ChunkId chunk, double begin, double share) {
   return busy;
 }
 
-// [Note: the order of need]: of those whose gradients are there the one that the next forward needs first, where none
-// is the one that comes first.
+// Takes the update, among those whose gradients are on the host, whose chunk the next forward needs first. If no
+// gradient is there, takes the one that arrives first.
 void Clock::update_most_needed() {
   const double now = std::max(host_adam_end_, early_updates_.front().ready);
   const auto end = std::find_if(early_updates_.begin(), early_updates_.end(),
@@ -102,7 +101,7 @@ Busy Clock::store(ChunkId chunk) {
   return {begin, disk_write_end_};
 }
 
-// The device updates the states when they are there.
+// The device's update time counts as part of the way up.
 Busy Clock::visit_up(ChunkId chunk) {
   const VisitCost& costs = problem_.visits[static_cast<size_t>(chunk)];
   const int64_t num_bytes = costs.up_bytes - (param(chunk).on_device ? costs.value_bytes : 0);
@@ -126,7 +125,8 @@ Busy Clock::visit_down(ChunkId chunk) {
   step_.downloaded_bytes += num_bytes;
   param(chunk).on_host_at = {visit_down_end_, kOnHostUpdate};
   param(chunk).is_visitor = true;
-  if (!shape_.is_sharded(chunk)) param(chunk).busy_until = visit_down_end_;  // else its value is another array's
+  // a shard is updated in an array of its own
+  if (!shape_.is_sharded(chunk)) param(chunk).busy_until = visit_down_end_;
   grad(chunk).busy_until = visit_down_end_;
   return {begin, visit_down_end_};
 }

@@ -12,8 +12,8 @@ namespace patrickstar {
 
 namespace {
 
-// The last chunks' states, of those that take at most `most_bytes` each, until the host has room for the rest or the
-// disk for no more.
+// Moves states to the disk, last chunk first, skipping chunks with more than `most_bytes` of states. Stops when the
+// rest fits the host or the disk is full.
 InitialPlacement with_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes,
                            Backwards backwards, int64_t most_bytes, InitialPlacement placement) {
   DiskSets sets;
@@ -30,8 +30,9 @@ InitialPlacement with_disk(const Layout& layout, int64_t host_limit_bytes, int64
   return placement;
 }
 
-// Sets are as large as the largest chunk that passes through, so a few large chunks may take more of the host than they
-// leave to it. What is best is tried: the fewest bytes on the disk with which the host suffices, else the least host.
+// Buffer sets are as large as the largest chunk on the disk, so a few large chunks may cost more host memory than they
+// free. Tries each size limit. The best placement fits the host with the fewest disk bytes, or misses the host limit by
+// least.
 void place_on_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes, Backwards backwards,
                    InitialPlacement& placement) {
   std::set<int64_t, std::greater<>> sizes;
@@ -50,7 +51,7 @@ void place_on_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_
   placement = std::move(best);
 }
 
-// `next`, or where that is more than `missing_bytes` the least chunk still on the host that is.
+// `next`, or if `next` has more than `missing_bytes`, the smallest host chunk that still has `missing_bytes`.
 ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, ChunkId next, int64_t missing_bytes,
                      Backwards backwards) {
   ChunkId least = next;
@@ -67,10 +68,10 @@ void move_to_device(const Layout& layout, ChunkId chunk, Backwards backwards, In
   placement.host_bytes -= held_bytes(layout, chunk, backwards);
 }
 
-// [Note: homes in turn] Where a gradient on the host has memory only until its update, backward goes no faster than the
-// host updates, which should therefore have something to do throughout: chunks at home on the device and on the host
-// take turns, by bytes. Elsewhere the first ones go to the device, so that the others' updates have time beside the
-// beginning of the next forward. Returns the room that is left.
+// Where gradients on the host last only until their update, backward runs no faster than host updates. Host updates
+// then need work throughout backward, so device chunks alternate with host chunks, in proportion to bytes. Otherwise
+// the first chunks go to the device, so that updates of the others overlap the beginning of the next forward. Returns
+// the device room left.
 int64_t spread_over_device(const Layout& layout, int64_t host_limit_bytes, int64_t room, Backwards backwards,
                            InitialPlacement& placement) {
   int64_t on_host = 0;

@@ -1,4 +1,4 @@
-// Where chunks belong before the tide is known: host, device or disk. Pure functions of sizes.
+// Resting tiers of chunks before activation memory is known: host, device or disk. Pure functions of sizes.
 #pragma once
 
 #include <cstdint>
@@ -8,40 +8,39 @@
 
 namespace patrickstar {
 
-// Where each chunk belongs before the tide is known, and what that takes on the host, spare and sets included, and on
-// the disk.
 struct InitialPlacement {
   std::vector<Tier> homes;  // by chunk
   int64_t host_bytes = 0;
   int64_t disk_bytes = 0;
 };
 
-// On the host, but for what it takes to keep that within `host_limit_bytes`. First the states of the last ones go to
-// the disk, whose room is no guess, but for large ones where all sets would be as large. Then as many of the first ones
-// go to the device as it takes, or of all in turn ([Note: homes in turn]); the last of them is the least that is
-// enough. One that `device_room_bytes` has no room for is passed over. More bytes on the host than its limit: all
-// together are too small.
+// Everything rests on the host unless that exceeds `host_limit_bytes`. Then:
+// - First, states of the last chunks go to the disk. Chunks so large that the buffer sets would cost more are skipped.
+// - Second, chunks go to the device: the first ones, or alternating where gradients do not keep host memory until the
+//   step. The last chunk moved is the smallest that suffices. Chunks that exceed `device_room_bytes` are skipped.
+//
+// host_bytes counts spare memory and disk buffer sets. A result above host_limit_bytes means that all tiers together
+// are too small.
 InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                    Backwards backwards, int64_t disk_limit_bytes = 0);
 
-// Of the chunks on the disk, those that come home to the host when it has `room_bytes` more: the first ones, which the
-// next forward waits for.
+// Disk chunks that move to the host when it gets `room_bytes` more: the first ones, since the next forward waits for
+// them.
 std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes);
 
-// Where chunks belong once the tide is known. States on the device are at home there, and the first ones of the disk
-// come to the host where others left room within `host_limit_bytes`. Quantised chunks keep their place on the host.
+// Resting tiers once activation memory is known. Chunks with states on the device rest there; the first disk chunks
+// move to the host as far as `host_limit_bytes` allows. Quantised chunks keep their place on the host.
 std::vector<Tier> later_homes(const Layout& layout, const std::vector<Tier>& first_homes,
                               const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes,
                               Backwards backwards);
 
-// Gradients of any chunk have memory only until their update, which is therefore promised in backward.
+// True where gradients have host memory only until their update, so updates must run in backward.
 bool any_gradient_passes(const Layout& layout);
 
-// Bytes of the host that chunks with these homes take, without what states on the disk pass through.
+// Host bytes of chunks with these resting tiers, without the buffer sets of the disk.
 int64_t bytes_on_host(const Layout& layout, const std::vector<Tier>& homes, Backwards backwards);
 
-// What chunks with these homes leave of so much host memory to gradients that have memory there only until their
-// update; unlimited where all gradients have a place.
+// Host memory that these resting tiers leave to gradients without a fixed place; INT64_MAX where all have one.
 int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes);
 
 }  // namespace patrickstar

@@ -65,9 +65,9 @@ int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_hom
                         const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes, NewValuesAhead ahead,
                         Backwards backwards) {
   const std::vector<Tier> homes = later_homes(layout, first_homes, states_on_device, host_limit_bytes, Backwards::kOne);
-  int64_t mapped = 0;    // for homes
-  int64_t left = 0;      // of that, by states that have moved
-  int64_t returned = 0;  // from the disk
+  int64_t mapped = 0;    // for all resting chunks
+  int64_t left = 0;      // of `mapped`, freed by states that moved to the device
+  int64_t returned = 0;  // states that moved from the disk to the host
   int64_t accumulated = 0;
   int64_t largest = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {

@@ -1,11 +1,4 @@
-// What an engine takes of host memory at its peak: homes, updates ahead of the step, gradients that accumulate. Pure
-// functions of sizes.
-//
-// [Note: the host's peak] Host memory is mapped when it is first needed and mapped memory is used again, so the peak is
-// a sum: places for all homes, which are there from the beginning also where states or frozen values then move to the
-// device; new values of updates ahead of the step, as far as the memory that these have left does not serve; gradients
-// and their sums where several backwards make a step; and gradients on their way. It is what an undisturbed run comes
-// to: chunks that leave the device under pressure come on top, within the limit.
+// Peak host memory of an engine. Pure functions of sizes.
 #pragma once
 
 #include <cstdint>
@@ -17,37 +10,41 @@
 
 namespace patrickstar {
 
-// How much of a chunk's update is made ahead of the step.
+// How much of a chunk's update is made before the norm is known.
 enum class Ahead : uint8_t { kNothing, kParam, kEverything };
 
-// What a chunk's new values take; nothing for one whose states are not on the host.
+// Bytes of a chunk's new values; empty where its states are not on the host.
 struct NewBytes {
-  std::vector<int64_t> states;  // of ChunkSpec::state_kinds(); none where the old ones are overwritten
-  int64_t param = 0;            // or what is left open of values in place
+  std::vector<int64_t> states;  // by ChunkSpec::state_kinds(); empty where updates overwrite the old states
+  int64_t param = 0;            // or the log of scale-dependent values
 };
 NewBytes new_bytes(const Layout& layout, ChunkId chunk);
-// By chunk; `states`: where its optimizer states are.
+// `states`: tier of each chunk's optimizer states.
 std::vector<NewBytes> new_bytes_on_host(const Layout& layout, const std::vector<Tier>& states);
 
-// Host memory for new values.
 struct AheadRoom {
   int64_t num_bytes = 0;  // all of it
-  int64_t spare = 0;      // of that, mapped or to be mapped in any case
+  int64_t spare = 0;      // part of num_bytes that is mapped, or will be in any case
 };
 
 struct AheadChoice {
   std::vector<Ahead> chosen;    // by chunk
-  std::vector<int64_t> blocks;  // bytes of what is to be mapped for them
+  std::vector<int64_t> blocks;  // host buffers to be mapped for new values, in bytes
 };
 
-// The chunks whose updates are made ahead of the step, in the order of the next forward: new parameters of as many as
-// possible, then new states. `sizes` by chunk.
+// Chunks whose updates run before the norm, in the order of the next forward: new parameters of as many as fit, then
+// new states. `sizes` is by chunk.
 AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room);
 
-// Whether there are updates ahead of the step that take memory.
 enum class NewValuesAhead : uint8_t { kNever, kWhereThereIsRoom };
 
-// The most that the host will have mapped. `first_homes`: before the tide was known; `states_on_device`: now, by chunk.
+// Most host memory that will be mapped. `first_homes`: tiers before activation memory was known; `states_on_device`: by
+// chunk, now. Mapped memory is reused and never shrinks, so the peak is a sum of:
+// - places of all chunks that ever rested on the host, also if states or frozen values then moved to the device;
+// - new values of speculative updates, beyond what moved states have freed;
+// - gradients in flight, and gradients with their sums where several backwards make a step.
+//
+// Chunks evicted from the device under pressure come on top, within the limit.
 int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_homes,
                         const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes, NewValuesAhead ahead,
                         Backwards backwards);

@@ -1,11 +1,11 @@
-// Instructions of a step, and the rules that emit them: how an array comes to the device and leaves it, and how a
-// complete gradient is reduced, sent to its update, or updated from.
+// Instructions of a step, and the rules that emit them: how an array reaches the device and leaves it, and how a
+// complete gradient is reduced, sent to its update, or consumed.
 //
 //   for (const Instruction& instruction : arrival(array, Origin::kHost, Sharing::kOwn, Issue::kNow)) run(instruction);
 //
-// The compiler asks with the copies that a plan leads to (plan/program.h), the engine with those that are there
-// (engine/executor.h): a planned step and one on demand are carried out alike. A new mechanism is a row of kOps, a line
-// of a rule, a case of the Executor and a time of the Clock (plan/clock.h). Pure functions.
+// Compiler (plan/program.h) and engine (engine/executor.h) call the same rules, so planned and on-demand transfers
+// behave alike. A new mechanism needs a row of kOps, a line in a rule, a case in the Executor and a duration in the
+// Clock (plan/clock.h). Pure functions.
 #pragma once
 
 #include <array>
@@ -51,7 +51,7 @@ enum class Operand : uint8_t { kMoment, kArray, kChunk, kNone };
 
 // The queue or worker that is busy with an instruction.
 enum class Lane : uint8_t {
-  kLaunch,  // the launching thread, which takes no time for it
+  kLaunch,  // takes no time
   kCompute,
   kUpload,
   kDownload,
@@ -59,22 +59,22 @@ enum class Lane : uint8_t {
   kScatter,
   kHost,
   kDiskRead,
-  kDiskHost,  // the worker that updates chunks whose states are on the disk
+  kDiskHost,  // updates chunks whose states are on the disk
   kDiskWrite,
   kVisit,
 };
 
-// Size of an instruction: bytes that it moves, or parameters that it updates.
+// Size of an instruction: bytes moved, or parameters updated.
 enum class Amount : uint8_t {
   kNone,
   kFetched,    // ArrayCost::fetch_bytes
   kEvicted,    // ArrayCost::evict_bytes
   kRetired,    // ArrayCost::retire_bytes
   kMemory,     // of the array
-  kOthers,     // the other ranks' parts of it
-  kRead,       // to dequantise it
-  kComing,     // activations of the moment
-  kLeaving,    // activations of the moment
+  kOthers,     // other ranks' parts of the array
+  kRead,       // read by dequantisation
+  kComing,     // activations that return
+  kLeaving,    // activations that leave
   kParams,     // of the chunk
   kDisk,       // states of the chunk
   kVisitUp,    // VisitCost::up_bytes
@@ -90,45 +90,45 @@ struct OpRow {
 
 constexpr std::array<OpRow, kNumOps> kOps{{
     {"begin", Operand::kMoment, Lane::kLaunch, Amount::kNone},
-    {"recall", Operand::kMoment, Lane::kUpload, Amount::kComing},  // activations that come back
+    {"recall", Operand::kMoment, Lane::kUpload, Amount::kComing},  // activations return
     {"compute", Operand::kMoment, Lane::kCompute, Amount::kNone},
-    {"offload", Operand::kMoment, Lane::kDownload, Amount::kLeaving},  // activations that leave
+    {"offload", Operand::kMoment, Lane::kDownload, Amount::kLeaving},  // activations leave
     {"allocate", Operand::kArray, Lane::kLaunch, Amount::kMemory},
-    {"fetch", Operand::kArray, Lane::kUpload, Amount::kFetched},  // codes are dequantised behind it
-    {"cast", Operand::kArray, Lane::kCompute, Amount::kNone},     // or copied: of what is on the device
+    {"fetch", Operand::kArray, Lane::kUpload, Amount::kFetched},  // dequantisation included
+    {"cast", Operand::kArray, Lane::kCompute, Amount::kNone},     // cast or copy of a value on the device
     {"dequantize", Operand::kArray, Lane::kCompute, Amount::kRead},
     {"gather", Operand::kArray, Lane::kGather, Amount::kOthers},
-    {"await", Operand::kArray, Lane::kLaunch, Amount::kNone},  // a value that was fetched ahead is needed
+    {"await", Operand::kArray, Lane::kLaunch, Amount::kNone},  // a value fetched ahead is needed
     {"evict", Operand::kArray, Lane::kDownload, Amount::kEvicted},
     {"scatter", Operand::kArray, Lane::kScatter, Amount::kOthers},
     {"await_room", Operand::kArray, Lane::kLaunch, Amount::kRetired},  // host memory for a gradient
-    {"to_host", Operand::kArray, Lane::kDownload, Amount::kRetired},   // a gradient, to where its update is
+    {"to_host", Operand::kArray, Lane::kDownload, Amount::kRetired},   // a gradient, to the tier of its update
     {"inherit", Operand::kArray, Lane::kLaunch, Amount::kMemory},      // a new parameter takes its gradient's memory
     {"free", Operand::kArray, Lane::kLaunch, Amount::kMemory},
     {"norm", Operand::kNone, Lane::kCompute, Amount::kNone},
     {"update_host", Operand::kChunk, Lane::kHost, Amount::kParams},
-    {"update_host_param", Operand::kChunk, Lane::kHost, Amount::kParams},   // [Note: parameters first], update_jobs.h
-    {"update_host_states", Operand::kChunk, Lane::kHost, Amount::kParams},  // behind it
+    {"update_host_param", Operand::kChunk, Lane::kHost, Amount::kParams},   // phase one of two, update_jobs.h
+    {"update_host_states", Operand::kChunk, Lane::kHost, Amount::kParams},  // phase two
     {"update_device", Operand::kChunk, Lane::kCompute, Amount::kParams},
     {"load", Operand::kChunk, Lane::kDiskRead, Amount::kDisk},
     {"update_disk", Operand::kChunk, Lane::kDiskHost, Amount::kParams},
     {"store", Operand::kChunk, Lane::kDiskWrite, Amount::kDisk},
-    {"visit_up", Operand::kChunk, Lane::kVisit, Amount::kVisitUp},  // states go up, and the device updates them
+    {"visit_up", Operand::kChunk, Lane::kVisit, Amount::kVisitUp},  // device update included
     {"visit_down", Operand::kChunk, Lane::kVisit, Amount::kVisitDown},
 }};
 constexpr const OpRow& row_of(Op op) { return kOps[static_cast<size_t>(op)]; }
 
 enum class Issue : uint8_t {
   kNow,
-  kAhead,  // when its inputs are there: a fetch ahead of its use, an update ahead of the norm
+  kAhead,  // when its inputs are ready: a prefetch, or an update in backward
 };
 
 struct Instruction {
   Op op = Op::kBegin;
   Issue issue = Issue::kNow;
-  int32_t operand = 0;  // index of a moment, array (ArrayId::index) or chunk
+  int32_t operand = 0;  // index of an access (timeline), array (ArrayId::index) or chunk
 
-  // The chunk of its array, or its own; -1: it has neither.
+  // -1 for operands that are neither arrays nor chunks.
   ChunkId chunk() const {
     const Operand kind = row_of(op).operand;
     if (kind == Operand::kArray) return ArrayId::from_index(operand).chunk;
@@ -136,7 +136,7 @@ struct Instruction {
   }
 };
 
-// Instructions of one rule, in their order.
+// Instructions of one rule, in order.
 class Emitted {
  public:
   constexpr void add(Op op, int operand, Issue issue = Issue::kNow) {
@@ -151,13 +151,12 @@ class Emitted {
   size_t size_ = 0;
 };
 
-// Where the value is that an array is copied or made from when it comes to the device.
+// Source of an array that comes to the device.
 enum class Origin : uint8_t {
-  kHost,    // its copy, or codes
+  kHost,    // a host copy, or codes there
   kDevice,  // a master, or this rank's shard
   kCodes,   // codes on the device
 };
-// Ranks that have parts of an array.
 enum class Sharing : uint8_t { kOwn, kShared };
 
 inline Emitted arrival(int array, Origin origin, Sharing sharing, Issue issue) {
@@ -171,10 +170,10 @@ inline Emitted arrival(int array, Origin origin, Sharing sharing, Issue issue) {
   return result;
 }
 
-// Value of an array that leaves the device while it is still of use.
+// State of an evicted array's value.
 enum class Copy : uint8_t {
   kOnly,
-  kElsewhere,  // another copy, or what it can be made from
+  kElsewhere,  // another copy exists, or the value can be made again
 };
 
 inline Emitted departure(int array, Copy copy) {
@@ -184,18 +183,17 @@ inline Emitted departure(int array, Copy copy) {
   return result;
 }
 
-// A chunk whose gradient is complete.
 struct Retirement {
   ChunkId chunk = -1;
   Recipe update = Recipe::kNever;
   Sharing sharing = Sharing::kOwn;
-  bool value_is_dead = false;   // on the device, where nobody reads it before its update
-  bool value_is_taken = false;  // by a visit, from there
-  bool leaves = false;          // the gradient: its update is elsewhere
-  bool is_last = true;          // backward of the step: the update may begin
+  bool value_is_dead = false;   // its parameters are on the device and unused until the update
+  bool value_is_taken = false;  // by a round-trip update, from the device
+  bool leaves = false;          // the gradient, for an update on another tier
+  bool is_last = true;          // last backward of the step: the update may begin
 };
 
-// The update of a chunk where its recipe says; of two passes the first.
+// The update that the recipe prescribes; phase one of a two-phase update.
 inline void add_update(ChunkId chunk, const RecipeRow& row, Issue issue, Emitted& result) {
   switch (row.states) {
     case Tier::kDevice:
@@ -230,7 +228,7 @@ inline Emitted retirement(const Retirement& retired) {
   if (starts && row.states == Tier::kHost && row.passes == Passes::kOne) result.add(Op::kAwaitRoom, grad);
   if (is_shared) {
     result.add(Op::kScatter, grad);
-    result.add(Op::kFree, grad);  // the shard goes down from memory of its own
+    result.add(Op::kFree, grad);  // the shard is downloaded from memory of its own
   }
   if (retired.leaves) result.add(Op::kToHost, grad);
   if (retired.leaves && !is_shared) result.add(Op::kFree, grad);
@@ -238,7 +236,7 @@ inline Emitted retirement(const Retirement& retired) {
   return result;
 }
 
-// An update that waited for the norm.
+// An update that starts after the norm.
 inline Emitted late_update(ChunkId chunk, Recipe recipe) {
   Emitted result;
   if (row_of(recipe).start == Start::kAfterNorm) add_update(chunk, row_of(recipe), Issue::kNow, result);

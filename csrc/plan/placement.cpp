@@ -11,30 +11,32 @@ namespace patrickstar {
 
 namespace {
 
-// Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
+// Most chunks that may be prefetched at a time. Not measured by itself.
 constexpr int64_t kPrefetchedChunks = 16;
-// Of the margin, what slots of several sizes waste at most where memory does not follow the tide, and no more than as
-// much again as is kept for prefetches: a slot may be larger than what it serves (kMostSlotWaste).
+// Share of the headroom lost to device buffers larger than their arrays (kMostSlotWaste), where buffers do not follow
+// activation memory. Never more than usual_prefetch_bytes(). Not measured by itself.
 constexpr double kSlotWasteShare = 0.05;
-// Share of what the tide leaves for the states of the first chunks where those of all others stay on the host. A larger
-// one was predicted to gain 4 % on two GPUs, and did not (benchmark/results/h200-one-program.txt).
+// Device room, beside activation memory, for the states of the first chunks when all others' stay on the host. A rule
+// that admitted one chunk more was predicted 1.042 x faster on two GPUs and was not
+// (benchmark/results/h200-one-program.txt). kBoundaryChunks and kBoundarySlack: not measured.
 constexpr double kBoundaryShare = 0.45;
 constexpr int kBoundaryChunks = 3;
 constexpr int64_t kBoundarySlack = int64_t{128} << 20;
-// Of the new values of updates on the host, these are enough: the updates of the others wait beside the next forward
-// ([Note: updates that wait], plan/plan_choice.h). For fewer it is not worth it that gradients leave the device: with
-// half of them GPT 18.5 B took 4.5 to 5 s on an H200, and 3.3 s without any.
+// Share of the host's updates that must be able to start in backward for states to displace gradients on the device.
+// With half of them, 18.5 B took 4.5 to 5 s; without displacement 3.3 s
+// (benchmark/results/h200-more-states-on-device.txt).
 constexpr double kEnoughAhead = 0.8;
-// Quantised chunks whose codes are on the device on their way into compute values ([Note: staging], engine/pager.h).
+// Quantised chunks whose codes are staged on the device at a time (engine/executor.h). Not measured.
 constexpr int64_t kStagings = 2;
-// A size is rare that no more than this share of the chunks have, or a larger one.
+// An array size is rare if at most this share of chunks is larger than the median chunk's buffers can serve. Not
+// measured.
 constexpr double kRareShare = 0.125;
-// Compute values that are made of codes on the device which are kept free room for: more are made when they are needed.
+// Compute values dequantised on the device that get reserved room; more are made on demand. Not measured.
 constexpr int64_t kDequantizedChunks = 4;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
-// What scatters need beside the gradients: room for all ranks' parts, and the shards on their way to the host.
+// Device memory of reduce-scatter beside the gradients: all ranks' parts, and shards on their way to the host.
 int64_t scatter_bytes(const Layout& layout) {
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
@@ -44,7 +46,7 @@ int64_t scatter_bytes(const Layout& layout) {
   return largest;
 }
 
-// What a chunk keeps beside its compute value.
+// Bytes beside the compute value.
 int64_t lasting_bytes(const ChunkSpec& chunk) {
   return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kQuantized);
 }
@@ -67,8 +69,8 @@ int64_t largest_moment_bytes(const Layout& layout, const Timeline& timeline) {
   return largest;
 }
 
-// The chunks that backward finishes with are those that the next forward begins with. Updated on the device, they need
-// not go down, through the host's update and up again while it waits.
+// Backward ends with the chunks that the next forward begins with. With their states on the device, the forward does
+// not wait for their download, host update and upload.
 int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limit_bytes) {
   const int64_t left = limit_bytes - highest_tide(step);
   int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(layout, step) - kBoundarySlack);
@@ -82,8 +84,8 @@ int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limi
   return count;
 }
 
-// Half of the room that no moment needs for itself, up to a few chunks. On the simulated device a fetch takes no longer
-// than a copy in memory, so there all room goes to what can stay.
+// Half the room that no access needs, up to kPrefetchedChunks. Not used on the simulated device, where a fetch takes as
+// long as a copy.
 int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
   const int64_t room = problem.limit_bytes - problem.fixed_bytes - highest_tide(*problem.timeline);
   int64_t largest = 0;
@@ -92,13 +94,13 @@ int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
   return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
-// Of chunks of the usual size, which have `values` of compute values together.
+// kPrefetchedChunks of average size; `values`: compute values of all chunks.
 int64_t usual_prefetch_bytes(const Layout& layout, int64_t values) {
   return std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
 }
 
-// The size above which arrays of compute values are rare, and too large for slots of the others: INT64_MAX where sizes
-// are too different for that.
+// Size above which a compute value is rare and does not fit buffers of the others; INT64_MAX if sizes vary too much for
+// that.
 int64_t rare_above(const Layout& layout) {
   if (is_left_out(Mechanism::kRareSizes)) return INT64_MAX;
   std::vector<int64_t> sizes;
@@ -110,8 +112,8 @@ int64_t rare_above(const Layout& layout) {
   return static_cast<double>(num_larger) <= kRareShare * static_cast<double>(sizes.size()) ? served : INT64_MAX;
 }
 
-// [Note: rare sizes] (memory/slot_pool.h): by moment, what slots of such sizes take that wait for the moment that needs
-// most of them, but no more than half of what the moment leaves. Empty: there are none.
+// By access: device buffers of rare sizes that idle until the access that needs most of them (memory/slot_pool.h), at
+// most half the access's free room. Empty if no size is rare.
 std::vector<int64_t> idle_slot_bytes(const Layout& layout, const PlanProblem& problem) {
   const int64_t above = rare_above(layout);
   const std::vector<Moment>& moments = problem.timeline->moments;
@@ -135,7 +137,7 @@ std::vector<int64_t> idle_slot_bytes(const Layout& layout, const PlanProblem& pr
   return idle;
 }
 
-// [Note: gradients in the tide] The first ones that wait on the device take none of what the tide leaves.
+// The first gradients that wait on the device take no room of their own ([Note: gradients in the tide]).
 void put_gradients_into_tide(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                              const DeviceBudget& budget, PlanProblem& problem) {
   int64_t left = budget.keeps_gradients ? budget.gradient_tide_bytes : 0;
@@ -153,14 +155,14 @@ void put_gradients_into_tide(const Layout& layout, const Timeline& step, const s
   }
 }
 
-// What states on the device are reckoned with.
+// Arrays that share the headroom with optimizer states.
 enum class Beside : uint8_t {
-  kAllValues,  // compute values of all chunks, whose places gradients take
-  kGradients,  // gradients that wait for the norm; compute values come when they are needed
-  kNothing,    // these leave the device as well
+  kAllValues,  // compute values of all chunks; gradients take their places
+  kGradients,  // gradients that wait for the norm; compute values are fetched on demand
+  kNothing,    // gradients leave the device as well
 };
 
-// How many chunks, from the first on, have their states in `margin_bytes`, most of which may be used.
+// Number of chunks, from the first on, whose states fit `margin_bytes` times margin_use_ratio.
 int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes, Beside beside) {
   int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
   int64_t in_tide = budget.gradient_tide_bytes;
@@ -171,12 +173,12 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
       const ArrayRow& gradient = chunk.rows.gradient();
       const ArrayRow& param = chunk.rows.param();
       const bool reserves = gradient.on_device == ArrayMemory::kOwn || (budget.keeps_gradients && chunk.is_sharded());
-      // Among all values there is the one that is a part of the states, and a gradient does not take its place.
+      // The compute value is part of the states here, and the gradient does not take its place.
       const bool is_apart = gradient.on_device == ArrayMemory::kTide;
       const bool waits = beside == Beside::kAllValues ? is_apart : beside == Beside::kGradients;
       const bool value = beside != Beside::kAllValues && is_apart;
       const bool shard =
-          chunk.is_sharded() && param.on_device == ArrayMemory::kOwn;  // of one rank it is among the values
+          chunk.is_sharded() && param.on_device == ArrayMemory::kOwn;  // on one rank it counts among the values
       if (reserves || (budget.keeps_gradients && waits)) {
         const int64_t without_slot = reserves ? 0 : std::min(gradient.num_bytes, in_tide);
         in_tide -= without_slot;
@@ -191,14 +193,13 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
   return count;
 }
 
-// What of the host's updates can start ahead of the step.
+// Host updates that can start before the norm.
 struct UpdatesAhead {
-  int64_t value_bytes = 0;    // of the new compute values that they make
-  int64_t waiting_bytes = 0;  // of those of the others
+  int64_t value_bytes = 0;    // compute values of updates that can start
+  int64_t waiting_bytes = 0;  // compute values of the others
 };
 
-// Of the chunks from the first `count` on, which the host holds: those of whose compute values there is room for new
-// ones beside the old.
+// For chunks from `count` on, which rest on the host.
 UpdatesAhead updates_ahead(const Layout& layout, const Timeline& step, const DeviceBudget& budget, int count) {
   std::vector<uint8_t> on_device(layout.chunks().size(), 0);
   std::fill_n(on_device.begin(), count, uint8_t{1});
@@ -243,7 +244,7 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
   int64_t gradients = 0;
   int64_t leaving = 0;
   for (const Moment& moment : step.moments) {
-    int64_t others = 0;  // that the moment itself needs
+    int64_t others = 0;  // arrays that this access needs
     std::set<int> needed;
     for (const Access& access : moment.accesses) {
       if (access.mode == AccessMode::kRetire || !needed.insert(access.array.index()).second) continue;
@@ -292,9 +293,9 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const bool on_device = placed > 0 && states_on_device[static_cast<size_t>(chunk)] != 0;
     const ArrayRow& param = spec.rows[ArrayKind::kParam];
     const ArrayRow& value = spec.rows.value();
-    // Gathered values leave the device at the end of a step, so that all ranks begin the next one alike.
+    // All-gathered values leave the device at the end of a step, so that all ranks start the next step alike.
     const bool survives = !spec.is_sharded() && (on_device || !spec.trainable);
-    // Rows that placed_bytes() counts are fixed.
+    // placed_bytes() counts these rows as fixed.
     const auto bytes_beside = [&](const ArrayRow& row) {
       return on_device && row.on_device == ArrayMemory::kOwn ? 0 : row.num_bytes;
     };
@@ -332,7 +333,7 @@ int num_device_state_chunks(const Layout& layout, const Timeline& step, const De
   int64_t margin = budget.limit_bytes - highest_tide(step) - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
-  int64_t own_values = 0;  // that no other rank has
+  int64_t own_values = 0;  // of chunks that no other rank shares
   int64_t largest_trained = 0;
   int64_t dequantized = 0;
   int64_t largest_dequantized = 0;
@@ -347,21 +348,21 @@ int num_device_state_chunks(const Layout& layout, const Timeline& step, const De
   }
   values += std::min(dequantized, kDequantizedChunks * largest_dequantized);
   values += kStagings * largest_quantized_bytes(layout);
-  // Shared values come from the other ranks, which is faster than from the host.
+  // All-gathers are faster than uploads, so values of shared chunks need no more room than prefetches.
   if (layout.has_other_ranks()) values = own_values + std::min(values - own_values, kPrefetchedChunks * largest);
   const int64_t prefetched = usual_prefetch_bytes(layout, values);
   if (!budget.follows_tide) margin -= std::min(share(std::max<int64_t>(margin, 0), kSlotWasteShare), prefetched);
-  const int64_t gradients = 2 * largest_trained;  // on their way; the others take their parameters' place
+  const int64_t gradients = 2 * largest_trained;  // in flight; the others take their parameters' place
   const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Beside::kAllValues);
-  const int64_t without_values = margin - prefetched - gradients;  // which come when they are needed
+  const int64_t without_values = margin - prefetched - gradients;  // values are fetched on demand
   const int beside = num_state_chunks_within(layout, budget, without_values, Beside::kGradients);
   const int most = num_state_chunks_within(layout, budget, without_values, Beside::kNothing);
-  // So many that gradients leave the device as well are worth it where enough updates on the host can start in backward
-  // then; no more than it takes.
+  // States may displace gradients only if that lets enough host updates start in backward; no more states than that
+  // takes.
   int enough = count;
   UpdatesAhead ahead = updates_ahead(layout, step, budget, enough);
   if (!is_enough(ahead)) {
-    int too_few = count;  // what a chunk gives the host's room is more than its gradient takes, so more are never worse
+    int too_few = count;  // a chunk frees more host memory than its gradient takes, so more chunks never do worse
     enough = std::max(count, most);
     while (enough - too_few > 1) {
       const int middle = too_few + (enough - too_few) / 2;

@@ -1,6 +1,5 @@
-// Which chunks have their optimizer states on the device once the tide is known (before: plan/homes.h), and the
-// planner's problem that follows. Pure functions of sizes and of the timeline, so that a plan can be made without a
-// device.
+// Which chunks keep optimizer states on the device once activation memory is known (before that: plan/homes.h), and the
+// resulting problem for the planner. Pure functions of sizes and the timeline, so plans need no device.
 #pragma once
 
 #include <cstdint>
@@ -11,61 +10,59 @@
 
 namespace patrickstar {
 
-// Of a device limit, what PyTorch's allocator is taken to need on CUDA to round and to fragment, until it was measured
-// ([Note: fragments], backend/cuda_pressure.cpp).
+// Share of a device limit that PyTorch's CUDA allocator needs for rounding and fragmentation. Not measured by itself.
 constexpr double kCudaSlackRatio = 0.04;
-// The same where its segments are fixed, which is on small limits: three of 20 MiB that are not full, at most this
-// share.
+// The same for small limits, where segments are fixed (no expandable segments): three segments of 20 MiB that are not
+// full, at most this share of the limit.
 constexpr int64_t kFixedSegmentSlack = int64_t{60} << 20;
 constexpr double kFixedSegmentSlackRatio = 0.15;
 
-// How much of a device there is to plan with.
 struct DeviceBudget {
-  int64_t limit_bytes = INT64_MAX;  // for everything, without what the allocator's rounding needs
+  int64_t limit_bytes = INT64_MAX;  // for everything, the allocator's rounding excluded
   bool follows_tide = false;        // Backend::follows_tide
-  bool prefetches_far = true;       // where transfers take time that compute can hide
-  double margin_use_ratio = 1.0;    // of what num_device_state_chunks() fills
-  bool keeps_gradients = true;      // on the device until the step, where a chunk's states are there
+  bool prefetches_far = true;       // transfers take time that compute can hide
+  double margin_use_ratio = 1.0;    // share of num_device_state_chunks()'s headroom
+  bool keeps_gradients = true;      // gradients wait on the device for the step if their chunk's states are there
   Backwards backwards = Backwards::kOne;
-  // Of one rank: of gradients that wait, what lies in the tide ([Note: gradients in the tide]).
+  // One rank: bytes of waiting gradients that lie in activation memory ([Note: gradients in the tide]).
   int64_t gradient_tide_bytes = 0;
-  // For chunks on the host and the new compute values of those that are updated ahead of the step; unlimited where none
-  // is.
+  // For host chunks and for new compute values of speculative updates; unlimited if there are none.
   int64_t host_limit_bytes = INT64_MAX;
-  // What homes leave of the host to gradients that have memory there only until their update.
+  // Host memory for gradients without a fixed place, as homes.h has it.
   int64_t gradient_room_bytes = INT64_MAX;
 };
 
-// Gradients of chunks whose states are on the device wait there for the norm, in the place of parameters that nobody
-// needs any more. Of those of a step like `step`, what the device has no room for beside what it keeps for prefetches,
-// whatever else leaves it: they wait on the host, where updates ahead of the step must leave them room. None of several
-// ranks, which reckon with it.
+// Bytes of gradients that do not fit on the device during a step like `step`. Such gradients, of chunks with states on
+// the device, wait for the norm on the host, and speculative updates must leave them room. Room for prefetches is kept
+// free on the device. 0 with several ranks, whose placement counts gradients already.
 int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                                const DeviceBudget& budget);
 
-// After the tide is known: how many chunks (from the first on) have their states on the device. They fit into the
-// margin that is left when all compute copies are resident at the highest tide (a gradient takes its parameters'
-// place), less what slots of several sizes waste where memory does not follow the tide, times `margin_use_ratio` (the
-// first PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them,
-// until it has for four fifths: each chunk that leaves the host makes room there for the new compute values of several
-// others. That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a value
-// again takes less time than to wait for the norm. Where memory does not follow the tide, so do a few at the boundary
-// of two steps.
+// Number of chunks, from the first on, with states on the device. Their states fit the headroom:
+//
+//   (limit - peak activation memory - compute copies - gradients in flight - buffer waste) * margin_use_ratio
+//
+// A gradient takes its parameters' place. Buffer waste counts where buffers do not follow activation memory.
+//
+// More chunks are chosen while fewer than four fifths of the host's updates can start before the norm. Each chunk that
+// leaves the host makes room there for several others' new compute values. Fewer compute copies then stay on the
+// device, but at least as many as are prefetched; a second fetch costs less than waiting for the norm. If no number
+// reaches four fifths, states take the room that waiting gradients leave. Where buffers do not follow activation
+// memory, up to kBoundaryChunks chunks are chosen in any case.
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
-// Of the first `count` chunks, those whose states move to the device beside the states that are there, which may be
-// others': no more bytes than all of these have.
+// Chunks among the first `count` that move to the device. Their bytes and those of states already there, perhaps of
+// other chunks, do not exceed the first `count` chunks' bytes.
 std::vector<ChunkId> chunks_that_move_in(const Layout& layout, int count, const std::vector<uint8_t>& states_on_device);
 
-// The planner's problem for a step like `last`. `states_on_device` by chunk. It refers to `last`.
+// The planner's problem for a step like `last`, which must outlive it. `states_on_device` is by chunk.
 PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::vector<uint8_t>& states_on_device,
                          const DeviceBudget& budget);
 
 int64_t highest_tide(const Timeline& timeline);
 
-// The least device memory for payloads alone: the largest module's chunks with their gradients' chunks and what they
-// are dequantised from.
-// `module_params` lists the parameters each module owns.
+// Least device memory for chunk buffers: the chunks of the largest module, its largest gradient chunk, reduce-scatter
+// buffers, and the codes of a quantised chunk. `module_params`: the parameters that each module owns.
 int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params);
 
 }  // namespace patrickstar

@@ -13,8 +13,8 @@ namespace patrickstar {
 
 namespace {
 
-// [Note: caution] A step jitters, and one late fetch delays all that comes after it, while bytes and room that compute
-// hides cost nothing. So plans are compared on a machine whose transfers, collectives and updates take so much longer.
+// Plans are compared on a machine whose transfers, collectives and updates take this much longer. Steps jitter, and one
+// late fetch delays everything after it, while bytes and room hidden by compute cost nothing. Not measured by itself.
 constexpr double kCaution = 1.5;
 
 Rates cautious(Rates rates) {
@@ -38,7 +38,7 @@ int64_t largest_fetch_bytes(const PlanProblem& problem) {
   return largest;
 }
 
-// What no moment needs for itself. More than all arrays together cannot be ahead of its use.
+// Room that no access needs, at most the size of all arrays.
 int64_t spare_bytes(const PlanProblem& problem) {
   int64_t spare = 0;
   for (const ArrayCost& cost : problem.arrays) spare += cost.num_bytes;
@@ -54,12 +54,12 @@ int64_t spare_bytes(const PlanProblem& problem) {
   return std::max<int64_t>(spare, 0);
 }
 
-// Of the updates in two passes, so many parts begin in backward or wait.
+// Two-phase updates are deferred in this many parts. Not measured: a finer split costs a simulated step per part.
 constexpr int kParts = 16;
-// Rooms depend on updates and these on rooms: each is chosen so often at most.
+// Prefetch room and deferred updates depend on each other; each is chosen this often at most. Not measured.
 constexpr int kRounds = 2;
 
-// The plan with so much room for prefetches, which is the same whatever updates take.
+// A plan for one amount of prefetch room; update times do not change it.
 struct RoomPlan {
   int64_t prefetch_bytes = 0;
   Plan plan;
@@ -80,7 +80,7 @@ struct Predicted {
   SimulatedStep step;
 };
 
-// Keeps those that are as short as the shortest.
+// Keeps steps within kPredictionTolerance of the shortest.
 void keep_shortest(std::vector<Predicted>& steps) {
   double least = steps.front().step.seconds;
   for (const Predicted& predicted : steps) least = std::min(least, predicted.step.seconds);
@@ -104,10 +104,10 @@ Predicted choose_room(PlanProblem problem, const std::vector<RoomPlan>& plans, c
     steps.back().step = played(steps.back(), slower_rates);
   }
   keep_shortest(steps);
-  // Where updates bound them all with caution, the machine's own rates tell them apart.
+  // Where updates bound every step under caution, the machine's own rates decide.
   for (Predicted& predicted : steps) predicted.step = played(predicted, rates);
   keep_shortest(steps);
-  // The problem's own room, since nothing is gained by another one; then by bytes, then by room.
+  // The problem's own room if nothing is gained by another; then fewest bytes, then least room.
   const auto rank = [usual_room](const Predicted& predicted) {
     const auto& [room, plan] = *predicted.with;
     return std::make_tuple(room != usual_room, plan.uploaded_bytes + plan.downloaded_bytes, room);
@@ -116,13 +116,13 @@ Predicted choose_room(PlanProblem problem, const std::vector<RoomPlan>& plans, c
                            [&rank](const Predicted& a, const Predicted& b) { return rank(a) < rank(b); });
 }
 
-// `recipes`, of which those from `first_late` on that would begin ahead of the norm wait for it.
+// Defers the speculative updates of the chunks from `first_late` on.
 std::vector<Recipe> delayed_updates(std::vector<Recipe> recipes, ChunkId first_late) {
   std::transform(recipes.begin() + first_late, recipes.end(), recipes.begin() + first_late, &made_late);
   return recipes;
 }
 
-// What is played where updates wait from `first_late` on.
+// A simulated step whose updates from `first_late` on are deferred.
 struct Delayed {
   ChunkId first_late = 0;
   StepShape shape;
@@ -130,7 +130,7 @@ struct Delayed {
   double seconds = 0;
 };
 
-// All numbers of updates in two passes that are tried, the most first.
+// One step per number of deferred updates, fewest deferred first.
 std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, const Rates& rates,
                                   const StepShape& earliest) {
   std::vector<ChunkId> in_two_passes;
@@ -153,8 +153,8 @@ std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, 
   return played;
 }
 
-// Of those that are as short as the shortest, the one that is where everything beside compute takes longer; of several,
-// the most updates in backward.
+// Returns the shortest step's split point. Of equally short steps, the shortest under caution wins, then the one with
+// fewest deferred updates.
 ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates& rates, const StepShape& earliest) {
   if (is_left_out(Mechanism::kWaitingUpdates)) return static_cast<ChunkId>(earliest.updates.size());
   problem.prefetch_bytes = with.prefetch_bytes;
@@ -175,12 +175,12 @@ ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates
   return best->first_late;
 }
 
-// Of the updates that the device could make, these parts of kParts are tried.
+// At most this many of kParts go to the GPU. Not measured.
 constexpr int kMostVisiting = 12;
-// What a step must gain, of its length, for the device to make updates of the host's.
+// Share of the step that round trips must save to be chosen. Not measured.
 constexpr double kWorthVisiting = 0.02;
 
-// Recipes in which updates with `part` of kParts of the promised host updates' parameters are visits, evenly spread.
+// Turns `part` of kParts of the optimizer-in-backward parameters on the host into round trips, evenly spread.
 std::vector<Recipe> spread_visits(const StepShape& shape, int part) {
   std::vector<Recipe> recipes = shape.updates;
   double due = 0;
@@ -196,7 +196,7 @@ std::vector<Recipe> spread_visits(const StepShape& shape, int part) {
   return recipes;
 }
 
-// Nothing where it is not worth it, or the device has no room for visitors. `without`: the step in which none visits.
+// Nothing if round trips save too little or do not fit the device. `without`: the best step without round trips.
 std::optional<PlanChoice> choose_visits(PlanProblem problem, const Predicted& without, const Rates& rates,
                                         StepShape shape, int64_t visitor_bytes) {
   const double worth = without.step.seconds * (1 - kWorthVisiting);
@@ -237,8 +237,8 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes) {
   check_step(problem, rates, shape);
   PS_CHECK(visitor_bytes == 0 || problem.visits.size() == shape.updates.size(), ArgumentError,
-           "chunks may visit the device, and what that moves is known of ", problem.visits.size(), " of ",
-           shape.updates.size(), "; give one of each per chunk");
+           "GPU round trips are allowed, and their bytes are given for ", problem.visits.size(), " of ",
+           shape.updates.size(), " chunks; give one entry per chunk");
   std::vector<RoomPlan> plans = plans_by_room(problem);
   StepShape chosen = shape;
   auto first_late = static_cast<ChunkId>(shape.updates.size());

@@ -1,26 +1,27 @@
-// The choice of a plan with time: how much of the device's room prefetches get, and which of the host's updates begin
-// in backward, decided by what the step will take.
+// Chooses a plan by simulated step time: how much device room prefetches get, which host updates start in backward, and
+// which run as GPU round trips (engine/visits.h).
 //
-// Room for prefetches lets transfers start earlier and keeps less on the device, so more is moved: whether that pays
-// depends on the link, on updates, and on how long each moment computes. So plans for several rooms are made and played
-// on the simulator. The least step predicted with caution wins; among those as short as it the least predicted without;
-// among those as short again, the problem's own room if it is one of them, else the plan that moves the fewest bytes,
-// then the one that needs the least room: transfers start as early as memory allows and no earlier than useful.
+// Prefetch room. More room starts transfers earlier but keeps less on the device, so more bytes move. The simulator
+// plays one plan per candidate room. The ranking:
+// - shortest step under caution (transfers and updates 1.5 times as long);
+// - then shortest step at measured rates;
+// - then the problem's own room, fewest bytes, least room.
 //
-// [Note: updates that wait] An update in two passes ([Note: parameters first], engine/update_jobs.h) takes half as long
-// again as one in one pass, or more. Where updates bound the step it therefore pays that those of the last chunks,
-// which the next forward needs last, wait for the norm and are made in one pass beside that forward. How many is
-// decided by playing steps in which all, 15 of 16, 14 of 16, ... and none of these updates begin in backward.
+// Steps within kPredictionTolerance count as equal.
 //
-// [Note: visits] (engine/visits.h) Where the host's updates bound the step, the device makes some of them: of 0 to 12
-// of 16 parts, spread over the chunks, the least that the shortest step takes. What is on the device for that is taken
-// from the room of payloads.
+// Deferred updates. A two-phase update (engine/update_jobs.h) takes half as long again as a one-pass update, or more.
+// Where updates bound the step, updates of the last chunks are deferred until the norm and run in one pass beside the
+// next forward. The simulator plays steps that start all, 15 of 16, 14 of 16, ... and none of these updates in
+// backward.
 //
-//   PlanChoice choice = choose_plan(problem, rates, shape);   // measured rates and times of moments
+// GPU round trips. Where host updates bound the step, the GPU makes 0 to 12 of 16 parts of them, the fewest that give
+// the shortest step. Their pieces take room from chunk buffers.
+//
+//   PlanChoice choice = choose_plan(problem, rates, shape);   // measured rates and access times
 //   choice.plan, choice.predicted.seconds
-//   choice.recipes                                            // by chunk; those of updates that wait, and of visits
+//   choice.recipes                                            // by chunk
 //
-// Nothing here is shared; any thread may call it.
+// No shared state; any thread may call it.
 #pragma once
 
 #include <cstdint>
@@ -31,25 +32,22 @@
 
 namespace patrickstar {
 
-// Steps whose predictions differ by less are as short as each other: the simulator cannot tell them apart.
+// Relative difference below which the simulator cannot tell two steps apart. Not measured.
 constexpr double kPredictionTolerance = 0.005;
 
 struct PlanChoice {
   Plan plan;
-  int64_t prefetch_bytes = 0;  // of the problem that the plan solves
+  int64_t prefetch_bytes = 0;  // the room that the plan was made with
   SimulatedStep predicted;
   std::vector<Recipe> recipes;  // by chunk
 };
 
-// The rooms to try, ascending: none; one, two, four, ... of the largest array that can be fetched; all that no moment
-// needs for itself; and problem.prefetch_bytes, so that the choice is, with caution, never slower than the problem as
-// it is.
+// Rooms to try, ascending: 0; 1, 2, 4, ... times the largest array that can be fetched; all room that no access needs;
+// and problem.prefetch_bytes.
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem);
 
-// `shape.updates` begin as early as there is memory for them. Rooms are compared with caution (transfers and updates
-// that take half as long again), numbers of updates without, and what is predicted is without. Throws ArgumentError as
-// simulate() does.
-// `visitor_bytes`: what chunks take that visit the device; 0: none may.
+// `shape.updates`: the earliest recipes that fit memory. `predicted` is at measured rates. `visitor_bytes`: device
+// memory of round trips; 0: none allowed. Throws ArgumentError as simulate() does.
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes = 0);
 
 }  // namespace patrickstar

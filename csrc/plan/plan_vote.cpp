@@ -51,7 +51,6 @@ std::string packed(const PlanVote& vote) {
       .add(static_cast<uint8_t>(vote.can_measure))
       .add(static_cast<uint8_t>(vote.has_plan))
       .add(vote.updates)
-      .add(vote.fragment_bytes ? std::vector<int64_t>{*vote.fragment_bytes} : std::vector<int64_t>{})
       .add(vote.times ? std::vector<Rates>{vote.times->rates} : std::vector<Rates>{})
       .add(vote.times ? vote.times->shape.compute_seconds : std::vector<double>{})
       .add(vote.times ? vote.times->shape.activations : std::vector<ActivationCopies>{})
@@ -64,18 +63,15 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
   vote.can_measure = reader.next<uint8_t>() != 0;
   vote.has_plan = reader.next<uint8_t>() != 0;
   vote.updates = reader.next_list<Recipe>(num_chunks);
-  const auto fragments = reader.next_list<int64_t>();
   const auto rates = reader.next_list<Rates>();
   const auto compute_seconds = reader.next_list<double>();
   const auto activations = reader.next_list<ActivationCopies>();
   reader.finish();
   reader.check(rates.size() <= 1, "several rates");
-  reader.check(fragments.empty() || (fragments.size() == 1 && fragments.front() >= 0), "fragments of no size");
   for (Recipe recipe : vote.updates) {
     reader.check(static_cast<size_t>(recipe) < kNumRecipes, "an update by no known recipe");
   }
   reader.check(activations.empty() || activations.size() == compute_seconds.size(), "activations of other moments");
-  if (!fragments.empty()) vote.fragment_bytes = fragments.front();
   if (rates.empty()) return vote;
   vote.times = StepTimes{rates.front(), {compute_seconds, {}, {}}};
   vote.times->shape.activations = activations;
@@ -89,11 +85,6 @@ PlanVote agreed(const std::vector<PlanVote>& votes) {
     all.has_plan = all.has_plan && vote.has_plan;
     for (size_t chunk = 0; chunk < all.updates.size(); ++chunk) {
       all.updates[chunk] = std::max(all.updates[chunk], vote.updates[chunk]);
-    }
-    if (all.fragment_bytes && vote.fragment_bytes) {
-      all.fragment_bytes = std::max(*all.fragment_bytes, *vote.fragment_bytes);
-    } else {
-      all.fragment_bytes.reset();
     }
     const bool of_one_step =
         all.times && vote.times && all.times->shape.compute_seconds.size() == vote.times->shape.compute_seconds.size();

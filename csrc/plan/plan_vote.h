@@ -1,11 +1,9 @@
-// Votes: what the next plan follows from beside the timeline, as each rank sees it, and what all ranks make of that.
+// Votes: what each rank saw of a step, and the common values that all ranks plan with.
 //
-// [Note: one plan on all ranks] Ranks gather in the order of their plans, so all must make the same one, and nothing
-// that a rank alone has seen may enter it: neither how long its own step took, nor which of its updates found memory to
-// start early, nor what its allocator's fragments take, nor whether it can be traced now. Each puts that into a vote,
-// votes travel with the exchange that every step ends with (Collectives::agree_on), and plans are made from what
-// agreed() says: the slowest of all ranks, since a step of all is as long as the slowest one's. One rank agrees with
-// itself.
+// Ranks all-gather in the order of their plans, so all ranks must make the same plan. Nothing that a single rank saw
+// may enter a plan: step times, memory found for speculative updates, whether the step can be traced. Each rank puts these into a vote. Votes travel with the exchange that ends every step
+// (Collectives::agree_on), and plans use agreed(): the slowest rank, since the step of all ranks is as long as the
+// slowest one's.
 //
 //   std::string message = packed(vote);
 //   PlanVote all = agreed({unpacked_vote(messages[0], num_chunks), unpacked_vote(messages[1], num_chunks)});
@@ -21,31 +19,29 @@
 
 namespace patrickstar {
 
-// What a step's measurement gave, and what the simulator takes beside a plan.
+// Inputs of the simulator, beside a plan, from a measured step.
 struct StepTimes {
   Rates rates;
   StepShape shape;
 };
 
 struct PlanVote {
-  bool can_measure = false;     // the next step may be traced here, or was already
-  bool has_plan = false;        // that the last step replayed, or could have
-  std::vector<Recipe> updates;  // by chunk, the earliest that there is memory for
-  // Of the device, beside the tide; none where that was not seen yet ([Note: fragments], backend/cuda_pressure.cpp).
-  std::optional<int64_t> fragment_bytes;
-  // Of a traced step, until all ranks have them; `shape` says compute_seconds and activations.
+  bool can_measure = false;     // the next step may be traced here, or one already was
+  bool has_plan = false;        // the last step replayed a plan, or could have
+  std::vector<Recipe> updates;  // by chunk, the earliest that fit memory
+  // From a traced step, until all ranks have it; `shape` has compute_seconds and activations only.
   std::optional<StepTimes> times;
 };
 
 std::string packed(const PlanVote& vote);
-// Of a rank with so many chunks. Throws StateError for what is no such message.
+// Throws StateError for a message that is not a vote over `num_chunks` chunks.
 PlanVote unpacked_vote(const std::string& message, size_t num_chunks);
 
-// can_measure, has_plan: all. updates: by chunk the latest on any rank; on the device if they are there on any, since
-// memory is set aside for that. fragment_bytes: the most, where all have seen theirs. times: where all ranks have some,
-// the lowest rates, the longest waits and by moment the longest compute and most activations. Gathers and scatters are
-// as fast as the rank says for which they were fastest: it came last, and the others' times count how long they waited
-// for it.
+// - can_measure, has_plan: true if true on all ranks.
+// - updates: by chunk the latest recipe on any rank. Device recipes come last, since memory is reserved for them.
+// - times, once all ranks have some: lowest rates, longest waits, and by access longest compute and most activations.
+//
+// Collective rates are the fastest rank's: it came last, and the other ranks' times include waiting for it.
 PlanVote agreed(const std::vector<PlanVote>& votes);
 
 }  // namespace patrickstar

@@ -10,13 +10,13 @@ namespace patrickstar {
 
 namespace {
 
-// One sweep over the timeline, from a given set of resident arrays.
+// One sweep over the timeline.
 class Sweep {
  public:
   Sweep(const PlanProblem& problem, const std::set<int>& resident_at_start);
 
   Plan take_plan() { return std::move(plan_); }
-  // What is on the device after the last moment and still valid in the next step.
+  // Arrays on the device after the last access that are valid in the next step.
   std::set<int> survivors() const;
 
  private:
@@ -24,13 +24,13 @@ class Sweep {
   void hoist_fetches();
   bool needs_write(size_t t, ArrayId id) const;
   void plan_prefetch(size_t t, const std::set<int>& in_use);
-  // The farthest-used arrays outside `keep` whose eviction lets `more_bytes` fit at moment t; all of them, and
-  // false, when that is not enough.
+  // Chooses arrays outside `keep`, farthest next use first, until `more_bytes` fit at access t. False if all of them
+  // are not enough.
   bool choose_victims(size_t t, int64_t more_bytes, const std::set<int>& keep, std::vector<int>& chosen) const;
   void evict(const std::vector<int>& arrays, std::vector<ArrayId>& evicted);
   std::vector<std::pair<int64_t, int>> victims(size_t t, const std::set<int>& keep) const;
 
-  int64_t room(size_t t) const;  // for what stays, without what is set aside for prefetches
+  int64_t room(size_t t) const;  // without room set aside for prefetches
   int64_t tide(size_t t) const { return std::max(moments_[t].tide_peak_bytes, problem_.least_tide_bytes); }
   int64_t next_use(int array, size_t t) const;
   const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
@@ -41,10 +41,10 @@ class Sweep {
   const PlanProblem& problem_;
   const std::vector<Moment>& moments_;
   std::vector<std::vector<int64_t>> uses_;
-  std::vector<std::set<int>> needed_;  // by moment: all arrays read or written
+  std::vector<std::set<int>> needed_;  // by access: arrays read or written
   std::set<int> resident_;
   int64_t resident_bytes_ = 0;
-  std::vector<int64_t> occupied_;  // by moment: bytes of resident arrays at its height
+  std::vector<int64_t> occupied_;  // by access: resident bytes at its height
   Plan plan_;
 };
 
@@ -71,7 +71,7 @@ void Sweep::run_moment(size_t t) {
   for (int array : needed) in_use_bytes += cost(array).num_bytes;
   plan_.least_limit_bytes = std::max(plan_.least_limit_bytes, problem_.fixed_bytes + in_use_bytes + tide(t));
 
-  // When a moment does not fit even alone, everything else is evicted and the runtime reports the rest.
+  // If an access does not fit even alone, everything else is evicted and the runtime reports the shortage.
   std::vector<int> chosen;
   choose_victims(t, missing_bytes(needed), needed, chosen);
   evict(chosen, plan.evict);
@@ -102,10 +102,10 @@ bool Sweep::needs_write(size_t t, ArrayId id) const {
                      [id](const Access& access) { return access.array == id && access.mode == AccessMode::kWrite; });
 }
 
-// Moves each fetch of a value to the earliest moment from which it fits until it is needed, earlier needs first. What
-// is written (a gradient that left half done) may not exist before, so it is fetched where it is.
+// Moves each fetch to the earliest access from which its array fits until it is needed, earliest need first. Arrays
+// that are written (a gradient evicted half-accumulated) may not exist earlier and stay.
 void Sweep::hoist_fetches() {
-  std::vector<int64_t> ahead(moments_.size(), 0);  // by moment: bytes fetched for later ones
+  std::vector<int64_t> ahead(moments_.size(), 0);  // by access: bytes fetched for later ones
   for (size_t t = 0; t < moments_.size(); ++t) {
     std::vector<ArrayId> left;
     for (ArrayId id : plan_.moments[t].fetch) {
@@ -139,8 +139,8 @@ void Sweep::plan_prefetch(size_t t, const std::set<int>& in_use) {
   const std::set<int>& next = needed_[t + 1];
   std::set<int> keep = in_use;
   keep.insert(next.begin(), next.end());
-  // The room of moment t must hold both what is in use and what comes, and nothing may be evicted for it
-  // that the next moment would keep: a prefetch saves time, it must not cost bytes.
+  // Access t must have room for its own arrays and the prefetched ones. Victims must be arrays that access t + 1 would
+  // evict anyway, so a prefetch costs no bytes.
   std::vector<int> chosen;
   std::vector<int> chosen_later;
   if (!choose_victims(t, missing_bytes(wanted), keep, chosen)) return;
@@ -161,7 +161,7 @@ std::vector<std::pair<int64_t, int>> Sweep::victims(size_t t, const std::set<int
   for (int array : resident_) {
     if (!keep.count(array) && cost(array).num_bytes > 0) candidates.emplace_back(next_use(array, t), array);
   }
-  // Farthest first; among equals the one that costs nothing to evict.
+  // Farthest first; among equals, free evictions first.
   std::sort(candidates.begin(), candidates.end(), [this](const auto& a, const auto& b) {
     if (a.first != b.first) return a.first > b.first;
     const int64_t cost_a = cost(a.second).evict_bytes;
@@ -249,7 +249,7 @@ uint64_t fingerprint(const Plan& plan) {
 }
 
 Plan make_plan(const PlanProblem& problem) {
-  // A step starts with what the step before left; the second sweep has reached that steady state.
+  // A step starts with what the previous step left. The second sweep reaches that steady state.
   Sweep first(problem, {});
   Sweep second(problem, first.survivors());
   return second.take_plan();

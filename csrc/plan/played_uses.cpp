@@ -24,12 +24,12 @@ class UsePlayer final : public UseHolds {
 
  private:
   struct ChunkState {
-    bool leaves = false;  // its gradient, when it is complete
+    bool leaves = false;  // its gradient leaves the device when complete
     bool has_gradient = false;
     bool is_retired = false;
     int num_holds = 0;
     int folds_left = 0;
-    int num_alive = 0;  // parameters whose values are still of use
+    int num_alive = 0;  // parameters whose values are still needed
   };
 
   void play(const ParamUse& use);
@@ -45,7 +45,7 @@ class UsePlayer final : public UseHolds {
   std::vector<ChunkState> chunks_;
   std::vector<int> num_uses_;      // by parameter
   std::vector<uint8_t> is_alive_;  // by parameter
-  std::vector<int64_t> bytes_;     // by parameter, with the gap that aligns the next one of the chunk
+  std::vector<int64_t> bytes_;     // by parameter, alignment gap behind it included
   Recorder recorder_;
   Phase phase_ = Phase::kForward;
   PlayedUses played_;

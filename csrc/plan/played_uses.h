@@ -1,7 +1,5 @@
-// The timeline that an engine would record of a step with given uses of its parameters, whatever the tide: moments,
-// what they read and write, and gradients that leave. Holds are those of the engine (plan/use_holds.h).
-//
-// Pure functions of a layout; any thread.
+// The timeline that an engine would record for given parameter uses, without activation memory. Holds follow the
+// engine's rules (plan/use_holds.h). Pure functions of a layout; any thread.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +17,7 @@ enum class UseCall : uint8_t {
   kTouch,
   kEndForward,
   kEnterBackward,
-  kFold,  // autograd gives a parameter's gradient
+  kFold,  // autograd delivers a parameter's gradient
 };
 
 struct ParamUse {
@@ -32,11 +30,11 @@ struct ParamUse {
 
 struct PlayedUses {
   Timeline timeline;
-  std::vector<int64_t> moment_of;  // by use: the moment that lasts after it; -1: before the first one
-  int64_t waste_bytes = 0;         // most that the chunks of a moment hold beside the parameters that it asks for
+  std::vector<int64_t> moment_of;  // by use: access that is current after it; -1: none yet
+  int64_t waste_bytes = 0;         // most bytes held at an access beside the parameters it needs
 };
 
-// `states_on_device` by chunk: with one rank gradients of such chunks stay there, unless they are applied at once.
+// `states_on_device` is by chunk. On one rank, gradients of such chunks stay on the device unless applied at once.
 PlayedUses play_uses(const Layout& layout, const std::vector<uint8_t>& states_on_device,
                      const std::vector<ParamUse>& uses);
 

@@ -14,15 +14,15 @@ class Compiler {
  public:
   Compiler(const PlanProblem& problem, const Plan& plan, const StepShape& shape);
 
-  // One step, from the arrays that the last one left on the device.
+  // One step, starting with the arrays that the previous one left on the device.
   const Program& step();
 
  private:
   struct ArrayState {
     bool on_device = false;
-    bool is_ahead = false;  // its fetch was issued ahead, and nothing has needed it yet
-    bool has_left = false;  // a gradient that is to come back for its update
-    size_t last_use = 0;    // the last moment that reads or writes it
+    bool is_ahead = false;  // prefetched, not yet needed
+    bool has_left = false;  // evicted gradient that must return for its update
+    size_t last_use = 0;    // last access that reads or writes it
   };
 
   void emit(Op op, int operand, Issue issue = Issue::kNow) { program_.instructions.push_back({op, issue, operand}); }
@@ -73,7 +73,7 @@ const Program& Compiler::step() {
   return program_;
 }
 
-// In the order of Pager::begin_moment, then what the moment computes, then GradientFlow::retire.
+// The order of Pager::begin_moment, compute, GradientFlow::retire.
 void Compiler::emit_moment(size_t t) {
   const MomentPlan& planned = plan_.moments[t];
   const auto moment = static_cast<int>(t);
@@ -94,7 +94,7 @@ void Compiler::emit_moment(size_t t) {
   emit_retirements(t);
 }
 
-// Memory for what the moment writes, with what it had so far where that has left.
+// Memory for arrays that the access writes; evicted partial gradients are fetched.
 void Compiler::emit_uses(size_t t) {
   const std::vector<ArrayId>& fetched = plan_.moments[t].fetch;
   for (const Access& access : problem_.timeline->moments[t].accesses) {
@@ -113,7 +113,7 @@ void Compiler::emit_need(int array) {
   if (std::exchange(state(array).is_ahead, false)) emit(Op::kAwait, array);
 }
 
-// A value without bytes of its own is a part of states that are on the device.
+// A value without bytes of its own is part of states on the device.
 void Compiler::emit_bring(int array, Issue issue) {
   if (cost(array).num_bytes == 0 && cost(array).fetch_bytes == 0) return;
   const ArrayId id = ArrayId::from_index(array);
@@ -148,7 +148,7 @@ void Compiler::carry_out(const Emitted& emitted) {
   }
 }
 
-// A gradient whose promised update is on the device stays there for it, so the timeline need not say that it retires.
+// A gradient whose update runs in backward on the device stays there, so the timeline need not retire it.
 void Compiler::emit_retirements(size_t t) {
   std::vector<ChunkId> stay;
   for (const Access& access : problem_.timeline->moments[t].accesses) {
@@ -159,7 +159,7 @@ void Compiler::emit_retirements(size_t t) {
     const bool is_complete = access.mode == AccessMode::kWrite && state(access.array.index()).last_use == t;
     if (is_complete && state(param_of(chunk)).last_use <= t) stay.push_back(chunk);
   }
-  std::sort(stay.begin(), stay.end());  // as a module's parameters are released
+  std::sort(stay.begin(), stay.end());  // release order of a module's parameters
   for (ChunkId chunk : stay) emit_retire(chunk, t);
 }
 
@@ -177,11 +177,11 @@ void Compiler::emit_retire(ChunkId chunk, size_t moment) {
   if (retired.value_is_dead) free(param);
 }
 
-// Values that were updated on the host are not on the device any more.
+// Values updated on the host are no longer on the device.
 void Compiler::emit_end() {
   const auto num_chunks = static_cast<ChunkId>(shape_.updates.size());
   emit(Op::kNorm, 0);
-  // Downloads of all chunks are under way before the first update waits for one.
+  // All downloads start before the first update waits for one.
   for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) {
     const int grad = grad_of(chunk);
     const RecipeRow& row = recipe(chunk);
@@ -192,7 +192,7 @@ void Compiler::emit_end() {
   for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) {
     carry_out(late_update(chunk, shape_.updates[static_cast<size_t>(chunk)]));
   }
-  // States behind parameters, in the order in which the next backward needs them.
+  // Phase two of two-phase updates, in the order of the next backward.
   for (ChunkId chunk = num_chunks - 1; chunk >= 0; --chunk) {
     if (recipe(chunk).passes == Passes::kTwo) emit(Op::kUpdateHostStates, chunk);
   }
@@ -201,7 +201,7 @@ void Compiler::emit_end() {
   }
 }
 
-// The new parameter takes the gradient's place, unless it has one for good, or others need that.
+// The new parameter takes the gradient's place, unless it has its own, or the gradient came back only for the update.
 void Compiler::emit_device_update(ChunkId chunk) {
   const int grad = grad_of(chunk);
   const int param = param_of(chunk);
@@ -223,7 +223,7 @@ void Compiler::emit_device_update(ChunkId chunk) {
   }
 }
 
-// Between two steps, beside what activations have left. Values that the next step needs last leave first.
+// Frees room between two steps, beside activation memory. Values that the next step needs last leave first.
 void Compiler::emit_room_for(int array) {
   if (problem_.limit_bytes == INT64_MAX) return;
   const int64_t most =
@@ -253,7 +253,7 @@ void Compiler::free(int array) {
 
 Program compile(const PlanProblem& problem, const Plan& plan, const StepShape& shape) {
   Compiler compiler(problem, plan, shape);
-  compiler.step();  // leaves on the device what every later step finds there
+  compiler.step();  // reaches the state that every later step starts with
   return compiler.step();
 }
 

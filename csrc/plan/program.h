@@ -1,12 +1,10 @@
-// The program of a step: a plan and its recipes as instructions, in the order in which they are issued. It decides
-// which arrays are on the device; the seconds of an instruction are the Clock's (plan/clock.h).
+// Compiles a plan and its recipes into the instructions of a step, in issue order. The program decides which arrays are
+// on the device; the Clock (plan/clock.h) adds times. Pure functions of sizes.
 //
 //   const Program program = compile(problem, plan, shape);   // of the steady step
 //   for (const Instruction& instruction : program.instructions) {
 //     const OpRow& row = row_of(instruction.op);             // name, operand, lane
 //   }
-//
-// Pure functions of sizes.
 #pragma once
 
 #include <cstddef>
@@ -21,20 +19,20 @@ namespace patrickstar {
 
 struct Program {
   std::vector<Instruction> instructions;
-  std::vector<int> resident;  // arrays on the device when the step begins
+  std::vector<int> resident;  // on the device when the step begins
 };
 
-// The steady step of `plan`. Sizes must agree (simulate() checks them).
+// Sizes must agree (simulate() checks them).
 Program compile(const PlanProblem& problem, const Plan& plan, const StepShape& shape);
 
-// Bytes that it moves, allocates or frees; parameters that it updates; 0 of others.
+// OpRow::amount, in bytes or parameters.
 int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, const StepShape& shape);
 
-// Activations at a moment, as a plan counts them.
+// Activation memory of an access, as plans count it.
 int64_t tide(const PlanProblem& problem, size_t moment);
-// Bytes of a gathered or scattered array that come from the other ranks or go to them.
+// Bytes that an all-gather receives, or a reduce-scatter sends.
 int64_t others_bytes(const ArrayCost& cost, int num_ranks);
-// The value is made of codes on the device; 0: it is not.
+// Bytes that dequantisation reads and writes; 0 for values that are not made of codes.
 int64_t dequantized_bytes(const StepShape& shape, int array);
 
 }  // namespace patrickstar

@@ -38,7 +38,7 @@ Recipe earliest_recipe(const UpdatedChunk& chunk, UpdateStart start, ExpectedSca
   if (start == UpdateStart::kAfterNorm) return Recipe::kHostTwoPasses;
   const bool is_exact = scale == ExpectedScale::kExact;
   if (is_exact && chunk.ahead == Ahead::kEverything) return Recipe::kHostAhead;
-  // In 32 bits nearly no value is the same for several scales.
+  // In float32 almost every value depends on the scale.
   return is_exact || chunk.dtype != DType::kFloat32 ? Recipe::kHostTwoPassesAhead : Recipe::kHostTwoPasses;
 }
 

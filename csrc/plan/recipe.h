@@ -1,11 +1,11 @@
-// Recipes: all ways in which a chunk may be updated, as rows of one table. Planner and engine choose a recipe for each
-// chunk, the engine carries it out, and the simulator times it; all three read the row's fields.
+// Recipes: every way to update a chunk, one row each. Planner and engine choose a recipe per chunk, the engine executes
+// it, the simulator times it.
 //
 //   const RecipeRow& row = row_of(recipe);
-//   row.start == Start::kAhead   // begins in backward, and is undone where the step is another one
+//   row.start == Start::kAhead   // starts in backward; rolled back if clipping changes the update
 //
-// How new values are undone follows from the layout: memory of their own is freed, values in place are written again
-// ([Note: values in place], optim/kernels.h). Pure functions of sizes.
+// Rollback follows from the layout: separate new values are freed, in-place ones are rewritten (optim/kernels.h). Pure
+// functions of sizes.
 #pragma once
 
 #include <array>
@@ -19,23 +19,23 @@
 
 namespace patrickstar {
 
-// When an update begins.
+// When an update starts.
 enum class Start : uint8_t {
   kNever,
-  kPromised,   // in backward and for good, as an optimizer in backward does ([Note: committed updates])
-  kAhead,      // in backward, before the norm is known ([Note: exact speculation])
-  kAfterNorm,  // when the norm of all gradients is known
+  kPromised,   // in backward, final: optimizer-in-backward (engine/updates.h)
+  kAhead,      // in backward, before the norm is known: speculative (engine/speculation.h)
+  kAfterNorm,  // once the norm of all gradients is known
 };
 
 enum class Passes : uint8_t {
   kOne,
-  kTwo,  // the new compute value first, and states behind it ([Note: parameters first], engine/update_jobs.h)
+  kTwo,  // new compute value first, then states (engine/update_jobs.h)
 };
 
 struct UpdateWay {
   Start start;
-  Tier states;   // home of the chunk's optimizer states
-  Tier updater;  // side that computes: kHost or kDevice
+  Tier states;   // resting tier of the optimizer states
+  Tier updater;  // kHost or kDevice: the side that computes
   Passes passes = Passes::kOne;
 
   friend constexpr bool operator==(const UpdateWay& a, const UpdateWay& b) {
@@ -43,12 +43,11 @@ struct UpdateWay {
   }
 };
 
-// Rows. Within one home of states a later row begins later; ranks agree on the latest one ([Note: one plan on all
-// ranks]).
+// Within one tier of states, a later row starts later. Ranks agree on the latest one (plan/plan_vote.h).
 enum class Recipe : uint8_t {
   kNever,  // frozen
   kHostPromised,
-  kVisit,  // states go to the device and come back ([Note: visits])
+  kVisit,  // GPU round trip: states go up and come back (engine/visits.h)
   kHostAhead,
   kHostTwoPassesAhead,
   kHostTwoPasses,
@@ -79,7 +78,6 @@ constexpr std::array<RecipeRow, kNumRecipes> kRecipes{{
 }};
 
 constexpr const RecipeRow& row_of(Recipe recipe) { return kRecipes[static_cast<size_t>(recipe)]; }
-// The row of an update that is made in this way.
 constexpr Recipe recipe_of(const UpdateWay& way) {
   size_t index = 0;
   while (index + 1 < kNumRecipes && !(kRecipes[index] == way)) ++index;
@@ -90,49 +88,48 @@ constexpr bool starts_in_backward(const RecipeRow& row) {
 }
 constexpr bool is_visit(const RecipeRow& row) { return row.states == Tier::kHost && row.updater == Tier::kDevice; }
 
-// True where any chunk's update is a visit.
 bool any_visits(const std::vector<Recipe>& recipes);
-// A promised update on the host, made by a visit instead, and the other way round; other recipes as they are.
+// Switches a host optimizer-in-backward update to a round trip, and back; other recipes stay.
 Recipe with_visit(Recipe recipe);
 Recipe without_visit(Recipe recipe);
-// Unit of an update: elements, so that it may be cut anywhere, or whole matrices (optim/matrix_rule.h).
+// Elements (may be cut anywhere) or whole matrices (optim/matrix_rule.h).
 enum class UpdateUnit : uint8_t { kElement, kMatrix };
 
-// True where whole matrices can be updated so: once, where their states are, and never undone.
+// Whole matrices are updated in one pass on the tier of their states, and never rolled back.
 constexpr bool suits_matrices(const RecipeRow& row) {
   return row.start != Start::kAhead && row.passes == Passes::kOne && !is_visit(row);
 }
 
-// The later of two, or `possible` where the states have moved since `planned` was chosen, or `planned` does not suit.
+// The later of two. `possible` if states moved since `planned` was chosen, or if matrices do not allow the later one.
 Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit);
-// Recipe of a chunk whose update was to begin in backward and did not, or must not.
+// For a chunk whose update did not start in backward, or must not.
 Recipe after_norm(Recipe recipe);
-// An update ahead of the norm waits for it, and is made in one pass ([Note: updates that wait], plan/plan_choice.h).
+// Defers a speculative update: after the norm, in one pass (choose_plan, plan/plan_choice.h).
 Recipe made_late(Recipe recipe);
 
-// The earliest start of updates in a step.
+// Earliest update start that a step allows.
 enum class UpdateStart : uint8_t {
   kAfterNorm,
-  kSpeculative,  // Start::kAhead, as far as there is memory for new values
+  kSpeculative,  // Start::kAhead, as far as new values fit memory
   kCommitted,    // Start::kPromised
 };
 
-// The scale of gradients that speculative updates are made for.
+// Gradient scale that speculative updates assume.
 enum class ExpectedScale : uint8_t {
-  kExact,    // one number: clipping has not acted of late
-  kBetween,  // one of several, since it has: values in 16 bits that are the same for all ([Note: settled values])
+  kExact,    // one value: clipping has not acted lately
+  kBetween,  // a range: only 16-bit values that are the same for the whole range (optim/kernels.h)
 };
 
 // A chunk before a step.
 struct UpdatedChunk {
   bool trainable = true;
   DType dtype = DType::kFloat32;  // compute dtype
-  Tier states = Tier::kHost;      // home of its optimizer states
-  Ahead ahead = Ahead::kNothing;  // new values for which there is memory
+  Tier states = Tier::kHost;      // resting tier of its optimizer states
+  Ahead ahead = Ahead::kNothing;  // new values that fit memory
   UpdateUnit unit = UpdateUnit::kElement;
 };
 
-// The recipe that begins earliest of those that there is memory for.
+// The earliest-starting recipe that fits memory.
 Recipe earliest_recipe(const UpdatedChunk& chunk, UpdateStart start, ExpectedScale scale);
 
 }  // namespace patrickstar

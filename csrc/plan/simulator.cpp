@@ -11,8 +11,8 @@ namespace patrickstar {
 
 namespace {
 
-// Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is
-// averaged. Steps that go on as they were are not played again.
+// Most steps played; the last half is averaged. Host updates, if they are slowest, fall behind step by step until they
+// reach a steady state. Playing stops when two steps end in the same state. Not measured.
 constexpr int kSteps = 16;
 constexpr double kSameSeconds = 1e-9;
 
@@ -81,8 +81,8 @@ void check_step(const PlanProblem& problem, const Rates& rates, const StepShape&
            "ranks that share a chunk are known of ", shape.chunk_ranks.size(), " chunks of ", shape.updates.size(),
            "; give those of each chunk, or none");
   PS_CHECK(!any_visits(shape.updates) || problem.visits.size() == shape.updates.size(), ArgumentError,
-           "chunks visit the device, and what that moves is known of ", problem.visits.size(), " of ",
-           shape.updates.size(), "; give one of each per chunk");
+           "updates are GPU round trips, and their bytes are given for ", problem.visits.size(), " of ",
+           shape.updates.size(), " chunks; give one entry per chunk");
   PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&
                rates.device_adam_params_per_second > 0,
            ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,

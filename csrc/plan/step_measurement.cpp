@@ -7,9 +7,9 @@ namespace patrickstar {
 
 namespace {
 
-// Per second: bytes, or parameters, of what a step did not show; so high that it does not matter.
+// Bytes or parameters per second of lanes that a step did not use.
 constexpr double kUnseenRate = 1e18;
-// Of the largest transfer: those that a chunk's shorter neighbours make are ruled by latency.
+// Transfers below this share of the largest one are dominated by latency and do not count. Not measured.
 constexpr double kLargeShare = 0.5;
 
 double seconds_of(const TracedSpan& span) { return span.end_seconds - span.begin_seconds; }
@@ -31,14 +31,14 @@ double median_gbps(const StepTrace& trace, Track track) {
   return *middle;
 }
 
-// Parameters over seconds, of one kind of pass.
+// Seconds per parameter of one kind of pass.
 class PassRate {
  public:
   void add(const TracedSpan& span) {
     numel_ += static_cast<double>(span.label.numel);
     add_seconds(span);
   }
-  // Of what was counted elsewhere.
+  // Adds time to parameters that were added already.
   void add_seconds(const TracedSpan& span) { seconds_ += seconds_of(span); }
   bool is_seen() const { return numel_ > 0 && seconds_ > 0; }
   double numel() const { return numel_; }
@@ -49,7 +49,7 @@ class PassRate {
   double seconds_ = 0;
 };
 
-// Updates of the step before are clipped.
+// Spans of the step before are clipped at this step's beginning.
 bool is_own_update(const TracedSpan& span, Track track) {
   return span.label.track == track && span.owner == SpanOwner::kThisStep;
 }
@@ -62,10 +62,10 @@ double device_adam_params_per_second(const StepTrace& trace) {
   return rate.is_seen() ? 1 / rate.seconds_per_param() : kUnseenRate;
 }
 
-// Where fewer parameters than this share of all were updated in one pass, its rate follows from that of states, which
-// moves nearly as many bytes.
+// If a smaller share of parameters was updated in one pass, the one-pass rate follows from phase two, which moves
+// almost the same bytes. Not measured.
 constexpr double kEnoughWhole = 0.05;
-// What a pass takes of a whole update, at least and at most: others than these were disturbed.
+// Plausible range of a phase relative to one pass; values outside came from disturbed steps. Not measured.
 constexpr double kLeastPass = 0.25;
 constexpr double kMostPass = 1.5;
 
@@ -93,7 +93,8 @@ void measure_host_adam(const StepTrace& trace, Rates& rates) {
   rates.param_pass = std::clamp(param.seconds_per_param() / seconds, kLeastPass, kMostPass);
 }
 
-// Waits that the simulator knows; it does not know that the calling thread sums gradients or derives values.
+// Stalls that the simulator models. It does not model the norm, and gradient sums or derived values made by the calling
+// thread.
 bool is_simulated_stall(const TracedSpan& span) {
   return span.label.track == Track::kStall && span.label.cause != StallCause::kNorm &&
          span.label.cause != StallCause::kHostWork;

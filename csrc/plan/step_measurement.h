@@ -1,4 +1,4 @@
-// What a traced step says about the machine: the rates and times that the simulator takes. Pure functions of the trace.
+// Rates and times for the simulator, measured from a traced step. Pure functions of the trace.
 //
 //   StepTimes times;
 //   times.rates = measured_rates(trace);
@@ -12,14 +12,14 @@
 
 namespace patrickstar {
 
-// A rate that the step did not show is so high that it does not matter. Transfers: the median of the large ones while
-// they ran, latency included; collectives likewise, by the bytes that came from other ranks. Adam: parameters over
-// seconds, of updates in one pass and of either of two passes by themselves. synchronize_seconds: what of the
-// optimizer's step was neither an update nor a wait that the simulator knows, and from the beginning of the step until
-// its first moment; so that a step without transfers is predicted as long as it was.
+// Lanes that the step did not use get a rate so high that it does not matter.
+// - Transfers: median rate of the large ones, latency included. Collectives: the same, by bytes from other ranks.
+// - Adam: parameters per second in one pass, and each phase of a two-phase update relative to it.
+// - synchronize_seconds: optimizer time that is neither an update nor a simulated stall, plus the time from the step's
+//   beginning to its first access. A step without transfers is thus predicted as long as it was.
 Rates measured_rates(const StepTrace& trace);
 
-// By moment: its time but for the waits that the simulator knows. Work of the calling thread in host memory counts.
+// By access: duration less simulated stalls. Host work of the calling thread counts as compute.
 std::vector<double> measured_compute_seconds(const StepTrace& trace);
 
 }  // namespace patrickstar

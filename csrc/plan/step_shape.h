@@ -1,4 +1,4 @@
-// A step beside its plan: how long its moments compute, and how its chunks are updated. A value; any thread.
+// Properties of a step that its plan does not have: compute times, and how chunks are updated. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 namespace patrickstar {
 
 struct StepShape {
-  std::vector<double> compute_seconds;          // by moment: device work until the next one begins, without waiting
+  std::vector<double> compute_seconds;          // by access: device work until the next one, waits excluded
   std::vector<Recipe> updates;                  // by chunk
-  std::vector<int64_t> numels;                  // by chunk: what this rank updates
-  int num_ranks = 1;                            // that share chunks
-  std::vector<ActivationCopies> activations{};  // by moment; empty: none leave
-  std::vector<int64_t> disk_bytes{};            // by chunk: what its states take on the disk, where they are there
-  // By chunk: read and written on the device to dequantise it; empty: that takes no time, or moments' times hold it.
+  std::vector<int64_t> numels;                  // by chunk: elements that this rank updates
+  int num_ranks = 1;                            // ranks that share chunks
+  std::vector<ActivationCopies> activations{};  // by access; empty: none leave
+  std::vector<int64_t> disk_bytes{};            // by chunk: states on the disk; 0 elsewhere
+  // By chunk: bytes read and written to dequantise it; empty: no time, or contained in compute_seconds.
   std::vector<int64_t> dequantized_bytes{};
-  std::vector<int> chunk_ranks{};  // by chunk: of the ranks, that share it; empty: all share each
+  std::vector<int> chunk_ranks{};  // by chunk: ranks that share it; empty: num_ranks
 
   int ranks_of(ChunkId chunk) const {
     return chunk_ranks.empty() ? num_ranks : chunk_ranks[static_cast<size_t>(chunk)];
@@ -27,8 +27,7 @@ struct StepShape {
   bool is_sharded(ChunkId chunk) const { return ranks_of(chunk) > 1; }
 };
 
-// Fills what of `shape` follows from a layout: ranks that share a chunk, and by chunk the elements of an update and its
-// bytes on the disk.
+// Sets num_ranks, numels, disk_bytes and chunk_ranks from a layout.
 void describe_updates(const Layout& layout, StepShape& shape);
 
 }  // namespace patrickstar

@@ -13,7 +13,7 @@ namespace patrickstar {
 Tick UseHolds::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
   release_transient();
   std::vector<ParamId> held = params;
-  reserve_one(scopes_);  // what is acquired has its holder, whatever fails
+  reserve_one(scopes_);  // after acquire() nothing may fail before the hold is recorded
   acquire(params);
   const Tick begin = tick();
   if (until == HoldUntil::kNextEvent) transient_.swap(held);

@@ -1,18 +1,15 @@
-// Parameters that a module's running calls and their backward hold: acquired by hooks, released by the rules below. The
-// engine has their chunks on the device meanwhile (engine/access_tracker.h); a plan without a GPU notes when they are
-// needed (plan/played_uses.h).
+// Which parameters running module calls and their backward hold. The engine keeps their chunks on the device
+// (engine/access_tracker.h); plans without a GPU record when they are needed (plan/played_uses.h).
 //
-// Forward. A *scope* is one running call of a module. A leaf's scope holds what it acquires, and what operations touch
-// while it runs, until it ends. A module that contains others holds only until the next of them begins or ends (so it
-// does not pin its own parameters through all its children); an operation after that touches again. Outside of any
-// scope a touch is the user's own access and holds until the next event of the runtime, or until another needs the
-// room.
+// Forward. A *scope* is one running call of a module. A leaf's scope holds its parameters, and those that operations
+// touch in it, until it ends. A module with submodules holds only until the next module begins or ends, so it does not
+// pin its own parameters through all its children; later operations touch them again. A touch outside any scope is the
+// user's own access. It holds until the next event, or until another access needs the room.
 //
-// Backward. [Note: order of backward] Autograd runs nodes in descending order of their creation (its ready queue is
-// sorted by sequence number, and consumers are always younger than producers). So when the backward of a use A is
-// about to run, every use that began after A had ended is over in backward as well, and what it holds is released.
-// This needs no hook on inputs and is exact for residual branches, shared modules and recomputation. Uses carry the
-// values of one clock, `ticks`, for this comparison.
+// Backward. Autograd runs nodes in descending order of creation: its ready queue is sorted by sequence number, and
+// consumers are younger than producers. When the backward of a use A is about to run, every use that began after A
+// ended is over in backward too. Its parameters are released. This needs no hook on inputs and is exact for residual
+// branches, shared modules and recomputation. Uses carry ticks of one clock for this comparison.
 //
 // One thread at a time.
 #pragma once
@@ -25,12 +22,12 @@
 
 namespace patrickstar {
 
-// A point in time of one listener: uses that begin later have larger ones.
+// Time on one listener's clock.
 using Tick = int64_t;
 
 enum class HoldUntil : uint8_t {
   kScopeEnd,   // a leaf module
-  kNextEvent,  // a module with modules inside
+  kNextEvent,  // a module with submodules
 };
 
 class UseHolds {
@@ -39,30 +36,30 @@ class UseHolds {
 
   Tick tick() { return ++clock_; }
 
-  // Begins a scope that acquires `params`. Returns its begin tick.
+  // Acquires `params`. Returns the scope's begin tick.
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until);
-  // Ends the innermost scope. Throws StateError where there is none.
+  // Throws StateError if no scope is open.
   void close_scope();
   int num_open_scopes() const { return static_cast<int>(scopes_.size()); }
 
   // An operation is about to use `params`. Returns the tick of the use.
   Tick touch(const std::vector<ParamId>& params);
 
-  // The backward of a use that ran in [begin, end] is about to start.
+  // Call before the backward of a use that ran in [begin, end].
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params);
-  // Releases everything: the end of a forward or a backward.
+  // Call at the end of a forward or a backward.
   void release_all();
-  // The same after an error: what is complete does not retire, so that no update begins.
+  // The same after an error: complete gradients are not finalised, so no update begins.
   void abandon_all();
-  // Releases what is held until the next event only.
+  // Releases HoldUntil::kNextEvent holds.
   void release_transient();
 
  protected:
-  // Uses of the parameters begin. Where it throws none has.
+  // Uses of `params` begin. If it throws, none has begun.
   virtual void acquire(const std::vector<ParamId>& params) = 0;
-  // One use of each is over, which began in `phase`.
+  // One use of each parameter, which began in `phase`, is over.
   virtual void release(const std::vector<ParamId>& params, Phase phase) = 0;
-  // Uses in backward are over, which may be the last that a complete gradient waited for.
+  // Backward uses are over. Gradients that are complete and waited for them can be finalised.
   virtual void retire(const std::vector<ParamId>& params) = 0;
   virtual bool is_in_use(ParamId param) const = 0;
 
@@ -73,7 +70,7 @@ class UseHolds {
     HoldUntil until = HoldUntil::kScopeEnd;
   };
 
-  // acquire(), for which the user's own earlier accesses make room where there is none.
+  // acquire(); if it throws, releases the user's own accesses and tries again.
   void acquire_in_turn(const std::vector<ParamId>& params);
   void release(const std::vector<Hold>& holds);
 

@@ -1,7 +1,6 @@
-// Where quantised values are made and used: on the host's thread pool, or on the device's compute queue.
-//
-// The same bits come out of both (kernels.h). Host calls return when the work is done, device calls when it is
-// enqueued. On the simulated device the two are the same object.
+// Quantises and dequantises frozen parameters on the host's thread pool or on the device's compute queue. Both give the
+// same bits (kernels.h). Host calls return when the work is done, device calls when it is enqueued. On the simulated
+// device one object serves both.
 #pragma once
 
 #include <memory>
@@ -24,15 +23,15 @@ class Compute {
   virtual void dequantize(const std::vector<DequantizeJob>& jobs) = 0;
 };
 
-// What only host memory needs.
+// Operations for host memory only.
 class HostCompute : public Compute {
  public:
-  // All of a parameter's values are at `in`, of which those of `to` are stored: the scales of a part depend on the
-  // whole. Throws ArgumentError where a value is not finite.
+  // `in` holds the whole parameter, because the scales of a part depend on the whole; only the values of `to` are
+  // stored. Throws ArgumentError if a value is not finite.
   virtual void quantize(const float* in, int64_t numel, const QuantizedPart& to) = 0;
 };
 
-// `pool` must outlive the result. `isa`: one that this processor has; null: the chosen one.
+// `pool` must outlive the result. `isa` must be supported by this processor; null: the chosen one.
 std::unique_ptr<HostCompute> make_host_compute(ThreadPool& pool, const char* isa = nullptr);
 #ifdef PATRICKSTAR_WITH_CUDA
 // Runs on PyTorch's current stream of `device`.

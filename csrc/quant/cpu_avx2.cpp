@@ -54,7 +54,7 @@ struct Vector {
   static Float from_int8(const uint8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
   }
-  // Each byte is two lanes: its upper half, then its lower.
+  // Each byte holds two lanes: first its upper half, then its lower.
   static Float nf4_values(const uint8_t* p, int64_t) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof(four));
@@ -77,7 +77,7 @@ struct Vector {
 
  private:
   static void store16(uint16_t* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
-  // Of sixteen floats.
+  // Lookup in a table of sixteen floats.
   static Float lookup(const float* table, __m256i index) {
     const __m256 lower = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
     const __m256 upper = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);

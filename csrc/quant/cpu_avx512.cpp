@@ -1,5 +1,5 @@
-// Sixteen floats at a time: AVX-512 F, BW, VL, DQ (x86-64-v4). The bfloat16 instructions are not used:
-// VCVTNEPS2BF16 flushes denormals.
+// Sixteen floats at a time: AVX-512 F, BW, VL, DQ (x86-64-v4). No bfloat16 instructions: VCVTNEPS2BF16 flushes
+// denormals.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 #include "quant/kernels.h"
 #include "quant/maps.h"
 
-// GCC 12's own header initialises "undefined" vectors by themselves (GCC bug 105593).
+// Silences GCC bug 105593: "undefined" vectors in GCC 12's header initialise themselves.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
@@ -50,7 +50,7 @@ struct Vector {
   static Float from_int8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }
-  // Each byte is two lanes: its upper half, then its lower.
+  // Each byte holds two lanes: first its upper half, then its lower.
   static Float nf4_values(const uint8_t* p, int64_t) {
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m512i low = _mm512_and_si512(bytes, _mm512_set1_epi64(15));

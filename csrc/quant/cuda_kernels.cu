@@ -1,5 +1,5 @@
-// Dequantisation on the device, codes and scales in one pass. Torch-free. The numerics are those of [Note: NF4] and
-// [Note: int8] in kernels.h; intrinsics with an explicit rounding mode keep the compiler from contracting.
+// Dequantisation on CUDA, codes and scales in one pass (kernels.h). Torch-free. Intrinsics with an explicit rounding
+// mode keep the compiler from contracting.
 #include <cstdint>
 
 #include "common/cuda_elementwise.h"
@@ -12,14 +12,14 @@ namespace {
 
 using namespace patrickstar::cuda;
 
-// Elements per thread: 16 bytes of a 16-bit type, and within one block of either type.
+// Elements per thread: 16 bytes of a 16-bit type, within one block of either quantised type.
 constexpr int kPack = 8;
 static_assert(kNf4Block % kPack == 0 && kInt8Block % kPack == 0);
 
 __constant__ const Nf4Map kDeviceNf4Map = kNf4Map;
 __constant__ const DynamicMap kDeviceDynamicMap = kDynamicMap;
 
-// Lanes of a warp look up different entries at once, for which shared memory is made and constant memory is not.
+// In shared memory: lanes of a warp read different entries at once, which constant memory would serialise.
 struct SharedMaps {
   float nf4[16];
   float dynamic[256];
@@ -67,7 +67,7 @@ struct Int8Body {
   }
 };
 
-// A thread's elements in two stores where the type has 32 bits.
+// Stores a thread's elements; two stores for a 32-bit type.
 template <DType kType, int kCount>
 __device__ inline void store_all(void* out, int64_t i, const float (&x)[kCount]) {
   if constexpr (kType == DType::kFloat32 && kCount > 4) {
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(Body body, void* out, 
   }
 }
 
-// Enough blocks to fill any GPU; each fills its maps once.
+// Enough thread blocks to fill any GPU; each fills its maps once.
 constexpr int64_t kMostBlocks = 2048;
 
 template <class Body>

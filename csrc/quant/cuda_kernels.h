@@ -1,5 +1,5 @@
-// Dequantisation on a CUDA device: same bits as kernels.h. Pointers are device pointers; calls enqueue on `stream` and
-// return; a failed launch throws SystemError. The caller selects the device.
+// Dequantisation on CUDA, with the bits of kernels.h. Pointers are device pointers; calls enqueue on `stream` and
+// return. The caller selects the device. A failed launch throws SystemError.
 #pragma once
 
 #include <cuda_runtime_api.h>

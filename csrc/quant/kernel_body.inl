@@ -1,7 +1,6 @@
-// The leaf kernels, written once. Each cpu_<isa>.cpp includes this inside its anonymous namespace, after
-// scalar_lane.inl and a definition of `Vector`: kWidth floats with the interface of ScalarLane, and nf4_values(p, i),
-// which are those of the kWidth codes in the bytes at p, element i first. What is computed: [Note: NF4] and
-// [Note: int8] in kernels.h.
+// The quantisation kernels, written once. Each cpu_<isa>.cpp includes this inside its anonymous namespace, after
+// scalar_lane.inl and a definition of `Vector`: kWidth floats with the interface of ScalarLane. nf4_values(p, i)
+// decodes the kWidth codes in the bytes at p, element i first. kernels.h defines the results.
 
 template <class V, DType kType>
 inline __attribute__((always_inline)) void store(void* out, int64_t i, typename V::Float x) {
@@ -25,7 +24,7 @@ inline __attribute__((always_inline)) void for_range(int64_t begin, int64_t end,
   for (; i < end; ++i) step(ScalarLane(), i);
 }
 
-// Calls body(b, begin, end) for each block b of elements [begin, end).
+// Calls body(b, begin, end) for each block b of elements [0, numel).
 template <class Body>
 inline __attribute__((always_inline)) void for_blocks(int64_t numel, int64_t block, const Body& body) {
   for (int64_t b = 0; b * block < numel; ++b) body(b, b * block, least(numel, (b + 1) * block));
@@ -46,7 +45,7 @@ __attribute__((noinline)) void encode_nf4_loop(const float* in, int64_t numel, c
   for_blocks(numel, kNf4Block, [&](int64_t b, int64_t begin, int64_t end) {
     const float inverse = 1.0f / (absmax[b] > kLeastAbsmax ? absmax[b] : kLeastAbsmax);
     uint8_t loose[kNf4Block];
-    if (end % 2 != 0) loose[end - begin] = 7;  // of zero
+    if (end % 2 != 0) loose[end - begin] = 7;  // the code of zero
     for_range(begin, end, [&](auto lane, int64_t i) {
       using V = decltype(lane);
       V::store_codes(loose + (i - begin), V::nf4_code(V::mul(V::load(in + i), V::set(inverse))));

@@ -1,4 +1,4 @@
-// The maps that give codes their values ([Note: NF4], quant/kernels.h): data only, the same for every implementation.
+// The values of NF4 and dynamic-map codes (quant/kernels.h), shared by all implementations.
 #pragma once
 
 namespace patrickstar::quant {
@@ -6,10 +6,10 @@ namespace patrickstar::quant {
 constexpr float kLeastAbsmax = 1e-38f;
 constexpr float kInt8Step = 7.874015718698502e-3f;  // 1 / 127, as bitsandbytes writes it
 
-// Quantiles of the normal distribution (QLoRA, appendix E), as bitsandbytes rounds them.
+// Quantiles of the normal distribution (QLoRA, appendix E), with bitsandbytes' rounding.
 struct Nf4Map {
   float values[16];
-  float bounds[16];  // the middles between neighbours; the last one is not used
+  float bounds[16];  // midpoints between neighbours; the last one is unused
 };
 constexpr Nf4Map make_nf4_map() {
   Nf4Map map{{-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
@@ -22,11 +22,11 @@ constexpr Nf4Map make_nf4_map() {
 }
 constexpr Nf4Map kNf4Map = make_nf4_map();
 
-// The signed dynamic map (Dettmers et al. 2021, arXiv 2110.02861), ascending. Its entries are those of bitsandbytes'
-// create_dynamic_map(), to the last bit: middles of torch.linspace(0.1, 1, n + 1), times powers of ten.
+// The signed dynamic map (Dettmers et al. 2021, arXiv 2110.02861), ascending. The entries have the bits of
+// bitsandbytes' create_dynamic_map(): midpoints of torch.linspace(0.1, 1, n + 1), times powers of ten.
 struct DynamicMap {
   float values[256];
-  float bounds[256];  // the middles between neighbours; the last one is not used
+  float bounds[256];  // midpoints between neighbours; the last one is unused
 };
 constexpr float linspace_element(int index, int num_steps) {
   constexpr float kStart = 0.1f;
@@ -40,7 +40,7 @@ constexpr float linspace_element(int index, int num_steps) {
 constexpr DynamicMap make_dynamic_map() {
   DynamicMap map{};
   constexpr float kPowers[7] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};
-  constexpr int kZero = 127;  // where 0 stands
+  constexpr int kZero = 127;  // index of value 0
   int above = kZero + 1;
   for (int section = 0; section < 7; ++section) {
     const int num_entries = 1 << section;
@@ -50,7 +50,7 @@ constexpr DynamicMap make_dynamic_map() {
       map.values[2 * kZero - above] = -map.values[above];
     }
   }
-  map.values[255] = 1.0f;  // which has no negative
+  map.values[255] = 1.0f;  // there is no -1
   for (int i = 0; i < 255; ++i) map.bounds[i] = (map.values[i] + map.values[i + 1]) / 2;
   return map;
 }

@@ -8,7 +8,7 @@ namespace patrickstar {
 
 namespace {
 
-// Two marks in a row are microseconds apart on a GPU; what is shorter than this was no wait.
+// Consecutive marks are microseconds apart on a GPU; shorter spans are no stalls.
 constexpr double kLeastStallSeconds = 1e-5;
 
 Queue queue_of(Track track) {
@@ -56,7 +56,7 @@ void StepTracer::begin_step() {
   if (stage_ != Stage::kArmed) return;
   stage_ = Stage::kTracing;
   origin_ = backend_.mark(Queue::kCompute);
-  backend_.seconds_between(origin_, origin_);  // waits until the queue has got there
+  backend_.seconds_between(origin_, origin_);  // drains the queue
   host_origin_ = TraceClock::now();
   on_ = true;
 }
@@ -176,7 +176,7 @@ void StepTracer::resolve_moments(StepTrace& trace) {
 }
 
 MemorySample StepTracer::memory_at_high_tide(const std::vector<MemorySample>& samples, int64_t tide_peak_bytes) const {
-  if (samples.empty()) return {};  // an exception left the moment before its arrays were there
+  if (samples.empty()) return {};  // an exception ended the access before its arrays were there
   if (!backend_.follows_tide()) {
     return *std::max_element(samples.begin(), samples.end(),
                              [](const MemorySample& a, const MemorySample& b) { return a.tide_bytes < b.tide_bytes; });
@@ -191,7 +191,7 @@ MemorySample StepTracer::memory_at_high_tide(const std::vector<MemorySample>& sa
 
 void StepTracer::resolve_spans(StepTrace& trace) {
   for (const OpenSpan& open : spans_) {
-    if (open.end == nullptr) continue;  // an exception left it
+    if (open.end == nullptr) continue;  // an exception ended it
     TracedSpan span;
     span.label = open.label;
     span.begin_seconds = seconds_at(open.begin);
@@ -219,7 +219,7 @@ void StepTracer::resolve_host_spans(StepTrace& trace) {
     span.dropped = open.dropped != nullptr && *open.dropped;
     if (span.end_seconds > 0) trace.spans.push_back(span);
   }
-  // Tasks do not run in the order in which they were submitted ([Note: the order of need], common/work_queue.h).
+  // Host tasks do not run in submission order (common/work_queue.h).
   std::stable_sort(trace.spans.begin() + first, trace.spans.end(),
                    [](const TracedSpan& a, const TracedSpan& b) { return a.begin_seconds < b.begin_seconds; });
 }

@@ -1,4 +1,4 @@
-// Traces one step: what every queue did when, what each moment waited for, and who held the device's memory.
+// Traces one step: the activity of every queue, the stalls of each access, and the owners of device memory.
 //
 //   tracer.arm();            // the next training step is wanted
 //   tracer.begin_step();     // its first forward begins; parts of the runtime report from now on (common/tracing.h)
@@ -6,13 +6,13 @@
 //   tracer.end_step(timeline, StepOutcome::kApplied);
 //   StepTrace trace = *tracer.take();
 //
-// [Note: the window of a trace] A trace spans its step: from the first forward to the end of the optimizer's step, as
-// the compute queue sees it. What the step started is kept whole, also where it ends later: updates and downloads that
-// run on into the next step have end_seconds > seconds. Updates of the step before that still run are there too,
-// clipped to begin at 0 and marked, if the tracer was armed when they were submitted.
+// A trace spans the first forward to the end of the optimizer's step, as the compute queue sees them. Work that the
+// step started is recorded whole: updates and downloads that run into the next step have end_seconds > seconds. Updates
+// of the previous step that still run begin at 0 and are marked kStepBefore. They are recorded only if the tracer was
+// armed when they were submitted.
 //
-// Beginning a trace drains the compute queue once, to place the host's clock on its axis; nothing else waits until
-// take(). Guarded by the runtime's lock.
+// begin_step() drains the compute queue once, to align the host's clock; nothing else waits until take(). Guarded by
+// the runtime's lock.
 #pragma once
 
 #include <array>
@@ -32,22 +32,21 @@ namespace patrickstar {
 
 enum class StepOutcome : uint8_t {
   kApplied,
-  kSkipped,  // the gradients were not finite
+  kSkipped,  // non-finite gradients
 };
 
-// Whose work a span is.
 enum class SpanOwner : uint8_t { kThisStep, kStepBefore };
 
-// All times are in seconds from the beginning of the step.
+// Seconds since the beginning of the step.
 struct TracedSpan {
   SpanLabel label;
   double begin_seconds = 0;
   double end_seconds = 0;
   SpanOwner owner = SpanOwner::kThisStep;
-  bool dropped = false;  // a speculated update whose result was not used
+  bool dropped = false;  // a speculative update that was not used
 };
 
-// Device memory: slots by what they hold, slots that hold nothing, and the tide.
+// Device memory: buffers by array kind, idle buffers, and activations.
 struct MemorySample {
   double seconds = 0;
   int64_t tide_bytes = 0;
@@ -60,13 +59,13 @@ struct MemorySample {
 struct TracedMoment {
   Phase phase = Phase::kForward;
   std::vector<ArrayId> acquired;
-  double launched_seconds = 0;  // when the calling thread got there, which runs ahead of the device
+  double launched_seconds = 0;  // when the calling thread got there, ahead of the device
   double begin_seconds = 0;
-  double seconds = 0;           // until the next moment, or the optimizer's step
-  double stalled_seconds = 0;   // of these
+  double seconds = 0;           // until the next access, or the optimizer's step
+  double stalled_seconds = 0;   // part of `seconds`
   int64_t tide_peak_bytes = 0;  // as in the step's timeline
-  // When the tide was highest. Where slots follow it moment by moment: the peak, and the least that slots took
-  // meanwhile, which is what they left it when it was pressed for room. Else an instant that was sampled.
+  // Memory at the peak of activations. If buffers follow activation memory (Backend::follows_tide): the peak, and the
+  // fewest buffer bytes during the access. Otherwise a sampled instant.
   MemorySample memory;
 };
 
@@ -76,8 +75,8 @@ struct StepTrace {
   double optimizer_begin_seconds = 0;
   int64_t device_limit_bytes = kUnlimited;
   std::vector<TracedMoment> moments;  // as in the step's timeline
-  std::vector<TracedSpan> spans;      // in the order of their beginning on each track
-  std::vector<MemorySample> samples;  // whenever slots changed hands, with the tide of that instant
+  std::vector<TracedSpan> spans;      // by begin, on each track
+  std::vector<MemorySample> samples;  // taken when buffers change hands
 };
 
 class StepTracer final : public Tracer {
@@ -85,17 +84,17 @@ class StepTracer final : public Tracer {
   StepTracer(Backend& backend, const ChunkStore& store, const SlotPool& slots)
       : backend_(backend), store_(store), slots_(slots) {}
 
-  // The next training step is to be traced; a trace that nobody took is forgotten.
+  // Forgets a trace that was not taken.
   void arm();
-  // Does nothing unless armed.
+  // Ignored unless armed.
   void begin_step();
   void begin_optimizer();
   void end_step(const Timeline& timeline, StepOutcome outcome);
-  // The step was given up: the next one is traced instead.
+  // Gives up the traced step; the next one is traced instead.
   void abandon();
   // The traced step is over and not taken yet.
   bool is_complete() const { return stage_ == Stage::kComplete; }
-  // The traced step, once; nothing before it is over. Waits for what it started.
+  // Returns the trace once; nothing before the step is over. Waits for the work that the step started.
   std::optional<StepTrace> take();
 
   std::shared_ptr<HostSpan> open_host_span(const SpanLabel& label,
@@ -116,7 +115,7 @@ class StepTracer final : public Tracer {
     SpanLabel label;
     Mark begin;
     Mark end;
-    size_t moment;  // the number of moments begun before it
+    size_t moment;  // number of accesses begun before it
   };
   struct OpenHostSpan {
     SpanLabel label;
@@ -128,8 +127,8 @@ class StepTracer final : public Tracer {
     TracedMoment moment;
     TraceClock::time_point launched = {};
     Mark begin;
-    size_t begin_sample = 0;    // the first after it began
-    size_t settled_sample = 0;  // the first after its arrays were there
+    size_t begin_sample = 0;    // index of the first sample after its begin
+    size_t settled_sample = 0;  // index of the first sample after its arrays were there
   };
   struct OpenSample {
     MemorySample sample;
@@ -144,7 +143,6 @@ class StepTracer final : public Tracer {
   void resolve_spans(StepTrace& trace);
   void resolve_host_spans(StepTrace& trace);
   void resolve_moments(StepTrace& trace);
-  // Of a moment's samples.
   MemorySample memory_at_high_tide(const std::vector<MemorySample>& samples, int64_t tide_peak_bytes) const;
 
   Backend& backend_;
@@ -154,11 +152,11 @@ class StepTracer final : public Tracer {
   Mark origin_;
   TraceClock::time_point host_origin_ = {};
   Mark optimizer_;
-  size_t optimizer_sample_ = 0;  // the first after the optimizer's step began
+  size_t optimizer_sample_ = 0;  // index of the first sample of the optimizer's step
   Mark end_;
   StepOutcome outcome_ = StepOutcome::kApplied;
   std::vector<OpenSpan> spans_;
-  std::array<size_t, kNumTracks> running_ = {};  // by track: index of the span that was begun last
+  std::array<size_t, kNumTracks> running_ = {};  // by track: index of the last span begun
   int open_stalls_ = 0;
   std::vector<OpenHostSpan> host_spans_;
   std::vector<OpenMoment> moments_;

@@ -1,4 +1,4 @@
-"""Checkpoints: whole runs saved and loaded by any number of ranks, without pickle (docs/checkpoints.md)."""
+"""Checkpoints: whole runs, saved and loaded by any number of ranks, without pickle (docs/checkpoints.md)."""
 
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.folder import latest_tag, tags

@@ -1,9 +1,9 @@
-"""Parameters of which each rank of a mesh stored a block, read as the whole tensors that they were made of.
+"""Parameters of which each rank of a mesh stored a block, read as whole tensors.
 
 A mesh of r rows and c columns stores up to r x c tensors of such a parameter, named ``<name>@<row>,<column>``. The
-manifest's state describes under ``blocks`` how whole tensors follow from them: blocks are joined, in this order, by
-their columns and rows, turned over if they were stored so, put together of the parts that each column has some of, and
-cut off where rows of zeros had been added; then they are split into the whole tensors that lie one behind the other.
+manifest's state describes under ``blocks`` how to assemble them, in this order: join blocks by columns and rows,
+transpose if they were stored transposed, reorder interleaved parts, drop padding rows, and split into the whole
+tensors.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.manifest import Manifest, StoredTensor
 
 KEY = "blocks"
-"""Of a manifest's state."""
+"""Key in a manifest's state."""
 
 
 class Held(enum.Enum):
-    """Which part of a parameter each rank of a mesh has."""
+    """Sharding of a parameter over a mesh."""
 
     BLOCKS = "blocks"
     """Rank (i, j) has block (i, j) of a matrix."""
     COLUMNS = "columns"
-    """Ranks of one column have the same part of the last dimension; those of the first row have stored it."""
+    """The last dimension is sharded over columns and replicated over rows; the first row stores it."""
     ROWS = "rows"
-    """Ranks of one row have the same part of the first dimension; those of the first column have stored it."""
+    """The first dimension is sharded over rows and replicated over columns; the first column stores it."""
 
     def places(self, grid: tuple[int, int]) -> list[tuple[int, int]]:
-        """(row, column) of those who store a part, in the order of ranks."""
+        """(row, column) of the ranks that store a part, in rank order."""
         rows, columns = grid
         return [
             (row, column)
@@ -48,27 +48,27 @@ class BlockedParameter:
     """One parameter, and the whole tensors that it was made of."""
 
     name: str
-    """In the divided model."""
+    """Its name in the sharded model."""
     held: Held
     parts: tuple[int, ...]
-    """Sizes of what the first dimension consists of, of each of which a column (a row, with ``held`` rows) has some;
-    empty: one part.
+    """Sizes of concatenated parts of the first dimension, of each of which a column (a row, with ``held`` rows) has
+    some; empty: one part.
     """
     is_turned: bool
-    """Whether blocks are of the transposed matrix."""
+    """True if blocks are of the transposed matrix."""
     rows: int | None
-    """Of the first dimension, without rows of zeros that were added; None: none were."""
+    """Size of the first dimension without padding rows; None: no padding."""
     sources: Mapping[str, tuple[int, ...]]
-    """Shapes of the whole tensors by name, one behind the other along the first dimension."""
+    """Shapes of the whole tensors by name, concatenated along the first dimension."""
     has_turned_sources: bool
-    """Whether these are matrices that lie beside each other instead, along the second dimension."""
+    """True if these are matrices concatenated along the second dimension instead."""
 
     def names(self, grid: tuple[int, int]) -> list[str]:
-        """Of the stored blocks, in the order of ranks."""
+        """Names of the stored blocks, in rank order."""
         return [block_name(self.name, *place) for place in self.held.places(grid)]
 
     def assemble(self, blocks: Sequence[torch.Tensor], grid: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """The whole tensors, of :meth:`names`' blocks.
+        """The whole tensors, by name, from the blocks of :meth:`names`.
 
         Raises:
             RuntimeError, ValueError: shapes do not fit.
@@ -91,7 +91,7 @@ class BlockedParameter:
         return {name: (piece.t() if turned[name] else piece).contiguous() for name, piece in pieces}
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The description in JSON's types."""
         return {
             "name": self.name,
             "held": self.held.value,
@@ -104,10 +104,10 @@ class BlockedParameter:
 
     @classmethod
     def from_json(cls, value: Any) -> BlockedParameter:
-        """What :meth:`to_json` gave.
+        """Parses :meth:`to_json`'s result.
 
         Raises:
-            CheckpointError: it is nothing that it gives.
+            CheckpointError: it is malformed.
         """
         types = {
             "name": str,
@@ -141,32 +141,32 @@ class BlockedParameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComposedTensor(StoredTensor):
-    """A whole tensor of which blocks are stored. Its ``shards`` are those of all of them."""
+    """A whole tensor of which blocks are stored; ``shards`` are those of all blocks."""
 
     blocks: tuple[StoredTensor, ...]
     of: BlockedParameter
     grid: tuple[int, int]
 
     def compose(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This tensor and those beside it, by name, of the values of :attr:`blocks`."""
+        """Assembles this tensor, and others from the same blocks, by name, from the values of :attr:`blocks`."""
         return self.of.assemble(values, self.grid)
 
 
 def block_name(name: str, row: int, column: int) -> str:
-    """Under which a rank stores its part of a parameter."""
+    """Name under which a rank stores its block of a parameter."""
     return f"{name}@{row},{column}"
 
 
 def describe_blocks(grid: tuple[int, int], parameters: Sequence[BlockedParameter]) -> dict[str, Any]:
-    """What the state of a manifest has under :data:`KEY`, in JSON's types."""
+    """The value under :data:`KEY` in a manifest's state, in JSON's types."""
     return {"grid": list(grid), "parameters": [parameter.to_json() for parameter in parameters]}
 
 
 def composed(manifest: Manifest) -> Manifest:
-    """The manifest with whole tensors in the place of blocks, and without their description.
+    """The manifest with whole tensors in place of blocks, and without their description.
 
     Raises:
-        CheckpointError: blocks are missing, or are not of the shapes that their description says.
+        CheckpointError: blocks are missing, or differ in shape from their description.
     """
     if KEY not in manifest.state:
         return manifest

@@ -1,7 +1,8 @@
-"""Users' state as JSON and back, exactly: what JSON has, and tuples, counters, dicts with keys other than strings, and
-numbers that are not finite (learning-rate schedulers keep all of these). Tensors stay beside the JSON, in a list.
+"""Exact conversion of users' state to JSON and back.
 
-Nothing that is read can name code: no pickle, no class, no import.
+Beyond JSON's types it handles tuples, counters, dicts with keys other than strings, and numbers that are not finite;
+learning-rate schedulers keep all of these. Tensors are kept beside the JSON, in a list. The data cannot name code: no
+pickle, no class, no import.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ def encode(value: Any, what: str, tensors: list[torch.Tensor] | None = None) -> 
     Args:
         value: None, bools, ints, floats, strings, and lists, tuples, dicts and counters of these.
         what: names it in errors.
-        tensors: tensors in ``value`` are added to this list, and the JSON has their index; None: they are refused.
+        tensors: receives the tensors in ``value``; the JSON has their indices. None: tensors are refused.
 
     Raises:
-        CheckpointError: something in it is of another type; the message says where.
+        CheckpointError: an item is of another type; the message says where.
     """
     try:
         return _encode(value, what, tensors)
@@ -69,15 +70,15 @@ def _encode_items(value: dict[Any, Any], what: str, tensors: list[torch.Tensor] 
 
 
 def decode(value: Any, what: str, tensors: Sequence[torch.Tensor] = ()) -> Any:
-    """What :func:`encode` got.
+    """Inverse of :func:`encode`.
 
     Args:
-        value: its JSON.
+        value: the JSON.
         what: names it in errors.
-        tensors: those that it has added to its list.
+        tensors: the list that :func:`encode` filled.
 
     Raises:
-        CheckpointError: ``value`` is nothing that it gives.
+        CheckpointError: ``value`` is malformed.
     """
     try:
         return _decode(value, tensors)

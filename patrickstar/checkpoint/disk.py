@@ -1,5 +1,5 @@
-"""Everything that writing a checkpoint asks of the file system: one method per system call, so that a test can make any
-of them fail, or end the process there.
+"""The file system calls that write checkpoints: one method per system call, so that tests can make any of them fail or
+end the process there.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ _RENAME_EXCHANGE = 2
 
 
 class Disk:
-    """The local file system. Every method raises OSError, names the path in it, and changes nothing then."""
+    """The local file system. Every method raises an OSError that names the path, and then has changed nothing."""
 
     def make_folder(self, path: Path) -> None:
-        """A new folder; there must be none."""
+        """Makes a folder, which must not exist."""
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """A descriptor of a new file, to write; there must be none, nor a link."""
+        """Creates a file, which must not exist even as a link, and returns a descriptor for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def open(self, path: Path) -> int:
-        """A descriptor of a file that is there, to write."""
+        """Opens an existing file for writing and returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """Appends bytes; how many of them."""
+        """Appends bytes; returns how many."""
         return os.write(fd, data)
 
     def write_at(self, fd: int, data: memoryview, offset: int) -> int:
-        """Writes bytes at an offset; how many of them."""
+        """Writes bytes at an offset; returns how many."""
         return os.pwrite(fd, data, offset)
 
     def sync(self, fd: int) -> None:
-        """Returns when the file's bytes are on the disk."""
+        """Waits until the file's bytes are on the disk."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
@@ -51,7 +51,7 @@ class Disk:
         os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
-        """Returns when the folder's entries are on the disk."""
+        """Waits until the folder's entries are on the disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -61,11 +61,11 @@ class Disk:
             os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Replaces a file, or an empty folder, or nothing."""
+        """Renames; ``target`` is a file, an empty folder or absent."""
         source.rename(target)
 
     def exchange(self, one: Path, other: Path) -> None:
-        """Two folders take each other's names, at once."""
+        """Swaps the names of two folders atomically."""
         libc = ctypes.CDLL(None, use_errno=True)
         call = getattr(libc, "renameat2", None)
         if call is None:
@@ -79,17 +79,17 @@ class Disk:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder, which must be empty."""
+        """Removes an empty folder."""
         path.rmdir()
 
 
 def created(disk: Disk, path: Path) -> AbstractContextManager[int]:
-    """A new file's descriptor; its bytes are on the disk when the block ends."""
+    """Creates a file; its bytes are on the disk when the block ends."""
     return _writing(disk, path, disk.create)
 
 
 def opened(disk: Disk, path: Path) -> AbstractContextManager[int]:
-    """A descriptor of a file that is there; its bytes are on the disk when the block ends."""
+    """Opens an existing file; its bytes are on the disk when the block ends."""
     return _writing(disk, path, disk.open)
 
 
@@ -118,7 +118,7 @@ def write_all(disk: Disk, fd: int, data: memoryview, offset: int | None = None) 
 
 
 def replace_file(disk: Disk, path: Path, data: bytes, temporary: Path) -> None:
-    """Puts a file with ``data`` at ``path``, all or nothing, and returns when it is on the disk."""
+    """Replaces the file at ``path`` atomically; returns when it is on the disk."""
     with created(disk, temporary) as fd:
         write_all(disk, fd, memoryview(data))
     disk.rename(temporary, path)
@@ -126,7 +126,7 @@ def replace_file(disk: Disk, path: Path, data: bytes, temporary: Path) -> None:
 
 
 def make_folders(disk: Disk, path: Path) -> None:
-    """Makes a folder and those above it where there are none."""
+    """Makes a folder and its missing parents."""
     if path.is_dir():
         return
     make_folders(disk, path.parent)
@@ -135,10 +135,10 @@ def make_folders(disk: Disk, path: Path) -> None:
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """Removes a folder and what is in it; follows no link. What cannot be removed keeps nothing else from it.
+    """Removes a folder with its content; follows no link. An entry that cannot be removed does not stop the others.
 
     Raises:
-        OSError: the first of the errors, when all was tried.
+        OSError: the first error, after all entries were tried.
     """
     with os.scandir(path) as entries:
         children = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -158,10 +158,10 @@ def remove_tree(disk: Disk, path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, disk: Disk | None = None) -> Iterator[None]:
-    """Holds a folder against other processes that lock it; the system lets go of it when this process ends.
+    """Locks a folder against other processes; the system releases it when this process ends.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: another process has locked it.
     """
     disk = disk or Disk()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -170,17 +170,17 @@ def locked(path: Path, disk: Disk | None = None) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise naming(error, path) from error
-        except OSError as error:  # a file system without locks: its users see to it that one saves at a time
+        except OSError as error:  # a file system without locks: its users must save one at a time
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
         yield
     finally:
         try:
             disk.close(fd)
-        except OSError as error:  # what was done under the lock is done, or has an error of its own
+        except OSError as error:  # the work under the lock is done, or raises its own error
             logger.warning("%s was locked, and its descriptor cannot be closed: %s", path, error.strerror)
 
 
 def naming(error: OSError, path: Path) -> OSError:
-    """The same error with a path, which calls on descriptors leave out."""
+    """The error with a path, which calls on descriptors leave out."""
     return error if error.filename is not None else type(error)(error.errno, error.strerror, str(path))

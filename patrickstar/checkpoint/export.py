@@ -1,7 +1,7 @@
-"""Weights as Hugging Face reads them: ``model-00001-of-0000N.safetensors`` with whole tensors, and an index.
+"""Exports weights in Hugging Face's format: ``model-00001-of-0000N.safetensors`` with whole tensors, and an index.
 
-Nothing is gathered: a tensor's place in its file is known before any value is, and each rank writes the ranges that it
-holds there. Memory beside what the source holds: one shard, and its copy in the file's dtype.
+There is no all-gather: each tensor's position in its file is known in advance, and each rank writes the ranges that it
+holds. Memory, besides the source's: one shard, and its copy in the file's dtype.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How :func:`export` writes weights: dtype, file sizes, names and further files."""
+    """Options of :func:`export`: dtype, file sizes, names and further files."""
 
     dtype: torch.dtype | None = torch.float32
-    """Of floating point parameters; None: that in which each is held."""
+    """Dtype of floating point parameters; None: each keeps its own."""
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
-    """Of the tensors of one file; a larger tensor has a file of its own."""
+    """Limit of one file's tensors; a larger tensor gets a file of its own."""
     rename: Callable[[str], str] = str
-    """From a parameter's name to the one in the files."""
+    """Maps a parameter's name to its name in the files."""
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """More files, by name: a ``config.json``."""
+    """More files, by name, such as a ``config.json``."""
     peers: Peers = dataclasses.field(default_factory=OneRank)
-    """The ranks that export together; their file system is one."""
+    """The ranks that export together, on one file system."""
     disk: Disk = dataclasses.field(default_factory=Disk)
-    """The file system calls that writing uses; tests replace them."""
+    """The file system calls; tests replace them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a whole tensor is."""
+    """Position of a whole tensor."""
 
     file: str
     offset: int
@@ -62,15 +62,15 @@ class _Place:
 def export(
     directory: str | os.PathLike[str], shards: Sequence[TensorShard], options: ExportOptions | None = None
 ) -> Path:
-    """Writes the values of all ranks' shards into a new folder, and returns it. All ranks call it.
+    """Writes the values of all ranks' shards into a new folder, and returns it. All ranks must call it.
 
     Args:
-        directory: there must be none, or an empty one; it appears when it is complete.
-        shards: this rank's; values and buffers.
+        directory: absent or empty; it appears when it is complete.
+        shards: this rank's values and buffers.
         options: None for the defaults.
 
     Raises:
-        CheckpointError: on all ranks, when one of them cannot write, or their shards are no whole tensors.
+        CheckpointError: on all ranks, if one of them cannot write, or the shards do not cover whole tensors.
     """
     options = options or ExportOptions()
     peers, disk = options.peers, options.disk
@@ -102,7 +102,7 @@ def export(
 
 
 def check_free(target: Path) -> None:
-    """Raises CheckpointError unless a folder can be made there, or is there and empty."""
+    """Raises CheckpointError unless the folder is absent or empty."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is no empty folder; export to a new one")
 
@@ -124,7 +124,7 @@ def _export_dtype(shard: TensorShard, options: ExportOptions) -> torch.dtype:
 
 
 def _plan(records: Iterable[Mapping[str, Any]], max_file_bytes: int) -> dict[str, list[FileTensor]]:
-    """All files and their tensors; the same on every rank."""
+    """Tensors by file; equal on every rank."""
     parts: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         parts.setdefault(record["name"], []).append(record)
@@ -159,7 +159,7 @@ def _places(files: Mapping[str, Sequence[FileTensor]]) -> dict[str, _Place]:
 
 
 def _write_frame(disk: Disk, folder: Path, files: Mapping[str, Sequence[FileTensor]], texts: Mapping[str, str]) -> None:
-    """Headers, the index, and what else goes along."""
+    """Writes headers, the index and further files."""
     for file, tensors in files.items():
         with created(disk, folder / file) as fd:
             write_all(disk, fd, memoryview(make_header(tensors)))
@@ -190,7 +190,7 @@ def _write_values(
 
 
 def _row_major_runs(shard: TensorShard, values: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
-    """A shard's values as stretches of the row-major tensor, each with its first element's index."""
+    """A shard's values as contiguous runs of the row-major tensor, each with the index of its first element."""
     if is_row_major(shard.shape, shard.order):
         return [(shard.begin, values)]
     order = shard.order or ()

@@ -1,13 +1,13 @@
-"""The folder that checkpoints are in, and how a new one gets its name.
+"""The folder of checkpoints, and the atomic publication of a new one.
 
     directory/latest            the tag of the newest complete checkpoint, and its checksum
     directory/<tag>/            a complete checkpoint; files never change in it
-    directory/.saving-<...>/    one that is being written, or was when its process ended
+    directory/.saving-<...>/    a checkpoint being written, or left by a process that ended
 
-[Note: when a checkpoint is there] A checkpoint is written in a `.saving-` folder, all its files and the folder itself
-are brought to the disk, and only then does it get its name, by one rename; where the name is taken, the two folders
-exchange theirs, and the old one is removed afterwards. `latest` follows, a file replaced as a whole. So whenever the
-process or the machine stops, every name leads to a complete checkpoint, and `latest` to one that was there before it.
+A checkpoint is written in a `.saving-` folder. All its files and the folder itself are synced to the disk, and only
+then renamed to the tag. If the tag exists, the two folders swap names, and the old one is removed afterwards. `latest`
+is then replaced atomically. So whenever the process or the machine stops, every tag names a complete checkpoint, and
+`latest` one that existed before it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_LATEST_BYTES = 4096
 
 
 def check_tag(tag: str) -> str:
-    """``tag``, if it can be a folder's name.
+    """Returns ``tag`` if it can be a folder's name.
 
     Raises:
         CheckpointError: it cannot; the message says why.
@@ -49,11 +49,11 @@ def check_tag(tag: str) -> str:
 
 
 def latest_tag(directory: str | os.PathLike[str]) -> str | None:
-    """The tag of the newest checkpoint in ``directory``, or None where none was saved yet.
+    """The tag of the newest checkpoint in ``directory``, or None if there is none.
 
     Raises:
-        CheckpointError: the file that says so is damaged, or may be: it has no checksum, and another tag that is there
-            differs in one bit.
+        CheckpointError: the file ``latest`` is damaged. Without a checksum it also counts as damaged if it differs in
+            one bit from another existing tag.
     """
     path = Path(directory) / LATEST
     try:
@@ -71,12 +71,12 @@ def latest_tag(directory: str | os.PathLike[str]) -> str | None:
 
 
 def latest_bytes(tag: str) -> bytes:
-    """The file ``latest``: the tag is its first line."""
+    """Content of the file ``latest``; its first line is the tag."""
     return f"{tag}\ncrc32c {_C.crc32c(tag.encode()):08x}\n".encode()
 
 
 def _tag_in(data: bytes, present: Sequence[str]) -> str:
-    """The tag in a file ``latest``, which older versions wrote without a checksum."""
+    """The tag in a file ``latest``; older versions wrote it without a checksum."""
     line, _, rest = data.partition(b"\n")
     tag = check_tag(line.decode())
     if rest:
@@ -108,7 +108,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
     """The folder of a checkpoint: of a tag, of the latest for None, or ``directory`` itself if it is one.
 
     Raises:
-        CheckpointError: there is none; the message lists those that are there.
+        CheckpointError: there is none; the message lists existing ones.
     """
     if tag is None and (Path(directory) / MANIFEST_NAME).is_file():
         return Path(directory)
@@ -131,7 +131,7 @@ def _listed(directory: str | os.PathLike[str]) -> str:
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file, of at most ``max_bytes``. Raises OSError, also where it is longer."""
+    """The bytes of a regular file of at most ``max_bytes``. Raises OSError, also if it is longer."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
@@ -141,32 +141,31 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
 
 
 class NewFolder:
-    """A folder for files that are to appear under ``target``, all at once.
-
-    One rank makes, publishes and discards it, others write into it meanwhile.
+    """A folder whose files appear under ``target`` atomically. One rank makes, publishes and discards it; others write
+    into it meanwhile.
     """
 
     def __init__(self, disk: Disk, target: Path, token: str):
         self.path = target.parent / f"{_SAVING}{target.name}-{token}"
-        """Where the files are written; after :meth:`publish`, what had their name before."""
+        """The folder being written; after :meth:`publish`, the replaced checkpoint."""
         self.disk = disk
-        """The file system calls that writing uses; tests replace them."""
+        """The file system calls; tests replace them."""
         self._target = target
         self._is_settled = True
 
     def make_parents(self) -> None:
-        """Makes the folders above it where there are none."""
+        """Makes missing parent folders."""
         make_folders(self.disk, self._target.parent)
 
     def make(self) -> None:
-        """Makes the folder, and removes what earlier saves left behind unfinished."""
+        """Makes the folder, and removes unfinished checkpoints of earlier saves."""
         for left in _unfinished(self._target.parent):
             logger.warning("%s is an unfinished checkpoint: removed", left)
             _remove(self.disk, left)
         self.disk.make_folder(self.path)
 
     def publish(self) -> None:
-        """Gives the files, each of which is on the disk already, their name; see [Note: when a checkpoint is there]."""
+        """Renames the folder to its tag; all its files must be on the disk already. See the module's docstring."""
         self.disk.sync_folder(self.path)
         if self._target.is_dir():
             self._is_settled = False
@@ -184,7 +183,9 @@ class NewFolder:
             self.disk.rename(self.path, self._target)
 
     def make_name_durable(self) -> None:
-        """Syncs the folder above, so that the name outlives a crash; only then may what had it before be discarded."""
+        """Syncs the parent folder, so that the name survives a crash. Only then may the replaced checkpoint be
+        discarded.
+        """
         try:
             self.disk.sync_folder(self._target.parent)
         except OSError:
@@ -194,11 +195,11 @@ class NewFolder:
         self._is_settled = True
 
     def point_latest(self) -> None:
-        """Makes ``latest`` lead to the files."""
+        """Points ``latest`` to the new checkpoint."""
         latest, data = self._target.parent / LATEST, latest_bytes(self._target.name)
         with contextlib.suppress(OSError):
             if read_small_file(latest, _MAX_LATEST_BYTES) == data:
-                return  # which a full disk does not keep from being so
+                return  # unchanged: works on a full disk too
         try:
             replace_file(self.disk, latest, data, self._new_latest)
         except BaseException:
@@ -206,12 +207,13 @@ class NewFolder:
             raise
 
     def discard(self) -> None:
-        """Removes what is left under the temporary names: a failed save, or the checkpoint that was replaced, unless it
-        is not known to be replaced on the disk.
+        """Removes temporary names: a failed save, or the replaced checkpoint. The latter is kept if its replacement may
+        not be on the disk yet.
         """
         for left in (self.path, self._new_latest) if self._is_settled else ():
             error = _remove_if_there(self.disk, left)
-            if error is not None and _remove_if_there(self.disk, left) is not None:  # there is more room than before
+            # the first attempt may have freed space
+            if error is not None and _remove_if_there(self.disk, left) is not None:
                 logger.warning("%s cannot be removed (%s); the next save tries again", left, error.strerror)
 
     @property
@@ -220,7 +222,7 @@ class NewFolder:
 
 
 def _remove_if_there(disk: Disk, path: Path) -> OSError | None:
-    """What kept it from being removed."""
+    """Removes ``path`` if it exists; returns the error, if any."""
     try:
         if path.exists():
             _remove(disk, path)

@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint: which file holds which elements of which tensor, with what checksum.
+"""The manifest of a checkpoint: the file, elements and checksum of each tensor's shards.
 
-It is JSON behind its own checksum:  {"crc32c":"<8 digits>","manifest":<what the checksum is of>}
-A manifest that reads without an error describes files whose every byte has a checksum and tensors whose every element
-is stored once. Nothing in it is believed before that is checked, for it may come from anywhere.
+It is JSON after its own checksum:  {"crc32c":"<8 digits>","manifest":<what the checksum is of>}
+
+A manifest that parses without an error describes files whose every byte has a checksum, and tensors whose every element
+is stored once. It may come from an untrusted source, so all of it is checked before use.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ class StoredFile:
     num_bytes: int
     """Size of the whole file in bytes, header included."""
     header_bytes: int
-    """Those before the first tensor's."""
+    """Bytes before the first tensor's."""
     header_crc32c: int
     """CRC-32C checksum of these :attr:`header_bytes` bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredShard:
-    """Where elements [begin, end) of a flattened tensor are."""
+    """Position of elements [begin, end) of a flattened tensor."""
 
     file: str
     """Name of the file that holds the shard, a key of :attr:`Manifest.files`."""
     offset: int
-    """From the file's begin, in bytes."""
+    """Bytes from the start of the file."""
     num_bytes: int
     """Size of the shard's elements in bytes."""
     begin: int
@@ -66,7 +67,7 @@ class StoredTensor:
     """One tensor and its shards."""
 
     name: str
-    """The parameter's or buffer's name in the user's module; of a random number generator, its rank and own name."""
+    """The parameter's or buffer's name in the user's module; for a random number generator, its rank and own name."""
     kind: str
     """One of ``KINDS``, which :attr:`patrickstar.checkpoint.shards.TensorRange.kind` explains."""
     shape: tuple[int, ...]
@@ -74,13 +75,13 @@ class StoredTensor:
     dtype: torch.dtype
     """The dtype in which its elements are stored."""
     order: tuple[int, ...] | None
-    """In which it is flattened."""
+    """Order of dimensions in which it is flattened."""
     shards: tuple[StoredShard, ...]
     """In ascending order, without gaps."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """What it is found by."""
+        """Key in :attr:`Manifest.tensors`."""
         return self.name, role(self.kind)
 
     @property
@@ -94,7 +95,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint: its files, the tensors in them, and what else was saved."""
+    """The content of a checkpoint: its files, their tensors, and further state."""
 
     num_ranks: int
     """Number of ranks that saved the checkpoint."""
@@ -103,10 +104,10 @@ class Manifest:
     tensors: Mapping[tuple[str, str], StoredTensor]
     """The tensors by :attr:`StoredTensor.key`: their name and the role of their kind."""
     state: Mapping[str, Any]
-    """What else was saved, in JSON's types: step counts, options, the user's state."""
+    """Further state in JSON's types: step counts, options, user state."""
 
     def to_bytes(self) -> bytes:
-        """The bytes of the manifest's file: JSON behind its own checksum."""
+        """The bytes of the manifest's file: JSON after its own checksum."""
         described = {
             "format": FORMAT,
             "version": VERSION,
@@ -120,10 +121,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Reads and checks the manifest's file.
+        """Parses and checks the manifest's file.
 
         Raises:
-            CheckpointError: it is damaged, or describes no whole checkpoint; the message says what is wrong.
+            CheckpointError: it is damaged, or does not describe a whole checkpoint; the message says what is wrong.
         """
         try:
             value = json.loads(_checked_body(data), object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -219,7 +220,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _fields(value: Any, what: str, types: Mapping[str, type]) -> dict[str, Any]:
-    """``value``, an object that has at least these fields, of these types."""
+    """Checks that ``value`` is an object with at least these fields, of these types."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} is a {type(value).__name__} instead of an object")
     for key, expected in types.items():

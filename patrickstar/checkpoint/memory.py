@@ -1,5 +1,5 @@
-"""Tensors as bytes and bytes as tensors, without a copy and outside of PyTorch's allocators: the memory of a
-checkpoint's shards does not count as the simulated device's.
+"""Tensors as bytes and back, without copies and outside of PyTorch's allocators: a checkpoint's shards do not count as
+the simulated device's memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, valid as long as it is kept."""
+    """The bytes of a contiguous CPU tensor, valid as long as the tensor is kept."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"a shard has strides {tensor.stride()} on {tensor.device}; read() gives a contiguous CPU tensor"
@@ -22,18 +22,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """The elements in writable ``data``, which the tensor keeps."""
+    """A tensor over writable ``data``, which it keeps alive."""
     return torch.frombuffer(data, dtype=dtype) if len(data) > 0 else torch.empty(0, dtype=dtype)
 
 
 class Scratch:
-    """Memory that is used again and again: the system takes longer to give fresh pages than to fill them."""
+    """Reused memory: the system takes longer to provide fresh pages than to fill them."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def take(self, num_bytes: int) -> memoryview:
-        """So many bytes, until the next call."""
+        """Returns so many bytes, valid until the next call."""
         if num_bytes > len(self._memory):
             self._memory = bytearray(num_bytes)
         return memoryview(self._memory)[:num_bytes]

@@ -1,4 +1,4 @@
-"""How the ranks that save or load one checkpoint agree: the only communication that checkpoints need."""
+"""Agreement of the ranks that save or load one checkpoint; checkpoints need no other communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patrickstar.ranks.messages import reading
 
 
 class Peers(Protocol):
-    """The ranks of one model. All make the same calls in the same order, from one thread each."""
+    """The ranks of one model. All must make the same calls in the same order, from one thread each."""
 
     @property
     def rank(self) -> int:
@@ -30,11 +30,11 @@ class Peers(Protocol):
         """Number of ranks that save or load together."""
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Gives every rank all ranks' messages, by rank. Raises when one of them is gone."""
+        """All-gathers messages, by rank. Raises if a rank is gone."""
 
 
 class OneRank:
-    """The only rank of a model, which has nobody to agree with."""
+    """The only rank of a model."""
 
     rank = 0
     size = 1
@@ -45,17 +45,17 @@ class OneRank:
 
 
 class GroupPeers:
-    """The ranks of a process group of ``torch.distributed``; its timeout is theirs."""
+    """The ranks of a ``torch.distributed`` group, with its timeout."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None):
-        """``group``: None for the default one. ``device``: where its messages travel from (NCCL's: the rank's GPU)."""
+        """``group``: None for the default one. ``device``: device of the messages (for NCCL the rank's GPU)."""
         self._group = group
         self._device = device or torch.device("cpu")
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Gathers the messages of all ranks, by rank; they may differ in length. Collective: all ranks call it."""
+        """All-gathers messages, which may differ in length, by rank. All ranks must call it."""
         with _C.HostAllocations():
             length = torch.tensor([len(message)], device=self._device)
             lengths = [int(other) for other in self._gather(length)]
@@ -72,21 +72,21 @@ class GroupPeers:
 
 @dataclasses.dataclass
 class Turn:
-    """What this rank says at the end of a phase, and what all ranks said."""
+    """The messages at the end of a phase."""
 
     say: Any = None
-    """This rank's message to all ranks; of JSON's types."""
+    """This rank's message to all ranks, in JSON's types."""
     heard: list[Any] = dataclasses.field(default_factory=list)
-    """By rank; filled when the phase is over on all ranks."""
+    """All ranks' messages, by rank; filled when the phase is over on all ranks."""
 
 
 @contextlib.contextmanager
 def phase(peers: Peers, what: str) -> Iterator[Turn]:
-    """A piece of work that succeeds on all ranks or on none: a rank that fails says so to the others.
+    """Context for work that succeeds on all ranks or on none: a failing rank reports its error to the others.
 
     Raises:
-        CheckpointError: on every rank, when one fails; it names the rank and its error. On a rank that was interrupted
-            (``is_interrupt``) the interrupt itself is raised.
+        CheckpointError: on every rank, if one fails; it names the rank and its error. An interrupted rank
+            (``is_interrupt``) raises the interrupt itself.
     """
     turn = Turn()
     failure: BaseException | None = None

@@ -1,7 +1,7 @@
-"""State of plain values and tensors in a file or a message, and back, without pickle: what is read cannot name code.
+"""State of plain values and tensors in a file or a message, without pickle: the data cannot name code.
 
-8 bytes length of the header, little-endian; the header, JSON with the values (codec.py) and each tensor's dtype and
-shape; the tensors' bytes without gaps. Memory for reading is bounded by what the file has.
+Format: 8 bytes length of the header, little-endian; the header, JSON with the values (codec.py) and each tensor's dtype
+and shape; the tensors' bytes without gaps. Memory for reading is bounded by the file's size.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LENGTH = struct.Struct("<Q")
 
 
 def write_plain_state(file: BinaryIO, value: Any, what: str) -> None:
-    """Writes ``value``, of which the codec's types and tensors on any device may consist.
+    """Writes ``value``, made of the codec's types and of tensors on any device.
 
     Raises:
-        CheckpointError: something in it is of another type; ``what`` names it.
+        CheckpointError: an item is of another type; ``what`` names it.
         OSError: the file cannot be written.
     """
     tensors: list[torch.Tensor] = []
@@ -41,10 +41,10 @@ def write_plain_state(file: BinaryIO, value: Any, what: str) -> None:
 
 
 def read_plain_state(file: BinaryIO, what: str) -> Any:
-    """Reads the value that :func:`write_plain_state` has written; tensors are on the CPU.
+    """Reads the result of :func:`write_plain_state`; tensors are on the CPU.
 
     Raises:
-        CheckpointError: the file is nothing that it has written.
+        CheckpointError: the file is malformed.
         OSError: the file cannot be read.
     """
     begin = file.tell()

@@ -1,6 +1,6 @@
-"""Reads a checkpoint by ranges, whoever saved it, and checks the checksum of everything it reads.
+"""Reads a checkpoint by ranges, saved by any ranks, and verifies the checksum of everything it reads.
 
-Memory beside what the sink holds: one stored shard and one wanted range; of what is stored in blocks, one parameter.
+Memory, besides the sink's: one stored shard and one wanted range; for blocks, one parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUM_NAMED = 3
 
 
 class Checkpoint:
-    """One checkpoint, open to read; a context manager. It stays readable while its tag is saved anew.
+    """One checkpoint, open for reading; a context manager. It stays readable while its tag is saved again.
 
     Raises:
         CheckpointError: there is none, or its manifest is damaged.
@@ -39,7 +39,7 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
-        """The checkpoint's own folder, which has the manifest in it."""
+        """The checkpoint's own folder, which contains the manifest."""
         self._files: dict[str, int] = {}
         self._last: tuple[StoredShard, torch.Tensor] | None = None
         self._composed: tuple[tuple[StoredTensor, ...], dict[str, torch.Tensor]] | None = None
@@ -51,7 +51,7 @@ class Checkpoint:
         try:
             self._stored = Manifest.from_bytes(read_small_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES))
             self.manifest = composed(self._stored)
-            """With whole tensors where blocks of them are stored (:mod:`patrickstar.checkpoint.blocks`)."""
+            """The manifest with whole tensors in place of blocks (:mod:`patrickstar.checkpoint.blocks`)."""
         except (CheckpointError, OSError) as error:
             self.close()
             reason = error.strerror if isinstance(error, OSError) else error
@@ -59,11 +59,11 @@ class Checkpoint:
 
     @classmethod
     def find(cls, directory: str | os.PathLike[str], tag: str | None = None) -> Checkpoint:
-        """The checkpoint of a tag, or the latest. Raises CheckpointError."""
+        """Opens the checkpoint of a tag, or the latest. Raises CheckpointError."""
         return cls(find_checkpoint(directory, tag))
 
     def close(self) -> None:
-        """Closes the folder and all files that were opened in it. Idempotent."""
+        """Closes the folder and all files opened in it. Idempotent."""
         for fd in (*self._files.values(), self._folder):
             if fd >= 0:
                 os.close(fd)
@@ -78,26 +78,25 @@ class Checkpoint:
         self.close()
 
     def tensor(self, name: str, kind: str) -> StoredTensor | None:
-        """The tensor of a name and a kind's role, if there is one."""
+        """The tensor of a name and a kind's role, or None."""
         return self.manifest.tensors.get((name, role(kind)))
 
     def check(self, sink: ShardSink, rank: int = 0, num_ranks: int = 1) -> None:
-        """Whether all that a sink wants can be read, but for the tensors' own bytes. Files that no rank wants are
-        checked too, each by one of the ranks.
+        """Checks that everything a sink wants can be read, except the tensors' bytes. Each file that no rank wants is
+        checked by one of the ranks.
 
         Raises:
-            CheckpointError: it wants other tensors than are stored, or a file is missing, or its size or header is
-                another.
+            CheckpointError: the sink wants other tensors than are stored, or a file is missing or has another size or
+                header.
         """
         self._check(list(sink.wanted()))
         self.check_files(rank, num_ranks)
 
     def check_files(self, rank: int = 0, num_ranks: int = 1) -> None:
-        """Whether the files are there with the sizes and headers that were saved; each is looked at by one of the
-        ranks.
+        """Checks the files' existence, sizes and headers; each file is checked by one of the ranks.
 
         Raises:
-            CheckpointError: one of them is not.
+            CheckpointError: a file is missing or differs.
         """
         for file in list(self.manifest.files)[rank::num_ranks]:
             if file not in self._files:
@@ -110,7 +109,6 @@ class Checkpoint:
             self._open(file)
 
     def _shards_of(self, item: TensorRange) -> Iterator[StoredShard]:
-        """What is read for a range."""
         stored = self.manifest.tensors.get(item.key)
         if stored is not None:
             if isinstance(stored, ComposedTensor):
@@ -121,7 +119,7 @@ class Checkpoint:
             yield from (shard for shard in stored.shards if max(begin, shard.begin) < min(end, shard.end))
 
     def rng_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """The states of the random number generators of a rank, by generator. Raises CheckpointError."""
+        """The states of a rank's random number generators, by generator. Raises CheckpointError."""
         states = {}
         for stored in self.manifest.tensors.values():
             if stored.kind == "rng" and stored.name.startswith(f"rank{rank}."):
@@ -129,10 +127,10 @@ class Checkpoint:
         return states
 
     def load(self, sink: ShardSink) -> None:
-        """Gives the sink all it wants.
+        """Writes everything the sink wants into it.
 
         Raises:
-            CheckpointError: :meth:`check` fails (nothing was written then), or one of the tensors is damaged.
+            CheckpointError: :meth:`check` fails (nothing was written then), or a tensor is damaged.
         """
         wanted = list(sink.wanted())
         self._check(wanted)
@@ -143,14 +141,14 @@ class Checkpoint:
 
     @property
     def described_blocks(self) -> Any:
-        """What the manifest's state says of blocks (checkpoint/blocks.py); None: there are none."""
+        """The description of blocks in the manifest's state (checkpoint/blocks.py); None without blocks."""
         return self._stored.state.get(BLOCKS)
 
     def load_as_stored(self, sink: ShardSink) -> None:
-        """As :meth:`load`, for a sink that wants tensors by the names of blocks.
+        """:meth:`load` for a sink that wants tensors by the names of blocks.
 
         Raises:
-            CheckpointError: one of the tensors is not there, or damaged.
+            CheckpointError: a tensor is missing or damaged.
         """
         for item in sink.wanted():
             stored = self._stored.tensors.get(item.key)
@@ -177,7 +175,7 @@ class Checkpoint:
             return flattened(whole, wanted.order)[wanted.begin : wanted.end].clone()
 
     def _compose(self, stored: ComposedTensor) -> torch.Tensor:
-        """All of it; what else its blocks are of is kept for the next call."""
+        """Assembles the whole tensor; other tensors of the same blocks are cached for the next call."""
         if self._composed is None or self._composed[0] != stored.blocks:
             self._composed = None
             values = [
@@ -205,10 +203,10 @@ class Checkpoint:
         if self._last is not None and self._last[0] is shard:
             return self._last[1]
         self._last = None
-        self._open(shard.file)  # which checks its size, before so much memory is taken
+        self._open(shard.file)  # checks the size before allocating
         data = self._shard_memory.take(shard.num_bytes)
         crc = 0
-        for begin in range(0, len(data), _BLOCK_BYTES):  # the checksum while a block is in the cache
+        for begin in range(0, len(data), _BLOCK_BYTES):  # the checksum is computed while a block is in the cache
             block = data[begin : begin + _BLOCK_BYTES]
             self._fill(shard.file, block, shard.offset + begin)
             crc = _C.crc32c(block, crc)
@@ -225,7 +223,7 @@ class Checkpoint:
         )
 
     def _fill(self, file: str, data: memoryview, offset: int) -> None:
-        """Reads bytes that the file has, as its size says."""
+        """Reads bytes, which the file's size guarantees."""
         fd = self._open(file)
         done = 0
         while done < len(data):
@@ -238,7 +236,7 @@ class Checkpoint:
             done += count
 
     def _open(self, file: str) -> int:
-        """A descriptor of a file whose size and header are as they were saved."""
+        """A descriptor of a file whose size and header are verified."""
         if file in self._files:
             return self._files[file]
         try:
@@ -249,7 +247,7 @@ class Checkpoint:
         try:
             self._check_file(file, fd, self.manifest.files[file])
         except BaseException:
-            del self._files[file]  # or it would count as checked
+            del self._files[file]  # otherwise it would count as checked
             os.close(fd)
             raise
         return fd
@@ -267,11 +265,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / file}: its header is damaged; load another checkpoint")
 
     def verify(self, num_threads: int = 1) -> float:
-        """Reads every byte and checks it; returns the seconds that took.
+        """Reads and verifies every byte; returns the seconds taken.
 
         Raises:
-            CheckpointError: something is damaged or missing, or there is a file that does not belong; the message names
-                all of it.
+            CheckpointError: something is damaged, missing, or does not belong; the message names all of it.
         """
         begun = time.perf_counter()
         jobs: dict[str, list[tuple[StoredTensor, StoredShard]]] = {name: [] for name in self._stored.files}
@@ -309,16 +306,17 @@ class Checkpoint:
 
 
 def _is_flattened_alike(stored: StoredTensor, wanted: TensorRange) -> bool:
-    """Whether a range of the wanted tensor is one of the stored tensor."""
+    """True if both are flattened in the same order, so that a wanted range is a stored range."""
     row_major_each = [is_row_major(one.shape, one.order) for one in (stored, wanted)]
     return all(row_major_each) or (not any(row_major_each) and stored.order == wanted.order)
 
 
 def check_match(manifest: Manifest, wanted: Iterable[TensorRange], path: Path) -> None:
-    """Whether a model's tensors are those of a checkpoint.
+    """Checks that a model's tensors are those of a checkpoint.
 
     Raises:
-        CheckpointError: they are not; the message names what is missing, unexpected, and of another shape or dtype.
+        CheckpointError: they are not; the message names missing and unexpected tensors, and those of another shape or
+            dtype.
     """
     found: set[tuple[str, str]] = set()
     missing, other = [], []

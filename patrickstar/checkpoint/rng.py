@@ -1,5 +1,5 @@
-"""The states of the random number generators that a training run uses, as tensors: PyTorch's on the CPU and on the GPU,
-NumPy's global one if NumPy is in use, and Python's.
+"""Random number generator states of a run, as tensors: PyTorch's on the CPU and GPU, NumPy's global one if NumPy is
+loaded, and Python's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from patrickstar.checkpoint.errors import CheckpointError
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """By generator: ``torch``, ``cuda`` (of ``device``), ``numpy``, ``python``."""
+    """States by generator: ``torch``, ``cuda`` (of ``device``), ``numpy``, ``python``."""
     with _C.HostAllocations():
         states = {"torch": torch.get_rng_state(), "python": _python_state()}
         if device.type == "cuda":
@@ -31,10 +31,10 @@ def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Sets what :func:`rng_states` gave. A generator that ``states`` or this process lacks is left as it is.
+    """Sets the result of :func:`rng_states`. A generator that ``states`` or this process lacks is unchanged.
 
     Raises:
-        CheckpointError: a state is none of its generator's.
+        CheckpointError: a state does not fit its generator.
     """
     setters: dict[str, Callable[[torch.Tensor], None]] = {"torch": torch.set_rng_state, "python": _set_python_state}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The safetensors format, as it is written here: a file of raw bytes whose places are known before any byte is.
+"""Writes the safetensors format, with the position of every byte known in advance.
 
 8 bytes length of the header, little-endian; the header, JSON padded with blanks; the tensors' bytes without gaps.
 https://github.com/huggingface/safetensors#format
@@ -37,7 +37,7 @@ DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in _NA
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 _ALIGNMENT = 8  # bytes; as the library pads headers
-MAX_HEADER_BYTES = 100_000_000  # as the library reads
+MAX_HEADER_BYTES = 100_000_000  # the library's limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class FileTensor:
     dtype: torch.dtype
     """The dtype of its elements in the file."""
     shape: tuple[int, ...]
-    """The shape that the file's header gives it."""
+    """Its shape in the file's header."""
     num_bytes: int
     """Size of its elements in the file, in bytes."""
 
@@ -58,7 +58,7 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     """The format's name of a dtype.
 
     Raises:
-        CheckpointError: it has none; ``what`` names the tensor.
+        CheckpointError: the format lacks the dtype; ``what`` names the tensor.
     """
     if dtype not in NAMES:
         raise CheckpointError(
@@ -71,7 +71,7 @@ def make_header(tensors: Sequence[FileTensor]) -> bytes:
     """The bytes before the tensors' own, which follow in order.
 
     Raises:
-        CheckpointError: a dtype that the format lacks, or more names than a header holds.
+        CheckpointError: the format lacks a dtype, or there are more names than a header holds.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -95,8 +95,8 @@ def make_header(tensors: Sequence[FileTensor]) -> bytes:
 
 
 def split_into_files(sizes: Iterable[int], max_bytes: int) -> list[list[int]]:
-    """Indices of tensors of these many bytes, in order, in files of at most ``max_bytes``; one that is larger has a
-    file of its own.
+    """Groups tensors of these sizes, in order, into files of at most ``max_bytes``; a larger tensor gets a file of its
+    own. Returns lists of indices.
     """
     files: list[list[int]] = []
     room = 0

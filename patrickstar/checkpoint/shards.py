@@ -1,13 +1,13 @@
-"""The seam between checkpoints and whoever holds tensors: what a rank has, and what it wants back.
+"""Interface between checkpoints and the holders of tensors: the shards that a rank has, and those that it wants.
 
 Vocabulary:
   tensor    a parameter, one of its optimizer states, a buffer, or the state of a random number generator; named by its
-            parameter's name and its kind.
+  parameter's name and its kind.
   shard     the elements [begin, end) of a tensor, flattened in its order.
   order     the tensor's dimensions from the slowest to the fastest in memory. None is (0, 1, 2, ...): row-major.
 
-Checkpoints know nothing of ranks beyond this: any ranks may hold any ranges, as long as all of them together hold every
-element once. They are stored as they are held and read by ranges, so whoever loads may hold other ones.
+Any ranks may hold any ranges, as long as all together hold every element once. Ranges are stored as they are held; a
+load may use other ranges.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Kind = Literal["master", "exp_avg", "exp_avg_sq", "momentum_buffer", "frozen", "
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 STATE_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""States of optimizers by PyTorch's names: Adam's momentum and variance, of which Lion has the former; SGD's momentum.
-"""
+"""States of optimizers by PyTorch's names: Adam's momentum and variance (Lion has the former), and SGD's momentum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class TensorRange:
     name: str
     """The parameter's or buffer's name in the user's module."""
     kind: Kind
-    """``master``: the float32 value of a trainable parameter in a chunk; one of :data:`STATE_KINDS`: a state of it;
+    """``master``: the float32 value of a trainable chunked parameter; one of :data:`STATE_KINDS`: one of its states;
     ``frozen``: the compute value of a frozen one; ``managed``: a parameter that stays with PyTorch; ``buffer``;
     ``rng``: a random number generator's state.
     """
@@ -47,11 +46,11 @@ class TensorRange:
     end: int
     """One past the last element."""
     order: tuple[int, ...] | None = None
-    """In which the tensor is flattened; see the module's docstring."""
+    """Order of dimensions in which the tensor is flattened; see the module's docstring."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a tensor is found by; see :func:`role`."""
+        """Key of the tensor in a manifest; see :func:`role`."""
         return self.name, role(self.kind)
 
     @property
@@ -66,7 +65,7 @@ class TensorRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole tensor."""
+        """True for the whole tensor."""
         return self.begin == 0 and self.end == math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -78,37 +77,43 @@ class TensorShard(TensorRange):
     """A range that a rank holds."""
 
     read: Callable[[], torch.Tensor]
-    """Gives its elements: a one-dimensional, contiguous CPU tensor of ``dtype``, valid until the next shard is read."""
+    """Returns its elements: a one-dimensional, contiguous CPU tensor of ``dtype``, valid until the next
+    shard is read.
+    """
 
 
 class ShardSource(Protocol):
-    """Gives one rank's part of the tensors when a checkpoint is saved."""
+    """Provides one rank's part of the tensors for saving."""
 
     def shards(self) -> Iterable[TensorShard]:
-        """All its shards. Values are read later, one at a time. What several ranks hold alike, one of them gives."""
+        """All its shards; values are read later, one at a time. Tensors that several ranks replicate must come from one
+        of them.
+        """
 
 
 class ShardSink(Protocol):
-    """Takes one rank's part of the tensors when a checkpoint is loaded."""
+    """Takes one rank's part of the tensors in loading."""
 
     def wanted(self) -> Iterable[TensorRange]:
-        """Every tensor of the model, with the range that it holds; an empty one where others hold it all. A moment
-        that is not stored, that of a parameter never updated, is not written.
+        """Every tensor of the model, with the range that this rank holds; empty if others hold all of it. An optimizer
+        state that is not stored (the parameter was never updated) is not written.
         """
 
     def write(self, wanted: TensorRange, values: torch.Tensor) -> None:
-        """Takes the elements of one of them: a one-dimensional CPU tensor whose memory is used again afterwards, of the
-        stored dtype, which may be another floating point one than that which is wanted.
+        """Takes the elements of one range: a one-dimensional CPU tensor, whose memory is reused after the call. Its
+        dtype is the stored one, possibly another floating point dtype than the wanted one.
         """
 
 
 def role(kind: str) -> str:
-    """Kinds of one role hold the same tensor: a parameter's value may be stored trainable and wanted frozen."""
+    """The role of a kind. Kinds of one role hold the same tensor: a value may be stored as trainable and wanted as
+    frozen.
+    """
     return kind if kind in STATE_KINDS or kind == "rng" else "value"
 
 
 def is_row_major(shape: tuple[int, ...], order: tuple[int, ...] | None) -> bool:
-    """Whether a tensor flattened in ``order`` is flattened row-major."""
+    """True if ``order`` flattens a tensor row-major."""
     if order is None:
         return True
     dims = [dim for dim in order if shape[dim] != 1]

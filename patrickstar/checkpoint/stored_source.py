@@ -1,4 +1,4 @@
-"""A checkpoint as a source of whole tensors: for one in files of a single rank, and for weights as others read them."""
+"""A checkpoint as a source of whole tensors, for single-rank checkpoints and for exported weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from patrickstar.checkpoint.writer import Latest, SaveOptions, save
 
 
 class StoredSource:
-    """What a checkpoint holds, as one rank would hold all of it. Memory: one tensor."""
+    """A checkpoint's tensors, as one rank would hold all of them. Memory: one tensor."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -30,7 +30,7 @@ class StoredSource:
                 yield self._whole(stored)
 
     def values(self) -> Iterator[TensorShard]:
-        """Of them, parameters and buffers."""
+        """Parameters and buffers only."""
         yield from (shard for shard in self.shards() if shard.kind != "rng" and shard.kind not in STATE_KINDS)
 
     def _whole(self, stored: StoredTensor) -> TensorShard:
@@ -40,15 +40,15 @@ class StoredSource:
 
 
 def merge(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
-    """Writes the same checkpoint as one rank would have saved it, whole tensors in files that any reader of safetensors
-    reads, and returns its folder.
+    """Rewrites a checkpoint as one rank would have saved it, with whole tensors that any safetensors reader can read.
+    Returns its folder.
 
     Args:
-        checkpoint: of any number of ranks.
-        target: the folder of the new checkpoint; there must be none of that name.
+        checkpoint: saved by any number of ranks.
+        target: the folder of the new checkpoint; must not exist.
 
     Raises:
-        CheckpointError: it is damaged, or the folder is there already or cannot be written.
+        CheckpointError: the checkpoint is damaged, or the folder exists or cannot be written.
     """
     path = Path(target).absolute()
     if path.exists():
@@ -64,17 +64,17 @@ def export_checkpoint(
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     texts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes the weights as a folder that Hugging Face reads, without a model or an engine, and returns the folder.
+    """Writes the weights in Hugging Face's format, without a model or an engine, and returns the folder.
 
     Args:
-        checkpoint: of any number of ranks.
-        target: there must be none of that name, or an empty folder.
-        dtype: of floating point parameters; None: that in which each is stored.
-        max_file_bytes: of the tensors of one file.
+        checkpoint: saved by any number of ranks.
+        target: absent, or an empty folder.
+        dtype: dtype of floating point parameters; None: the stored one.
+        max_file_bytes: limit of one file's tensors.
         texts: more files by name, such as a ``config.json``, which no checkpoint holds.
 
     Raises:
-        CheckpointError: it is damaged, or the folder cannot be written.
+        CheckpointError: the checkpoint is damaged, or the folder cannot be written.
     """
     options = ExportOptions(dtype=dtype, max_file_bytes=max_file_bytes, texts=texts or {})
     return export(target, list(StoredSource(checkpoint).values()), options)

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps beside tensors, and how it is checked when it comes back."""
+"""Training state that a checkpoint stores beside tensors, and its validation."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from patrickstar.checkpoint.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """Of one run, between two steps."""
+    """Training state of one run, between two steps."""
 
     num_steps: int
-    """Optimizer steps so far, skipped ones too."""
+    """Optimizer steps so far, including skipped ones."""
     step_counts: dict[str, int]
-    """Updates of each parameter that was ever updated."""
+    """Number of updates of each parameter that was ever updated."""
     groups: list[dict[str, Any]]
-    """The optimizer's groups: ``params``, their names, and ``options``."""
+    """The optimizer's groups: ``params`` (names) and ``options``."""
     loss_scaler: dict[str, float] | None
-    """State of the loss scaler, by name; None where the loss is not scaled."""
+    """State of the loss scaler, by name; None without loss scaling."""
     lr_scheduler: Any
     """The scheduler's ``state_dict()``, or None."""
     extra_states: dict[str, Any]
-    """Of modules with ``get_extra_state``, by name."""
+    """State of modules with ``get_extra_state``, by name."""
     client_state: dict[str, Any]
     """The values that ``save_checkpoint`` took as ``client_state``, by name."""
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types.
+        """The state in JSON's types.
 
         Raises:
-            CheckpointError: something of the user's is of a type that a checkpoint does not hold.
+            CheckpointError: user state has a type that checkpoints do not support.
         """
         return {
             "num_steps": self.num_steps,
@@ -53,10 +53,10 @@ class TrainingState:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> TrainingState:
-        """What :meth:`to_json` gave.
+        """Parses :meth:`to_json`'s result.
 
         Raises:
-            CheckpointError: it is nothing that it gives.
+            CheckpointError: it is malformed.
         """
         types = {"num_steps": int, "step_counts": dict, "groups": list, "extra_states": dict}
         for key, expected in types.items():

@@ -1,6 +1,7 @@
-"""Writes a checkpoint: every rank its shards into files of its own, at the same time, then one rank the manifest.
+"""Writes a checkpoint: all ranks write their shards concurrently into files of their own, then one rank writes the
+manifest.
 
-Memory beside what the source holds: one shard.
+Memory, besides the source's: one shard.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEFAULT_MAX_FILE_BYTES = 4 * 2**30
 
 
 class Latest(enum.Enum):
-    """Where the file ``latest`` leads after a save."""
+    """Target of the file ``latest`` after a save."""
 
     NEW = "to the new checkpoint"
     AS_BEFORE = "where it led before"
@@ -41,16 +42,16 @@ class Latest(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How a checkpoint is written."""
+    """Options of :func:`save`."""
 
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
-    """Of the tensors of one file; a larger shard has a file of its own."""
+    """Limit of one file's tensors; a larger shard gets a file of its own."""
     peers: Peers = dataclasses.field(default_factory=OneRank)
-    """The ranks that save together; their file system is one."""
+    """The ranks that save together, on one file system."""
     disk: Disk = dataclasses.field(default_factory=Disk)
-    """The file system calls that writing uses; tests replace them."""
+    """The file system calls; tests replace them."""
     latest: Latest = Latest.NEW
-    """Whether the file ``latest`` leads to the new checkpoint afterwards, or stays as it is."""
+    """Target of the file ``latest`` afterwards."""
 
 
 def save(
@@ -60,20 +61,19 @@ def save(
     state: Mapping[str, Any],
     options: SaveOptions | None = None,
 ) -> Path:
-    """Saves what all ranks' sources hold as ``directory/tag``, and returns this path. All ranks call it.
-
-    A checkpoint of this tag is replaced when the new one is complete.
+    """Saves the shards of all ranks' sources as ``directory/tag``, and returns this path. All ranks must call it. An
+    existing checkpoint of this tag is replaced when the new one is complete.
 
     Args:
-        directory: made if there is none.
+        directory: created if absent.
         tag: a folder's name.
         source: this rank's shards.
-        state: what else is kept, in JSON's types; rank 0's is.
+        state: further state in JSON's types; rank 0's is stored.
         options: None for the defaults.
 
     Raises:
-        CheckpointError: on all ranks, when one of them cannot save, or their shards are no whole tensors. What was
-            saved before is there as it was.
+        CheckpointError: on all ranks, if one of them cannot save, or the shards do not cover whole tensors. Earlier
+            checkpoints are unchanged.
     """
     options = options or SaveOptions()
     peers, disk = options.peers, options.disk
@@ -102,7 +102,7 @@ def save(
         with phase(peers, f"checkpoint {tag!r} is complete in {target.parent}, but 'latest' may not lead to it"):
             if is_first:
                 folder.make_name_durable()
-                folder.discard()  # what was replaced: on a full disk that is the room for the next file
+                folder.discard()  # the replaced checkpoint: on a full disk this frees space for the next file
                 if options.latest is Latest.NEW:
                     folder.point_latest()
     if is_first:
@@ -112,7 +112,7 @@ def save(
 
 
 def begin(folder: NewFolder, target: Path, held: contextlib.ExitStack) -> None:
-    """Makes the folder, and holds the one above it for as long as ``held`` lives.
+    """Makes the folder, and locks its parent for ``held``'s lifetime.
 
     Raises:
         CheckpointError: another process is saving there.
@@ -126,7 +126,7 @@ def begin(folder: NewFolder, target: Path, held: contextlib.ExitStack) -> None:
 
 
 class _RankWriter:
-    """Writes the shards of one rank, and says where they are in JSON's types."""
+    """Writes the shards of one rank; returns their positions in JSON's types."""
 
     def __init__(self, folder: Path, source: ShardSource, options: SaveOptions):
         self._folder = folder
@@ -168,7 +168,7 @@ class _RankWriter:
 
 
 def _file_tensor(shard: TensorShard) -> FileTensor:
-    """Under its own name and shape where it is the whole tensor, so that any reader of safetensors can use it."""
+    """A whole tensor gets its own name and shape, so that any safetensors reader can use it."""
     whole = shard.is_whole and is_row_major(shard.shape, shard.order)
     suffix = "" if shard.is_whole else f"[{shard.begin}:{shard.end}]"
     return FileTensor(
@@ -203,14 +203,14 @@ def _write_manifest(
         state=state,
     )
     data = manifest.to_bytes()
-    Manifest.from_bytes(data)  # what cannot be loaded is not saved
+    Manifest.from_bytes(data)  # a manifest that cannot be loaded is not saved
     with created(disk, folder / MANIFEST_NAME) as fd:
         write_all(disk, fd, memoryview(data))
     return manifest
 
 
 def _merge(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], StoredTensor]:
-    """Tensors of all ranks' shards."""
+    """Merges all ranks' shards into tensors."""
     described: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         described.setdefault((record["name"], record["kind"]), []).append(record)

@@ -1,1 +1,1 @@
-"""The command ``patrickstar``: a word for each thing that it does, one vocabulary of flags (docs/guides/command.md)."""
+"""The command ``patrickstar``: one subcommand per task, with common flags (docs/guides/command.md)."""

@@ -1,6 +1,6 @@
-"""``patrickstar bench``: what of this machine decides how long a step is, measured in seconds.
+"""``patrickstar bench``: measures, in seconds, the rates of this machine that limit a step.
 
-The benchmarks of the repository (``python -m benchmark.run``) train models; this needs the installed package alone.
+The repository's benchmarks (``python -m benchmark.run``) train models; this command needs only the installed package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEEDED_BYTES = 2**30
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "patrickstar bench") -> int:
-    """The exit status: 0, or 2 when an argument is wrong or there is too little memory to measure with."""
+    """Returns the exit status: 0; 2 for a wrong argument or too little memory."""
     parser = CommandParser(
         prog,
         "Measures what of this machine decides how long a step is: the bandwidth of host memory, updates on the host, "

@@ -1,4 +1,4 @@
-"""``patrickstar checkpoint``: looks at checkpoints, and makes other files of them, without a model or an engine."""
+"""``patrickstar checkpoint``: inspects and converts checkpoints without a model or an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "momentum_buffer": "
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.checkpoint") -> int:
-    """The exit status: 0, 1 when a checkpoint is damaged or incomplete, 2 when an argument is wrong."""
+    """Returns the exit status: 0; 1 for a damaged or incomplete checkpoint; 2 for a wrong argument."""
     options = _make_parser(prog).parse_args(arguments)
     return run_reporting(prog, functools.partial(options.run, options))
 
@@ -111,7 +111,7 @@ def _latest(directory: Path) -> str | None:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    """Step, size and whether all files are there as they were saved; of their bytes sizes and headers are read."""
+    """Step, size and completeness of a checkpoint; reads only sizes and headers of its files."""
     found: dict[str, Any] = {"tag": path.name, "step": None, "ranks": None, "complete": False, "problem": None}
     found["bytes"] = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     try:
@@ -214,7 +214,7 @@ def _verify_all(options: argparse.Namespace) -> int:
 def _paths(directory: Path, tag: str | None) -> list[Path]:
     if tag is not None or (directory / MANIFEST_NAME).is_file():
         return [find_checkpoint(directory, tag)]
-    find_checkpoint(directory, None)  # what `latest` names is there
+    find_checkpoint(directory, None)  # checks that the target of `latest` exists
     print(f"latest is {latest_tag(directory)}")
     return [directory / found for found in tags(directory)]
 

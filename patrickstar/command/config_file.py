@@ -1,4 +1,4 @@
-"""``patrickstar config``: whether a configuration file is right, and what editors need to complete one."""
+"""``patrickstar config``: checks a configuration file, and prints the JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENTRY_POINTS = {"initialize_engine": "PATRICKSTAR", "initialize": "DEEPSPEED"}
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.config") -> int:
-    """The exit status: 0, 1 for a configuration with problems, 2 when an argument is wrong."""
+    """Returns the exit status: 0; 1 for a configuration with problems; 2 for a wrong argument."""
     parser = CommandParser(prog, "What a configuration file may have, and whether one is right.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{check,schema}")
     check = commands.add_parser("check", help="say what is wrong in a file, and which keys have no effect")
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     check.set_defaults(run=_check)
     commands.add_parser("schema", help="print the JSON Schema, for editors").set_defaults(run=_schema)
     words = words_after(arguments)
-    options = parser.parse_args(["schema"] if words == ["--json-schema"] else words)  # as it was called before
+    options = parser.parse_args(["schema"] if words == ["--json-schema"] else words)  # an earlier spelling
     return run_reporting(prog, functools.partial(options.run, options))
 
 
@@ -67,8 +67,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _differences(section: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of a parsed section and their values in JSON's types, where they are not those of ``default``, which
-    is None where the section is not there without being asked for.
+    """Yields dotted keys and JSON values of a parsed section that differ from ``default``. ``default`` is None if the
+    section is absent by default.
     """
     for name in type(section).model_fields:
         value, usual = getattr(section, name), getattr(default, name, None)
@@ -79,7 +79,7 @@ def _differences(section: Any, default: Any, prefix: str = "") -> Iterator[tuple
 
 
 def _plain(value: Any) -> Any:
-    """A value of the configuration in JSON's types."""
+    """Returns a configuration value in JSON types."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

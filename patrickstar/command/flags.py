@@ -1,6 +1,6 @@
-"""One vocabulary of flags for all commands: names, types, help with defaults, older spellings, errors of one line.
+"""Common flags of all commands: names, types, help with defaults, old spellings, one-line errors.
 
-Standard library only: ``patrickstar env`` works where PyTorch does not.
+Standard library only: ``patrickstar env`` works without PyTorch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ OLD_SPELLINGS = {
     "--accumulate": "--gradient-accumulation",
     "--accumulation": "--gradient-accumulation",
 }
-"""What flags were called before, and what they are called now: still accepted, shown nowhere."""
+"""Old flag names -> new ones. Old names are accepted and shown nowhere."""
 
 WRONG_USAGE = 2
-"""The exit status for an argument or a file that is wrong, as of argparse."""
+"""Exit status of a wrong argument or file, as in argparse."""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Says each default, as ``ArgumentDefaultsHelpFormatter`` does, where there is one and the text does not say it."""
+    """Adds each default to its help text unless the text names it."""
 
     def _format_action(self, action: argparse.Action) -> str:
         default = action.default
@@ -40,14 +40,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Accepts :data:`OLD_SPELLINGS` of its flags, shows defaults, and says what is wrong in one line."""
+    """Accepts :data:`OLD_SPELLINGS`, shows defaults and reports errors in one line."""
 
     def __init__(self, prog: str | None = None, description: str | None = None, **options: object):
         options.setdefault("formatter_class", _Formatter)
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)  # type: ignore[arg-type]
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
-        """As argparse's, of arguments in today's spelling."""
+        """Parses arguments after translating old spellings."""
         given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args([self._spelled(word) for word in given], namespace)
 
@@ -58,12 +58,12 @@ class CommandParser(argparse.ArgumentParser):
         return f"{today}{equals}{value}" if today in known and flag not in known else word
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with one line and status 2."""
+        """Exits with one line and status 2."""
         self.exit(WRONG_USAGE, f"{self.prog}: {one_line(message)}\n")
 
 
 def memory_size(text: str) -> int:
-    """The type of a flag that takes an amount of memory: bytes."""
+    """Flag type: an amount of memory, in bytes."""
     try:
         return parse_size_with_unit(text)
     except ValueError as error:
@@ -71,21 +71,21 @@ def memory_size(text: str) -> int:
 
 
 def at_least_1(text: str) -> int:
-    """The type of a flag that counts something."""
+    """Flag type: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number of at least 1")
     return int(text)
 
 
 def at_least_0(text: str) -> int:
-    """The type of a flag that counts something of which there may be none."""
+    """Flag type: a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number of at least 0")
     return int(text)
 
 
 def not_negative(text: str) -> float:
-    """The type of a flag that takes a number of at least 0."""
+    """Flag type: a finite number of at least 0."""
     value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"it is {text!r}; give a number of at least 0")
@@ -93,7 +93,7 @@ def not_negative(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """The type of a flag that takes a number of more than 0."""
+    """Flag type: a finite number above 0."""
     value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"it is {text!r}; give a number of more than 0")
@@ -108,24 +108,24 @@ def _number(text: str) -> float:
 
 
 def run_reporting(prog: str, run: Callable[[], int]) -> int:
-    """The exit status of ``run``; what a user can mend is said in one line, and the status is 2 then."""
+    """Returns the exit status of ``run``. Errors that a user can resolve are printed in one line, with status 2."""
     try:
         return run()
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         sys.stderr.close()
         return 1
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        if type(error) in (RuntimeError, NotImplementedError, RecursionError):  # ours are of types of their own
+        if type(error) in (RuntimeError, NotImplementedError, RecursionError):  # PatrickStar's errors are subclasses
             raise
         print(f"{prog}: {one_line(str(error))}", file=sys.stderr)
         return WRONG_USAGE
 
 
 def one_line(text: str) -> str:
-    """The lines of a message, joined."""
+    """Joins the lines of a message."""
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def words_after(arguments: Sequence[str] | None) -> list[str]:
-    """The words of the command line after the program's name; ``arguments`` where they are given."""
+    """Returns ``arguments``, or the command line after the program's name."""
     return sys.argv[1:] if arguments is None else list(arguments)

@@ -1,6 +1,6 @@
 """``patrickstar`` and ``python -m patrickstar``: finds the subcommand and runs it.
 
-What a subcommand needs is imported when it runs, so that the list of them needs neither PyTorch nor the extension.
+A subcommand's modules are imported when it runs, so the overview needs neither PyTorch nor the extension.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PROG = "patrickstar"
 
 @dataclasses.dataclass(frozen=True)
 class Subcommand:
-    """One word of the command."""
+    """One subcommand."""
 
     module: str
-    """Has ``main(arguments, prog)``, which returns the exit status."""
+    """Module with ``main(arguments, prog)``, which returns the exit status."""
     does: str
-    """What it does, in one line."""
+    """Description in one line."""
 
 
 SUBCOMMANDS = {
@@ -42,7 +42,7 @@ SUBCOMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that the first word names; its exit status, 2 where there is none of that name."""
+    """Runs the subcommand named by the first word; returns its exit status, or 2 for an unknown name."""
     words = words_after(arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """What ``patrickstar`` prints without arguments."""
+    """Returns the output of ``patrickstar`` without arguments."""
     width = max(map(len, SUBCOMMANDS))
     lines = [f"  {name:<{width}}   {subcommand.does}" for name, subcommand in SUBCOMMANDS.items()]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""``patrickstar ones``: sharing a cluster among training jobs, for real or simulated (docs/guides/ones.md)."""
+"""``patrickstar ones``: elastic scheduling of training jobs, on Ray or simulated (docs/guides/ones.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from patrickstar.ones.traces import MIXES, with_resize_s
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.ones") -> int:
-    """The exit status: 0, or 2 when an argument or a trace is wrong."""
+    """Returns the exit status: 0; 2 for a wrong argument or trace."""
     options = _make_parser(prog).parse_args(arguments)
     return run_reporting(prog, functools.partial(options.run, options))
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from patrickstar.ones.cluster.scheduler import Row
 
 _ELASTIC_NAMES = ("ElasticRun", "ElasticTrain", "ElasticSeq2SeqTrainer")
-"""One of which is in a script that follows orders."""
+"""A script for elastic training contains one of these names."""
 _FOLDER = Path("~/.patrickstar/ones")
 _COLUMNS = ("job", "state", "GPUs", "steps", "s/step", "loss", "resizes", "last resize", "failures", "note")
 
 
 def add_cluster_commands(commands: Any) -> None:
-    """Adds their parsers to those of ``patrickstar ones``."""
+    """Adds the parsers of the cluster commands to ``patrickstar ones``."""
     starting = commands.add_parser("start", help="start a scheduler on a Ray cluster, or on simulated GPUs here")
     starting.add_argument("--simulated-gpus", type=at_least_1, metavar="N", help="start Ray here, with so many")
     starting.add_argument("--policy", choices=[*POLICIES], default="ones", help="that decides (default: ones)")

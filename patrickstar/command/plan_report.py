@@ -1,4 +1,4 @@
-"""What ``patrickstar plan`` prints: answers in lines for people, and in JSON's types."""
+"""Output of ``patrickstar plan``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from patrickstar.sizes import enough_size, show_size
 
 
 def configuration_lines(answer: Answer) -> list[str]:
-    """The configuration with which ``initialize_engine`` trains so."""
+    """Returns the configuration for ``initialize_engine``."""
     return ["configuration (the learning rate is yours):", json.dumps(answer.config(), indent=2)]
 
 
 def program_lines(answer: Answer) -> list[str]:
-    """The program of the step, or of its last backward where gradients accumulate."""
+    """Returns the program of the step, or of its last backward if gradients accumulate."""
     plan = answer.chosen.plan
     return listing_lines(played_instructions(plan), plan.timeline)
 
 
 def answer_lines(answer: Answer) -> list[str]:
-    """All about a plan, but advice and the configuration."""
+    """Returns the plan without advice and configuration."""
     question, case, step = answer.question, answer.chosen, answer.chosen.step
     setting, num_chunks = question.setting, len(case.plan.chunks)
     stalls = ", ".join(f"{name.replace('_', ' ')} {s * 1e3:.0f} ms" for name, s in step.stall_seconds.items())
@@ -59,9 +59,9 @@ def answer_lines(answer: Answer) -> list[str]:
     ]
     if case.setting.host_bytes < setting.host_bytes:
         lines.append(
-            f"host_memory {enough_size(case.setting.host_bytes)} of {show_size(setting.host_bytes)} is best: with more "
-            "of it an engine leaves to the host what is sooner done on the GPU, or makes whole updates where the next "
-            "forward needs parameters first"
+            f"host_memory {enough_size(case.setting.host_bytes)} of {show_size(setting.host_bytes)} is best: with "
+            "more, an engine makes updates on the host that the GPU makes sooner, or whole updates where the next "
+            "forward needs only parameters"
         )
     if case.setting.margin_use_ratio < setting.margin_use_ratio:
         lines.append(
@@ -88,7 +88,7 @@ def answer_lines(answer: Answer) -> list[str]:
 
 
 def length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[str]:
-    """A line per number of GPUs that share a sequence."""
+    """Returns a line per number of GPUs that share a sequence."""
     lines = ["longest sequences that fit:", "GPUs per sequence      tokens   activations       step    tokens/s"]
     for size, one in found:
         if isinstance(one, DoesNotFitError):
@@ -180,7 +180,7 @@ def _work(question: Question) -> str:
     parts += [f"frozen weights in {work.quantization.value}"] if work.quantization is not None else []
     parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
     parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
-    parts.append("activations are computed again" if work.checkpointing else "activations are kept")
+    parts.append("activations are recomputed" if work.checkpointing else "activations are kept")
     return ", ".join(parts)
 
 
@@ -203,7 +203,7 @@ def _cluster_lines(answer: Answer) -> list[str]:
 
 
 def refusal_lines(question: Question, refusal: DoesNotFitError) -> list[str]:
-    """Why a model does not fit."""
+    """Returns the reason why a model does not fit."""
     return [f"does not fit: {refusal}", _work(question), _budgets(question)]
 
 
@@ -217,7 +217,7 @@ def _budgets(question: Question) -> str:
 
 
 def advice_lines(advice: Sequence[Advice], found: Answer | DoesNotFitError) -> list[str]:
-    """What would help, or would fit."""
+    """Returns proposals that speed the model up or make it fit."""
     fits = isinstance(found, Answer)
     if not advice:
         return ["nothing that was tried makes it faster by 1 %"] if fits else ["nothing that was tried makes it fit"]
@@ -226,7 +226,7 @@ def advice_lines(advice: Sequence[Advice], found: Answer | DoesNotFitError) -> l
 
 
 def comparison_lines(answers: Sequence[Answer | DoesNotFitError], questions: Sequence[Question]) -> list[str]:
-    """A line per number of GPUs."""
+    """Returns a line per number of GPUs."""
     lines = ["GPUs   nodes   step      model TFLOPS per GPU   what bounds it"]
     for found, question in zip(answers, questions, strict=True):
         head = f"{question.cluster.num_ranks:4}   {question.cluster.nodes:5}   "
@@ -240,7 +240,7 @@ def comparison_lines(answers: Sequence[Answer | DoesNotFitError], questions: Seq
 
 
 def length_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
-    """Of a longest sequence."""
+    """Returns a longest sequence in JSON types."""
     if isinstance(found, DoesNotFitError):
         return {"fits": False, "why": str(found)}
     return {
@@ -279,7 +279,7 @@ def _mesh_as_dict(answer: Answer) -> dict[str, Any] | None:
 
 
 def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
-    """In JSON's types, as ``--json`` prints it."""
+    """Returns the answer in JSON types, for ``--json``."""
     if isinstance(found, DoesNotFitError):
         least = {"least_device_bytes": found.least_device_bytes, "least_host_bytes": found.least_host_bytes}
         return {"fits": False, "why": str(found), **least}

@@ -1,4 +1,4 @@
-"""``patrickstar run script.py args…``: runs a script as it is, with all its ``Trainer`` objects in engines."""
+"""``patrickstar run script.py args…``: runs an unchanged script with all its ``Trainer`` objects in engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patrickstar.command.script import run_script
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of this command's options, script and script arguments."""
+    """Returns the parser of the command's options, the script and its arguments."""
     description = "Runs a script as it is, with every Trainer (of transformers, of TRL) that it makes in an engine."
     parser = CommandParser(prog, description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="PatrickStar's configuration, a JSON file")
@@ -31,7 +31,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.command.run") -> int:
-    """Runs the script; its exit status, 2 when an argument of this command is wrong."""
+    """Runs the script; returns its exit status, or 2 for a wrong argument of this command."""
     parser = make_parser(prog)
     options = parser.parse_args(arguments)
     if not options.script.is_file():
@@ -53,17 +53,17 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
 
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
-    """The configuration of file and flags.
+    """Returns the configuration of file and flags.
 
     Raises:
-        ValueError: it is wrong, which a script may say only when it has prepared its data.
+        ValueError: it is invalid. Checked here, because a script may prepare its data first.
     """
     from patrickstar.config import Dialect, parse_config
     from patrickstar.config.reading import read_config
 
     budgets = {"device_memory": options.device_memory, "host_memory": options.host_memory}
     config = {**read_config(options.config), **{key: size for key, size in budgets.items() if size is not None}}
-    parse_config(config, Dialect.DEEPSPEED)  # in which the keys that the Trainer follows itself are allowed too
+    parse_config(config, Dialect.DEEPSPEED)  # DeepSpeed's dialect allows the keys that the Trainer handles
     return config
 
 

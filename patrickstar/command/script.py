@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> int:
-    """The script as ``python script.py`` would run it. Exceptions pass; its exit status is returned."""
+    """Runs the script as ``python script.py`` would; returns its exit status. Exceptions propagate."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:

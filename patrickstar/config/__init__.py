@@ -1,9 +1,9 @@
-"""The configuration: a dict or a JSON file as users write it, checked and turned into immutable models.
+"""The configuration: a dict or a JSON file from the user, validated into immutable models.
 
-``parse_config`` turns it into a :class:`Config`; nothing past it sees a dict. The models are the one schema: each key's
-type, default, meaning and what happens to it (``fates``) stand together, and docs/config.md and the JSON Schema
-(``python -m patrickstar.config``) are made from them. Keys that have no effect or are refused are rows of a table,
-other_keys.md, which the models are completed from.
+``parse_config`` returns a :class:`Config`; later code sees no dict. The models are the only schema: each key's type,
+default, meaning and fate (``fates``) stand together. docs/config.md and the JSON Schema (``python -m
+patrickstar.config``) are generated from them. Keys without effect, and refused keys, are rows of a table,
+other_keys.md, that completes the models.
 """
 
 from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes

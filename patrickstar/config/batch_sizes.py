@@ -1,4 +1,4 @@
-"""How a step's samples are divided: ``train_batch_size`` = micro-batch x accumulation x ranks."""
+"""Batch sizes of a step: ``train_batch_size`` = micro-batch x accumulation x ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from patrickstar.config.root import Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The three sizes of a run."""
+    """The three batch sizes of a run."""
 
     train_batch_size: int
-    """Number of samples of one optimizer step, on all ranks."""
+    """Samples of one optimizer step, on all ranks."""
     micro_batch_size: int
-    """Number of samples of one forward on one rank."""
+    """Samples of one forward on one rank."""
     accumulation_steps: int
-    """Number of backward passes of one optimizer step."""
+    """Backward passes of one optimizer step."""
 
 
 def resolve_batch_sizes(config: Config, num_ranks: int) -> BatchSizes:
-    """The sizes that the configuration gives, with what it leaves out computed from the others. Without
-    ``gradient_accumulation_steps`` and one of the other two there is no accumulation.
+    """The configured sizes; missing ones are computed from the others. With only one batch size given there is no
+    accumulation.
 
     Raises:
-        ValueError: they contradict each other, cannot be divided, or neither batch size is given.
+        ValueError: they contradict each other, are not divisible, or neither batch size is given.
     """
     train, micro, accumulation = (
         config.train_batch_size,

@@ -1,4 +1,4 @@
-"""Which values are possible together."""
+"""Checks of combinations of values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {"torch.float32": DataType.FP32, "torch.float16": DataType.FP16, "torch
 
 
 def find_conflicts(config: Config) -> list[str]:
-    """A line for each combination of values that makes no sense."""
+    """One line for each impossible combination of values."""
     problems = conflicts_of_params(config.optimizer.type, config.optimizer.params)
     if config.optimizer.speculation is Speculation.COMMIT and (config.fp16 is not None or config.gradient_clipping > 0):
         problems.append(
@@ -59,7 +59,7 @@ def _conflicts_of_disk(config: Config) -> list[str]:
     if section.size is not None and section.path is None:
         return [f"disk_memory.size is {section.size}, but disk_memory.path is missing; give a folder on that disk"]
     named = [(name, offload.nvme_path) for name, offload in on_disk.items() if offload.nvme_path is not None]
-    if named and named[0][1] != section.path:  # the first one's folder counts
+    if named and named[0][1] != section.path:  # the first section's folder is used
         name, path = named[0]
         return [
             f"disk_memory.path is {shown(section.path)} and zero_optimization.{name}.nvme_path is {shown(path)}; "
@@ -128,7 +128,7 @@ def _conflicts_of_dtypes(config: Config) -> list[str]:
 
 
 def check_loss_scaler_state(config: Config, state: Mapping[str, Any]) -> None:
-    """Raises ValueError when the loss scaler that ``config`` asks for cannot go on from ``state``."""
+    """Raises ValueError if ``config``'s loss scaler cannot continue from ``state``."""
     scaler = make_loss_scaler(config)
     try:
         if scaler is not None:
@@ -139,10 +139,10 @@ def check_loss_scaler_state(config: Config, state: Mapping[str, Any]) -> None:
 
 
 def make_loss_scaler(config: Config) -> _C.optim.LossScaler | None:
-    """The loss scaler that ``config.fp16`` asks for; None without float16."""
+    """The loss scaler of ``config.fp16``; None without float16."""
     if config.fp16 is None:
         return None
-    from patrickstar import _C  # here: what reads a configuration needs no extension
+    from patrickstar import _C  # imported here: reading a configuration needs no extension
 
     return _C.optim.LossScaler(
         loss_scale=config.fp16.loss_scale,

@@ -1,6 +1,4 @@
-"""The two entry points and what a configuration means at each: their defaults, and which keys say something about
-others.
-"""
+"""The two entry points: their defaults, and keys that change other keys."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from patrickstar.config.update_rules import with_own_defaults
 
 
 class Dialect(enum.Enum):
-    """Whose defaults a configuration is read with."""
+    """The entry point, whose defaults are used."""
 
     PATRICKSTAR = "initialize_engine"
-    """No clipping; Adam's weight decay is an L2 term; a section ``fp16`` or ``bf16`` switches it on."""
+    """No clipping; Adam's weight decay is an L2 term; a section ``fp16`` or ``bf16`` enables it."""
     DEEPSPEED = "patrickstar.initialize"
-    """DeepSpeed's: clipping at 1; Adam is AdamW; these sections are off without ``enabled``."""
+    """DeepSpeed's defaults: clipping at 1; Adam is AdamW; these sections are off without ``enabled``."""
 
 
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = {
@@ -28,14 +26,14 @@ DEEPSPEED_DEFAULTS: Mapping[str, Any] = {
     "bf16.enabled": False,
     "optimizer.params.adam_w_mode": True,
 }
-"""Where DeepSpeed's defaults differ; those of a section count where its first one is given."""
+"""Where DeepSpeed's defaults differ; those of a section apply if the section is given."""
 
 _LEAST_CHUNK_NUMEL = 1024
 _TORCH_ADAMW_DECAY = 0.01
 
 
 def with_defaults(values: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """A copy with the dialect's defaults where ``values`` has none."""
+    """A copy with the dialect's defaults for missing keys."""
     result = dict(values)
     if dialect is Dialect.DEEPSPEED:
         for path, default in DEEPSPEED_DEFAULTS.items():
@@ -55,7 +53,7 @@ def _set_default(place: dict[str, Any], path: list[str], default: Any, *, is_top
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with what its keys say about other keys, and without sections that are switched off."""
+    """The configuration after keys have changed other keys, and without disabled sections."""
     zero = config.zero_optimization
     sequence = config.sequence_parallel
     if config.sequence_parallel_size is not None and sequence.size == 1:
@@ -82,7 +80,7 @@ def resolve(config: Config) -> Config:
 
 
 def _resolve_disk(config: Config) -> Any:
-    """In the folder that DeepSpeed's keys name, where ``disk_memory`` names none."""
+    """Takes ``disk_memory``'s folder from DeepSpeed's keys if it has none."""
     section, zero = config.disk_memory, config.zero_optimization
     offloads = [offload for offload in (zero.offload_optimizer, zero.offload_param) if offload.device == "nvme"]
     named = [offload.nvme_path for offload in offloads if offload.nvme_path is not None]
@@ -90,15 +88,15 @@ def _resolve_disk(config: Config) -> Any:
 
 
 def _resolve_columns(config: Config) -> Any:
-    """As many as one of DeepSpeed's keys says, where ``columns`` does not say it."""
+    """Takes ``columns`` from DeepSpeed's keys if it is not set."""
     section = config.tensor_parallel
     said = max(section.autotp_size, section.tp.tp_size)
     return section.model_copy(update={"columns": said}) if said > 1 and section.columns == 1 else section
 
 
 def _resolve_optimizer(config: Config) -> Any:
-    """Adam or AdamW, as DeepSpeed's engine chooses: AdamW by name, or because the mode says so. Others are what their
-    names say.
+    """Chooses Adam or AdamW as DeepSpeed's engine does: AdamW by name, or by ``adam_w_mode``. Other types are
+    unchanged.
     """
     kind, params = config.optimizer.type, config.optimizer.params
     if kind not in (OptimizerType.ADAM, OptimizerType.ADAMW):

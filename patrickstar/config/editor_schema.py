@@ -1,5 +1,5 @@
-"""The JSON Schema of a configuration file, for editors: what :mod:`pydantic` makes of the models, with each key's
-further spellings and ``"auto"``.
+"""The JSON Schema of a configuration file, for editors: :mod:`pydantic`'s, plus each key's further spellings and
+``"auto"``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What happens to a key, in a small vocabulary that stands beside its type: ``Annotated[bool, HONOURED]`` in a model,
-words in the table of keys that have no effect or are refused (other_keys.md).
+"""The fate of each key, declared beside its type: ``Annotated[bool, HONOURED]`` in a model, words in other_keys.md.
 
-The check of a configuration, the line that names what was accepted without effect, and the table in docs/config.md all
-read it from there.
+The validation, the log line about keys without effect and the table in docs/config.md read it from there.
 
-A key that would only make things faster or smaller in the way another system is built has no effect here: numbers stay
-the same, and the reason says what is done instead. A key whose user would miss something (other numbers, a tier of
-memory, an output) is refused, with what to do instead.
+A DeepSpeed key that only affects speed or memory in DeepSpeed's design has no effect here: results are unchanged, and
+the reason says what is done instead. A key whose user would miss something (other numbers, a memory tier, an output) is
+refused, and the text says what to do instead.
 """
 
 from __future__ import annotations
@@ -23,27 +21,27 @@ from patrickstar.config.values import unexpected
 
 
 class Action(enum.Enum):
-    """What happens to a key."""
+    """Kinds of fates."""
 
     HONOURED = "honoured"
-    """It does what it says."""
+    """The key does what it says."""
     MAPPED = "mapped"
-    """It changes another key, which is then honoured."""
+    """The key changes another key, which is then honoured."""
     NO_EFFECT = "no effect"
-    """It is accepted, and named in one line of the log when it is not the default."""
+    """The key is accepted; a log line names it if it is not the default."""
     REFUSED = "refused"
-    """It is accepted with a value that asks for nothing; every other one is an error."""
+    """Only values that request nothing are accepted; others are errors."""
 
 
 class Reader(enum.Enum):
-    """Which entry points act on a key or a section, where these are not both of them."""
+    """The only entry point that acts on a key or a section; without it, both do."""
 
     INITIALIZE = "patrickstar.initialize"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What happens to one key."""
+    """The fate of one key."""
 
     action: Action
     text: str = ""
@@ -51,12 +49,12 @@ class Fate:
     target: str = ""
     """MAPPED: the dotted key that changes."""
     only: tuple[Any, ...] | None = None
-    """The values that are accepted; None: all of the type."""
+    """The accepted values; None: all of the type."""
     accepts: Callable[[Any], bool] | None = None
-    """Instead of ``only``, where accepted values cannot be listed."""
+    """Replaces ``only`` if accepted values cannot be listed."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Lets pydantic refuse what is not accepted, in this key's own words."""
+        """Makes pydantic refuse unaccepted values with this key's text."""
         schema = handler(source)
         return (
             core_schema.no_info_after_validator_function(self._check, schema)
@@ -72,7 +70,7 @@ class Fate:
 
 
 def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
-    """Whether a user's value is one of these plain ones. Anything may be given: arrays, which are not compared so."""
+    """Tests whether a user's value is one of ``choices``. Values of other types, such as arrays, are never compared."""
     return (value is None or isinstance(value, (bool, int, float, str, enum.Enum))) and value in choices
 
 
@@ -80,7 +78,7 @@ HONOURED = Fate(action=Action.HONOURED)
 
 
 def mapped(target: str, how: str) -> Fate:
-    """The key changes ``target``; ``how`` says what from what."""
+    """The key changes ``target``; ``how`` describes the change."""
     return Fate(action=Action.MAPPED, target=target, text=how)
 
 
@@ -90,12 +88,12 @@ def no_effect(why: str) -> Fate:
 
 
 def refused(why: str, *, only: tuple[Any, ...] = (False,)) -> Fate:
-    """The key is accepted with the values ``only``, which ask for nothing; ``why`` says what to do instead."""
+    """The key is accepted only with the values ``only``, which request nothing; ``why`` says what to do instead."""
     return Fate(action=Action.REFUSED, text=why, only=only)
 
 
 def refused_section(why: str) -> Fate:
-    """As :func:`refused`, for a section without keys of its own here: nothing in it may be switched on."""
+    """:func:`refused` for a section without keys of its own here: nothing in it may be enabled."""
     return Fate(action=Action.REFUSED, text=why, accepts=_asks_for_nothing)
 
 
@@ -116,6 +114,6 @@ def _switches(value: Mapping[str, Any]) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True)
 class OtherSpelling:
-    """A further name of a key, which configurations in the wild use."""
+    """A further name of a key, used by existing configurations."""
 
     name: str

@@ -1,5 +1,5 @@
-"""All keys of the configuration, read off its models: what the check, the log, the table and the JSON Schema go
-through.
+"""All keys of the configuration, read from its models: used by the validation, the log, the table and the
+JSON Schema.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from patrickstar.config.values import Section
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key, or one section, of one section."""
+    """One key or subsection of a section."""
 
     section: str
-    """The dotted name of the section that it is in; empty at top level."""
+    """The dotted name of its section; empty at top level."""
     name: str
     field: FieldInfo
     sections: tuple[type[Section], ...]
-    """A section's models: several where its ``type`` chooses; none for a key with a value of its own."""
+    """A section's models, several if its ``type`` selects one; empty for a key with a value."""
     fate: Fate | None
     """None for a section whose keys have fates of their own."""
     reader: Reader | None
-    """Which entry point alone acts on it; None: both."""
+    """The only entry point that acts on it; None: both."""
 
     @property
     def path(self) -> str:
-        """The dotted name, with those of the sections that it is in."""
+        """The dotted name, including its sections."""
         return f"{self.section}.{self.name}" if self.section else self.name
 
     @property
@@ -45,7 +45,7 @@ class Key:
 
 @functools.cache
 def keys_of(model: type[Section] = Config, section: str = "", reader: Reader | None = None) -> tuple[Key, ...]:
-    """The keys of one section, without those of sections in it."""
+    """The keys of one section, without those of its subsections."""
     keys = []
     for name, field in model.model_fields.items():
         fates = [item for item in field.metadata if isinstance(item, Fate)]
@@ -64,7 +64,7 @@ def keys_of(model: type[Section] = Config, section: str = "", reader: Reader | N
 
 
 def all_keys(model: type[Section] = Config, section: str = "", reader: Reader | None = None) -> Iterator[Key]:
-    """The keys of a section, each section in it followed by its own."""
+    """The keys of a section, each subsection followed by its own keys."""
     for key in keys_of(model, section, reader):
         yield key
         for inner in key.sections:
@@ -72,14 +72,14 @@ def all_keys(model: type[Section] = Config, section: str = "", reader: Reader | 
 
 
 def section_for(key: Key, value: Any) -> type[Section] | None:
-    """The model that a section's dict is checked by; None if it is none, or ``value`` is no dict."""
+    """The model that validates a section's dict; None if the key is no section, or ``value`` is no dict."""
     if not isinstance(value, Mapping) or not key.sections:
         return None
     return next((model for model in key.sections if model.__name__ == value.get("type")), key.sections[-1])
 
 
 def set_keys(config: Section, section: str = "") -> Iterator[tuple[Key, Any]]:
-    """The keys of a parsed section that have another value than the default, those of its sections included."""
+    """The keys of a parsed section, subsections included, whose values differ from the default."""
     for key in keys_of(type(config), section):
         value = getattr(config, key.name)
         if isinstance(value, Section):

@@ -1,4 +1,4 @@
-"""What a user reads about a wrong configuration: one line for each problem, with the key, its value and what to do."""
+"""Messages about a wrong configuration: one line for each problem, with the key, its value and what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LEAST_LIKENESS = 0.55
 
 
 def join(problems: Sequence[str]) -> str:
-    """The message of all problems of one configuration."""
+    """Joins the problems of one configuration into a message."""
     if len(problems) == 1:
         return problems[0]
     return f"the configuration has {len(problems)} problems:\n" + "\n".join(f"  {line}" for line in problems)
@@ -54,7 +54,7 @@ def describe(error: ErrorDetails) -> str:
 def _path(loc: Sequence[int | str]) -> str:
     parts = list(loc)
     if len(parts) > 1 and parts[0] == "scheduler" and parts[1] in _MODELS_OF_SCHEDULES:
-        del parts[1]  # pydantic names the model that "type" chose
+        del parts[1]  # pydantic names the model that "type" selected
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{key_text(part)}" for part in parts)
     return text.removeprefix(".")
 
@@ -77,7 +77,7 @@ def _unknown_key(path: str) -> str:
 
 
 def _elsewhere(name: str, section: str, keys: Sequence[Key]) -> list[str]:
-    """Where else that name is a key, sections nearest to the top first; none if it is one of many places."""
+    """Other sections with a key of that name, nearest to the top first; empty if there are more than three."""
     paths = dict.fromkeys(key.path for key in keys if key.section != section and name in (key.name, *key.spellings))
     found = sorted(paths, key=lambda path: path.count("."))
     return found if len(found) <= 3 else []
@@ -88,7 +88,7 @@ def _choice_of_paths(paths: Sequence[str]) -> str:
 
 
 def wrong_entry_point(key: Key, value: Mapping[str, Any] | Any) -> str:
-    """The line for a key that the entry point in use does not act on."""
+    """The line for a key that the entry point in use does not support."""
     instead = {
         "scheduler": "make a torch.optim.lr_scheduler of the optimizer",
         "train_batch_size": "divide batches in the script",

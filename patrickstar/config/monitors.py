@@ -1,4 +1,4 @@
-"""Sections about what is logged and measured, with DeepSpeed's keys. ``patrickstar.initialize`` acts on them."""
+"""Sections for logging and measurement, with DeepSpeed's keys. ``patrickstar.initialize`` acts on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TensorBoardConfig(Section):
     """The section ``tensorboard``: figures written to TensorBoard's event files."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether figures are written to TensorBoard."""
+    """True if figures are written to TensorBoard."""
     output_path: Annotated[Text, HONOURED] = ""
     """The folder for event files, absolute or relative to the working directory."""
     job_name: Annotated[Text, HONOURED] = "DeepSpeedJobName"
@@ -25,7 +25,7 @@ class WandbConfig(Section):
     """The section ``wandb``: figures reported to Weights & Biases."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether figures are reported to Weights & Biases."""
+    """True if figures are reported to Weights & Biases."""
     group: Annotated[Text | None, HONOURED] = None
     """Name of the group that the run belongs to."""
     team: Annotated[Text | None, HONOURED] = None
@@ -38,7 +38,7 @@ class CsvMonitorConfig(Section):
     """The section ``csv_monitor``: figures written to a CSV file."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether figures are written to ``metrics.csv``."""
+    """True if figures are written to ``metrics.csv``."""
     output_path: Annotated[Text, HONOURED] = ""
     """The folder for CSV files, absolute or relative to the working directory."""
     job_name: Annotated[Text, HONOURED] = "DeepSpeedJobName"
@@ -49,7 +49,7 @@ class FlopsProfilerConfig(Section):
     """The section ``flops_profiler``: a count of the floating point operations of one step."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether the floating point operations of one step are counted."""
+    """True if the floating point operations of one step are counted."""
     profile_step: Annotated[AtLeast0, HONOURED] = 1
     """Number of steps that are done before the one that is counted."""
     recompute_fwd_factor: Annotated[NonNegative, HONOURED] = 0.0
@@ -59,6 +59,6 @@ class FlopsProfilerConfig(Section):
     top_modules: Annotated[AtLeast0, HONOURED] = 1
     """Number of modules that are listed at each depth."""
     detailed: Annotated[Switch, HONOURED] = True
-    """Whether modules are listed, beside the totals of the model."""
+    """True if modules are listed, beside the totals of the model."""
     output_file: Annotated[FilePath | None, HONOURED] = None
     """Path of the file that the counts are written to; None: standard output."""

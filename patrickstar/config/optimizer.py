@@ -22,7 +22,7 @@ from patrickstar.config.values import (
 
 
 class OptimizerType(enum.Enum):
-    """The rule that updates parameters; Adam and AdamW differ in where weight decay goes."""
+    """The update rule; Adam and AdamW differ in where weight decay is applied."""
 
     ADAM = "Adam"
     ADAMW = "AdamW"
@@ -31,7 +31,7 @@ class OptimizerType(enum.Enum):
 
 
 class Speculation(enum.Enum):
-    """When updates on the host start."""
+    """The time at which updates on the host start."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -59,9 +59,9 @@ _INSTEAD_OF_OPTIMIZERS = {
     "zerooneadam": "compressed gradients change the numbers: use Adam",
     "onebitlamb": "compressed gradients change the numbers: use AdamW",
     "fusedadam": "all updates are fused: use Adam",
-    "deepspeedcpuadam": "states live where there is room: use Adam",
+    "deepspeedcpuadam": "states rest where there is room: use Adam",
     "fusedlion": "all updates are fused: use Lion",
-    "deepspeedcpulion": "states live where there is room: use Lion",
+    "deepspeedcpulion": "states rest where there is room: use Lion",
     "muadam": "mup's learning rates are those of its parameter groups: pass these, with Adam",
     "muadamw": "mup's learning rates are those of its parameter groups: pass these, with AdamW",
 }
@@ -80,30 +80,30 @@ def _optimizer_type(value: object) -> object:
 
 
 class OptimizerParams(Section):
-    """``optimizer.params``: the defaults of every parameter group. What ``type`` does not have is refused beside it."""
+    """``optimizer.params``: the defaults of every parameter group. Options that ``type`` lacks are refused."""
 
     lr: Annotated[NonNegative, HONOURED] = 1e-3
     """The learning rate, at least 0."""
     betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
-    """Decay rates of momentum and variance, each in [0, 1), of Adam and AdamW. Lion has two rates for its one momentum,
-    of what it steps by and of what it keeps, by default (0.9, 0.99).
+    """Decay rates of momentum and variance, each in [0, 1), for Adam and AdamW. Lion has two rates for its one
+    momentum, by default (0.9, 0.99): the first for the update, the second for the stored momentum.
     """
     eps: Annotated[NonNegative, HONOURED] = 1e-8
     """Number that is added to the denominator of the update of Adam and AdamW, at least 0."""
     weight_decay: Annotated[NonNegative, HONOURED] = 0.0
     """Factor of weight decay, at least 0: an L2 term with Adam and SGD, decoupled with AdamW and Lion."""
     momentum: Annotated[NonNegative, HONOURED] = 0.0
-    """Factor of SGD's momentum in each step, at least 0, as ``torch.optim.SGD`` has it."""
+    """Factor of SGD's momentum in each step, at least 0, as in ``torch.optim.SGD``."""
     dampening: Annotated[Fraction, HONOURED] = 0.0
-    """The share of a gradient that does not go into SGD's momentum, from 0 to 1; all of the first one does."""
+    """The share of a gradient that does not go into SGD's momentum, from 0 to 1; the first gradient goes in whole."""
     nesterov: Annotated[Switch, HONOURED] = False
-    """True where SGD's momentum is Nesterov's, which needs a ``momentum`` and no ``dampening``."""
+    """True for Nesterov momentum in SGD, which needs a ``momentum`` and no ``dampening``."""
     use_hybrid_adam: Annotated[Switch, HONOURED] = True
-    """True where optimizer states may live on the device where its memory has a margin; else all are on the host."""
+    """True if optimizer states may rest on the device where it has headroom; else all rest on the host."""
     adam_w_mode: Annotated[
         Switch | None, mapped("optimizer.type", "``True`` makes Adam AdamW; AdamW is AdamW with either value")
     ] = None
-    """True where weight decay is decoupled, as in AdamW; None: as ``type`` says."""
+    """True for decoupled weight decay, as in AdamW; None: as ``type`` says."""
     torch_adam: Annotated[
         Switch,
         mapped(
@@ -111,15 +111,15 @@ class OptimizerParams(Section):
             "formulas are those of ``torch.optim`` in either case; with ``True``, AdamW's default decay is too (0.01)",
         ),
     ] = False
-    """True where PyTorch's Adam is used instead of DeepSpeed's."""
+    """True for PyTorch's Adam instead of DeepSpeed's."""
     bias_correction: Annotated[Switch, HONOURED] = True
-    """True where the bias of momentum and variance in the first steps is corrected, as ``torch.optim`` does."""
+    """True if the bias of momentum and variance in the first steps is corrected, as in ``torch.optim``."""
     amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
-    """True where Adam's AMSGrad variant is used."""
+    """True for Adam's AMSGrad variant."""
     fp32_optimizer_states: Annotated[
         Switch, refused('what momentum and variance are stored in is optimizer.states: give "bf16" there', only=(True,))
     ] = True
-    """True where momentum and variance are float32; else they have the parameters' dtype."""
+    """True if momentum and variance are float32; else they have the parameters' dtype."""
     max_grad_norm: Annotated[
         NonNegative | None,
         refused("it is no option of the optimizer; give gradient_clipping at top level", only=(None,)),
@@ -131,43 +131,42 @@ _IN_PARAMS = no_effect("as in DeepSpeed, it counts in ``optimizer.params`` alone
 
 
 class OptimizerConfig(Section):
-    """The section ``optimizer``: which rule, its options, when it updates, and what its states are stored in."""
+    """The section ``optimizer``: the update rule, its options, when it updates, and how its states are stored."""
 
     type: Annotated[OptimizerType, BeforeValidator(_optimizer_type), HONOURED] = OptimizerType.ADAM
     """``"Adam"``, ``"AdamW"``, ``"Lion"`` (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms") or
-    ``"SGD"`` (that of ``torch.optim``), in any case. The latter two keep a momentum and no variance, which takes 4
-    bytes per parameter less. With ``patrickstar.initialize``, Adam is AdamW too unless ``params.adam_w_mode`` is
-    ``False``, as with DeepSpeed.
+    ``"SGD"`` (as in ``torch.optim``), in any case. The latter two keep a momentum and no variance, which saves 4 bytes
+    per parameter. With ``patrickstar.initialize``, as with DeepSpeed, Adam is AdamW too unless ``params.adam_w_mode``
+    is ``False``.
     """
     params: OptimizerParams = Field(default_factory=OptimizerParams)
     """Options of the optimizer: the defaults of every parameter group."""
     speculation: Annotated[Speculation, HONOURED] = Speculation.AUTO
-    """When updates on the host start: during backward, expecting that neither clipping nor an overflow will act, into
-    memory of their own (up to 14 bytes per parameter, within ``host_memory``; where there is less, 2 for the new
-    parameters, with the states updated behind), and are done again where one did: ``"auto"`` (with a GPU),
-    ``"always"`` or ``"never"``. It changes no number.
-
-    ``"commit"`` starts them in backward in place, which needs no memory, and is for good; so are then the updates of
-    chunks whose states are on the device. It is a promise: every backward is followed by exactly one step with the
-    options it began with (no accumulation, no values read or written in between; what would break the promise is
-    refused), there is neither clipping nor loss scaling, and gradients that are not finite are applied as
-    ``torch.optim`` applies them. A backward that fails half way leaves a model that is updated in part: go on from a
-    checkpoint. On one GPU with ``bf16`` parameters and states then take 12 bytes per parameter instead of 14.
+    """When updates on the host start: ``"auto"`` (speculative with a GPU), ``"always"``, ``"never"`` or ``"commit"``.
+    It changes no number.
+    Speculative updates start during backward, on the assumption that neither clipping nor an overflow will occur; if
+    one does, they are redone. They need memory of their own: up to 14 bytes per parameter, within ``host_memory``. With
+    less memory they take 2 bytes for the new parameters, and the states are updated afterwards.
+    ``"commit"`` is optimizer-in-backward: updates run in place, need no memory and cannot be rolled back, including
+    those of chunks whose states are on the device. The user guarantees that each backward is followed by exactly one
+    step with the options it began with: no accumulation, no values read or written in between (violations are refused),
+    no clipping, no loss scaling. Gradients that are not finite are applied, as in ``torch.optim``. A backward that
+    fails half way leaves a partly updated model: continue from a checkpoint. On one GPU with ``bf16``, parameters and
+    states then take 12 bytes per parameter instead of 14.
     """
     states: Annotated[States, HONOURED] = States.FP32
-    """Types of momentum and variance between updates, which compute in float32 in any case: ``"fp32"`` (14
-    bytes per parameter in 16-bit training, with the parameter and its float32 master), ``"bf16"``, rounded
-    stochastically (10 bytes), or ``"8bit"``, in blocks of 256 with a scale (8 bytes; Dettmers et al. 2021, "8-bit
-    Optimizers via Block-wise Quantization"). With ``"8bit"`` embeddings, parameters of fewer than two dimensions and
-    those of fewer than 4,096 elements keep float32, as there. A loss of precision that is yours to accept: the guide
-    ``docs/guides/fewer_bytes.md`` says what it costs. For given states results are bitwise the same for any budget.
+    """Types of momentum and variance between updates; updates compute in float32. ``"fp32"``: 14 bytes per parameter in
+    16-bit training, including the parameter and its float32 master. ``"bf16"``: 10 bytes, rounded stochastically.
+    ``"8bit"``: 8 bytes, in blocks of 256 with a scale (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
+    Quantization"). As there, with ``"8bit"`` embeddings, parameters of fewer than two dimensions and those of fewer
+    than 4,096 elements keep float32. Precision is lost: the guide ``docs/guides/fewer_bytes.md`` says how much. For
+    given states results are bitwise the same for any budget.
     """
     master: Annotated[Master, HONOURED] = Master.EXACT
-    """Values from which parameters are updated: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the
-    bfloat16 parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less
-    (2 where masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16``. Where ``speculation`` is not
-    ``"commit"`` a gradient waits for the norm in 2 bytes of its own. A loss of precision that is yours to accept, as
-    with ``states``.
+    """Values from which parameters are updated. ``"exact"``: a float32 master beside each parameter. ``"stochastic"``:
+    the bfloat16 parameter alone, rounded stochastically by each update. That saves 4 bytes per parameter (2 if masters
+    are split); with ``states`` ``"8bit"`` 4.03 remain in all. It needs ``bf16``. If ``speculation`` is not
+    ``"commit"``, a gradient takes 2 bytes of its own until the norm is known. Precision is lost, as with ``states``.
     """
     streaming: Annotated[
         Text,
@@ -177,10 +176,10 @@ class OptimizerConfig(Section):
             only=("never",),
         ),
     ] = "never"
-    """When the GPU updates states that stay in host memory, as version 0.6 and older could."""
+    """When the GPU updates states that stay in host memory; an option of version 0.6 and older."""
     torch_adam: Annotated[Switch, _IN_PARAMS] = False
     """``params.torch_adam``, for scripts that give it here."""
     adam_w_mode: Annotated[Switch | None, _IN_PARAMS] = None
     """``params.adam_w_mode``, for scripts that give it here."""
     legacy_fusion: Annotated[Switch, no_effect("all updates are fused")] = False
-    """True where DeepSpeed's float16 optimizer uses its older code for fused Adam."""
+    """True for the older code of fused Adam in DeepSpeed's float16 optimizer."""

@@ -1,4 +1,4 @@
-"""The keys that have no effect or are refused: the rows of other_keys.md, made fields of the models."""
+"""Keys without effect and refused keys: the rows of other_keys.md, made fields of the models."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from patrickstar.config.values import DataType, Section
 
 _LINES = resources.files("patrickstar.config").joinpath("other_keys.md").read_text(encoding="utf-8").splitlines()
 _ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _LINES if line.startswith("| ")][1:]
-"""Of each row the cells: key, type, default, what happens, meaning."""
+"""Cells of each row: key, type, default, what happens, meaning."""
 _FATES = {"no effect": no_effect, "refused but": refused, "refused where it switches something on": refused_section}
 
 
 def with_other_keys(section: str) -> type[Section]:
-    """A base class with the table's keys of that section (``""`` is the top level), for one that declares the others.
-
-    The order is the table's. :class:`Section` comes after it among the bases, so that docstrings of fields count.
+    """A base class with the table's keys of that section (``""`` is the top level), for a class that declares the
+    others. Fields have the table's order. :class:`Section` must come after it among the bases, so that docstrings of
+    fields are used.
     """
     return _make_model("OtherKeys", section)
 
@@ -34,15 +34,15 @@ def _make_model(name: str, section: str, about: str | None = None) -> type[Secti
             continue
         key, *spellings = names.split(" or ")
         if not kind:
-            fields[key] = (Any, None)  # the class declares it, and it keeps its place
+            fields[key] = (Any, None)  # declared by the class; keeps its position
         elif not default:
             model = _make_model(kind, path, f"The section ``{path}``: {what_happens}.")
-            globals()[kind] = model  # where pickle looks for it
+            globals()[kind] = model  # for pickle
             fields[key] = (model, Field(default_factory=model, description=meaning))
         else:
             annotation = Annotated[(_type(kind), *map(OtherSpelling, spellings), _fate(what_happens))]
             fields[key] = (annotation, Field(_default(default, kind), description=meaning))
-    no_source = {"use_attribute_docstrings": False}  # else pydantic looks for it, frame by frame
+    no_source = {"use_attribute_docstrings": False}  # otherwise pydantic searches for docstrings, frame by frame
     return create_model(name, __base__=Section, __module__=__name__, __doc__=about, __cls_kwargs__=no_source, **fields)
 
 

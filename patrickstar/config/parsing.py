@@ -1,4 +1,4 @@
-"""From a user's dict or file to a :class:`Config`: the only place that reads dicts."""
+"""Validates a user's dict or file into a :class:`Config`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _TOTAL_STEPS = "scheduler.params.total_num_steps"
 def parse_config(
     config: Mapping[str, Any] | Config | str | os.PathLike[str] | None, dialect: Dialect = Dialect.PATRICKSTAR
 ) -> Config:
-    """Checks a configuration and turns it into a :class:`Config`.
+    """Validates a configuration.
 
     Args:
-        config: a dict, the path of a JSON file, or None for the defaults. Values that are ``"auto"`` count as left out.
-            A :class:`Config` is returned as it is.
-        dialect: the entry point that it is for, which decides on a few defaults.
+        config: a dict, the path of a JSON file, or None for the defaults. Values of ``"auto"`` count as missing. A
+            :class:`Config` is returned unchanged.
+        dialect: the entry point, which decides on some defaults.
 
     Raises:
-        ValueError: unknown keys (with the nearest known ones), wrong types, or impossible values: all of them, a line
-            for each.
+        ValueError: unknown keys (with the most similar known ones), wrong types, or impossible values: all of them, one
+            line each.
     """
     if isinstance(config, Config):
         return config
@@ -60,7 +60,7 @@ def parse_config(
 
 
 def _lines_of(error: ValidationError) -> list[str]:
-    """A line for each of pydantic's errors; options of an optimizer that is refused are not worth one."""
+    """One line for each of pydantic's errors, without those about options of a refused optimizer."""
     errors = error.errors(include_url=False)
     if any(item["loc"] == ("optimizer", "type") for item in errors):
         errors = [item for item in errors if item["loc"][:2] != ("optimizer", "params")]
@@ -68,7 +68,7 @@ def _lines_of(error: ValidationError) -> list[str]:
 
 
 def _for_the_other(values: Mapping[str, Any]) -> list[str]:
-    """A line for each key that asks for something only the other entry point does."""
+    """One line for each key that only the other entry point supports."""
     return [
         wrong_entry_point(key, values[key.name])
         for key in keys_of()
@@ -88,7 +88,7 @@ def _lacks_total_steps(config: Config) -> bool:
 
 
 def log_accepted_options(config: Config) -> None:
-    """Says once, in one line, which options are accepted without effect."""
+    """Logs, in one line, the options that are accepted without effect."""
     accepted = [key.path for key, _ in set_keys(config) if key.fate is not None and key.fate.action is Action.NO_EFFECT]
     if accepted:
         logger.info("accepted without effect (docs/config.md says why): %s", ", ".join(accepted))

@@ -12,21 +12,19 @@ from patrickstar.config.values import Names, Section, ignoring_case
 
 
 class QuantizationType(enum.Enum):
-    """What frozen weights are stored in."""
+    """Storage formats of frozen weights."""
 
     NF4 = "nf4"
     INT8 = "int8"
 
 
 class QuantizationConfig(Section):
-    """The section ``quantization``: frozen weights of linear layers, stored in 4 or 8 bits and dequantised where they
-    are used.
-    """
+    """The section ``quantization``: frozen weights of linear layers, stored in 4 or 8 bits and dequantised on use."""
 
     type: Annotated[QuantizationType, BeforeValidator(ignoring_case(QuantizationType)), HONOURED] = QuantizationType.NF4
-    """``"nf4"``: 0.516 bytes per weight, as QLoRA publishes it and bitsandbytes computes it, with double quantisation.
-    ``"int8"``: 1.016 bytes, in blocks of 256 with a float32 scale. A loss of precision that is yours to accept; for a
-    given type results are bitwise the same for any budget.
+    """``"nf4"``: 0.516 bytes per weight with double quantisation, as in QLoRA and bitsandbytes. ``"int8"``: 1.016
+    bytes, in blocks of 256 with a float32 scale. Precision is lost; for a given type results are bitwise the same for
+    any budget.
     """
     skip_modules: Annotated[Names, HONOURED] = ()
     """Names of modules whose weights keep the compute dtype, beside the output embeddings (``lm_head``): a whole dotted

@@ -1,4 +1,4 @@
-"""Gets a configuration's dict from where a user has it: a dict, or a file."""
+"""Reads a configuration's dict from a dict or a file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_LEVELS = 32
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[Any, Any]:
-    """The dict; None is an empty one. A file has JSON, or Hjson or JSON5 where that is installed.
+    """The dict; None gives an empty one. A file contains JSON, or Hjson or JSON5 if a reader is installed.
 
     Raises:
-        ValueError: there is no dict.
+        ValueError: it is no dict.
     """
     if config is None:
         return {}
@@ -31,8 +31,9 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Ma
 
 
 def _check_depth(config: Mapping[Any, Any]) -> None:
-    """Everything after it may descend by recursion."""
-    at_depth: dict[int, int] = {}  # by identity, how deep it was met: what is met again is looked at only if deeper
+    """Limits nesting, so that later code may recurse."""
+    # by identity, the depth already searched; an object is searched again only at a greater depth
+    at_depth: dict[int, int] = {}
     rest: list[tuple[Any, int]] = [(config, 1)]
     while rest:
         value, depth = rest.pop()
@@ -51,7 +52,7 @@ def _read_file(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"config is {str(path)!r}, which cannot be read: {error}") from error
-    if not text.strip():  # of which Hjson would make the defaults
+    if not text.strip():  # Hjson would read it as the defaults
         raise ValueError(f"{path} is empty; give the keys of docs/config.md as JSON, or no file for the defaults")
     try:
         return json.loads(text, object_pairs_hook=_no_key_twice)
@@ -62,7 +63,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _read_lenient(path: Path, text: str, error: json.JSONDecodeError) -> Any:
-    """Comments and trailing commas, which DeepSpeed's reader allows."""
+    """Reads comments and trailing commas, which DeepSpeed's reader allows."""
     for name in ("hjson", "json5"):
         try:
             package = importlib.import_module(name)

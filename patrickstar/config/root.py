@@ -54,75 +54,73 @@ def _steps(value: Any) -> Any:
 
 
 class _EngineKeys(Section):
-    """What both entry points act on."""
+    """Keys that both entry points act on."""
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """Which optimizer updates the parameters, and its options."""
+    """The optimizer that updates the parameters, and its options."""
     fp16: Fp16Config | None = None
-    """Training in float16, with loss scaling; without the section, or disabled: not."""
+    """Training in float16, with loss scaling; off if the section is missing or disabled."""
     bf16: Annotated[Bf16Config | None, OtherSpelling("bfloat16")] = None
     """Training in bfloat16; without this section and ``fp16``, training is in float32."""
     gradient_clipping: Annotated[Number, HONOURED] = 0.0
     """Largest global L2 norm of the gradients; larger ones are scaled down to it. 0 or less: no clipping."""
     default_chunk_size: Annotated[Integer, Field(ge=1024), HONOURED] = 32 * 1024 * 1024
-    """Elements per chunk, at least 1024. A smaller size is chosen when the device budget is too small for this one."""
+    """Elements per chunk, at least 1024. A smaller size is chosen if the device budget is too small for this one."""
     release_after_init: Annotated[Switch, HONOURED] = False
-    """Of several processes on a machine: True: all build the model at once, whole, and keep their shares afterwards.
-    False: one after the other does, so that no more than one whole model exists at a time. A model on the meta device
-    is initialised piece by piece by all at once in either case.
+    """For several processes on a machine. True: all build the whole model at once, and keep their shards afterwards.
+    False: they build it one after the other, so that at most one whole model exists at a time. A model on the meta
+    device is always initialised unit by unit by all processes at once.
     """
     use_cpu_embedding: Annotated[Switch, HONOURED] = False
     """Keep ``nn.Embedding`` weights in host memory and look them up there. Tables that are tied to other layers, or
-    divided by ``tensor_parallel``, stay in chunks, which are where there is room.
+    sharded by ``tensor_parallel``, stay in chunks.
     """
     client: ClientConfig = Field(default_factory=ClientConfig)
-    """Shares of memory that chunks may take, and options of the first PatrickStar."""
+    """Shares of memory for chunks, and options of the first PatrickStar."""
     device_memory: Annotated[Memory | None, HONOURED] = None
-    """Device budget in bytes, or a string such as ``"24GiB"``; activations included. None: what is free (unlimited on
-    the simulated device).
+    """Device budget in bytes, or a string such as ``"24GiB"``; it includes activations. None: the free memory
+    (unlimited on the simulated device).
     """
     host_memory: Annotated[Memory | None, HONOURED] = None
-    """Host budget for chunks, in bytes or as a string; None: what is available."""
+    """Host budget for chunks, in bytes or as a string; None: the available memory."""
     disk_memory: DiskMemoryConfig = Field(default_factory=DiskMemoryConfig)
-    """A disk for optimizer states that host and device have no room for."""
+    """A disk for optimizer states that fit neither host nor device."""
     steps_per_print: Annotated[AtLeast0 | None, BeforeValidator(_steps), HONOURED] = 10
-    """Number of steps from one logged line of figures to the next (docs/logging.md); 0, None or infinite: none is
-    logged.
-    """
+    """Steps between logged lines of figures (docs/logging.md); 0, None or infinite: no lines."""
     profile: ProfileConfig | None = Field(default_factory=profile_of_environment)
-    """Which step is profiled, and the folder for it; None: what the environment variable
-    ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or no step.
+    """The profiled step, and the folder for the profile; None: the value of the environment variable
+    ``PATRICKSTAR_PROFILE=<step>,<folder>``, or no step.
     """
     rank_timeout_seconds: Annotated[Positive, Field(le=1e9), HONOURED] = 600.0
-    """How long a rank waits for another one before it gives up with an error (with several ranks)."""
+    """Seconds that a rank waits for another one before it raises an error (with several ranks)."""
     delays: DelaysConfig = Field(default_factory=DelaysConfig)
     """A simulated link between host and device, and random delays, for tests."""
     host_threads: HostThreadsConfig = Field(default_factory=HostThreadsConfig)
     """Number and placement of the threads that compute on the host."""
     sequence_parallel: SequenceParallelConfig = Field(default_factory=SequenceParallelConfig)
-    """Sequences that several ranks share, so that none has all of their tokens."""
+    """Context parallelism: sequences that are sharded over ranks."""
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
-    """Tensor parallelism: matrices and activations that are divided over ranks, by rows and columns."""
+    """Tensor parallelism: matrices and activations that are sharded over ranks, by rows and columns."""
     activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
-    """Memory that activations of long sequences take."""
+    """Memory of the activations of long sequences."""
     quantization: QuantizationConfig | None = None
-    """Frozen weights of linear layers in 4 or 8 bits (docs/guides/qlora.md); None: as ``patrickstar.from_pretrained``
-    was told, or not.
+    """Frozen weights of linear layers in 4 or 8 bits (docs/guides/qlora.md). None: the quantization that
+    ``patrickstar.from_pretrained`` was given, if any.
     """
     prove_rewrites: Annotated[Switch, HONOURED] = True
-    """Compares the rewritten model with the original one before training begins. Rewritten are shared sequences,
-    matrices on a mesh, modules in tiles and the fused loss. The comparison is a forward and a backward of a few tokens
+    """Compare the rewritten model with the original one before training begins. Rewritten are context-parallel and
+    tensor-parallel models, tiled modules and the fused loss. The comparison is a forward and a backward of a few tokens
     through the first layers, on the first rank's host. Losses or gradients that differ are an error.
     """
     plan: Annotated[FilePath | None, HONOURED] = None
-    """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
-    then replays it. It changes no number; a plan for other chunks is refused.
+    """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets; the first step
+    replays it. It changes no number; a plan for other chunks is refused.
     """
     plan_cache: Annotated[SwitchOrPath | None, HONOURED] = None
-    """Whether plans are kept from run to run, so that the first step of a run like an earlier one replays a plan: True
-    (in ``patrickstar`` below ``XDG_CACHE_HOME``, else in ``~/.cache/patrickstar``), False, or the path of a folder for
-    them. None: what the environment variable ``PATRICKSTAR_PLAN_CACHE`` says (``0``, ``1`` or a path), or True. It
-    changes no number. With ``plan`` no other plan is read or kept.
+    """Keep plans from run to run, so that the first step of a similar run replays a plan. True: in ``patrickstar``
+    below ``XDG_CACHE_HOME``, or in ``~/.cache/patrickstar``; False: no; or the path of a folder. None: the environment
+    variable ``PATRICKSTAR_PLAN_CACHE`` (``0``, ``1`` or a path), or True. It changes no number. With ``plan`` no other
+    plan is read or kept.
     """
 
     @property
@@ -134,31 +132,31 @@ class _EngineKeys(Section):
 
     @property
     def ranks_per_sample(self) -> int:
-        """How many neighbouring ranks are given the same batches."""
+        """Neighbouring ranks that get the same batches."""
         return self.sequence_parallel.size * self.tensor_parallel.num_ranks
 
 
 class _InitializeKeys(Section):
-    """What ``patrickstar.initialize`` alone acts on."""
+    """Keys that only ``patrickstar.initialize`` acts on."""
 
     train_batch_size: Annotated[AtLeast1 | None, HONOURED, Reader.INITIALIZE] = None
-    """Samples of a step on all ranks: micro-batch x accumulation x ranks. Of the three sizes one or two may be left
-    out.
+    """Samples of a step on all ranks: micro-batch x accumulation x ranks. One or two of the three sizes may
+    be missing.
     """
     train_micro_batch_size_per_gpu: Annotated[AtLeast1 | None, HONOURED, Reader.INITIALIZE] = None
-    """Number of samples of one forward on one rank."""
+    """Samples of one forward on one rank."""
     gradient_accumulation_steps: Annotated[AtLeast1 | None, HONOURED, Reader.INITIALIZE] = None
-    """Number of backward passes whose gradients one optimizer step accumulates."""
+    """Backward passes whose gradients one optimizer step accumulates."""
     managed_gradient_accumulation: Annotated[Switch, HONOURED, Reader.INITIALIZE] = True
-    """Whether the engine counts backwards, and updates at each ``gradient_accumulation_steps``-th ``step()``; False: at
-    each ``step()``, with the backwards since the last one. The loss is divided in either case.
+    """True: the engine counts backward passes and updates at each ``gradient_accumulation_steps``-th ``step()``. False:
+    it updates at each ``step()``, with the passes since the last one. The loss is divided in either case.
     """
     scheduler: Annotated[SchedulerConfig | None, Reader.INITIALIZE] = None
     """A learning-rate schedule, which is stepped with the optimizer."""
     dataloader_drop_last: Annotated[Switch, HONOURED, Reader.INITIALIZE] = False
-    """Whether the loader of ``training_data`` leaves out a last batch that is not full."""
+    """True: the loader of ``training_data`` drops a last batch that is not full."""
     wall_clock_breakdown: Annotated[Switch, HONOURED, Reader.INITIALIZE] = False
-    """Whether logged lines have the times of forward, backward and step."""
+    """True: logged lines include the times of forward, backward and step."""
     flops_profiler: Annotated[FlopsProfilerConfig, Reader.INITIALIZE] = Field(default_factory=FlopsProfilerConfig)
     """A count of the floating point operations of one step."""
     tensorboard: Annotated[TensorBoardConfig, Reader.INITIALIZE] = Field(default_factory=TensorBoardConfig)
@@ -173,16 +171,16 @@ class _FurtherKeys(with_other_keys(""), Section):
     """The other keys of DeepSpeed, at top level."""
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
-    """DeepSpeed's ZeRO: which states are sharded over the ranks, and which are offloaded."""
+    """DeepSpeed's ZeRO: the states that are sharded over the ranks, and those that are offloaded."""
     sequence_parallel_size: Annotated[
         AtLeast1 | None, mapped("sequence_parallel.size", "so many ranks share each sequence")
     ] = None
-    """Number of ranks that each sequence is divided over, as DeepSpeed says it."""
+    """Ranks over which each sequence is sharded, as in DeepSpeed."""
     gradient_allreduce_op: Annotated[RankReduction, BeforeValidator(ignoring_case(RankReduction)), HONOURED] = (
         RankReduction.MEAN
     )
-    """What becomes of the ranks' gradients: ``"mean"`` or ``"sum"``. The sum is made of the mean in float32, so 16-bit
-    gradients overflow no sooner.
+    """Reduction of the ranks' gradients: ``"mean"`` or ``"sum"``. The sum is computed from the mean in float32, so
+    16-bit gradients overflow no sooner.
     """
 
 

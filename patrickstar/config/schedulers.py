@@ -1,4 +1,4 @@
-"""``scheduler``: learning-rate schedules and their parameters, which ``patrickstar.initialize`` makes."""
+"""``scheduler``: learning-rate schedules of ``patrickstar.initialize``, and their parameters."""
 
 from __future__ import annotations
 
@@ -37,22 +37,24 @@ def _torch_schedule(value: Any) -> str:
 
 
 class LRRangeTestParams(Section):
-    """``scheduler.params`` of ``LRRangeTest``: the rate grows, to see where training diverges."""
+    """``scheduler.params`` of ``LRRangeTest``: the rate grows, to find where training diverges."""
 
     lr_range_test_min_lr: Annotated[PerGroup, HONOURED] = 1e-3
     """The first learning rate; a list gives one for each parameter group."""
     lr_range_test_step_size: Annotated[AtLeast1, HONOURED] = 2000
-    """Steps over which the rate grows by ``lr_range_test_step_rate`` times the first one."""
+    """Steps in which the rate grows by ``lr_range_test_step_rate`` times the first one."""
     lr_range_test_step_rate: Annotated[Number, HONOURED] = 1.0
     """Growth of the rate in each ``lr_range_test_step_size`` steps, as a multiple of the first rate."""
     lr_range_test_staircase: Annotated[Switch, HONOURED] = False
-    """Whether the rate grows once in ``lr_range_test_step_size`` steps; else it grows in every step."""
+    """True: the rate grows once in ``lr_range_test_step_size`` steps; else it grows in every step."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
 
 
 class OneCycleParams(Section):
-    """``scheduler.params`` of ``OneCycle``: up and down once, then decay; the momentum goes the other way."""
+    """``scheduler.params`` of ``OneCycle``: the rate rises and falls once, then decays; the momentum moves the opposite
+    way.
+    """
 
     cycle_min_lr: Annotated[PerGroup, HONOURED]
     """The learning rate at both ends of the cycle; a list gives one for each parameter group."""
@@ -71,7 +73,7 @@ class OneCycleParams(Section):
     decay_step_size: Annotated[AtLeast0, HONOURED] = 0
     """Number of steps of one interval of decay after the cycle; 0: no decay."""
     cycle_momentum: Annotated[Switch, HONOURED] = True
-    """Whether the momentum (the first of ``betas``) cycles too."""
+    """True: the momentum (the first of ``betas``) cycles too."""
     cycle_min_mom: Annotated[PerGroup, HONOURED] = 0.8
     """The least momentum, in the middle of the cycle."""
     cycle_max_mom: Annotated[PerGroup, HONOURED] = 0.9
@@ -194,7 +196,7 @@ class TorchSchedule(Section):
 SCHEDULERS: dict[str, type[Section]] = {
     section.__name__: section for section in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""DeepSpeed's schedules by the name that ``scheduler.type`` gives them."""
+"""DeepSpeed's schedules by the value of ``scheduler.type``."""
 
 
 def _model_of(values: Any) -> str:

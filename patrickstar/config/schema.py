@@ -1,6 +1,6 @@
 """Sections of the configuration that the engine itself reads. The text under each key is its meaning.
 
-Those with a file of their own: optimizer.py, quantization.py, tensor_parallel.py.
+Other files: optimizer.py, quantization.py, tensor_parallel.py.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from patrickstar.config.values import (
 )
 
 PROFILE_VARIABLE = "PATRICKSTAR_PROFILE"
-"""The environment variable that asks for a profile where the configuration does not: ``<step>,<folder>``."""
+"""The environment variable that requests a profile if the configuration does not: ``<step>,<folder>``."""
 _MOST_THREADS = 4096
 
 
 class RankReduction(enum.Enum):
-    """What becomes of the ranks' gradients."""
+    """Reduction of the ranks' gradients."""
 
     MEAN = "mean"
     SUM = "sum"
 
 
 class SequenceMode(enum.Enum):
-    """How attention over a sequence that ranks share is computed (:class:`patrickstar.sequence.Mode`)."""
+    """Context-parallel attention modes (:class:`patrickstar.sequence.Mode`)."""
 
     AUTO = "auto"
     RING = "ring"
@@ -55,7 +55,7 @@ class LossComputation(enum.Enum):
 
 
 class ActivationOffload(enum.Enum):
-    """Whose activations may leave the device between forward and backward."""
+    """Models whose activations may be offloaded between forward and backward."""
 
     AUTO = "auto"
     NEVER = "never"
@@ -63,7 +63,7 @@ class ActivationOffload(enum.Enum):
 
 
 class KeepAttention(enum.Enum):
-    """Whether what attention gives in checkpointed layers is kept for their backward."""
+    """Selective recomputation: keeps attention's outputs in checkpointed layers for their backward."""
 
     AUTO = "auto"
     NEVER = "never"
@@ -71,7 +71,7 @@ class KeepAttention(enum.Enum):
 
 
 class DiskIo(enum.Enum):
-    """How bytes go to a disk and come back."""
+    """The interface for disk transfers."""
 
     AUTO = "auto"
     IO_URING = "io_uring"
@@ -79,7 +79,7 @@ class DiskIo(enum.Enum):
 
 
 class HostAffinity(enum.Enum):
-    """Where threads that compute on the host run."""
+    """CPU affinity of the threads that compute on the host."""
 
     AUTO = "auto"
     PINNED = "pinned"
@@ -90,7 +90,7 @@ class Fp16Config(Section):
     """The section ``fp16``: float16 training with loss scaling (DeepSpeed's keys and semantics)."""
 
     enabled: Annotated[Switch, HONOURED] = True
-    """Whether training is in float16; False is the same as leaving the section out."""
+    """True: training is in float16; False is the same as a missing section."""
     loss_scale: Annotated[NonNegative, HONOURED] = 0.0
     """A static loss scale, or 0 for a dynamic one."""
     initial_scale_power: Annotated[AtLeast0, Field(le=127), HONOURED] = 16
@@ -98,81 +98,83 @@ class Fp16Config(Section):
     loss_scale_window: Annotated[AtLeast1, HONOURED] = 1000
     """Number of steps without overflow; in the step that follows them the dynamic scale doubles."""
     hysteresis: Annotated[AtLeast1, HONOURED] = 2
-    """The dynamic scale halves at this many overflows, and at each one after that until the count begins anew; with 1,
-    at every overflow.
+    """The dynamic scale halves at this many overflows, and at each further one until the count restarts; with 1, at
+    every overflow.
     """
     min_loss_scale: Annotated[Positive, HONOURED] = 1.0
     """Value that the dynamic scale never falls below."""
     consecutive_hysteresis: Annotated[Switch, HONOURED] = False
-    """Whether the count of overflows begins anew with each step without one; else only when the scale doubles."""
+    """True: the count of overflows restarts with each step without one; else only when the scale doubles."""
     auto_cast: Annotated[Switch, HONOURED] = False
-    """Whether floating point inputs are cast to float16. They are in either case."""
+    """True if floating point inputs are cast to float16. They are in either case."""
     fp16_master_weights_and_grads: Annotated[
         Switch, refused("masters are float32, which exactness is built on; leave it out")
     ] = False
-    """Whether the optimizer's master weights and gradients are float16."""
+    """True if the optimizer's master weights and gradients are float16."""
 
 
 class Bf16Config(Section):
     """The section ``bf16``: bfloat16 training; no loss scaling is needed."""
 
     enabled: Annotated[Switch, HONOURED] = True
-    """Whether training is in bfloat16; False is the same as leaving the section out."""
+    """True: training is in bfloat16; False is the same as a missing section."""
     check_grad_overflow: Annotated[
         Switch, OtherSpelling("check_overflow"), no_effect("a step whose gradients are not finite is always skipped")
     ] = True
-    """Whether a step is skipped when its gradients are not finite."""
+    """True if a step is skipped when its gradients are not finite."""
     immediate_grad_update: Annotated[
         Switch, no_effect("gradients are summed as backward makes them; ``optimizer.speculation`` starts updates there")
     ] = False
-    """Whether gradients are added to the optimizer's copies of them during backward."""
+    """True if gradients are added to the optimizer's copies of them during backward."""
     bf16_master_weights_and_grads: Annotated[
         Switch, refused("masters are float32, which exactness is built on; leave it out")
     ] = False
-    """Whether the optimizer's master weights and gradients are bfloat16."""
+    """True if the optimizer's master weights and gradients are bfloat16."""
     bf16_optimizer_states: Annotated[
         Switch, refused("momentum and variance are float32, which exactness is built on; leave it out")
     ] = False
-    """Whether the optimizer's momentum and variance are bfloat16."""
+    """True if the optimizer's momentum and variance are bfloat16."""
 
 
 class MemTracerConfig(Section):
-    """``client.mem_tracer``: how much memory chunks may take. ``device_memory`` and ``host_memory`` win over the
+    """``client.mem_tracer``: the memory that chunks may take. ``device_memory`` and ``host_memory`` override the
     ratios.
     """
 
     use_async_mem_monitor: Annotated[Switch, no_effect("the allocator's exact counters are always used")] = True
-    """Whether a thread polls memory use, as the first PatrickStar did."""
+    """True if a thread polls memory use, as in the first PatrickStar."""
     warmup_gpu_chunk_mem_ratio: Annotated[Share, HONOURED] = 0.1
     """Share of the device budget for chunks in the warm-up step."""
     overall_gpu_mem_ratio: Annotated[Share | None, HONOURED] = None
-    """Share of the device's memory that is the device budget. None: what is free, less a reserve."""
+    """Share of the device's memory that is the device budget. None: the free memory, less a reserve."""
     overall_cpu_mem_ratio: Annotated[Share | None, HONOURED] = None
-    """Share of the host's memory that is the host budget. None: what is available, less a reserve."""
+    """Share of the host's memory that is the host budget. None: the available memory, less a reserve."""
     margin_use_ratio: Annotated[Share | None, HONOURED] = None
-    """Share of the device memory left after compute copies and the tide that optimizer states may take. None: all."""
-    use_fake_dist: Annotated[Switch, HONOURED] = False
-    """Ranks may be more than GPUs and share them: local rank n computes on GPU n modulo their number, collectives go
-    through the host, and ranks divide what is free on their GPU, or a ratio of it. Processes that are no ranks of one
-    run divide by ``LOCAL_WORLD_SIZE``.
+    """Share of the device memory left after compute copies and activation memory that optimizer states may take. None:
+    all.
     """
-    with_static_partition: Annotated[Switch, no_effect("chunks get what activations leave, moment by moment")] = False
-    """Chunks get a fixed share of the device, as they did at the first PatrickStar's choice."""
+    use_fake_dist: Annotated[Switch, HONOURED] = False
+    """True: there may be more ranks than GPUs. Local rank n computes on GPU n modulo their number, collectives go
+    through the host, and ranks divide the free memory of their GPU, or a ratio of it. Processes that are no ranks of
+    one run divide by ``LOCAL_WORLD_SIZE``.
+    """
+    with_static_partition: Annotated[Switch, no_effect("chunks get what activations leave, access by access")] = False
+    """True: chunks get a fixed share of the device, an option of the first PatrickStar."""
 
 
 class OptsConfig(Section):
-    """``client.opts``: options of the first PatrickStar that this design always improves on."""
+    """``client.opts``: options of the first PatrickStar that this design makes unnecessary."""
 
     with_mem_saving_comm: Annotated[Switch, no_effect("collectives work in place on whole chunks")] = False
-    """Whether chunks are broadcast one by one instead of all at once."""
-    with_mem_cache: Annotated[Switch, no_effect("device slots and host blocks are always reused")] = False
-    """Whether the memory of released chunks is kept for later ones."""
+    """True if chunks are broadcast one by one instead of all at once."""
+    with_mem_cache: Annotated[Switch, no_effect("device and host buffers are always reused")] = False
+    """True if the memory of released chunks is kept for later ones."""
     with_async_move: Annotated[Switch, no_effect("transfers are always asynchronous")] = False
-    """Whether chunks are moved while the GPU computes."""
+    """True if chunks are moved while the GPU computes."""
 
 
 class ClientConfig(Section):
-    """The section ``client``: what chunks may take of memory, and options of the first PatrickStar."""
+    """The section ``client``: shares of memory for chunks, and options of the first PatrickStar."""
 
     mem_tracer: MemTracerConfig = Field(default_factory=MemTracerConfig)
     """Shares of device and host memory that chunks may take."""
@@ -181,10 +183,10 @@ class ClientConfig(Section):
 
 
 class ProfileConfig(Section):
-    """``profile``: one step as a trace, a picture and a summary. ``python -m patrickstar.profile`` asks for it."""
+    """``profile``: one step as a trace, a picture and a summary, as for ``python -m patrickstar.profile``."""
 
     step: Annotated[AtLeast1, HONOURED] = 4
-    """Which step of the engine is profiled, counted from 1. The first measures, the second is the first with a plan."""
+    """The profiled step of the engine, counted from 1. The first step measures, the second is the first with a plan."""
     output: Annotated[FilePath, HONOURED] = "profile"
     """The folder for ``step<N>.trace.json`` (chrome://tracing, https://ui.perfetto.dev), ``step<N>.svg`` (with
     matplotlib), ``step<N>.txt`` and, once a step was measured, ``step<N>.program.txt``.
@@ -192,24 +194,24 @@ class ProfileConfig(Section):
 
 
 class DiskMemoryConfig(Section):
-    """The section ``disk_memory``: a disk under the host, for optimizer states that nothing else has room for."""
+    """The section ``disk_memory``: a disk tier below the host, for optimizer states that fit nowhere else."""
 
     path: Annotated[FilePath | None, HONOURED] = None
-    """A folder on the disk, which must be there; each rank makes one file in it that has no name and ends with the
-    process. None: there is no disk.
+    """An existing folder on the disk; each rank makes one unnamed file in it, which ends with the process. None: no
+    disk.
     """
     size: Annotated[Memory | None, HONOURED] = None
-    """What of the disk each rank may take, in bytes or as a string such as ``"2TiB"``; None: its part of 95 % of what
-    is free there.
+    """Disk space that each rank may take, in bytes or as a string such as ``"2TiB"``; None: its part of 95 % of the
+    free space.
     """
     io: Annotated[DiskIo, HONOURED] = DiskIo.AUTO
-    """How bytes are moved: ``"io_uring"``, ``"threads"`` that call pread and pwrite, or ``"auto"``: io_uring where the
-    kernel lets this process use it, else threads.
+    """Interface for transfers: ``"io_uring"``, ``"threads"`` that call pread and pwrite, or ``"auto"``: io_uring if the
+    kernel permits it to this process, else threads.
     """
 
 
 class DelaysConfig(Section):
-    """``delays``: delays made on purpose, for tests and benchmarks. They change no number."""
+    """``delays``: artificial delays, for tests and benchmarks. They change no number."""
 
     link_gbps: Annotated[NonNegative, HONOURED] = 0.0
     """Speed of a simulated link of host and device, in 10^9 bytes/s each way; 0: as fast as memory is copied."""
@@ -222,76 +224,78 @@ class DelaysConfig(Section):
 
 
 class SequenceParallelConfig(Section):
-    """The section ``sequence_parallel``: ranks that have a slice each of the same sequences."""
+    """The section ``sequence_parallel``: context parallelism; each rank has a slice of the same sequences."""
 
     size: Annotated[AtLeast1, HONOURED] = 1
-    """Number of ranks that share each sequence; it divides the number of all ranks. The others have other samples."""
+    """Ranks that share each sequence; it divides the number of all ranks. The others have other samples."""
     mode: Annotated[SequenceMode, HONOURED] = SequenceMode.AUTO
-    """How attention is computed: ``"zigzag"`` or ``"ring"`` (keys and values travel round a ring of ranks),
-    ``"ulysses"`` (each rank gets some heads of the whole sequence), ``"hybrid"`` (both), ``"rsa"`` (ring self-attention
-    as published, for comparison), or ``"auto"``: what takes least time by counting (``patrickstar plan`` says why).
+    """Attention mode: ``"zigzag"`` or ``"ring"`` (keys and values travel round a ring of ranks), ``"ulysses"`` (each
+    rank gets some heads of the whole sequence), ``"hybrid"`` (both), ``"rsa"`` (ring self-attention as published, for
+    comparison), or ``"auto"``: the fastest by a cost model (``patrickstar plan`` says why).
     """
     ulysses_size: Annotated[AtLeast1 | None, HONOURED] = None
-    """With ``mode`` ``"hybrid"``: number of neighbours among which heads are divided; rings go across them. None: the
-    ranks of a machine.
+    """For ``"hybrid"``: neighbouring ranks over which heads are sharded; rings go across them. None: the ranks of a
+    machine.
     """
 
 
 class ActivationsConfig(Section):
-    """The section ``activations``: what grows with the number of tokens, and need not exist for all of them at once."""
+    """The section ``activations``: memory that grows with the number of tokens, and need not exist for all of them at
+    once.
+    """
 
     loss: Annotated[LossComputation, HONOURED] = LossComputation.WHOLE
-    """``"whole"``: as the model computes it, from all logits. ``"fused"``: a causal language model of Hugging Face
-    computes it together with its output layer, some tokens at a time; ``logits`` of an output cannot be used while it
-    trains with labels, and are made when they are used without autograd. A model that has another loss is refused.
-    Beside ``tensor_parallel`` it changes nothing: a rank has its part of the logits, and nothing else of their size.
+    """``"whole"``: the model computes its loss from all logits. ``"fused"``: a Hugging Face causal language model
+    computes the loss together with its output layer, some tokens at a time. ``logits`` of an output then cannot be used
+    in training with labels; without autograd they are computed on use. A model with another loss is refused. With
+    ``tensor_parallel`` it changes nothing: a rank has its part of the logits, and nothing else of their size.
     """
     tile_tokens: Annotated[AtLeast0, HONOURED] = 0
-    """The MLPs and norms of a model's layers are computed so many tokens at a time, and again in backward; 0: all
-    tokens at once. Gradients of their parameters are sums over tiles in float32. A model without such modules is
+    """Tokens for which the MLPs and norms of a model's layers are computed at a time, with recomputation in backward;
+    0: all tokens at once. Gradients of their parameters are sums over tiles in float32. A model without such modules is
     refused.
     """
     offload: Annotated[ActivationOffload, HONOURED] = ActivationOffload.AUTO
-    """Whether tensors that a forward keeps for its backward go to host memory where the device has no room for them
-    beside what is computed and the chunks that this needs, the first of them first, and come back in time; where host
-    memory has no room they stay. ``"auto"``: of models of Hugging Face that checkpoint their layers, whose inputs these
-    are then. ``"always"``: of any model. ``"never"``. Numbers do not depend on it.
+    """Activation offload: tensors that a forward saves for its backward go to host memory, the earliest first, if the
+    device has no room for them beside computation and its chunks. They are prefetched in backward; if host memory is
+    full they stay. ``"auto"``: for Hugging Face models with activation checkpointing, whose layer inputs are offloaded.
+    ``"always"``: for any model. ``"never"``. Numbers do not depend on it.
     """
     keep_attention: Annotated[KeepAttention, HONOURED] = KeepAttention.AUTO
-    """Whether what attention gives in a checkpointed layer of a model of Hugging Face is kept for the layer's backward,
-    which else computes it once more. ``"auto"``: from 32,768 tokens on, where device and host have room beside the
-    layers' inputs; of fewer tokens that room and the link are worth more to parameters. ``"always"``: of any number
-    of tokens, where there is room. ``"never"``. Numbers do not depend on it. It needs checkpoints with
-    ``use_reentrant=False``, no dropout in attention, and an ``offload`` that is not ``"never"``; layers that are
-    compiled compute attention again.
+    """Selective recomputation: keep attention's outputs in checkpointed layers of a Hugging Face model, so that the
+    layer's backward does not recompute attention. ``"auto"``: from 32,768 tokens on, if device and host have room
+    beside the layers' inputs; with fewer tokens, room and link are worth more for parameters. ``"always"``: for any
+    number of tokens, if there is room. ``"never"``. Numbers do not depend on it. It needs checkpoints with
+    ``use_reentrant=False``, no dropout in attention, and an ``offload`` other than ``"never"``; compiled layers
+    recompute attention.
     """
 
 
 class HostThreadsConfig(Section):
-    """``host_threads``: the threads that update, copy and touch host memory. They change no number."""
+    """``host_threads``: the threads that update parameters, copy and first touch host memory. They change no number."""
 
     num_threads: Annotated[AtLeast0, Field(le=_MOST_THREADS), HONOURED] = 0
-    """Number of threads, with the one that hands out the work; 0: one for each CPU that the process may use, with a GPU
-    but for one core, which launches kernels. A cgroup's CPU quota is not exceeded.
+    """Number of threads, including the one that distributes the work; 0: one for each CPU that the process may use,
+    less one core with a GPU, for kernel launches. A cgroup's CPU quota is not exceeded.
     """
     affinity: Annotated[HostAffinity, HONOURED] = HostAffinity.AUTO
-    """``"pinned"``: each has a CPU of its own, cores before their further hyper-threads, spread over NUMA nodes.
-    ``"free"``: the system places them. ``"auto"``: pinned with a GPU, free without one, where PyTorch's own threads
-    compute on the same CPUs, and free where ``LOCAL_WORLD_SIZE`` is more than 1 and ``num_sharing_processes`` is not
-    said. A CPU quota below the number of CPUs leaves them free in any case.
+    """``"pinned"``: each thread has its own CPU, cores before further hyper-threads, spread over NUMA nodes.
+    ``"free"``: the system places them. ``"auto"``: pinned with a GPU. Free without one, where PyTorch's own threads use
+    the same CPUs, and if ``LOCAL_WORLD_SIZE`` is more than 1 and ``num_sharing_processes`` is not given. A CPU quota
+    below the number of CPUs leaves them free in any case.
     """
     num_sharing_processes: Annotated[Annotated[AtLeast1, Field(le=_MOST_THREADS)] | None, HONOURED] = None
-    """Processes that may use the same CPUs, this one included. They divide them, whole cores and neighbours, by
-    ``LOCAL_RANK``. None: 1, all that this process may use are its own. It is for the user to say: CPUs that processes
-    share look from inside like those that a launcher (numactl, Slurm) gave this process alone.
+    """Processes that may use the same CPUs, this one included. They divide them by ``LOCAL_RANK``, in whole
+    neighbouring cores. None: 1, all CPUs of this process are its own. The user must say so: shared CPUs look like those
+    that a launcher (numactl, Slurm) gave to this process alone.
     """
 
 
 def profile_of_environment() -> ProfileConfig | None:
-    """What ``PATRICKSTAR_PROFILE=<step>,<folder>`` asks for; None when it is not set.
+    """The profile requested by ``PATRICKSTAR_PROFILE=<step>,<folder>``; None if it is not set.
 
     Raises:
-        ValueError: it is set to something else.
+        ValueError: it is malformed.
     """
     value = os.environ.get(PROFILE_VARIABLE)
     if not value:

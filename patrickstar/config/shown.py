@@ -1,4 +1,4 @@
-"""What a user gave, in an error's line: short and in one line, whatever it is."""
+"""Short one-line texts for values in errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_BITS = 512
 
 
 class _Shown(reprlib.Repr):
-    """Of a value that may be large, deep or strange, enough to know it again."""
+    """An abbreviated ``repr`` of large or deep values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,11 +22,11 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value as it is shown."""
+    """The value's text, cut to 80 characters."""
     text = " ".join(_Shown().repr(value).splitlines())
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 
 
 def key_text(name: Any) -> str:
-    """A key as it is shown: a name as it is, anything else as Python writes it."""
+    """A key's text: a short printable name is unchanged, anything else becomes its ``repr``."""
     return name if isinstance(name, str) and name.isprintable() and len(name) <= _MOST_CHARACTERS else shown(name)

@@ -1,7 +1,7 @@
-"""A user's dict, before it is checked: one spelling for each key, and without ``"auto"``.
+"""Normalises a user's dict before validation: one spelling for each key, and no ``"auto"``.
 
-``"auto"`` stands for a value that whoever wrote the configuration leaves to an integration, as Hugging Face's
-``Trainer`` does. What nobody filled in gets the default.
+``"auto"`` marks a value that an integration fills in, such as Hugging Face's ``Trainer``. Remaining ones get the
+default.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ def auto_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def fill_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``config`` in which keys whose value is ``"auto"`` have that of ``values``, which has dotted keys.
-
-    A key that ``values`` has not, or has as None, stays ``"auto"``; one that is not ``"auto"`` stays as it is.
+    """A copy of ``config`` in which keys with the value ``"auto"`` get their value from ``values``, which has dotted
+    keys. Keys that ``values`` lacks, or has as None, stay ``"auto"``.
     """
     filled = copy.deepcopy(dict(config))
     for path in auto_keys(config):
@@ -45,10 +44,8 @@ def fill_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 def one_spelling(
     values: Mapping[Any, Any], problems: list[str], model: type[Section] = Config, section: str = ""
 ) -> dict[str, Any]:
-    """A copy with each key by its first name, without ``"auto"``, sections that are None, and comments: keys that begin
-    with an underscore or ``//``.
-
-    What cannot be is appended to ``problems``; what is no known key stays as it is.
+    """A copy with each key by its first name, without ``"auto"``, sections that are None, and comments (keys that begin
+    with an underscore or ``//``). Conflicts are appended to ``problems``; unknown keys stay.
     """
     names = {name: name if isinstance(name, str) else key_text(name) for name in values}
     result = {names[name]: value for name, value in values.items() if not names[name].startswith(_COMMENTS)}
@@ -72,7 +69,7 @@ def _is_left_out(key: Key, value: Any) -> bool:
 
 
 def _has_auto(key: Key) -> bool:
-    """Whether ``"auto"`` is a value of the key's own."""
+    """True if ``"auto"`` is one of the key's own values."""
     kinds = (key.field.annotation, *typing.get_args(key.field.annotation))
     enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum)]
     return any(member.value == AUTO for kind in enums for member in kind)

@@ -1,6 +1,5 @@
-"""What the types of optimizers have: options of a parameter group, and states of a parameter, by PyTorch's names.
-
-Whoever goes over options or states takes them from here, so that a further type is a further row.
+"""Options of a parameter group and states of a parameter, by type of optimizer and PyTorch's names. All code that lists
+options or states uses this table; a new type is a new row.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from patrickstar.config.shown import shown
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """One type of optimizer, or two that differ in nothing of this."""
+    """One type of optimizer, or several that share these properties."""
 
     options: tuple[str, ...]
-    """Of a parameter group."""
+    """Options of a parameter group."""
     params: tuple[str, ...]
     """Further keys of ``optimizer.params`` that it acts on."""
     states: tuple[str, ...]
-    """Of a parameter, beside ``step``."""
+    """States of a parameter, beside ``step``."""
     classes: str
-    """Whose state dicts it takes, in words."""
+    """Classes whose state dicts it accepts, in words."""
     lacks: str
-    """What follows an option or a state that is another optimizer's."""
+    """Text after the name of another optimizer's option or state."""
     says_step: bool
-    """Whether PyTorch's state of a parameter says how often it was updated."""
+    """True if PyTorch's state of a parameter has a step count."""
 
 
 _ADAM = UpdateRule(
@@ -62,21 +61,21 @@ _RULES = {
 }
 
 ALL_OPTIONS: tuple[str, ...] = tuple(dict.fromkeys(option for rule in _RULES.values() for option in rule.options))
-"""Of all types."""
+"""The options of all types."""
 _OF_SOME_TYPES = {*ALL_OPTIONS, *(key for rule in _RULES.values() for key in rule.params)}
 _LION_BETAS = (0.9, 0.99)
 
 
 def rule_of(kind: OptimizerType) -> UpdateRule:
-    """What a type of optimizer has."""
+    """The rule of a type of optimizer."""
     return _RULES[kind]
 
 
 def group_options(kind: OptimizerType, options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The options of a parameter group, as plain numbers; PyTorch takes tensors of one element too.
+    """The options of a parameter group, as plain numbers; one-element tensors are accepted, as in PyTorch.
 
     Raises:
-        ValueError: one is missing, no number, or out of the range of ``torch.optim``; ``name`` says whose it is.
+        ValueError: one is missing, no number, or outside ``torch.optim``'s range; ``name`` says whose it is.
     """
     found = {key: _CHECKS.get(key, _not_negative)(options.get(key), f"{name}.{key}") for key in rule_of(kind).options}
     if found.get("nesterov") and (found["momentum"] == 0 or found["dampening"] != 0):
@@ -88,14 +87,16 @@ def group_options(kind: OptimizerType, options: Mapping[str, Any], name: str) ->
 
 
 def with_own_defaults(kind: OptimizerType, params: OptimizerParams) -> OptimizerParams:
-    """``optimizer.params`` with the type's own defaults where they are others than Adam's."""
+    """``optimizer.params`` with the type's own defaults where they differ from Adam's."""
     if kind is OptimizerType.LION and "betas" not in params.model_fields_set:
         return params.model_copy(update={"betas": _LION_BETAS})
     return params
 
 
 def conflicts_of_params(kind: OptimizerType, params: OptimizerParams) -> list[str]:
-    """A line for each key of ``optimizer.params`` that the type does not have, and for what ``torch.optim`` refuses."""
+    """One line for each key of ``optimizer.params`` that the type lacks, and for values that
+    ``torch.optim`` refuses.
+    """
     rule = rule_of(kind)
     fields = type(params).model_fields
     problems = [

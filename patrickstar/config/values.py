@@ -1,5 +1,5 @@
-"""Types of values, stricter than pydantic's: a switch is no number but 0 or 1, a number is no text, and each error says
-what is expected. And :class:`Section`, of which all models of the configuration are made.
+"""Types of values, stricter than pydantic's: a switch accepts only bools, 0 and 1, a number is no text, and each error
+says what is expected. :class:`Section` is the base of all models of the configuration.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_bytes(value: int | str, name: str) -> int:
     return num_bytes
 
 
-_MOST = 2**62  # what the core's 64 bits hold with room for sums
+_MOST = 2**62  # fits the core's 64 bits, with headroom for sums
 _GIVE_BYTES = f'give bytes as a positive integer or a string such as "24GiB" or "500MB", at most {_MOST}'
 
 
@@ -69,7 +69,7 @@ def _switch(value: Any) -> bool:
 
 
 def _integer(value: Any) -> int:
-    """Also 5e8, which JSON reads as a float."""
+    """Accepts 5e8 too, which JSON reads as a float."""
     whole = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not whole:
         raise unexpected("give an integer")
@@ -83,7 +83,7 @@ def _number(value: Any) -> float:
         raise unexpected("give a finite number")
     try:
         number = float(value)
-    except OverflowError:  # an integer or a fraction beyond what a float holds
+    except OverflowError:  # an integer or a fraction beyond a float's range
         number = math.inf
     if not math.isfinite(number):
         raise unexpected("give a finite number")
@@ -148,7 +148,7 @@ _DATA_TYPE_NAMES = {
 
 
 def ignoring_case(choices: type[enum.Enum]) -> Callable[[Any], Any]:
-    """For a ``BeforeValidator``: the member of ``choices`` whose value is the given one but for case."""
+    """For a ``BeforeValidator``: the member of ``choices`` whose value equals the given one, ignoring case."""
 
     def find(value: Any) -> Any:
         if not isinstance(value, str):

@@ -1,5 +1,5 @@
-"""``zero_optimization`` of DeepSpeed. Here every state is sharded over the ranks and only what does not fit leaves the
-GPU, so most of its keys have nothing left to say: they are rows of other_keys.md.
+"""DeepSpeed's ``zero_optimization``. Here every state is sharded over the ranks, and only what does not fit leaves the
+GPU, so most of its keys are rows of other_keys.md.
 """
 
 from __future__ import annotations

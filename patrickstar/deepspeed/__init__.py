@@ -1,7 +1,7 @@
-"""The engine of ``patrickstar.initialize``: it counts micro-batches and steps, schedules learning rates, keeps logs.
+"""The engine of ``patrickstar.initialize``: counts micro-batches and steps, schedules learning rates, writes logs.
 
-Names and meaning are DeepSpeed's, so that its scripts run; :class:`patrickstar.engine.engine.Engine` below it knows
-nothing of that.
+Names and meaning are DeepSpeed's, so that its scripts run. :class:`patrickstar.engine.engine.Engine` below it knows
+nothing of DeepSpeed.
 """
 
 from patrickstar.deepspeed.arguments import add_config_arguments

@@ -1,4 +1,4 @@
-"""Which micro-batch of a step it is."""
+"""Gradient accumulation: the position of a micro-batch in its step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Accumulation:
     def __init__(self, num_micro_batches: int):
         self.num_micro_batches = num_micro_batches
         self.num_done = 0
-        """Micro-batches since the beginning of the training."""
-        self._index = 0  # of the present one in its step
-        self._num_backwards = 0  # of the present one
+        """Micro-batches since the start of training."""
+        self._index = 0  # index of the present micro-batch in its step
+        self._num_backwards = 0  # of the present micro-batch
         self._said: bool | None = None
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the step comes after the present micro-batch."""
+        """True if the step ends with the present micro-batch."""
         return self._index + 1 >= self.num_micro_batches if self._said is None else self._said
 
     @property
     def step_updates(self) -> bool:
-        """Whether a step that is called now updates."""
+        """True if a step called now updates parameters."""
         return self.is_boundary
 
     @property
@@ -37,19 +37,19 @@ class Accumulation:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no micro-batch of the next step was done yet."""
+        """True if no micro-batch of the next step has begun."""
         return self._index == 0 and self._num_backwards == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """The caller decides from now on whether the step ends with the present micro-batch."""
+        """Sets, from now on by the caller, whether the step ends with the present micro-batch."""
         self._said = is_boundary
 
     def note_backward(self) -> None:
-        """A backward of the present micro-batch is over."""
+        """Records a finished backward of the present micro-batch."""
         self._num_backwards += 1
 
     def check_backward(self) -> None:
-        """Raises StateError when there was none."""
+        """Raises StateError if the micro-batch had no backward."""
         if self._num_backwards == 0:
             raise _C.StateError(
                 "step() before backward(): call loss = engine(batch), engine.backward(loss), then engine.step(), for "
@@ -57,35 +57,35 @@ class Accumulation:
             )
 
     def end_micro_batch(self) -> None:
-        """The present micro-batch is over, and with it the step at a boundary."""
+        """Ends the present micro-batch, and at a boundary the step."""
         self._index = 0 if self.is_boundary else self._index + 1
         self.num_done += 1
         self._num_backwards = 0
 
     def forget_step(self) -> None:
-        """The gradients of the present step are dropped: it begins anew."""
+        """Restarts the present step after its gradients were dropped."""
         self._index = 0
         self._num_backwards = 0
 
 
 class CallersAccumulation(Accumulation):
-    """The caller counts (``managed_gradient_accumulation`` False): each backward is a micro-batch, and each step takes
-    those since the last one.
+    """Accumulation counted by the caller (``managed_gradient_accumulation`` False): each backward is a micro-batch, and
+    each step takes those since the last one.
     """
 
     @property
     def is_boundary(self) -> bool:
-        """Not before the caller's step is there."""
+        """False until the caller's step."""
         return False
 
     @property
     def step_updates(self) -> bool:
-        """Always True: each step that the caller makes updates."""
+        """Always True: each of the caller's steps updates."""
         return True
 
     @property
     def num_in_step(self) -> int:
-        """Backwards since the last step."""
+        """Backward passes since the last step."""
         return self._num_backwards
 
     def set_boundary(self, is_boundary: bool) -> None:
@@ -96,6 +96,6 @@ class CallersAccumulation(Accumulation):
         )
 
     def end_micro_batch(self) -> None:
-        """Ends the step: each backward since the last one counts as a micro-batch that is done."""
+        """Ends the step; each backward since the last one counts as a finished micro-batch."""
         self.num_done += self._num_backwards
         self._num_backwards = 0

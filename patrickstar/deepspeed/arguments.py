@@ -11,7 +11,7 @@ CONFIG_ARGUMENTS = ("patrickstar_config", "deepspeed_config", "deepscale_config"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--deepspeed``, ``--deepspeed_config PATH`` and ``--patrickstar_config PATH`` (the same) to ``parser`` and
+    """Adds ``--deepspeed``, ``--deepspeed_config PATH`` and its alias ``--patrickstar_config PATH`` to ``parser`` and
     returns it. ``patrickstar.initialize(args=...)`` reads them.
     """
     group = parser.add_argument_group("PatrickStar", "options of the engine")

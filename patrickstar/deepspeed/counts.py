@@ -1,4 +1,4 @@
-"""The counts of ``patrickstar.initialize``'s engine, as they go along with a resize."""
+"""The step counts of ``patrickstar.initialize``'s engine, as user state of a resize."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from patrickstar.elastic import divide_batch
 
 
 class Counts:
-    """Steps, samples and micro-batches so far, and of how many micro-batches a step consists on other ranks.
+    """Steps, samples and micro-batches so far; adapts the micro-batches of a step to the number of ranks.
 
     Args:
-        engine: whose they are.
-        train_batch_size: samples of a step on all ranks, which stays.
-        micro_batch_size: samples of one rank's micro-batch, which stays.
+        engine: the engine that has the counts.
+        train_batch_size: samples of a step on all ranks; constant.
+        micro_batch_size: samples of one rank's micro-batch; constant.
     """
 
     def __init__(self, engine: SavingEngine, train_batch_size: int, micro_batch_size: int):
@@ -25,19 +25,19 @@ class Counts:
 
     @property
     def name(self) -> str:
-        """Under which it is carried: processes that have another one cannot train together."""
+        """Name of the user state; processes with different names cannot train together."""
         return f"patrickstar.initialize with {self._train_batch_size} samples, {self._micro_batch_size} at once"
 
     def state_dict(self) -> dict[str, Any]:
-        """As in a checkpoint."""
+        """The counts, as in a checkpoint."""
         return self._engine._own_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of a process that joins."""
+        """Sets the counts of a joining process."""
         self._engine._set_own_state(state)
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ValueError unless a step consists of as many whole micro-batches on each of so many ranks."""
+        """Raises ValueError unless a step is a whole number of micro-batches on each of so many ranks."""
         division = divide_batch(self._train_batch_size, num_ranks, self._micro_batch_size)
         if division.micro_batch != self._micro_batch_size:
             raise ValueError(
@@ -46,6 +46,6 @@ class Counts:
             )
 
     def set_ranks(self, rank: int, num_ranks: int) -> None:
-        """A step is divided among so many from now on."""
+        """Divides a step over so many ranks from now on."""
         division = divide_batch(self._train_batch_size, num_ranks, self._micro_batch_size)
         self._engine._accumulation.num_micro_batches = division.accumulation

@@ -1,4 +1,4 @@
-"""The data loader that ``patrickstar.initialize`` makes of ``training_data``."""
+"""The data loader that ``patrickstar.initialize`` makes from ``training_data``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ def make_loader(
     ranks_per_sample: int = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Micro-batches of this rank, in a random order that all ranks share; ``loader.sampler.set_epoch(n)`` changes it.
+    """A loader of this rank's micro-batches, in a random order common to all ranks. ``loader.sampler.set_epoch(n)``
+    changes it.
 
     Args:
-        dataset: of ``torch.utils.data``; an ``IterableDataset`` gives each rank what it gives.
-        ranks: those that share the samples.
+        dataset: of ``torch.utils.data``; each rank iterates an ``IterableDataset`` itself.
+        ranks: the ranks that share the samples.
         batch_size: samples of a micro-batch.
-        drop_last: whether a last batch that is not full is left out.
-        ranks_per_sample: so many neighbours get the same samples.
-        collate_fn: makes a batch of samples; None: PyTorch's.
+        drop_last: drop a last batch that is not full.
+        ranks_per_sample: so many neighbouring ranks get the same samples.
+        collate_fn: makes a batch from samples; None: PyTorch's.
 
     Raises:
         ValueError: ``dataset`` is no dataset.

@@ -35,14 +35,14 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
             engine.backward(loss)
             engine.step()
 
-    ``step`` is called for every micro-batch and updates at the boundary of accumulation. Methods have the names and
-    meaning of DeepSpeed's engine; attributes that are not the engine's are the module's.
+    ``step`` is called for every micro-batch and updates at the accumulation boundary. Methods have the names and
+    meaning of DeepSpeed's engine; other attributes are looked up on the module.
     """
 
     optimizer: HybridOptimizer
-    """The optimizer; its ``step`` is called by :meth:`step`."""
+    """The optimizer; :meth:`step` calls its ``step``."""
     training_dataloader: DataLoader[Any] | None
-    """The data loader made of ``training_data``, which gives this rank's micro-batches; None without such data."""
+    """The loader of this rank's micro-batches from ``training_data``; None without such data."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        """Backward of one micro-batch.
+        """Runs backward for one micro-batch.
 
         Args:
-            loss: of one element.
+            loss: a tensor of one element.
             retain_graph: as in ``Tensor.backward``.
-            scale_wrt_gas: whether the loss is divided by the micro-batches of a step, so that gradients are their mean.
+            scale_wrt_gas: divide the loss by the micro-batches of a step, so that gradients are their mean.
             **kwargs: passed to ``Tensor.backward``.
 
         Returns:
-            The loss as it was divided.
+            the divided loss.
 
         Raises:
             ValueError, StateError, MemoryBudgetError: as :meth:`patrickstar.engine.engine.Engine.backward`.
@@ -109,14 +109,14 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
 
     @outside_of_graphs
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Ends a micro-batch; at the boundary of accumulation also clips, updates, and steps the schedule where the
-        update was applied.
+        """Ends a micro-batch. At the accumulation boundary also clips and updates, and steps the schedule if the update
+        was applied.
 
         Args:
             lr_kwargs: passed to the schedule's ``step``.
 
         Raises:
-            StateError: no backward came before, or it is called within :meth:`no_sync`.
+            StateError: there was no backward, or it is called within :meth:`no_sync`.
         """
         if not self._is_syncing:
             raise _C.StateError("step() within no_sync(): leave the with statement before the step")
@@ -142,8 +142,9 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches inside accumulate only; :meth:`step` is refused there. Gradients of ranks are summed in shards
-        as they come, in any case: a rank keeps no more of them than its share. It may stand within another one.
+        """Context for accumulation; :meth:`step` is refused inside. It may be nested.
+
+        Gradients are reduce-scattered in any case, so a rank keeps no more of them than its shard.
         """
         before, self._is_syncing = self._is_syncing, False
         try:
@@ -152,7 +153,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
             self._is_syncing = before
 
     def coalesce_grad_reduction(self) -> contextlib.AbstractContextManager[None]:
-        """The same as :meth:`no_sync`: for several backwards of one step, which comes after it."""
+        """:meth:`no_sync`, for several backward passes of one step."""
         return self.no_sync()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -164,26 +165,26 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         raise _C.StateError("scale(loss) is for loss.backward(), which cannot be called; call engine.backward(loss)")
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the :meth:`step` of the present micro-batch updates."""
+        """True if the :meth:`step` of the present micro-batch updates."""
         return self._accumulation.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on the caller says which :meth:`step` updates."""
+        """Sets whether the next :meth:`step` updates; the engine no longer counts."""
         self._accumulation.set_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` updated parameters."""
+        """True if the last :meth:`step` updated parameters."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm of the last step's gradients before clipping; not a number when it was skipped, None before
-        the first step.
+        """Global L2 norm of the last step's gradients before clipping; NaN if it was skipped, None before the first
+        step.
         """
         return self._session.outcome.grad_norm if self._session.num_steps > 0 else None
 
     @outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients since the last update: the step begins anew."""
+        """Deletes all gradients since the last update; the step restarts."""
         with deferred_signals():
             super().zero_grad(set_to_none)
             self._accumulation.forget_step()
@@ -195,12 +196,12 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[tuple[float, float] | float]:
-        """``betas`` of each parameter group, SGD's ``momentum``; DeepSpeed calls both momentum."""
+        """``betas`` of each parameter group, or SGD's ``momentum``; DeepSpeed calls both momentum."""
         return [group["betas"] if "betas" in group else group["momentum"] for group in self.optimizer.param_groups]
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches since the beginning of the training; a loaded checkpoint's are counted on."""
+        """Micro-batches since the start of training, including those before a loaded checkpoint."""
         return self._accumulation.num_done
 
     @property
@@ -210,17 +211,17 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """The rank of this process on its machine."""
         return self._session.ranks.context.local_rank
 
     @property
     def dp_world_size(self) -> int:
-        """The same as :attr:`world_size`: all ranks are data-parallel."""
+        """Equal to :attr:`world_size`."""
         return self.world_size
 
     @property
     def world_size(self) -> int:
-        """How many ranks train together."""
+        """Number of ranks that train together."""
         return len(self._session.ranks.members)
 
     def train_batch_size(self) -> int:
@@ -236,7 +237,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         return self._accumulation.num_micro_batches
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes how many micro-batches make a step. Between two steps.
+        """Changes the micro-batches of a step. Call it between two steps.
 
         Raises:
             ValueError: it is no multiple of micro-batch x ranks.
@@ -252,7 +253,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         self._accumulation.num_micro_batches = train_batch_size // samples
 
     def empty_partition_cache(self) -> None:
-        """Gives memory that PyTorch holds unused back to the device. That of chunks stays as it is, within
+        """Returns PyTorch's unused cached memory to the device. Chunks' memory is unchanged, within
         ``device_memory``.
         """
         gc.collect()
@@ -262,11 +263,11 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
     # Other ranks.
 
     def resize(self, num_ranks: int, *, carried: Mapping[str, Carried] | None = None, **options: Any) -> Resized:
-        """As :meth:`patrickstar.engine.engine.Engine.resize`. ``train_batch_size`` and the micro-batch stay, and
-        ``gradient_accumulation_steps`` follows. The schedule and the engine's counts go along.
+        """:meth:`patrickstar.engine.engine.Engine.resize`. ``train_batch_size`` and the micro-batch are constant, and
+        ``gradient_accumulation_steps`` follows. The schedule and the engine's counts are user state of the resize.
 
         Raises:
-            StateError: also within a step, and of an engine that was given ``training_data``.
+            StateError: also within a step, and if the engine was given ``training_data``.
         """
         self._check_resizable("resize")
         with deferred_signals():  # the engine and its counts change together
@@ -276,13 +277,13 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         return resized
 
     def join(self, *, carried: Mapping[str, Carried] | None = None, **options: Any) -> Resized:
-        """As :meth:`patrickstar.engine.engine.Engine.join`, otherwise as :meth:`resize`. A process that joins writes no
-        metrics; with ``PATRICKSTAR_ELASTIC_JOINS`` 1 it opens no file for them.
+        """:meth:`patrickstar.engine.engine.Engine.join`, with the conditions of :meth:`resize`. A joining process
+        writes no metrics; with ``PATRICKSTAR_ELASTIC_JOINS`` 1 it opens no file for them.
         """
         self._check_resizable("join")
         with deferred_signals():
             resized = super().join(carried=self._carried(carried), **options)
-            self._monitor.close()  # it was that of rank 0
+            self._monitor.close()  # rank 0 writes the metrics
             self._follow_ranks()
         return resized
 
@@ -313,16 +314,16 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
             put_attributes(self._session)
 
     def close(self) -> None:
-        """As :meth:`patrickstar.engine.engine.Engine.close`; logs are written out."""
+        """Flushes logs, then :meth:`patrickstar.engine.engine.Engine.close`."""
         self._monitor.close()
         take_attributes(self._session)
         super().close()
 
     def discard(self) -> None:
-        """Frees all chunks; parameters have no elements then (:meth:`patrickstar.engine.engine.Engine.discard`)."""
+        """Frees all chunks; parameters then have no elements (:meth:`patrickstar.engine.engine.Engine.discard`)."""
         take_attributes(self._session)
         super().discard()
 
     def destroy(self) -> None:
-        """The same as :meth:`close`, by DeepSpeed's name."""
+        """:meth:`close`, by DeepSpeed's name."""
         self.close()

@@ -1,9 +1,9 @@
-"""Whole values of one parameter of an open engine: float32 value, gradient, optimizer state; read and set.
+"""Reads and sets whole values of one parameter of an open engine: float32 value, gradient, optimizer state.
 
-Names are DeepSpeed's (``deepspeed.utils.safe_get_full_fp32_param`` and so on). With several ranks all call each, in the
-same order, and set the same tensor. All work on whole tensors of the parameter's shape; what is read is float32 and on
-the CPU (of a complex parameter complex64), and None for a parameter that the optimizer does not have (frozen, or in no
-group).
+Names are DeepSpeed's (``deepspeed.utils.safe_get_full_fp32_param`` and so on). With several ranks all must make the
+same calls in the same order, and set the same tensor. Tensors are whole, of the parameter's shape. Results are float32
+(complex64 for a complex parameter) and on the CPU. They are None for a parameter that the optimizer does not have
+(frozen, or in no group).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient that the coming step will use: the ranks' mean (or sum, by ``gradient_allreduce_op``) and the sum of
-    micro-batches, without the loss scale, before clipping. None where there is none. Between the last backward and the
-    step.
+    micro-batches, without the loss scale, before clipping. None if there is none. Call it between the last backward and
+    the step.
 
     Raises:
         StateError: there are no gradients.
@@ -48,7 +48,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets that gradient.
+    """Sets the gradient of :func:`safe_get_full_grad`.
 
     Raises:
         StateError: the parameter has none.
@@ -85,7 +85,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """``exp_avg`` or ``exp_avg_sq`` (SGD's is ``momentum_buffer``); zeros before the first update.
+    """``exp_avg`` or ``exp_avg_sq`` (for SGD ``momentum_buffer``); zeros before the first update.
 
     Raises:
         ValueError: there is no such state.
@@ -97,7 +97,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets it, between two steps; the count of updates stays.
+    """Sets an optimizer state, between two steps; the step count is unchanged.
 
     Raises:
         ValueError: there is no such state, the optimizer does not have the parameter, or ``value`` has another shape.
@@ -114,7 +114,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def check_state(session: Session, key: str) -> None:
-    """Raises ValueError where the session's optimizer has no state of that name."""
+    """Raises ValueError if the session's optimizer has no state of that name."""
     if key not in session.states.arrays:
         kind, names = session.config.optimizer.type.value, " and ".join(session.states.arrays)
         raise ValueError(f"optim_state_key is {key!r}; {kind} has {names}")

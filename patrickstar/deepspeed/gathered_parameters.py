@@ -1,4 +1,4 @@
-"""Parameters as ordinary ones for a while, to be looked at or changed by code that knows nothing of chunks."""
+"""Temporarily makes chunked parameters ordinary ones, for code that knows nothing of chunks."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def GatheredParameters(  # noqa: N802 (DeepSpeed's name)
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside, ``params`` are ordinary parameters of the compute dtype on the engine's device, whole on every rank.
+    """Context in which ``params`` are ordinary parameters of the compute dtype on the engine's device, whole on every
+    rank.
 
     Args:
-        params: one parameter, or several. Those that are not in chunks stay as they are.
-        modifier_rank: the rank whose changes count; they go to all ranks when the block ends, into the float32 values,
-            where elements changed. None: changes are dropped.
-        fwd_module: accepted.
-        enabled: False: nothing happens.
+        params: one parameter, or several. Those that are not in chunks are unchanged.
+        modifier_rank: the rank whose changes are kept. At the end changed elements go to all ranks' float32 values.
+            None: changes are dropped.
+        fwd_module: accepted and ignored.
+        enabled: False: the context does nothing.
 
-    With several ranks all enter and leave, with the same parameters. A parameter can be read without it, too: any torch
-    function brings it in.
+    With several ranks all must enter and leave, with the same parameters. Reading a parameter needs no such context:
+    any torch function fetches it.
 
     Raises:
-        ValueError: ``modifier_rank`` is no rank of the engine; or, when the block ends, a parameter has another shape
-            or dtype than before, or a module has another one in its place. Parameters are in their places and chunks
-            again then, with the values that they had.
+        ValueError: ``modifier_rank`` is no rank of the engine; or, at the end, a parameter has another shape or dtype,
+            or was replaced in a module. Parameters are then restored, in chunks and with their former values.
     """
     params = [params] if isinstance(params, nn.Parameter) else list(params)
     by_session: dict[Session, list[ChunkedParameter]] = {}
@@ -88,14 +88,14 @@ def _gathered_of(session: Session, chunked: list[ChunkedParameter], modifier_ran
 
 
 _Change = tuple[torch.Tensor, torch.Tensor]
-"""Which elements changed, and their values."""
+"""A mask of changed elements, and their values."""
 
 
 _Place = tuple[nn.Module, str]
 
 
 def _places(root: nn.Module) -> dict[nn.Parameter, list[_Place]]:
-    """Where each parameter is: in which modules, under which names."""
+    """Modules and names under which each parameter is registered."""
     places: dict[nn.Parameter, list[_Place]] = {}
     for module in root.modules():
         for name, param in module._parameters.items():
@@ -105,7 +105,7 @@ def _places(root: nn.Module) -> dict[nn.Parameter, list[_Place]]:
 
 
 class _Gathered:
-    """One parameter that is an ordinary one now."""
+    """One parameter that is temporarily an ordinary one."""
 
     def __init__(self, session: Session, param: ChunkedParameter, places: list[_Place]):
         self._session = session
@@ -121,8 +121,8 @@ class _Gathered:
         become_ordinary(param, self._values.clone())
 
     def change(self) -> _Change | None:
-        """Which elements the user has changed (a mask), and their new values in float32, both on the CPU; None: no
-        element.
+        """The mask of elements that the user has changed, and their new values in float32, both on the CPU; None if
+        there are none.
         """
         now = self._param.detach()
         if now.shape != self._values.shape or now.dtype != self._values.dtype:
@@ -136,7 +136,7 @@ class _Gathered:
         return differs.cpu(), now[differs].float().cpu()
 
     def check(self, change: _Change | None) -> None:
-        """Raises ValueError for what is no change of this parameter."""
+        """Raises ValueError if ``change`` does not fit this parameter."""
         if change is not None:
             differs, values = change
             if differs.dtype != torch.bool or differs.shape != self._values.shape or values.dtype != torch.float32:
@@ -145,7 +145,7 @@ class _Gathered:
                 raise ValueError(f"{tuple(values.shape)} values for {int(differs.sum())} elements")
 
     def check_places(self) -> None:
-        """Raises ValueError where a module has another parameter in its place."""
+        """Raises ValueError if a module has another parameter under the same name."""
         if any(module._parameters.get(name) is not self._param for module, name in self._places):
             raise ValueError(
                 f"{self._handle.name} was replaced by another parameter within GatheredParameters, which the engine "
@@ -153,13 +153,13 @@ class _Gathered:
             )
 
     def give_back(self) -> None:
-        """The parameter is a view of its chunk again, and where it was."""
+        """Makes the parameter a view of its chunk again, under its former names."""
         for module, name in self._places:
             module._parameters[name] = self._param
         (become_tied if self._is_tied else become_chunked)(self._param, self._view, self._handle)
 
     def apply(self, change: _Change) -> None:
-        """Puts changed elements into the float32 value."""
+        """Writes changed elements to the float32 value."""
         differs, values = change
         with _C.HostAllocations():
             masters = self._session.states.value(self._param)

@@ -1,4 +1,4 @@
-"""``patrickstar.initialize``: an engine from what a DeepSpeed script gives."""
+"""``patrickstar.initialize``: an engine from a DeepSpeed script's arguments."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ def initialize(
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     model_func: ModelSource | None = None,
 ) -> tuple[TrainingEngine, HybridOptimizer, DataLoader[Any] | None, Any]:
-    """Builds an engine from what a DeepSpeed script gives; the model is converted in place.
+    """Builds an engine from a DeepSpeed script's arguments; the model is converted in place.
 
     Args:
         args: of the command line, with ``deepspeed_config`` (:func:`add_config_arguments`) and ``local_rank``.
         model: the module, or a function without arguments that returns it (as ``model_func``): a model built on the
             meta device is then never whole in memory.
         optimizer: the user's ``torch.optim.AdamW``, ``Adam`` or ``SGD``, taken over with its state, or a class or
-            function that makes one of ``model_parameters``. None: the configuration's.
-        model_parameters: parameters, groups (dicts with ``params``), or what ``initialize_engine`` takes. None: all.
-            Others of the model are not trained.
-        training_data: a dataset; a loader of micro-batches is made of it.
-        lr_scheduler: a schedule of the user's optimizer, or a function that makes one of an optimizer. None: the
+            function that makes one from ``model_parameters``. None: the configuration's.
+        model_parameters: parameters, groups (dicts with ``params``), or an argument of ``initialize_engine``. None:
+            all. Others of the model are not trained.
+        training_data: a dataset, for which a loader of micro-batches is made.
+        lr_scheduler: a schedule of the user's optimizer, or a function that makes one from an optimizer. None: the
             configuration's.
         distributed_port, mpu: accepted at their defaults.
-        mesh_param: (ranks with other data, ranks that share each sequence): the configuration's
-            ``sequence_parallel.size`` is the latter.
-        dist_init_required: accepted; ranks are found where there are any.
-        collate_fn: makes a batch of samples, for the loader.
-        config: a DeepSpeed configuration: a dict or the path of a JSON file (docs/config.md says what each key does).
+        mesh_param: (ranks with other data, ranks that share each sequence); the latter equals the configuration's
+            ``sequence_parallel.size``.
+        dist_init_required: accepted and ignored; ranks are detected.
+        collate_fn: makes a batch from samples, for the loader.
+        config: a DeepSpeed configuration: a dict or the path of a JSON file (docs/config.md lists the keys).
         config_params: its old name.
         model_func: see ``model``.
 
     Returns:
-        The engine, its optimizer, the loader or None, the schedule or None.
+        the engine, its optimizer, the loader or None, the schedule or None.
 
     Raises:
-        ValueError: an argument or a key of the configuration is wrong; nothing was begun.
+        ValueError: an argument or a key of the configuration is wrong; nothing was started.
         MemoryBudgetError: the model does not fit into the budgets.
     """
     _check_unused({"distributed_port": distributed_port, "mpu": mpu})
@@ -162,14 +162,14 @@ def _model_func(model: ModelSource | None, model_func: ModelSource | None) -> Mo
 
 
 def _groups(model_parameters: Any) -> ModelParameters:
-    """``model_parameters`` as ``initialize_engine`` takes it: DeepSpeed's scripts give parameters or groups."""
+    """Converts DeepSpeed's parameters or groups to ``initialize_engine``'s argument."""
     if model_parameters is None or callable(model_parameters):
         return model_parameters
     return model_parameters if _are_patterns(model_parameters) else _returning(model_parameters)
 
 
 def _are_patterns(items: list[Any]) -> bool:
-    """Whether groups name their parameters by patterns."""
+    """True if groups name their parameters by patterns."""
     params = [item.get("params") for item in items if isinstance(item, Mapping)]
     return bool(params) and all(
         isinstance(group, str) or (isinstance(group, (list, tuple)) and all(isinstance(name, str) for name in group))
@@ -201,7 +201,7 @@ def _their_optimizer(optimizer: Any, model: Any, model_parameters: Any) -> torch
 
 
 def _with_optimizer(config: Config, kind: Any, options: Mapping[str, Any]) -> Config:
-    """The configuration with a user's optimizer in the place of its own."""
+    """The configuration with a user's optimizer instead of its own."""
     if "optimizer" in config.model_fields_set:
         logger.info("an optimizer was given to initialize: the configuration's is not used")
     params = config.optimizer.params.model_copy(update={"bias_correction": True, **options})

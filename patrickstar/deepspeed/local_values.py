@@ -1,10 +1,10 @@
-"""This rank's part of one parameter of the open engine: float32 value, gradient, optimizer state; read and set.
+"""Reads and sets this rank's part of one parameter of an open engine: float32 value, gradient, optimizer state.
 
-Names are DeepSpeed's (``deepspeed.utils.safe_get_local_fp32_param`` and so on). Each rank keeps a range of the elements
-of a parameter, in memory order, which may be empty; together the ranks' ranges are the parameter. With several ranks
-all call each, in the same order, each with its own part. Parts are flat, float32 and on the CPU, and None for a
-parameter that the optimizer does not have (frozen, or in no group). Of a parameter that stays with PyTorch every rank
-has the whole.
+Names are DeepSpeed's (``deepspeed.utils.safe_get_local_fp32_param`` and so on). A rank's part is a range of the
+parameter's elements, in memory order, which may be empty; together the ranks' parts are the parameter. With several
+ranks all must make the same calls in the same order, each with its own part. Parts are flat, float32 and on the CPU.
+They are None for a parameter that the optimizer does not have (frozen, or in no group). For a parameter that stays with
+PyTorch every rank has the whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets them, and with them the compute values. Not within a forward or a backward.
+    """Sets this rank's float32 values, and with them the compute values. Not within a forward or a backward.
 
     Raises:
         ValueError: ``value`` has another number of elements.
@@ -56,7 +56,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets it.
+    """Sets this rank's part of the gradient.
 
     Raises:
         StateError: the parameter has none.
@@ -71,11 +71,11 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     with _C.HostAllocations():
         whole = torch.zeros(handle.shape.numel()).as_strided(handle.shape, handle.stride)
         whole.as_strided((numel,), (1,), begin).copy_(value.detach().view(-1))
-    safe_set_full_grad(param, whole)  # of which each rank takes its own part
+    safe_set_full_grad(param, whole)  # each rank takes its own part
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """``exp_avg`` or ``exp_avg_sq`` (SGD's is ``momentum_buffer``); zeros before the first update.
+    """``exp_avg`` or ``exp_avg_sq`` (for SGD ``momentum_buffer``); zeros before the first update.
 
     Raises:
         ValueError: there is no such state.
@@ -88,7 +88,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets it, between two steps; the count of updates stays.
+    """Sets this rank's part of a state, between two steps; the step count is unchanged.
 
     Raises:
         ValueError: there is no such state, the optimizer does not have the parameter, or ``value`` has another number
@@ -120,7 +120,7 @@ def _write(session: Session, param: ChunkedParameter, kind: _C.ArrayKind, value:
     _check_numel(param, value, numel)
     with _C.HostAllocations():
         values = value.detach().to("cpu", torch.float32).contiguous()
-    # The core takes the whole parameter's address and reads this rank's part of it, which may be nothing.
+    # The core takes the whole parameter's address and reads this rank's part of it, which may be empty.
     address = values.data_ptr() - begin * values.itemsize if numel > 0 else 0
     session.runtime.write_values(handle.id, kind, address, _C.Tier.HOST)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's stage 3 writes on parameters, for scripts that look for it: ``ds_id``, ``ds_shape`` and so on."""
+"""Attributes of DeepSpeed's stage 3 on parameters, for scripts that read them: ``ds_id``, ``ds_shape`` and so on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where a parameter's values are; of ``param.ds_status``, which is always AVAILABLE here."""
+    """State of a parameter's values in ``param.ds_status``; always AVAILABLE here."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -21,11 +21,13 @@ class ZeroParamStatus(enum.Enum):
 
 
 def put_attributes(session: Session) -> None:
-    """Writes on each parameter in a chunk:
+    """Sets attributes on each chunked parameter.
 
-    ``ds_id``: its place among them. ``ds_shape``, ``ds_numel``: its own, which ``shape`` and ``numel()`` are too.
-    ``ds_status``: always AVAILABLE, since any use of a parameter brings its values in. ``ds_tensor``: a tensor on the
-    meta device of as many elements as this rank keeps; ``safe_get_local_fp32_param`` has their values.
+    * ``ds_id``: its index among them.
+    * ``ds_shape``, ``ds_numel``: equal to ``shape`` and ``numel()``.
+    * ``ds_status``: always AVAILABLE, since any use of a parameter fetches its values.
+    * ``ds_tensor``: a meta tensor with as many elements as this rank keeps; ``safe_get_local_fp32_param`` returns their
+      values.
     """
     for param in session.module.parameters():
         if isinstance(param, ChunkedParameter):
@@ -42,7 +44,7 @@ def put_attributes(session: Session) -> None:
 
 
 def take_attributes(session: Session) -> None:
-    """Removes what :func:`put_attributes` has written on the parameters."""
+    """Removes the attributes of :func:`put_attributes`."""
     for param in session.module.parameters():
         for name in _NAMES:
             vars(param).pop(name, None)

@@ -1,4 +1,4 @@
-"""What ``patrickstar.initialize``'s engine saves and loads: its run, with the schedule and the counts, and weights."""
+"""Checkpoints and weights of ``patrickstar.initialize``'s engine: the run, with the schedule and the counts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from patrickstar.monitor import StepMonitor
 
 logger = logging.getLogger("patrickstar")
 
-_OWN_STATE = "patrickstar.deepspeed"  # beside the user's, in a checkpoint's client_state
+_OWN_STATE = "patrickstar.deepspeed"  # key beside the user's, in a checkpoint's client_state
 
 
 class SavingEngine(Engine):
-    """An engine with a schedule and counts, which go into its checkpoints and come back."""
+    """An engine whose checkpoints include the schedule and the counts."""
 
     lr_scheduler: Any
-    """The learning-rate schedule, or None; it is stepped with every update that was applied."""
+    """The learning-rate schedule, or None; stepped with every applied update."""
     global_steps: int
-    """Optimizer steps, skipped ones too."""
+    """Optimizer steps, including skipped ones."""
     global_samples: int
     """Samples of all ranks that were trained on."""
     skipped_steps: int
@@ -50,15 +50,15 @@ class SavingEngine(Engine):
         """Saves the run between two steps, with the schedule and the counts (docs/checkpoints.md).
 
         Args:
-            save_dir: made if there is none.
-            tag: ``global_step<n>`` for None.
-            client_state: the user's, of numbers, strings, bools, None, lists, tuples, dicts.
-            save_latest: whether the latest checkpoint is this one from then on.
-            exclude_frozen_parameters: whether parameters that require no grad are left out; such a checkpoint is loaded
-                with ``load_module_strict=False``, into a model that has their values.
+            save_dir: created if absent.
+            tag: None: ``global_step<n>``.
+            client_state: user state made of numbers, strings, bools, None, lists, tuples, dicts.
+            save_latest: make this checkpoint the latest.
+            exclude_frozen_parameters: leave out parameters that require no grad; load such a checkpoint with
+                ``load_module_strict=False``, into a model that has their values.
 
         Raises:
-            CheckpointError: it was not saved; what was saved before is as it was.
+            CheckpointError: it was not saved; earlier checkpoints are unchanged.
             StateError: there are gradients that no step has used, or ranks gave different tags.
             ValueError: ``save_dir`` is empty.
         """
@@ -85,22 +85,22 @@ class SavingEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on from a checkpoint, saved with any number of ranks and any budget.
+        """Continues from a checkpoint, saved with any number of ranks and any budget.
 
         Args:
             load_dir: as given to :meth:`save_checkpoint`.
-            tag: the latest for None.
-            load_module_strict: False: parameters and buffers that only the model or only the checkpoint has are left
-                alone.
-            load_optimizer_states: False: Adam's states, counts of updates, the groups' options and the loss scale stay
-                as they are.
-            load_lr_scheduler_states: False: the schedule stays as it is.
-            load_module_only: True: parameters, buffers and modules' extra states alone are loaded; schedule, counts and
-                random number generators stay as they are too.
-            custom_load_fn: None.
+            tag: None: the latest.
+            load_module_strict: False: parameters and buffers that only the model or only the checkpoint has are
+                skipped.
+            load_optimizer_states: False: optimizer states, step counts, the groups' options and the loss scale are
+                unchanged.
+            load_lr_scheduler_states: False: the schedule is unchanged.
+            load_module_only: True: only parameters, buffers and modules' extra states are loaded; schedule, counts and
+                random number generators are unchanged too.
+            custom_load_fn: must be None.
 
         Returns:
-            The checkpoint's folder and the ``client_state``; (None, None) where ``load_dir`` has no checkpoint.
+            the checkpoint's folder and the ``client_state``; (None, None) if ``load_dir`` has no checkpoint.
 
         Raises:
             CheckpointError: it is damaged, or of another model, or there is none of that tag.
@@ -153,13 +153,15 @@ class SavingEngine(Engine):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the module's ``state_dict`` in the compute dtype (bfloat16 in float32 training) into one file: of
-        PyTorch, or of safetensors when its name ends so. All ranks call it, the first writes; what has its name before
-        stays until the file is complete. Safetensors are written parameter by parameter; a file of PyTorch's goes
-        through a 16-bit copy on the first rank. ``export_weights`` writes Hugging Face's sharded files.
+        """Writes the module's ``state_dict`` in the compute dtype (bfloat16 in float32 training) into one file:
+        PyTorch's format, or safetensors by its suffix. All ranks must call it; the first writes. An existing file stays
+        until the new one is complete.
+
+        Safetensors are written parameter by parameter; PyTorch's format needs a 16-bit copy on the first rank.
+        ``export_weights`` writes Hugging Face's sharded files.
 
         Raises:
-            CheckpointError: on all ranks, when it cannot be written; the engine trains on.
+            CheckpointError: on all ranks, if it cannot be written; training can go on.
         """
         path = Path(save_dir) / save_filename
         with deferred_signals() as signals, signals.allowed():
@@ -169,13 +171,13 @@ class SavingEngine(Engine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """What :meth:`save_16bit_model` writes, on the first rank; None on the others. All ranks call it. Scripts call
-        this private method of DeepSpeed's.
+        """The content of :meth:`save_16bit_model`'s file, on the first rank; None on the others. All ranks must call
+        it. Scripts call this private method of DeepSpeed's.
         """
         return read_16bit_weights(self._session, with_frozen=not exclude_frozen_parameters)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """``module.state_dict()``, without parameters that require no grad if so wanted."""
+        """``module.state_dict()``, optionally without parameters that require no grad."""
         state = self.module.state_dict(**kwargs)
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
@@ -184,5 +186,5 @@ class SavingEngine(Engine):
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """``module.load_state_dict``, and what that returns: missing and unexpected keys."""
+        """``module.load_state_dict``; returns its missing and unexpected keys."""
         return self.load_state_dict(state_dict, strict)

@@ -1,4 +1,4 @@
-"""The learning-rate schedule of ``patrickstar.initialize``: the configuration's, or one that the user brings."""
+"""The learning-rate schedule of ``patrickstar.initialize``: the configuration's, or the user's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def choose_scheduler(config: Config, given: Any, optimizer: HybridOptimizer) -> 
     """The schedule for ``optimizer``, or None.
 
     Args:
-        config: its ``scheduler`` counts where the user gives none.
-        given: the user's: a schedule, made for an optimizer that was taken over, or a function that makes one of an
+        config: its ``scheduler`` is used if the user gives none.
+        given: the user's: a schedule of an optimizer that was taken over, or a function that makes one from an
             optimizer.
-        optimizer: the one that trains.
+        optimizer: the optimizer that trains.
     """
     if given is None:
         if config.scheduler is None:
@@ -37,14 +37,14 @@ def choose_scheduler(config: Config, given: Any, optimizer: HybridOptimizer) -> 
 
 
 def _moved(scheduler: Any, optimizer: HybridOptimizer) -> Any:
-    """``scheduler`` for another optimizer with the same groups: it keeps its place and its base rates."""
+    """Moves ``scheduler`` to another optimizer with the same groups; its position and base rates are kept."""
     old = getattr(scheduler, "optimizer", None)
     if old is None or old is optimizer:
         return scheduler
     for group, old_group in zip(optimizer.param_groups, old.param_groups, strict=True):
         group.update({key: value for key, value in old_group.items() if key in ("lr", "initial_lr")})
-    # PyTorch's schedules warn unless the optimizer's step says that it was called, which each of them arranges when it
-    # is made; this one is made for that alone and dropped.
+    # PyTorch's schedules warn unless the optimizer's step is marked as called, which each schedule arranges in its
+    # constructor. This one is made for that alone and dropped.
     rates = [group["lr"] for group in optimizer.param_groups]
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -1,7 +1,7 @@
-"""A model's 16-bit weights in one file, written by the first rank as all ranks read parameter by parameter.
+"""A model's 16-bit weights in one file: all ranks read parameter by parameter, the first writes.
 
-The file appears when it is complete. Memory beside what ranks hold: one whole parameter; for a file of PyTorch's also
-the 16-bit copy on the first rank, since that format puts all values behind a pickle of all tensors.
+The file appears when it is complete. Additional memory: one whole parameter. For PyTorch's format also the 16-bit copy
+on the first rank, since that format puts all values after a pickle of all tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Entry:
     """A tensor of the file."""
 
     names: list[str]
-    """All that it goes by, in the order of the ``state_dict``; tied weights have several."""
+    """Its names, in ``state_dict`` order; tied weights have several."""
     held: torch.Tensor
     """The module's parameter or buffer that has the values."""
     dtype: torch.dtype
@@ -43,8 +43,8 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
     """See ``TrainingEngine.save_16bit_model``.
 
     Raises:
-        CheckpointError: on all ranks, when the first cannot write; a file that was there is as it was.
-        StateError: ranks share matrices.
+        CheckpointError: on all ranks, if the first cannot write; an existing file is unchanged.
+        StateError: the model is tensor-parallel.
     """
     session.check_whole()
     _check_undivided(session)
@@ -65,7 +65,8 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
                 if content is not None and failure is None:
                     try:
                         content.add(entry, values)
-                    except Exception as error:  # the others go on reading with this rank, and hear of it below
+                    # the other ranks keep reading with this one; the error is reported below
+                    except Exception as error:
                         failure = error
                 del values
         with phase(peers, what):
@@ -76,7 +77,7 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
 
 
 def read_16bit_weights(session: Session, *, with_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """The module's ``state_dict`` in 16 bits, on the CPU of the first rank; None on the others. All ranks call it."""
+    """The module's ``state_dict`` in 16 bits, on the first rank's CPU; None on the others. All ranks must call it."""
     session.check_whole()
     _check_undivided(session)
     check_shared(session, "reading 16-bit weights")
@@ -121,7 +122,7 @@ def _entries(module: nn.Module, dtype: torch.dtype, *, with_frozen: bool) -> lis
 
 
 def _read(session: Session, entry: _Entry) -> torch.Tensor:
-    """The whole tensor, on the CPU. All ranks read what is in chunks."""
+    """The whole tensor, on the CPU. All ranks must call it for chunked parameters."""
     if isinstance(entry.held, ChunkedParameter):
         return session.states.value(entry.held)
     with _C.HostAllocations():
@@ -129,7 +130,7 @@ def _read(session: Session, entry: _Entry) -> torch.Tensor:
 
 
 class _PartialFile:
-    """A file beside ``path`` that takes its place when all is in it, and is removed otherwise."""
+    """A temporary file beside ``path`` that replaces it when complete, and is removed otherwise."""
 
     def __init__(self, path: Path, disk: Disk):
         self._path, self._disk = path, disk
@@ -138,7 +139,7 @@ class _PartialFile:
 
     def __enter__(self) -> _PartialFile:
         make_folders(self._disk, self._path.parent)
-        self._remove()  # of a save that was killed
+        self._remove()  # left by a save that was killed
         self._fd = self._disk.create(self._partial)
         return self
 
@@ -151,7 +152,7 @@ class _PartialFile:
         return len(data)
 
     def finish(self) -> None:
-        """Brings it to the disk, and gives it its name."""
+        """Syncs the file to the disk, and renames it."""
         try:
             self._disk.sync(self._fd)
             self._close()
@@ -172,26 +173,26 @@ class _PartialFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # which is why the error inside came
+        with contextlib.suppress(OSError):  # the error inside has the same cause
             self._close()
         with contextlib.suppress(OSError):
             self._remove()
 
 
 class _Content(Protocol):
-    """What goes into the file; entries come in their order."""
+    """Content of the file; entries are added in order."""
 
     def __init__(self, file: _PartialFile, entries: Sequence[_Entry]): ...
 
     def add(self, entry: _Entry, values: torch.Tensor) -> None:
-        """The values of the next entry."""
+        """Adds the values of the next entry."""
 
     def finish(self) -> None:
-        """Completes the file; called after the last entry was added."""
+        """Completes the file after the last entry."""
 
 
 class _SafetensorsContent:
-    """Each tensor once, under its first name; written as it comes."""
+    """Safetensors: each tensor once, under its first name, written as it is added."""
 
     def __init__(self, file: _PartialFile, entries: Sequence[_Entry]):
         self._file = file
@@ -216,12 +217,12 @@ class _SafetensorsContent:
         self._file.write(bytes_of(stored))
 
     def finish(self) -> None:
-        """Gives the file its name; its header was written at the beginning."""
+        """Renames the file; its header was written first."""
         self._file.finish()
 
 
 class _TorchContent:
-    """A ``state_dict`` of PyTorch's, with all names."""
+    """PyTorch's format: a ``state_dict`` with all names."""
 
     def __init__(self, file: _PartialFile, entries: Sequence[_Entry]):
         self._file = file
@@ -236,7 +237,7 @@ class _TorchContent:
             self._values[name] = values
 
     def write(self, data: bytes) -> int:
-        """For PyTorch, which goes on after an error and then says another."""
+        """Called by PyTorch, which continues after an error and then raises another."""
         if self._failure is None:
             try:
                 return self._file.write(data)
@@ -245,7 +246,7 @@ class _TorchContent:
         return len(data)
 
     def flush(self) -> None:
-        """Does nothing; ``torch.save`` calls it on what it writes to."""
+        """Does nothing; ``torch.save`` calls it."""
 
     def finish(self) -> None:
         """Writes the pickle, then all values."""

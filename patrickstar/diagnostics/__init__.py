@@ -1,1 +1,1 @@
-"""What ``python -m patrickstar.env`` finds out."""
+"""The checks of ``python -m patrickstar.env``."""

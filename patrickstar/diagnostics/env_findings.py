@@ -1,6 +1,6 @@
-"""What a report of ``python -m patrickstar.env`` shows to be missing, and the command that mends it.
+"""Findings from a report of ``python -m patrickstar.env``: missing parts, and commands that fix them.
 
-Standard library only, like the report. Findings follow from the report alone, but for how pip may install here.
+Standard library only, like the report. Findings depend on the report alone, except how pip may install here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from patrickstar.diagnostics.used_packages import PACKAGES, REQUIRED
 
 MINIMUM_TORCH = (2, 6)
-# As in build_backend/patrickstar_pins.py, which an installed package does not have;
-# tests/diagnostics/test_env.py compares them.
+# Equal to build_backend/patrickstar_pins.py, which an installed package lacks; tests/diagnostics/test_env.py compares
+# them.
 TORCH = "2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -25,18 +25,18 @@ Section = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is missing or could be better."""
+    """A missing or suboptimal part."""
 
     problem: str
     """One clause, with the values that show it."""
     fix: str
-    """The command or the step that mends it."""
+    """The command or step that fixes it."""
     fatal: bool = False
-    """Whether PatrickStar cannot be used because of it."""
+    """True if PatrickStar cannot be used because of it."""
 
 
 def diagnose(report: dict[str, Section]) -> list[Finding]:
-    """Findings of what :func:`patrickstar.env.collect` gave, those that stop PatrickStar first."""
+    """Findings from :func:`patrickstar.env.collect`'s report, fatal ones first."""
     findings = [
         *_diagnose_torch(report),
         *_diagnose_extension(report),
@@ -78,7 +78,7 @@ def _diagnose_torch(report: dict[str, Section]) -> list[Finding]:
 def _diagnose_extension(report: dict[str, Section]) -> list[Finding]:
     torch, extension = report["torch"], report["extension"]
     if "error" in torch:
-        return []  # nothing can be said before that is mended
+        return []  # PyTorch must be fixed first
     rebuild = _rebuild_command(report)
     if "error" in extension:
         problem = f"the extension patrickstar._C cannot be imported ({extension['error']})"
@@ -134,7 +134,7 @@ def _diagnose_machine(report: dict[str, Section]) -> list[Finding]:
 
 
 def _diagnose_packages(report: dict[str, Section]) -> list[Finding]:
-    """A finding for each package that is required or of a wrong version; one for all others that are absent."""
+    """One finding for each required package or wrong version; one for all other absent packages."""
     findings, absent = [], []
     for package in PACKAGES:
         version = report["packages"].get(package.name, {}).get("version")

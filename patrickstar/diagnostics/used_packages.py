@@ -1,4 +1,4 @@
-"""Packages beside PyTorch: what each is for, which versions PatrickStar works with, and which of them are here.
+"""Packages beside PyTorch: purpose, supported versions, and installed versions.
 
 Standard library only, as ``python -m patrickstar.env`` must be. ``pyproject.toml`` has the same requirements as extras;
 ``tests/diagnostics/test_env.py`` compares the two.
@@ -11,42 +11,42 @@ import importlib.metadata
 import re
 
 REQUIRED = ""
-"""The extra of a package that PatrickStar cannot do without."""
+"""The extra of a package that PatrickStar requires."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UsedPackage:
-    """A package that a part of PatrickStar imports, and the versions of it that work."""
+    """A package that a part of PatrickStar imports, and its supported versions."""
 
     name: str
-    """The distribution's name, as ``pip install`` takes it."""
+    """The distribution's name for ``pip install``."""
     purpose: str
     """The part of PatrickStar that needs it, in words for ``python -m patrickstar.env``."""
     extra: str
-    """``pip install '.[extra]'`` in a clone brings it; or :data:`REQUIRED`."""
+    """``pip install '.[extra]'`` in a clone installs it; or :data:`REQUIRED`."""
     minimum: tuple[int, ...]
-    """The first version that works."""
+    """The first supported version."""
     below: tuple[int, ...] | None = None
-    """The first version that is not known to work; None: none is known not to."""
+    """The first version that is not known to work; None: no limit is known."""
 
     @property
     def versions(self) -> str:
-        """As pip writes them: ``">=5.23,<6"``."""
+        """The supported versions in pip's syntax: ``">=5.23,<6"``."""
         upper = f",<{_text(self.below)}" if self.below is not None else ""
         return f">={_text(self.minimum)}{upper}"
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for: ``"transformers>=5.23,<6"``."""
+        """The requirement in pip's syntax: ``"transformers>=5.23,<6"``."""
         return self.name + self.versions
 
     def supports(self, version: str) -> bool:
-        """Whether ``version``, such as ``"5.23.0"``, is among :attr:`versions`."""
+        """True if ``version``, such as ``"5.23.0"``, is among :attr:`versions`."""
         release = _release(version)
         return release >= self.minimum and (self.below is None or release < self.below)
 
     def installed_version(self) -> str | None:
-        """The version that is here; None without one."""
+        """The installed version; None without one."""
         try:
             return importlib.metadata.version(self.name)
         except importlib.metadata.PackageNotFoundError:
@@ -58,7 +58,7 @@ def _text(release: tuple[int, ...]) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """``(5, 23, 0)`` of ``"5.23.0rc1+cpu"``."""
+    """``(5, 23, 0)`` for ``"5.23.0rc1+cpu"``."""
     return tuple(int(part) for part in re.match(r"[0-9]*(?:\.[0-9]+)*", version).group().split(".") if part)
 
 

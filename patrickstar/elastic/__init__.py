@@ -1,5 +1,5 @@
-"""A number of ranks that changes while a run goes on (docs/guides/elastic.md): samples and batches for any number of
-ranks, learning-rate rules, where old and new ranks meet, and a run that follows the orders of whoever started it.
+"""Elastic training (docs/guides/elastic.md): samples and batches for any number of ranks, learning-rate rules, the
+rendezvous of old and new ranks, and a run that follows orders of the process that started it.
 """
 
 from patrickstar.elastic.batches import (

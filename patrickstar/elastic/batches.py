@@ -1,4 +1,4 @@
-"""How a global batch is divided among ranks, and what becomes of the learning rate where it changes."""
+"""Division of a global batch over ranks, and the learning rate when the batch changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def divide_batch(global_batch: int, num_ranks: int, max_micro_batch: int) -> Bat
 
 
 class MicroBatches(enum.Enum):
-    """How large micro-batches are, of those that divide a rank's part of the global batch."""
+    """Choice of the micro-batch size among divisors of a rank's part of the global batch."""
 
     AT_MOST = "the largest of at most max_micro_batch samples"
     BY_TIDE = (
@@ -56,7 +56,7 @@ class MicroBatches(enum.Enum):
 
 
 class LearningRateRule(enum.Enum):
-    """What the learning rate becomes where the global batch does."""
+    """Change of the learning rate when the global batch changes."""
 
     NONE = "it stays"
     LINEAR = "it grows as the batch does, over a warm-up (Goyal et al., 2017, arXiv:1706.02677)"
@@ -66,14 +66,15 @@ class LearningRateRule(enum.Enum):
 def learning_rate_factor(
     rule: LearningRateRule, old_batch: int, new_batch: int, steps_since: int = 0, warmup_steps: int = 0
 ) -> float:
-    """What the learning rate of the old global batch is multiplied by.
+    """Factor of the old global batch's learning rate.
 
     Args:
         rule: how it follows the batch.
-        old_batch: samples of a step before.
-        new_batch: samples of a step now.
+        old_batch: samples of a step before the change.
+        new_batch: samples of a step after it.
         steps_since: steps made with the new batch so far.
-        warmup_steps: of :attr:`LearningRateRule.LINEAR`, over which the factor goes from 1 to new / old in equal steps.
+        warmup_steps: for :attr:`LearningRateRule.LINEAR`: steps over which the factor goes linearly from 1 to new /
+            old.
 
     Raises:
         ValueError: a batch is below 1, or a number of steps below 0.

@@ -1,9 +1,9 @@
-"""Who sends which part of which parameter to whom, when the number of ranks changes. Pure functions.
+"""Transfers of a resize: which old rank sends which part of which parameter to which new rank. Pure functions.
 
 Vocabulary:
   part      the elements [begin, end) of a parameter that a rank owns, flattened in memory order; begin == end: none.
   parts     a rank's part of each parameter, by the parameter's index.
-  former    by new rank: the rank that this process was before, or None for one that joins.
+  former    by new rank: this process's old rank, or None for a joining process.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ class Move:
 
 
 def assign_ranks(num_old: int, num_new: int, leaving: Sequence[int] | None = None) -> list[int | None]:
-    """The new ranks' former ones. Ranks that stay keep their order, rank 0 stays rank 0, and together they keep as much
-    as any such assignment lets them keep: shares of a chunk are equal, so that is how far the intervals
-    [old / num_old, (old + 1) / num_old) and [new / num_new, (new + 1) / num_new) overlap.
+    """The old rank of each new rank. Staying ranks keep their order, and rank 0 stays rank 0.
+
+    The assignment lets them keep as much data as possible. Shards of a chunk are equal, so that is the overlap of the
+    intervals [old / num_old, (old + 1) / num_old) and [new / num_new, (new + 1) / num_new).
 
     Args:
         num_old: ranks so far.
         num_new: ranks from now on.
-        leaving: the old ranks that end, of which there may be more than ``num_old - num_new`` (others join in their
-            place); None: as few as possible, those whose shares are of least use.
+        leaving: the old ranks that end, possibly more than ``num_old - num_new`` (others join instead). None: as few as
+            possible, those whose shards overlap least.
 
     Raises:
-        ValueError: a number is below 1, or ``leaving`` names rank 0, a rank that is not there, or too few.
+        ValueError: a number is below 1, or ``leaving`` names rank 0, an unknown rank, or too few.
     """
     if min(num_old, num_new) < 1:
         raise ValueError(f"a resize from {num_old} to {num_new} ranks; give at least 1")
@@ -81,21 +82,21 @@ def assign_ranks(num_old: int, num_new: int, leaving: Sequence[int] | None = Non
 
 
 def _overlap(old: int, num_old: int, new: int, num_new: int) -> int:
-    """In units of 1 / (num_old x num_new)."""
+    """Overlap in units of 1 / (num_old x num_new)."""
     begin, end = max(old * num_new, new * num_old), min((old + 1) * num_new, (new + 1) * num_old)
     return max(end - begin, 0)
 
 
 def find_moves(old: Sequence[Parts], new: Sequence[Parts], former: Sequence[int | None]) -> list[Move]:
-    """What travels: all that a new rank owns and did not own before, from the one rank that did. Sorted.
+    """The transfers, sorted: everything that a new rank owns and did not own before, from the one old rank that did.
 
     Args:
-        old: by old rank. Together they have each element once.
-        new: by new rank; the same.
+        old: parts by old rank; together they cover each element once.
+        new: parts by new rank; the same.
         former: see the module's docstring.
 
     Raises:
-        ValueError: the numbers of ranks or parameters do not fit together.
+        ValueError: the numbers of ranks or parameters do not fit.
     """
     if len(former) != len(new) or len({len(parts) for parts in (*old, *new)}) > 1:
         raise ValueError(f"{len(old)} old, {len(new)} new and {len(former)} former ranks have parts that do not fit")
@@ -113,7 +114,7 @@ def find_moves(old: Sequence[Parts], new: Sequence[Parts], former: Sequence[int 
 
 
 def without(part: Part, other: Part) -> Iterator[Part]:
-    """What of ``part`` is not in ``other``: none, one or two parts."""
+    """The difference of two parts: none, one or two parts."""
     begin, end = max(part[0], other[0]), min(part[1], other[1])
     if begin >= end:
         if part[0] < part[1]:
@@ -126,6 +127,6 @@ def without(part: Part, other: Part) -> Iterator[Part]:
 
 
 def kept(part: Part, other: Part) -> Part:
-    """What of ``part`` is in ``other`` as well; none: an empty part at its beginning."""
+    """The intersection of two parts; if empty, an empty part at ``part``'s beginning."""
     begin, end = max(part[0], other[0]), min(part[1], other[1])
     return (begin, end) if begin < end else (part[0], part[0])

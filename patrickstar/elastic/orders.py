@@ -1,12 +1,12 @@
-"""What whoever started a run tells it while it trains, and what the run says of itself: through the rendezvous' store.
+"""Orders to a running elastic run, and its reports, through the rendezvous' store.
 
     store = serve_rendezvous("127.0.0.1", 29600)   # processes have its environment
     orders = Orders(store)
-    number = orders.resize(4)            # and start the processes that join
+    number = orders.resize(4)            # and start the joining processes
     orders.outcome(number)               # None until the run has carried it out or refused it
     orders.report()
 
-The other side is :class:`patrickstar.elastic.ElasticRun`.
+The run's side is :class:`patrickstar.elastic.ElasticRun`.
 """
 
 from __future__ import annotations
@@ -23,126 +23,128 @@ _PREFIX = "patrickstar/orders"
 
 
 class OrderKind(enum.Enum):
-    """What a run is told to do, at its next look."""
+    """Kinds of orders, carried out at the run's next check."""
 
     RESIZE = "resize"
     STOP = "stop"
-    """To end between two steps, with a checkpoint where the run keeps them."""
+    """End between two steps, with a checkpoint if the run keeps them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """One of them; they are carried out in the order in which they were given."""
+    """An order; orders are carried out in the order of issue."""
 
     kind: OrderKind
     num_ranks: int = 0
-    """From then on, of :attr:`OrderKind.RESIZE`."""
+    """For :attr:`OrderKind.RESIZE`: the new number of ranks."""
     leaving: tuple[int, ...] | None = None
     """Ranks that end; None: the run decides (``Engine.resize``)."""
 
 
 class OutcomeKind(enum.Enum):
-    """What became of an order."""
+    """Results of an order."""
 
     DONE = "done"
     REFUSED = "refused"
-    """The run goes on as before."""
+    """The run goes on unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an order ended."""
+    """The result of an order."""
 
     kind: OutcomeKind
     reason: str
-    """Why it was refused; empty where it was not."""
+    """Why it was refused; empty otherwise."""
     seconds: float
-    """Without training."""
+    """Seconds without training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunReport:
-    """What a run says of itself at each look, of the time since the look before it."""
+    """Report of a run at each check, about the time since the last one."""
 
     num_steps: int
-    """Optimizer steps from the run's beginning, checkpoints and resizes included."""
+    """Optimizer steps since the run's start, across checkpoints and resizes."""
     num_ranks: int
     seconds_per_step: float
-    """Resizes and checkpoints left out; 0 before the first whole interval."""
+    """Excluding resizes and checkpoints; 0 before the first whole interval."""
     loss: float | None
-    """As the script gave it last, of rank 0; None: it gave none."""
+    """The script's last loss on rank 0; None if it gave none."""
     checkpoint_steps: int
     """Steps of the last complete checkpoint; 0: there is none."""
     has_ended: bool
-    """The script has ended its run, or has stopped as it was ordered."""
+    """The script has ended its run, or was stopped by an order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What all ranks know after a look ([Note: looks], elastic/run.py)."""
+    """Common result of a check on all ranks (`ElasticRun`)."""
 
     order: Order | None
-    """To be carried out now."""
+    """The order to carry out now, if any."""
     next_step: int
-    """After this step is the next look."""
+    """The step after which the next check takes place."""
     saves: bool
     """A checkpoint is due."""
 
 
 class OrderBoard:
-    """The keys of both sides in a store."""
+    """The store's keys of both sides."""
 
     def __init__(self, store: dist.Store):
-        self._base = store  # [Note: references to stores]
+        self._base = store  # keeps the store alive ([Note: references to stores])
         self._store = dist.PrefixStore(_PREFIX, store)
 
     def issue(self, order: Order) -> int:
-        """Adds an order; gives its number, from 1."""
+        """Adds an order; returns its number, from 1."""
         number = self._store.add("issued", 1)
         self._set(f"order/{number}", _fields(order))
         return number
 
     def order(self, number: int) -> Order | None:
-        """The order of that number, if it was given."""
+        """The order of that number, or None."""
         return _order(self._get(f"order/{number}"))
 
     def first_open_order(self) -> int:
-        """The number of the first that has no outcome: of a run that goes on from a checkpoint not the first of all."""
+        """The number of the first order without an outcome. After a restart from a checkpoint it may be
+        greater than 1.
+        """
         number = 1
         while self.outcome(number) is not None:
             number += 1
         return number
 
     def tell(self, step: int, look: Look) -> None:
-        """Rank 0 tells the others what it saw after so many steps."""
+        """Writes rank 0's result of the check after so many steps, for the other ranks."""
         told = {"order": None if look.order is None else _fields(look.order)}
         self._set(f"look/{step}", {**told, "next_step": look.next_step, "saves": look.saves})
 
     def told(self, step: int) -> Look:
-        """What it told, which is there."""
+        """Reads the result that rank 0 has written."""
         fields = self._get(f"look/{step}")
         assert fields is not None
         return Look(order=_order(fields["order"]), next_step=fields["next_step"], saves=fields["saves"])
 
     def look_key(self, step: int) -> str:
-        """The key of that look in the store."""
+        """The store's key of the check after so many steps."""
         return f"{_PREFIX}/look/{step}"
 
     def conclude(self, number: int, outcome: Outcome) -> None:
-        """Says how it ended."""
+        """Records an order's outcome."""
         self._set(f"outcome/{number}", {**dataclasses.asdict(outcome), "kind": outcome.kind.value})
 
     def outcome(self, number: int) -> Outcome | None:
-        """How it ended, if it did."""
+        """The order's outcome, or None."""
         fields = self._get(f"outcome/{number}")
         return None if fields is None else Outcome(OutcomeKind(fields["kind"]), fields["reason"], fields["seconds"])
 
     def write_report(self, report: RunReport) -> None:
-        """Replaces the one before."""
+        """Replaces the report."""
         self._set("report", dataclasses.asdict(report))
 
     def report(self) -> RunReport | None:
-        """The last one; None before the first look."""
+        """The last report; None before the first check."""
         fields = self._get("report")
         return None if fields is None else RunReport(**fields)
 
@@ -165,17 +167,17 @@ def _order(fields: dict[str, Any] | None) -> Order | None:
 
 
 class Orders:
-    """For the process that serves the rendezvous and starts the others.
+    """Issues orders; for the process that serves the rendezvous and starts the others.
 
     Args:
-        store: of :func:`patrickstar.elastic.serve_rendezvous`, of this run alone.
+        store: from :func:`patrickstar.elastic.serve_rendezvous`, for this run alone.
     """
 
     def __init__(self, store: dist.Store):
         self._board = OrderBoard(store)
 
     def resize(self, num_ranks: int, leaving: Sequence[int] | None = None) -> int:
-        """Orders as many ranks; processes that are to join are for the caller to start. Gives the order's number.
+        """Orders a resize and returns the order's number. The caller must start the joining processes.
 
         Raises:
             ValueError: fewer than one rank.
@@ -185,13 +187,13 @@ class Orders:
         return self._board.issue(Order(OrderKind.RESIZE, num_ranks, None if leaving is None else tuple(leaving)))
 
     def stop(self) -> int:
-        """Orders the run to end between two steps. Gives the order's number."""
+        """Orders the run to end between two steps. Returns the order's number."""
         return self._board.issue(Order(OrderKind.STOP))
 
     def outcome(self, number: int) -> Outcome | None:
-        """What became of that order; None: not carried out yet."""
+        """The order's outcome; None: not carried out yet."""
         return self._board.outcome(number)
 
     def report(self) -> RunReport | None:
-        """What the run said last; None before its first look."""
+        """The run's last report; None before its first check."""
         return self._board.report()

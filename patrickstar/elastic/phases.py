@@ -1,4 +1,4 @@
-"""The phases of a resize, in their order, and what a process learns at its end."""
+"""The phases of a resize, in order, and its result for a process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import enum
 
 
 class Phase(enum.Enum):
-    """What a process does in a resize. Until the end of :attr:`DECIDE` old ranks have all they had, and a failure of a
-    process that joins leaves them as they are; from :attr:`CLOSE` on a failure ends all ranks, with an error.
+    """Phases of a resize. Until the end of :attr:`DECIDE` old ranks keep all their data, and a failure of a joining
+    process leaves them unchanged. From :attr:`CLOSE` on a failure ends all ranks, with an error.
     """
 
     GATHER = "old ranks agree on the resize and wait for processes that join; these have arrived"
@@ -22,7 +22,7 @@ class Phase(enum.Enum):
 
 
 class Membership(enum.Enum):
-    """What this process is after a resize."""
+    """Membership of this process after a resize."""
 
     RANK = "one of the ranks"
     LEFT = "none of them: its engine is closed, the module's parameters have no elements, and the script may end"
@@ -30,14 +30,14 @@ class Membership(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resized:
-    """How a resize ended for this process."""
+    """The result of a resize for this process."""
 
     membership: Membership
     rank: int
-    """The rank from now on; -1 for a process that has left."""
+    """The new rank; -1 for a process that has left."""
     num_ranks: int
-    """Ranks from now on."""
+    """The new number of ranks."""
     received_bytes: int
-    """Of shards that came from other processes."""
+    """Bytes of shards received from other processes."""
     total_bytes: int
-    """Of all shards that travelled, over all ranks."""
+    """Bytes of all transferred shards, over all ranks."""

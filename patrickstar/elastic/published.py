@@ -1,9 +1,9 @@
-"""Values of shards on their way between processes, in files of a folder: shared memory. Who does not find another one's
-file in its own folder fetches it (``transfers.py``).
+"""Shard values in transit between processes, as files in a folder of shared memory. Files that are not in a process's
+own folder are fetched (``transfers.py``).
 
-Each old rank writes a few files for each new one that needs something of it, so that several threads write at a time:
-whole moves, of each the arrays that the parameter has, in float32. Which move is in which file follows from the moves
-alone, so that who reads a file finds its pieces without any index in it.
+Each old rank writes a few files for each new rank that needs its data, so that several threads write at a time. A file
+has whole moves, each with all arrays of the parameter, in float32. The moves alone determine the files' contents, so
+files have no index.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from patrickstar.elastic.resize_folder import ResizeFolder
 from patrickstar.elastic.transfers import fetch
 from patrickstar.ranks.private_files import create_private, open_private
 
-DEFAULT_FOLDER = "/dev/shm"  # noqa: S108 (memory is on purpose)
-_ITEM_BYTES = 4  # of float32
+DEFAULT_FOLDER = "/dev/shm"  # noqa: S108 (shared memory on purpose)
+_ITEM_BYTES = 4  # float32
 _MOST_FILES = 16
 _FILE_BYTES = 32 * 2**20
-"""So many at least, before there is another file."""
+"""Minimum size of a file before another one is used."""
 _FETCHES = 4
 """Files that a process fetches at a time."""
 
@@ -37,41 +37,41 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 @dataclasses.dataclass
 class ShardFile:
-    """Some of what the new rank ``target`` needs of the old rank ``source``."""
+    """A part of the data that the new rank ``target`` needs from the old rank ``source``."""
 
     source: int
     target: int
     name: str
     num_bytes: int = 0
     moves: list[tuple[Move, int]] = dataclasses.field(default_factory=list)
-    """Each with the offset in bytes of its first array; the others follow it."""
+    """Moves with the byte offset of their first array; the others follow it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """An array of a move in one of several open files."""
+    """One array of a move in one of several open files."""
 
     move: Move
     array: int
     file: int
-    """Its index among them."""
+    """Index of the file."""
     at: int
-    """The first byte in it."""
+    """Offset of its first byte in the file."""
 
 
 OpenFile = tuple[int, int]
-"""A descriptor, and the file's bytes."""
+"""A descriptor, and the file's size in bytes."""
 
 
 class PublishedShards:
     """The files of one resize.
 
     Args:
-        folder: in which the resize has a folder of its own.
+        folder: the parent of the resize's own folder.
         token: of the resize.
-        key: of the servers of files (32 bytes).
-        moves: all of them, sorted.
-        arrays: how many arrays each parameter has.
+        key: of the file servers (32 bytes).
+        moves: all moves, sorted.
+        arrays: number of arrays of each parameter.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PublishedShards:
         number = max(min(total // _FILE_BYTES, _MOST_FILES), 1)
         names = (f"rank{source}-for{target}-{index}" for index in range(number))
         files = [ShardFile(source, target, name) for name in names]
-        for move in moves:  # neighbours in different ones, which are filled alike
+        for move in moves:  # spreads neighbours over files, which are filled evenly
             file = min(files, key=lambda one: one.num_bytes)
             file.moves.append((move, file.num_bytes))
             file.num_bytes += self._size(move)
@@ -105,7 +105,7 @@ class PublishedShards:
         return move.numel * self._arrays[move.param] * _ITEM_BYTES
 
     def path(self, file: ShardFile) -> Path:
-        """Where it is."""
+        """The file's path."""
         return self.folder.file(file.name)
 
     def of_source(self, rank: int) -> list[ShardFile]:
@@ -117,11 +117,11 @@ class PublishedShards:
 
         Args:
             rank: the old rank.
-            fill: gives the files, which are empty, their size, and writes each piece where it says.
+            fill: sizes the files, which are empty, and writes each piece to its place.
 
         Raises:
-            OSError: there is no such folder, or it is open to other users.
-            SystemError: of the core: there is no room.
+            OSError: the folder is missing, or open to other users.
+            SystemError: from the core: there is no space.
         """
         self.folder.make()
         with self._opened(self.of_source(rank), lambda path: create_private(path, os.O_RDWR)) as (pieces, files):
@@ -129,7 +129,7 @@ class PublishedShards:
 
     @contextlib.contextmanager
     def opened(self, target: int) -> Iterator[tuple[list[Piece], list[OpenFile]]]:
-        """All that a new rank needs of others, to be read; it is there."""
+        """Opens all files that a new rank needs, for reading; they must be present."""
         with self._opened([file for file in self.files if file.target == target], open_private) as found:
             yield found
 
@@ -147,11 +147,11 @@ class PublishedShards:
                     size = move.numel * _ITEM_BYTES
                     arrays = range(self._arrays[move.param])
                     pieces += [Piece(move, array, index, at + array * size) for array in arrays]
-            pieces.sort(key=lambda piece: (piece.at, piece.file))  # so that all files are written at a time
+            pieces.sort(key=lambda piece: (piece.at, piece.file))  # so that all files are written concurrently
             yield pieces, files
 
     def reach(self, target: int, addresses: Sequence[str], timeout_seconds: float) -> None:
-        """All that the new rank ``target`` needs of others is in the folder when this returns.
+        """Fetches all missing files that the new rank ``target`` needs.
 
         Args:
             target: the new rank.
@@ -159,7 +159,7 @@ class PublishedShards:
             timeout_seconds: without progress.
 
         Raises:
-            OSError: something is neither in the folder nor to be fetched, or was not written to its end.
+            OSError: a file can neither be found nor fetched, or is incomplete.
         """
         self.folder.make()
         missing = [file for file in self.files if file.target == target and not self._has(file)]
@@ -188,8 +188,8 @@ class PublishedShards:
         return True
 
     def remove(self) -> None:
-        """Removes the files of all ranks; those who have them open keep what they have. Their memory goes back to the
-        system beside what comes next: gigabytes take seconds.
+        """Removes the files of all ranks; open descriptors stay valid. A thread closes the last ones: the system takes
+        seconds to free gigabytes.
         """
         last = []
         for file in self.files:

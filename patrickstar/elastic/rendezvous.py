@@ -1,14 +1,14 @@
-"""Where old ranks and processes that join meet: a store of ``torch.distributed`` that outlives all of them, and answers
-processes with the run's secret alone (``ranks/authenticated_store.py``, docs/trust.md).
+"""The rendezvous of old ranks and joining processes: a ``torch.distributed`` store that outlives them, and answers only
+processes with the run's secret (``ranks/authenticated_store.py``, docs/trust.md).
 
-    store = serve_rendezvous("127.0.0.1", 29600)      # whoever starts the processes, as long as the run lasts
+    store = serve_rendezvous("127.0.0.1", 29600)      # the process that starts the others, for the run's lifetime
     rendezvous = Rendezvous.at("127.0.0.1:29600")     # each process
 
-Old rank 0 leads. A process that joins says who it is and waits; the leader picks as many as it needs, gives each an
-invitation, reads their answers, and decides. [Note: decision of a resize] The decision is one key that is written once.
-Before it is there, old ranks have all they had; once it says "resize", nobody goes back.
+Old rank 0 leads. A joining process announces itself and waits. The leader picks as many as it needs, sends each an
+invitation, reads their answers, and decides. The decision is one key that is written once (:meth:`Rendezvous.decide`).
+Until it is written old ranks keep all their data; once it says "resize", there is no way back.
 
-Who waits for somebody watches that one's heartbeat, so that a process that was killed is missed within seconds.
+A waiting process watches the heartbeat of the process it waits for, so a killed process is noticed within seconds.
 """
 
 from __future__ import annotations
@@ -45,34 +45,32 @@ ADDRESS_VARIABLE = "PATRICKSTAR_ELASTIC"
 """The environment variable that names the store, "host:port"."""
 _PREFIX = "patrickstar/elastic"
 _BEAT_SECONDS = 0.05
-_GONE_SECONDS = 5.0  # without a heartbeat; a loaded machine is slow
+_GONE_SECONDS = 5.0  # without a heartbeat; allows for a loaded machine
 _POLL_SECONDS = 0.005
 CONNECT_SECONDS = 60.0
 _PURPOSE = "rendezvous"
 
 
 class ResizeError(_C.StateError):
-    """The ranks were not changed. Old ranks, all of which get it, can go on as before; a process that was to join
-    cannot.
-    """
+    """The ranks were not changed. All old ranks raise it and can go on unchanged; a joining process cannot join."""
 
     on_all_ranks = True
 
 
 class Decision(enum.Enum):
-    """What becomes of a resize."""
+    """Decisions about a resize."""
 
     RESIZE = "resize"
     STAY = "stay"
 
 
 class ServedRendezvous(ServedStore):
-    """The store of a rendezvous, as long as it is held: by the process that starts the others, which is no rank.
+    """The store of a rendezvous; it lives as long as this object, in the process that starts the others and is no rank.
 
     Args:
-        listening: a socket that listens; owned by this object from now on.
-        secret: the run's.
-        secret_file: the file with the secret, which processes of the run read; None: whoever starts them writes it.
+        listening: a listening socket; this object takes ownership.
+        secret: the run's secret.
+        secret_file: the file with the secret, which processes of the run read; None: the starting process writes it.
     """
 
     def __init__(self, listening: socket.socket, secret: RunSecret, secret_file: Path | None = None):
@@ -89,15 +87,15 @@ class ServedRendezvous(ServedStore):
 def serve_rendezvous(
     host: str = LOOPBACK, port: int = 0, *, secret_file: str | os.PathLike[str] | None = None
 ) -> ServedRendezvous:
-    """A store that serves the rendezvous of one run as long as it is held.
+    """Serves the rendezvous of one run, as long as the returned store is kept.
 
     Args:
-        host: where to listen: an address, a name or a network interface of this machine, by which the other processes
-            reach it. Loopback serves processes of this machine alone.
-        port: 0 for a free one (the store's ``port`` says which).
-        secret_file: with the run's secret. A new one, which is removed with the store, is written where there is none.
-            None: that of ``PATRICKSTAR_ELASTIC_SECRET``, else a new one in ``~/.patrickstar/elastic``, where processes
-            of this user look for it.
+        host: address, name or network interface of this machine to listen at, by which the other processes reach it.
+            Loopback serves processes of this machine alone.
+        port: 0 for a free one (the store's ``port``).
+        secret_file: file with the run's secret. If absent, a new one is written, and removed with the store. None: that
+            of ``PATRICKSTAR_ELASTIC_SECRET``, else a new one in ``~/.patrickstar/elastic``, where processes of this
+            user find it.
 
     Raises:
         ValueError: ``host`` is unknown, or stands for all interfaces.
@@ -109,7 +107,7 @@ def serve_rendezvous(
         address, port = listening.getsockname()[:2]
         path = find_secret_file(address, port, secret_file)
         if path == default_secret_file(address, port):
-            path.unlink(missing_ok=True)  # left by a process that was killed: the port is this one's now
+            path.unlink(missing_ok=True)  # left by a process that was killed, since this process has the port now
         is_new = not path.exists()
         store = ServedRendezvous(listening, write_secret(path) if is_new else read_secret(path), path)
     except BaseException:
@@ -121,10 +119,10 @@ def serve_rendezvous(
 
 
 def run_secret_at(address: str | None) -> RunSecret:
-    """The secret of the run whose rendezvous is at an address; None: that of the environment's ``PATRICKSTAR_ELASTIC``.
+    """The secret of the run whose rendezvous is at an address; None: the address in ``PATRICKSTAR_ELASTIC``.
 
     Raises:
-        ValueError: there is no address, or it is none.
+        ValueError: the address is missing or malformed.
         SecretError: the file of the run's secret is missing or refused.
     """
     return _place_of(address, None)[2]
@@ -144,13 +142,13 @@ def _place_of(address: str | None, secret_file: str | os.PathLike[str] | None) -
 
 
 class Rendezvous:
-    """One process's connection to the store. One thread."""
+    """One process's connection to the store. For one thread."""
 
     def __init__(self, store: AuthenticatedStore, secret: RunSecret):
         self._base = store
         self._store = dist.PrefixStore(_PREFIX, store)
         self.secret = secret
-        """The run's."""
+        """The run's secret."""
 
     @classmethod
     def at(
@@ -160,17 +158,17 @@ class Rendezvous:
         secret_file: str | os.PathLike[str] | None = None,
         timeout_seconds: float = CONNECT_SECONDS,
     ) -> Rendezvous:
-        """The rendezvous at an address.
+        """Connects to the rendezvous at an address.
 
         Args:
             address: "host:port"; None: that of the environment's ``PATRICKSTAR_ELASTIC``.
             secret_file: as given to :func:`serve_rendezvous`.
-            timeout_seconds: for it to be there.
+            timeout_seconds: for the connection.
 
         Raises:
-            ValueError: there is no address, or it is none.
+            ValueError: the address is missing or malformed.
             SecretError: the file of the run's secret is missing or refused.
-            RankFailure: nobody serves it there, or with another secret.
+            RankFailure: no server is there, or it has another secret.
         """
         host, port, secret = _place_of(address, secret_file)
         try:
@@ -182,29 +180,29 @@ class Rendezvous:
 
     @property
     def store(self) -> AuthenticatedStore:
-        """This process's connection, for keys of others."""
+        """This process's connection, for keys of other code."""
         return self._base
 
     @property
     def host(self) -> str:
-        """By which this process reaches the store."""
+        """The host by which this process reaches the store."""
         return self._base.host
 
     def await_key(self, key: str, *, beating: str) -> None:
-        """Waits for a key of :attr:`store` as long as somebody shows itself alive by that name (:meth:`beating`).
+        """Waits for a key of :attr:`store` as long as the heartbeat ``beating`` continues (:meth:`beating`).
 
         Raises:
-            ResizeError: it does not any more.
+            ResizeError: the heartbeat has stopped.
         """
         self._wait(self._base, key, f"beat/{beating}", float("inf"), "the rank that leads")
 
     # The leader.
 
     def gather(self, num_joining: int, timeout_seconds: float) -> dict[int, dict[str, Any]]:
-        """Waits for so many processes that want to join and are alive; gives what each said, by its number.
+        """Waits for so many joining processes with heartbeats; returns their descriptions, by number.
 
         Raises:
-            ResizeError: they did not come within the timeout.
+            ResizeError: they did not arrive within the timeout.
         """
         deadline = time.monotonic() + timeout_seconds
         beats: dict[int, tuple[bytes, float]] = {}
@@ -224,7 +222,7 @@ class Rendezvous:
                 if beat != first and time.monotonic() - beats[number][1] < _GONE_SECONDS:
                     alive.append(number)
                 if time.monotonic() - beats[number][1] >= _GONE_SECONDS:
-                    beats[number] = (beat, time.monotonic())  # it must show itself alive again
+                    beats[number] = (beat, time.monotonic())  # needs a new heartbeat
             time.sleep(_POLL_SECONDS)
         chosen = alive[:num_joining]
         for number in chosen:
@@ -233,14 +231,14 @@ class Rendezvous:
             return {number: dict(json.loads(self._store.get(f"member/{number}"))) for number in chosen}
 
     def invite(self, number: int, invitation: Mapping[str, Any]) -> None:
-        """Tells a process that was gathered what it needs to know."""
+        """Sends a joining process its invitation."""
         self._store.set(f"invitation/{number}", json.dumps(invitation))
 
     def answers(self, numbers: list[int], timeout_seconds: float) -> None:
-        """Waits until all that were invited are ready, for ``timeout_seconds`` in all.
+        """Waits until all invited processes are ready, for ``timeout_seconds`` in all.
 
         Raises:
-            ResizeError: one is not: it says why, or it is gone.
+            ResizeError: one refuses, with its reason, or is gone.
         """
         deadline = time.monotonic() + timeout_seconds
         for number in numbers:
@@ -250,19 +248,19 @@ class Rendezvous:
                 raise ResizeError(f"process {number} cannot join: {said}")
 
     def decide(self, token: str, decision: Decision) -> Decision:
-        """Writes the decision, which the first to write it makes."""
+        """Writes the decision; the first writer decides. Returns the decision in effect."""
         return Decision(self._store.compare_set(f"decision/{token}", "", decision.value).decode())
 
-    # A process that joins.
+    # A joining process.
 
     def arrive(self, description: Mapping[str, Any]) -> int:
-        """Says that this process wants to join; gives its number. A heartbeat follows (:meth:`beating`)."""
+        """Announces a joining process; returns its number. It must start a heartbeat (:meth:`beating`)."""
         number = self._store.add("arrived", 1)
         self._store.set(f"member/{number}", json.dumps(description))
         return number
 
     def invitation(self, number: int, timeout_seconds: float) -> dict[str, Any]:
-        """Waits for it.
+        """Waits for the invitation.
 
         Raises:
             ResizeError: none came within the timeout.
@@ -272,14 +270,14 @@ class Rendezvous:
             return dict(json.loads(text))
 
     def answer(self, number: int, problem: str | None) -> None:
-        """None: this process is ready to join."""
+        """Answers the invitation; ``problem`` None means ready."""
         self._store.set(f"answer/{number}", problem or "ready")
 
     def decision(self, token: str, timeout_seconds: float) -> Decision:
-        """Waits for it.
+        """Waits for the decision.
 
         Raises:
-            ResizeError: the leader is gone, or the timeout is over.
+            ResizeError: the leader is gone, or the timeout has passed.
         """
         return Decision(
             self._wait(self._store, f"decision/{token}", f"beat/{token}", timeout_seconds, "the rank that leads")
@@ -289,14 +287,14 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def beating(self, name: int | str) -> Iterator[None]:
-        """Within it a thread shows this process alive, as the process of a number or the leader of a token."""
+        """Context with a heartbeat thread, for a joining process's number or a leader's token."""
         connection = self._base.other_connection(CONNECT_SECONDS)
-        store = dist.PrefixStore(_PREFIX, connection)  # [Note: references to stores]
+        store = dist.PrefixStore(_PREFIX, connection)  # keeps the connection alive ([Note: references to stores])
         over = threading.Event()
 
         def run() -> None:
             count = 0
-            with contextlib.suppress(RuntimeError):  # the store is gone: whoever waits for it says so
+            with contextlib.suppress(RuntimeError):  # the store is gone: a waiter raises the error
                 while not over.is_set():
                     count += 1
                     store.set(f"beat/{name}", str(count))

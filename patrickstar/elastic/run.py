@@ -1,4 +1,4 @@
-"""One line in a training script makes its ranks change when whoever started it says so.
+"""Elastic run: one line in a training script lets its ranks change on orders of the process that started it.
 
     run = ElasticRun(engine, {"sampler": sampler, "schedule": schedule}, checkpoint=folder)
     for micro_batches in ElasticLoader(data, sampler):
@@ -7,13 +7,12 @@
             break
     run.end()
 
-[Note: looks] Orders come at any time, and all ranks must carry one out after the same step. So they look only after
-steps that all of them know: at each look rank 0 reads what was ordered, and writes it down together with the number of
-steps after which the next look is, about ``look_seconds`` later; the others wait for that line. Between looks a step
-costs nothing.
+Orders come at any time, and all ranks must carry one out after the same step. So ranks check for orders only after
+agreed steps. At each check rank 0 reads the next order and writes it to the store, with the step of the next check,
+about ``look_seconds`` later. The other ranks wait for that entry. Between checks a step costs nothing.
 
-Without a rendezvous (no argument, no ``PATRICKSTAR_ELASTIC``) nobody gives orders: the same script trains as it is
-started. Several ranks then save a checkpoint at the end alone, since they have no looks to agree at.
+Without a rendezvous (no argument, no ``PATRICKSTAR_ELASTIC``) there are no orders, and the script trains as it was
+started. Several ranks then save a checkpoint only at the end, since they have no checks at which to agree.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.passing import prepare_to_pass
 
 JOINS_VARIABLE = "PATRICKSTAR_ELASTIC_JOINS"
-"""The environment variable that is "1" in a process that is started to join ranks that train."""
+"""The environment variable that is "1" in a process started to join a running run."""
 _MOST_STEPS = 1000
-_OWN_NAME = "patrickstar.elastic.ElasticRun"  # in what is carried and in a checkpoint's client state
+_OWN_NAME = "patrickstar.elastic.ElasticRun"  # key among user state and in a checkpoint's client state
 
 
 def joins_others() -> bool:
-    """Whether this process was started to join ranks that train."""
+    """True if this process was started to join a running run."""
     return os.environ.get(JOINS_VARIABLE) == "1"
 
 
 class ElasticEngine(Protocol):
-    """What a run needs of :class:`patrickstar.Engine`."""
+    """The interface of :class:`patrickstar.Engine` that a run needs."""
 
     @property
     def device(self) -> torch.device:
-        """On which this rank computes."""
+        """This rank's compute device."""
         ...
 
     @property
@@ -63,20 +62,20 @@ class ElasticEngine(Protocol):
         ...
 
     def resize(self, num_ranks: int, **options: Any) -> Resized:
-        """Changes the ranks."""
+        """See ``Engine.resize``."""
 
     def join(self, **options: Any) -> Resized:
-        """Joins them."""
+        """See ``Engine.join``."""
 
     def save_checkpoint(self, directory: str, /, *, client_state: Mapping[str, Any]) -> Any:
-        """Saves the run."""
+        """See ``Engine.save_checkpoint``."""
 
     def load_checkpoint(self, directory: str, /) -> tuple[Any, dict[str, Any]]:
-        """Goes on from it."""
+        """See ``Engine.load_checkpoint``."""
 
 
 class Next(enum.Enum):
-    """What the script does after a step."""
+    """Instructions to the script after a step."""
 
     TRAIN = "the next step"
     LEAVE = "it ends: this process is no rank any more, its engine is closed"
@@ -84,25 +83,25 @@ class Next(enum.Enum):
 
 
 class ElasticRun:
-    """A rank's part of a run whose number of ranks changes while it trains; see the module's text.
+    """A rank's part of a run whose number of ranks can change; see the module's docstring.
 
-    A process that was started to join (``PATRICKSTAR_ELASTIC_JOINS`` is 1) joins here. One that begins goes on from the
-    checkpoint, if there is one; a sampler in ``carried`` is told its ranks. Make it after the optimizer, its schedule
+    The constructor of a process with ``PATRICKSTAR_ELASTIC_JOINS`` 1 joins the run. Another process continues from the
+    checkpoint, if there is one; a sampler in ``carried`` gets its ranks. Construct it after the optimizer, its schedule
     and the sampler, before the first step.
 
     Args:
-        engine: of ``initialize_engine``.
-        carried: as for ``Engine.resize``: by name, what has a state and goes along, also into checkpoints.
-        checkpoint: a folder for checkpoints, which all ranks reach; None: none are saved.
-        checkpoint_seconds: between two of them.
-        look_seconds: about how long an order waits.
-        rendezvous: "host:port"; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives orders.
-        resize_options: further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``); a process that joins
-            takes ``folder`` of them.
+        engine: from ``initialize_engine``.
+        carried: user state by name, as for ``Engine.resize``; it is also saved in checkpoints.
+        checkpoint: a folder for checkpoints that all ranks can reach; None: none are saved.
+        checkpoint_seconds: seconds between checkpoints.
+        look_seconds: approximate seconds between checks for orders.
+        rendezvous: "host:port"; None: that of ``PATRICKSTAR_ELASTIC``, or no orders.
+        resize_options: further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``); a joining process uses
+            ``folder``.
 
     Raises:
-        ResizeError: this process was to join and could not.
-        ValueError: it is to join and there is no rendezvous, or a number of seconds is not positive.
+        ResizeError: this process could not join.
+        ValueError: it should join and there is no rendezvous, or a number of seconds is not positive.
         SecretError: the file of the run's secret is missing, or open to other users.
         CheckpointError: the checkpoint is of another model, or damaged.
     """
@@ -138,7 +137,7 @@ class ElasticRun:
         self._meeting = Rendezvous.at(address, timeout_seconds=limit) if address else None
         self._board = OrderBoard(self._meeting.store) if self._meeting else None
         self.num_steps = 0
-        """Optimizer steps since the run began, also by ranks before this one joined."""
+        """Optimizer steps since the run began, including those before this rank joined."""
         self._next_look = 1
         self._next_order = 1
         self._saved_steps = 0
@@ -146,9 +145,9 @@ class ElasticRun:
         self._until_end = contextlib.ExitStack()
         self._saved_at = time.monotonic()
         self.rank = int(os.environ.get("RANK", "0"))
-        """Of this process; -1 when it has left."""
+        """This process's rank; -1 after it has left."""
         self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        """That train together now."""
+        """The present number of ranks."""
         if self._meeting is not None and not joins:
             prepare_to_pass(engine.device)
         if joins:
@@ -164,37 +163,34 @@ class ElasticRun:
             self._until_end.enter_context(self._meeting.beating(_OWN_NAME))
         self._mark()
 
-    # What goes along with a resize and into checkpoints.
+    # User state of a resize and of checkpoints.
 
     def state_dict(self) -> dict[str, int]:
-        """Where the run is, the same on all ranks."""
+        """The run's position, equal on all ranks."""
         return {"num_steps": self.num_steps, "next_look": self._next_look, "saved_steps": self._saved_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from there."""
+        """Restores the position."""
         self.num_steps, self._next_look = state["num_steps"], state["next_look"]
         self._saved_steps = state["saved_steps"]
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Any number of ranks will do."""
+        """Accepts any number of ranks."""
 
     def set_ranks(self, rank: int, num_ranks: int) -> None:
-        """So many ranks train together from now on, of which this process is ``rank``: also where a signal's handler
-        raises at the end of a resize.
-        """
+        """Sets the rank and number of ranks. Called even if a signal handler raises at the end of a resize."""
         self.rank, self.num_ranks = rank, num_ranks
 
     # The script.
 
     def step_done(self, loss: float | None = None) -> Next:
-        """To be called by all ranks after each optimizer step, and after schedules have moved on.
+        """Must be called by all ranks after each optimizer step, and after schedules were stepped.
 
         Args:
-            loss: of the step, for :class:`~patrickstar.elastic.RunReport`.
+            loss: the step's loss, for :class:`~patrickstar.elastic.RunReport`.
 
         Raises:
-            RankFailure: the rank that leads is gone, or one failed in the middle of a resize: end, and start again from
-                the checkpoint.
+            RankFailure: the leader is gone, or a rank failed during a resize: end, and restart from the checkpoint.
         """
         self.num_steps += 1
         self._loss = self._loss if loss is None else float(loss)
@@ -211,8 +207,8 @@ class ElasticRun:
         return result
 
     def end(self) -> None:
-        """The script is done: saves a last checkpoint where one is kept, and tells whoever started the run. For all
-        ranks that have not left. The engine stays open.
+        """Ends the run: saves a last checkpoint if checkpoints are kept, and reports the end. For all ranks that have
+        not left. The engine stays open.
         """
         if self.rank < 0:
             return
@@ -222,15 +218,15 @@ class ElasticRun:
         self._until_end.close()
 
     def go_on_from(self, num_steps: int) -> None:
-        """The script itself has loaded a checkpoint of that step, before the first :meth:`step_done`."""
+        """Sets the step of a checkpoint that the script itself has loaded, before the first :meth:`step_done`."""
         self.num_steps = self._saved_steps = self._marked_steps = num_steps
         self._next_look = num_steps + 1
 
     def note_checkpoint(self, num_steps: int) -> None:
-        """The script itself has saved a checkpoint of that step."""
+        """Records a checkpoint of that step, saved by the script itself."""
         self._saved_at, self._saved_steps = time.monotonic(), num_steps
 
-    # Looks.
+    # Checks for orders.
 
     def _lead(self) -> Look:
         seconds = max(time.monotonic() - self._marked_at, 1e-9)
@@ -242,7 +238,7 @@ class ElasticRun:
         )
         self._report(has_ended=False)
         if self.num_ranks > 1:
-            if self._board is None:  # the others hear of no look
+            if self._board is None:  # other ranks cannot learn of a check
                 return dataclasses.replace(look, next_step=sys.maxsize, saves=False)
             self._board.tell(self.num_steps, look)
         return look
@@ -269,7 +265,7 @@ class ElasticRun:
                 rendezvous=self._meeting,
                 **self._options,
             )
-        except (_C.StateError, ValueError) as error:  # also a ResizeError: the ranks are as they were
+        except (_C.StateError, ValueError) as error:  # includes ResizeError: the ranks are unchanged
             self._conclude(OutcomeKind.REFUSED, first_line(error), seen_at)
             return Next.TRAIN
         self._place(resized)

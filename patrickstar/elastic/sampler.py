@@ -1,4 +1,4 @@
-"""Samples of an epoch for any number of ranks, each of them once.
+"""Samples of an epoch for any number of ranks, each sample once.
 
     sampler = ElasticSampler(len(dataset), global_batch=32, max_micro_batch=4, seed=0)
     for micro_batches in ElasticLoader(dataset, sampler):
@@ -6,8 +6,8 @@
             ...  # forward and backward
         optimizer.step()
 
-Step k of an epoch takes the samples [k x global batch, (k + 1) x global batch) of a permutation that seed and epoch
-decide, rank r the r-th of equal parts of them. So which samples a step takes does not depend on the number of ranks.
+Step k of an epoch takes the samples [k x global batch, (k + 1) x global batch) of a permutation that depends on seed
+and epoch. Rank r takes the r-th of equal parts of them. So a step's samples do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,51 +23,52 @@ from patrickstar.elastic.batches import BatchDivision, MicroBatches, divide_batc
 
 @runtime_checkable
 class OfRanks(Protocol):
-    """What is carried and knows the ranks, such as ``patrickstar.elastic.ElasticSampler``."""
+    """User state that knows the ranks, such as ``patrickstar.elastic.ElasticSampler``."""
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ValueError where it cannot be shared by so many."""
+        """Raises ValueError if so many ranks cannot share it."""
 
     def set_ranks(self, rank: int, num_ranks: int) -> None:
-        """It is shared by so many from now on, of which this process is ``rank``."""
+        """Sets the rank and the number of ranks from now on."""
 
 
 @runtime_checkable
 class OfOneRun(Protocol):
-    """What is carried and can tell whether a state is one that it could take."""
+    """User state that can validate a state before loading it."""
 
     def check_state(self, state: Mapping[str, Any], /) -> None:
-        """Raises ValueError where it is not: a process then does not join."""
+        """Raises ValueError if the state does not fit; the process then does not join."""
 
 
 @runtime_checkable
 class OfTide(Protocol):
-    """What is carried and divides batches by what memory allows, such as ``patrickstar.elastic.ElasticSampler``."""
+    """User state that sizes micro-batches by memory, such as ``patrickstar.elastic.ElasticSampler``."""
 
     measured_micro_batch: int | None
-    """Samples of the last step's micro-batches; None: their number follows from nothing that is measured."""
+    """Samples of the last step's micro-batches; None: their number does not depend on measurements."""
     global_batch: int
     """Samples of a step on all ranks."""
 
     def allow_micro_batch(self, most: int) -> None:
-        """So many samples fit, from the next :meth:`OfRanks.set_ranks` on."""
+        """Sets how many samples fit, from the next :meth:`OfRanks.set_ranks` on."""
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """This rank's micro-batches, as lists of indices, from :attr:`cursor` to the end of the epoch. What is left over
-    after the last whole global batch of an epoch is left out, as by ``drop_last``.
+    """This rank's micro-batches, as lists of indices, from :attr:`cursor` to the end of the epoch. Samples after an
+    epoch's last whole global batch are dropped, as by ``drop_last``.
 
     Args:
         num_samples: of the data set.
         global_batch: samples of an optimizer step on all ranks.
-        max_micro_batch: the most samples that a rank computes at once.
+        max_micro_batch: most samples that a rank computes at once.
         seed: of the permutations.
         rank: of this process.
-        num_ranks: that share the epoch.
-        micro_batches: whether ``max_micro_batch`` follows from what is measured.
+        num_ranks: ranks that share the epoch.
+        micro_batches: tells whether ``max_micro_batch`` follows measurements.
 
     Raises:
-        ValueError: the data set has fewer samples than a global batch, or that cannot be divided among the ranks.
+        ValueError: the data set has fewer samples than a global batch, or the global batch is not divisible by the
+            ranks.
     """
 
     def __init__(
@@ -88,20 +89,20 @@ class ElasticSampler(Sampler[list[int]]):
         self.num_samples = num_samples
         self.global_batch = global_batch
         self.max_micro_batch = max_micro_batch
-        """The most samples that a rank computes at once, from the next :meth:`set_ranks` on."""
+        """Most samples that a rank computes at once, from the next :meth:`set_ranks` on."""
         self.micro_batches = micro_batches
         self.seed = seed
         self.epoch = 0
-        """Which permutation it is, from 0."""
+        """Number of the permutation, from 0."""
         self.cursor = 0
         """Samples of the epoch that all ranks together have taken; a multiple of the global batch."""
         self.set_ranks(rank, num_ranks)
 
     def set_ranks(self, rank: int, num_ranks: int) -> None:
-        """From the next step on the epoch is shared by ``num_ranks``, of which this is ``rank``.
+        """Shares the epoch over ``num_ranks``, from the next step on.
 
         Raises:
-            ValueError: ``rank`` is none of them, or the global batch has no equal parts for them; nothing is changed.
+            ValueError: ``rank`` is out of range, or the global batch is not divisible; nothing is changed.
         """
         division = divide_batch(self.global_batch, num_ranks, self.max_micro_batch)
         if not 0 <= rank < num_ranks:
@@ -109,20 +110,20 @@ class ElasticSampler(Sampler[list[int]]):
         self.rank, self.division = rank, division
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ValueError unless the global batch has equal parts for so many ranks."""
+        """Raises ValueError unless the global batch is divisible by so many ranks."""
         divide_batch(self.global_batch, num_ranks, self.max_micro_batch)
 
     @property
     def measured_micro_batch(self) -> int | None:
-        """Samples of this rank's micro-batches, with :attr:`MicroBatches.BY_TIDE`."""
+        """Samples of this rank's micro-batches, with :attr:`MicroBatches.BY_TIDE`; else None."""
         return self.division.micro_batch if self.micro_batches is MicroBatches.BY_TIDE else None
 
     def allow_micro_batch(self, most: int) -> None:
-        """So many samples fit; it counts from the next :meth:`set_ranks` on."""
+        """Sets how many samples fit, from the next :meth:`set_ranks` on."""
         self.max_micro_batch = most
 
     division: BatchDivision
-    """How the global batch is divided."""
+    """The division of the global batch."""
 
     @property
     def num_steps(self) -> int:
@@ -130,7 +131,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self.num_samples // self.global_batch
 
     def __len__(self) -> int:
-        """Micro-batches of this rank that are left of the epoch."""
+        """This rank's remaining micro-batches of the epoch."""
         return (self.num_steps - self.cursor // self.global_batch) * self.division.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -148,15 +149,15 @@ class ElasticSampler(Sampler[list[int]]):
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def advance(self) -> None:
-        """One optimizer step's samples are taken; after the last of an epoch :meth:`next_epoch` follows."""
+        """Takes one optimizer step's samples. After the last step of an epoch, call :meth:`next_epoch`."""
         self.cursor += self.global_batch
 
     def next_epoch(self) -> None:
-        """The next permutation, from its beginning."""
+        """Starts the next permutation."""
         self.epoch, self.cursor = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where the run is, for any number of ranks: the same on all of them."""
+        """The run's position, equal on all ranks and valid for any number of ranks."""
         return {
             "num_samples": self.num_samples,
             "global_batch": self.global_batch,
@@ -166,7 +167,7 @@ class ElasticSampler(Sampler[list[int]]):
         }
 
     def check_state(self, state: Mapping[str, int]) -> None:
-        """Raises ValueError where it is of another data set or another global batch, or says no place in an epoch."""
+        """Raises ValueError if the state is of another data set or global batch, or is no position in an epoch."""
         own = self.state_dict()
         wrong = [key for key in ("num_samples", "global_batch") if state.get(key) != own[key]]
         if wrong:
@@ -178,7 +179,7 @@ class ElasticSampler(Sampler[list[int]]):
             raise ValueError(f"the cursor is {state['cursor']}; give a multiple of {self.global_batch} in the epoch")
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from there, at this sampler's number of ranks.
+        """Restores the position, for this sampler's number of ranks.
 
         Raises:
             ValueError: as :meth:`check_state`; nothing is changed then.
@@ -188,14 +189,16 @@ class ElasticSampler(Sampler[list[int]]):
 
 
 class ElasticLoader:
-    """The steps that are left of an epoch: for each the list of this rank's micro-batches, from a ``DataLoader``. It
-    counts as taken when it is given out, so what is saved or resized after it goes on with the next one. Where the
-    ranks change in between, the next step comes from a new ``DataLoader``. A finished epoch is followed by the next.
+    """Iterates over the remaining steps of an epoch; yields this rank's micro-batches of each as a list, from a
+    ``DataLoader``.
+
+    A step counts as taken when it is yielded, so a checkpoint or resize afterwards continues with the next one. If the
+    ranks change, the next step comes from a new ``DataLoader``. At the end of an epoch the sampler moves to the next.
 
     Args:
-        dataset: with as many samples as the sampler has.
-        sampler: whose micro-batches are loaded.
-        **options: of ``DataLoader``, but for its batches and its order (``num_workers``, ``collate_fn``, ...).
+        dataset: with as many samples as the sampler.
+        sampler: yields the micro-batches.
+        **options: of ``DataLoader``, except batches and order (``num_workers``, ``collate_fn``, ...).
     """
 
     def __init__(self, dataset: Dataset[Any], sampler: ElasticSampler, **options: Any):
@@ -203,7 +206,7 @@ class ElasticLoader:
         self._make: Callable[[], DataLoader[Any]] = lambda: DataLoader(dataset, batch_sampler=sampler, **options)
 
     def __len__(self) -> int:
-        """Optimizer steps that are left of the epoch."""
+        """Remaining optimizer steps of the epoch."""
         return self.sampler.num_steps - self.sampler.cursor // self.sampler.global_batch
 
     def __iter__(self) -> Iterator[list[Any]]:

@@ -1,9 +1,9 @@
 """Files between processes that share no folder: each process serves its own from a thread, others fetch them.
 
-Both sides prove that they have the key of the resize (``ranks/authenticated.py``). A request is one message of JSON:
-the file's name, who asks, and which bytes. The answer is a message with the number of bytes (8 bytes, little-endian)
-and then these, in messages of at most 1 MiB; or -1 and a text where they cannot be had. A name stands for a file of the
-server's table, never for a path.
+Both sides prove that they have the key of the resize (``ranks/authenticated.py``). A request is one JSON message: the
+file's name, the client, and a byte range. The answer is a message with the number of bytes (8 bytes, little-endian),
+followed by the bytes in messages of at most 1 MiB. An error is -1 and a text. Names refer to the server's table, never
+to paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHOLE = -1
 
 
 def own_address(towards: str) -> str:
-    """The address by which a host that is reached under the name ``towards`` reaches this one in turn."""
+    """This host's address as seen by the host ``towards``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((towards, 9))  # nothing is sent
@@ -38,13 +38,13 @@ def own_address(towards: str) -> str:
 
 
 class FileServer:
-    """Serves files of this process until :meth:`close`. Any number of clients at once.
+    """Serves files of this process, to any number of clients, until :meth:`close`.
 
     Args:
         host: the address to listen at.
         key: 32 bytes, which clients must know.
-        files: by the names that clients give.
-        timeout_seconds: for a client that says or takes nothing.
+        files: paths by client-side names.
+        timeout_seconds: for an idle client.
 
     Raises:
         OSError: it cannot listen there.
@@ -62,12 +62,12 @@ class FileServer:
         """ "host:port" for clients."""
 
     def has_given(self, name: str, client: str) -> bool:
-        """Whether that client has had all it asked for of the file."""
+        """True if that client has received all it requested of the file."""
         with self._lock:
             return (name, client) in self._taken
 
     def close(self) -> None:
-        """Listens no more; clients that are being served get what they asked for before this returns."""
+        """Stops listening; returns after running transfers are complete."""
         self._server.close(self._timeout_seconds)
 
     def _serve(self, client: AuthenticatedConnection) -> None:
@@ -114,15 +114,15 @@ def fetch(
     Args:
         address: "host:port" of a :class:`FileServer`.
         key: its key.
-        name: of the file there.
-        target: made here.
-        client: who asks.
-        begin: of the bytes.
-        size: their number; -1: up to the file's end.
+        name: the file's name there.
+        target: the new file.
+        client: this client's name.
+        begin: first byte.
+        size: number of bytes; -1: to the end of the file.
         timeout_seconds: without any progress.
 
     Raises:
-        OSError: the server is not there, has no such bytes, or ends before it has sent them.
+        OSError: the server is unreachable, lacks the bytes, or ends before it has sent them.
     """
     host, port = split_address(address)
     connection = connect(host, port, key, timeout_seconds=timeout_seconds, most_bytes=_PIECE_BYTES, waits=False)

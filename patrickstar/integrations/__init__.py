@@ -1,1 +1,1 @@
-"""PatrickStar under other libraries' training loops: one module for each, imported by those who use that library."""
+"""PatrickStar under other libraries' training loops: one module per library."""

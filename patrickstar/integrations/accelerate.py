@@ -3,7 +3,7 @@
     accelerator = PatrickStarAccelerator(patrickstar_config={"device_memory": "24GiB"}, mixed_precision="bf16")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The model is converted in place and the user's ``torch.optim`` optimizer taken over; what ``prepare`` returns is
+The model is converted in place, and the user's ``torch.optim`` optimizer is taken over. The results of ``prepare`` are
 used as with any accelerator. The engine lives until ``accelerator.free_memory()``.
 """
 
@@ -52,7 +52,9 @@ _DISTRIBUTED_TYPES = (DistributedType.NO, DistributedType.MULTI_GPU, Distributed
 
 
 class PatrickStarOptimizer(AcceleratedOptimizer):
-    """What ``prepare`` returns for the user's optimizer: it steps when gradients are complete, as Accelerate's does."""
+    """The result of ``prepare`` for the user's optimizer; it steps when gradients are complete, as
+    Accelerate's does.
+    """
 
     def __init__(self, optimizer: HybridOptimizer):
         super().__init__(optimizer, device_placement=False)
@@ -60,22 +62,22 @@ class PatrickStarOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step updated nothing, because its gradients were not finite."""
+        """True if the last step updated nothing, because its gradients were not finite."""
         return self.optimizer.step_was_skipped
 
 
 class PatrickStarAccelerator(ElasticRanks, Accelerator):
-    """Trains one model through an engine. All arguments of ``Accelerator`` are taken by keyword.
+    """Trains one model through an engine. All arguments of ``Accelerator`` are accepted by keyword.
 
     Args:
-        patrickstar_config: PatrickStar's configuration (docs/config.md), a dict or the path of a JSON file. What the
-            optimizer and ``mixed_precision`` decide may be left out.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: parameters and gradients have that dtype, masters float32.
-            None: what ``accelerate launch`` says, else the configuration.
+        patrickstar_config: PatrickStar's configuration (docs/config.md), a dict or the path of a JSON file. Keys that
+            the optimizer and ``mixed_precision`` decide may be missing.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: dtype of parameters and gradients; masters are float32.
+            None: the value from ``accelerate launch``, else the configuration's.
 
     Raises:
         ValueError: the configuration contradicts ``mixed_precision``, or another engine (DeepSpeed, FSDP, ...) is
-            asked for.
+            requested.
     """
 
     def __init__(
@@ -90,13 +92,15 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         self._waiting: list[nn.Module] = []
         self._user_dtype: torch.dtype | None = None
         self.accumulated_batches: int | None = None
-        """Backwards before a step, for which the engine keeps room; None: ``gradient_accumulation_steps``."""
+        """Backward passes before a step, for which the engine reserves memory; None:
+        ``gradient_accumulation_steps``.
+        """
         self._config = with_parallelism(own_config(patrickstar_config), kwargs.pop("parallelism_config", None))
         if mixed_precision is not None:
             self._config = _precise(self._config, str(mixed_precision))
-        elif os.environ.get(_PRECISION_VARIABLE, "no") != "no":  # its default is set too
+        elif os.environ.get(_PRECISION_VARIABLE, "no") != "no":  # the default is set too
             self._config = _precise(self._config, os.environ[_PRECISION_VARIABLE])
-        super().__init__(mixed_precision="no", **kwargs)  # the engine does it
+        super().__init__(mixed_precision="no", **kwargs)  # the engine handles precision
         self._check_alone()
 
     def _check_alone(self) -> None:
@@ -110,7 +114,6 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
             check_compiler(compiler, "the model")
 
     def _compiler(self) -> Compiler | None:
-        """What models are to be compiled with, or None."""
         plugin = self.state.dynamo_plugin
         if plugin is None or plugin.backend == DynamoBackend.NO:
             return None
@@ -129,19 +132,21 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
 
     @property
     def has_engine(self) -> bool:
-        """Whether a model is prepared for training."""
+        """True if a model is prepared for training."""
         return self._engine is not None
 
     @property
     def user_dtype(self) -> torch.dtype | None:
-        """The dtype that all floating point parameters of the prepared model had before; None where they differed."""
+        """The common dtype of the prepared model's floating point parameters before preparation; None if
+        they differed.
+        """
         return self._user_dtype
 
     def replace_config(self, config: Mapping[str, Any]) -> None:
-        """Another configuration for the engine to be made.
+        """Replaces the configuration before the engine is made.
 
         Raises:
-            StateError: it is made.
+            StateError: the engine exists.
         """
         if self._engine is not None:
             raise StateError("the engine is made; its configuration cannot be replaced")
@@ -149,17 +154,16 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision that the engine computes in."""
+        """The engine's compute precision."""
         sections = {name: self._config[name] for name in ("bf16", "fp16") if self._config.get(name) is not None}
         return next((name for name, section in sections.items() if section.get("enabled", True)), "no")
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As ``Accelerator.prepare``. The model that the optimizer trains goes into the engine; models without
-        trainable parameters are placed on the device as usual. Optimizer and model may come in separate calls.
+        """``Accelerator.prepare``. The model that the optimizer trains goes into the engine; models without trainable
+        parameters are placed on the device as usual. Optimizer and model may come in separate calls.
 
         Raises:
-            ValueError: the optimizer is none that an engine can follow, or trains no model given so far; or the
-                configuration contradicts it.
+            ValueError: the optimizer is not supported, trains no model given so far, or contradicts the configuration.
             StateError: another model is in the engine.
         """
         prepared = {id(obj): self._prepared(obj, args) for obj in args if _is_plain_optimizer(obj)}
@@ -202,13 +206,13 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
 
     @property
     def ranks_per_sample(self) -> int:
-        """How many processes share each sequence, and so are given the same batches."""
+        """Processes that share each sequence or matrix, and so get the same batches."""
         return ranks_per_sample(self._config)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """As ``Accelerator.prepare_data_loader``; processes that share sequences get the same batches."""
+        """``Accelerator.prepare_data_loader``; processes that share sequences get the same batches."""
         shared = self.ranks_per_sample
         if shared == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
@@ -231,7 +235,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """As ``Accelerator.gather``: of processes that share sequences the first one's count."""
+        """``Accelerator.gather``; the first of the processes that share a sequence contributes."""
         gathered, shared = super().gather(tensor), self.ranks_per_sample
         if shared == 1:
             return gathered
@@ -244,7 +248,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As ``Accelerator.prepare_model``: a model that is not trained is placed on the device; one that is waits for
+        """``Accelerator.prepare_model``: a model that is not trained is placed on the device; a trained one waits for
         its optimizer.
         """
         if getattr(model, "_is_accelerate_prepared", False):
@@ -255,17 +259,17 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         return model
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As ``Accelerator.backward``: of the loss over the number of accumulated batches."""
+        """``Accelerator.backward``, for the loss divided by the number of accumulated batches."""
         self.engine.backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """As ``Accelerator.clip_grad_norm_`` of all trained parameters; the coming step clips. An infinite ``max_norm``
-        only asks for the norm. Returns the norm before clipping, over all ranks.
+        """``Accelerator.clip_grad_norm_`` for all trained parameters; the coming step clips. An infinite ``max_norm``
+        only computes the norm. Returns the norm before clipping, over all ranks.
 
         Raises:
-            ValueError: some trained parameters are left out, or the norm is not the Euclidean one.
+            ValueError: trained parameters are missing, or the norm is not Euclidean.
         """
         if float(norm_type) != 2:
             raise ValueError(f"norm_type is {norm_type}; gradients in chunks have their norm of type 2 alone")
@@ -286,7 +290,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         return self.engine.clip_grad_norm_(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refused: gradients are in chunks, and their values are not looked at one by one.
+        """Refused: gradients are in chunks and have no element-wise access.
 
         Raises:
             ValueError: always.
@@ -300,7 +304,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As ``Accelerator.save_model``, called by all ranks; weights are streamed, without a copy of the model."""
+        """``Accelerator.save_model``, called by all ranks; weights are streamed, without a copy of the model."""
         streams = self.has_engine and model is self.engine.module and self._user_dtype is not None
         if not (streams and safe_serialization):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -318,8 +322,8 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         self.wait_for_everyone()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As ``Accelerator.save_state``: schedulers, data loaders, random numbers and registered objects as there;
-        model and optimizer as the engine's checkpoint, in the folder ``patrickstar``. Hooks get no models.
+        """``Accelerator.save_state``. Schedulers, data loaders, random numbers and registered objects are saved by
+        Accelerate, model and optimizer as the engine's checkpoint, in the folder ``patrickstar``. Hooks get no models.
         """
         engine = self.engine
         with _Aside(self):
@@ -330,7 +334,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """As ``Accelerator.load_state``, of what :meth:`save_state` saved, for any number of ranks."""
+        """``Accelerator.load_state``, for the result of :meth:`save_state` and any number of ranks."""
         folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_state()
         self.engine.load_checkpoint(folder / CHECKPOINT_FOLDER)
         with _Aside(self):
@@ -349,21 +353,21 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         return found[max(found)]
 
     def save_checkpoint(self, directory: str | os.PathLike[str], **options: Any) -> Path:
-        """That of the engine (for :class:`patrickstar.elastic.ElasticRun`)."""
+        """The engine's method (for :class:`patrickstar.elastic.ElasticRun`)."""
         return self.engine.save_checkpoint(directory, **options)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], **options: Any) -> tuple[Path, dict[str, Any]]:
-        """That of the engine."""
+        """The engine's method."""
         return self.engine.load_checkpoint(directory, **options)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As ``Accelerator.free_memory``; the engine is closed, and the model an ordinary one again."""
+        """``Accelerator.free_memory``; closes the engine, so the model is an ordinary one again."""
         self.close_engine()
         return super().free_memory(*objects)
 
     def close_engine(self, *, discard: bool = False) -> None:
-        """Ends the engine, if there is one: the model is whole and ordinary again, on each rank; with ``discard`` it
-        has no values any more.
+        """Closes the engine, if there is one: the model is whole and ordinary again, on each rank. With ``discard`` it
+        has no values.
         """
         self._waiting.clear()
         if self._engine is None:
@@ -374,7 +378,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
 
 
 class _Aside:
-    """Within it an accelerator has no models and optimizers: the engine saves and loads them."""
+    """Context in which an accelerator has no models and optimizers: the engine saves and loads them."""
 
     def __init__(self, accelerator: PatrickStarAccelerator):
         self._accelerator = accelerator

@@ -1,7 +1,7 @@
-"""A configuration some keys of which a trainer decides: its arguments, or the user's own optimizer.
+"""A configuration of which a trainer's arguments, or the user's own optimizer, decide some keys.
 
-The user gives PatrickStar's keys (a dict or a JSON file); what the trainer decides need not be said again. Where it is,
-it must be the same, or ``"auto"``.
+The user gives PatrickStar's keys (a dict or a JSON file). Keys that the trainer decides may be missing; if present,
+they must have the same value, or ``"auto"``.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ class Decision:
     """One key that the trainer decides."""
 
     key: str
-    """Of the configuration, with dots between sections: ``"optimizer.params.lr"``."""
+    """Dotted key of the configuration, such as ``"optimizer.params.lr"``."""
     value: Any
-    """The value that the trainer gives the key."""
+    """The trainer's value."""
     source: str
-    """Who says so, for the error: ``"TrainingArguments.learning_rate"``."""
+    """Its origin, for errors: ``"TrainingArguments.learning_rate"``."""
 
 
 def own_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """A copy of the user's configuration, of a dict or a JSON file, with one name for the section ``bf16``.
+    """A copy of the user's configuration, from a dict or a JSON file; the section ``bf16`` has one name.
 
     Raises:
-        ValueError: there is no dict.
+        ValueError: it is no dict.
     """
     values = copy.deepcopy(dict(read_config(config)))
     return {"bf16" if name == "bfloat16" else name: value for name, value in values.items()}
 
 
 def ranks_per_sample(config: Mapping[str, Any]) -> int:
-    """How many ranks are given the same batches, since they share sequences or matrices, by a configuration as users
-    write it, which may be wrong in other places.
+    """Number of ranks that get the same batches, since they share sequences or matrices. Reads an unvalidated
+    configuration.
     """
     section, matrices = config.get("sequence_parallel"), config.get("tensor_parallel")
     sizes = [section.get("size") if isinstance(section, Mapping) else config.get("sequence_parallel_size")]
@@ -54,12 +54,12 @@ def ranks_per_sample(config: Mapping[str, Any]) -> int:
 
 
 def with_parallelism(config: Mapping[str, Any], parallelism: Any) -> dict[str, Any]:
-    """``config`` with what an ``accelerate.ParallelismConfig`` (None: nothing) says of ranks that share matrices
-    (``tp_size``: columns of a mesh) or sequences (``cp_size``; ``sp_size``: Ulysses'). All other ranks share data, and
-    chunks are sharded over them in any case.
+    """``config`` with the sizes of an ``accelerate.ParallelismConfig`` (None: unchanged): tensor parallelism
+    (``tp_size``: columns of a mesh) or context parallelism (``cp_size``; ``sp_size``: Ulysses). All other ranks are
+    data-parallel, with chunks sharded over them.
 
     Raises:
-        ValueError: it says something else than ``config``, or numbers of ranks that do not go together.
+        ValueError: it contradicts ``config``, or numbers of ranks do not fit.
     """
     if parallelism is None:
         return dict(config)
@@ -92,10 +92,10 @@ def with_parallelism(config: Mapping[str, Any], parallelism: Any) -> dict[str, A
 
 
 def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) -> dict[str, Any]:
-    """``config`` without the keys of ``decisions``. A section's ``enabled`` is True where the section does not say it.
+    """``config`` without the keys of ``decisions``. A missing ``enabled`` of a section counts as True.
 
     Raises:
-        ValueError: a key is there with another value than the trainer's.
+        ValueError: a key has another value than the trainer's.
     """
     config = copy.deepcopy(dict(config))
     for decision in decisions:
@@ -132,7 +132,7 @@ def precision_decisions(precision: str, source: str) -> list[Decision]:
 
 
 def with_precision(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """``config`` of which :func:`precision_decisions` were taken out, with that precision and its options."""
+    """``config``, after :func:`precision_decisions` were removed, with that precision and its options."""
     result = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
     if precision != "no":
         result[precision] = {**config.get(precision, {}), "enabled": True}
@@ -143,7 +143,7 @@ def with_optimizer(config: Mapping[str, Any], taken: TakenOver) -> dict[str, Any
     """``config`` with the type and options of a user's optimizer.
 
     Raises:
-        ValueError: it says another type or other options.
+        ValueError: it has another type or other options.
     """
     config = without_decided(config, optimizer_decisions(taken))
     section = dict(config.get("optimizer", {}))

@@ -1,5 +1,5 @@
-"""What a Trainer's loop has to do with ranks that change: its sampler, its run, what goes along with a resize
-([Note: steps of an elastic Trainer], elastic_trainer.py).
+"""Elastic ranks under a Trainer's loop: its sampler, its run, and its user state ([Note: steps of an elastic Trainer],
+elastic_trainer.py).
 """
 
 from __future__ import annotations
@@ -34,33 +34,31 @@ _LOADER_OPTIONS = (
 
 
 class LeftRun(SystemExit):  # noqa: N818 (it ends a script, and is no error)
-    """This process is none of the ranks any more, and its model has no values: its script ends here, with status 0,
-    unless it catches this.
+    """Raised when this process is no longer a rank, and its model has no values: ends the script with status 0, unless
+    caught.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticTraining:
-    """What an elastic trainer is told beside its ``TrainingArguments``."""
+    """Options of an elastic trainer beside its ``TrainingArguments``."""
 
     global_batch: int
-    """Samples of an optimizer step on all ranks, however many there are. ``per_device_train_batch_size`` is the most
-    that a rank computes at once; how many of these micro-batches make a step follows.
+    """Samples of an optimizer step on all ranks, for any number of ranks. ``per_device_train_batch_size`` is the most
+    that a rank computes at once; the number of micro-batches follows.
     """
     micro_batches: MicroBatches = MicroBatches.AT_MOST
-    """Whether ``per_device_train_batch_size`` holds throughout, or follows from what is measured."""
+    """Tells whether ``per_device_train_batch_size`` is constant, or follows measurements."""
     look_seconds: float = 1.0
-    """About how long an order waits."""
+    """Approximate seconds between checks for orders."""
     rendezvous: str | None = None
-    """ "host:port" of who gives orders; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives any."""
+    """ "host:port" of the rendezvous; None: that of ``PATRICKSTAR_ELASTIC``, or no orders."""
     resize_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``)."""
 
 
 class ElasticLoop:
-    """What an elastic trainer's loop has to do with ranks that change: its sampler, its run, and the place at which a
-    process that joins begins.
-    """
+    """The elastic part of a trainer's loop: its sampler, its run, and the start of a joining process."""
 
     def __init__(self, trainer: Any, options: ElasticTraining):
         self._trainer = trainer
@@ -69,10 +67,10 @@ class ElasticLoop:
         self._run: ElasticRun | None = None
         self._progress = _Progress(trainer)
         self.has_stopped = False
-        """The run was ordered to stop."""
+        """True if an order has stopped the run."""
 
     def begin_training(self) -> None:
-        """Raises StateError where there was one."""
+        """Raises StateError if the trainer has trained already."""
         if self._has_begun:
             raise StateError(
                 "an elastic trainer trains once: processes that join must know what they join; make another"
@@ -83,8 +81,8 @@ class ElasticLoop:
         """The loop's loader.
 
         Raises:
-            ValueError: the data has no length, or fewer samples than a global batch, or that has no equal parts for the
-                ranks.
+            ValueError: the data has no length, fewer samples than a global batch, or the global batch is not divisible
+                by the ranks.
         """
         dataset, args = plain.dataset, self._trainer.args
         if isinstance(dataset, IterableDataset):
@@ -105,8 +103,8 @@ class ElasticLoop:
         return self._loader
 
     def enter(self, max_steps: int, num_epochs: int) -> tuple[int, int] | None:
-        """The model is in an engine from here on, and the run follows orders. For a process that joins: the epoch and
-        the step in it that come next.
+        """Puts the model into an engine and starts following orders. For a joining process, returns the next epoch and
+        the next step in it.
         """
         trainer, options = self._trainer, self._options
         self._progress.max_steps = max_steps
@@ -117,7 +115,7 @@ class ElasticLoop:
             _TrainerRanks(trainer),
             {"schedule": trainer.lr_scheduler, "sampler": self._sampler, "trainer": self._progress},
             checkpoint=trainer.args.output_dir if saves else None,
-            checkpoint_seconds=float("inf"),  # the Trainer says when
+            checkpoint_seconds=float("inf"),  # the Trainer decides when
             look_seconds=options.look_seconds,
             rendezvous=options.rendezvous,
             resize_options=options.resize_options,
@@ -129,18 +127,20 @@ class ElasticLoop:
         return self._sampler.epoch, self._sampler.cursor // self._sampler.global_batch
 
     def begin_epoch(self, epoch: int, first_step: int) -> bool:
-        """Whether the epoch is to be gone on with as from a checkpoint: this process has joined within it."""
+        """Begins an epoch; returns True if it must be resumed as from a checkpoint, since this process has joined
+        within it.
+        """
         self._loader.begin_epoch(epoch, first_step)
         return self._progress.take_sums()
 
     def goes_on(self) -> bool:
-        """Between two steps: carries orders out. False: the run stops.
+        """Carries out orders, between two steps. Returns False if the run stops.
 
         Raises:
-            LeftRun: it is no rank any more.
+            LeftRun: this process is no longer a rank.
         """
         assert self._run is not None
-        if self._run.num_steps == self._trainer.state.global_step:  # no step since the last time
+        if self._run.num_steps == self._trainer.state.global_step:  # no step since the last call
             return True
         following = self._run.step_done(self._progress.last_loss)
         if following is Next.LEAVE:
@@ -150,19 +150,19 @@ class ElasticLoop:
         return not self.has_stopped
 
     def note_checkpoint(self) -> None:
-        """One was saved, of the present step."""
+        """Records a checkpoint of the present step."""
         if self._run is not None:
             self._run.note_checkpoint(self._trainer.state.global_step)
 
     def end(self) -> None:
-        """The loop is over."""
+        """Ends the run after the loop."""
         assert self._run is not None
         self._run.num_steps = self._trainer.state.global_step
         self._run.end()
 
 
 class _TrainerRanks:
-    """A trainer as the engine of an :class:`ElasticRun`."""
+    """A trainer in the role of an :class:`ElasticRun`'s engine."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
@@ -178,7 +178,7 @@ class _TrainerRanks:
     def resize(self, num_ranks: int, **options: Any) -> Resized:
         trainer = self._trainer
         trainer.store_flos()
-        # What was not logged yet is each rank's own, and logged as the mean.
+        # Losses not logged yet are each rank's own, and are logged as the mean.
         trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss.detach()).mean()
         with deferred_signals():  # the engine and the trainer change together
             resized = trainer.accelerator.resize(num_ranks, **options)
@@ -196,7 +196,7 @@ class _TrainerRanks:
         trainer = self._trainer
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
-        getattr(trainer, "_eval_dataloaders", {}).clear()  # which are kept with persistent workers
+        getattr(trainer, "_eval_dataloaders", {}).clear()  # kept if workers are persistent
 
     def save_checkpoint(self, directory: str, /, *, client_state: Mapping[str, Any]) -> None:
         trainer = self._trainer
@@ -208,21 +208,21 @@ class _TrainerRanks:
 
 
 class _Progress:
-    """Where a trainer's loop is, as it goes along with a resize: the same on all ranks."""
+    """The position of a trainer's loop, as user state of a resize; equal on all ranks."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.max_steps = 0
         """Steps that the loop makes."""
-        self._taken: dict[str, Any] | None = None  # by a process that joins
+        self._taken: dict[str, Any] | None = None  # by a joining process
 
     @property
     def last_loss(self) -> float | None:
-        """That was logged; None: none was."""
+        """The last logged loss, or None."""
         return next((entry["loss"] for entry in reversed(self._trainer.state.log_history) if "loss" in entry), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of a rank whose sums are those of all."""
+        """The state of a rank whose sums are those of all."""
         trainer = self._trainer
         return {
             "state": json.dumps(dataclasses.asdict(trainer.state)),
@@ -237,10 +237,10 @@ class _Progress:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Before a process joins.
+        """Validates the state before a process joins.
 
         Raises:
-            ValueError: its script is to train another number of steps, or has other callbacks.
+            ValueError: its script would train another number of steps, or has other callbacks.
         """
         told, own = json.loads(state["state"])["max_steps"], self.max_steps
         if told != own:
@@ -257,14 +257,14 @@ class _Progress:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keeps it until the loop can take it."""
+        """Keeps the state until the loop can take it."""
         self._taken = state
 
     def _exported(self) -> list[ExportableState]:
         return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
 
     def take_state(self, num_epochs: int) -> None:
-        """What the Trainer makes before its loop begins."""
+        """Applies the state that the Trainer creates before its loop."""
         assert self._taken is not None
         trainer, state = self._trainer, TrainerState(**json.loads(self._taken["state"]))
         state.init_training_references(trainer, self.max_steps, num_epochs, None)
@@ -274,7 +274,7 @@ class _Progress:
                 setattr(item, name, value)
 
     def take_sums(self) -> bool:
-        """What the Trainer sets to zero as its loop begins; False where there is nothing to take."""
+        """Applies the sums that the Trainer zeroes at the start of its loop; False if there are none."""
         taken, self._taken = self._taken, None
         if taken is None:
             return False

@@ -1,4 +1,4 @@
-"""An accelerator's part in a resize: its processes are the engine's ranks, before and after."""
+"""Resizes under an accelerator: its processes follow the engine's ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ElasticRanks:
 
     @property
     def rank_timeout_seconds(self) -> float:
-        """The engine's: for :class:`patrickstar.elastic.ElasticRun`."""
+        """The engine's timeout, for :class:`patrickstar.elastic.ElasticRun`."""
         return self.engine.rank_timeout_seconds
 
     def resize(self, num_ranks: int, **options: Any) -> Resized:
-        """Calls :meth:`patrickstar.engine.engine.Engine.resize`; from then on the accelerator's processes are the new
-        ranks. Batches come from ``patrickstar.elastic.ElasticLoader``, which is not prepared.
+        """Calls :meth:`patrickstar.engine.engine.Engine.resize`; the accelerator's processes are then the new ranks.
+        Batches must come from an unprepared ``patrickstar.elastic.ElasticLoader``.
 
         Raises:
-            StateError: a data loader was prepared, which goes on giving batches for the ranks that it was made for.
+            StateError: a data loader was prepared, whose batches are for the old ranks.
         """
         self._check_loaders("resize")
         with deferred_signals():  # the engine and the accelerator change together
@@ -56,10 +56,10 @@ class ElasticRanks:
 
 
 def _follow_ranks(accelerator: Any, context: DistributedContext) -> None:
-    """Accelerate's state of this process, of which there is one, says which rank it is from now on."""
+    """Updates Accelerate's per-process state to the new rank."""
     several = DistributedType.MULTI_GPU if context.device.type == "cuda" else DistributedType.MULTI_CPU
     for state in (PartialState(), accelerator.state):
         state.distributed_type = several if context.world_size > 1 else DistributedType.NO
-        state.backend = "gloo" if context.world_size > 1 else None  # of the world that a resize makes
+        state.backend = "gloo" if context.world_size > 1 else None  # a resize makes gloo worlds
         state.num_processes, state.process_index = context.world_size, context.rank
         state.local_process_index = context.local_rank

@@ -1,4 +1,4 @@
-"""The optimizer steps of an epoch for a loop that takes each for one batch ([Note: steps of an elastic Trainer])."""
+"""Optimizer steps as the batches of a Trainer's epoch ([Note: steps of an elastic Trainer])."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from patrickstar.elastic import ElasticLoader, ElasticSampler
 
 
 class StepBatches(list[Any]):
-    """This rank's micro-batches of one optimizer step, which the Trainer's loop takes for one batch."""
+    """This rank's micro-batches of one optimizer step, as one batch of the Trainer's loop."""
 
 
 class StepLoader(DataLoader[Any]):
-    """What the Trainer's loop takes for its data loader: the steps of an epoch, as :class:`StepBatches`. Steps are
-    loaded when they are asked for, so each is divided among the ranks that there are then.
+    """The Trainer's data loader: yields an epoch's steps as :class:`StepBatches`. Steps are loaded on demand, so each
+    is divided over the present ranks.
 
     Args:
-        dataset: with as many samples as the sampler has.
-        sampler: which of them a step takes.
+        dataset: with as many samples as the sampler.
+        sampler: selects each step's samples.
         **options: of the ``DataLoader`` that loads micro-batches.
     """
 
     def __init__(self, dataset: Dataset[Any], sampler: ElasticSampler, **options: Any):
         self.num_samples = sampler.num_steps * sampler.global_batch
         """Samples of an epoch."""
-        # Loaders draw seeds for their workers; the model's random numbers are not for that.
+        # Loaders draw seeds for their workers, which must not change the model's random numbers.
         steps = _Steps(
             ElasticLoader(dataset, sampler, generator=torch.Generator().manual_seed(sampler.seed), **options)
         )
@@ -37,12 +37,12 @@ class StepLoader(DataLoader[Any]):
         super().__init__(steps, batch_sampler=numbers, collate_fn=_only, generator=torch.Generator())
 
     def begin_epoch(self, epoch: int, first_step: int) -> None:
-        """The next step to be loaded is that one."""
+        """Sets the next step to be loaded."""
         self.dataset.begin_epoch(epoch, first_step)
 
 
 class _Steps(Dataset[StepBatches]):
-    """The steps of the present epoch by their number, in their order."""
+    """The steps of the present epoch by number, read in order."""
 
     def __init__(self, loader: ElasticLoader):
         self._loader = loader
@@ -66,24 +66,24 @@ def _only(items: list[StepBatches]) -> StepBatches:
     return item
 
 
-# Where the Trainer's loop hands a batch on.
+# Replacements where the Trainer's loop passes on a batch.
 
 
 def step_of_micro_batches(
     trainer: Any, training_step: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, *others: Any
 ) -> torch.Tensor:
-    """``training_step`` of each micro-batch of ``inputs``; the sum of their losses."""
+    """Calls ``training_step`` for each micro-batch of ``inputs``; returns the sum of their losses."""
     trainer.current_gradient_accumulation_steps = len(inputs)
     losses = [training_step(model, one, *others) for one in inputs]
     return torch.stack(losses).sum()
 
 
 def sum_of_micro_batches(call: Callable[[Any], float], inputs: StepBatches) -> float:
-    """The sum of what ``call`` says of each of them."""
+    """Sums the results of ``call`` over the micro-batches."""
     return sum(map(call, inputs))
 
 
 def each_micro_batch(call: Callable[[Any], None], inputs: StepBatches) -> None:
-    """``call`` of each of them."""
+    """Calls ``call`` with each micro-batch."""
     for one in inputs:
         call(one)

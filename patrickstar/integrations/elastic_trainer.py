@@ -1,4 +1,4 @@
-"""Hugging Face: a ``Trainer`` that follows orders to change its number of ranks while it trains.
+"""Hugging Face: a ``Trainer`` that changes its number of ranks on orders while it trains.
 
     trainer = ElasticTrainer(
         model=model, args=args, train_dataset=data, elastic=ElasticTraining(global_batch=32),
@@ -6,18 +6,16 @@
     )
     trainer.train()
 
-The mixin comes first for other trainers: ``class MySFTTrainer(ElasticTrainerMixin, SFTTrainer)``. Who starts the ranks
-and gives orders: docs/guides/elastic.md.
+For other trainers put the mixin first: ``class MySFTTrainer(ElasticTrainerMixin, SFTTrainer)``. docs/guides/elastic.md
+describes how ranks are started and ordered.
 
-[Note: steps of an elastic Trainer] The Trainer's loop counts micro-batches, and expects a fixed number of them in a
-step; on other ranks there are others. So it is given one batch per optimizer step: a list of this rank's micro-batches
-(:class:`StepBatches`), which is taken apart where the loop hands it on. To the loop a step is a step, an epoch has as
-many of them on any number of ranks, and its counters, logs and schedules are right after a resize without knowing of
-it. A resize comes between two steps, when the next one is about to be loaded: what the Trainer logs, saves and
-evaluates after a step is done by the ranks that made it.
-
-What else the loop knows of the ranks goes along as :class:`_Progress`. A process that joins begins the loop as one that
-resumes from a checkpoint does, at the step that the others are about to make.
+[Note: steps of an elastic Trainer] The Trainer's loop counts micro-batches and expects a fixed number per step, but
+that number depends on the ranks. So the loop gets one batch per optimizer step: a list of this rank's micro-batches
+(:class:`StepBatches`), which is unpacked where the loop passes it on. An epoch then has as many batches on any number
+of ranks, and the loop's counters, logs and schedules stay right after a resize. A resize takes place between two steps,
+before the next one is loaded. So logging, saving and evaluation after a step are done by the ranks that made it. Other
+rank-dependent state of the loop is user state (:class:`_Progress`). A joining process starts the loop as if it resumed
+from a checkpoint, at the step that the others are about to make.
 """
 
 from __future__ import annotations
@@ -44,38 +42,38 @@ from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 
 __all__ = ["ElasticSeq2SeqTrainer", "ElasticTrainer", "ElasticTrainerMixin", "ElasticTraining", "LeftRun"]
 
-_JOINED = "patrickstar: the state of the ranks that train"  # in the place of a checkpoint's path
+_JOINED = "patrickstar: the state of the ranks that train"  # replaces a checkpoint's path
 
 
 class ElasticTrainerMixin(PatrickStarTrainerMixin):
-    """What a ``Trainer`` does otherwise when its number of ranks may change while it trains
-    ([Note: steps of an elastic Trainer]). It comes before the trainer's class.
+    """Changes a ``Trainer`` so that its number of ranks may change while it trains ([Note: steps of an elastic
+    Trainer]). It must precede the trainer's class among the bases.
 
-    Which samples a step takes follows from the seed and the epoch, for any number of ranks; what is left over after
-    the last whole global batch of an epoch is left out, as by ``dataloader_drop_last``. A rank that has left ends its
-    script with :class:`LeftRun`. A run that is ordered to stop saves a checkpoint, where ``save_strategy`` is "steps"
-    or "epoch", and returns from ``train``; ``train(resume_from_checkpoint=...)`` goes on from it on any number of
-    ranks. A process that joins takes the state of the others, whatever checkpoint its script names.
+    A step's samples follow from the seed and the epoch, for any number of ranks. Samples after an epoch's last whole
+    global batch are dropped, as by ``dataloader_drop_last``. A rank that has left raises :class:`LeftRun`. A run that
+    is ordered to stop saves a checkpoint, if ``save_strategy`` is "steps" or "epoch", and returns from ``train``.
+    ``train(resume_from_checkpoint=...)`` continues from it on any number of ranks. A joining process takes the state of
+    the others, whatever checkpoint its script names.
 
     Args:
-        elastic: the global batch, and who gives orders.
+        elastic: the global batch, and the source of orders.
         **kwargs: of :class:`PatrickStarTrainerMixin`.
 
     Raises:
-        ValueError: an argument cannot be followed on any number of ranks.
+        ValueError: an argument is not supported for changing ranks.
     """
 
     def __init__(self, *args: Any, elastic: ElasticTraining, **kwargs: Any):
         self._elastic = elastic
         super().__init__(*args, **kwargs)
         self._loop = ElasticLoop(self, elastic)
-        # On the object, so that what a subclass overrides gets micro-batches as well.
+        # On the object, so that overriding methods get micro-batches too.
         self.training_step = functools.partial(step_of_micro_batches, self, self.training_step)
         self.floating_point_ops = functools.partial(sum_of_micro_batches, self.floating_point_ops)
         self._track_num_input_tokens = functools.partial(each_micro_batch, self._track_num_input_tokens)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the mixin's; what does not fit to changing ranks is refused."""
+        """Calls the mixin's method; refuses arguments that do not fit changing ranks."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         if self.accelerator.ranks_per_sample > 1:
@@ -97,23 +95,23 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
     # The loop.
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, once.
+        """Trains once, as the Trainer does.
 
         Raises:
             StateError: it has trained before.
             LeftRun: this process has left the run.
-            ResizeError: it was to join and could not.
-            RankFailure: a rank has failed: go on from a checkpoint.
+            ResizeError: this process could not join.
+            RankFailure: a rank has failed: continue from a checkpoint.
         """
         self._loop.begin_training()
         return super().train(None if joins_others() else resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The steps of an epoch, of the data set and with the collator and workers of the Trainer's loader."""
+        """The steps of an epoch, with the data set, collator and workers of the Trainer's loader."""
         return self._loop.make_loader(super().get_train_dataloader())
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """As the Trainer's."""
+        """The Trainer's method, for a :class:`StepLoader` too."""
         return dataloader.num_samples if isinstance(dataloader, StepLoader) else super().num_examples(dataloader)
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, num_epochs: int, *others: Any) -> Any:
@@ -122,7 +120,8 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
         return place if joined is None else joined
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        made, self._created_lr_scheduler = self._created_lr_scheduler, False  # it stays: the ranks have its state
+        # the scheduler stays: it has the ranks' state
+        made, self._created_lr_scheduler = self._created_lr_scheduler, False
         try:
             return super()._prepare_for_training(*args, **kwargs)
         finally:
@@ -134,11 +133,11 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
         super()._run_epoch(**options | ({"resume_from_checkpoint": _JOINED} if resumes else {}))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint != _JOINED:  # which came with random numbers
+        if checkpoint != _JOINED:  # random numbers came from the other ranks
             super()._load_rng_state(checkpoint)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """As the Trainer's; orders are carried out before."""
+        """Carries out orders, then calls the Trainer's method."""
         return super().get_batch_samples(*args, **kwargs) if self._loop.goes_on() else ([], None)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -188,8 +187,8 @@ def _check_arguments(args: TrainingArguments) -> None:
 
 
 class ElasticTrainer(ElasticTrainerMixin, Trainer):
-    """A ``transformers.Trainer`` whose number of ranks changes while it trains."""
+    """A ``transformers.Trainer`` whose number of ranks may change while it trains."""
 
 
 class ElasticSeq2SeqTrainer(ElasticTrainerMixin, Seq2SeqTrainer):
-    """A ``transformers.Seq2SeqTrainer`` whose number of ranks changes while it trains."""
+    """A ``transformers.Seq2SeqTrainer`` whose number of ranks may change while it trains."""

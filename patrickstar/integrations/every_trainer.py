@@ -1,4 +1,4 @@
-"""Every ``Trainer`` that a script makes, in an engine: for scripts that stay as they are.
+"""Puts every ``Trainer`` that a script makes into an engine, without changes to the script.
 
     with every_trainer_in_engine({"device_memory": "24GiB"}):
         trainer = trl.SFTTrainer(...)
@@ -25,14 +25,14 @@ def every_trainer_in_engine(
     patrickstar_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     elastic: ElasticTraining | None = None,
 ) -> Iterator[None]:
-    """Within the block a ``Trainer``, also one of a subclass (TRL's, a script's own), is made with
-    ``PatrickStarTrainerMixin`` before its class. It goes on to be one after the block.
+    """Context in which each new ``Trainer``, including subclasses (TRL's, a script's own), gets
+    ``PatrickStarTrainerMixin`` before its class. Trainers keep it after the block.
 
     Args:
-        patrickstar_config: the configuration of each that is made without one of its own (docs/config.md), a dict or
-            the path of a JSON file.
-        elastic: that of each that is made without one of its own, which then has ``ElasticTrainerMixin``: it changes
-            its number of ranks while it trains. None: those that are elastic by themselves are.
+        patrickstar_config: configuration for trainers that are made without one (docs/config.md), a dict or the path of
+            a JSON file.
+        elastic: options for trainers that are made without them; all then get ``ElasticTrainerMixin``. None: only
+            trainers that are elastic by themselves are.
     """
     mixin = PatrickStarTrainerMixin if elastic is None else ElasticTrainerMixin
     given = {"patrickstar_config": patrickstar_config} | ({} if elastic is None else {"elastic": elastic})
@@ -44,18 +44,18 @@ def every_trainer_in_engine(
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             super(made, self).__init__(*args, **given | kwargs)
 
-        # Its name stays the trainer's: model cards and logs say it.
+        # Keeps the trainer's name, which model cards and logs show.
         made = type(trainer_class.__name__, bases, {"__init__": __init__, "__module__": trainer_class.__module__})
         return made
 
-    # Whoever calls a class gets what its `__new__` made, initialised by that object's own class. Names such as
-    # `transformers.Trainer` may have been imported before.
+    # Calling a class returns the object of its `__new__`, initialised by that object's own class. Replacing names such
+    # as `transformers.Trainer` would miss earlier imports.
     before = Trainer.__dict__.get("__new__", _plain_new)
     Trainer.__new__ = lambda cls, *_, **__: object.__new__(in_engine(cls))
     try:
         yield
     finally:
-        Trainer.__new__ = before  # not deleted: a class that had a `__new__` and lost it takes no arguments
+        Trainer.__new__ = before  # not deleted: a class whose `__new__` was deleted accepts no arguments
 
 
 @staticmethod

@@ -1,4 +1,4 @@
-"""The loss of causal language models of Hugging Face without all logits, under the name that users know."""
+"""The fused loss of Hugging Face causal language models, under its public name."""
 
 from patrickstar.sequence.fused_loss import LateLogits, fuse_loss
 

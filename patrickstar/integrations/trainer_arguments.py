@@ -1,4 +1,4 @@
-"""What ``TrainingArguments`` decide of an engine's configuration, and which of them cannot be followed."""
+"""Translates ``TrainingArguments`` to an engine's configuration, and refuses unsupported ones."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _REPORTING = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb",
 
 
 def precision_of(args: TrainingArguments) -> str:
-    """The precision that the arguments ask for, by Accelerate's names: ``"bf16"``, ``"fp16"`` or ``"no"``."""
+    """The requested precision by Accelerate's names: ``"bf16"``, ``"fp16"`` or ``"no"``."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
 
 def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
-    """Refuses what would place, cast or wrap the model behind the engine's back.
+    """Refuses arguments that would place, cast or wrap the model.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: the message says what to do instead.
     """
     placed = getattr(model, "hf_device_map", None) is not None
     reasons = [
@@ -87,8 +87,8 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
 
 
 def load_off_devices(given: Iterable[Any]) -> None:
-    """Of what a trainer of TRL is given: a model that it gets by name it would load whole onto the GPU, with
-    ``device_map="auto"``, unless ``model_init_kwargs`` of its arguments say something about that. They say None then.
+    """Keeps TRL's trainers from loading a model, given by name, whole onto the GPU (``device_map="auto"``): sets
+    ``device_map`` None in ``model_init_kwargs`` unless it is set.
     """
     values = list(given)
     if not any(isinstance(value, str) for value in values):
@@ -99,10 +99,10 @@ def load_off_devices(given: Iterable[Any]) -> None:
 
 
 def optimizer_type(args: TrainingArguments) -> OptimizerType:
-    """What ``args.optim`` asks for.
+    """The optimizer type for ``args.optim``.
 
     Raises:
-        ValueError: it is none that chunks can follow.
+        ValueError: the optimizer is not supported.
     """
     name = getattr(args.optim, "value", args.optim)
     if name not in _OPTIMIZERS:
@@ -114,14 +114,14 @@ def optimizer_type(args: TrainingArguments) -> OptimizerType:
 
 
 def own_optimizer(args: TrainingArguments) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Class and options where the Trainer would make an optimizer of another library: Lion, of bitsandbytes."""
+    """Class and options for Lion, which the Trainer would take from bitsandbytes; None for other optimizers."""
     if optimizer_type(args) is not OptimizerType.LION:
         return None
     return Lion, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
 
 
 def global_batch(config: Mapping[str, Any], args: TrainingArguments) -> Decision:
-    """What ``args`` say of ``train_batch_size``."""
+    """The decision about ``train_batch_size`` from ``args``."""
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     return Decision(
         key="train_batch_size",
@@ -131,11 +131,11 @@ def global_batch(config: Mapping[str, Any], args: TrainingArguments) -> Decision
 
 
 def settled_config(config: Mapping[str, Any], args: TrainingArguments, total: Decision) -> dict[str, Any]:
-    """``config`` with the precision and the clipping that ``args`` say, without DeepSpeed's keys about batches, which
-    ``args`` and ``total`` say too, and about reporting, which is the Trainer's.
+    """``config`` with the precision and clipping of ``args``. DeepSpeed's keys about batches, which ``args`` and
+    ``total`` decide, and about reporting, which is the Trainer's, are removed.
 
     Raises:
-        ValueError: ``config`` says something else.
+        ValueError: ``config`` contradicts them.
     """
     reporting = [key for key in _REPORTING if config.get(key)]
     if reporting:
@@ -155,10 +155,10 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments, total: De
 
 
 def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """``config`` without the keys about the optimizer that the Trainer makes of ``args``.
+    """``config`` without the keys of the optimizer that the Trainer makes from ``args``.
 
     Raises:
-        ValueError: ``config`` says something else.
+        ValueError: ``config`` contradicts ``args``.
     """
     kind = optimizer_type(args)
     of_options = {
@@ -175,8 +175,8 @@ def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dic
 
 
 def schedule_params(section: Mapping[str, Any], args: TrainingArguments, num_steps: int) -> dict[str, Any]:
-    """The parameters of a configuration's ``scheduler`` for a run of ``num_steps``; those that are ``"auto"`` are what
-    ``args`` say, or left to the schedule.
+    """The parameters of a configuration's ``scheduler`` for a run of ``num_steps``. ``"auto"`` values come from
+    ``args``, or are left to the schedule.
     """
     of_arguments = {
         "warmup_min_lr": 0.0,

@@ -5,7 +5,7 @@
     )
     trainer.train()
 
-The mixin comes first for other trainers: ``class MySFTTrainer(PatrickStarTrainerMixin, SFTTrainer)``. The model is
+For other trainers put the mixin first: ``class MySFTTrainer(PatrickStarTrainerMixin, SFTTrainer)``. The model is
 converted in place when training or evaluation begins, and stays in the engine until ``trainer.close()``.
 """
 
@@ -52,7 +52,7 @@ from patrickstar.module.pretrained import weight_files
 from patrickstar.monitor import StallSampler
 from patrickstar.ranks.failures import first_line
 
-_OPTIMIZER_NAME = "optimizer.pt"  # as the Trainer names them
+_OPTIMIZER_NAME = "optimizer.pt"  # the Trainer's file names
 _SCHEDULER_NAME = "scheduler.pt"
 _GIB = 2**30
 _METRICS = {
@@ -64,7 +64,7 @@ _METRICS = {
 
 
 class TrainerAccelerator(PatrickStarAccelerator):
-    """The one inside a trainer, which frees it before each training of the same model."""
+    """A trainer's accelerator; the trainer calls its ``free_memory`` before each training of the same model."""
 
     keeps_ranks: str | None = (
         "PatrickStarTrainer's loop and data loaders keep the ranks that they began with; use ElasticTrainer "
@@ -78,10 +78,10 @@ class TrainerAccelerator(PatrickStarAccelerator):
         return optimizer
 
     def _check_loaders(self, call: str) -> None:
-        """The trainer's own loader follows the ranks, and those of an evaluation are made for it."""
+        """Accepts all: the trainer's own loader follows the ranks, and evaluation loaders are made anew."""
 
     def free_memory(self, *objects: Any) -> Any:
-        """As ``Accelerator.free_memory``; the engine stays."""
+        """``Accelerator.free_memory``; the engine stays open."""
         return super(PatrickStarAccelerator, self).free_memory(*objects)
 
 
@@ -105,7 +105,7 @@ class _StallCallback(TrainerCallback):
 
 
 class PatrickStarTrainerMixin:
-    """What a ``Trainer`` does otherwise when its model is in an engine. It comes before the trainer's class.
+    """Changes a ``Trainer`` so that its model is in an engine. It must precede the trainer's class among the bases.
 
     Args:
         patrickstar_config: PatrickStar's configuration (docs/config.md), a dict or the path of a JSON file. Precision,
@@ -113,7 +113,7 @@ class PatrickStarTrainerMixin:
         **kwargs: the trainer's.
 
     Raises:
-        ValueError: an argument cannot be followed, or the configuration contradicts one.
+        ValueError: an argument is not supported, or the configuration contradicts one.
     """
 
     accelerator: TrainerAccelerator
@@ -132,7 +132,7 @@ class PatrickStarTrainerMixin:
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = own_optimizer(self.args)
             self.accelerator.replace_config(without_optimizer(self._engine_config, self.args))
-        # On the host it would make the launching thread wait for each micro-batch; see training_step.
+        # The Trainer's filter would make the launching thread wait for each micro-batch; see training_step.
         self._filters_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False
 
@@ -146,12 +146,10 @@ class PatrickStarTrainerMixin:
         return self.accelerator.engine
 
     def close(self) -> None:
-        """Ends the engine, if there is one: the model is an ordinary one again, whole on each rank. May be called
-        twice.
-        """
+        """Closes the engine, if there is one: the model is an ordinary one again, whole on each rank. Idempotent."""
         self.accelerator.close_engine()
 
-    # Setting up.
+    # Setup.
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
@@ -159,13 +157,13 @@ class PatrickStarTrainerMixin:
         return args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, with an accelerator that knows the engine."""
+        """Calls the Trainer's method, then makes an accelerator that knows the engine."""
         check_arguments(self.args, self.model)
         self._engine_config = with_parallelism(self._engine_config, getattr(self.args, "parallelism_config", None))
-        self.args.parallelism_config = None  # said to the engine, and by it alone
+        self.args.parallelism_config = None  # the engine alone handles it
         self._engine_config = settled_config(self._engine_config, self.args, self._global_batch())
         self._schedule = self._engine_config.pop("scheduler", None)
-        parse_config(self._engine_config)  # what is wrong in it is said now, not when training begins
+        parse_config(self._engine_config)  # reports errors now, not when training begins
         super().create_accelerator_and_postprocess()
         args = {**self._accelerator_args, "mixed_precision": precision_of(self.args)}
         self.accelerator = TrainerAccelerator(patrickstar_config=self._engine_config, **args)
@@ -181,7 +179,7 @@ class PatrickStarTrainerMixin:
         """Does nothing: the engine decides where parameters are."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """As the Trainer's; one of DeepSpeed's where the configuration has a ``scheduler``."""
+        """The Trainer's scheduler; a DeepSpeed one if the configuration has a ``scheduler``."""
         if self._schedule is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         optimizer = self.optimizer if optimizer is None else optimizer
@@ -192,7 +190,7 @@ class PatrickStarTrainerMixin:
         return self.lr_scheduler
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As the Trainer's; the model before is given up first, so that there is never more than one."""
+        """Discards the former model first, so that there is never more than one, then calls the Trainer's method."""
         self.accelerator.close_engine(discard=True)
         return super().call_model_init(*args, **kwargs)
 
@@ -202,15 +200,15 @@ class PatrickStarTrainerMixin:
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; before the first training it makes the engine."""
+        """Makes the engine if necessary, then calls the Trainer's method."""
         self._ensure_engine()
         return super().evaluation_loop(*args, **kwargs)
 
     # A step.
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's. With ``logging_nan_inf_filter`` a loss that is not finite counts as the average of those
-        since the last log; here that is decided on the device, and nobody waits for it.
+        """The Trainer's step. ``logging_nan_inf_filter`` replaces a loss that is not finite by the average since the
+        last log; here on the device, without a wait.
         """
         loss = super().training_step(*args, **kwargs)
         if not self._filters_losses:
@@ -219,8 +217,8 @@ class PatrickStarTrainerMixin:
         return torch.where(torch.isfinite(loss), loss, average)
 
     def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        """As the Trainer's, which multiplies it by all processes where the engine averages over them: those that share
-        sequences have one loss.
+        """The Trainer's loss. The Trainer multiplies it by the number of processes, over which the engine averages;
+        processes that share a sequence have one loss, so it is divided by their number.
         """
         found = super().compute_loss(*args, num_items_in_batch=num_items_in_batch, **kwargs)
         shared, counts = self.accelerator.ranks_per_sample, self.model_accepts_loss_kwargs or self.compute_loss_func
@@ -229,7 +227,7 @@ class PatrickStarTrainerMixin:
         return (found[0] / shared, *found[1:]) if isinstance(found, tuple) else found / shared
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """As the Trainer's; processes that share sequences have the same batches."""
+        """The Trainer's size, counting processes that share a sequence once."""
         return super().get_total_train_batch_size(args) // self.accelerator.ranks_per_sample
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -241,7 +239,7 @@ class PatrickStarTrainerMixin:
         return torch.tensor(self.engine.grad_norm())
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. Several ranks generate in step, since each forward gathers what all of them hold."""
+        """The Trainer's method. Several ranks generate in lockstep, since each forward all-gathers shards."""
         if self.args.world_size > 1 and getattr(self.args, "predict_with_generate", False):
             self._gen_kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {})}
         loss, outputs, labels = super().prediction_step(*args, **kwargs)
@@ -250,9 +248,9 @@ class PatrickStarTrainerMixin:
         return loss, outputs, labels
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; training's logs have ``patrickstar/device_gib`` (the peak), ``host_gib``, ``uploaded_gib``
-        and ``downloaded_gib`` (since the engine was made) too, and ``stalled``: the share of a step shortly before in
-        which the device waited for PatrickStar.
+        """The Trainer's method. Training logs also have ``patrickstar/device_gib`` (the peak), ``host_gib``,
+        ``uploaded_gib`` and ``downloaded_gib`` (since the engine was made). ``stalled`` is the share of a recent step
+        in which the device waited for PatrickStar.
         """
         if "loss" in logs and self.accelerator.has_engine:
             report = self.engine.report()
@@ -262,15 +260,15 @@ class PatrickStarTrainerMixin:
                 logs["patrickstar/stalled"] = round(sampler.latest.share, 4)
         super().log(logs, *args, **kwargs)
 
-    # Saving and loading. Adapters and what else leaves most of the model frozen are saved as the Trainer does: all of
-    # the base would be in the engine's checkpoint. It is where ranks share matrices, each of which has other states.
+    # Saving and loading. Adapters, and other mostly frozen models, are saved as the Trainer does: the engine's
+    # checkpoint would contain the whole base. Tensor-parallel ones do use it, since each rank has other states.
 
     @property
     def _is_adapted(self) -> bool:
         return hasattr(self.model, "peft_config")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's, called by all ranks: the same files, the weights streamed into them."""
+        """The Trainer's method, called by all ranks: the same files, with weights streamed into them."""
         if not self.accelerator.has_engine:
             super().save_model(output_dir, _internal_call)
             return
@@ -286,7 +284,8 @@ class PatrickStarTrainerMixin:
             state = adapter_state(self.engine)
             if self.args.should_save:
                 self._save(folder, state_dict=state)
-            elif callable(getattr(self.model, "get_base_model", None)):  # PEFT may ask the model itself, on every rank
+            # PEFT may query the model itself, on every rank
+            elif callable(getattr(self.model, "get_base_model", None)):
                 self.model.save_pretrained(folder, state_dict=state, is_main_process=False)
         elif dtype is not None and exports_as_it_is(self.model):
             if self.args.should_save:
@@ -305,7 +304,7 @@ class PatrickStarTrainerMixin:
         else:
             self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER)
         if self.args.should_save:
-            with warnings.catch_warnings():  # of schedulers about being saved without their optimizer
+            with warnings.catch_warnings():  # schedulers warn about being saved without their optimizer
                 warnings.simplefilter("ignore", UserWarning)
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_NAME)
 
@@ -316,7 +315,7 @@ class PatrickStarTrainerMixin:
         self._load_weights(resume_from_checkpoint, functools.partial(super()._load_from_checkpoint, model=model))
 
     def _check_optimizer_file(self, folder: str) -> None:
-        """Raises ValueError, before any weight is loaded, where an ordinary Trainer's optimizer cannot be followed."""
+        """Raises ValueError, before any weight is loaded, if an ordinary Trainer's optimizer state is not supported."""
         path = Path(folder) / _OPTIMIZER_NAME
         if not path.is_file():
             return
@@ -338,7 +337,7 @@ class PatrickStarTrainerMixin:
         elif self._is_adapted or not weight_files(folder):
             load_otherwise(folder)
         else:
-            self._ensure_engine()  # values go straight into chunks, also those of a model on the meta device
+            self._ensure_engine()  # values go straight into chunks, even for a model on the meta device
             self._issue_warnings_after_load(load_into(self.model, folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -359,7 +358,7 @@ class PatrickStarTrainerMixin:
 
 
 def _read_state(path: Path) -> Any:
-    """An optimizer's state dict, whose tensors are the file's pages: no copy of it is made.
+    """Memory-maps an optimizer's state dict, without a copy.
 
     Raises:
         ValueError: the file is damaged, or holds more than tensors and plain values.
@@ -375,7 +374,7 @@ def _read_state(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """ValueErrors name the file that what they refuse came from."""
+    """Adds the file's name to ValueErrors."""
     try:
         yield
     except ValueError as error:

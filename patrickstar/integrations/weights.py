@@ -1,6 +1,6 @@
 """Weights between an open engine and folders in Hugging Face's formats, a parameter at a time.
 
-With several ranks every rank calls these, in the same order.
+With several ranks all must call these functions, in the same order.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def export_into(
     is_first_rank: bool,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> None:
-    """Writes the weights of the engine's module into ``folder``, which may have other files; its weights are replaced,
-    and the ``config.json`` it has says their dtype. Returns on the first rank when they are there.
+    """Writes the weights of the engine's module into ``folder``, replacing its weights; other files stay. Updates the
+    dtype in its ``config.json``. On the first rank it returns when the files are complete.
 
     Raises:
         CheckpointError: they cannot be written.
     """
     folder = Path(folder)
     exported = folder / _EXPORT_FOLDER
-    if is_first_rank and exported.exists():  # of a save that was interrupted
+    if is_first_rank and exported.exists():  # left by an interrupted save
         shutil.rmtree(exported)
     engine.export_weights(exported, dtype=dtype, max_file_bytes=max_file_bytes)
     if not is_first_rank:
@@ -71,7 +71,7 @@ def export_into(
 @torch.no_grad()
 def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
     """Reads a folder of safetensors into the parameters and buffers of ``module``, converted or not, one at a time.
-    A name whose tensor another name gave (tied weights) is not missing.
+    Tied weights need only one of their names.
 
     Raises:
         ValueError: there are none, they cannot be read, or a tensor has another shape than its parameter; nothing was
@@ -99,13 +99,13 @@ def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
 
 
 def has_divided_matrices(engine: Engine) -> bool:
-    """True where ``tensor_parallel`` divides the matrices of the engine's module."""
+    """True if the engine's module is tensor-parallel."""
     return engine._session.matrices.names is not None
 
 
 def adapter_state(engine: Engine) -> dict[str, Any]:
-    """A state dict of the engine's PEFT model for ``save_pretrained(state_dict=...)``: what PEFT picks of it for its
-    adapters is whole and on the CPU, the base model on the meta device, so that it is never whole in host memory.
+    """A state dict of the engine's PEFT model for ``save_pretrained(state_dict=...)``. Tensors that PEFT selects for
+    its adapters are whole and on the CPU; the base model is on the meta device.
     """
     from peft import get_peft_model_state_dict
 
@@ -117,15 +117,15 @@ def adapter_state(engine: Engine) -> dict[str, Any]:
     for adapter in model.peft_config:
         for tensor in get_peft_model_state_dict(model, state_dict=probes, adapter_name=adapter).values():
             if tensor.device.type == "meta":
-                picked |= {names[id(tensor)]} if id(tensor) in names else set(probes)  # or made of some of them
+                picked |= {names[id(tensor)]} if id(tensor) in names else set(probes)  # or derived from some of them
     return {name: tensor.read() if name in picked else tensor.probe for name, tensor in held.items()}
 
 
 def load_adapter(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Reads the adapter that PEFT has saved in ``folder`` into the first one of an engine whose ranks share matrices.
+    """Loads the adapter that PEFT saved in ``folder`` into the first adapter of a tensor-parallel engine.
 
     Raises:
-        ValueError: the folder's tensors are not those of that adapter; nothing was loaded then.
+        ValueError: the folder's tensors are not that adapter's; nothing was loaded then.
     """
     from peft import get_peft_model_state_dict, load_peft_weights
 
@@ -142,12 +142,12 @@ def load_adapter(engine: Engine, folder: str | os.PathLike[str]) -> None:
 
 
 class _HeldTensor(NamedTuple):
-    """A tensor of an engine's module as it was before it was divided."""
+    """A tensor of an engine's module in its unsharded form."""
 
     probe: torch.Tensor
     """Its shape and dtype, on the meta device."""
     read: Callable[[], torch.Tensor]
-    """Its values on the CPU; all ranks call it together."""
+    """Reads its values to the CPU; all ranks must call it together."""
 
 
 def _held_tensors(engine: Engine) -> dict[str, _HeldTensor]:
@@ -176,13 +176,13 @@ def _value(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def only_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype of all floating point parameters of ``module``, before it is converted; None where they differ."""
+    """The common dtype of all floating point parameters of ``module``, before conversion; None if they differ."""
     dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def exports_as_it_is(module: nn.Module) -> bool:
-    """Whether a Hugging Face model's files have the names and shapes of its parameters: no adapters of its own, no
+    """True if a Hugging Face model's files have the names and shapes of its parameters: no adapters of its own, no
     quantiser, no names that are left out, no conversion between files and modules (fused experts).
     """
     if getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "hf_quantizer", None) is not None:

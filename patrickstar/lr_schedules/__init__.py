@@ -1,14 +1,13 @@
-"""DeepSpeed's learning-rate schedules, by the same names, parameters, defaults and numbers, for any
+"""DeepSpeed's learning-rate schedules with its names, parameters, defaults and numbers, for any
 ``torch.optim.Optimizer``.
 
-``step()`` is called once after each optimizer step. Iterations are counted as DeepSpeed counts them: a schedule begins
-at iteration -1, which is what the first optimizer step runs with, and each ``step()`` goes one further. A checkpoint
-holds that number alone (``{"last_batch_iteration": n}``, as DeepSpeed's does), since each learning rate is a function
-of the iteration and the parameters.
+Call ``step()`` once after each optimizer step. Iterations are counted as in DeepSpeed: the first optimizer step runs at
+iteration -1, and each ``step()`` adds one. A checkpoint holds only that number (``{"last_batch_iteration": n}``, as in
+DeepSpeed), because the learning rate is a function of the iteration and the parameters.
 
-The formulas are those of ``deepspeed/runtime/lr_schedules.py`` of DeepSpeed 0.19.8, which follows Smith, "A disciplined
-approach to neural network hyper-parameters: Part 1", 2018 (arXiv:1803.09820) and Loshchilov & Hutter, "SGDR", 2017
-(arXiv:1608.03983). In them i is the iteration.
+Formulas: ``deepspeed/runtime/lr_schedules.py`` of DeepSpeed 0.19.8, after Smith, "A disciplined approach to neural
+network hyper-parameters: Part 1", 2018 (arXiv:1803.09820) and Loshchilov & Hutter, "SGDR", 2017 (arXiv:1608.03983). In
+the formulas i is the iteration.
 """
 
 from __future__ import annotations
@@ -39,17 +38,18 @@ __all__ = [
 SCHEDULES: dict[str, type[Schedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""DeepSpeed's schedules by the name that ``scheduler.type`` gives them."""
+"""DeepSpeed's schedules by ``scheduler.type``."""
 
 
 def make_scheduler(
     optimizer: torch.optim.Optimizer, type_name: str, params: Mapping[str, Any] | None = None
 ) -> torch_schedules.LRScheduler:
-    """The schedule that a configuration's ``scheduler.type`` and ``scheduler.params`` ask for. As with DeepSpeed, the
-    type may also be one of ``torch.optim.lr_scheduler``.
+    """Returns the schedule of a configuration's ``scheduler.type`` and ``scheduler.params``. The type may also be a
+    class of ``torch.optim.lr_scheduler``, as with DeepSpeed.
 
     Raises:
-        ValueError: the type or a parameter is unknown (naming the nearest), one is missing, or a value is impossible.
+        ValueError: the type or a parameter is unknown (the message suggests the nearest), a parameter is missing, or a
+            value is impossible.
     """
     cls = SCHEDULES.get(type_name) or _torch_schedule(type_name)
     if cls is None:

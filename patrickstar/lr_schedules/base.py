@@ -1,4 +1,4 @@
-"""What all schedules share: counting iterations, setting the groups' options, checks of values."""
+"""Base of the schedules: iteration count, group options, checks of values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 PerGroup = float | Sequence[float]
-"""A value for all parameter groups, or one for each."""
+"""One value for all parameter groups, or one per group."""
 
 
 class Schedule(LRScheduler):
-    """What the schedules of this file share. Subclasses say which learning rates an iteration has."""
+    """Base class; subclasses define the learning rates of an iteration."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int):
         if last_batch_iteration >= 0:
             for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])  # PyTorch asks for it in this case
+                group.setdefault("initial_lr", group["lr"])  # required by PyTorch in this case
         super().__init__(optimizer, last_batch_iteration)
 
     @property
@@ -28,11 +28,11 @@ class Schedule(LRScheduler):
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group at the present iteration."""
+        """Returns each group's learning rate at the present iteration."""
         raise NotImplementedError
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes one iteration further, or to the one that is given, and sets the groups' options."""
+        """Advances by one iteration, or goes to the given one, and sets the groups' options."""
         self._step_count += 1
         self.last_epoch = self.last_epoch + 1 if last_batch_iteration is None else last_batch_iteration + 1
         self._set_options()
@@ -46,22 +46,20 @@ class Schedule(LRScheduler):
         self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The present iteration, as ``last_batch_iteration``."""
+        """Returns the present iteration as ``last_batch_iteration``."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to a saved iteration and sets the groups' options to what they are there, whichever of optimizer and
-        schedule is loaded first.
-        """
+        """Goes to a saved iteration and sets the groups' options. Optimizer and schedule may be loaded in any order."""
         self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
         self._set_options()
 
 
 def per_group(optimizer: torch.optim.Optimizer, value: Any, name: str) -> list[float]:
-    """One value for each parameter group of what is called ``name`` in the configuration.
+    """Returns one value per parameter group; ``name`` is the configuration's key.
 
     Raises:
-        ValueError: it holds something else than numbers, or a list is of another length than the groups.
+        ValueError: a value is not a number, or the list's length differs from the number of groups.
     """
     num_groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
@@ -77,10 +75,10 @@ def per_group(optimizer: torch.optim.Optimizer, value: Any, name: str) -> list[f
 
 
 def count_of(value: Any, name: str, least: int = 0) -> int:
-    """``value`` as an integer, whose name in the configuration is ``name``.
+    """Returns ``value`` as an integer; ``name`` is the configuration's key.
 
     Raises:
-        ValueError: it is not a whole number, or less than ``least``.
+        ValueError: it is not a whole number, or is less than ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or value % 1 != 0 or value < least:
         raise ValueError(f"{name} is {value!r}; give a whole number, at least {least}")

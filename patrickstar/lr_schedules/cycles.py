@@ -1,4 +1,4 @@
-"""Learning rates that rise to find or to pass the highest useful one: range test and one cycle."""
+"""Schedules with rising learning rates: range test and one cycle."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _BETA2 = 0.99
 
 
 class LRRangeTest(Schedule):
-    """Raises the learning rate without end, to see how high it may be (Smith 2018, section 4.1).
+    """Raises the learning rate without limit, to find the highest useful value (Smith 2018, section 4.1).
 
     lr(i) = min_lr * (1 + step_rate * (i + 1) / step_size), the quotient rounded down with ``staircase``.
 
     Args:
-        optimizer: whose groups' ``lr`` is set.
-        lr_range_test_min_lr: where it starts.
+        optimizer: its groups' ``lr`` is set.
+        lr_range_test_min_lr: initial value.
         lr_range_test_step_size: iterations in which it grows by ``min_lr * step_rate``.
         lr_range_test_step_rate: that factor.
-        lr_range_test_staircase: whether it grows once in ``step_size`` iterations only.
-        last_batch_iteration: where to go on.
+        lr_range_test_staircase: grow only once per ``step_size`` iterations.
+        last_batch_iteration: iteration to resume from.
     """
 
     def __init__(
@@ -44,40 +44,40 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group at the present iteration."""
+        """Returns each group's learning rate at the present iteration."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * factor for lr in self.min_lrs]
 
 
 class OneCycle(Schedule):
-    """One cycle up and down, then decay; momentum goes the other way (Smith 2018, sections 4.2 and 4.3).
+    """One cycle up and down, then decay; momentum moves in the opposite direction (Smith 2018, sections 4.2 and 4.3).
 
-    With t = i + 1, up = ``cycle_first_step_size``, down = ``cycle_second_step_size`` and s the height, t / up while
-    t <= up, then (up + down - t) / down (rounded down to stairs if there are any):
+    With t = i + 1, up = ``cycle_first_step_size``, down = ``cycle_second_step_size`` and s the height: t / up while t
+    <= up, then (up + down - t) / down (rounded down to stairs if configured):
 
     lr(i) = min_lr + (max_lr - min_lr) * s, and momentum(i) = max_mom - (max_mom - min_mom) * s, while i < up + down;
-    then lr(i) = min_lr / (1 + decay_lr_rate * d) and momentum(i) = max_mom * (1 + decay_mom_rate * d) with
-    d = (i - up - down + 1) / decay_step_size.
+    then lr(i) = min_lr / (1 + decay_lr_rate * d) and momentum(i) = max_mom * (1 + decay_mom_rate * d) with d = (i - up
+    - down + 1) / decay_step_size.
 
-    As with DeepSpeed, the second beta is 0.99 throughout, and the first optimizer step runs with ``cycle_min_mom``,
-    though :meth:`get_mom` says what the formula does.
+    As in DeepSpeed, the second beta is always 0.99. The first optimizer step runs with ``cycle_min_mom``, although
+    :meth:`get_mom` returns the formula's value.
 
     Args:
-        optimizer: whose groups' ``lr`` and ``betas`` are set.
+        optimizer: its groups' ``lr`` and ``betas`` are set.
         cycle_min_lr: at both ends of the cycle.
         cycle_max_lr: in its middle.
         decay_lr_rate: of the decay after the cycle.
-        cycle_first_step_size: iterations that go up.
-        cycle_second_step_size: iterations that go down; None: as many.
-        cycle_first_stair_count: stairs on the way up; 0 or less: none, it rises in every iteration.
-        cycle_second_stair_count: on the way down; None: as many.
-        decay_step_size: iterations of one interval of decay; 0: no decay.
-        cycle_momentum: whether momentum is set; only for optimizers that have ``betas``.
+        cycle_first_step_size: rising iterations.
+        cycle_second_step_size: falling iterations; None: as many.
+        cycle_first_stair_count: stairs of the rise; 0 or less: every iteration rises.
+        cycle_second_stair_count: stairs of the fall; None: as many.
+        decay_step_size: iterations per decay interval; 0: no decay.
+        cycle_momentum: set the momentum; ignored for optimizers without ``betas``.
         cycle_min_mom: first beta in the middle of the cycle.
         cycle_max_mom: first beta at its ends.
-        decay_mom_rate: of momentum's growth after the cycle.
-        last_batch_iteration: where to go on.
+        decay_mom_rate: growth of the momentum after the cycle.
+        last_batch_iteration: iteration to resume from.
     """
 
     def __init__(
@@ -128,17 +128,17 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group at the present iteration."""
+        """Returns each group's learning rate at the present iteration."""
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         return [low / (1 + self.decay_lr_rate * self._decay_intervals()) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at the present iteration, by the formula; None where momentum is left alone.
+        """Returns each group's betas at the present iteration by the formula; None if momentum is not set.
 
         Raises:
-            ValueError: ``decay_mom_rate`` has raised a momentum to 1, with which Adam divides by zero.
+            ValueError: ``decay_mom_rate`` raised a momentum to 1; Adam would divide by zero.
         """
         if not self._cycles_momentum:
             return None

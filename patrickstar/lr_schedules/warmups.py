@@ -1,4 +1,4 @@
-"""Learning rates that warm up, then stay or go down."""
+"""Schedules with a warm-up, constant or decaying afterwards."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ logger = logging.getLogger("patrickstar")
 
 
 class WarmupType(str, enum.Enum):
-    """How a warm-up rises from 0 at iteration 0 to 1 at iteration n."""
+    """Shape of the warm-up from 0 at iteration 0 to 1 at iteration n."""
 
     LOG = "log"
-    """log(i + 1) / log(n), which is 1 at iteration n - 1 already."""
+    """log(i + 1) / log(n), which reaches 1 at iteration n - 1."""
     LINEAR = "linear"
-    """i / n, the same rise at each iteration."""
+    """i / n."""
 
 
 class WarmupLR(Schedule):
-    """From ``warmup_min_lr`` up to ``warmup_max_lr``, and there it stays.
+    """Rises from ``warmup_min_lr`` to ``warmup_max_lr``, then stays.
 
-    lr(i) = min_lr + (max_lr - min_lr) * w(i), w as :class:`WarmupType` has it for n = max(2, ``warmup_num_steps``)
-    while i < n, then 1.
+    lr(i) = min_lr + (max_lr - min_lr) * w(i), where w is that of :class:`WarmupType` for n = max(2,
+    ``warmup_num_steps``) while i < n, then 1.
 
     Args:
-        optimizer: whose groups' ``lr`` is set.
-        warmup_min_lr: where it starts.
-        warmup_max_lr: where it ends; None: the groups' own ``lr``.
-        warmup_num_steps: iterations of the rise; 0 and 1 are the same as 2.
+        optimizer: its groups' ``lr`` is set.
+        warmup_min_lr: initial value.
+        warmup_max_lr: final value; None: the groups' own ``lr``.
+        warmup_num_steps: iterations of the rise; 0 and 1 count as 2.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: where to go on.
+        last_batch_iteration: iteration to resume from.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group at the present iteration."""
+        """Returns each group's learning rate at the present iteration."""
         gamma = self._gamma()
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -67,19 +67,19 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then down in a straight line.
+    """Rises like :class:`WarmupLR`, then falls linearly.
 
-    From iteration n on, lr(i) = min_lr + (max_lr - min_lr) * max(0, (total_num_steps - i) /
-    max(1, total_num_steps - n)).
+    From iteration n on, lr(i) = min_lr + (max_lr - min_lr) * max(0, (total_num_steps - i) / max(1, total_num_steps -
+    n)).
 
     Args:
-        optimizer: whose groups' ``lr`` is set.
-        total_num_steps: the iteration at which it is back at ``warmup_min_lr``.
-        warmup_min_lr: where it starts and ends.
-        warmup_max_lr: the highest; None: the groups' own ``lr``.
-        warmup_num_steps: iterations of the rise; 0 and 1 are the same as 2.
+        optimizer: its groups' ``lr`` is set.
+        total_num_steps: the iteration at which the rate is back at ``warmup_min_lr``.
+        warmup_min_lr: first and last value.
+        warmup_max_lr: highest value; None: the groups' own ``lr``.
+        warmup_num_steps: iterations of the rise; 0 and 1 count as 2.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: where to go on.
+        last_batch_iteration: iteration to resume from.
     """
 
     def __init__(
@@ -105,21 +105,20 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Shares of each group's own learning rate: up, then down along half a cosine (Loshchilov & Hutter 2017, eq. 5).
+    """Scales each group's own learning rate: up, then down along half a cosine (Loshchilov & Hutter 2017, eq. 5).
 
-    With n = max(2, ``warmup_num_steps``) and w as :class:`WarmupType` has it: lr(-1) = 0; while i < n,
-    lr(i) = lr * (warmup_min_ratio + (1 - warmup_min_ratio) * w(i)); then
-    lr(i) = lr * max(0, cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2) with
-    p = min(1, (i - n + 1) / max(1, total_num_steps - n)).
+    With n = max(2, ``warmup_num_steps``) and w of :class:`WarmupType`: lr(-1) = 0; while i < n, lr(i) = lr *
+    (warmup_min_ratio + (1 - warmup_min_ratio) * w(i)); then lr(i) = lr * max(0, cos_min_ratio + (1 - cos_min_ratio) *
+    (1 + cos(pi * p)) / 2) with p = min(1, (i - n + 1) / max(1, total_num_steps - n)).
 
     Args:
-        optimizer: whose groups' ``lr`` is the highest, and is set.
+        optimizer: its groups' ``lr`` is the highest value, and is set.
         total_num_steps: one more than the iteration at which ``cos_min_ratio`` is reached.
-        warmup_min_ratio: where it starts.
-        warmup_num_steps: iterations of the rise; 0 and 1 are the same as 2.
-        cos_min_ratio: where it ends.
+        warmup_min_ratio: initial ratio.
+        warmup_num_steps: iterations of the rise; 0 and 1 count as 2.
+        cos_min_ratio: final ratio.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: where to go on.
+        last_batch_iteration: iteration to resume from.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
-        """The share of the groups' own learning rates at the present iteration."""
+        """Returns the present ratio to the groups' own learning rates."""
         iteration = self.last_batch_iteration
         if iteration < 0:
             return 0.0
@@ -153,7 +152,7 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group at the present iteration."""
+        """Returns each group's learning rate at the present iteration."""
         ratio = self.get_lr_ratio()
         return [float(lr) * ratio for lr in self.base_lrs]
 
@@ -173,7 +172,7 @@ def _warmup_type(name: str) -> WarmupType:
 
 
 def _warmup(iteration: int, num_steps: int, kind: WarmupType) -> float:
-    """The share of the rise that is done; 0 before iteration 0."""
+    """Returns the finished share of the rise; 0 before iteration 0."""
     if iteration < 0:
         return 0.0
     return math.log(iteration + 1) / math.log(num_steps) if kind is WarmupType.LOG else iteration / num_steps

@@ -1,1 +1,1 @@
-"""What an engine takes of this machine: device and host memory, threads, PyTorch's allocator."""
+"""Resources of the machine: device and host memory, threads, PyTorch's allocator."""

@@ -1,7 +1,7 @@
-"""PyTorch's CUDA caching allocator, set up for an engine.
+"""Configures PyTorch's CUDA caching allocator for an engine.
 
-Under a tight limit the allocator's cache ends up in pieces that no large activation fits into. With *expandable
-segments* it maps memory page by page behind one range of addresses, so that freed pages of any block serve any other.
+Under a tight limit the allocator's cache breaks into pieces too small for large activations. *Expandable segments* map
+memory page by page behind one address range, so freed pages of any block can serve another.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import torch
 logger = logging.getLogger("patrickstar")
 
 _PROBE_BYTES = 32 * 2**20
-_PAGE_BYTES = 20 * 2**20  # of PyTorch's pool for large blocks
+_PAGE_BYTES = 20 * 2**20  # granularity of PyTorch's pool for large blocks
 _LEAST_BUDGET_BYTES = 2**30
 _NOT_WITH = ("expandable_segments", "backend:cudamallocasync", "max_split_size_mb")
 
 
 class ExpandableSegments:
-    """Expandable segments while it is open, unless the user chose otherwise in ``PYTORCH_CUDA_ALLOC_CONF`` (or
-    ``PYTORCH_ALLOC_CONF``) or the driver does not have them.
+    """Enables expandable segments until close(), unless ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` chooses
+    otherwise or the driver lacks them.
 
-    ``max_split_size_mb`` counts as a choice: PyTorch releases expandable blocks wrongly with it. On a small device
-    budget they cost more than they save, since they grow by 20 MiB at a time.
+    ``max_split_size_mb`` counts as a choice: PyTorch releases expandable blocks wrongly with it. Device budgets below 1
+    GiB do not use them, because they grow by 20 MiB at a time.
 
-    The setting is the process's: of engines that are open at once the first chooses, and the last to close undoes it.
+    The setting belongs to the process. Of several open engines the first one chooses, and the last one to close
+    restores it.
     """
 
-    _num_open = 0  # of those that are active
+    _num_open = 0  # active instances
 
     def __init__(self, device: torch.device, budget_bytes: int):
         self.active = False
@@ -47,11 +48,11 @@ class ExpandableSegments:
             self._activate()
             return
         self._set("expandable_segments:True")
-        torch.cuda.empty_cache()  # so that the probe takes new memory
+        torch.cuda.empty_cache()  # the probe must take new memory
         try:
             torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
-            pass  # a limit from before; it says nothing about segments
+            pass  # an earlier limit; says nothing about segments
         except RuntimeError as error:
             logger.info("the driver has no expandable segments (%s); large activations need more room", error)
             self._set("expandable_segments:False")
@@ -64,18 +65,18 @@ class ExpandableSegments:
 
     @property
     def rounding_bytes(self) -> int:
-        """What the allocator may take beyond its limit: it compares the request, then maps whole pages."""
+        """Bytes that the allocator may reserve beyond its limit: it checks the request, then maps whole pages."""
         return _PAGE_BYTES if self.active else 0
 
     def keep(self) -> ExpandableSegments:
-        """The same, to be closed as well: the mode lasts beyond this one's end, if it is active."""
+        """Returns a second handle, which must be closed too; the mode lasts until both are closed."""
         other = copy.copy(self)
         if self.active:
             other._activate()
         return other
 
     def close(self) -> None:
-        """New segments are again what they were before. Idempotent."""
+        """Restores the previous mode of new segments. Idempotent."""
         if not self.active:
             return
         self.active = False

@@ -1,4 +1,4 @@
-"""How much memory there is: the host's, honestly, and the budgets that the configuration gives."""
+"""Memory budgets of an engine, from the configuration and from the memory that is free."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Budgets:
     """Bytes that an engine may use."""
 
     device_bytes: int
-    """On the device, activations included; ``_C.UNLIMITED`` on a simulated device without ``device_memory``."""
+    """Device bytes, activations included; ``_C.UNLIMITED`` on a simulated device without ``device_memory``."""
     host_bytes: int
-    """On the host, for chunks."""
+    """Host bytes for chunks."""
 
 
-# What of a GPU an engine leaves when nobody says: kernels are loaded, and libraries take workspaces of their own, as
-# they are used, which is no more on a large GPU; NCCL, where it connects ranks, has buffers beside.
+# Default reserve on a GPU, for loaded kernels and library workspaces, which do not grow with the GPU. NCCL's buffers
+# between ranks come on top.
 _DEVICE_RESERVE_SHARE = 0.02
 _MOST_DEVICE_RESERVE_BYTES = 2**30
 _COLLECTIVES_RESERVE_BYTES = 3 * 2**29
-# What CUDA itself takes of a GPU in a process that computes there.
+# CUDA's own memory in a process that computes on the GPU.
 _CONTEXT_BYTES = 2**29
 
 
@@ -38,12 +38,13 @@ def make_budgets(
     num_device_ranks: int = 1,
     held_bytes: int = 0,
 ) -> Budgets:
-    """The budgets of ``config`` on ``device``: ``device_memory`` and ``host_memory``, which are each rank's, else the
-    ratios that it gives, else what is free; the ``num_local_ranks`` of this machine share the host's, and the
-    ``num_device_ranks`` on one GPU share that one's. None of them may take memory before all have asked, but for the
-    ``held_bytes`` of the host that they have together and go on using.
+    """Returns the budgets of ``config`` on ``device``.
 
-    Engines of one process share one budget: what this configuration does not give is that of those that are open.
+    In order of precedence: ``device_memory`` and ``host_memory`` (per rank), the configured ratios, the free memory.
+    The ranks of this machine share the host's memory, and ``num_device_ranks`` ranks share one GPU's. No rank may
+    allocate before all have measured, except for the ``held_bytes`` of the host that they hold together.
+
+    Engines of one process share one budget; unset values come from the engines that are open.
     """
     tracer = config.client.mem_tracer
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if tracer.use_fake_dist else 1
@@ -70,8 +71,8 @@ def make_budgets(
 
 
 def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, by_nccl: bool) -> int:
-    """The ratio of the GPU's memory; without one what other processes leave of it, less what is used outside of
-    PyTorch's allocator. ``sharers`` processes divide it; what PyTorch holds in this one is its own.
+    """Bytes for one of ``sharers`` processes: the ratio of the GPU's memory, or the free memory less the reserve.
+    Memory that PyTorch holds in this process counts as its own.
     """
     free, total = torch.cuda.mem_get_info(device)
     if ratio is not None:
@@ -81,11 +82,11 @@ def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, by_nccl:
 
 
 def device_reserve_bytes(total: int, by_nccl: bool) -> int:
-    """What an engine leaves of a GPU of ``total`` bytes; ``by_nccl``: NCCL connects its ranks."""
+    """Bytes of a GPU of ``total`` bytes that an engine leaves free; ``by_nccl``: NCCL connects its ranks."""
     kernels = min(int(total * _DEVICE_RESERVE_SHARE), _MOST_DEVICE_RESERVE_BYTES)
     return kernels + (_COLLECTIVES_RESERVE_BYTES if by_nccl else 0)
 
 
 def expected_device_bytes(total: int, by_nccl: bool) -> int:
-    """The budget that an engine would take of a GPU of ``total`` bytes which nobody else uses, for plans without it."""
+    """The default budget on an otherwise unused GPU of ``total`` bytes; for plans without the GPU."""
     return max(total - _CONTEXT_BYTES - device_reserve_bytes(total, by_nccl), total // 100)

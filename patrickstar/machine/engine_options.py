@@ -1,4 +1,4 @@
-"""The configuration as the core's options: the only place that knows both."""
+"""Translates the configuration into the core's options."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def make_engine_options(
     limit_rounding_bytes: int,
     local_ranks: tuple[int, int],
 ) -> _C.EngineOptions:
-    """What ``_C.Runtime`` is told, but for the chunk size.
+    """Returns the options of ``_C.Runtime``, without the chunk size.
 
     Args:
         config: the whole configuration.
-        device: the engine's device; a CPU is the simulated one.
-        budgets: what :func:`patrickstar.machine.budgets.make_budgets` gave.
-        limit_rounding_bytes: what PyTorch's CUDA allocator may take beyond a limit that it is given.
-        local_ranks: as :func:`host_thread_options` takes it.
+        device: the engine's device; a CPU is simulated.
+        budgets: from :func:`patrickstar.machine.budgets.make_budgets`.
+        limit_rounding_bytes: bytes that PyTorch's CUDA allocator may reserve beyond its limit.
+        local_ranks: as in :func:`host_thread_options`.
 
     Raises:
-        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is; or there is no
-            folder for the disk's states.
+        ValueError: several processes share CPUs and ``LOCAL_RANK`` is not set, or no folder is given for states on
+            disk.
     """
     tracer = config.client.mem_tracer
     options = _C.EngineOptions()
@@ -64,7 +64,7 @@ def make_engine_options(
     return options
 
 
-_DISK_SHARE = 0.95  # of what is free
+_DISK_SHARE = 0.95  # of the free space
 
 
 def _fill_disk_options(options: _C.DiskOptions, section: DiskMemoryConfig, num_local_ranks: int) -> None:
@@ -85,16 +85,16 @@ def _fill_disk_options(options: _C.DiskOptions, section: DiskMemoryConfig, num_l
 def host_thread_options(
     threads: HostThreadsConfig, *, with_gpu: bool, local_ranks: tuple[int, int] = (0, 1)
 ) -> _C.HostThreadOptions:
-    """What :func:`patrickstar._C.choose_host_threads` is told.
+    """Returns the arguments of :func:`patrickstar._C.choose_host_threads`.
 
     Args:
-        threads: the section ``host_threads`` of the configuration.
-        with_gpu: whether a GPU trains, whose kernels a thread launches that needs a core.
-        local_ranks: this rank's index among the ranks of its run on this machine, and their number. They divide the
-            CPUs unless the configuration says else.
+        threads: the configuration's section ``host_threads``.
+        with_gpu: a GPU trains; the thread that launches its kernels needs a core.
+        local_ranks: this rank's index among the run's ranks on this machine, and their number. They divide the CPUs
+            unless the configuration sets ``num_sharing_processes``.
 
     Raises:
-        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
+        ValueError: several processes share CPUs and ``LOCAL_RANK`` is not set.
     """
     options = _C.HostThreadOptions()
     options.num_threads = threads.num_threads
@@ -104,7 +104,7 @@ def host_thread_options(
     if threads.num_sharing_processes is not None and options.num_sharing > 1:
         local_rank = _local_rank()
     options.sharing_index = local_rank % options.num_sharing
-    # Several pinned processes that do not know of each other would crowd on the same CPUs.
+    # Pinned processes that do not know of each other would use the same CPUs.
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     known = threads.num_sharing_processes is not None or num_local_ranks > 1 or alone
     pinned = {

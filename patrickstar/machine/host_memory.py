@@ -1,6 +1,6 @@
-"""How much memory the host has and how much of it this process may use.
+"""Measures the host's memory and the part that this process may use.
 
-Standard library only: ``python -m patrickstar.env`` reports it also where PyTorch or the extension is missing.
+Standard library only, so that ``python -m patrickstar.env`` works without PyTorch or the extension.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def total_bytes() -> int:
-    """Physical memory of the machine as the kernel counts it now (MemTotal), in bytes."""
+    """Physical memory of the machine (the kernel's present MemTotal), in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -21,7 +21,7 @@ def cgroup_limit_bytes() -> int | None:
 
 
 def _limited_groups() -> list[tuple[int, Path]]:
-    """Limit in bytes and folder of each of this process's control groups that limits memory."""
+    """Limit in bytes and folder of each control group of this process that limits memory."""
     limited = []
     try:
         entries = [line.rstrip("\n").split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -34,7 +34,7 @@ def _limited_groups() -> list[tuple[int, Path]]:
             root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
         else:
             continue
-        # A limit of any ancestor binds as well; inside a container the path may not exist, then the root counts.
+        # Limits of ancestors apply too. Inside a container the path may not exist; then the root counts.
         group = root / path.lstrip("/")
         for folder in [group, *group.parents]:
             if root not in [folder, *folder.parents]:
@@ -49,7 +49,7 @@ def _limited_groups() -> list[tuple[int, Path]]:
 
 
 def _taken_bytes(group: Path) -> int:
-    """What the processes of a control group have of its memory, without files that the kernel only keeps cached."""
+    """Memory in use by a control group's processes, without the kernel's file cache."""
     for usage, files in (
         ("memory.current", ("active_file", "inactive_file")),
         ("memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -65,11 +65,10 @@ def _taken_bytes(group: Path) -> int:
 
 
 def available_bytes() -> int:
-    """Bytes of :func:`usable_bytes` that nobody has taken: neither this process nor another one.
+    """Unused bytes of :func:`usable_bytes`.
 
-    Under a control group's limit what the group has left; else, and as well where the machine has less than that limit,
-    what the kernel calls available (MemAvailable). A virtual machine whose memory grows as it is touched starts with
-    less than its group's limit and is believed to reach it.
+    The rest of the control group's limit and the kernel's MemAvailable, whichever is less. On a virtual machine whose
+    present memory is below the limit (it grows when touched), only the limit counts.
     """
     groups = _limited_groups()
     available = min((limit - _taken_bytes(group) for limit, group in groups), default=None)
@@ -80,7 +79,7 @@ def available_bytes() -> int:
 
 
 def mem_available_bytes() -> int:
-    """What the kernel calls available of the machine's memory (MemAvailable); all of it where it does not say."""
+    """The kernel's MemAvailable; the machine's memory if it is not reported."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -90,29 +89,28 @@ def mem_available_bytes() -> int:
 
 
 def default_budget_bytes(held_bytes: int = 0) -> int:
-    """What an engine takes of the host when nobody says: what is available, less a reserve of 5 % of what may be used,
-    at least 1 GiB, for the data loader, libraries and the kernel's file cache; at least a tenth of what is available.
-    ``held_bytes`` that are taken count as available: whoever asks has them.
+    """The default host budget: the available bytes less :func:`reserve_bytes`, at least a tenth of them.
+
+    ``held_bytes`` that the caller holds count as available.
     """
     return budget_within(min(available_bytes() + held_bytes, usable_bytes()), reserve_bytes())
 
 
 def reserve_bytes() -> int:
-    """What :func:`default_budget_bytes` leaves of the host."""
+    """Bytes left to the data loader, libraries and the file cache: 5 % of :func:`usable_bytes`, at least 1 GiB."""
     return max(usable_bytes() // 20, 2**30)
 
 
 def budget_within(available: int, reserve: int) -> int:
-    """The default budget where so much is available, of which so much is left."""
+    """Returns the default budget for given available and reserved bytes."""
     return max(available - reserve, available // 10)
 
 
 def usable_bytes() -> int:
     """Bytes of host memory this process may use.
 
-    The control group's limit if there is one, else the machine's memory; at most ``RLIMIT_AS``. On a virtual machine
-    whose memory grows as it is touched the machine's memory starts far below what may be used: set ``host_memory`` in
-    the configuration there if no group limits it.
+    The control group's limit, else the machine's memory; at most ``RLIMIT_AS``. A virtual machine with growing memory
+    reports far less than it may use: set ``host_memory`` there unless a control group limits it.
     """
     limit = cgroup_limit_bytes()
     usable = total_bytes() if limit is None else limit

@@ -1,4 +1,4 @@
-"""What optimizer states are stored in, by the configuration and by how much memory there is."""
+"""Chooses the storage formats of optimizer states from the configuration and the memory budgets."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import torch
 from patrickstar import _C
 from patrickstar.config import Master, OptimizerConfig, Speculation, States, rule_of
 
-# Of a device's budget, what states are taken to have there while nobody knows what activations need.
+# Share of the device budget assumed for states while the activations' need is unknown.
 _STATES_SHARE = 0.85
 
 
 @dataclasses.dataclass(frozen=True)
 class StateScheme:
-    """What the optimizer states of trained parameters are stored in.
+    """Storage formats of the optimizer states of trained parameters.
 
     Args:
-        states: momentum and variance.
-        has_variance: whether the optimizer keeps one.
-        master: that of a parameter that computes in bfloat16: float32, its lower half beside the parameter
-            (csrc/optim/kernels.h, [Note: split masters]), or none.
-        gradient: where that of such a parameter waits for the step.
+        states: of momentum and variance.
+        has_variance: the optimizer has one.
+        master: of a bfloat16 parameter: float32, its lower half beside the parameter ([Note: split masters]), or none.
+        gradient: where the gradient of such a parameter waits for the step.
     """
 
     states: States = States.FP32
@@ -32,7 +31,7 @@ class StateScheme:
     gradient: _C.GradientPlace = _C.GradientPlace.OF_PARAM
 
     def format_of(self, compute_dtype: torch.dtype, *, keeps_float32: bool) -> _C.StateFormat:
-        """Of one parameter; ``keeps_float32``: whether its moments are none that 8 bits are for."""
+        """Returns the format of one parameter; ``keeps_float32``: its moments are not stored in 8 bits."""
         types = _C.StateType
         is_16_bit = compute_dtype is torch.bfloat16
         master = self.master if is_16_bit else types.FLOAT32
@@ -46,8 +45,10 @@ class StateScheme:
 
 
 def state_scheme(optimizer: OptimizerConfig) -> StateScheme:
-    """Where updates are committed in backward, so that gradients need not wait, masters are split, which takes 2 bytes
-    per parameter less. Without masters a gradient that waits has memory of its own.
+    """Returns the scheme of the configuration, ignoring memory.
+
+    With optimizer-in-backward, gradients need not wait and masters are split, which saves 2 bytes per parameter.
+    Without masters, a waiting gradient has memory of its own.
     """
     commits = optimizer.speculation is Speculation.COMMIT
     master, gradient = _C.StateType.FLOAT32, _C.GradientPlace.OF_PARAM
@@ -68,17 +69,18 @@ def choose_layout(
     device_bytes: int,
     host_bytes: int,
 ) -> _C.Layout:
-    """The layout whose states are stored as the configuration says. Where updates begin in backward and the host would
-    have no room for their new parameters beside the old ones, masters are split and gradients have memory of their own,
-    as many bytes, so that new parameters can take the old ones' place (csrc/optim/kernels.h, [Note: values in place]);
-    no bit of any value depends on it. That is so for Adam on float32 states, with one rank.
+    """Returns the layout with the states of the configuration.
+
+    If updates begin in backward and the host lacks room for new parameters beside the old ones, masters are split and
+    gradients get memory of their own, at the same number of bytes. New parameters can then replace the old ones ([Note:
+    values in place]). No value's bits depend on it. Applies to Adam with float32 states and one rank.
 
     Args:
-        make: of a scheme.
+        make: returns the layout of a scheme.
         optimizer: the section of the configuration.
-        updates_begin_early: in backward, before the norm is known, and so that they can be taken back.
-        device_bytes: the budget of the device, of which states may take a part.
-        host_bytes: the budget of the host.
+        updates_begin_early: updates begin in backward, before the norm is known, and can be rolled back.
+        device_bytes: the device budget, of which states may take a part.
+        host_bytes: the host budget.
     """
     scheme = state_scheme(optimizer)
     layout = make(scheme)
@@ -90,7 +92,7 @@ def choose_layout(
 
 
 def may_put_values_in_place(layout: _C.Layout, optimizer: OptimizerConfig) -> bool:
-    """Whether the parameters of a layout like this one, updated so, can take the old ones' place."""
+    """True if in-place speculative updates support this layout and optimizer."""
     is_adam = "exp_avg_sq" in rule_of(optimizer.type).states
     is_exact = optimizer.states is States.FP32 and optimizer.master is Master.EXACT
     chunks = (layout.chunk(index) for index in range(layout.num_chunks))
@@ -99,8 +101,8 @@ def may_put_values_in_place(layout: _C.Layout, optimizer: OptimizerConfig) -> bo
 
 
 def lacks_room_ahead(layout: _C.Layout, *, device_bytes: int, host_bytes: int) -> bool:
-    """Whether the host's part of the chunks leaves no room for new parameters beside them, when the device has what
-    most of it can hold.
+    """True if the host's part of the chunks leaves no room for new parameters, with :data:`_STATES_SHARE` of the device
+    full of states.
     """
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     home = sum(chunk["home_bytes"] for chunk in chunks)

@@ -1,1 +1,1 @@
-"""The user's module: where its parameters lie, who uses them and when, and what stays with PyTorch."""
+"""The user's module: placement of its parameters in chunks, observation of their uses, and what stays with PyTorch."""

@@ -1,8 +1,8 @@
-"""Adapters of PEFT around a model on the meta device.
+"""PEFT adapters on models that are on the meta device.
 
-PEFT puts an adapter where its base is, so on the meta device it loses the values that it was made with. When it gets
-memory they are drawn again, by PEFT's own initialiser; copies of modules that are trained whole (``modules_to_save``)
-get the values of what they are copies of. PEFT itself is not needed: its layers are known by what they have.
+PEFT creates an adapter on the device of its base layer, so on the meta device the adapter's initial values are lost.
+Once the adapter has memory, PEFT's own initialiser draws them again. Copies in ``modules_to_save`` get the values of
+their originals. PEFT need not be installed: its layers are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from patrickstar import _C
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether PEFT has put it in the place of another one, which is its ``base_layer``."""
+    """Tests for a PEFT wrapper: a module with a ``base_layer``."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def adapter_modules(layer: nn.Module) -> list[nn.Module]:
-    """What an adapted layer has beside its base, children before their parents."""
+    """Submodules that the adapter adds to ``base_layer``, children before parents."""
     base = set(layer.base_layer.modules())
     return [module for module in _post_order(layer) if module not in base]
 
 
 def adapted_layers(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """The innermost adapted layer of each module inside one, but for what belongs to its base."""
+    """Maps each adapter submodule inside ``module`` to its innermost adapted layer; base layers are not included."""
     owners: dict[nn.Module, nn.Module] = {}
     for layer in module.modules():
         if is_adapted(layer):
@@ -37,7 +37,7 @@ def adapted_layers(module: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def copies_of_tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and buffers of modules that are trained whole, each with the one that it is a copy of."""
+    """Pairs (copy, original) of the parameters and buffers under ``modules_to_save``."""
     for wrapper in module.modules():
         original, copies = getattr(wrapper, "original_module", None), getattr(wrapper, "modules_to_save", None)
         if not isinstance(original, nn.Module) or not isinstance(copies, nn.ModuleDict):
@@ -48,7 +48,7 @@ def copies_of_tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def adapter_configs(root: nn.Module) -> dict[str, Any]:
-    """PEFT's configuration of each adapter around modules of ``root``, by the adapter's name."""
+    """PEFT's configurations in ``root``, by adapter name."""
     found: dict[str, Any] = {}
     for module in root.modules():
         configs = getattr(module, "peft_config", None)
@@ -58,15 +58,15 @@ def adapter_configs(root: nn.Module) -> dict[str, Any]:
 
 
 def draw_values(root: nn.Module, layer: nn.Module, configs: Mapping[str, Any]) -> None:
-    """Initialises the adapters of ``layer``, which have memory, as PEFT did when it made them.
+    """Initialises the adapters of ``layer`` with PEFT's initialiser; they must have memory.
 
     Args:
-        root: for the name in errors.
+        root: names the layer in errors.
         layer: a module of ``root``.
-        configs: what :func:`adapter_configs` found.
+        configs: the result of :func:`adapter_configs`.
 
     Raises:
-        ValueError: PEFT made them of the base's values, or not by LoRA.
+        ValueError: the adapter is not LoRA, or its values derive from the base's.
     """
     if not hasattr(layer, "reset_lora_parameters"):
         raise _without_values(root, layer, f"a {type(layer).__name__}")
@@ -85,7 +85,7 @@ def draw_values(root: nn.Module, layer: nn.Module, configs: Mapping[str, Any]) -
 
 
 def draw_adapters(root: nn.Module) -> None:
-    """Gives LoRA on the meta device memory on the CPU and the values that PEFT would give it there.
+    """Allocates LoRA adapters that are on the meta device, on the CPU, and initialises them with PEFT's initialiser.
 
     Raises:
         ValueError: as :func:`draw_values`.

@@ -1,8 +1,7 @@
-"""The user's module in an engine: its parameters as views of chunks, the rest on the engine's device; and back again.
+"""Moves a module into an engine and back: parameters become views of chunks, the rest goes to the engine's device.
 
-Each parameter's own memory is freed as soon as its values are in a chunk, so the model is never held twice: at most one
-batch of values (a chunk's, or a unit of a model on the meta device) exists in both places, beside less than 64 MiB of
-freed values that the heap has not given back yet.
+Each parameter's own memory is freed as soon as its values are in a chunk. At most one batch of values (a chunk, or a
+unit of a meta-device model) exists twice. Up to 64 MiB of freed values may wait in the heap.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from patrickstar.module.preprocess import ChunkedSpec, SortedParams, statistics_
 
 logger = logging.getLogger("patrickstar")
 
-_UNIT_BYTES = 512 * 2**20  # of a model on the meta device, in memory of their own at a time
-_TRIMMED_BYTES = 64 * 2**20  # of freed values, after which pieces of the heap go back to the system
+_UNIT_BYTES = 512 * 2**20  # a meta-device model gets memory for at most so much at a time
+_TRIMMED_BYTES = 64 * 2**20  # freed bytes after which the heap is trimmed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormerHandle:
-    """What a parameter in a chunk was, whichever chunks it goes into next; the fields are a ``ParamHandle``'s."""
+    """Properties of a parameter that survive a move to other chunks; the fields are those of ``ParamHandle``."""
 
     name: str
     shape: torch.Size
@@ -42,14 +41,14 @@ class FormerHandle:
 
 
 def _trim_heap() -> None:
-    """Freed pieces of the heap go back to the system; without this the peak would hold both copies."""
+    """Returns freed heap memory to the system; otherwise the peak would hold both copies of the model."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 
 class AdoptedParams:
-    """The parameters of one module on their way into chunks, in chunks, and on their way back.
+    """The parameters of one module, before, during and after their time in chunks.
 
     ``for ids in params.batches(): params.take(ids)`` moves them in.
     """
@@ -64,7 +63,7 @@ class AdoptedParams:
         deferred: DeferredInit | None,
     ):
         self.specs: list[ChunkedSpec] = plan.chunked
-        """The parameters that go into chunks; the index is the parameter's id in the core."""
+        """Parameters that go into chunks; the index is the parameter's id in the core."""
         self.layout = layout
         self.runtime = runtime
         self._observer = observer
@@ -77,26 +76,26 @@ class AdoptedParams:
         self._untrimmed_bytes = 0
 
     def batches(self) -> Iterator[list[int]]:
-        """The ids of parameters that have values now, in pieces that may exist beside their chunks; to be taken before
-        the next piece.
+        """Yields ids of parameters that have values now. Call :meth:`take` with each batch before the next one is
+        drawn: only one batch may exist beside its chunks.
         """
         ids = {spec.param: index for index, spec in enumerate(self.specs)}
         if self._deferred is not None:
             quantized = {spec.param for spec in self.specs if spec.quantization is not _C.QuantType.NONE}
             for params in self._deferred.units(self._device, _UNIT_BYTES, read_on_host=quantized):
                 yield [ids[param] for param in params if param in ids]
-        for params in self._chunks:  # what is left: those that had values from the start
+        for params in self._chunks:  # parameters that were not on the meta device
             yield [param_id for param_id in params if param_id not in self._taken]
 
     def source(self, param_id: int) -> torch.Tensor:
-        """The values of a parameter that was not taken yet, dense, in its memory order."""
+        """The values of a parameter that is not in a chunk yet: dense, in its memory order."""
         data = self.specs[param_id].param.detach()
         if torch.empty_like(data, device="meta").stride() != data.stride():  # overlapping or with gaps
             data = data.contiguous()
         return data
 
     def take(self, ids: Iterable[int]) -> None:
-        """Moves the values of parameters into chunks, and makes the parameters views of these."""
+        """Moves parameters into chunks and makes them views of the chunks' storages."""
         if not self._storages:
             self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]
         for param_id in ids:
@@ -132,22 +131,25 @@ class AdoptedParams:
         self._become_view(param_id, handle)
 
     def host_bytes_when_released(self) -> int:
-        """What ordinary parameters on the CPU will take, in bytes."""
+        """Bytes that the ordinary CPU parameters will take after :meth:`release`."""
         handles = (self.specs[param_id].param._patrickstar for param_id in self._taken)
         on_host = (handle for handle in handles if handle.original_device.type == "cpu")
         return sum(math.prod(handle.shape) * handle.original_dtype.itemsize for handle in on_host)
 
     def _in_order_of_release(self) -> list[int]:
-        """Chunks, of one rank those first that free host memory ([Note: room to close]); several read together."""
+        """Order in which :meth:`release` frees chunks. On one rank, chunks that rest on the host come first: freeing
+        them makes room for ordinary parameters. Several ranks read together, so all use the same order.
+        """
         chunks = range(len(self._chunks))
         if self.layout.num_ranks > 1:
             return list(chunks)
         return sorted(chunks, key=lambda chunk: self.runtime.home(chunk) == _C.Tier.DEVICE)
 
     def release(self) -> None:
-        """Ordinary parameters again, of the original dtype and device, chunk by chunk. Frozen ones, of which chunks
-        keep the compute dtype alone, come back rounded to it; a line says so. Where values cannot be had any more
-        (another rank is gone), parameters are left without elements, and the error is raised at the end.
+        """Makes ordinary parameters of the original dtype and device, chunk by chunk.
+
+        Chunks keep only the compute dtype of frozen parameters, so these come back rounded; the log says so. If values
+        cannot be read (another rank is gone), parameters are left without elements and the error is raised at the end.
         """
         self._tell_of_rounded()
         failure: Exception | None = None
@@ -167,7 +169,7 @@ class AdoptedParams:
             raise failure
 
     def undo(self) -> None:
-        """As :meth:`release`, but what was on the meta device is there again, for another try."""
+        """Undoes :meth:`take`. Parameters from the meta device return there, so that adoption can be tried again."""
         if self._deferred is None:
             self.release()
         else:
@@ -196,7 +198,7 @@ class AdoptedParams:
             )
 
     def discard(self) -> None:
-        """Frees all chunks; parameters are ordinary ones without elements afterwards."""
+        """Frees all chunks; the parameters become ordinary ones without elements."""
         for chunk, params in enumerate(self._chunks):
             for param_id in self._taken.intersection(params):
                 self._give_back(param_id, None)
@@ -204,8 +206,12 @@ class AdoptedParams:
         self._taken.clear()
 
     def vacate(self) -> list[FormerHandle]:
-        """Frees all chunks, for :meth:`take_over` with others: parameters are ordinary ones meanwhile that keep their
-        shapes and have no memory. Gives what they were, by id. All of them were taken.
+        """Frees all chunks before :meth:`take_over` with another layout.
+
+        Parameters become ordinary ones that keep their shapes and have no memory. All parameters must have been taken.
+
+        Returns:
+            their former handles, by id.
         """
         former = []
         for spec in self.specs:
@@ -221,10 +227,10 @@ class AdoptedParams:
         return former
 
     def take_over(self, former: Sequence[FormerHandle], fill: Callable[[], None]) -> None:
-        """Parameters that :meth:`vacate` has left are views of these chunks.
+        """Makes the parameters that :meth:`vacate` left views of these chunks.
 
         Args:
-            former: what it gave.
+            former: the result of :meth:`vacate`.
             fill: writes the values of all parameters into this runtime.
         """
         self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]
@@ -257,7 +263,7 @@ class AdoptedParams:
             with torch.no_grad():
                 view = torch.empty(0, dtype=handle.dtype, device=storage.device)
                 view.set_(storage, handle.offset, handle.shape, handle.stride)
-            param.grad = None  # of a backward before the engine was built: autograd would add to it
+            param.grad = None  # left from an earlier backward; autograd would add to it
             become(param, view, handle)
 
     def _give_back(self, param_id: int, values: torch.Tensor | None) -> None:
@@ -271,10 +277,10 @@ class AdoptedParams:
 
 
 class MovedRest:
-    """Buffers (dtype kept, but for running statistics of another one than kernels take) and the parameters that stay
-    with PyTorch, on the engine's device; embeddings that are to stay in host memory are there.
+    """Buffers and the parameters that stay with PyTorch, moved to the engine's device.
 
-    On the simulated device they are copied, so that they count as its memory.
+    Embeddings that are to stay in host memory are moved there. Buffers keep their dtype; running statistics get the
+    dtype that kernels take. On the simulated device tensors are copied, so that they count as its memory.
     """
 
     def __init__(self, module: nn.Module, plan: SortedParams, compute_dtype: torch.dtype, device: torch.device):
@@ -285,7 +291,7 @@ class MovedRest:
             for name, buffer in child._buffers.items():
                 if buffer is not None:
                     self._buffers.append((child, name, buffer.device, buffer.dtype))
-                    if buffer not in moved:  # modules may have one in common
+                    if buffer not in moved:  # modules may share a buffer
                         moved[buffer] = _moved(buffer, device)
                     child._buffers[name] = moved[buffer]
             dtype = statistics_dtype(child, compute_dtype)
@@ -299,7 +305,9 @@ class MovedRest:
                 managed.param.data = managed.param.data.cpu()
 
     def restore(self) -> None:
-        """All of it where it was, with the values it has now; what was put back on the meta device stays there."""
+        """Moves everything back to where it was, with its current values. Buffers that were put on the meta device stay
+        there.
+        """
         with _C.HostAllocations(), torch.no_grad():
             for child, name, device, dtype in self._buffers:
                 buffer = child._buffers.get(name)

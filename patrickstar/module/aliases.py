@@ -1,10 +1,13 @@
-"""Tensors that share memory with a parameter and are not that parameter: another parameter over one memory (tied with
-``.data =``, or made of a slice), a buffer or an attribute that keeps ``weight.data``.
+"""Tensors that share memory with a parameter: another parameter over the same memory (tied with ``.data =``, or made of
+a slice), or a buffer or attribute that keeps ``weight.data``.
 
-In plain PyTorch they follow each update. A parameter that goes into a chunk gets other memory, so they would keep old
-values. A frozen parameter over all of another one's memory goes along with it (a *tie*). Two that are trained get two
-updates of one memory in PyTorch, with two states; they are refused, and so is all else that shares memory with a
-trained parameter. Memory that is shared with frozen parameters keeps its values, and may stay.
+In plain PyTorch they follow each update. In an engine the parameter gets other memory, so they would keep old values.
+The rules are:
+
+* A frozen parameter over the whole memory of another one becomes a *tie* and moves with it.
+* Two trained parameters over one memory are refused: PyTorch would update the memory twice, with two states.
+* Anything else that shares memory with a trained parameter is refused.
+* Memory shared with frozen parameters alone keeps its values and may stay.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from patrickstar.module.attributes import held_values
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """A tensor, and the bytes between its first and last element."""
+    """A tensor and the byte range from its first to its last element."""
 
     name: str
     tensor: torch.Tensor
     place: tuple[object, ...]
-    """Addresses of one place can be compared."""
+    """Spans with equal ``place`` have comparable addresses."""
     begin: int
     end: int
     is_param: bool
@@ -36,9 +39,9 @@ class Aliases:
     """Parameters of one module that share memory with something else."""
 
     ties: dict[nn.Parameter, nn.Parameter]
-    """From a frozen parameter to the one that it goes along with."""
+    """Maps a frozen parameter to the parameter whose chunk memory it uses."""
     untrainable: dict[nn.Parameter, str]
-    """Others, none of which is trained, with the text of the error if one came to be."""
+    """Other frozen parameters that share memory. The text is the error to raise if the parameter becomes trained."""
 
 
 MayTie = Callable[[nn.Parameter, nn.Parameter], bool]
@@ -49,15 +52,15 @@ def _never(one: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def find_aliases(module: nn.Module, trained: Iterable[nn.Parameter], may_tie: MayTie = _never) -> Aliases:
-    """Looks through the parameters, buffers and attributes of ``module`` and of all inside it.
+    """Searches the parameters, buffers and attributes of ``module`` and its submodules.
 
     Args:
-        module: the user's.
-        trained: its parameters that the optimizer has.
-        may_tie: two frozen parameters, or a trained and a frozen one, of one memory can have one place in a chunk.
+        module: the user's module.
+        trained: the parameters that the optimizer has.
+        may_tie: tells whether two parameters over one memory can share one place in a chunk. At least one is frozen.
 
     Raises:
-        ValueError: one of ``trained`` shares memory with what cannot go along with it.
+        ValueError: one of ``trained`` shares memory with a tensor that cannot become a tie.
     """
     trained = set(trained)
     spans = list(_spans(module))
@@ -119,7 +122,7 @@ def _span(name: str, tensor: torch.Tensor, *, is_param: bool) -> Iterator[_Span]
 
 
 def _overlaps(spans: Iterable[_Span]) -> Iterator[tuple[_Span, _Span]]:
-    """Pairs that have an element in common, of which one is a parameter."""
+    """Pairs that share an element; one of each pair is a parameter."""
     by_place: dict[tuple[object, ...], list[_Span]] = {}
     for span in spans:
         by_place.setdefault(span.place, []).append(span)
@@ -135,7 +138,7 @@ def _overlaps(spans: Iterable[_Span]) -> Iterator[tuple[_Span, _Span]]:
 
 
 def _share_elements(one: _Span, other: _Span) -> bool:
-    """True where spans that overlap share an element; two columns of one matrix do not."""
+    """Compares overlapping spans element by element; two columns of one matrix share none."""
     if all(_is_dense(span) for span in (one, other)):
         return True
     begin, end = min(one.begin, other.begin), max(one.end, other.end)

@@ -1,5 +1,5 @@
-"""Attributes of modules beside parameters, buffers and other modules, and the items of plain containers among these.
-Other objects are not looked into.
+"""Attributes of modules that are not parameters, buffers or submodules, and the items of plain containers in them.
+Other objects are not searched.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ from typing import Any
 from torch import nn
 
 CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
-"""Types whose items are looked at, and that are copied by ``copy()``; tuples are looked at as well."""
+"""Containers that are searched, and copied by ``copy()``; tuples are searched too."""
 NOT_THE_USERS = (frozenset(nn.Module().__dict__) - {"training"}) | {"_compiled_call_impl"}
-"""Attributes that are PyTorch's."""
+"""Attributes that belong to PyTorch."""
 _MOST_CONTAINERS = 4096
 _MOST_DEPTH = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldValue:
-    """A value that a module holds."""
+    """A value held by a module."""
 
     value: Any
     attribute: str
-    """The attribute that it is, or lies in."""
+    """The attribute that holds the value, directly or in a container."""
     owner: nn.Module
-    """The module."""
     name: str
-    """The attribute's name, for messages."""
+    """The qualified attribute name, for messages."""
 
 
 def held_values(module: nn.Module) -> Iterator[HeldValue]:
-    """Values that ``module`` and the modules inside it hold, containers among them; each container once."""
+    """Values that ``module`` and its submodules hold, containers included; each container once."""
     seen: set[int] = set()
     for owner_name, owner in module.named_modules():
         for attribute, value in owner.__dict__.items():

@@ -1,6 +1,6 @@
-"""Which modules checkpoint their activations: those of Hugging Face, which say so by ``gradient_checkpointing``.
+"""Modules that can checkpoint their activations: Hugging Face's, with the attribute ``gradient_checkpointing``.
 
-``gradient_checkpointing_enable`` of a model switches that attribute on its layers, or on a model that calls them, and
+``gradient_checkpointing_enable`` of a model sets that attribute on its layers, or on the model that calls them. It also
 gives each the function that it checkpoints with.
 """
 
@@ -16,18 +16,21 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpointable_modules(module: nn.Module) -> list[nn.Module]:
-    """Those inside of ``module``, itself included, that can checkpoint, whether they do so now or not."""
+    """Modules inside ``module``, itself included, that can checkpoint, whether or not checkpointing is on."""
     return [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
 
 
 def is_checkpointing(module: nn.Module) -> bool:
-    """Whether ``module`` itself does so now."""
+    """Tests whether ``module`` itself checkpoints now."""
     return bool(getattr(module, "gradient_checkpointing", False))
 
 
 def options_of_checkpoint(module: nn.Module) -> dict[str, Any] | None:
-    """The keywords with which ``module`` calls ``torch.utils.checkpoint.checkpoint`` now. None: it does not checkpoint,
-    or otherwise: with another function, ``use_reentrant=True``, or a ``context_fn`` of its own.
+    """The keywords with which ``module`` calls ``torch.utils.checkpoint.checkpoint`` now.
+
+    Returns:
+        None if the module does not checkpoint, or uses another function, ``use_reentrant=True`` or its own
+        ``context_fn``.
     """
     function = vars(module).get("_gradient_checkpointing_func")
     if not is_checkpointing(module) or not isinstance(function, functools.partial):
@@ -39,8 +42,8 @@ def options_of_checkpoint(module: nn.Module) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def replaced_checkpoints(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Within it, those of ``modules`` that have ``options_of_checkpoint`` call ``run(module, function, call, *args)``
-    instead of ``function(call, *args)``, their checkpoint of ``call(*args)``.
+    """Context in which ``modules`` call ``run(module, function, call, *args)`` instead of their checkpoint
+    ``function(call, *args)``. Modules without ``options_of_checkpoint`` are left alone.
     """
     replaced = []
     try:

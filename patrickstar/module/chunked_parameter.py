@@ -1,11 +1,10 @@
-"""Parameters whose memory is a chunk: a ``Parameter`` subclass that says when it is used.
+"""``ChunkedParameter``: a ``Parameter`` subclass whose memory is in a chunk and which reports its uses.
 
-The user's ``Parameter`` objects stay the objects they are; only their class changes (as PyTorch's lazy modules do it),
-and changes back when the engine is closed. Every torch function that gets such a parameter, or a view of one, passes
-through ``__torch_function__`` here, which tells the observer *before* the operation that the memory is needed, and
-after it which node of the autograd graph will need it again. So uses are observed, not assumed: functional weight
-tying, a module that reads another's weights, an expert that is used now and then, a user who prints a weight between
-two steps.
+The user's ``Parameter`` objects keep their identity. Only their class changes, as with PyTorch's lazy modules, and
+changes back when the engine is closed. Every torch function that gets such a parameter, or a view of one, goes through
+``__torch_function__``. It tells the observer *before* the operation that the memory is needed, and afterwards which
+autograd node will need it again. Thus uses are observed: functional weight tying, modules that read each other's
+weights, experts that are used now and then, a user who prints a weight between two steps.
 """
 
 from __future__ import annotations
@@ -34,35 +33,36 @@ _DATA_SET = torch.Tensor.data.__set__
 
 @dataclasses.dataclass(eq=False, slots=True)
 class ParamHandle:
-    """What a chunked parameter knows about itself."""
+    """State of one chunked parameter."""
 
     id: int
-    """Its id in the core: the index in registration order among chunked parameters."""
+    """Id in the core: the index in registration order among chunked parameters."""
     name: str
-    """Its name in the user's module."""
+    """Name in the user's module."""
     chunk: int
-    """The chunk it lies in."""
+    """Index of its chunk."""
     storage: int
     """Address of the chunk's storage object; all parameters and views of the chunk share it."""
     shape: torch.Size
-    """The shape of the whole parameter, on any number of ranks."""
+    """Shape of the whole parameter, on any number of ranks."""
     stride: tuple[int, ...]
-    """Its strides in elements; dense, in the memory order the user gave it."""
+    """Strides in elements: dense, in the memory order the user gave it."""
     offset: int
-    """Its offset in the chunk in elements."""
+    """Offset in the chunk, in elements."""
     share: slice
-    """This rank's share of its elements, in memory order."""
+    """This rank's shard of its elements, in memory order."""
     dtype: torch.dtype
-    """The dtype in which it computes."""
+    """The compute dtype."""
     trainable: bool
-    """Whether it is trained: it required a gradient and was in a group of the optimizer when the engine was built, or
-    came to be so (:mod:`patrickstar.engine.trained_params`)."""
+    """True for a parameter that the optimizer updates. It required a gradient and was in a parameter group when the
+    engine was built, or was added later (:mod:`patrickstar.engine.trained_params`).
+    """
     original_dtype: torch.dtype
-    """The dtype the user's module had it in."""
+    """Dtype in the user's module."""
     original_device: torch.device
-    """The device the user's module had it on."""
+    """Device in the user's module."""
     observer: Observer
-    """Who is told about uses, and reads and writes values."""
+    """Receives uses; reads and writes values."""
     uses: _C.UseObserver
     """``observer.uses``: the core's object that torch functions report uses to."""
 
@@ -80,7 +80,7 @@ def _names_of(attributes: Iterable[str]) -> set[Callable[..., Any]]:
     return functions
 
 
-# Functions that look at a tensor without reading its memory.
+# Functions that inspect a tensor without reading its memory.
 _METADATA_NAMES = """
     shape dtype device requires_grad is_leaf grad_fn grad layout ndim names is_cuda is_cpu is_sparse is_sparse_csr
     is_quantized is_meta is_nested is_mkldnn is_mps is_xpu is_xla is_hpu is_ipu is_mtia is_maia is_vulkan is_ort
@@ -105,7 +105,7 @@ _METADATA = _names_of(_METADATA_NAMES.split()) | {
     torch.randn_like,
     torch.result_type,
 }
-# Functions whose backward needs the result's shape only.
+# Functions whose backward needs only the result's shape.
 _NO_VALUE_IN_BACKWARD = {torch.nn.functional.embedding, torch.embedding}
 # Functions whose result shares the parameter's memory without being a view in autograd's sense.
 _ALIASING = {
@@ -118,7 +118,7 @@ _ALIASING = {
 
 @functools.lru_cache(maxsize=4096)
 def _dispatch_way(func: Callable[..., Any]) -> _C.Way:
-    """What ``func`` does with a parameter's memory; see csrc/bind/torch_function.h."""
+    """How ``func`` uses a parameter's memory; see csrc/bind/torch_function.h."""
     if func in _METADATA:
         return _C.Way.LOOK
     if func in _ALIASING:
@@ -129,8 +129,8 @@ def _dispatch_way(func: Callable[..., Any]) -> _C.Way:
 
 
 def _refuse(func: Callable[..., Any], handle: ParamHandle) -> None:
-    """``func`` has written the compute copy of a parameter, and did not say so."""
-    if handle.trainable:  # derived again from the float32 value, which is as it was
+    """Raises the error for ``func``, which wrote the compute copy of a parameter without reporting it."""
+    if handle.trainable:  # the compute copy is derived again from the unchanged float32 master
         values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
         handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
     raise RuntimeError(
@@ -140,7 +140,7 @@ def _refuse(func: Callable[..., Any], handle: ParamHandle) -> None:
 
 
 def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) -> Any:
-    """Results that share a chunk's memory must say when they are used, as the parameter does."""
+    """Makes results that share a chunk's memory ``ChunkedView``s, which report their uses as parameters do."""
     if type(result) is torch.Tensor:
         if not (result._is_view() or func in _ALIASING or torch.is_inference_mode_enabled()):
             return result
@@ -161,20 +161,22 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
 
 
 class ChunkedParameter(nn.Parameter):
-    """A parameter whose memory is in a chunk. Made by :func:`become_chunked`, never constructed."""
+    """A parameter whose memory is in a chunk; made by :func:`become_chunked`, never constructed."""
 
     _patrickstar: ParamHandle
     _patrickstar_impl: int
-    """The address of its TensorImpl (csrc/bind/torch_function.h)."""
+    """Address of its TensorImpl (csrc/bind/torch_function.h)."""
     _patrickstar_pin: weakref.ref[ChunkedParameter]
-    """PyTorch swaps nothing that is weakly referred to (torch.utils.swap_tensors), which no torch function shows."""
+    """A weak reference keeps torch.utils.swap_tensors from swapping the parameter: no torch function would report it.
+    """
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient that autograd holds, or a copy of what the chunk has ([Note: gradients after a step]).
+        """The gradient that autograd holds, or else a copy of the gradient in the chunk (``GradientReads`` in
+        engine/gradient_reads.py).
 
         Raises:
-            RuntimeError: it cannot be had now.
+            RuntimeError: the gradient cannot be read now.
         """
         with _DisableTorchFunction():
             grad = _GRAD_GET(self)
@@ -202,11 +204,11 @@ class ChunkedParameter(nn.Parameter):
         self.grad = None
 
     def retain_grad(self) -> None:
-        """From now on ``.grad`` can be read after each step, until ``zero_grad`` or the next forward."""
+        """Makes ``.grad`` readable after each step, until ``zero_grad`` or the next forward."""
         self._patrickstar.observer.gradients.retain(self._patrickstar)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy is an ordinary parameter."""
+        """Copies to an ordinary parameter."""
         if id(self) not in memo:
             with _C.HostAllocations():
                 data = self.detach().clone(memory_format=torch.preserve_format)
@@ -219,13 +221,13 @@ class ChunkedParameter(nn.Parameter):
 
 
 class ChunkedView(torch.Tensor):
-    """A view of a chunked parameter: same memory, same need to say when it is used."""
+    """A view of a chunked parameter; it reports its uses as the parameter does."""
 
     _patrickstar: ParamHandle
     _patrickstar_impl: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy is an ordinary tensor."""
+        """Copies to an ordinary tensor."""
         return memo.setdefault(id(self), self.detach().clone().as_subclass(torch.Tensor))
 
     def __reduce_ex__(self, protocol: int) -> Any:
@@ -240,7 +242,7 @@ ChunkedParameter.__torch_function__ = ChunkedView.__torch_function__ = _torch_fu
 
 
 def become_chunked(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle) -> None:
-    """Makes ``param``, the user's object, a parameter whose memory is ``view``."""
+    """Turns ``param``, the user's object, into a ``ChunkedParameter`` with the memory of ``view``."""
     with _DisableTorchFunction():
         impl = param._cdata
         param.data = view
@@ -251,18 +253,18 @@ def become_chunked(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle)
 
 
 def become_tied(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle) -> None:
-    """Makes ``param``, which is frozen, one that has the memory of the parameter of ``handle``, and no gradient."""
+    """Gives the frozen ``param`` the memory of ``handle``'s parameter; it gets no gradient."""
     become_chunked(param, view, handle)
     param._patrickstar_tied = True
 
 
 def is_tied(param: nn.Parameter) -> bool:
-    """True for what :func:`become_tied` has made."""
+    """Tests whether :func:`become_tied` made the parameter."""
     return "_patrickstar_tied" in param.__dict__
 
 
 def become_view(tensor: torch.Tensor, handle: ParamHandle) -> None:
-    """Makes ``tensor``, which has memory of the parameter, say when it is used."""
+    """Turns ``tensor``, which shares the parameter's memory, into a ``ChunkedView``."""
     with _DisableTorchFunction():
         impl = tensor._cdata
     tensor.__class__ = ChunkedView
@@ -270,7 +272,7 @@ def become_view(tensor: torch.Tensor, handle: ParamHandle) -> None:
 
 
 def become_ordinary(param: nn.Parameter, values: torch.Tensor) -> None:
-    """Makes it an ordinary parameter with memory of its own."""
+    """Turns ``param`` back into an ordinary parameter with the memory of ``values``."""
     del param._patrickstar, param._patrickstar_impl, param._patrickstar_pin
     param.__dict__.pop("_patrickstar_tied", None)
     param.__class__ = nn.Parameter
@@ -286,14 +288,14 @@ def folded_gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def drop_gradient(param: nn.Parameter) -> None:
-    """Makes autograd forget what it has of ``param``'s gradient, if there is something."""
+    """Deletes the gradient that autograd holds for ``param``, if any."""
     with _DisableTorchFunction():
         if _GRAD_GET(param) is not None:
             _GRAD_SET(param, None)
 
 
 def make_gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientHook:
-    """Called when autograd has finished the gradient of ``param``, it folds that into the parameter's chunk."""
+    """A hook that accumulates the finished gradient of ``param`` into its chunk."""
     handle = param._patrickstar
     return _C.GradientHook(
         runtime=runtime, param=handle.id, strides=handle.stride, take=folded_gradient, rearrange=_rearrange
@@ -301,7 +303,7 @@ def make_gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientH
 
 
 def _rearrange(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """The gradient with the parameter's strides."""
+    """The gradient, dense, with the parameter's strides."""
     handle = param._patrickstar
     grad = grad.to_dense() if grad.is_sparse else grad
     return torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -1,11 +1,11 @@
-"""The user's module in place: its calls, ``zero_grad`` and ``state_dict`` mean what they meant before.
+"""Changes the user's module in place, so that its calls, ``zero_grad`` and ``state_dict`` keep their meaning.
 
-Class, parameters and signature stay what they are, so that whoever holds the module (a Trainer, ``generate``, PEFT,
-``save_pretrained``) goes on using it as if nothing had happened. `restore` takes everything off again.
+Class, parameters and signature are unchanged, so a Trainer, ``generate``, PEFT and ``save_pretrained`` go on using the
+module. `ConvertedModule.restore` undoes the changes.
 
-[Note: calls in place] A door (compiled/door.py) opens a forward of the session around the whole call, hooks included.
-Modules inside that hold all the parameters (the model in a PEFT wrapper, whose ``generate`` calls itself) are entered
-in the same way; within a forward, and in a recomputation during backward, the call goes straight through.
+A `Door` (compiled/door.py) opens a forward of the session around each outermost call, hooks included. Modules inside
+that hold all the parameters get a door too, such as the model in a PEFT wrapper, whose ``generate`` calls itself.
+Within a forward, and in a recomputation during backward, the call goes straight through.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ LoadExactly = Callable[[Iterable[ParamHandle]], contextlib.AbstractContextManage
 
 
 class ConvertedModule:
-    """What is changed on one module and the modules inside it.
+    """Changes to one module and its submodules.
 
     Args:
-        module: the user's, with its parameters in chunks.
+        module: the user's module, with its parameters in chunks.
         call: runs one call of a module that holds all parameters: ``call(run, args, kwargs)``.
-        note_caller: of a :class:`patrickstar.module.compiled.door.Door`.
-        zero_grad: forgets all gradients.
-        compile: compiles a module inside: ``compile(module, compiler)``.
-        read_value: a parameter's value, as a new CPU tensor of the dtype that the user's module has.
-        load_exactly: around a write of float32 values to these parameters.
+        note_caller: passed to each :class:`patrickstar.module.compiled.door.Door`.
+        zero_grad: deletes all gradients.
+        compile: compiles a submodule: ``compile(module, compiler)``.
+        read_value: returns a parameter's value as a new CPU tensor of the user's dtype.
+        load_exactly: context around a write of float32 values to the given parameters.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ConvertedModule:
             method.put_on()
 
     def restore(self) -> None:
-        """The module as it was."""
+        """Undoes all changes."""
         for door in self._doors:
             door.open()
         for method in self._methods:
@@ -90,7 +90,7 @@ class ConvertedModule:
 
 
 def _holding_everything(module: nn.Module) -> Iterable[nn.Module]:
-    """The module and those inside it that hold all its parameters."""
+    """Yields the module and the submodules that hold all its parameters."""
     everything = set(module.parameters())
     for child in module.modules():
         if child is module or (everything and everything == set(child.parameters())):
@@ -98,7 +98,7 @@ def _holding_everything(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _tied(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that the module has under several names."""
+    """Parameters that the module has under several names."""
     names: dict[nn.Parameter, int] = {}
     for _, param in module.named_parameters(remove_duplicate=False):
         names[param] = names.get(param, 0) + 1
@@ -106,7 +106,7 @@ def _tied(module: nn.Module) -> set[nn.Parameter]:
 
 
 class _InstanceMethod:
-    """In the place of a method of one module. A copy of the module has the ordinary method."""
+    """Replaces a method of one module instance. A copy of the module has the class's method."""
 
     name: ClassVar[str]
 
@@ -114,11 +114,11 @@ class _InstanceMethod:
         self._module = module
 
     def put_on(self) -> None:
-        """Calls of the module's method come here from now on."""
+        """Installs the replacement."""
         self._module.__dict__[self.name] = self
 
     def take_off(self) -> None:
-        """Calls go to the ordinary method."""
+        """Restores the class's method."""
         self._module.__dict__.pop(self.name, None)
 
     def __reduce__(self) -> Any:
@@ -141,7 +141,7 @@ class _ZeroGrad(_InstanceMethod):
 
 
 class _ZeroGradOfPart(_InstanceMethod):
-    """``zero_grad`` of a module inside. No gradient is read, since not all can be at any time."""
+    """``zero_grad`` of a submodule. Reads no gradient, since gradients cannot be read at all times."""
 
     name = "zero_grad"
 
@@ -151,7 +151,7 @@ class _ZeroGradOfPart(_InstanceMethod):
 
 
 class _Compile(_InstanceMethod):
-    """``module.compile``, after which the engine still knows what the module uses."""
+    """``module.compile``; afterwards the engine still observes the module's uses."""
 
     name = "compile"
 
@@ -166,8 +166,8 @@ class _Compile(_InstanceMethod):
 
 
 class _SaveToStateDict(_InstanceMethod):
-    """What a module's ``state_dict`` puts into it of its own, which `_StateDictHook` replaces: nothing is read, so no
-    chunk need be on the device.
+    """Saves a module's own tensors without reading them, so no chunk need be on the device. `_StateDictHook` then puts
+    in the values.
     """
 
     name = "_save_to_state_dict"
@@ -178,8 +178,8 @@ class _SaveToStateDict(_InstanceMethod):
 
 
 class _LoadFromStateDict(_InstanceMethod):
-    """Loads a module's own part of a state dict. Values of 32 bits or more are masters, and become the parameters'
-    masters as they are, whatever was read before.
+    """Loads a module's own part of a state dict. Values of 32 bits or more become the parameters' masters exactly,
+    whatever was read before.
     """
 
     name = "_load_from_state_dict"
@@ -204,9 +204,8 @@ def _is_wide(value: Any) -> bool:
 
 
 class _Apply(_InstanceMethod):
-    """``module.to``, ``half``, ``cuda`` and the like, which give each tensor of a module to a function. Parameters in
-    chunks stay what they are. A function that would give one another dtype, device or memory is refused before it
-    changes anything.
+    """``module.to``, ``half``, ``cuda`` and others that apply a function to each tensor. Parameters in chunks stay
+    unchanged. A function that would change their dtype, device or memory is refused before it changes anything.
     """
 
     name = "_apply"
@@ -214,7 +213,7 @@ class _Apply(_InstanceMethod):
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = self._module
-        if self._is_running:  # a module that holds its engine, which holds it
+        if self._is_running:  # the module holds its engine, which holds the module
             return module
         _check_application(module, function)
         params, module._parameters = module._parameters, _OrdinaryParameters(module._parameters)
@@ -228,14 +227,16 @@ class _Apply(_InstanceMethod):
 
 
 class _OrdinaryParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters, of which a walk sees those that are not in chunks."""
+    """A module's parameters; iteration skips those in chunks."""
 
     def items(self) -> Any:
         return [(name, param) for name, param in super().items() if not isinstance(param, ChunkedParameter)]
 
 
 def _check_application(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises StateError where ``function`` would change a parameter in a chunk, as it changes a tensor like it."""
+    """Raises StateError if ``function`` would change a parameter in a chunk. A tensor of the same dtype and device is
+    tried.
+    """
     seen: set[tuple[Any, ...]] = set()
     for param in module.parameters():
         if not isinstance(param, ChunkedParameter):
@@ -271,10 +272,10 @@ def _refusal(name: str, tensor: torch.Tensor, changed: torch.Tensor) -> str:
 
 
 class _StateDictHook:
-    """Puts values of their own, of the dtype that the user's module has, in the place of views of chunks.
+    """Replaces views of chunks in a state dict by separate tensors of the user's dtype.
 
-    Tied parameters share one tensor, as they do in any module. A copy of the module has ordinary parameters, and its
-    hooks leave them alone.
+    Tied parameters share one tensor, as in any module. In a copy of the module, which has ordinary parameters, the
+    hooks do nothing.
     """
 
     def __init__(self, read_value: Callable[[nn.Parameter], torch.Tensor] | None, tied: Iterable[nn.Parameter]):
@@ -288,7 +289,7 @@ class _StateDictHook:
         for name, param in module._parameters.items():
             value = state_dict.get(prefix + name)
             if not isinstance(param, ChunkedParameter) or value is None or isinstance(value, nn.Parameter):
-                continue  # the last: state_dict(keep_vars=True)
+                continue  # an nn.Parameter comes from state_dict(keep_vars=True)
             state_dict[prefix + name] = self._value_of(param, state_dict)
 
     def _value_of(self, param: ChunkedParameter, state_dict: dict[str, Any]) -> torch.Tensor:

@@ -1,14 +1,16 @@
-"""Rank 0's model is everybody's, as in DDP: where a rank's own model has other values (only rank 0 has loaded weights,
-say), it gets rank 0's while it goes into chunks. Otherwise each rank would keep its own share, and a mixture would be
-trained. Parameters that are kept on their rank (:mod:`patrickstar.module.param_ranks`) are left out.
+"""Broadcast of rank 0's model, as in DDP.
 
-Values are compared before they travel: each rank has a digest of the part of each parameter that it keeps, rank 0
-digests of all ranks' parts, and only what differs is sent, to the rank that keeps it. So equal models, which is the
-rule, cost reading them once.
+If another rank's model has other values (only rank 0 has loaded weights, say), it gets rank 0's while it moves into
+chunks. Without this the shards of different models would be mixed. Parameters that are kept on their rank
+(:mod:`patrickstar.module.param_ranks`) are left out.
 
-Ranks may come to their models in different ways (rank 0 reads files, the others build theirs
-on the meta device). Rank 0 takes its model in pieces as it gets values; with each it tells the others which parameters
-these are and their digests; the others take their own models on beside that, and overwrite what differs.
+Digests are compared before values are sent. Each rank computes a digest of its shard of each parameter, rank 0 those of
+all ranks' shards. Only shards that differ are sent, to the rank that keeps them. Equal models, the usual case, cost one
+read.
+
+Ranks may create their models differently: rank 0 reads files, the others build theirs on the meta device. Rank 0 moves
+its model in pieces, and sends ids and digests of each piece. The others move their own models meanwhile and overwrite
+the shards that differ.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.messages import read_list, reading
 
 _END = b"[]"
-_GPU_PIECE = 2**24  # elements that are summed up at a time
+_GPU_PIECE = 2**24  # elements that are summed at a time
 
 
 class FirstRankValues:
-    """Moves a model into chunks on all ranks at once, with rank 0's values. All ranks must call its methods."""
+    """Moves a model into chunks on all ranks at once, with rank 0's values. All ranks must call the same methods."""
 
     def __init__(self, ranks: ChunkRanks, params: AdoptedParams):
         self._control = ranks.control
@@ -40,15 +42,15 @@ class FirstRankValues:
         self._index = ranks.rank
         self._batches = params.batches()
         self._own: dict[int, str] = {}
-        """Digests of this rank's parts, by parameter id."""
+        """Digests of this rank's shards, by parameter id."""
 
     def take_all(self) -> None:
-        """This rank's own values, without a word to the others, who may not be there yet."""
+        """Moves this rank's own values in, without communication: other ranks may not have joined yet."""
         for ids in self._batches:
             self._take(ids)
 
     def share(self) -> None:
-        """All parameters have rank 0's values afterwards."""
+        """Exchanges digests and values; afterwards all ranks have rank 0's."""
         if self._index == 0:
             self._lead()
         else:
@@ -83,7 +85,7 @@ class FirstRankValues:
 
     def _follow(self) -> None:
         while True:
-            self._take(next(self._batches, []))  # beside rank 0's
+            self._take(next(self._batches, []))  # while rank 0 moves its own
             message = self._control.exchange(b"", "which values come next")[0]
             said = read_list(message, "which values come next", self._is_announced)
             if not said:
@@ -104,7 +106,7 @@ class FirstRankValues:
         return [param_id for param_id in ids if not self._params.specs[param_id].is_own]
 
     def _wanted(self, mine: bytes) -> list[list[int]]:
-        """The parameters of which each rank wants values, by rank."""
+        """Ids of the parameters that each rank needs values for, by rank."""
         what = "which values differ"
         return [read_list(message, what, self._is_param) for message in self._control.exchange(mine, what)]
 
@@ -112,7 +114,7 @@ class FirstRankValues:
         return type(value) is int and 0 <= value < len(self._params.specs)
 
     def _is_announced(self, value: Any) -> bool:
-        """Whether it is a parameter's id and its digests by rank."""
+        """Validates a received entry: a parameter id followed by one digest per rank."""
         if not isinstance(value, list) or len(value) != 1 + self._control.size:
             return False
         return self._is_param(value[0]) and all(isinstance(item, str) for item in value[1:])
@@ -130,12 +132,12 @@ class FirstRankValues:
                 f"rank 0 sent {len(values)} bytes of {self._params.specs[param_id].name}, {numel} floats are kept here"
             )
         own = torch.frombuffer(bytearray(values), dtype=torch.float32)
-        # The core takes the whole parameter's address and reads this rank's part of it.
+        # The core takes the whole parameter's address and reads this rank's shard of it.
         address = own.data_ptr() - begin * torch.float32.itemsize
         self._params.runtime.write_values(param_id, _C.ArrayKind.MASTER, address, _C.Tier.HOST)
 
     def _range(self, param_id: int, rank: int) -> tuple[int, int]:
-        """The first element of the part of a parameter that a rank keeps, and their number."""
+        """First element and number of elements of ``rank``'s shard of a parameter."""
         chunk, offset = self._params.layout.placement(param_id)
         shard = self._params.layout.chunk(chunk)["shard_numel"]
         numel = self._params.specs[param_id].param.numel()
@@ -149,10 +151,10 @@ class FirstRankValues:
 
 
 def check_same_model(ranks: RankGroups, params: SortedParams) -> None:
-    """Every rank's parameters, in order, have the same names, shapes and dtypes, and the same of them are trained.
+    """Compares all ranks' parameters, in order: names, shapes, dtypes and which are trained.
 
     Raises:
-        DisagreementError: they have not; on every rank, and it says which rank has what.
+        DisagreementError: they differ. Every rank raises it; the text lists each rank's parameters.
     """
     chunked = [
         f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained} {s.quantization.name}{_kept(s)}"
@@ -167,7 +169,7 @@ def _kept(spec: ChunkedSpec) -> str:
 
 
 def share_rest(ranks: RankGroups, module: nn.Module, params: SortedParams) -> None:
-    """Buffers, and the parameters that stay with PyTorch, have rank 0's values afterwards.
+    """Gives buffers and the parameters that stay with PyTorch rank 0's values.
 
     Raises:
         DisagreementError: buffers differ in names, shapes or dtypes.
@@ -189,14 +191,16 @@ def share_rest(ranks: RankGroups, module: nn.Module, params: SortedParams) -> No
 
 
 def digest(values: torch.Tensor) -> str:
-    """Of a dense tensor of one dimension: its dtype and bits. A tensor has another one on a GPU than on the CPU."""
+    """Digest of a dense one-dimensional tensor: dtype and a checksum of its bits. CPU and GPU digests of equal values
+    differ.
+    """
     if values.device.type == "cuda":
         return f"{values.dtype} {values.device.type} {_gpu_checksum(values)}"
     return f"{values.dtype} {values.numel()} {_C.crc32c(_memory(values)):08x}"
 
 
 def _gpu_checksum(values: torch.Tensor) -> int:
-    """A sum of the values' bits with odd weights, modulo 2^64."""
+    """Sum of the values' bits times squared odd weights, modulo 2^64."""
     bits = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for begin in range(0, bits.numel(), _GPU_PIECE):
@@ -207,15 +211,15 @@ def _gpu_checksum(values: torch.Tensor) -> int:
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
-    """Its elements, row-major, of any dtype and device."""
+    """The elements in row-major order, for any dtype and device."""
     return bytes(_memory(_flat(tensor)))
 
 
 def copy_bytes(tensor: torch.Tensor, values: bytes) -> None:
-    """Copies what :func:`bytes_of_tensor` gave of a tensor of the same shape and dtype into ``tensor``, in place.
+    """Copies bytes from :func:`bytes_of_tensor` into ``tensor`` of the same shape and dtype, in place.
 
     Raises:
-        ValueError: these are not as many bytes as the tensor has.
+        ValueError: the number of bytes is not the tensor's.
     """
     if len(values) != tensor.nbytes:
         raise ValueError(f"{len(values)} bytes for a tensor of {tensor.nbytes}")
@@ -236,6 +240,6 @@ def _memory(values: torch.Tensor) -> memoryview:
 
 
 def _as_float_bytes(values: torch.Tensor) -> bytes:
-    """As the core takes them."""
+    """The values as CPU float32 bytes, the format of the core's ``write_values``."""
     with _C.HostAllocations():
         return bytes_of_tensor(values.detach().to(torch.float32).cpu())

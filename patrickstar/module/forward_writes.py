@@ -1,4 +1,4 @@
-"""Parameters in chunks that a running forward writes."""
+"""Undo of parameter writes within a forward."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ if TYPE_CHECKING:
 
 
 class ForwardWrites:
-    """Masters that the present forward has overwritten first, in host memory, so that it can be undone.
+    """Masters that the running forward has overwritten, copied to host memory so that the forward can be undone.
 
     Args:
-        most_bytes: of all of them together; parameters beyond that are :attr:`lost`.
+        most_bytes: limit of all copies together; names of parameters beyond it go to :attr:`lost`.
     """
 
     def __init__(self, most_bytes: int = 0):
         self._most_bytes = most_bytes
         self._masters: dict[ParamHandle, torch.Tensor] = {}
         self.is_on = False
-        """A forward runs that may be undone."""
+        """True while a forward runs that may be undone."""
         self.lost: list[str] = []
-        """The names of parameters whose values of before are not there any more."""
+        """Names of parameters whose earlier values were not kept."""
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Begins a forward; earlier copies are dropped."""
         self._masters.clear()
         self.lost = []
         self.is_on = True
 
     def end(self) -> None:
-        """The forward is over, and nobody will undo it."""
+        """Ends the forward and drops the copies."""
         self._masters.clear()
         self.is_on = False
 
     def note(self, handle: ParamHandle, masters: torch.Tensor) -> None:
-        """``masters``, of which this has the only reference, are overwritten."""
+        """Keeps ``masters``, which are overwritten now. The caller gives up its reference."""
         if not self.is_on or handle in self._masters or handle.name in self.lost:
             return
         if sum(kept.nbytes for kept in self._masters.values()) + masters.nbytes > self._most_bytes:
@@ -48,7 +48,7 @@ class ForwardWrites:
             self._masters[handle] = masters
 
     def undo(self) -> None:
-        """Writes them back."""
+        """Writes the kept masters back."""
         for handle, masters in self._masters.items():
             handle.observer.write_values(handle, _C.ArrayKind.MASTER, masters)
         self._masters.clear()

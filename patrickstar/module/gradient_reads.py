@@ -1,4 +1,4 @@
-"""``param.grad`` of chunked parameters: copies of what chunks have, which say so where code would change them."""
+"""``param.grad`` of chunked parameters: a copy of the gradient in the chunk, which refuses writes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class GradientReader(Protocol):
-    """Gives the gradients of an engine's parameters to the user."""
+    """Interface that reads the gradients of an engine's parameters."""
 
     def read(self, handle: ParamHandle) -> torch.Tensor | None:
-        """The parameter's gradient, of its dtype and on its device; None where plain PyTorch has none.
+        """The parameter's gradient, in its dtype and on its device; None where plain PyTorch has none.
 
         Raises:
-            RuntimeError: it cannot be had now.
+            RuntimeError: the gradient cannot be read now.
         """
 
     def retain(self, handle: ParamHandle) -> None:
-        """From now on the gradient can be read after each step."""
+        """Keeps the gradient readable after each step."""
 
     def drop(self, handle: ParamHandle) -> None:
-        """The user wants to see none."""
+        """Hides the gradient, as ``param.grad = None`` does."""
 
 
 class NoGradients:
-    """The reader of a module whose engine is not built yet."""
+    """Reader of a module whose engine is not built yet; there are no gradients."""
 
     def read(self, handle: ParamHandle) -> torch.Tensor | None:
-        """There is none."""
+        """Returns None."""
         return None
 
     def retain(self, handle: ParamHandle) -> None:
@@ -46,15 +46,15 @@ class NoGradients:
 
 
 class GradientCopy(torch.Tensor):
-    """A copy of a gradient that is in a chunk. An operation that would write it is refused, since the step would not
-    see that; results are ordinary tensors, but for views.
+    """A copy of a gradient in a chunk. Operations that would write it are refused, since the step would not see the
+    change. Results are ordinary tensors; views are ``GradientCopy`` too.
     """
 
     _patrickstar_name: str
 
     @staticmethod
     def of(gradient: torch.Tensor, name: str) -> GradientCopy:
-        """``gradient`` of the parameter ``name``, with the same memory."""
+        """Wraps ``gradient`` of the parameter ``name``; memory is shared."""
         copy = gradient.as_subclass(GradientCopy)
         copy._patrickstar_name = name
         return copy
@@ -67,7 +67,7 @@ class GradientCopy(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs ``func``; parameters among its arguments are the other class's to bring in."""
+        """Runs ``func``, or returns NotImplemented if a ``ChunkedParameter`` among the arguments must handle it."""
         kwargs = kwargs or {}
         if may_write(func) or "out" in kwargs:
             for target in written_tensors(func, args, kwargs):
@@ -83,7 +83,7 @@ class GradientCopy(torch.Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy is an ordinary tensor."""
+        """Copies to an ordinary tensor."""
         return memo.setdefault(id(self), self.detach().clone().as_subclass(torch.Tensor))
 
     def __reduce_ex__(self, protocol: int) -> Any:
@@ -92,8 +92,8 @@ class GradientCopy(torch.Tensor):
 
 
 def check_reader(frame: FrameType, name: str) -> None:
-    """Raises RuntimeError where the code in ``frame`` would do more with the gradient of the parameter ``name`` than to
-    read it: PyTorch's clipping, or another optimizer.
+    """Raises RuntimeError if the code in ``frame`` would change the gradient of ``name``: PyTorch's clipping, or
+    another optimizer.
     """
     clips = frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
     if clips or isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):

@@ -1,7 +1,6 @@
-"""Module hooks: every module with parameters below it opens a scope around its forward.
+"""Module hooks: each module with parameters opens a scope around its forward.
 
-The hooks look at no input and no output but to find autograd nodes, so any pytree, keyword or object passes through
-them.
+The hooks search inputs and outputs only for autograd nodes, so any pytree, keyword or object passes through.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from patrickstar.module.tiled_modules import inside_tiled, is_tiled
 
 @dataclasses.dataclass(frozen=True)
 class _Hooked:
-    """The hooks on one module."""
-
     hook: _C.ModuleHook
     owned: list[int]
-    """Ids of the parameters that the module itself has; those of modules inside it where it is computed in tiles."""
+    """Ids of the module's own parameters; of a tiled module, also those of its submodules."""
     handles: tuple[RemovableHandle, ...]
 
 
 class ModuleHooks:
-    """The hooks on one user's module, and what they have learned about who uses what."""
+    """Hooks of the user's module, and what the first step has shown about uses."""
 
     def __init__(self, module: nn.Module, observer: Observer):
         self._module = module
         self._observer = observer
         self._hooked: dict[nn.Module, _Hooked] = {}
         self.is_learning = True
-        """Whether the first whole step is not over."""
+        """True until the first whole step is over."""
         self.leave_out(())
 
     def leave_out(self, modules: Container[nn.Module]) -> None:
-        """From now on all modules inside but ``modules`` have hooks, and those within one that is computed in tiles
-        ([Note: a tiled module is one use]).
+        """Installs hooks on all submodules except ``modules`` and those inside a tiled module.
+
+        A tiled module is one use (`TiledModules`): otherwise the chunks of its linear layers would be fetched once per
+        tile.
         """
         within = inside_tiled(self._module)
         for child in self._module.modules():
@@ -58,7 +57,7 @@ class ModuleHooks:
         until = _C.HoldUntil.NEXT_EVENT if inner else _C.HoldUntil.SCOPE_END
         hook = _C.ModuleHook(self._observer.uses, list(dict.fromkeys(owned)), until)
         before = child.register_forward_pre_hook(hook.before_forward, prepend=True)
-        # always_call: recomputation leaves a forward by an exception when it has what it needs.
+        # always_call: recomputation leaves a forward by an exception once it has the tensors it needs.
         after = child.register_forward_hook(hook.after_forward, always_call=True)
         return _Hooked(hook, hook.params, (before, after))
 
@@ -68,10 +67,10 @@ class ModuleHooks:
             handle.remove()
 
     def finish_learning(self, got_gradient: set[int]) -> None:
-        """After the first whole step: modules no longer acquire what they were not seen to use.
+        """Ends learning after the first whole step: modules stop acquiring parameters that they were not seen to use.
 
-        A parameter that no torch function was seen to touch, but that got a gradient (or is frozen), is used in a way
-        that cannot be seen: its owner goes on acquiring it.
+        A parameter that no torch function was seen to touch may still be used, for example by a custom kernel. If it
+        got a gradient (or is frozen), its owner goes on acquiring it.
         """
         if not self.is_learning:
             return

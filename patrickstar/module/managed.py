@@ -1,7 +1,7 @@
-"""Parameters that stay with PyTorch: their casts, their gradients, and the torch optimizer that updates them.
+"""Parameters that stay with PyTorch: casts, gradients, and the torch optimizer that updates them.
 
-They are float32 (or what the user made them) beside 16-bit chunks, so the modules that own them get casts around their
-forward, and embeddings in host memory get their indices there and their result back.
+They keep the user's dtype (usually float32) beside 16-bit chunks. Modules that own them therefore get casts around
+their forward; embeddings in host memory also get their indices on the host and return their result to the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from patrickstar.module.preprocess import ManagedParam
 
 
 class ManagedParams:
-    """The parameters of one engine that PyTorch keeps."""
+    """The parameters of one engine that stay with PyTorch."""
 
     def __init__(
         self, module: nn.Module, params: Sequence[ManagedParam], compute_dtype: torch.dtype, device: torch.device
@@ -55,7 +55,7 @@ class ManagedParams:
         self._handles.append(module.register_forward_hook(after))
 
     def make_optimizer(self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer]) -> None:
-        """An optimizer of ``cls`` over these parameters, with the groups' options."""
+        """Makes an optimizer of ``cls`` over these parameters, with the groups' options."""
         self._optimizer_class = cls
         mine = self._own_part(groups)
         if any(group["params"] for group in mine):
@@ -66,7 +66,7 @@ class ManagedParams:
         return [{**group, "params": [p for p in group["params"] if p in owned]} for group in groups]
 
     def _follow_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Groups that were added to the engine's optimizer are theirs as well."""
+        """Adds parameter groups that were added to the engine's optimizer."""
         if self._optimizer is None:
             self.make_optimizer(groups, self._optimizer_class)
             return
@@ -74,7 +74,7 @@ class ManagedParams:
             self._optimizer.add_param_group(_torch_options(group))
 
     def train(self, params: Collection[nn.Parameter]) -> None:
-        """From now on the optimizer updates these, which it did not."""
+        """Marks ``params`` as trained by the optimizer."""
         self.params = [
             dataclasses.replace(managed, trained=True) if managed.param in params else managed
             for managed in self.params
@@ -82,20 +82,22 @@ class ManagedParams:
 
     @property
     def shared(self) -> list[nn.Parameter]:
-        """Trained ones whose gradients are made of all ranks'."""
+        """Trained parameters whose gradients are averaged over ranks."""
         return [managed.param for managed in self.params if managed.all_reduced and managed.trained]
 
     def is_trained(self, param: nn.Parameter) -> bool:
-        """Whether it is one of them, and their optimizer has it."""
+        """Tests whether ``param`` is trained by this optimizer."""
         return any(managed.param is param and managed.trained for managed in self.params)
 
     @property
     def has_gradients(self) -> bool:
-        """True where a trained parameter has a gradient."""
+        """True if a trained parameter has a gradient."""
         return any(managed.trained and managed.param.grad is not None for managed in self.params)
 
     def sum_of_squares(self) -> float:
-        """Sum of the squares of trained ones' gradients, in float64, in parameter order."""
+        """Sum of squares of the trained parameters' gradients: float64, in parameter order. Sparse gradients become
+        dense.
+        """
         total = 0.0
         for managed in self.params:
             if managed.trained and managed.param.grad is not None:
@@ -106,9 +108,7 @@ class ManagedParams:
         return total
 
     def step(self, groups: list[dict[str, Any]], grad_scale: float) -> None:
-        """One step of their optimizer with ``groups``' present options; gradients are multiplied by ``grad_scale``
-        first.
-        """
+        """Multiplies gradients by ``grad_scale``, then runs one optimizer step with ``groups``' current options."""
         self._follow_groups(groups)
         if self._optimizer is None:
             return
@@ -121,11 +121,11 @@ class ManagedParams:
         self._optimizer.step()
 
     def keep_gradients(self) -> None:
-        """A backward begins: what there is of their gradients can be had back."""
+        """Copies the gradients before a backward, for :meth:`restore_gradients`."""
         self._kept = [None if managed.param.grad is None else managed.param.grad.clone() for managed in self.params]
 
     def restore_gradients(self) -> None:
-        """The backward that was begun last has failed: their gradients are what they were before it."""
+        """Restores the gradients of before the backward that failed."""
         for managed, kept in zip(self.params, self._kept, strict=True):
             managed.param.grad = kept
 
@@ -135,11 +135,11 @@ class ManagedParams:
             managed.param.grad = None
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Their optimizer's state of ``param``; empty before its first step."""
+        """The optimizer state of ``param``; empty before its first step."""
         return dict(self._optimizer.state.get(param, {})) if self._optimizer is not None else {}
 
     def set_state_of(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """Sets their optimizer's state of ``param``."""
+        """Sets the optimizer state of ``param``."""
         if self._optimizer is not None:
             self._optimizer.state[param] = {
                 key: value.clone().to(param.device if key != "step" else "cpu")
@@ -149,23 +149,21 @@ class ManagedParams:
             }
 
     def remove(self) -> None:
-        """Removes the hooks that cast the inputs and outputs of modules."""
+        """Removes the cast hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def wide_dtype(param: torch.Tensor) -> torch.dtype:
-    """In which such a parameter's gradients are added up and its states are given: float32 of parameters of up to 32
-    bits, else its own; complex of a complex one.
+    """The dtype of a parameter's accumulated gradients and reported states: float32 for parameters of up to 32 bits,
+    else the parameter's own. Complex parameters get a complex dtype.
     """
     return torch.promote_types(param.dtype, torch.float32)
 
 
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory: of a complex tensor real and imaginary parts in a last dimension of 2, as PyTorch's optimizers
-    have them.
-    """
+    """A real view of the same memory. A complex tensor gets a last dimension of 2, as in PyTorch's optimizers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

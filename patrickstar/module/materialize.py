@@ -1,12 +1,14 @@
-"""Models built on the meta device get memory and values piece by piece.
+"""Models on the meta device get memory and values unit by unit.
 
-``with torch.device("meta"): model = ...`` builds a model without memory. Its modules' own initialisers then fill the
-parameters on the training device: ``reset_parameters`` (PyTorch's convention for modules built so, as in FSDP) and, for
-Hugging Face models, ``_init_weights``. A *unit* is the part of the model that has memory of its own at a time: its
-values go into chunks before the next unit is made, so the model is never whole outside of chunks.
+``with torch.device("meta"): model = ...`` builds a model without memory. Its modules' own initialisers fill the
+parameters on the training device: ``reset_parameters`` (PyTorch's convention, used by FSDP) and, for Hugging Face
+models, ``_init_weights``.
 
-A model may also come with values for its tensors (:func:`attach_values`, as ``patrickstar.from_pretrained`` does with a
-folder of safetensors): these are read unit by unit, in the place of what initialisers would give.
+A *unit* is the part of the model that has its own memory at a time. Its values go into chunks before the next unit is
+made, so the whole model never exists outside of chunks.
+
+A model may come with values for its tensors (:func:`attach_values`). ``patrickstar.from_pretrained`` does this for a
+folder of safetensors. They are read unit by unit instead of running initialisers.
 """
 
 from __future__ import annotations
@@ -33,37 +35,39 @@ from patrickstar.module.compiled.dynamo import is_wrapper
 
 
 class TensorValues(Protocol):
-    """Values of a model's tensors, by the names of its ``state_dict``."""
+    """Values of a model's tensors, by ``state_dict`` name."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether there are values of that name."""
+        """Tests whether there is a value for ``name``."""
 
     def read(self, name: str) -> torch.Tensor:
-        """They, of any dtype; on the CPU, but where no parameter is quantised they may be on the training device."""
+        """The value, of any dtype. It is on the CPU; if no parameter is quantised, it may be on the training device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Attached:
     values: TensorValues
     keys: dict[torch.Tensor, str]
-    """The name that each tensor had then: adapters that are put around a module later rename what is inside."""
+    """Name of each tensor at the time of attaching; adapters that are added later rename the modules inside."""
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
 
 
 def attach_values(module: nn.Module, values: TensorValues) -> None:
-    """The tensors of ``module`` that are on the meta device get ``values`` when they get memory; what these lack, its
-    initialisers give. So do they inside another module, such as one with adapters.
+    """Gives tensors of ``module`` that are on the meta device ``values`` once they get memory.
+
+    Tensors without a value are initialised. The values also apply when ``module`` is inside another module, such as one
+    with adapters.
     """
     _attached[module] = _Attached(values, _keys_of(module, values))
 
 
 def attached_values(module: nn.Module) -> TensorValues | None:
-    """Values that :func:`attach_values` gave to ``module`` and the modules inside it, by their present names.
+    """Attached values of ``module`` and its submodules, by current names.
 
     Returns:
-        None where no value is attached.
+        None if no value is attached.
     """
     sources = _sources_of(module)
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -82,7 +86,7 @@ def _sources_of(module: nn.Module) -> dict[torch.Tensor, tuple[TensorValues, str
 
 
 class _NamedValues:
-    """Values of several sources, by names of their own."""
+    """Values from several sources under new names."""
 
     def __init__(self, sources: Mapping[str, tuple[TensorValues, str]]):
         self._sources = sources
@@ -98,40 +102,40 @@ class _NamedValues:
 class DeferredInit:
     """The parameters and buffers of one module that are on the meta device.
 
-    Parameters are replaced at once, by ones of the same shape, dtype and attributes that have no memory yet, so that
-    whoever keeps a parameter (groups, layouts) keeps the one that is trained.
+    Parameters are replaced at once by ones of the same shape, dtype and attributes, still without memory. References
+    taken from now on (parameter groups, layouts) thus refer to the parameters that are trained.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
         self.replaced: dict[nn.Parameter, nn.Parameter] = {}
-        """The parameters that the module had, and those it has now."""
+        """Maps the module's former parameters to their replacements."""
         self._names = {param: name for name, param in _replace_meta_params(module, self.replaced).items()}
         self._deferred = set(self._names)
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
-        """Those on the meta device that have memory now, by owner and name."""
+        """The meta buffers that have been given memory, by owner and name."""
         self._sources = self._find_sources()
-        """Of what comes with values: where they are, and under which name."""
+        """Collection and name of each tensor that has an attached value."""
         self._adapted = adapted_layers(module)
         self._adapter_configs = adapter_configs(module) if self._adapted else {}
 
     @classmethod
     def of(cls, module: nn.Module) -> DeferredInit | None:
-        """None when nothing of ``module`` is on the meta device."""
+        """Returns None if nothing in ``module`` is on the meta device."""
         tensors = [*module.parameters(), *module.buffers()]
         return cls(module) if any(tensor.is_meta for tensor in tensors) else None
 
     def units(
         self, device: torch.device, max_bytes: int, read_on_host: Collection[nn.Parameter] = ()
     ) -> Iterator[list[nn.Parameter]]:
-        """Fills unit after unit on ``device``, children before their parents; the parameters of one are those that the
-        caller must take the memory of before the next.
+        """Fills unit after unit on ``device``, children before their parents, and yields each unit's parameters. The
+        caller must move them into chunks before it draws the next unit.
 
         Args:
             device: where initialisers run.
-            max_bytes: of a unit's parameters, where its modules are that small.
-            read_on_host: parameters that the caller wants in host memory: where values come with them, they are left
-                there as they were read, not to be written, and the caller checks that they are numbers.
+            max_bytes: limit of a unit's parameters; a single module may exceed it.
+            read_on_host: parameters whose attached values are left in host memory as they were read. The caller must
+                not write them, and checks them for NaN.
 
         Raises:
             ValueError: an initialiser leaves a parameter or a buffer without a value.
@@ -167,8 +171,8 @@ class DeferredInit:
             self._fill_from_above(hugging_face)
 
     def _fill_from_above(self, hugging_face: Mapping[nn.Module, nn.Module]) -> None:
-        """Buffers that their owner's initialiser leaves without values: that of a Hugging Face module above it may give
-        them (Falcon-H1's body sets its layers' ``mup_vector``). What has values by now, it does not see.
+        """Lets an enclosing Hugging Face module initialise buffers that their owner's initialiser left unset.
+        Falcon-H1's body sets its layers' ``mup_vector`` so. Tensors that have values are hidden from it.
         """
         for owner, name in self._buffers:
             if owner not in hugging_face or not _lacks_values(owner._buffers[name]):
@@ -180,7 +184,7 @@ class DeferredInit:
         _check_values(_named_buffers(self._buffers))
 
     def undo(self) -> None:
-        """The module has the parameters and buffers on the meta device again that it had before, for another try."""
+        """Restores the parameters and buffers on the meta device, so that adoption can be tried again."""
         before = {param: was for was, param in self.replaced.items()}
         for child in self._module.modules():
             for name, param in child._parameters.items():
@@ -190,7 +194,7 @@ class DeferredInit:
             owner._buffers[name] = buffer
 
     def _as_they_are(self, params: set[nn.Parameter], initialised: list[nn.Module]) -> set[nn.Parameter]:
-        """Of ``params`` those that no initialiser can write: it would write what they were read from."""
+        """Parameters of ``params`` that no initialiser can write; it would overwrite the source they were read from."""
         modules = (inner for module in initialised if module not in self._adapted for inner in module.modules())
         return params.difference(_own_params([*modules]))
 
@@ -211,8 +215,10 @@ class DeferredInit:
         return {**copies, **sources}
 
     def _needs_values(self, module: nn.Module) -> bool:
-        """A module whose children had values from the start is left alone: its initialiser might overwrite them. What
-        ``torch.compile`` puts around a module has the initialiser of that module.
+        """Tells whether ``module``'s initialiser must run.
+
+        Not if its children had values from the start: the initialiser might overwrite them. Not for a ``torch.compile``
+        wrapper, whose initialiser is that of the wrapped module.
         """
         if is_wrapper(module):
             return False
@@ -225,7 +231,7 @@ class DeferredInit:
 
 
 def _keys_of(module: nn.Module, values: TensorValues) -> dict[torch.Tensor, str]:
-    """The name under which each parameter and buffer has values; a tied one may have them under any of its names."""
+    """The name under which each parameter and buffer has a value; for a tied tensor any of its names."""
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {tensor: name for name, tensor in reversed(tensors) if name in values}
 
@@ -246,13 +252,13 @@ def _replace_meta_params(module: nn.Module, replaced: dict[nn.Parameter, nn.Para
 
 
 def _split(module: nn.Module, max_bytes: int) -> Iterator[list[nn.Module]]:
-    """Modules in the order of their initialisation, in units."""
+    """Splits the modules into units, in initialisation order."""
     num_bytes = sum(param.numel() * param.element_size() for param in module.parameters())
     children = list(module.children())
     if num_bytes <= max_bytes or not children:
         yield _post_order(module)
         return
-    if is_adapted(module):  # adapters are initialised together
+    if is_adapted(module):  # adapters of one layer are initialised together
         yield from _split(module.base_layer, max_bytes)
         yield adapter_modules(module)
         return
@@ -268,7 +274,7 @@ def _post_order(module: nn.Module) -> list[nn.Module]:
 def _pretrained_ancestors(
     module: nn.Module, ancestor: nn.Module | None = None
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Every module below a Hugging Face model, with the innermost such model."""
+    """Every module below a Hugging Face model, with its innermost such model."""
     if callable(getattr(module, "_init_weights", None)):
         ancestor = module
     if ancestor is not None:
@@ -282,13 +288,13 @@ def _own_params(modules: list[nn.Module]) -> list[nn.Parameter]:
 
 
 def _without_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for ``tensor``; NaN where its dtype has one, so that a value that nobody set is seen."""
+    """Allocates memory for ``tensor``, filled with NaN (zeros in other dtypes) so that unset values are found."""
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return memory.fill_(float("nan")) if memory.is_floating_point() else memory.zero_()
 
 
 def _materialize_buffers(modules: list[nn.Module], device: torch.device) -> dict[tuple[nn.Module, str], torch.Tensor]:
-    """The buffers that got memory, each with what it was before."""
+    """Allocates the buffers on the meta device; returns the former tensors."""
     made = {}
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -310,7 +316,9 @@ def _initialize(module: nn.Module, pretrained: nn.Module | None) -> None:
 
 @contextlib.contextmanager
 def _only_unset_buffers(root: nn.Module) -> Iterator[None]:
-    """Within, tensors in ``root`` that have values are replaced by ones on the meta device, which nobody can change."""
+    """Context in which tensors of ``root`` that have values are replaced by meta tensors, which protects them from an
+    initialiser.
+    """
     was = [(child, dict(child._parameters), dict(child._buffers)) for child in root.modules()]
     for child, params, buffers in was:
         for name, param in params.items():

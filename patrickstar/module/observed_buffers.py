@@ -1,4 +1,4 @@
-"""Which buffers of a module were changed in place since one last looked."""
+"""Detection of buffers that were changed in place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 @dataclasses.dataclass(frozen=True)
 class BufferPlace:
-    """Where a module keeps a buffer: ``buffers`` is the module's dict of them."""
+    """A module's dict of buffers, and the name of one of them."""
 
     buffers: dict[str, torch.Tensor | None]
     name: str
     is_statistic: bool
 
     def observe(self) -> ObservedBuffer | None:
-        """The buffer that is there as it is now; None: there is none."""
+        """Starts observing the buffer; None if it is absent now."""
         buffer = self.buffers.get(self.name)
         if buffer is None:
             return None
@@ -26,10 +26,10 @@ class BufferPlace:
 
 
 class ObservedBuffer:
-    """A buffer, and whether it changes from now on.
+    """A buffer and its version at the start of observation.
 
-    PyTorch counts a tensor's changes in place in its version; those of running statistics, which kernels of batch norm
-    make by themselves, are counted by the ``counter`` that their layer changes beside them.
+    PyTorch counts a tensor's in-place changes in its version. Batch norm kernels change running statistics without
+    that; their layer changes ``counter`` with them.
     """
 
     def __init__(self, tensor: torch.Tensor, counter: torch.Tensor | None):
@@ -38,7 +38,7 @@ class ObservedBuffer:
         self._version = self._current_version()
 
     def has_changed(self) -> bool:
-        """Whether its elements were written since."""
+        """Tests whether the elements were written since."""
         return self._current_version() != self._version
 
     def _current_version(self) -> int:
@@ -46,7 +46,7 @@ class ObservedBuffer:
 
 
 def buffer_places(module: nn.Module) -> list[BufferPlace]:
-    """Of ``module`` and all inside it, in the order of their names in a state dict."""
+    """Buffers of ``module`` and its submodules, in state-dict order."""
     return [
         BufferPlace(child._buffers, name, isinstance(child, _NormBase))
         for child in module.modules()

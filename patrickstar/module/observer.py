@@ -1,6 +1,5 @@
-"""The observer: what chunked parameters talk to.
-
-It hears of their uses (csrc/bind/use_observer.h) and reads and writes their values.
+"""The interface of chunked parameters to an engine: ``uses`` receives their uses (csrc/bind/use_observer.h), the rest
+reads and writes their values and gradients.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from patrickstar.module.overwritten_masters import OverwrittenMasters
 
 
 class Observer:
-    """What chunked parameters talk to: ``uses`` hears of uses, the rest reads and writes values and gradients."""
+    """Receives uses of chunked parameters, and reads and writes their values and gradients."""
 
     def __init__(self, runtime: _C.Runtime):
-        """``runtime`` is the core, or what stands in for it (:class:`patrickstar.planning.uses.UseRecorder`)."""
+        """``runtime`` is the core, or its replacement during planning
+        (:class:`patrickstar.planning.uses.UseRecorder`).
+        """
         self._runtime = runtime
         self.uses = _C.UseObserver(runtime, _nodes)
         self.overwritten = OverwrittenMasters(self.uses)
         self.forward_writes = ForwardWrites()
-        """Hears of parameters that calls of modules write."""
+        """Records parameters that a forward writes."""
         self.gradients: GradientReader = NoGradients()
-        """Answers reads of ``param.grad``."""
+        """Serves reads of ``param.grad``."""
 
     def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
         """The float32 values of one array of a parameter: a new CPU tensor with the parameter's shape and strides."""
@@ -39,7 +40,7 @@ class Observer:
         return values
 
     def write_values(self, handle: ParamHandle, kind: _C.ArrayKind, values: torch.Tensor) -> None:
-        """Sets the values of one array of a parameter from a tensor of its shape, of any float dtype and device."""
+        """Sets one array of a parameter from a tensor of its shape, of any float dtype and device."""
         with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             source = values.detach()
             if source.device.type not in ("cpu", "cuda"):
@@ -52,24 +53,26 @@ class Observer:
         self._runtime.write_values(handle.id, kind, source.data_ptr(), where)
 
     def replace_values(self, handle: ParamHandle, masters: torch.Tensor, values: torch.Tensor) -> None:
-        """The user's ``values`` take the place of ``masters``; what a read of these gave keeps them ([Note: put back]).
-        Float32 tensors on the CPU with the parameter's shape and strides; ``values`` may be changed.
+        """Replaces ``masters`` by the user's ``values``. Elements equal to what a read of the masters gave keep their
+        masters ([Note: put back]).
+
+        Both are float32 CPU tensors with the parameter's shape and strides; ``values`` may be changed.
         """
         self.overwritten.put_back(handle, masters, values)
         self.overwritten.keep(handle, masters)
         self.write_values(handle, _C.ArrayKind.MASTER, values)
 
     def has_gradient(self, handle: ParamHandle) -> bool:
-        """Whether the parameter has a folded gradient."""
+        """Tests whether the parameter has an accumulated gradient."""
         return self._runtime.has_gradient(handle.id)
 
     def clear_gradient(self, handle: ParamHandle) -> None:
-        """Forgets the parameter's folded gradient."""
+        """Deletes the parameter's accumulated gradient."""
         self._runtime.clear_gradient(handle.id)
 
 
 def _nodes(result: Any) -> list[torch.autograd.graph.Node]:
-    """The distinct autograd nodes that made the tensors in ``result`` ([Note: views of results], use_observer.cpp)."""
+    """The distinct autograd nodes that made the tensors in ``result``; for a view, its base's node."""
     nodes: dict[int, torch.autograd.graph.Node] = {}
     for tensor in find_tensors(result):
         base = tensor._base

@@ -1,11 +1,11 @@
 """Float32 masters of 16-bit parameters whose values were read and then overwritten.
 
-[Note: put back] A torch function reads the 16-bit value of a parameter and writes its float32 master. Code that reads
-values, writes others (averaged weights for an evaluation, a perturbation) and puts the first ones back would round
-every master, and updates below a 16-bit step would be lost. So an element gets its master back where the value that is
-copied to it is, bit for bit, what a read of that master gives. A master is looked for in two places: in the chunk, and
-among those that were in the chunk when the user last read the parameter. The latter are kept from the first write after
-such a read to the next update of parameters.
+[Note: put back] A torch function reads the 16-bit value of a parameter, but writes its float32 master. Consider code
+that reads values, writes others (averaged weights for an evaluation, a perturbation) and writes the first ones back.
+Every master would be rounded, and updates smaller than a 16-bit step would be lost. So an element gets its master back
+if the written value is bit for bit what a read of that master gives. Candidates are the master in the chunk and the
+master at the user's last read. The latter is kept from the first write after that read until the next update of
+parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PIECE_NUMEL = 1 << 22
 
 
 class OverwrittenMasters:
-    """Keeps masters of one engine's parameters. Takes 4 bytes of host memory for each element of this rank's share
-    that was read and then overwritten.
+    """Keeps masters of one engine's parameters: 4 bytes of host memory per element of this rank's shard that was read
+    and then overwritten.
     """
 
     def __init__(self, uses: _C.UseObserver):
@@ -33,7 +33,7 @@ class OverwrittenMasters:
 
     @contextlib.contextmanager
     def exactly(self, handles: Iterable[ParamHandle]) -> Iterator[None]:
-        """Within, values that are written to these parameters become their masters as they are."""
+        """Context in which values written to these parameters become their masters exactly."""
         self._exact = frozenset(handle.id for handle in handles)
         try:
             yield
@@ -41,17 +41,15 @@ class OverwrittenMasters:
             self._exact = frozenset()
 
     def keep(self, handle: ParamHandle, masters: torch.Tensor) -> None:
-        """``masters``, the parameter's float32 values, are about to be overwritten. They are kept where they are the
-        ones that the user has read.
-        """
+        """Keeps a copy of ``masters``, which are about to be overwritten, if the user has read them."""
         if _has_master(handle) and self._uses.was_read(handle.id) and handle.id not in self._kept:
             with _C.HostAllocations():
                 self._kept[handle.id] = _share(handle, masters).clone()
 
     @torch.no_grad()
     def put_back(self, handle: ParamHandle, masters: torch.Tensor, values: torch.Tensor) -> None:
-        """Replaces elements of ``values``, which are to take the place of ``masters``, by the masters that a read has
-        rounded to them. All are float32 tensors on the CPU with the parameter's shape and strides.
+        """Replaces elements of ``values`` by the masters that a read rounds to them; ``values`` is about to replace
+        ``masters``. All are float32 CPU tensors with the parameter's shape and strides.
         """
         if not _has_master(handle) or not self._uses.was_read(handle.id) or handle.id in self._exact:
             return
@@ -62,7 +60,7 @@ class OverwrittenMasters:
                     _replace_rounded(values, known, _dtypes_of_reads(handle))
 
     def forget(self) -> None:
-        """Parameters were updated: what was read before is no present value."""
+        """Drops all kept masters after an update of parameters."""
         self._kept.clear()
         self._uses.forget_reads()
 
@@ -72,12 +70,12 @@ def _has_master(handle: ParamHandle) -> bool:
 
 
 def _dtypes_of_reads(handle: ParamHandle) -> set[torch.dtype]:
-    """A torch function gives the compute dtype, ``state_dict`` the dtype that the user's module has."""
+    """Dtypes of a read: torch functions give the compute dtype, ``state_dict`` the user's dtype."""
     return {dtype for dtype in (handle.dtype, handle.original_dtype) if dtype.itemsize < 4}
 
 
 def _share(handle: ParamHandle, values: torch.Tensor) -> torch.Tensor:
-    """This rank's share of the elements, which alone it writes; flat, with the same memory."""
+    """A flat view of this rank's shard of the elements; a rank writes no others."""
     return values.as_strided((values.numel(),), (1,))[handle.share]
 
 

@@ -1,7 +1,6 @@
-"""Which ranks share a parameter: all of them, or each has values of its own, as those of an expert that lives there.
+"""Marks parameters that each rank keeps for itself, such as an expert's; others are sharded over all ranks.
 
-The core has chunks of both kinds (csrc/chunk/layout.h, [Note: ranks of a chunk]). No key of the configuration chooses
-between them yet.
+The core has chunks of both kinds (`ChunkRanks`, csrc/chunk/layout.h). No configuration key chooses between them yet.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ _ATTRIBUTE = "_patrickstar_is_own"
 
 
 def keep_on_rank(params: Iterable[nn.Parameter]) -> None:
-    """Engines that are made from now on leave ``params`` to their rank: they have other values on each, of one shape.
-    All ranks say so of the same parameters.
+    """Lets engines made from now on keep ``params`` per rank: values differ between ranks, shapes do not. All ranks
+    must mark the same parameters.
     """
     for param in params:
         setattr(param, _ATTRIBUTE, True)
 
 
 def is_own(param: nn.Parameter) -> bool:
-    """True where :func:`keep_on_rank` was called for it."""
+    """Tests whether :func:`keep_on_rank` was called for ``param``."""
     return bool(getattr(param, _ATTRIBUTE, False))

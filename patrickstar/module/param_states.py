@@ -1,6 +1,7 @@
-"""What is held of one parameter beside its compute value: float32 values, gradient, optimizer state.
+"""Access to a parameter's float32 value, gradient and optimizer state.
 
-Whole tensors, whatever the device budget and the number of ranks; with several ranks all must ask, in the same order.
+Tensors are whole, for any device budget and number of ranks. With several ranks all must call the same methods in the
+same order.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _STATE_ARRAYS = {
     "exp_avg_sq": _C.ArrayKind.VARIANCE,
     "momentum_buffer": _C.ArrayKind.MOMENTUM,
 }
-"""By the names that PyTorch's optimizers give their states."""
+"""By the names that PyTorch's optimizers use."""
 
 
 class ParamStates:
-    """Reads and writes them for the parameters of one engine."""
+    """Reads and writes the states of one engine's parameters."""
 
     def __init__(
         self,
@@ -37,11 +38,11 @@ class ParamStates:
         chunk_factor: float,
         names: Sequence[str],
     ):
-        """``chunk_factor``: what gradients in chunks are multiplied by (``StepGradients.chunk_factor``). ``names``: the
-        states that the optimizer has (``UpdateRule.states``).
+        """``chunk_factor`` multiplies gradients in chunks (``StepGradients.chunk_factor``). ``names`` are the
+        optimizer's states (``UpdateRule.states``).
         """
         self.arrays = {name: _STATE_ARRAYS[name] for name in names}
-        """The optimizer's states by PyTorch's names, and which of a chunk's arrays they are."""
+        """Maps PyTorch's state names to arrays of a chunk."""
         self._runtime = runtime
         self._observer = observer
         self._managed = managed
@@ -49,14 +50,14 @@ class ParamStates:
         self._chunk_factor = chunk_factor
 
     def value(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's value as a new CPU tensor: float32 in a chunk, else of the parameter's dtype."""
+        """The parameter's value as a new CPU tensor: float32 for a chunked parameter, else the parameter's dtype."""
         if isinstance(param, ChunkedParameter):
             with self._guard("reading a parameter"):
                 return self._observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
         return param.detach().cpu().clone()
 
     def user_value(self, param: nn.Parameter) -> torch.Tensor:
-        """The same, of the dtype that the user's module has."""
+        """:meth:`value` in the dtype of the user's module."""
         value = self.value(param)
         if not isinstance(param, ChunkedParameter):
             return value
@@ -67,7 +68,7 @@ class ParamStates:
             return value.to(handle.original_dtype)
 
     def set_value(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Sets it from a tensor of its shape, of any float dtype and device."""
+        """Sets the value from a tensor of the same shape, of any float dtype and device."""
         if isinstance(param, ChunkedParameter):
             self._observer.write_values(param._patrickstar, _C.ArrayKind.MASTER, value)
         else:
@@ -75,10 +76,10 @@ class ParamStates:
                 param.copy_(value)
 
     def gradient(self, param: nn.Parameter, loss_scale: float) -> torch.Tensor | None:
-        """The gradient that the step will use, before clipping, on the CPU; None where there is none. Float32, but of a
-        parameter that stays with PyTorch :func:`patrickstar.module.managed.wide_dtype`.
+        """The gradient that the step will use, before clipping, on the CPU; None if there is none.
 
-        To be called when the norm of all gradients is known (:class:`patrickstar.engine.step_gradients.StepGradients`).
+        Its dtype is float32; for a parameter that stays with PyTorch, :func:`patrickstar.module.managed.wide_dtype`.
+        Call it once the norm of all gradients is known (:class:`patrickstar.engine.step_gradients.StepGradients`).
         """
         if not isinstance(param, ChunkedParameter):
             return None if param.grad is None else param.grad.detach().to("cpu", wide_dtype(param)) / loss_scale
@@ -92,7 +93,7 @@ class ParamStates:
             return values.div_(loss_scale / self._chunk_factor)
 
     def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor, loss_scale: float) -> None:
-        """Sets it; the same tensor on all ranks, of the parameter's shape.
+        """Sets the gradient from a tensor of the parameter's shape, equal on all ranks.
 
         Raises:
             StateError: the parameter has no gradient.
@@ -109,14 +110,14 @@ class ParamStates:
         self._runtime.write_gradient(handle.id, values.data_ptr(), _C.Tier.HOST)
 
     def is_trained(self, param: nn.Parameter) -> bool:
-        """Whether the optimizer has it, and it required grad when a forward began."""
+        """Tests whether the optimizer updates the parameter."""
         if isinstance(param, ChunkedParameter):
             return param._patrickstar.trainable
         return self._managed.is_trained(param)
 
     def moment(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        """One state of a trained parameter, by a name of :attr:`arrays`, on the CPU and of :meth:`gradient`'s dtype;
-        zeros where it was neither updated nor set.
+        """One optimizer state of a trained parameter, by a name in :attr:`arrays`: on the CPU, in :meth:`gradient`'s
+        dtype. Zeros if it was never updated or set.
         """
         if isinstance(param, ChunkedParameter):
             with self._guard("reading an optimizer state"):
@@ -127,7 +128,7 @@ class ParamStates:
         return values.detach().to("cpu", wide_dtype(param), copy=True)
 
     def set_moment(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        """Sets it; the count of updates stays."""
+        """Sets one optimizer state; the step count is unchanged."""
         if isinstance(param, ChunkedParameter):
             self._observer.write_values(param._patrickstar, self.arrays[key], value)
             return
@@ -135,7 +136,7 @@ class ParamStates:
         self._managed.set_state_of(param, {**none, **self._managed.state_of(param), key: value.detach()})
 
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """``step`` and the states of a parameter, or nothing before its first update."""
+        """``step`` and the optimizer states of a parameter; empty before its first update."""
         if not isinstance(param, ChunkedParameter):
             return self._managed.state_of(param)
         handle = param._patrickstar
@@ -149,7 +150,7 @@ class ParamStates:
             }
 
     def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """Sets what :meth:`optimizer_state` gives; an empty state is that of a parameter never updated."""
+        """Sets the result of :meth:`optimizer_state`; an empty state means never updated."""
         if not isinstance(param, ChunkedParameter):
             self._managed.set_state_of(param, state)
             return

@@ -1,13 +1,13 @@
 """Operations that write chunked parameters.
 
-[Note: writes] An operation that writes parameters (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``,
-``torch._foreach_mul_(params, 0.5)``, ``torch.add(a, b, out=p)``) is carried out on their float32 values and written
-back there, so nothing is lost when the compute copy is derived again. Which arguments it writes its schema says, where
-it has one, else its name. What is not found so is refused (csrc/bind/torch_function.h).
+A write (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``, ``torch._foreach_mul_(params, 0.5)``, ``torch.add(a, b,
+out=p)``) runs on float32 copies of the masters, which then become the masters. So nothing is lost when the compute copy
+is derived again. The operation's schema, or else its name, says which arguments it writes. Writes that cannot be
+recognised are refused (csrc/bind/torch_function.h).
 
-An operation that copies values also keeps masters ([Note: put back], overwritten_masters.py). Where a parameter is
-copied into a float32 tensor, or averaged with one (``lerp_``), its float32 value is: averages that are swapped with
-parameters keep their bits.
+An operation that copies values also preserves masters ([Note: put back], overwritten_masters.py). If a parameter is
+copied into a float32 tensor, or averaged with one (``lerp_``), its float32 master is used. Averages that are swapped
+with parameters thus keep their bits.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _IN_PLACE_OPERATORS = {
 }
 _IN_PLACE_OPERATORS.add("__setitem__")
 _MIXING = {"copy_", "_foreach_copy_", "lerp_", "_foreach_lerp_"}
-"""Their first argument is written, the second one read."""
+"""The first argument is written, the second read."""
 _COPYING = {"copy_", "_foreach_copy_", "index_copy_", "index_put_", "masked_scatter_", "put_", "scatter_"}
 
 
 def carry_out_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out what writes parameters, or copies them into float32 tensors; ``NotImplemented`` for all else."""
+    """Runs operations that write parameters, or copy them into float32 tensors; ``NotImplemented`` for all others."""
     with torch._C.DisableTorchFunctionSubclass():
         written = written_tensors(func, args, kwargs)
         if any(map(_is_chunked, written)):
@@ -55,7 +55,7 @@ def carry_out_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def may_write(func: Callable[..., Any]) -> bool:
-    """True where ``func`` writes some of its arguments, beside ``out``."""
+    """True if ``func`` writes some of its arguments other than ``out``."""
     if isinstance(func, torch._ops.OpOverload):
         return func._schema.is_mutable
     name = getattr(func, "__name__", "")
@@ -73,13 +73,13 @@ def written_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out":
                 places.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    elif may_write(func):  # torch.nn.init passes its tensor by keyword, torch._foreach_mul_ has a list
+    elif may_write(func):  # torch.nn.init passes its tensor by keyword; torch._foreach_mul_ takes a list
         places.append(args[0] if args else next(iter(kwargs.values()), None))
     return [item for place in places for item in (place if isinstance(place, (list, tuple)) else [place])]
 
 
 def _write_through(written: list[Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out an operation that writes parameters on their float32 values; see [Note: writes]."""
+    """Runs an operation that writes parameters on float32 copies of their masters; see the module's docstring."""
     targets = [target for target in written if _is_chunked(target)]
     name = getattr(func, "__name__", "").partition(".")[0]
     for target in targets:
@@ -94,7 +94,7 @@ def _write_through(written: list[Any], func: Callable[..., Any], args: tuple[Any
             return places[id(value)]
         if not _is_chunked(value):
             is_narrow = isinstance(value, torch.Tensor) and value.dtype in narrow and id(value) not in as_they_are
-            if is_narrow and "out" not in kwargs:  # some functions want one dtype
+            if is_narrow and "out" not in kwargs:  # some functions require one dtype
                 return value.float()
             return _map_items(value, replaced)
         if value.dtype == value._patrickstar.dtype:
@@ -110,7 +110,7 @@ def _write_through(written: list[Any], func: Callable[..., Any], args: tuple[Any
         else:
             arguments = [replaced(value) for value in args]
             keywords = {key: replaced(value) for key, value in kwargs.items()}
-            if "out" in keywords:  # of the dtype that the result has
+            if "out" in keywords:  # in the result's dtype
                 keywords["out"] = _map_tensors(keywords["out"], lambda out: _out_like(out, places, targets))
             result = func(*arguments, **keywords)
             if "out" in keywords:
@@ -124,15 +124,15 @@ def _write_through(written: list[Any], func: Callable[..., Any], args: tuple[Any
 
 
 def _copies_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> bool:
-    """True where the values that are written were made before."""
+    """True if ``func`` copies existing values rather than computing new ones."""
     if name == "__setitem__":
         return isinstance(args[2], torch.Tensor)
     return func == _DATA_SET or "out" in kwargs or name in _COPYING
 
 
 def _copy_masters(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies the float32 values of 16-bit parameters into float32 tensors between calls of modules, or averages them
-    with these; ``NotImplemented`` for all else.
+    """Copies float32 masters of 16-bit parameters into float32 tensors between module calls, or averages them with
+    these. Returns ``NotImplemented`` for other operations.
     """
     name = getattr(func, "__name__", "").partition(".")[0]
     if name not in _MIXING or len(args) < 2:
@@ -162,15 +162,17 @@ def _takes_masters(to: Any, source: Any) -> bool:
 
 
 class _Float32Copies:
-    """The float32 values of parameters that one operation reads and writes, each once."""
+    """Float32 copies of the parameters that one operation reads and writes, one per parameter."""
 
     def __init__(self) -> None:
         self._values: dict[ParamHandle, torch.Tensor] = {}
         self._before: dict[ParamHandle, torch.Tensor] = {}
-        """On the CPU, of parameters that were read, or that a module's call writes."""
+        """Copies from before the operation, on the CPU: of parameters that the user has read, or that a module's call
+        writes.
+        """
 
     def place_of(self, target: Any) -> torch.Tensor:
-        """The values of a parameter, or the part of them that a view shows, on its device."""
+        """The float32 values that correspond to ``target``, a parameter or a view of one, on its device."""
         handle: ParamHandle = target._patrickstar
         if target.dtype != handle.dtype:
             raise RuntimeError(
@@ -187,13 +189,13 @@ class _Float32Copies:
         return _part(self._values[handle], target)
 
     def put_back(self) -> None:
-        """The operation has copied values; see [Note: put back]."""
+        """Restores masters after an operation that copied values; see [Note: put back]."""
         for handle, before in self._before.items():
             self._values[handle] = self._values[handle].cpu()
             handle.observer.overwritten.put_back(handle, before, self._values[handle])
 
     def write_back(self, handles: Iterable[ParamHandle]) -> None:
-        """The values become those of ``handles``."""
+        """Writes the float32 copies to the masters of ``handles``."""
         for handle in handles:
             values, before = self._values[handle], self._before.get(handle)
             if before is not None:
@@ -205,7 +207,7 @@ class _Float32Copies:
 
 
 def _part(values: torch.Tensor, target: Any) -> torch.Tensor:
-    """The part of a parameter's values that ``target``, the parameter or a view of it, shows."""
+    """The part of a parameter's values that ``target`` shows, the parameter or a view of it."""
     if isinstance(target, nn.Parameter):
         return values
     return values.as_strided(target.shape, target.stride(), target.storage_offset() - target._patrickstar.offset)
@@ -217,7 +219,7 @@ def _check_may_be_written(target: Any, func: Callable[..., Any], name: str) -> N
         raise RuntimeError(
             f"{handle.name}: {name} would take the parameter out of its chunk; copy the values instead (param.copy_)"
         )
-    by_init = getattr(func, "__module__", None) == "torch.nn.init"  # switches gradients off itself, later
+    by_init = getattr(func, "__module__", None) == "torch.nn.init"  # torch.nn.init switches gradients off itself, later
     if (
         torch.is_grad_enabled()
         and func != _DATA_SET
@@ -246,7 +248,7 @@ def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _out_like(out: torch.Tensor, places: dict[int, torch.Tensor], targets: list[Any]) -> torch.Tensor:
-    """For a parameter's float32 place, memory of the parameter's dtype, which functions check."""
+    """An ``out`` tensor in the parameter's dtype, which functions check, instead of its float32 copy."""
     for target in targets:
         if places[id(target)] is out:
             return torch.empty_like(out, dtype=target.dtype)

@@ -1,9 +1,13 @@
-"""From the user's module to a layout: which parameters go into chunks, in which dtype, and which stay with PyTorch.
-Nothing is changed here (patrickstar/module/adoption.py does it).
+"""Sorts the parameters of the user's module: chunks and their compute dtypes, or PyTorch. Changes nothing
+(patrickstar/module/adoption.py does).
 
-Stay with PyTorch: parameters made inside :func:`torch_scope`, embeddings with ``use_cpu_embedding`` (in host memory),
-embeddings with ``max_norm`` (their forward writes the weights), parameters of other classes than ``nn.Parameter``
-(quantised weights), without elements, or not floating point.
+These stay with PyTorch:
+
+* parameters made inside :func:`torch_scope`
+* embeddings with ``use_cpu_embedding`` (in host memory)
+* embeddings with ``max_norm``, whose forward writes the weights
+* parameters of other classes than ``nn.Parameter`` (quantised weights)
+* parameters without elements, or not floating point
 """
 
 from __future__ import annotations
@@ -33,19 +37,19 @@ DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, to
 
 _LEAST_CHUNK_NUMEL = 1024
 
-# Of parameters with moments of 8 bits: bitsandbytes' min_8bit_size.
+# Smallest parameter with 8-bit moments: bitsandbytes' min_8bit_size.
 _LEAST_8_BIT_NUMEL = 4096
 
-# Which parameter names of a module were registered inside torch_scope, and with which do_allreduce.
+# Names of a module's parameters that were registered inside torch_scope, with its do_allreduce.
 _torch_scoped: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
-    """Parameters registered inside stay with PyTorch: float32, on the device, outside of chunks.
+    """Context in which newly registered parameters stay with PyTorch: float32, on the device, outside of chunks.
 
     Args:
-        do_allreduce: whether their gradients are averaged over the processes (with several processes).
+        do_allreduce: average their gradients over ranks.
     """
 
     def note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -67,9 +71,9 @@ class ManagedParam:
     on_host: bool
     """Kept in host memory (use_cpu_embedding)."""
     all_reduced: bool = True
-    """Whether its gradient is made of all ranks' (``torch_scope(do_allreduce)``)."""
+    """Gradients are averaged over ranks (``torch_scope(do_allreduce)``)."""
     trained: bool = True
-    """Whether the optimizer updates it where it has a gradient."""
+    """The optimizer updates it if it has a gradient."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,28 +84,28 @@ class ChunkedSpec:
     param: nn.Parameter
     compute_dtype: torch.dtype
     original_device: torch.device
-    """Where the parameter returns to when it leaves the engine."""
+    """Device to which the parameter returns when the engine is closed."""
     trained: bool
-    """Whether it requires grad and the optimizer updates it when the engine is opened; else its chunk has no states."""
+    """True if it requires grad and the optimizer updates it when the engine is opened; else its chunk has no states."""
     keeps_float32: bool
-    """Whether its moments stay float32 where others have 8 bits."""
+    """Its moments stay float32 even if others have 8 bits."""
     quantization: _C.QuantType = _C.QuantType.NONE
-    """What its values are stored in; of frozen ones alone something else than the compute dtype."""
+    """Storage format of the values; only frozen parameters may differ from the compute dtype."""
     is_own: bool = False
-    """True where each rank has its own (:mod:`patrickstar.module.param_ranks`)."""
+    """Each rank has its own values (:mod:`patrickstar.module.param_ranks`)."""
     ties: tuple[nn.Parameter, ...] = ()
-    """Frozen parameters that have the same memory (:mod:`patrickstar.module.aliases`)."""
+    """Frozen parameters over the same memory (:mod:`patrickstar.module.aliases`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SortedParams:
-    """Where every parameter of a module goes."""
+    """Destination of every parameter of a module."""
 
     chunked: list[ChunkedSpec]
     """In registration order; the index is the parameter's id in the core."""
     managed: list[ManagedParam]
     untrainable: dict[nn.Parameter, str] = dataclasses.field(default_factory=dict)
-    """Parameters that are not trained and cannot be, since they share memory with something else, and why."""
+    """Parameters that are not trained and cannot be, with the reason: they share memory with something else."""
 
     @property
     def all(self) -> set[nn.Parameter]:
@@ -111,7 +115,7 @@ class SortedParams:
 
     @property
     def quantized(self) -> set[int]:
-        """Ids of the parameters in chunks that are stored in fewer bits."""
+        """Ids of the chunked parameters that are stored quantised."""
         return {index for index, spec in enumerate(self.chunked) if spec.quantization is not _C.QuantType.NONE}
 
 
@@ -120,21 +124,21 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 
 class BuiltModule(NamedTuple):
-    """A model's module, and where it comes from."""
+    """A module and its origin."""
 
     module: nn.Module
     is_new: bool
-    """Whether a function made it; else somebody had it before."""
+    """True if a function built it; False if it existed before."""
 
 
 def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) -> BuiltModule:
-    """The module, or what ``model_func`` returns, checked; ``release`` may take it from whoever has it until now.
+    """Builds and checks the module. ``release`` may take it from an engine that has it.
 
     Raises:
-        ValueError: it is no module and not callable, or returns something else, or an engine owns the module; or
+        ValueError: ``model_func`` is neither a module nor callable, or returns no module; an engine owns the module; or
             parameters on the meta device share memory with something else.
     """
-    if not callable(model_func):  # a module is
+    if not callable(model_func):  # an nn.Module is callable too
         raise ValueError(
             f"model_func is a {type(model_func).__name__}; give an nn.Module, or a function without arguments that "
             "returns one"
@@ -162,7 +166,7 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
             raise ValueError(
                 f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
             )
-    # Parameters on the meta device get memory of their own before it is known which are trained.
+    # Parameters on the meta device get separate memory before it is known which are trained.
     find_aliases(module, [param for param in module.parameters() if param.is_meta and param.requires_grad])
     owners = [child for child in module.modules() if child._parameters]
     return BuiltModule(module, is_new=all(owner in registered for owner in owners))
@@ -176,18 +180,18 @@ def plan_params(
     in_groups: Collection[nn.Parameter] | None = None,
     quantization: QuantizationConfig | None = None,
 ) -> SortedParams:
-    """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes.
+    """Decides for each parameter of ``module`` whether it goes into a chunk, and its compute dtype.
 
     Args:
-        module: the user's.
-        compute_dtype: of 16-bit or float32 training.
-        use_cpu_embedding: the configuration's.
-        in_groups: what the optimizer has; None: every parameter.
-        quantization: the configuration's; None: what modules inside were made with.
+        module: the user's module.
+        compute_dtype: 16-bit or float32.
+        use_cpu_embedding: the configuration's value.
+        in_groups: the optimizer's parameters; None: all parameters.
+        quantization: the configuration's value; None: the modules' own (``freeze_quantizable``).
 
     Raises:
-        ValueError: ``quantization.skip_modules`` names no module, or ``quantization`` is for weights that are not
-            there; or one that is trained shares memory with something else.
+        ValueError: ``quantization.skip_modules`` names no module, no weight can be quantised, or a trained parameter
+            shares memory with something else.
     """
     scoped = {
         module._parameters[name]: do_allreduce
@@ -272,7 +276,7 @@ def _is_plain(param: nn.Parameter) -> bool:
 
 
 def _embedding_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Also those that other modules use as well."""
+    """Includes weights that other modules use too."""
     embeddings = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
     return {child.weight for child in embeddings if isinstance(child.weight, nn.Parameter)}
 
@@ -282,7 +286,7 @@ def _scoped_modules(module: nn.Module) -> list[tuple[nn.Module, dict[str, bool]]
 
 
 def _cpu_embeddings(module: nn.Module) -> set[nn.Parameter]:
-    """Embedding weights that no other module uses as well (a tied output layer computes on the device)."""
+    """Embedding weights that no other kind of module uses; a tied output layer computes on the device."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for child in module.modules():
         for param in child._parameters.values():
@@ -299,8 +303,9 @@ def _cpu_embeddings(module: nn.Module) -> set[nn.Parameter]:
 
 
 def statistics_dtype(module: nn.Module, compute_dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype that a layer's running statistics and its parameters have in training, since kernels want one for both:
-    that of the statistics where it is the compute dtype, else float32. None: it has none.
+    """The dtype of a layer's running statistics and parameters in training; kernels require one for both.
+
+    The compute dtype if the statistics have it, else float32. None if the layer has no running statistics.
     """
     if not isinstance(module, nn.modules.batchnorm._NormBase) or module.running_mean is None:
         return None
@@ -318,21 +323,21 @@ def _params_with_statistics(module: nn.Module, compute_dtype: torch.dtype) -> di
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkSize:
-    """The chunk size in elements, and from which device budget on it would be another one."""
+    """The chunk size in elements, and the device budget from which the default applies."""
 
     numel: int
     ample_bytes: int
     """A device budget of at least this gets the default size."""
     ample_extra_bytes: int
-    """How much more memory the default size may need at any moment."""
+    """Additional memory that the default size may need at any time."""
 
 
 def choose_chunk_size(params: SortedParams, module: nn.Module, default_numel: int, device_bytes: int) -> ChunkSize:
-    """The default size on an ample device; on a scarce one the largest power-of-two fraction of it that makes the
-    largest module's chunks take (within 5 %) as little as they can.
+    """The default size on an ample device. On a scarce one, the largest power-of-two fraction for which the largest
+    module's chunks take least memory (within 5 %).
 
-    Numbers do not depend on it. On a scarce device the choice depends on the model alone, so that the least budget
-    which a warm-up step measures holds for the next run.
+    Results do not depend on it. On a scarce device the choice depends on the model alone, so the least budget that a
+    warm-up step measures holds for the next run.
     """
     num_bytes = sum(spec.param.numel() * spec.compute_dtype.itemsize for spec in params.chunked)
     ample_bytes = 16 * num_bytes
@@ -349,7 +354,7 @@ def choose_chunk_size(params: SortedParams, module: nn.Module, default_numel: in
 
 
 def owned_params(params: SortedParams, module: nn.Module) -> list[list[int]]:
-    """By module inside ``module``, the chunked parameters that it owns itself, as positions in ``params.chunked``."""
+    """For each module inside ``module``, the chunked parameters that it owns, as indices into ``params.chunked``."""
     ids = {spec.param: index for index, spec in enumerate(params.chunked)}
     return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
 
@@ -361,8 +366,8 @@ def make_layout(
     rank: int = 0,
     scheme: StateScheme | None = None,
 ) -> _C.Layout:
-    """Packs the chunked parameters in registration order, each chunk that ranks share cut into ``num_ranks`` shards.
-    ``scheme`` is what their states are stored in; None: float32.
+    """Packs the chunked parameters in registration order. Chunks that ranks share are cut into ``num_ranks`` shards.
+    ``scheme`` is the format of the optimizer states; None: float32.
     """
     scheme = scheme or StateScheme()
     return _C.Layout.pack(

@@ -2,8 +2,8 @@
 
     engine, optimizer, *_ = patrickstar.initialize(model=lambda: patrickstar.from_pretrained(folder), config=config)
 
-The model is built on the meta device. When an engine takes it, its weights are read piece by piece
-(``patrickstar.module.materialize``), so no whole copy of them is ever in memory, on any rank.
+The model is built on the meta device. An engine reads its weights unit by unit (``patrickstar.module.materialize``), so
+no rank ever holds a whole copy of them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _AGAIN = "copy the folder again, or write it with save_pretrained of transformer
 
 
 class SafetensorsFolder:
-    """The tensors in a folder of safetensors, by the names of one model's ``state_dict``.
+    """The tensors in a folder of safetensors, by ``state_dict`` names of one model.
 
     Args:
-        folder: with ``model.safetensors``, or several files and their index.
+        folder: has ``model.safetensors``, or several files and their index.
 
     Raises:
-        ValueError: there is none of these, or they cannot be read.
+        ValueError: there are no such files, or they cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -52,11 +52,11 @@ class SafetensorsFolder:
 
     @property
     def keys(self) -> set[str]:
-        """The names as they are in the files."""
+        """Tensor names in the files."""
         return set(self._files)
 
     def rename(self, keys: dict[str, str]) -> None:
-        """From now on tensors go by the names in ``keys``, whose values are those in the files."""
+        """Renames tensors: ``keys`` maps new names to names in the files."""
         self._keys = dict(keys)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class SafetensorsFolder:
         return iter(self._keys)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, on the CPU."""
+        """Reads a tensor to the CPU."""
         key = self._keys[name]
         return self._open[self._files[key]].get_tensor(key)
 
@@ -86,30 +86,29 @@ def from_pretrained(
     quantization_config: Any = None,
     **config_options: Any,
 ) -> nn.Module:
-    """A model on the meta device, in evaluation mode, that gets the folder's weights when an engine takes it.
+    """Builds a model on the meta device, in evaluation mode; it gets the folder's weights when an engine takes it.
 
     Args:
-        folder: what ``save_pretrained`` or ``engine.export_weights`` wrote: ``config.json`` and safetensors.
-        model_class: a class of transformers, also an ``AutoModel…``; None: the one that ``config.json`` names.
-        config: the model's configuration instead of the folder's.
-        dtype: of the model's parameters, and so of its ``state_dict``; ``"auto"``: what ``config.json`` says. Master
-            weights are float32 in any case.
-        quantization: ``"nf4"`` or ``"int8"``, or the section ``quantization`` of the configuration as a dict: the
-            weights of linear layers are frozen, and stored so by the engine (docs/guides/qlora.md). Each is quantised
-            when it has been read: 16-bit weights never exist as a whole.
-        quantization_config: the same, as transformers calls it: a ``BitsAndBytesConfig`` for NF4 with double
-            quantisation; others are refused.
-        **config_options: put into the configuration, for example ``attn_implementation="sdpa"``.
+        folder: has ``config.json`` and safetensors, as ``save_pretrained`` or ``engine.export_weights`` write them.
+        model_class: a class of transformers, also an ``AutoModel…``; None: the class named in ``config.json``.
+        config: replaces the folder's model configuration.
+        dtype: dtype of the model's parameters and ``state_dict``; ``"auto"``: that of ``config.json``. Masters are
+            always float32.
+        quantization: ``"nf4"``, ``"int8"``, or the configuration's section ``quantization`` as a dict. Weights of
+            linear layers are frozen and stored quantised (docs/guides/qlora.md). Each is quantised as it is read: the
+            16-bit weights never exist as a whole.
+        quantization_config: the same in transformers' form: a ``BitsAndBytesConfig`` for NF4 with double quantisation;
+            others are refused.
+        **config_options: put into the model configuration, for example ``attn_implementation="sdpa"``.
 
-    Parameters that the folder lacks are initialised by the model, and named in a warning, as ``from_pretrained`` of
-    transformers does it. A model whose files need more than other names (experts that are merged) is loaded by
-    transformers, in host memory, and a log line says so.
+    Parameters that the folder lacks are initialised by the model and named in a warning, as transformers does. If the
+    files need more than renaming (merged experts), transformers loads the model in host memory, and the log says so.
 
     Raises:
         ImportError: transformers is missing.
-        ValueError: the folder has no safetensors or no configuration, its index is damaged or leads out of it, a
-            tensor has another shape than its parameter, the folder's weights are quantised already, or there is no
-            such quantization.
+        ValueError: the folder has no safetensors or no configuration, its index is damaged or leads out of it, a tensor
+            has another shape than its parameter, the folder's weights are quantised already, or the quantization is
+            unknown.
     """
     wanted = quantization_of(quantization if quantization_config is None else quantization_config)
     try:
@@ -162,13 +161,13 @@ def from_pretrained(
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a model in ``folder``; none where it has no such weights.
+    """The safetensors files of a model in ``folder``; empty if there are none.
 
-    They are files of the folder itself, or links there, as in Hugging Face's cache: an index, which may come from
-    anywhere, leads nowhere else.
+    Only files of the folder itself are accepted, or links in it, as in Hugging Face's cache. An untrusted index cannot
+    lead elsewhere.
 
     Raises:
-        ValueError: the index is none, or names something that is no file of the folder.
+        ValueError: the index is damaged, or names something that is no file of the folder.
     """
     folder = Path(folder)
     index = folder / INDEX_NAME
@@ -187,7 +186,7 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, by the tensor's name, as the index file ``index`` says."""
+    """Maps tensor names to file names, from the index file ``index``."""
     try:
         said = json.loads(index.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -228,8 +227,8 @@ def _dtype_of(config: Any) -> torch.dtype:
 
 
 def _match(model: nn.Module, keys: set[str]) -> dict[str, str]:
-    """From the model's names to those in the files: the same, or with or without the prefix of the model's body, as
-    checkpoints of the body alone have them.
+    """Maps the model's names to names in the files: the same name, or with or without the prefix of the model's body.
+    Checkpoints of the body alone lack the prefix.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     result = {}

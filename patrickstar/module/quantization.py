@@ -1,9 +1,9 @@
-"""Which parameters of a module are stored in 4 or 8 bits (csrc/quant/kernels.h): frozen weights of linear layers, as
-transformers chooses them for bitsandbytes.
+"""Selection of parameters that are stored in 4 or 8 bits (csrc/quant/kernels.h): frozen weights of linear layers, as
+transformers selects them for bitsandbytes.
 
-Not embeddings, nor what is tied to one; not the output embeddings, nor what is named ``lm_head``; not biases and norms;
-of what PEFT has adapted the base alone, and no adapter. A configuration says so for the whole model (``quantization``),
-and ``patrickstar.from_pretrained`` for the one that it builds, whichever adapters are put around that later.
+Not selected: embeddings and weights tied to one, output embeddings, modules named ``lm_head``, biases, norms, and
+PEFT's adapters. The configuration (``quantization``) selects for the whole model; ``patrickstar.from_pretrained``
+selects for the model that it builds, also if adapters are added later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _chosen: weakref.WeakKeyDictionary[nn.Module, QuantizationConfig] = weakref.Weak
 
 @dataclasses.dataclass(frozen=True)
 class QuantizableWeight:
-    """A weight of a linear layer, and what it is to be stored in if it is frozen."""
+    """A linear layer's weight and its storage format if it is frozen."""
 
     name: str
     param: nn.Parameter
@@ -34,11 +34,11 @@ class QuantizableWeight:
 
 
 def quantization_of(asked: Any) -> QuantizationConfig | None:
-    """What ``from_pretrained`` was asked for: a type's name, the section of the configuration as a dict, or a
-    ``BitsAndBytesConfig`` of transformers that asks for what there is here.
+    """Validates ``from_pretrained``'s argument: a type's name, a dict like the configuration's section, or
+    transformers' ``BitsAndBytesConfig``.
 
     Raises:
-        ValueError: there is no such thing here; the message says what to ask for.
+        ValueError: the format is not supported; the message names the supported ones.
     """
     if asked is None or isinstance(asked, QuantizationConfig):
         return asked
@@ -55,7 +55,7 @@ def quantization_of(asked: Any) -> QuantizationConfig | None:
 
 
 def _of_bitsandbytes(asked: Any) -> QuantizationConfig:
-    """NF4 with double quantisation is the same here (csrc/quant/kernels.h says where bits differ); all else is not."""
+    """Accepts NF4 with double quantisation, which is equivalent here (csrc/quant/kernels.h says where bits differ)."""
     skipped = tuple(asked.llm_int8_skip_modules or ())
     instead = f'quantization={{"type": "nf4", "skip_modules": {list(skipped)}}}' if skipped else 'quantization="nf4"'
     if asked.load_in_8bit:
@@ -75,7 +75,7 @@ def _of_bitsandbytes(asked: Any) -> QuantizationConfig:
 
 
 def freeze_quantizable(module: nn.Module, quantization: QuantizationConfig) -> None:
-    """An engine that takes ``module``, or one that contains it, quantises its linear weights, which are frozen now.
+    """Freezes the linear weights of ``module``; an engine that takes it, or a module around it, quantises them.
 
     Raises:
         ValueError: ``skip_modules`` names none of the modules.
@@ -86,18 +86,18 @@ def freeze_quantizable(module: nn.Module, quantization: QuantizationConfig) -> N
 
 
 def is_quantized(module: nn.Module, quantization: QuantizationConfig | None) -> bool:
-    """Whether an engine is to quantise weights of ``module``: the configuration says so, or who made it."""
+    """Tests whether an engine should quantise weights of ``module``: by configuration or :func:`freeze_quantizable`."""
     return quantization is not None or any(child in _chosen for child in module.modules())
 
 
 def quantizable_weights(
     module: nn.Module, quantization: QuantizationConfig | None = None
 ) -> dict[nn.Parameter, _C.QuantType]:
-    """What each weight of ``module`` is to be stored in that quantisation is for, frozen or not.
+    """Storage format of each quantisable weight of ``module``, frozen or not.
 
     Args:
-        module: the user's.
-        quantization: of the configuration; None: what :func:`freeze_quantizable` was told of modules inside.
+        module: the user's module.
+        quantization: the configuration's section; None: that of :func:`freeze_quantizable`.
 
     Raises:
         ValueError: ``skip_modules`` names none of the modules.
@@ -130,12 +130,12 @@ def _weights(module: nn.Module, quantization: QuantizationConfig) -> Iterator[Qu
 
 
 def _is_named(name: str, skipped: str) -> bool:
-    """Whether ``skipped`` is the module's name, or some of its parts between dots."""
+    """Tests whether ``skipped`` is the module's name or a run of its dotted parts."""
     return f".{skipped}." in f".{name}."
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Also GPT-2's, which is named after a convolution."""
+    """Includes transformers' ``Conv1D``, GPT-2's linear layer."""
     return isinstance(module, nn.Linear) or (
         type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     )
@@ -153,13 +153,13 @@ def _output_embeddings(module: nn.Module) -> set[Any]:
             continue
         try:
             heads.add(getattr(getter(), "weight", None))
-        except (AttributeError, NotImplementedError):  # a model without any
+        except (AttributeError, NotImplementedError):  # a model without output embeddings
             continue
     return heads - {None}
 
 
 def _is_adapter(module: nn.Module, name: str) -> bool:
-    """Whether PEFT has put it beside a layer: of what is inside an adapted layer the ``base_layer`` alone is not."""
+    """Tests whether ``name`` belongs to a PEFT adapter: inside an adapted layer, only ``base_layer`` does not."""
     parts = name.split(".") if name else []
     for index in range(len(parts)):
         parent = module.get_submodule(".".join(parts[:index]))

@@ -1,18 +1,16 @@
-"""A copy of a module to try something out on: on the CPU, in float32, without dropout, with a few of its layers.
+"""A small copy of a module for trial runs: on the CPU, in float32, without dropout, with a few of its layers.
 
     specimen = take_specimen(module)
 
-The module is left as it is: parameters that are in float32 on the CPU share their memory with the copy's, which nobody
-writes; all else is copied, and what is on the meta device gets values that nobody else has.
+The module is unchanged. Float32 parameters on the CPU share memory with the copy, which is not written. All other
+tensors are copied, and meta tensors get random values.
 
-[Note: layers of each kind] Layers are the elements of a ``ModuleList`` that has as many as a configuration's
-``num_hidden_layers``. Two are of one kind where their modules have the same classes and ``forward``, parameters of the
-same shapes, and the same numbers and words as attributes, an index aside. The copy has the first layers until it has
-one of each kind, and two at least; so a layer has the same index in it, and time and memory do not grow with the number
-of layers.
+Layers are the elements of a ``ModuleList`` whose length is a configuration's ``num_hidden_layers``. The copy keeps the
+first layers until it has one of each kind (:func:`kind_of`), and at least two. So layers keep their index, and time and
+memory do not grow with their number.
 
-[Note: matrices of zeros] A matrix that is zero at first, such as LoRA's B, hides what it multiplies and takes the
-gradients of what lies before it. In the copy it has random values.
+Matrices that are zero at first, such as LoRA's B, get random values. Otherwise they would hide what they multiply and
+cut off gradients.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ from patrickstar.module.materialize import DeferredInit, attach_values
 
 _LEAST_LAYERS = 2
 _LARGEST_TRAINED = 2**26
-"""Elements of the largest parameter that gets a gradient: larger ones would double the memory."""
+"""Elements of the largest parameter that gets a gradient; larger gradients would double the memory."""
 _INDICES = ("idx", "index", "layer_id", "layer_number")
 _RANDOM = ("drop", "jitter")
-"""Parts of names of attributes by which a forward draws random numbers."""
+"""Substrings in names of attributes that control random numbers in a forward."""
 
 
 def take_specimen(
     module: nn.Module, *, all_layers: bool = False, cut: Callable[[nn.Module], object] = lambda copied: None
 ) -> nn.Module:
-    """See the module's docstring.
+    """Makes the small copy that the module's docstring describes.
 
     Args:
-        module: nothing of it is changed.
-        all_layers: whether the copy has all of them.
-        cut: takes away what else is not wanted, from the copy before it has memory of its own.
+        module: unchanged.
+        all_layers: keep every layer.
+        cut: removes more from the copy before it gets memory.
 
     Raises:
         ValueError: a parameter or a buffer on the meta device gets no value.
@@ -66,12 +64,12 @@ def take_specimen(
 
 
 def copy_specimen(specimen: nn.Module) -> nn.Module:
-    """A further copy, which shares the memory of parameters."""
+    """Copies a specimen; parameters share memory."""
     return _copy(specimen, {})
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy with parameters in the same memory; ``memo`` is ``copy.deepcopy``'s."""
+    """Deep copy whose parameters share memory; ``memo`` is ``copy.deepcopy``'s."""
     params = {id(param): _with_value(param, param.detach()) for param in module.parameters() if _is_plain(param)}
     copies = {**memo, **params}
     copied = copy.deepcopy(module, copies)
@@ -84,13 +82,13 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 class _Rebinding:
-    """Copies functions that close over a module that was copied, so that they call the copy.
+    """Copies functions that close over a copied module, so that they call the copy.
 
-    ``copy.deepcopy`` takes functions as they are. A ``forward`` that was assigned to a module and calls the former one
-    (TRL's trainers) would compute with the module itself.
+    ``copy.deepcopy`` does not copy functions. A ``forward`` that was assigned to a module and calls the former one
+    (TRL's trainers) would compute with the original module.
 
     Args:
-        copies: what was copied, by id (``copy.deepcopy``'s memo).
+        copies: the copies, by id of the original (``copy.deepcopy``'s memo).
     """
 
     def __init__(self, copies: dict[int, Any]):
@@ -111,7 +109,7 @@ class _Rebinding:
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         if id(function) not in self._functions:
-            self._functions[id(function)] = function  # where it closes over itself
+            self._functions[id(function)] = function  # for a function that closes over itself
             contents = [_content(cell) for cell in function.__closure__ or ()]
             rebound = [self(content) for content in contents]
             if any(new is not old and new != old for new, old in zip(rebound, contents, strict=True)):
@@ -148,7 +146,7 @@ def _is_plain(param: nn.Parameter) -> bool:
 
 
 def _surplus_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """By the name of their list, those that are left out ([Note: layers of each kind])."""
+    """Layers that the copy leaves out, by the name of their list."""
     numbers = {_num_layers(child) for child in module.modules()} - {None}
     lists = {name: list(child) for name, child in _outermost_lists(module) if len(child) in numbers}
     kept = max([_LEAST_LAYERS, *(_num_until_all_kinds(layers) for layers in lists.values())])
@@ -173,7 +171,11 @@ def _num_until_all_kinds(layers: list[nn.Module]) -> int:
 
 
 def kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for layers of one kind ([Note: layers of each kind])."""
+    """A key that is equal for layers of one kind.
+
+    Layers are of one kind if these are equal for their submodules: classes, ``forward``, parameter shapes, and numbers
+    and strings among the attributes, except a layer index.
+    """
     return tuple(
         (
             name,
@@ -191,7 +193,7 @@ def kind_of(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """The code of a ``forward`` that replaces the class's."""
+    """The code of a ``forward`` that was assigned to the instance."""
     forward = vars(module).get("forward")
     for part in ("func", "__func__"):
         forward = getattr(forward, part, forward)
@@ -199,7 +201,7 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 class _RandomValues:
-    """Values for parameters on the meta device."""
+    """Random values for parameters on the meta device."""
 
     def __init__(self, module: nn.Module):
         self._shapes = {name: param.shape for name, param in module.named_parameters() if param.is_meta}
@@ -229,7 +231,7 @@ def _give_values(specimen: nn.Module) -> None:
 
 
 def _bring(specimen: nn.Module) -> None:
-    """Moves parameters and buffers to the CPU, in float32; makes values of [Note: matrices of zeros]."""
+    """Moves parameters and buffers to the CPU in float32; zero matrices get random values."""
     brought: dict[nn.Parameter, nn.Parameter] = {}
     generator = torch.Generator().manual_seed(0)
     for child in specimen.modules():
@@ -247,7 +249,7 @@ def _bring(specimen: nn.Module) -> None:
 
 
 def _is_matrix_of_zeros(value: torch.Tensor) -> bool:
-    """[Note: matrices of zeros]. Most matrices are told by their first row, of which an embedding may have zeros."""
+    """Tests for a matrix of zeros. The first row decides most cases; an embedding may have a row of zeros."""
     return value.dim() > 1 and value.is_floating_point() and value.numel() > 0 and not (value[0].any() or value.any())
 
 

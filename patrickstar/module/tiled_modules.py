@@ -1,18 +1,21 @@
-"""Modules of a model that are computed in tiles of tokens (:mod:`patrickstar.sequence.tiling`), with no code changed.
+"""Computes modules of a model in tiles of tokens (:mod:`patrickstar.sequence.tiling`) without changes to its code.
 
-    tiled = tile_modules(model, tile_tokens=4096)   # before the model goes into an engine, or any other training
+    tiled = tile_modules(model, tile_tokens=4096)   # before the model goes into an engine
     print(tiled.names)                              # ['model.layers.0.mlp', ...]
     tiled.restore()
 
-Found by structure: in the layers that a model has in an ``nn.ModuleList``, MLPs, which consist of linear layers,
-activation functions and dropout alone, and norms that are written in several operations. Linear layers may be PEFT's,
-or divided over ranks: then all ranks of a mesh compute the same number of tiles, since they have as many tokens each.
-A module's ``forward`` is replaced in the module itself, so one that somebody else has put there (as Liger-Kernel does)
-is what is computed in tiles.
+Modules are found by structure, in the layers of an ``nn.ModuleList``:
 
-[Note: a tiled module is one use] Its parameters come and go together, for all tiles of a forward, and for all of a
-backward: an engine's hooks take it as a module without modules inside (``hooks.py``). Otherwise the chunks of its
-linear layers would pass through the device once for each tile.
+* MLPs that consist of linear layers, activation functions and dropout alone
+* norms that are written in several operations
+
+Linear layers may be PEFT's, or tensor-parallel. In that case all ranks of a mesh have as many tokens each, and so
+compute the same number of tiles. ``forward`` is replaced on the instance, so a ``forward`` that was assigned there (by
+Liger-Kernel, say) is computed in tiles.
+
+A tiled module is one use of its parameters, for all tiles of a forward and all of a backward: an engine's hooks treat
+it as a module without submodules (``hooks.py``). Otherwise the chunks of its linear layers would be fetched once per
+tile.
 """
 
 from __future__ import annotations
@@ -33,24 +36,24 @@ from patrickstar.tensor2d.low_rank import Narrow2D, Widen2D
 from patrickstar.tensor2d.one_dimension import ColumnLinear1D, RowLinear1D
 
 PROPOSED_TILE_TOKENS = 4096
-"""Of the tiles that are proposed: smaller ones save little more (docs/guides/long_sequences.md)."""
+"""Tile size that plans propose; smaller tiles save little more (docs/guides/long_sequences.md)."""
 _MLP_CLASSES = ("mlp", "feedforward", "ffn", "denseactdense", "densegatedactdense")
 _MLP_PLACES = ("mlp", "feed_forward", "ffn")
 _NORM_CLASSES = ("rmsnorm", "layernorm")
 _FUSED_NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""One operation each, which keeps its input and two numbers per token: tiles would save nothing."""
+"""Single operations that keep their input and two numbers per token; tiles would save nothing."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList)
 _ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU,
     nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
 )  # fmt: skip
 _DIVIDED = (Linear2D, ColumnLinear1D, RowLinear1D, Narrow2D, Widen2D, AdaptedParts, GivenProduct)
-"""Of a tile each rank has as many tokens, and gets those that it sent back in their order."""
+"""Tensor-parallel layers: each rank has as many tokens of a tile, and gets its own tokens back in order."""
 _TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, *_DIVIDED, *_ACTIVATIONS)
 
 
 class TiledForward:
-    """Stands where a module has its ``forward``."""
+    """Replaces a module's ``forward``."""
 
     def __init__(self, module: nn.Module, name: str, tile_tokens: int):
         self._module = module
@@ -61,7 +64,7 @@ class TiledForward:
 
     @outside_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One call: in tiles where it has one argument, which is a tensor of tokens; any other as it is."""
+        """Runs one call: in tiles if its only argument is a tensor of tokens, else unchanged."""
         forward = self._before or functools.partial(type(self._module).forward, self._module)
         given = [*args, *kwargs.values()]
         hidden = given[0] if len(given) == 1 else None
@@ -76,8 +79,8 @@ class TiledForward:
         return in_tiles(compute, hidden, list(self._module.parameters()), self._tile_tokens, name=self._name)
 
     def restore(self) -> None:
-        """The module has the ``forward`` that it had; where somebody has put another one around this since, that stays
-        and this one does nothing.
+        """Restores the former ``forward``. If another one was put around this since, it stays, and this one only passes
+        calls on.
         """
         self._tile_tokens = None
         if vars(self._module).get("forward") is not self:
@@ -89,35 +92,34 @@ class TiledForward:
 
 
 class TiledModules:
-    """What :func:`tile_modules` has tiled."""
+    """The modules that :func:`tile_modules` has tiled."""
 
     def __init__(self, forwards: dict[str, TiledForward]):
         self._forwards = forwards
 
     @property
     def names(self) -> list[str]:
-        """Of the modules, as ``model.named_modules()`` gives them."""
+        """Module names, as in ``model.named_modules()``."""
         return list(self._forwards)
 
     def restore(self) -> None:
-        """They are computed as they were before."""
+        """Ends tiling."""
         for forward in self._forwards.values():
             forward.restore()
 
 
 def tile_modules(model: nn.Module, tile_tokens: int, names: Sequence[str] | None = None) -> TiledModules:
-    """From now on modules of ``model`` are computed ``tile_tokens`` tokens at a time, in forward and in backward.
+    """Makes modules of ``model`` compute ``tile_tokens`` tokens at a time, in forward and backward.
 
     Args:
-        model: its parameters may be anywhere; modules are looked at, not run.
-        tile_tokens: tokens of a tile, over all sequences of a batch. Calls with no more of them are as before.
-        names: of the modules; None: the MLPs and norms of its layers, and norms beside the layers. Left alone are
-            experts, modules with buffers, and PyTorch's own ``nn.LayerNorm`` and ``nn.RMSNorm``, which keep nothing
-            that tiles would save.
+        model: its parameters may be on any device; modules are inspected, not run.
+        tile_tokens: tokens of a tile, over all sequences of a batch. Calls with at most so many tokens are unchanged.
+        names: modules to tile; None: the MLPs and norms of the layers, and norms beside the layers. Experts and modules
+            with buffers are left alone, and ``nn.LayerNorm`` and ``nn.RMSNorm``, where tiles save nothing.
 
     Raises:
-        ValueError: ``tile_tokens`` is less than 1, a module that is named is not there or cannot be tiled, there is
-            none to be tiled, or one is tiled already. Nothing is changed then.
+        ValueError: ``tile_tokens`` is less than 1, a named module does not exist or cannot be tiled, no module can be
+            tiled, or one is tiled already. Nothing is changed then.
     """
     if tile_tokens < 1:
         raise ValueError(f"tile_tokens is {tile_tokens}; give at least 1")
@@ -126,17 +128,17 @@ def tile_modules(model: nn.Module, tile_tokens: int, names: Sequence[str] | None
 
 
 def is_tiled(module: nn.Module) -> bool:
-    """Whether its calls are computed in tiles."""
+    """Tests whether the module is computed in tiles."""
     return isinstance(vars(module).get("forward"), TiledForward)
 
 
 def inside_tiled(model: nn.Module) -> set[nn.Module]:
-    """The modules within those of ``model`` that are tiled."""
+    """Submodules of the tiled modules in ``model``."""
     return {child for module in model.modules() if is_tiled(module) for child in module.modules() if child != module}
 
 
 def find_tileable(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that :func:`tile_modules` tiles where none are named, by name.
+    """The modules, by name, that :func:`tile_modules` tiles by default.
 
     Raises:
         ValueError: there are none, or one is tiled already.
@@ -156,7 +158,7 @@ def find_tileable(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """What of its structure speaks against computing it in tiles; None where nothing does."""
+    """The reason why the module cannot be computed in tiles; None if it can."""
     buffers = [name for name, _ in module.named_buffers()]
     if buffers:
         return f"it has buffers ({', '.join(buffers)}), which each tile would read or change anew"
@@ -173,7 +175,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def _candidates(model: nn.Module) -> Iterator[nn.Module]:
-    """What stands in one of several layers, or beside them."""
+    """Children of layers, and norms beside the lists of layers."""
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
         if lists:
@@ -184,7 +186,7 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_usual(place: str, module: nn.Module) -> bool:
-    """Whether its names say that it is an MLP or a norm, and tiles save something."""
+    """Tests by name for an MLP or a norm for which tiles save memory."""
     kind = type(module).__name__.lower()
     if any(True for _ in module.children()):
         return kind.endswith(_MLP_CLASSES) or place in _MLP_PLACES
@@ -192,7 +194,7 @@ def _is_usual(place: str, module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Of one token: its parameters, if any, have one dimension, of one size."""
+    """Tests for a norm over one token's features: its parameters, if any, are vectors of one size."""
     if not type(module).__name__.lower().endswith(_NORM_CLASSES) or any(True for _ in module.children()):
         return False
     shape = getattr(module, "normalized_shape", (0,))
@@ -209,7 +211,7 @@ def _is_token_wise(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' linear layer with its weight transposed, of GPT-2."""
+    """transformers' ``Conv1D``, GPT-2's linear layer with a transposed weight."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 

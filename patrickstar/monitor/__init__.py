@@ -1,4 +1,4 @@
-"""What a run says of its steps: a line now and then on rank 0, and metrics for TensorBoard, W&B or a CSV file.
+"""Monitoring of a run: a log line at intervals on rank 0, and metrics for TensorBoard, W&B or a CSV file.
 
     monitor = StepMonitor(options, RunFacts(...), engine.report)
     with monitor.phase(Phase.FORWARD):
@@ -8,8 +8,8 @@
     optimizer.step()
     monitor.end_step(lr)
 
-Every rank makes one and calls it in the same way; only rank 0 does anything. It knows no engine, only what it is given.
-Nothing is read back from a device but in steps that are shown. docs/logging.md says what each figure means.
+Every rank makes one and calls it in the same way; only rank 0 does any work. It does not depend on an engine. Values
+are read back from a device only in steps that are shown. docs/logging.md defines each figure.
 """
 
 from patrickstar.config.monitors import CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig, WandbConfig

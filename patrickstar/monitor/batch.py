@@ -1,4 +1,4 @@
-"""How many samples and tokens a batch has, read off the tensors that the model is called with."""
+"""Number of samples and tokens in a batch, from the tensors that the model is called with."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class BatchSize:
-    """A micro-batch of one rank."""
+    """Size of one rank's micro-batch."""
 
     num_samples: int = 0
-    """The first dimension of the first tensor that has one; 0: there is none."""
+    """The first dimension of the first tensor that has one; 0 without such a tensor."""
     num_tokens: int = 0
-    """Elements of ``input_ids``, else of the first integer tensor of two dimensions or more (with one, it would be
-    labels); 0: there is none.
+    """Elements of ``input_ids``, else of the first integer tensor with two or more dimensions (one dimension would be
+    labels); 0 without such a tensor.
     """
 
 
 def size_of_batch(batch: Any) -> BatchSize:
-    """Of a tensor, or of any nesting of mappings, lists and tuples. Padding counts: it is computed."""
+    """The size of a tensor, or of any nesting of mappings, lists and tuples. Padding counts, since it is computed."""
     tensors = list(_tensors(batch, ""))
     samples = next((tensor.size(0) for _, tensor in tensors if tensor.dim() > 0), 0)
     tokens = next((tensor for name, tensor in tensors if name == "input_ids"), None)

@@ -1,4 +1,4 @@
-"""The figures of a step: their names as metrics, and the line."""
+"""The figures of a step: metric names, and the log line."""
 
 from __future__ import annotations
 
@@ -28,57 +28,58 @@ METRICS = (
     "patrickstar/model_tflops",
     "patrickstar/stalled_share",
 )
-"""All names of metrics: those that DeepSpeed has under its names, the others under ours."""
+"""All names of metrics: DeepSpeed's where it has them, else our own."""
 
 
 def model_tflops(num_parameters: int, num_trainable: int, tokens_per_second: float) -> float:
-    """10^12 floating point operations of a model per second: 2 per parameter and token in forward, 2 in backward for
-    the gradients of activations, 2 for those of weights, where these train.
+    """10^12 floating point operations of a model per second.
 
-    That is 6 per parameter and token (Kaplan et al., "Scaling laws for neural language models", 2020, section 2.1), the
-    formula (3) of Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-    2021, without its recomputation and without attention's scores, which add sequence / (6 * hidden size).
+    Per parameter and token it counts 2 in forward, 2 in backward for the gradients of activations, and 2 for the
+    gradients of trained weights. That is 6 per parameter and token (Kaplan et al., "Scaling laws for neural language
+    models", 2020, section 2.1). It is formula (3) of Narayanan et al., "Efficient large-scale language model training
+    on GPU clusters using Megatron-LM", 2021, without recomputation, and without attention's scores, which add
+    sequence / (6 * hidden size).
     """
     return (4 * num_parameters + 2 * num_trainable) * tokens_per_second / 1e12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What is known after a step; None: not known. Rates are over the steps since the line before."""
+    """Figures after a step; None: unknown. Rates are over the steps since the last line."""
 
     step: int
-    """Counted from 1 since the beginning of the training."""
+    """Counted from 1 since the start of training."""
     loss: float | None = None
-    """Of this step on this rank."""
+    """The loss of this step on this rank."""
     grad_norm: float | None = None
-    """Of all ranks' mean gradients, before clipping; None where the step was skipped."""
+    """The norm of all ranks' mean gradients, before clipping; None if the step was skipped."""
     lr: float | None = None
-    """Of the first parameter group."""
+    """The learning rate of the first parameter group."""
     loss_scale: float | None = None
-    """Where loss scaling is on."""
+    """Set if loss scaling is on."""
     num_skipped: int | None = None
-    """Steps since the line before whose gradients were not finite."""
+    """Steps since the last line whose gradients were not finite."""
     device_name: str = "device"
     """``gpu``, or ``device`` for the simulated one."""
     device_bytes: int | None = None
-    """The most that was in use on the device."""
+    """Peak of the memory in use on the device."""
     host_bytes: int | None = None
-    """The most host memory that model data took."""
+    """Peak of host memory for model data."""
     step_seconds: float | None = None
-    """Per step, what happened between steps included."""
+    """Time per step, including the time between steps."""
     tokens_per_second: float | None = None
-    """Of all ranks since the line before: the first rank's tokens times the number of ranks."""
+    """All ranks' rate since the last line: the first rank's tokens times the number of ranks."""
     samples_per_second: float | None = None
-    """Of all ranks since the line before: the first rank's samples times the number of ranks."""
+    """All ranks' rate since the last line: the first rank's samples times the number of ranks."""
     tflops: float | None = None
-    """Of the model, per rank."""
+    """The model's TFLOPS, per rank."""
     stalls: Stalls | None = None
-    """Of a step shortly before."""
+    """Stalls of a recent step."""
     phase_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Milliseconds of the host's time per step, by phase."""
 
     def text(self) -> str:
-        """The line that is logged; figures that are None are left out."""
+        """The log line, without figures that are None."""
         parts = [
             f"step {self.step}",
             _part("loss {:.4f}", self.loss),
@@ -98,7 +99,7 @@ class StepFigures:
         return "  ".join(part for part in parts if part is not None)
 
     def metrics(self) -> dict[str, float]:
-        """By the names of ``METRICS``; what is not known, or not finite, is left out."""
+        """Values by the names of ``METRICS``, without unknown ones and ones that are not finite."""
         values = {
             "Train/Samples/train_loss": self.loss,
             "Train/Samples/lr": self.lr,
@@ -127,6 +128,6 @@ def _exponent(value: float) -> str:
 
 
 def _flops(tflops: float) -> str:
-    """Of three digits: ``353 TFLOPS``, ``2.1 GFLOPS``."""
+    """Formats with three digits: ``353 TFLOPS``, ``2.1 GFLOPS``."""
     scale, name = next(((size, name) for size, name in ((1.0, "T"), (1e-3, "G")) if tflops >= size), (1e-6, "M"))
     return f"{tflops / scale:.3g} {name}FLOPS"

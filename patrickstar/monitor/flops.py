@@ -14,12 +14,12 @@ from patrickstar.config.monitors import FlopsProfilerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfiledStep:
-    """What the step was, beside its forward."""
+    """Facts about the profiled step, beside its forward."""
 
     step: int
     """Number of the optimizer step, counted from 1."""
     seconds: float
-    """From its first forward to the end of its optimizer step."""
+    """Time from its first forward to the end of its optimizer step."""
     num_tokens: int
     """Tokens of this rank in the step, over all its micro-batches."""
     num_parameters: int
@@ -29,8 +29,8 @@ class ProfiledStep:
 
 
 class FlopsProfiler:
-    """Counts the forwards of one step. What PyTorch has no formula for (element-wise work, kernels of other packages)
-    counts nothing; ``torch.utils.flop_counter`` lists what it has.
+    """Counts the forwards of one step. Operations without a formula in PyTorch (element-wise work, kernels of other
+    packages) count as zero; ``torch.utils.flop_counter`` lists the formulas.
     """
 
     def __init__(self, options: FlopsProfilerConfig):
@@ -40,7 +40,7 @@ class FlopsProfiler:
 
     @contextlib.contextmanager
     def count(self) -> Iterator[None]:
-        """Around each forward of the step."""
+        """Context around each forward of the step."""
         with FlopCounterMode(display=False) as counter:
             yield
         self._num_forwards += 1
@@ -49,12 +49,12 @@ class FlopsProfiler:
 
     @property
     def forward_flops(self) -> int:
-        """Of all forwards so far."""
+        """Operations of all forwards so far."""
         return self._by_module.get("Global", 0)
 
     def text(self, step: ProfiledStep) -> str:
-        """A few lines. Backward is taken to have twice the operations of forward, as it has where all parameters
-        train, and ``recompute_fwd_factor`` of forward's again.
+        """A summary of a few lines. Backward counts as twice the forward, as if all parameters train, plus
+        ``recompute_fwd_factor`` times the forward.
         """
         flops = self.forward_flops * (3 + self._options.recompute_fwd_factor)
         estimate = (4 * step.num_parameters + 2 * step.num_trainable) * step.num_tokens
@@ -71,7 +71,7 @@ class FlopsProfiler:
         return "\n".join(lines) + "\n"
 
     def write(self, text: str) -> None:
-        """To ``output_file``, or to standard output."""
+        """Writes to ``output_file``, or to standard output."""
         if self._options.output_file is None:
             print(text, end="", flush=True)
             return
@@ -99,7 +99,7 @@ class FlopsProfiler:
 
 
 def _root(paths: list[list[str]]) -> list[str]:
-    """The module that all of the operations are in: what wraps the model is left out of its modules' names."""
+    """The module that contains all of the operations; wrappers of the model are left out of module names."""
     root: list[str] = []
     while len(inside := {path[len(root)] for path in paths if len(path) > len(root)}) == 1:
         root += inside

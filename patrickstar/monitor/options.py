@@ -1,4 +1,4 @@
-"""What is asked of the monitor. Names and defaults are those of DeepSpeed's configuration."""
+"""Options of the monitor, with the names and defaults of DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from patrickstar.config.monitors import CsvMonitorConfig, FlopsProfilerConfig, T
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """Everything that is asked of the monitor; by default nothing is."""
+    """Options of the monitor; all are off by default."""
 
     steps_per_print: int | None = None
-    """A line is logged after each so many optimizer steps; None or 0: none."""
+    """Optimizer steps between log lines; None or 0: no lines."""
     wall_clock_breakdown: bool = False
-    """Whether the line says how long the host was in forward, backward and step."""
+    """True if the line includes the host's time in forward, backward and step."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
-    """Whether and where TensorBoard's event files are written."""
+    """TensorBoard's event files."""
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
-    """Whether and where metrics are written as one CSV file."""
+    """Metrics in one CSV file."""
     wandb: WandbConfig = WandbConfig()
-    """Whether metrics go to Weights & Biases, and to which project."""
+    """Metrics in a project of Weights & Biases."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """The operations of one step."""
 

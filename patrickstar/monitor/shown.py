@@ -1,9 +1,9 @@
-"""Where lines of the log go in a process that has set up no logging: to standard error.
+"""Log output of processes that have set up no logging: to standard error.
 
-[Note: who sets up logging] The user does, and is then left alone: a handler of the root's or of the logger
-``patrickstar``, and its level, are as they were set. Without any, Python would show warnings only, and nobody would see
-that a run goes on. So the first engine of such a process gives the logger a handler and the level INFO. The handler
-says nothing any more once the root has one, and less than a warning on rank 0 alone.
+Logging that the user has set up is left alone: handlers of the root logger or of the logger ``patrickstar``, and its
+level, are unchanged. Without any, Python would show only warnings, and a run's progress would be invisible. So the
+first engine of such a process gives the logger a handler and the level INFO. The handler is silent once the root logger
+has one, and below WARNING writes only on rank 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _logger = logging.getLogger("patrickstar")
 
 
 def show_log() -> None:
-    """Lets lines of the level INFO be seen, unless logging was set up otherwise. May be called again."""
+    """Shows lines of level INFO, unless logging was set up otherwise. Idempotent."""
     if _logger.hasHandlers():
         return
     handler = _StandardErrorHandler()
@@ -29,7 +29,7 @@ def show_log() -> None:
 
 
 class _StandardErrorHandler(logging.Handler):
-    """Writes to what is standard error when a line comes; above tqdm's bars, where there are some."""
+    """Writes to the current standard error; above tqdm's bars, if there are any."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         is_for_me = record.levelno >= logging.WARNING or _rank() == 0

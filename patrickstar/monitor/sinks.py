@@ -1,4 +1,4 @@
-"""Where metrics go besides the line: TensorBoard, Weights & Biases, a CSV file. Opened on rank 0 only."""
+"""Destinations of metrics: TensorBoard, Weights & Biases, a CSV file. Opened on rank 0 only."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from patrickstar.monitor.options import MonitorOptions
 
 
 class Sink(Protocol):
-    """Takes the metrics of steps, in their order."""
+    """Takes the metrics of steps, in order."""
 
     def write(self, step: int, num_samples: int, values: Mapping[str, float]) -> None:
-        """The metrics of one step by name (``figures.METRICS``), after ``num_samples`` samples of all ranks."""
+        """Writes the metrics of one step by name (``figures.METRICS``), after ``num_samples`` samples of all ranks."""
 
     def flush(self) -> None:
-        """What was written is there for others to read."""
+        """Makes written metrics visible to other processes."""
 
     def close(self) -> None:
-        """After the last step. May be called twice."""
+        """Closes the sink after the last step. Idempotent."""
 
 
 def open_sinks(options: MonitorOptions) -> list[Sink]:
-    """Those that are enabled.
+    """Opens the enabled sinks.
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
-        ValueError: the CSV file that is there has other columns.
+        ValueError: an existing CSV file has other columns.
     """
     sinks: list[Sink] = []
     if options.tensorboard.enabled:
@@ -43,7 +43,7 @@ def open_sinks(options: MonitorOptions) -> list[Sink]:
 
 
 class TensorBoardSink:
-    """Event files in ``output_path/job_name``; the horizontal axis is samples, as DeepSpeed's."""
+    """Event files in ``output_path/job_name``; the horizontal axis is samples, as in DeepSpeed."""
 
     def __init__(self, options: TensorBoardConfig):
         try:
@@ -69,7 +69,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """The user's run if there is one, else one of its own, which it finishes; the axis is samples, as DeepSpeed's."""
+    """The user's run if there is one, else its own, which it finishes; the axis is samples, as in DeepSpeed."""
 
     def __init__(self, options: WandbConfig):
         try:
@@ -88,7 +88,7 @@ class WandbSink:
         self._run.log(dict(values), step=num_samples)
 
     def flush(self) -> None:
-        """Does nothing: W&B sends what is logged by itself."""
+        """Does nothing: W&B sends logged values by itself."""
 
     def close(self) -> None:
         """Finishes the run if it is the sink's own; the user's goes on."""
@@ -98,8 +98,8 @@ class WandbSink:
 
 
 class CsvSink:
-    """``output_path/job_name/metrics.csv``: a header, then a row for each step; empty where a metric is not known. A
-    run that is resumed appends to it.
+    """``output_path/job_name/metrics.csv``: a header, then a row for each step, with empty cells for unknown metrics. A
+    resumed run appends to it.
     """
 
     HEADER = ["step", "samples", *METRICS]
@@ -121,11 +121,11 @@ class CsvSink:
             self._file.flush()
 
     def write(self, step: int, num_samples: int, values: Mapping[str, float]) -> None:
-        """Appends a row: the step, the samples and all of ``METRICS``, empty where a metric is not known."""
+        """Appends a row: the step, the samples and all of ``METRICS``, empty where a metric is unknown."""
         self._writer.writerow([step, num_samples, *(values.get(name, "") for name in METRICS)])
 
     def flush(self) -> None:
-        """Hands buffered rows to the operating system, so that other processes can read them."""
+        """Flushes buffered rows, so that other processes can read them."""
         self._file.flush()
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""For how much of a step the device waited for PatrickStar, and for what: a step is traced now and then.
+"""Stalls: how long the device waited for PatrickStar in a step, and for what. Some steps are traced.
 
-[Note: when steps are traced] A trace is asked for two steps ahead of the line and taken at the line. So it is of the
-whole step before the line's, and what that step started (updates on the host that run on into the next) is over by
-then: taking it waits for nothing. Where lines come more often than every third step, every second step is traced and a
-line may repeat the share of the line before.
+A trace is requested two steps before a log line and taken at the line. It covers the whole step before the line's. Work
+that the traced step started (updates on the host that run on into the next) is complete by then, so taking it does not
+wait. If lines come more often than every third step, every second step is traced, and a line may repeat the last line's
+share.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _WORDS = {
     _C.StallCause.NORM: "norm",
     _C.StallCause.COLLECTIVE: "collectives",
 }
-"""What the compute queue waits for (csrc/common/tracing.h), as the line names it."""
+"""Causes of waits of the compute queue (csrc/common/tracing.h), as the line names them."""
 
 _STEPS_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Stalls:
-    """What one step waited for."""
+    """Stalls of one step."""
 
     by_cause: Mapping[str, float]
     """Share of the step's time, by cause; causes that did not occur are left out."""
 
     @property
     def share(self) -> float:
-        """Of the step's time, for all causes."""
+        """Share of the step's time, for all causes."""
         return sum(self.by_cause.values())
 
     def text(self) -> str:
-        """For the line: the share, and the cause of most of it."""
+        """Text for the line: the share, and its main cause."""
         percent = f"stalled {100 * self.share:.0f} %"
         if not self.by_cause or self.share < 0.005:
             return percent
@@ -49,11 +49,11 @@ class Stalls:
 
 
 class StallSampler:
-    """Traces some of an engine's steps ([Note: when steps are traced]).
+    """Traces some of an engine's steps; the module's docstring says which.
 
     Args:
-        start_trace: asks for the next step's trace (``_C.Runtime.start_stall_trace``).
-        take_stalls: what it waited for, once that step is over, else None (``_C.Runtime.take_stalls``).
+        start_trace: requests the next step's trace (``_C.Runtime.start_stall_trace``).
+        take_stalls: returns the stalls once that step is over, else None (``_C.Runtime.take_stalls``).
     """
 
     def __init__(self, start_trace: Callable[[], None], take_stalls: Callable[[], Mapping[str, Any] | None]):
@@ -61,10 +61,10 @@ class StallSampler:
         self._take_stalls = take_stalls
         self._steps_since_asked: int | None = None
         self.latest: Stalls | None = None
-        """Of the step that was traced last; None: none was yet."""
+        """Stalls of the last traced step; None before the first."""
 
     def end_step(self, *, steps_until_line: int, steps_per_line: int) -> None:
-        """After each step; before the line that ``steps_until_line`` 0 stands for."""
+        """Call after each step, and before the line (``steps_until_line`` 0)."""
         if self._steps_since_asked is not None:
             self._steps_since_asked += 1
             self._take()
@@ -77,7 +77,7 @@ class StallSampler:
         if self._steps_since_asked < _STEPS_AHEAD:
             return
         taken = self._take_stalls()
-        if taken is None:  # the step was given up, and another one is traced instead
+        if taken is None:  # the step was abandoned, and another one is traced instead
             return
         self._steps_since_asked = None
         seconds = taken["seconds"]

@@ -1,4 +1,4 @@
-"""The monitor of one run: gathers what each step says, logs a line now and then, feeds the sinks."""
+"""The monitor of one run: collects figures of each step, logs lines, and feeds the sinks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from patrickstar.monitor.stalls import StallSampler
 logger = logging.getLogger("patrickstar")
 
 _STEPS_PER_FLUSH = 10
-"""Where no line is asked for, metrics go to the sinks once in so many steps."""
+"""Steps between flushes of metrics to the sinks if no lines are requested."""
 
 
 class Phase(enum.Enum):
@@ -37,7 +37,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What does not change in a run, but for the number of ranks."""
+    """Facts that are constant in a run, except the number of ranks."""
 
     num_parameters: int
     """Number of elements in all parameters of the whole model, on all ranks together."""
@@ -46,18 +46,18 @@ class RunFacts:
     rank: int = 0
     """The rank of this process, over all nodes."""
     num_ranks: int = 1
-    """How many train together."""
+    """Number of ranks that train together."""
     ranks_per_sample: int = 1
-    """How many of them are given the same samples, of each of which they have a part."""
+    """Ranks that get the same samples, and compute a part of each."""
     device: torch.device = torch.device("cpu")
     """The device the model runs on."""
     loss_of: LossOf = LossOf.MICRO_BATCH
-    """What the losses are that the monitor is given."""
+    """The meaning of the losses given to the monitor."""
 
 
 @dataclasses.dataclass
 class _Amounts:
-    """What this rank did in some steps."""
+    """Work of this rank in some steps."""
 
     began: float
     """By the clock, in seconds."""
@@ -70,20 +70,20 @@ class _Amounts:
 class StepMonitor:
     """See the package's docstring.
 
-    [Note: no wait in the monitor] The host waits for the device where a line is logged or metrics are flushed, and
-    nowhere else; losses stay on their device until then ([Note: one buffer for losses]). Those of steps that nobody
-    will see are not even added. A logger that is silent at INFO when a line is due makes it no line: nothing is read.
+    The host waits for the device only where a line is logged or metrics are flushed; losses stay on their device until
+    then (`LossBuffer`). Losses of steps that are not shown are not added. A line is skipped, with nothing read, if the
+    logger is silent at INFO when it is due.
 
     Args:
-        options: what is asked for.
+        options: the requested output.
         facts: of the run.
         report: ``engine.report``.
-        stalls: traces steps of the engine; None: the line does not say what was waited for.
+        stalls: traces steps of the engine; None: lines show no stalls.
         clock: the host's, in seconds.
 
     Raises:
-        ImportError: a package for what is asked is missing.
-        ValueError: a file of metrics that is there does not fit.
+        ImportError: a package for a requested output is missing.
+        ValueError: an existing file of metrics does not fit.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class StepMonitor:
         self._interval = options.steps_per_print or _STEPS_PER_FLUSH
         self._num_steps = 0
         self._num_samples = 0
-        self._num_skipped = 0  # by the report at the last line
+        self._num_skipped = 0  # from the report at the last line
         self._losses = LossBuffer(self._interval, facts.loss_of)
-        self._pending: list[tuple[StepFigures, int]] = []  # the last steps, and the samples by then
+        self._pending: list[tuple[StepFigures, int]] = []  # the last steps, with the samples so far
         self._since_line: _Amounts | None = None
         self._this_step: _Amounts | None = None
 
     @property
     def is_active(self) -> bool:
-        """Whether it does anything: on rank 0, if something is asked for."""
+        """True on rank 0, if any output is requested."""
         return self._is_active
 
     def phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        """Around each forward and backward that trains, and the optimizer's step. May be left out: the line then lacks
-        their times, and no operations are counted.
+        """Context around each training forward and backward, and the optimizer's step. Optional: without it the line
+        lacks their times, and no operations are counted.
         """
         return self._observed(phase) if self._is_active else contextlib.nullcontext()
 
@@ -133,19 +133,19 @@ class StepMonitor:
         step.phase_seconds[phase] = step.phase_seconds.get(phase, 0.0) + self._clock() - began
 
     def add_micro_batch(self, batch: Any, loss: torch.Tensor | float | None = None) -> None:
-        """After each forward that trains.
+        """Call after each training forward.
 
         Args:
-            batch: what the model was called with: tensors, mappings and sequences of such.
-            loss: of one element, a number or a tensor on any device, which is not waited for; with accumulation before
-                it is divided by the number of micro-batches, unless the run's facts say otherwise.
+            batch: the model's arguments: tensors, mappings and sequences of tensors.
+            loss: a number or one-element tensor on any device, which is not waited for. With accumulation it must not
+                be divided by the number of micro-batches, unless the run's facts say otherwise.
         """
         self.add_batch(batch)
         if loss is not None:
             self.add_loss(loss)
 
     def add_batch(self, batch: Any) -> None:
-        """What :meth:`add_micro_batch` does with a batch."""
+        """The batch part of :meth:`add_micro_batch`."""
         if not self._is_active:
             return
         step, size = self._begun_step(), size_of_batch(batch)
@@ -153,7 +153,7 @@ class StepMonitor:
         step.num_tokens += size.num_tokens
 
     def add_loss(self, loss: torch.Tensor | float) -> None:
-        """What :meth:`add_micro_batch` does with a loss."""
+        """The loss part of :meth:`add_micro_batch`."""
         if not self._is_active:
             return
         if self._is_shown():
@@ -162,15 +162,15 @@ class StepMonitor:
             self._losses.add(loss)
 
     def drop_losses(self) -> None:
-        """The losses of the present step count no more: its gradients were forgotten."""
+        """Drops the losses of the present step, whose gradients were dropped."""
         self._losses.drop_step()
 
     def change_ranks(self, num_ranks: int) -> None:
-        """Samples and tokens are counted for so many ranks from now on."""
+        """Counts samples and tokens for so many ranks from now on."""
         self._facts = dataclasses.replace(self._facts, num_ranks=num_ranks)
 
     def end_step(self, lr: float | None = None) -> None:
-        """After each optimizer step, skipped ones too; ``lr`` is what its first group ran with."""
+        """Call after each optimizer step, also skipped ones; ``lr`` is the first group's rate in it."""
         if not self._is_active:
             return
         step = self._begun_step()
@@ -193,17 +193,17 @@ class StepMonitor:
         self._this_step = None
 
     def state_dict(self) -> dict[str, int]:
-        """For a checkpoint, so that a resumed run counts on."""
+        """Counts for a checkpoint, so that a resumed run continues them."""
         return {"num_steps": self._num_steps, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a checkpoint, between two steps."""
+        """Continues from a checkpoint, between two steps."""
         self._write(self._take_pending())
         self._since_line = None
         self._num_steps, self._num_samples = int(state["num_steps"]), int(state["num_samples"])
 
     def close(self) -> None:
-        """Writes what is left. After the last step; the engine may be closed already. May be called twice."""
+        """Writes pending metrics, after the last step; the engine may be closed already. Idempotent."""
         self._write(self._take_pending())
         for sink in self._sinks:
             sink.close()
@@ -211,11 +211,11 @@ class StepMonitor:
         self._is_active = False
 
     def _is_shown(self) -> bool:
-        """Whether figures would be seen now."""
+        """True if figures would be seen now."""
         return bool(self._sinks) or self._has_lines and logger.isEnabledFor(logging.INFO)
 
     def _shows_step(self, step: int) -> bool:
-        """Whether somebody will see the figures of this one."""
+        """True if the figures of this step will be seen."""
         return bool(self._sinks) or (self._has_lines and step % self._interval == 0 and self._is_shown())
 
     def _begun_step(self) -> _Amounts:
@@ -237,7 +237,7 @@ class StepMonitor:
             total.phase_seconds[phase] = total.phase_seconds.get(phase, 0.0) + seconds
 
     def _figures(self, lr: float | None) -> StepFigures:
-        """What can be known of a step without waiting; the loss comes later."""
+        """Figures of a step that need no wait; the loss is added later."""
         report = self._report()
         norm, scale = float(report["grad_norm"]), float(report["loss_scale"])
         return StepFigures(
@@ -258,7 +258,7 @@ class StepMonitor:
         self._since_line = _Amounts(now)
 
     def _take_pending(self) -> list[tuple[StepFigures, int]]:
-        """The steps that the sinks have not got, with their losses."""
+        """The steps that the sinks have not received, with their losses."""
         pending, self._pending = self._pending, []
         losses = self._losses.take()
         losses = losses[len(losses) - len(pending) :]

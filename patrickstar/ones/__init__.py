@@ -1,10 +1,10 @@
-"""Sharing a cluster among training jobs whose number of GPUs changes: schedulers, and a simulator for them.
+"""Elastic cluster scheduling: schedulers for training jobs whose number of GPUs changes, and a simulator.
 
     trace = artifact_mix(num_jobs=50, seed=0)
     result = simulate(trace, make_policy("ones", history=history(seed=0)), Cluster(64))
     print(figures(result).mean_jct_s)
 
-docs/guides/ones.md says what is here and what is not. Needs numpy alone, and matplotlib where pictures are drawn.
+docs/guides/ones.md describes the scope. It needs only numpy, and matplotlib for pictures.
 """
 
 from patrickstar.ones.jobs import BatchRule, Cluster, Job, JobState, Throughput, check_fits

@@ -1,7 +1,7 @@
-"""Jobs and clusters as a scheduler sees them: what a job can run on, how fast, and what a change of its GPUs costs.
+"""Jobs and clusters from a scheduler's view: feasible numbers of GPUs, speed, and the cost of a resize.
 
-A job's total work is not here: no scheduler of a real cluster knows it (:mod:`patrickstar.ones.traces` has it, for the
-simulator). Standard library and numpy only.
+A job's total work is not included: no scheduler of a real cluster knows it (:mod:`patrickstar.ones.traces` has it, for
+the simulator). Standard library and numpy only.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Cluster:
                 raise ValueError(f"a cluster's {name} is {getattr(self, name)}; give at least 1")
 
     def num_nodes_of(self, gpus: tuple[int, ...]) -> int:
-        """On how many nodes these GPUs are."""
+        """Number of nodes that contain these GPUs."""
         return len({gpu // self.gpus_per_node for gpu in gpus})
 
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """How long a step takes: Pollux's model (OSDI 2021, section 4.1, with its gradient accumulation).
+    """Step time by Pollux's model (OSDI 2021, section 4.1, with its gradient accumulation).
 
-    A step of ``a`` passes over micro-batches takes ``(a - 1) C + (C^gamma + S^gamma)^(1/gamma)`` seconds, where
-    ``C = pass_s + sample_s * micro_batch`` computes and ``S`` synchronises gradients: nothing on one GPU, else
-    ``latency + growth * (GPUs - 2)`` with constants of their own within a node and between nodes.
+    A step of ``a`` passes over micro-batches takes ``(a - 1) C + (C^gamma + S^gamma)^(1/gamma)`` seconds. ``C = pass_s
+    + sample_s * micro_batch`` is computation. ``S`` is gradient synchronisation: zero on one GPU, else ``latency +
+    growth * (GPUs - 2)``, with separate constants within a node and between nodes.
     """
 
     sample_s: float
@@ -49,20 +49,20 @@ class Throughput:
     pass_s: float = 0.0
     """Seconds of a pass that do not depend on the samples in it."""
     sync_s: float = 0.0
-    """Seconds that two GPUs of one node synchronise."""
+    """Synchronisation seconds of two GPUs in one node."""
     sync_growth_s: float = 0.0
-    """Seconds more for each GPU beyond two, within a node."""
+    """Additional seconds for each GPU beyond two, within a node."""
     node_sync_s: float = 0.0
-    """Seconds that two GPUs of two nodes synchronise."""
+    """Synchronisation seconds of two GPUs in two nodes."""
     node_sync_growth_s: float = 0.0
-    """Seconds more for each GPU beyond two, between nodes."""
+    """Additional seconds for each GPU beyond two, between nodes."""
     gamma: float = 2.0
-    """1: computing and synchronising come one after the other; infinity: they overlap wholly."""
+    """1: computation and synchronisation are sequential; infinity: they overlap completely."""
     max_micro_batch: int = 2**30
     """Samples that one GPU takes in one pass; larger batches are accumulated."""
 
     def step_s(self, num_gpus: int, batch_size: int, num_nodes: int = 1) -> float:
-        """Seconds of a step of ``batch_size`` samples, all GPUs together."""
+        """Seconds of a step of ``batch_size`` samples, on all GPUs together."""
         per_gpu = math.ceil(batch_size / num_gpus)
         passes = math.ceil(per_gpu / self.max_micro_batch)
         compute = self.pass_s + self.sample_s * per_gpu / passes
@@ -76,53 +76,53 @@ class Throughput:
         return (passes - 1) * compute + last
 
     def samples_per_s(self, num_gpus: int, batch_size: int, num_nodes: int = 1) -> float:
-        """Samples per second, all GPUs together."""
+        """Samples per second, on all GPUs together."""
         return batch_size / self.step_s(num_gpus, batch_size, num_nodes)
 
 
 class BatchRule(enum.Enum):
-    """How a job's global batch follows from its number of GPUs."""
+    """Rules for a job's global batch, given its number of GPUs."""
 
     CONFIGURED = "configured"
-    """As its user wrote it: a fixed number of samples per GPU, up to the job's largest batch. ONES' rule too."""
+    """A fixed number of samples per GPU, as the user wrote it, up to the job's largest batch. ONES' rule too."""
     BEST_GOODPUT = "best goodput"
     """The batch with the highest goodput, between the job's base batch and its largest one. Pollux' rule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What was submitted, and what is measured of it once it runs.
+    """A submitted job, with its measured properties.
 
     Raises:
-        ValueError: limits that contradict each other, when it is made.
+        ValueError: on construction, if limits contradict each other.
     """
 
     name: str
     """Unique in the cluster."""
     arrival_s: float
-    """When it was submitted, in seconds of the cluster's clock."""
+    """Time of submission, in seconds of the cluster's clock."""
     min_gpus: int
-    """Fewer do not run it."""
+    """Minimum to run."""
     max_gpus: int
-    """More are never given to it."""
+    """Maximum to be granted."""
     requested_gpus: int
-    """What its user asked for; schedulers that change nothing give exactly this."""
+    """The user's request; schedulers that change nothing grant exactly this."""
     gpu_batch: int
-    """Samples per GPU and step, as its user wrote it."""
+    """Samples per GPU and step, as the user wrote it."""
     base_batch: int
     """The global batch, in samples, at which statistical efficiency is 1 by definition."""
     max_batch: int
-    """The largest global batch, in samples: the learning rate follows it no further."""
+    """The largest global batch, in samples, up to which the learning rate is scaled."""
     epoch_samples: float
     """Samples of one epoch."""
     throughput: Throughput
-    """Seconds of a step for each number of GPUs and batch."""
+    """Step time by number of GPUs and batch."""
     noise_scale: float
-    """The gradient noise scale, in samples: variance of the gradient of one sample over its squared norm."""
+    """The gradient noise scale, in samples: variance of one sample's gradient over the gradient's squared norm."""
     resize_s: float = 0.0
-    """Seconds without training at a change of its GPUs, and when it starts again after it was stopped: measured."""
+    """Seconds without training at a resize, and at a restart after a stop: measured."""
     feasible_gpus: tuple[int, ...] = ()
-    """Numbers of GPUs whose memory it fits, ascending; empty: all from ``min_gpus`` to ``max_gpus``."""
+    """Numbers of GPUs on which it fits, ascending; empty: all from ``min_gpus`` to ``max_gpus``."""
     workload: str = ""
     """A label for reports."""
 
@@ -154,13 +154,13 @@ class Job:
         return self.feasible_gpus or tuple(range(self.min_gpus, self.max_gpus + 1))
 
     def largest_size(self, num_gpus: int) -> int:
-        """The largest of :attr:`sizes` that is at most ``num_gpus``; 0 where there is none."""
+        """The largest of :attr:`sizes` that is at most ``num_gpus``; 0 if there is none."""
         if not self.feasible_gpus:
             return min(num_gpus, self.max_gpus) if num_gpus >= self.min_gpus else 0
         return max((n for n in self.feasible_gpus if n <= num_gpus), default=0)
 
     def rigid_size(self, cluster: Cluster) -> int:
-        """What a scheduler that changes no job gives it: the request, or the nearest size below or above it."""
+        """Size from a scheduler that changes no job: the request, or the nearest size below or above it."""
         most = min(self.requested_gpus, cluster.num_gpus)
         return self.largest_size(most) or self.sizes[0]
 
@@ -175,7 +175,7 @@ class Job:
         return _best_batch(self, num_gpus, math.ceil(num_gpus / gpus_per_node))
 
     def goodput(self, num_gpus: int, batch_size: int, num_nodes: int) -> float:
-        """Samples per second, each worth as much as one of the base batch: throughput times efficiency."""
+        """Samples of the base batch per second: throughput times efficiency."""
         return self.throughput.samples_per_s(num_gpus, batch_size, num_nodes) * self.efficiency(batch_size)
 
 
@@ -188,11 +188,11 @@ def _best_batch(job: Job, num_gpus: int, num_nodes: int) -> int:
 
 @functools.lru_cache(maxsize=2**15)
 def goodputs(job: Job, rule: BatchRule, cluster: Cluster) -> np.ndarray:
-    """Goodput for each number of GPUs, packed on as few nodes as hold them.
+    """Goodput for each number of GPUs, packed on as few nodes as possible.
 
     Returns:
-        float64 of shape ``[min(max_gpus, cluster's GPUs) + 1]``, samples per second; 0 where it does not run. It is
-        shared between calls and read-only.
+        float64 of shape ``[min(max_gpus, cluster's GPUs) + 1]``, samples per second; 0 where it does not run. The array
+        is cached and read-only.
     """
     found = np.zeros(min(job.max_gpus, cluster.num_gpus) + 1)
     for n in job.sizes:
@@ -205,7 +205,7 @@ def goodputs(job: Job, rule: BatchRule, cluster: Cluster) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class JobState:
-    """A job that has arrived and not finished, at one moment: all that a policy is told of it."""
+    """A job that has arrived and not finished, at one time: all information for a policy."""
 
     job: Job
     gpus: tuple[int, ...]
@@ -213,31 +213,31 @@ class JobState:
     batch_size: int
     """Its global batch in samples; 0 while it waits."""
     done_samples: float
-    """Progress: samples, each worth as much as one of the base batch."""
+    """Progress in samples of the base batch."""
     seen_samples: float
-    """Samples that went through it, whatever they were worth."""
+    """Processed samples, without weighting."""
     gpu_s: float
-    """GPU-seconds that it has held so far: the service it attained."""
+    """GPU-seconds that it has held so far: its attained service."""
     run_s: float
     """Seconds that it has held GPUs."""
     num_resizes: int
-    """Changes of its GPUs and restarts so far."""
+    """Resizes and restarts so far."""
     samples_since_resize: float
-    """Of ``seen_samples``, those since its GPUs last changed."""
+    """The part of ``seen_samples`` since its GPUs last changed."""
     run_since_resize_s: float
-    """Seconds that it has trained since then; 0 during the change."""
+    """Seconds of training since then; 0 during the change."""
     most_gpus: int
     """The most GPUs that it has held at a time."""
     observed: tuple[tuple[int, float], ...]
     """(GPUs, samples per second) as last measured, ascending."""
     initial_loss: float
-    """Of its first epoch; 0 before that."""
+    """Loss of its first epoch; 0 before that."""
     loss: float
-    """Of its last finished epoch."""
+    """Loss of its last finished epoch."""
     accuracy: float
-    """Of its last evaluation, 0 to 1."""
+    """Accuracy of its last evaluation, 0 to 1."""
     remaining_samples: float | None = None
-    """Work that is left, in samples of the base batch: for policies whose papers have it, None for all others."""
+    """Remaining work in samples of the base batch: for policies whose papers have it, None for all others."""
 
     @property
     def epochs(self) -> float:
@@ -246,7 +246,7 @@ class JobState:
 
     @property
     def has_started(self) -> bool:
-        """Whether it has ever held GPUs."""
+        """True if it has ever held GPUs."""
         return self.most_gpus > 0
 
 

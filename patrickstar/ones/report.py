@@ -1,4 +1,4 @@
-"""Figures of simulations with confidence intervals over seeds, and pictures of them (matplotlib, imported there)."""
+"""Figures of simulations with confidence intervals over seeds, and pictures of them (matplotlib, imported lazily)."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _T_NORMAL = 1.960
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one simulation; times in seconds."""
+    """Figures of one simulation; times in seconds."""
 
     mean_jct_s: float
     """Mean time from a job's arrival to its end."""
     median_jct_s: float
-    """The median of these."""
+    """Median time from a job's arrival to its end."""
     p99_jct_s: float
-    """Their 99th percentile, interpolated linearly."""
+    """The 99th percentile of these times, interpolated linearly."""
     makespan_s: float
     """From the first arrival to the last end."""
     utilisation: float
     """GPU-seconds held by jobs, resizes included, over all GPU-seconds of the makespan."""
     stalled: float
-    """Of the GPU-seconds held, the part in which a resize was under way."""
+    """Share of the held GPU-seconds in which a resize was in progress."""
     resizes_per_job: float
-    """Changes of GPUs and restarts, per job."""
+    """Resizes and restarts, per job."""
 
 
 def figures(result: Result) -> Figures:
@@ -84,10 +84,8 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(results: Mapping[str, Sequence[Result]], compare_to: str | None = None) -> str:
-    """A line for each policy: means over seeds, each with its half interval.
-
-    ``compare_to`` names the policy that the last column relates to: the mean over seeds of this policy's mean JCT over
-    that one's, seed by seed.
+    """A line for each policy: means over seeds, each with its half interval. ``compare_to`` names the reference policy
+    of the last column: the mean over seeds of the ratio of mean JCTs, seed by seed.
     """
     found = {name: [figures(result) for result in runs] for name, runs in results.items()}
     head = f"{'policy':<15} {'mean JCT s':>15} {'median s':>13} {'p99 s':>13} {'makespan s':>13} {'GPUs held':>11}"
@@ -115,7 +113,7 @@ def _shown(values: Sequence[float], decimals: int) -> str:
 
 
 def draw_jcts(results: Mapping[str, Sequence[Result]], path: str | Path) -> None:
-    """Writes a picture (PNG by its name): the part of jobs that end within a time, a line for each policy.
+    """Writes a picture (PNG by its name): the fraction of jobs that end within a time, one curve per policy.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -156,7 +154,7 @@ def draw_gantt(result: Result, path: str | Path, title: str = "") -> None:
 
 
 def _ranges(gpus: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first, how many) of each run of neighbours."""
+    """(first, count) of each run of consecutive GPUs."""
     found: list[tuple[int, int]] = []
     for gpu in gpus:
         if found and sum(found[-1]) == gpu:

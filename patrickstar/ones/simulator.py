@@ -1,8 +1,8 @@
-"""Simulated time for real schedulers: from event to event, the same for the same trace and seed.
+"""Simulated time for real schedulers: event-driven, and deterministic for a trace and seed.
 
-Events are arrivals, ends of jobs and the policy's interval. Between events a job's goodput is constant; a change of its
-GPUs, or a restart after it was stopped, costs ``resize_s`` seconds in which it holds its GPUs and does not train. The
-first start costs nothing. Policies see goodputs for a job that is packed; the simulator counts the nodes it is on.
+Events are arrivals, ends of jobs and the policy's interval. Between events a job's goodput is constant. A resize, or a
+restart after a stop, costs ``resize_s`` seconds in which the job holds its GPUs and does not train. The first start
+costs nothing. Policies see goodputs for packed jobs; the simulator counts the actual nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STARVED_S = 3650 * 86400.0
 
 
 class SimulationError(RuntimeError):
-    """A policy granted what it must not, or lets a job wait forever."""
+    """A policy made an invalid grant, or lets a job wait forever."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Segment:
     gpus: tuple[int, ...]
     batch_size: int
     stalled_s: float
-    """Of this time, what a resize took."""
+    """Part of this time that a resize took."""
     done_samples: float
     """Progress made in it, in samples of the base batch."""
 
@@ -46,7 +46,7 @@ class Finished:
     first_start_s: float
     end_s: float
     run_s: float
-    """With GPUs, resizes included."""
+    """Time with GPUs, resizes included."""
     num_resizes: int
 
     @property
@@ -57,7 +57,7 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What happened."""
+    """The result of a simulation."""
 
     cluster: Cluster
     jobs: tuple[Finished, ...]
@@ -68,7 +68,7 @@ class Result:
 
 
 class _Running:
-    """A job in the simulator; progress is exact at any time, and not added up from small steps."""
+    """A job in the simulator; progress is computed exactly, not accumulated from small steps."""
 
     def __init__(self, item: TraceJob):
         self.item = item
@@ -99,7 +99,7 @@ class _Running:
         return self.done_before + self.goodput * self.trained_s(now)
 
     def change(self, now: float, grant: Grant | None, cluster: Cluster) -> Segment | None:
-        """Sets GPUs and batch; what ended with that, if it held any."""
+        """Sets GPUs and batch; returns the segment that ended, if any."""
         segment = None
         if self.grant:
             trained = self.trained_s(now)
@@ -138,7 +138,7 @@ class _Running:
         return segment
 
     def state(self, now: float, foresight: Foresight) -> JobState:
-        """What a policy is told."""
+        """Information for a policy."""
         trained = self.trained_s(now)
         since = self.samples_per_s * trained
         seen = self.seen_before + since
@@ -183,7 +183,7 @@ def simulate(trace: Sequence[TraceJob], policy: Policy, cluster: Cluster) -> Res
 
     Raises:
         ValueError: a job can never run on this cluster, or two have the same name.
-        SimulationError: the policy granted what it must not, or leaves a job without GPUs forever.
+        SimulationError: the policy made an invalid grant, or leaves a job without GPUs forever.
     """
     for item in trace:
         check_fits(item.job, cluster)

@@ -1,7 +1,7 @@
-"""What jobs come when: a format of JSON lines, and generators.
+"""Traces of jobs: a format of JSON lines, and generators.
 
 The first line is ``{"format": "patrickstar.ones.trace", "version": 1}``; each further one is a :class:`TraceJob` by
-the names of its fields, the job and its throughput as objects inside it.
+field names, with the job and its throughput as nested objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NODE = Cluster(num_gpus=2**10, gpus_per_node=4)
 
 @dataclasses.dataclass(frozen=True)
 class TraceJob:
-    """A job, and what only the simulator knows of it."""
+    """A job, with properties that only the simulator knows."""
 
     job: Job
     samples: float
@@ -32,22 +32,22 @@ class TraceJob:
     initial_loss: float = 1.0
     """Loss of its first epoch."""
     floor: float = 0.1
-    """Part of the initial loss that training never gets below."""
+    """Fraction of the initial loss below which training never gets."""
     steepness: float = 20.0
-    """Loss after the part ``p`` of the work is ``initial_loss * (floor + (1 - floor) / (1 + steepness * p))``."""
+    """Loss after the fraction ``p`` of the work is ``initial_loss * (floor + (1 - floor) / (1 + steepness * p))``."""
     accuracy: float = 0.9
-    """What accuracy tends to: after ``p`` it is this times ``1 - exp(-5 p)``."""
+    """Limit of the accuracy: after ``p`` it is this times ``1 - exp(-5 p)``."""
     noise_seed: int = 0
-    """Of the noise on losses and accuracies (2 %)."""
+    """Seed of the noise on losses and accuracies (2 %)."""
     fit_error: float = 0.0
-    """An estimate fitted to the loss says ``exp(fit_error * (1 - p))`` times the remaining work."""
+    """An estimate fitted to the loss is ``exp(fit_error * (1 - p))`` times the remaining work."""
 
     def __post_init__(self) -> None:
         if not self.samples > 0:
             raise ValueError(f"job {self.job.name} has {self.samples} samples of work; give more than 0")
 
     def curve(self, progress: float, epoch: int) -> tuple[float, float]:
-        """Loss and accuracy after this part of the work, as measured at the end of an epoch."""
+        """Loss and accuracy after this fraction of the work, as measured at the end of an epoch."""
         noise = 1 + 0.02 * np.random.default_rng((self.noise_seed, epoch)).standard_normal(2)
         loss = self.initial_loss * (self.floor + (1 - self.floor) / (1 + self.steepness * progress))
         return float(loss * noise[0]), float(min(1.0, self.accuracy * (1 - math.exp(-5 * progress)) * noise[1]))
@@ -63,7 +63,10 @@ class _Workload:
     initial_loss: float
 
     def throughput(self) -> Throughput:
-        """Gradients of 4 bytes cross links of 10 GB/s twice; 5 % more for each GPU beyond two, 8 % between nodes."""
+        """Gradients of 4 bytes cross links of 10 GB/s twice, in half the time within a node.
+
+        Each further GPU adds 1 % of the time between nodes.
+        """
         sync = 2 * 4 * self.million_params * 1e6 / 10e9
         return Throughput(
             sample_s=self.sample_ms / 1e3, pass_s=0.01, sync_s=0.5 * sync, sync_growth_s=0.01 * sync, node_sync_s=sync,
@@ -71,7 +74,7 @@ class _Workload:
         )  # fmt: skip
 
 
-# The artifact's kinds of models, ten equally frequent workloads. Its trace has no speeds: milliseconds and noise scales
+# The artifact's kinds of models: ten equally frequent workloads. Its trace has no speeds: milliseconds and noise scales
 # are estimates for a GPU of 10 to 16 TFLOPS, parameters are those of the models.
 _WORKLOADS = (
     _Workload("resnet18", 2.0, 11.7, 64, 1000, 2.3),
@@ -92,8 +95,8 @@ def artifact_mix(
 ) -> tuple[TraceJob, ...]:
     """The mix of ONES' artifact: ten workloads and 2, 4, 8 or 16 GPUs, equally frequent, exponential gaps of 30 s.
 
-    ``mean_duration_s`` is the mean of how long a job takes on the GPUs that it asks for, log-normal with a sigma of
-    0.7 (the artifact's Tiresias, which runs jobs as they asked, executes for 395 s on average).
+    ``mean_duration_s`` is the mean duration of a job on its requested GPUs, log-normal with a sigma of 0.7. (The
+    artifact's Tiresias, which runs jobs as requested, executes for 395 s on average.)
     """
     rng = np.random.default_rng((seed, 1))
     sigma = 0.7
@@ -106,10 +109,10 @@ def artifact_mix(
 def philly_like(
     num_jobs: int, seed: int, mean_gap_s: float = 60.0, resize_s: float = 5.0, median_duration_s: float = 800.0
 ) -> tuple[TraceJob, ...]:
-    """Heavy tails in the manner of the Philly trace: most jobs ask for one GPU and are short, a few run for days.
+    """Heavy tails in the manner of the Philly trace: most jobs request one GPU and are short, a few run for days.
 
     Log-normal durations with a sigma of 1.8, at most ten days; 1 GPU with probability 0.7, 2, 4, 8, 16 with 0.1, 0.1,
-    0.07 and 0.03. The shape is theirs, the numbers are ours.
+    0.07 and 0.03. The shape is the trace's, the numbers are ours.
     """
     rng = np.random.default_rng((seed, 2))
     return _generate(
@@ -158,9 +161,8 @@ def _generate(
 
 
 def history(seed: int, num_jobs: int = 20) -> tuple[HistoryRow, ...]:
-    """What predictors know at the start: the epochs of jobs that ended earlier, as many as the artifact brings.
-
-    They are drawn from the artifact's mix with a seed of their own, and ran on the GPUs that they asked for.
+    """The predictors' initial data: epochs of jobs that ended earlier, as many as in the artifact. They are drawn from
+    the artifact's mix with a separate seed, and ran on their requested GPUs.
     """
     rows = []
     for item in artifact_mix(num_jobs, seed + 10**6):
@@ -186,7 +188,7 @@ def with_resize_s(trace: Sequence[TraceJob], resize_s: float) -> tuple[TraceJob,
 
 
 def write_trace(path: str | Path, trace: Sequence[TraceJob]) -> None:
-    """Writes a new file, replacing one that is there."""
+    """Writes a trace, replacing an existing file."""
     lines = [json.dumps(FORMAT), *(json.dumps(dataclasses.asdict(item)) for item in trace)]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""Optimizers by the names that DeepSpeed scripts import."""
+"""Optimizers under the names that DeepSpeed scripts import."""

@@ -1,7 +1,7 @@
-"""``FusedAdam`` and ``DeepSpeedCPUAdam``: what a DeepSpeed script builds and gives to ``patrickstar.initialize``.
+"""``FusedAdam`` and ``DeepSpeedCPUAdam``, which a DeepSpeed script passes to ``patrickstar.initialize``.
 
-Both are PyTorch's Adam or AdamW with DeepSpeed's defaults, or without bias correction subclasses of these;
-``initialize`` takes their groups over, and the engine updates on the GPU or the CPU wherever a chunk's states are.
+Both are PyTorch's Adam or AdamW (or subclasses without bias correction) with DeepSpeed's defaults. ``initialize`` takes
+over their groups; the engine updates each chunk where its states are, on the GPU or the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> Any:
-        """Raises ValueError where ``amsgrad`` is not at its default."""
+        """Raises ValueError if ``amsgrad`` is set."""
         _check(amsgrad=amsgrad)
         if bias_correction:
             kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
@@ -38,7 +38,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
-    """The same with the arguments of DeepSpeed's."""
+    """:class:`FusedAdam` with the arguments of DeepSpeed's ``DeepSpeedCPUAdam``."""
 
     def __new__(
         cls,
@@ -52,7 +52,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> Any:
-        """Raises ValueError where ``amsgrad`` or ``fp32_optimizer_states`` is not the default."""
+        """Raises ValueError if ``amsgrad`` is set or ``fp32_optimizer_states`` is not."""
         _check(amsgrad=amsgrad, fp32_optimizer_states=fp32_optimizer_states)
         return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay)
 

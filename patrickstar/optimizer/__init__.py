@@ -1,1 +1,1 @@
-"""What belongs to Adam and needs no engine: groups, checks of states, PyTorch's own for what stays with it."""
+"""Optimizer parts without an engine: groups, checks of state dicts, optimizers of parameters outside chunks."""

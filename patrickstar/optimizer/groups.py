@@ -1,4 +1,4 @@
-"""Parameter groups: what ``model_parameters`` may be, turned into groups of parameters."""
+"""Turns ``model_parameters`` into parameter groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHER_OPTIMIZERS = (
     *("alpha", "rho", "centered", "bias_correction", "adam_w_mode", "torch_adam"),
     *ALL_OPTIONS,
 )
-"""What PyTorch's and DeepSpeed's optimizers take in a group; those of an engine's own type count as options first."""
+"""Group options of PyTorch's and DeepSpeed's optimizers."""
 ModelParameters = Callable[[nn.Module], Iterable[Any]] | Sequence[Mapping[str, Any]] | None
 
 
@@ -31,22 +31,22 @@ def make_groups(
     *,
     options: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Groups as ``torch.optim`` takes them.
+    """Returns groups in ``torch.optim``'s format.
 
     Args:
         module: the user's module.
         model_parameters: None (one group of all parameters); a callable that takes the module and returns parameters or
             groups; or a list of dicts whose ``params`` are name patterns (a string or a list; ``*`` and ``?`` as in
             file names), the first match wins.
-        replaced: parameters that the module no longer has, and those in their place.
-        options: that a group of this type of optimizer may have.
+        replaced: parameters removed from the module -> their replacements.
+        options: options allowed in a group of this type of optimizer.
 
     Raises:
         ValueError: a pattern matches nothing, a parameter that requires grad matches none, a parameter is in two
-            groups, an option is unknown.
+            groups, or an option is unknown.
 
-    What a callable returns is taken as ``torch.optim`` takes it: parameters that it leaves out are not trained, and
-    named in a warning; further keys of a group (``name``, what a script's own schedule keeps) stay in it.
+    A callable's result is interpreted as by ``torch.optim``. Parameters that it omits are not trained and named in a
+    warning. Further keys of a group (``name``, a script's own schedule) are kept.
     """
     named = dict(module.named_parameters())
     if model_parameters is None:
@@ -82,7 +82,7 @@ def make_groups(
 
 
 def _in_place(params: Iterable[Any], replaced: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
-    """What is there now of ``params``; several may have become one."""
+    """Returns ``params`` with replaced parameters; several may map to one."""
     found, taken = [], set()
     for param in params:
         now = replaced.get(param, param)
@@ -95,12 +95,11 @@ def _in_place(params: Iterable[Any], replaced: Mapping[nn.Parameter, nn.Paramete
 def checked_added_group(
     module: nn.Module, group: Any, groups: Sequence[Mapping[str, Any]], options: Sequence[str]
 ) -> dict[str, Any]:
-    """A group that is added to ``groups`` of an optimizer whose type has ``options``; its ``params`` are a list of
-    parameters then.
+    """Checks a group to be added to ``groups``; the result's ``params`` are a list of parameters.
 
     Raises:
-        TypeError: it is no dict, or its ``params`` have no order.
-        ValueError: a parameter is not one of the module's, or in a group already, or an option is unknown.
+        TypeError: the group is not a dict, or its ``params`` have no order.
+        ValueError: a parameter is not in the module or already in a group, or an option is unknown.
     """
     if not isinstance(group, Mapping):
         raise TypeError(f"add_param_group got a {type(group).__name__}; give a dict with 'params'")
@@ -179,7 +178,7 @@ def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]
 
 
 def _near(key: str, options: Sequence[str]) -> bool:
-    """Whether it is one of the options with a slip."""
+    """True if ``key`` is probably a misspelt option."""
     return slip_of(str(key), options, 0.88) is not None
 
 

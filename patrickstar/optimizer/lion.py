@@ -1,6 +1,4 @@
-"""Lion, which PyTorch does not have: for parameters that stay with PyTorch, and for scripts that build their optimizer
-themselves.
-"""
+"""Lion, which PyTorch lacks: for parameters outside chunks, and for scripts that build their own optimizer."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2; with gradient g and momentum m:
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), with gradient g and
+    momentum m:
 
         p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
         m = beta2 * m + (1 - beta2) * g
 
-    In float32 it makes the bits that an engine of type ``"Lion"`` makes (csrc/optim/kernels.h,
-    [Note: optimizers of one moment]).
+    In float32 it gives the bits of an engine of type ``"Lion"`` (csrc/optim/kernels.h, ``MomentumRule``).
 
     Args:
-        params: parameters, or groups of them with options of their own.
+        params: parameters, or groups of them with their own options.
         lr: the learning rate; a third to a tenth of AdamW's is usual.
-        betas: decay rates of what is stepped by and of what is kept.
+        betas: decay rates of the update direction and of the momentum.
         weight_decay: decoupled; three to ten times AdamW's is usual, since ``lr`` multiplies it.
     """
 

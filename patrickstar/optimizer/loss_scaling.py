@@ -1,4 +1,4 @@
-"""The loss scaler as DeepSpeed's scripts read it off an optimizer."""
+"""The loss scaler's attributes that DeepSpeed scripts read from an optimizer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from patrickstar.config import Fp16Config
 
 
 class LossScaling:
-    """What a scaler does at present, by DeepSpeed's names; steps alone change it.
+    """Read-only view of a loss scaler under DeepSpeed's names.
 
     Args:
         scaler: the session's; None without float16, where the scale is 1.
-        config: the section that it was made of.
+        config: the scaler's configuration section.
     """
 
     scale_factor = 2.0
-    """What a dynamic scale is multiplied and divided by."""
+    """Factor by which a dynamic scale changes."""
 
     def __init__(self, scaler: _C.optim.LossScaler | None, config: Fp16Config | None):
         self._scaler = scaler
@@ -23,35 +23,35 @@ class LossScaling:
         self.scale_window = options.loss_scale_window
         """Steps without overflow after which a dynamic scale grows."""
         self.min_scale = self.min_loss_scale = options.min_loss_scale
-        """A dynamic scale falls no further."""
+        """Lower limit of a dynamic scale."""
         self.delayed_shift = options.hysteresis
-        """Which overflow is the first to lower a dynamic scale."""
+        """Number of overflows until a dynamic scale falls."""
         self.consecutive_hysteresis = options.consecutive_hysteresis
-        """Whether a step without overflow restores that count."""
+        """True: each step without overflow restores that number."""
 
     @property
     def cur_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """Factor of the loss."""
         return self._scaler.scale if self._scaler is not None else 1.0
 
     @property
     def loss_scale(self) -> float:
-        """The same as :attr:`cur_scale`, by another of DeepSpeed's names."""
+        """Same as :attr:`cur_scale`."""
         return self.cur_scale
 
     @property
     def use_grad_scaling(self) -> bool:
-        """Whether gradients are scaled at all: in float16."""
+        """True in float16, where gradients are scaled."""
         return self._scaler is not None
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale follows overflows."""
+        """True if the scale reacts to overflows."""
         return self._scaler is not None and self._scaler.is_dynamic
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """The same as :attr:`dynamic`, by another of DeepSpeed's names."""
+        """Same as :attr:`dynamic`."""
         return self.dynamic
 
     @property
@@ -61,12 +61,12 @@ class LossScaling:
 
     @property
     def last_overflow_iter(self) -> int:
-        """The step of the last overflow; -1: there was none."""
+        """Step of the last overflow; -1 without one."""
         return self._count("last_overflow_iteration", -1)
 
     @property
     def cur_hysteresis(self) -> int:
-        """How many overflows are left until the scale falls, that one included."""
+        """Overflows until the scale falls, that overflow included."""
         return self._count("hysteresis_left", self.delayed_shift)
 
     def _count(self, name: str, without: int) -> int:

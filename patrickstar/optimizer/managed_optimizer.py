@@ -1,5 +1,5 @@
-"""Which optimizer updates the parameters that stay with PyTorch: PyTorch's own, or one of PatrickStar's where it has
-none of the formula. Each counts a parameter's updates in its state's ``step``.
+"""Selects the optimizer of parameters outside chunks: PyTorch's, or PatrickStar's if PyTorch lacks the formula. Each
+counts a parameter's updates in ``step`` of its state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from patrickstar.optimizer.uncorrected_adam import UncorrectedAdam, UncorrectedA
 
 
 class CountedSGD(torch.optim.SGD):
-    """``torch.optim.SGD``, which itself does not count; and a momentum, of zeros, also where its factor is 0."""
+    """``torch.optim.SGD`` with a step count, and with a momentum of zeros if the momentum factor is 0."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -35,7 +35,7 @@ class CountedSGD(torch.optim.SGD):
 
 
 def managed_optimizer(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """The class of optimizer that ``config`` asks for."""
+    """Returns the optimizer class for ``config``."""
     corrects = config.params.bias_correction
     return {
         OptimizerType.ADAM: torch.optim.Adam if corrects else UncorrectedAdam,

@@ -1,4 +1,4 @@
-"""What may be said to be an optimizer's groups and states: all of it is checked before any of it is taken."""
+"""Checks an optimizer's groups and state dict completely before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -16,48 +16,47 @@ REFUSED_OPTIONS = {
     "maximize": "goes up the gradient; negate the loss instead",
     "differentiable": "runs the step through autograd, and chunks are updated outside of it",
 }
-"""Keys of torch's groups that an engine cannot follow, and why."""
+"""Options of torch's groups that an engine cannot follow, with the reason."""
 _OTHERS_OPTIONS = (
     *ALL_OPTIONS,
     *("alpha", "rho", "centered", "lambd", "momentum_decay", "lr_decay", "etas"),
     *("scale_parameter", "relative_step", "warmup_init"),
 )
-"""Keys of groups by which another type of optimizer shows; those of the engine's own type do not count."""
-_MOST_STEPS = 2**53  # a float64 counts them
+"""Group keys that reveal another type of optimizer; keys of the engine's own type are excluded."""
+_MOST_STEPS = 2**53  # the largest exact count in float64
 
 
 class CheckedState(NamedTuple):
-    """What a state dict says of an optimizer's parameters."""
+    """A checked state dict."""
 
     entries: list[tuple[nn.Parameter, dict[str, Any]]]
-    """Of each parameter ``step`` and the states of its type of optimizer, or nothing."""
+    """Per parameter: ``step`` and the states of the optimizer's type, or an empty dict."""
     groups: list[dict[str, Any]]
-    """The groups' options, all but ``params``."""
+    """The groups' options without ``params``."""
 
 
 def check_no_refused_option(group: Mapping[str, Any], what: str) -> None:
-    """Raises ValueError when a group of torch's asks for something that an engine cannot follow."""
+    """Raises ValueError if a torch group has an option that an engine cannot follow."""
     for key, why in REFUSED_OPTIONS.items():
         if group.get(key):
             raise ValueError(f"{what} has {key}={group[key]!r}, which {why}; leave {key} out")
 
 
 def checked_group(kind: OptimizerType, group: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A group's options, of which those of the type are plain numbers.
+    """Returns a group's options, with those of the optimizer's type as plain numbers.
 
     Raises:
-        ValueError: one of them is impossible, or asks for something that an engine cannot follow.
+        ValueError: an option is impossible, or an engine cannot follow it.
     """
     check_no_refused_option(group, what)
     return {**{key: value for key, value in group.items() if key != "params"}, **group_options(kind, group, what)}
 
 
 def checked_state(kind: OptimizerType, state_dict: Any, param_groups: Sequence[Mapping[str, Any]]) -> CheckedState:
-    """What ``state_dict``, in torch's format and of an optimizer of that type, says of the parameters in
-    ``param_groups``.
+    """Checks ``state_dict`` (torch's format, optimizer type ``kind``) against the parameters in ``param_groups``.
 
     Raises:
-        ValueError: it is no such dict, of other groups or parameters, or says something impossible.
+        ValueError: the format, the groups or the parameters differ, or a value is impossible.
     """
     rule = rule_of(kind)
     saved_groups = _saved_groups(state_dict, rule)
@@ -111,7 +110,7 @@ def _checked_entry(entry: Any, param: nn.Parameter, what: str, rule: UpdateRule)
             raise ValueError(f"{what}: {key} is on the meta device and has no values; load the file that holds them")
         if tuple(value.shape) != tuple(param.shape):
             raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
-    step = entry.get("step", 1)  # where PyTorch does not say it: at least once
+    step = entry.get("step", 1)  # PyTorch omits it: at least one step
     _check_step(step, what)
     step = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))
     return {"step": step, **{key: entry[key] for key in rule.states}}

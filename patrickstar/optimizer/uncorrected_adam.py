@@ -1,5 +1,5 @@
-"""Adam without the correction of its states' bias, which PyTorch's own always makes: for parameters that stay with
-PyTorch, and for scripts that build their optimizer themselves.
+"""Adam without bias correction, which PyTorch lacks: for parameters outside chunks, and for scripts that build their
+own optimizer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 
 
 class _WithoutCorrection(torch.optim.Optimizer):
-    """Before a class of PyTorch's in the order of bases: another ``step`` with the same states."""
+    """Replaces ``step`` of a PyTorch optimizer that follows in the bases; the states are the same."""
 
     def __init__(self, params: Any, **options: Any):
         super().__init__(params, **options)
-        self.defaults["bias_correction"] = False  # as DeepSpeed's optimizers say it
+        self.defaults["bias_correction"] = False  # DeepSpeed's name
         for group in self.param_groups:
             group["bias_correction"] = False
 
@@ -54,10 +54,10 @@ class _WithoutCorrection(torch.optim.Optimizer):
 
 
 class UncorrectedAdam(_WithoutCorrection, torch.optim.Adam):
-    """Adam (Kingma & Ba, 2015, algorithm 1) with momentum m and variance v in place of m / (1 - beta1^t) and
-    v / (1 - beta2^t).
+    """Adam (Kingma & Ba, 2015, algorithm 1) with momentum m and variance v instead of m / (1 - beta1^t) and v / (1 -
+    beta2^t).
     """
 
 
 class UncorrectedAdamW(_WithoutCorrection, torch.optim.AdamW):
-    """The same of AdamW (Loshchilov & Hutter, 2019, algorithm 2)."""
+    """AdamW (Loshchilov & Hutter, 2019, algorithm 2) without bias correction."""

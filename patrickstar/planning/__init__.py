@@ -1,3 +1,3 @@
-"""Planning without a GPU: what a step uses (``uses``), how chunks follow from it (``timeline``), how fast machines are
-(``machines``), and what a step then costs (``prediction``).
+"""Plans without a GPU: uses of a step (``uses``), accesses of chunks (``timeline``), machine rates (``machines``) and
+predicted steps (``prediction``).
 """

@@ -1,4 +1,4 @@
-"""Proposals of fewer activations on the GPU: a loss without logits, tiles of tokens, host memory for what may leave."""
+"""Proposals that reduce activations on the GPU: a fused loss, tiles of tokens, host memory for activation offload."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from patrickstar.planning.setting import DoesNotFitError
 from patrickstar.sequence.fused_loss import check_fusable
 
 _LEAST_TOKENS = 2 * PROPOSED_TILE_TOKENS
-"""Of a batch on one GPU. With fewer, sums of gradients take what tiles save."""
+"""Tokens on one GPU. With fewer, gradient sums take the memory that tiles save."""
 _AMPLE_BYTES = 2**44
 
 
 def fewer_activations(question: Question) -> Iterator[Proposal]:
-    """A fused loss, then tiles with it, as far as they apply; then with checkpointing, where layers are without."""
+    """Yields a fused loss, then tiles with it, where they apply; then both with checkpointing, if it is off."""
     begins: list[list[Proposal]] = [[]] if question.workload.checkpointing else [[], [recomputed(question)]]
     for begin in begins:
         changes = list(begin)
@@ -36,7 +36,7 @@ def fewer_activations(question: Question) -> Iterator[Proposal]:
 
 
 def fused_loss(question: Question) -> Proposal | None:
-    """A loss without logits; None where the model has it, or cannot have it."""
+    """A loss without logits; None if the model has it or does not support it."""
     work = question.workload
     if work.mesh is not None or work.loss is LossComputation.FUSED or not _takes(work.model, check_fusable):
         return None
@@ -45,7 +45,7 @@ def fused_loss(question: Question) -> Proposal | None:
 
 
 def tiles(question: Question) -> Proposal | None:
-    """MLPs and norms of checkpointed layers in tiles; None where they are, none can be, or nothing would be saved."""
+    """MLPs and norms of checkpointed layers in tiles; None if they are tiled, cannot be, or would save nothing."""
     work = question.workload
     tokens = work.batch // work.batch_unit * work.length // work.sequence_ranks
     is_worth_it = work.checkpointing and tokens >= _LEAST_TOKENS
@@ -57,12 +57,13 @@ def tiles(question: Question) -> Proposal | None:
 
 
 def host_memory_for_activations(planner: Planner, question: Question, case: Case | None) -> Iterator[Proposal]:
-    """So much that all activations that may leave the GPU can, the least first; nothing where none may, or all do.
+    """Yields host memory sizes for activation offload, the least first. Yields nothing if the present host memory
+    suffices or no activation may be offloaded.
 
     Args:
-        planner: tells what leaves where there is room.
-        question: what was asked.
-        case: its answer's; None: it does not fit.
+        planner: plans the offload with ample host memory.
+        question: the user's question.
+        case: the answer's; None: it does not fit.
     """
     ample = other_setting("host memory", "", (), question, host_bytes=_AMPLE_BYTES)
     try:
@@ -89,7 +90,7 @@ def _together(changes: list[Proposal]) -> Proposal:
 
 @functools.cache
 def _takes(name: str, check: Callable[[nn.Module], Any]) -> bool:
-    """Whether the model that ``--model`` names is one that ``check`` does not refuse."""
+    """True if ``check`` accepts the model named by ``--model``."""
     try:
         check(build_model(name, 1, 1, checkpointing=False).module)
     except ValueError:

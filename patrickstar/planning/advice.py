@@ -1,4 +1,4 @@
-"""What to change: proposals that are planned like the question itself, so that each has the step that it gives."""
+"""Proposals of changes. Each is planned like the question itself, so its step time is known."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from patrickstar.sizes import size_in_words
 from patrickstar.tensor2d.cost import Mode
 
 LEAST_GAIN = 0.01
-"""Of tokens per second: what helps by less is not worth a line."""
+"""Least gain in tokens per second of a proposal."""
 
 _MORE_DEVICE_MEMORY = (1.25, 1.5, 2.0, 4.0)
 _MORE_GPUS = (2, 4, 8)
@@ -47,13 +47,13 @@ _ENDLESS_DISK = 2**50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A proposal, and what it was planned to give."""
+    """A proposal and its plan."""
 
     proposal: Proposal
     answer: Answer
 
     def as_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Returns the advice in JSON types."""
         return {
             "text": self.proposal.text,
             "flags": list(self.proposal.flags),
@@ -69,7 +69,7 @@ class Advice:
 
 
 def advise(planner: Planner, answer: Answer) -> list[Advice]:
-    """What makes more tokens per second of it, by at least :data:`LEAST_GAIN`, best first."""
+    """Returns changes that raise tokens per second by at least :data:`LEAST_GAIN`, best first."""
     least = answer.tokens_per_second * (1 + LEAST_GAIN)
     found = [
         advice for advice in _planned(planner, _proposals(planner, answer)) if advice.answer.tokens_per_second >= least
@@ -78,11 +78,13 @@ def advise(planner: Planner, answer: Answer) -> list[Advice]:
 
 
 def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
-    """What makes a question fit that did not, best first."""
+    """Returns changes that make a refused question fit, best first."""
     found = list(_planned(planner, _remedies(question, refusal)))
     if refusal.least_device_bytes is not None:
         for proposals in (fewer_activations(question), host_memory_for_activations(planner, question, None)):
-            found += itertools.islice(_planned(planner, proposals), 1)  # each is a trace, which takes seconds
+            found += itertools.islice(
+                _planned(planner, proposals), 1
+            )  # each proposal traces a model, which takes seconds
     if refusal.least_host_bytes is not None:
         found += _host_memory_that_fits(planner, question, refusal)
         found += _fewer_bytes(planner, question)
@@ -103,8 +105,8 @@ def _planned(planner: Planner, proposals: Iterator[Proposal]) -> Iterator[Advice
 
 
 def _best_of_each_kind(found: Sequence[Advice]) -> list[Advice]:
-    """The first of each kind that is within :data:`LEAST_GAIN` of its best, best first. Proposals of a kind come with
-    the cheapest first.
+    """Returns one proposal per kind, best first: the cheapest within :data:`LEAST_GAIN` of the kind's best. Within a
+    kind, ``found`` begins with the cheapest.
     """
     kept = []
     for kind in dict.fromkeys(advice.proposal.kind for advice in found):
@@ -114,15 +116,15 @@ def _best_of_each_kind(found: Sequence[Advice]) -> list[Advice]:
     return sorted(kept, key=lambda advice: -advice.answer.tokens_per_second)
 
 
-# Of a model that fits
+# For a model that fits
 
 
 def _proposals(planner: Planner, answer: Answer) -> Iterator[Proposal]:
     question, step = answer.question, answer.chosen.step
-    waits = step.seconds - step.compute_seconds > LEAST_GAIN * step.seconds  # else all is hidden behind the GPU's work
+    waits = step.seconds - step.compute_seconds > LEAST_GAIN * step.seconds  # else the GPU's work hides everything
     yield from _device_memory(question)
     if question.workload.checkpointing:
-        text = "keep activations instead of computing them again"
+        text = "keep activations instead of recomputing them"
         yield other_work("checkpointing", text, ("--no-checkpointing",), question, checkpointing=False)
         fused = fused_loss(question)
         if fused is not None:
@@ -152,7 +154,7 @@ def _device_memory(question: Question) -> Iterator[Proposal]:
 
 
 def _host_memory(answer: Answer) -> Iterator[Proposal]:
-    """Enough for all updates to begin in backward: the parameters' alone, then the states' too."""
+    """Host memory for all updates to begin in backward: first the parameters' phase, then whole updates."""
     question, case = answer.question, answer.chosen
     if not question.setting.updates_take_memory:
         return
@@ -178,7 +180,7 @@ def _options(question: Question) -> Iterator[Proposal]:
         yield other_setting("speculation", text, ("--speculation", "auto"), question, speculation=Speculation.AUTO)
     may_commit = setting.accumulation == 1 and question.clipping == 0
     if may_commit and setting.speculation is not Speculation.COMMIT:
-        text = "update in backward for good, which promises one step for each backward and no clipping"
+        text = "optimizer-in-backward: updates are final in backward, with one backward per step and no clipping"
         flags = ("--speculation", "commit")
         yield other_setting("commit", text, flags, question, speculation=Speculation.COMMIT)
     if question.chunk_numel is not None:
@@ -189,7 +191,7 @@ def _options(question: Question) -> Iterator[Proposal]:
         yield other_setting("margin", text, ("--margin-use-ratio", "1"), question, margin_use_ratio=1.0)
 
 
-# Of a model that does not fit
+# For a model that does not fit
 
 
 def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal]:
@@ -214,7 +216,7 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
 
 
 def _shared_sequences(question: Question) -> Iterator[Proposal]:
-    """Among more of the GPUs that there are, beside those that share matrices in two dimensions."""
+    """More of the existing GPUs share each sequence, beside a two-dimensional mesh if there is one."""
     mesh = question.workload.mesh
     if mesh is not None and mesh.mode is Mode.ONE:
         return
@@ -227,7 +229,7 @@ def _shared_sequences(question: Question) -> Iterator[Proposal]:
 
 
 def _fewer_bytes(planner: Planner, question: Question) -> list[Advice]:
-    """Of the schemes that are not exact the first kind that fits, the more exact one first; else adapters alone."""
+    """The first kind of inexact storage that fits, the more exact first; else adapters."""
     for proposals in (fewer_state_bytes, without_masters, adapters_alone):
         found = list(_planned(planner, proposals(question)))
         if found:
@@ -236,7 +238,7 @@ def _fewer_bytes(planner: Planner, question: Question) -> list[Advice]:
 
 
 def _disk_that_fits(planner: Planner, question: Question) -> list[Advice]:
-    """As much of a disk as placement takes of one without an end."""
+    """Disk bytes that placement would use if the disk were unlimited."""
     try:
         endless = planner.answer(on_a_disk(question, _ENDLESS_DISK).question)
         proposal = on_a_disk(question, endless.chosen.disk_bytes)
@@ -246,7 +248,7 @@ def _disk_that_fits(planner: Planner, question: Question) -> list[Advice]:
 
 
 def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
-    """What a refusal asks for, or if that is refused for another reason what the next one asks for."""
+    """The host memory that the refusal names; if that is refused too, the next one named."""
     for _ in range(_TRIES):
         if refusal.least_host_bytes is None:
             break
@@ -259,7 +261,7 @@ def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNo
 
 
 def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
-    """The largest batch, or where one sequence is too much the greatest length."""
+    """The largest batch that fits; if one sequence does not fit, the greatest length."""
     work = question.workload
 
     def batch_of(units: int) -> Proposal:
@@ -271,7 +273,7 @@ def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFit
     found = _largest(planner, batch_of, units, refusal) if units > 1 else None
     if found is not None:
         return [found]
-    if work.mesh is not None:  # which may not divide any length
+    if work.mesh is not None:  # a mesh may not divide every length
         return []
     unit = _LENGTH_UNIT if work.length > _LENGTH_UNIT else 1
     batch = ("--batch-size", "1") if work.batch > 1 else ()
@@ -288,8 +290,8 @@ def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFit
 def _largest(
     planner: Planner, proposal_of: Callable[[int], Proposal], too_many: int, refusal: DoesNotFitError | None
 ) -> Advice | None:
-    """The proposal with the largest count below ``too_many`` that fits. What activations take grows by about as much
-    with each, so that two counts tell where to look.
+    """Returns the proposal with the largest fitting count below ``too_many``. Activations grow about linearly with the
+    count, so two plans give a guess.
     """
 
     def plan(count: int) -> Advice | DoesNotFitError:
@@ -322,17 +324,17 @@ def _largest(
     return best
 
 
-# Where no single change is enough
+# For a model that no single change makes fit
 
 
 def _changes_together(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
-    """Changes one after the other, each for what the refusal before it asks for, until it fits."""
+    """Adds changes, each for the last refusal, until the model fits."""
     changes: dict[str, Proposal] = {}
     for _ in range(_MOST_CHANGES):
         change = _next_change(question, refusal)
         if change is None:
             break
-        changes[change.kind] = change  # in place of an earlier one of its kind, from which it began
+        changes[change.kind] = change  # replaces an earlier change of its kind, on which it builds
         question = change.question
         try:
             answer = planner.answer(question)
@@ -347,7 +349,7 @@ def _changes_together(planner: Planner, question: Question, refusal: DoesNotFitE
 
 
 def _next_change(question: Question, refusal: DoesNotFitError) -> Proposal | None:
-    """The one that costs least of those that may mend the refusal."""
+    """The cheapest change that may resolve the refusal."""
     work = question.workload
     if refusal.least_host_bytes is not None:
         return more_host_memory(question, refusal.least_host_bytes)

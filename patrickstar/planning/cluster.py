@@ -1,19 +1,17 @@
-"""Several GPUs: what those of a node share, and how fast chunks travel between ranks.
+"""Several GPUs: shared host memory within a node, and collectives between ranks.
 
-*Within a node* GPUs share the host's memory: uploads, downloads and updates of all ranks read and write it. A rank's
-transfers and updates get what the others leave of its part on average over the step (:meth:`Cluster.rates`).
+*Within a node* GPUs share the host's memory, which uploads, downloads and updates of all ranks use. The simulator gets
+the bandwidth that the other uses leave on average over the step (:meth:`Cluster.rates`).
 
-*Between ranks* a collective over p of them takes ``latency + bytes x (p - 1) / p / bus bandwidth``: every rank gets (or
-gives) that much over its own link. Of what comes from other nodes
+*Between ranks* a collective over p ranks takes ``latency + bytes x (p - 1) / p / bus bandwidth``. Each rank receives
+(or sends) that much over its own link. With N nodes, of the traffic between nodes
+* an all-gather (NCCL's ring) enters each node once, over all adapters of the node together;
+* a reduce-scatter sends each shard straight to its rank, because means are summed in rank order: every GPU sends (N -
+  1) / N of the whole chunk over its own adapter.
+The latency is a ring's: p - 1 hops, N - 1 of them between nodes, as in NCCL's model (src/graph/tuning.cc, ring,
+protocol Simple: 8.4 us, and 3.4 us per hop over NVLink, 14 us over a network).
 
-* a gather (NCCL's ring) lets each value into a node once, over all adapters of the node together;
-* a scatter sends each rank's share straight to that rank, since its mean must be summed in the order of ranks: every
-  GPU has (N - 1) / N of the whole chunk to send over its own adapter, N being the number of nodes.
-
-The latency is that of a ring: p - 1 hops, of which N - 1 lead to other nodes, as in NCCL's own model
-(src/graph/tuning.cc, ring, protocol Simple: 8.4 us, and 3.4 us per hop over NVLink, 14 us over a network).
-
-*Beside collectives* kernels take longer, by one factor whatever the collectives are (:meth:`Cluster.slowdown`).
+*During collectives* kernels slow down by a constant factor (:meth:`Cluster.slowdown`).
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ _NETWORK_HOP_SECONDS = 14e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """How GPUs of different nodes reach each other."""
+    """The link between GPUs of different nodes."""
 
     name: str
     gbps: float | None
-    """Of each GPU's own adapter, each way, 1e9 bytes per second; None: nodes are of one NVLink domain."""
+    """Per GPU adapter and direction, 1e9 bytes per second; None: all nodes are in one NVLink domain."""
 
 
-# 400 and 25 Gbit/s, of which 92 % are taken to be of use (not measured here).
+# 400 and 25 Gbit/s at an assumed efficiency of 92 % (not measured here).
 LINKS = {
     "nvlink": Link(name="nvlink", gbps=None),
     "ib400": Link(name="ib400", gbps=46.0),
@@ -48,7 +46,7 @@ LINKS = {
 
 
 def parse_link(text: str) -> Link:
-    """The link that ``--link`` names: one of ``LINKS``, or GB/s for each GPU.
+    """Parses ``--link``: a name in ``LINKS``, or GB/s per GPU.
 
     Raises:
         ValueError: it is neither.
@@ -66,7 +64,7 @@ def parse_link(text: str) -> Link:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostTraffic:
-    """What one rank moves through the host's memory on average over a step, 1e9 bytes per second."""
+    """One rank's average host memory traffic over a step, 1e9 bytes per second."""
 
     upload_gbps: float = 0.0
     download_gbps: float = 0.0
@@ -75,14 +73,14 @@ class HostTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class LineRates:
-    """Between ranks that differ in one axis of a mesh."""
+    """Rates between ranks of one mesh dimension group."""
 
     panels_gbps: float
-    """At which what goes from one to all comes to each, 1e9 bytes per second."""
+    """Rate at which each rank receives broadcast panels, 1e9 bytes per second."""
     sums_gbps: float
-    """At which summands come to the ranks that add them up."""
+    """Rate at which the adding ranks receive summands."""
     latency_seconds: float
-    """Of each exchange, on top of the time of its bytes."""
+    """Latency of each exchange, on top of its bytes."""
 
 
 def _latency(nvlink_hops: int, network_hops: int) -> float:
@@ -91,22 +89,22 @@ def _latency(nvlink_hops: int, network_hops: int) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """So many nodes of so many GPUs, each GPU a rank."""
+    """Nodes and GPUs; each GPU is a rank."""
 
     nodes: int = 1
     gpus_per_node: int = 1
     link: Link = LINKS["nvlink"]
-    """Between nodes. Within a node it is NVLink."""
+    """Link between nodes; NVLink within a node."""
     matrix_ranks: int = 1
-    """GPUs, neighbours, that share matrices. Those that have the same of these share chunks."""
+    """Adjacent GPUs that share matrices. GPUs with equal positions in their groups share chunks."""
 
     @property
     def num_ranks(self) -> int:
-        """Number of GPUs on all nodes together."""
+        """Number of GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
     def of_size(self, num_gpus: int) -> Cluster:
-        """The same with so many GPUs in all: whole nodes, or a part of one.
+        """Returns a cluster of ``num_gpus`` GPUs: whole nodes, or a part of one.
 
         Raises:
             ValueError: the last node would not be full.
@@ -125,7 +123,7 @@ class Cluster:
 
     @property
     def chunk_group(self) -> Cluster:
-        """Those that share chunks, as a cluster of their own."""
+        """The GPUs that share chunks, as a cluster."""
         if self.matrix_ranks == 1:
             return self
         here = max(self.gpus_per_node // self.matrix_ranks, 1)
@@ -134,17 +132,17 @@ class Cluster:
         )
 
     def gather_gbps(self, machine: Machine) -> float:
-        """Bus bandwidth of gathers; 0 with one rank, where there are none."""
+        """Bus bandwidth of all-gathers; 0 with one rank."""
         if self.link.gbps is None:
             return self._bus_gbps(machine.nvlink_gather_gbps, None)
         return self._bus_gbps(machine.nvlink_gather_gbps, self.gpus_per_node * self.link.gbps)
 
     def scatter_gbps(self, machine: Machine) -> float:
-        """Bus bandwidth of scatters; 0 with one rank, where there are none."""
+        """Bus bandwidth of reduce-scatters; 0 with one rank."""
         return self._bus_gbps(machine.nvlink_scatter_gbps, self.link.gbps)
 
     def _bus_gbps(self, within: float, between: float | None) -> float:
-        """``between``: how fast what comes from other nodes, (N - 1) / N of a chunk, gets to a node or rank."""
+        """``between``: rate into a node or rank of data from other nodes, (N - 1) / N of a chunk."""
         if self.num_ranks == 1:
             return 0.0
         if self.nodes == 1 or between is None:
@@ -154,8 +152,8 @@ class Cluster:
         return min(within, between * from_ranks / from_nodes)
 
     def line_rates(self, machine: Machine, size: int, stride: int) -> LineRates:
-        """Of ``size`` ranks of which each is ``stride`` ranks after the one before, while all others do the same. What
-        goes to all enters each node once, over the adapters of those that are there, and one sum leaves each node.
+        """Rates among ``size`` ranks spaced ``stride`` apart, while all other such groups do the same. A panel enters
+        each node once, over the adapters of the group's ranks there. One sum leaves each node.
         """
         here = min(max(self.gpus_per_node // stride, 1), size)
         panels, sums = machine.nvlink_gather_gbps, machine.nvlink_scatter_gbps
@@ -166,32 +164,32 @@ class Cluster:
         return LineRates(panels, sums, _latency(size - 1 - network_hops, network_hops))
 
     def pass_on_gbps(self, machine: Machine, size: int, stride: int = 1) -> float:
-        """What a rank sends to the next one, ``stride`` ranks after it, or to each of a sequence, while ``size`` do the
-        same: within a node as much of NVLink as on an H200's.
+        """Rate at which a rank sends to the rank ``stride`` after it, or to each of its sequence, while ``size`` ranks
+        do the same. Within a node: the NVLink share measured on an H200.
         """
         within = Links.gbps * machine.nvlink_gather_gbps / H200.nvlink_gather_gbps
         return within if size * stride <= self.gpus_per_node or self.link.gbps is None else min(within, self.link.gbps)
 
     @property
     def latency_seconds(self) -> float:
-        """Latency of each gather and scatter, on top of the time of its bytes; 0 with one rank."""
+        """Latency of each collective, on top of its bytes; 0 with one rank."""
         if self.num_ranks == 1:
             return 0.0
         network_hops = 0 if self.link.gbps is None else self.nodes - 1
         return _latency(self.num_ranks - 1 - network_hops, network_hops)
 
     def slowdown(self, machine: Machine) -> float:
-        """Of the GPU's kernels, by what the others do meanwhile; 1 with one rank."""
+        """Factor by which collectives slow down kernels; 1 with one rank."""
         return machine.several_gpus_slowdown if self.num_ranks > 1 else 1.0
 
     def host_gbps(self, machine: Machine) -> float:
-        """One rank's part of its host's memory bandwidth, 1e9 bytes per second."""
+        """One rank's share of its host's memory bandwidth, 1e9 bytes per second."""
         sockets = -(-self.gpus_per_node // machine.gpus_per_socket)
         return machine.socket_memory_gbps * sockets / self.gpus_per_node
 
     def rates(self, machine: Machine, traffic: HostTraffic, updates: UpdateRates | None = None) -> _C.Rates:
-        """What the simulator takes, where each rank moves ``traffic``. With one GPU per node, the machine's own rates:
-        they were measured so. ``updates``: of what is updated; None: Adam on float32 states.
+        """Returns the simulator's rates when each rank moves ``traffic``. With one GPU per node they are the machine's
+        measured rates. ``updates``: rates of the optimizer; None: Adam on float32 states.
         """
         updates = updates or machine.update_rates()
         rates = machine.rates(updates)
@@ -213,7 +211,7 @@ class Cluster:
         share = {}
         for name, gbps in wanted.items():
             left = there - sum(other for key, other in used.items() if key != name)
-            fair = there * gbps / sum(wanted.values())  # if all three were busy all the time
+            fair = there * gbps / sum(wanted.values())  # share if all three were always busy
             share[name] = min(gbps, max(left, fair))
         rates.upload_gbps = share["upload"]
         rates.download_gbps = share["download"]

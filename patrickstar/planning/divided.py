@@ -1,10 +1,10 @@
-"""Sequences that several ranks share, in a plan: which tokens a rank has, and what attention over all of them costs it.
+"""Sequence parallelism in a plan: a rank's tokens, and the cost of attention over all tokens.
 
-A model of Hugging Face is called with the tokens of one rank, as an engine calls it
-(:class:`patrickstar.sequence.hugging_face.DividedModel`), and its attention is :func:`planned_attention`. That computes
-nothing: it takes the memory that patrickstar/sequence/ring.py and ulysses.py take, and charges what
-:func:`patrickstar.sequence.choice.choose_mode` says. Of a model whose matrices are divided before, it is the attention
-of a rank's heads and samples ([Note: sequences beside matrices], patrickstar/engine/divided_sequences.py).
+A Hugging Face model is called with one rank's tokens, as by an engine
+(:class:`patrickstar.sequence.hugging_face.DividedModel`), with :func:`planned_attention` as its attention. That
+function computes nothing. It allocates the memory of patrickstar/sequence/ring.py and ulysses.py, and charges the
+seconds of :func:`patrickstar.sequence.choice.choose_mode`. With tensor parallelism it covers a rank's heads and samples
+(patrickstar/engine/divided_sequences.py).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from patrickstar.sequence.shared_mask import Reach, SharedMask
 from patrickstar.sequence.ulysses import key_heads
 from patrickstar.tensor2d.hugging_face import AttentionFunction, HuggingFaceAttention
 
-_ATTENTION = "patrickstar_plan"  # its name among transformers' attention functions
+_ATTENTION = "patrickstar_plan"  # its name in transformers' attention registry
 
 
 class CannotDivideError(ValueError):
-    """A model's sequences cannot be divided; the message names it."""
+    """The model's sequences cannot be sharded; the message names the model."""
 
 
 class PlannedDivision:
-    """Of one model's sequences among ranks.
+    """Sequence parallelism of one model.
 
     Args:
-        model: its matrices may be divided.
+        model: may be tensor-parallel.
         batch: sequences of a rank.
-        length: tokens of each.
-        size: how many ranks share each.
-        links: how fast they compute attention and talk.
+        length: tokens per sequence.
+        size: ranks that share each sequence.
+        links: speed of attention and of communication.
         head_ranks: ranks that divide the heads of each layer.
 
     Raises:
-        CannotDivideError: the model's sequences cannot be divided.
+        CannotDivideError: the model's sequences cannot be sharded.
     """
 
     def __init__(self, model: nn.Module, batch: int, length: int, size: int, links: Links, head_ranks: int = 1):
@@ -62,42 +62,42 @@ class PlannedDivision:
         work = dataclasses.replace(work, heads=work.heads // head_ranks, key_heads=max(work.key_heads // head_ranks, 1))
         self.size = size
         self.choice: Choice = choose_mode(work, size, links)
-        """How attention is computed, and why so."""
+        """The chosen attention algorithm and the reason."""
         self.local_length = Division(0, size, self.choice.mode, length).local_length
-        """Tokens of each sequence that a rank has."""
+        """Tokens of each sequence on a rank."""
         whole = 4.0 * work.batch * work.heads * work.length**2 * work.head_dim / size
         self.flops = (whole, 2.5 * whole)
-        """Of one layer on one rank, forward and backward, counted as if nothing were masked."""
+        """FLOPs of one layer on one rank, forward and backward, without regard to masks."""
         self.charge: Callable[[float, float], None] = _nowhere
-        """Takes the seconds and operations of one layer's forward or backward."""
+        """Takes the seconds and FLOPs of one layer's forward or backward."""
 
     def trace(self, costs: Any) -> None:
-        """A step begins, whose attention is charged to ``costs``."""
+        """Begins a traced step; attention is charged to ``costs``."""
         self.charge = costs.charge
 
     def inputs(self, batch: int, model: nn.Module) -> dict[str, Any]:
-        """Arguments of the model's forward on one rank, on the meta device."""
+        """Returns one rank's arguments of the model's forward, on the meta device."""
         tokens = torch.empty(batch, self.local_length, dtype=torch.long, device="meta")
         found = {"input_ids": tokens, "labels": tokens, "position_ids": tokens}
         if getattr(model, "loss_type", None) in ("ForCausalLM", None):
             found["shift_labels"] = tokens
-        # transformers hands on a mask of four dimensions; one element, since inputs count as memory.
+        # transformers passes a four-dimensional mask through. Inputs count as memory, so it has one element.
         found["attention_mask"] = SharedMask(self, Reach(None, None), (1, 1, 1, 1), "meta")
         return found
 
 
 def _planned_for(mask: torch.Tensor | None) -> AttentionFunction | None:
-    """:func:`planned_attention` in calls of a divided sequence, which are all."""
+    """Returns :func:`planned_attention` for calls with a shared mask."""
     return planned_attention if isinstance(mask, SharedMask) else None
 
 
 def planned_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
+    """Implements transformers' interface: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
 
     Raises:
-        CannotDivideError: the layer asks for scores of another kind.
+        CannotDivideError: the layer needs another kind of scores.
     """
     try:
         check_layer(type(module).__name__, query, key, kwargs)
@@ -108,7 +108,7 @@ def planned_attention(
 
 
 class _PlannedAttention(torch.autograd.Function):
-    """Its memory: what is saved for backward, and what exists beside it for a while."""
+    """Allocates the real attention's memory: tensors saved for backward, and temporary ones."""
 
     @staticmethod
     def forward(
@@ -120,7 +120,7 @@ class _PlannedAttention(torch.autograd.Function):
             saved = _by_heads(saved, division.size)
             beside: list[torch.Tensor] = []
         else:
-            # Keys and values that are here and those that come; the sum so far, and a block's output.
+            # Present and arriving keys and values, the running sum, and a block's output.
             beside = [torch.empty_like(part) for part in (key, value, key, value)]
             beside += [_wide(query), torch.empty_like(query)]
         out = _token_major(saved[0])
@@ -138,7 +138,7 @@ class _PlannedAttention(torch.autograd.Function):
         if division.choice.mode is Mode.ULYSSES:
             beside = [torch.empty_like(part) for part in (query, query, key, value)]
         else:
-            # Beside keys and values that come: sums of this block, those that leave and those that arrive.
+            # Besides arriving keys and values: sums of this block, departing and arriving ones.
             beside = [torch.empty_like(part) for part in (key, value, key, value)]
             beside += [_wide(part) for part in (key, value) * 3]
             beside += [_wide(query), torch.empty_like(query)]
@@ -149,7 +149,7 @@ class _PlannedAttention(torch.autograd.Function):
 
 
 def _by_heads(parts: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """All tokens of the heads that a rank has."""
+    """All tokens of a rank's heads."""
     query, key, _ = parts
     num_keys = len(key_heads(query.shape[1], key.shape[1], size)[0])
     counts = (query.shape[1] // size, num_keys, num_keys)
@@ -168,7 +168,7 @@ def _wide(like: torch.Tensor) -> torch.Tensor:
 
 
 def _nowhere(seconds: float, flops: float) -> None:
-    """Outside of a trace."""
+    """Used outside of a trace."""
 
 
 @functools.cache

@@ -1,14 +1,13 @@
-"""Matrices that several ranks share, in a plan: the model divided in place, and what its exchanges cost a rank.
+"""Tensor parallelism in a plan: the model is sharded in place, and its exchanges are charged to a rank.
 
-A model of Hugging Face is divided as on real ranks (:mod:`patrickstar.tensor2d.plans`, and
-:mod:`patrickstar.tensor2d.sharded_models` for one dimension), so that a trace has its parameters, its panels and its
-products. Its lines send nothing: an exchange is over when the link has brought its bytes, and a wait for it takes what
-of that the products begun in between did not hide ([Note: one panel ahead]).
+A Hugging Face model is sharded as on real ranks (:mod:`patrickstar.tensor2d.plans`;
+:mod:`patrickstar.tensor2d.sharded_models` for one dimension), so a trace has the real parameters, panels and products.
+Exchanges send nothing. Each ends when the link has carried its bytes, and a wait costs the time that products begun in
+between did not hide (patrickstar/tensor2d/panels.py).
 
-Bytes are those that a rank receives where collectives send no more than they must, as
-:mod:`patrickstar.tensor2d.cost` counts them: a panel's, and of a sum over n ranks (n - 1) / n of a summand for each.
-Copies of a panel that are sent in rounds ([Note: copies of copies]), and an owner that gets summands straight from all,
-take longer in lines of more than two.
+Bytes are those received by a rank if collectives send the least possible, as in :mod:`patrickstar.tensor2d.cost`: a
+whole panel, and (n - 1) / n of a summand for a sum over n ranks. In groups of more than two ranks, panels copied in
+rounds and owners that receive all summands directly take longer.
 """
 
 from __future__ import annotations
@@ -35,37 +34,37 @@ from patrickstar.tensor2d.sharded_models import parallelize_1d
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixMesh:
-    """Ranks that share matrices, neighbours, and how these are divided."""
+    """Adjacent ranks that share matrices, and the shape of their mesh."""
 
     mode: Mode
     rows: int
-    """1 in one dimension."""
+    """1 for one-dimensional tensor parallelism."""
     columns: int
     reason: str = dataclasses.field(default="", compare=False)
-    """Why so; empty where it was asked for."""
+    """Reason for the choice; empty if the user chose."""
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return self.rows * self.columns
 
     def described(self) -> str:
-        """For people."""
+        """Returns a text for messages."""
         return "in one dimension" if self.mode is Mode.ONE else f"for a mesh of {self.rows} x {self.columns}"
 
 
 def cheapest_mesh(config: Any, batch: int, length: int, ranks: int, mode: Mode | None = None) -> MatrixMesh:
-    """The division of a model's layers among so many ranks that receives least, and why.
+    """Returns the mesh of ``ranks`` ranks that receives the fewest bytes, with the reason.
 
     Args:
         config: of transformers.
         batch: samples of all ranks together.
-        length: tokens of each.
-        ranks: how many.
-        mode: the only one that is asked about; None: all that there is for the model.
+        length: tokens per sample.
+        ranks: number of ranks.
+        mode: considers only this mode; None: all that the model supports.
 
     Raises:
-        CannotDivideError: nothing divides them, or there is no plan for the model.
+        CannotDivideError: the layers cannot be divided, or the model has no plan.
     """
     mode = Mode.TWO if mode is None and config.model_type not in SHARDED else mode
     try:
@@ -77,17 +76,17 @@ def cheapest_mesh(config: Any, batch: int, length: int, ranks: int, mode: Mode |
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedMatrices:
-    """A mesh, and how fast its lines are."""
+    """A mesh with the rates of its dimension groups."""
 
     mesh: MatrixMesh
     along_columns: LineRates
-    """Between ranks of one row, which are neighbours; of all ranks in one dimension."""
+    """Between adjacent ranks of one row; in one dimension, between all ranks."""
     along_rows: LineRates
     """Between ranks of one column."""
 
     @classmethod
     def on(cls, mesh: MatrixMesh, machine: Machine, cluster: Cluster) -> SharedMatrices:
-        """Of neighbours in ``cluster``."""
+        """The rates of ``mesh`` on adjacent ranks of ``cluster``."""
         return cls(
             mesh=mesh,
             along_columns=cluster.line_rates(machine, mesh.columns, 1),
@@ -96,24 +95,24 @@ class SharedMatrices:
 
 
 class Costs(Protocol):
-    """What a trace has counted so far."""
+    """The running totals of a trace."""
 
     seconds: float
-    """Of the device's operations, and of waits."""
+    """Device operations and waits."""
 
     @property
     def repetitions(self) -> int:
-        """How many of its kind, one after the other, an operation stands for at the moment."""
+        """Number of identical consecutive operations that one traced operation represents now."""
 
     def charge(self, seconds: float, flops: float) -> None:
-        """Adds what no operation shows."""
+        """Adds a cost without an operation."""
 
 
 class PlannedMatrices:
-    """A model whose matrices are divided over a mesh, in place; rank 0 is traced.
+    """A tensor-parallel model, sharded in place; rank 0 is traced.
 
     Raises:
-        CannotDivideError: the model, its batch or its sequences cannot be divided so.
+        CannotDivideError: the model, its batch or its sequences do not fit the mesh.
     """
 
     def __init__(self, model: nn.Module, batch: int, length: int, shared: SharedMatrices):
@@ -135,29 +134,29 @@ class PlannedMatrices:
         """Samples of a rank."""
 
     def trace(self, costs: Costs) -> None:
-        """A step begins, whose waits are charged to ``costs``."""
+        """Begins a traced step; waits are charged to ``costs``."""
         self._exchanges.begin_step(costs)
         for line in self._lines:
             line.received_bytes.clear()
 
     @property
     def exposed_seconds(self) -> float:
-        """Of the last step that was traced, what the rank waits for others' tensors."""
+        """Seconds that the rank waited for other ranks' tensors in the last traced step."""
         return self._exchanges.exposed_seconds
 
     @property
     def link_seconds(self) -> float:
-        """Of that step, how long the rank's link is busy."""
+        """Busy seconds of the rank's link in that step."""
         return self._exchanges.link_seconds
 
     @property
     def received_bytes(self) -> collections.Counter[str]:
-        """By the rank, in that step, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
+        """Bytes that the rank received in that step, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
         return sum((line.received_bytes for line in self._lines), collections.Counter())
 
 
 class PlannedExchanges:
-    """A rank's link in a trace: exchanges follow each other, beside what the device computes."""
+    """A rank's link in a trace: exchanges run one after the other, in parallel with compute."""
 
     def __init__(self) -> None:
         self.exposed_seconds = 0.0
@@ -166,12 +165,12 @@ class PlannedExchanges:
         self._free_at = 0.0
 
     def begin_step(self, costs: Costs) -> None:
-        """From here on time is that of ``costs``."""
+        """Begins a step on the clock of ``costs``."""
         self._costs = costs
         self._free_at = self.exposed_seconds = self.link_seconds = 0.0
 
     def begin(self, seconds: float, latency: float) -> PlannedExchange:
-        """An exchange for which the link is busy for so long."""
+        """Begins an exchange that occupies the link for ``seconds``."""
         if self._costs is None:
             return PlannedExchange(self, 0.0)
         begin, times = max(self._costs.seconds, self._free_at), self._costs.repetitions
@@ -181,11 +180,11 @@ class PlannedExchanges:
 
     @property
     def repetitions(self) -> int:
-        """How many exchanges one stands for at the moment."""
+        """Number of exchanges that one represents now."""
         return 1 if self._costs is None else self._costs.repetitions
 
     def wait_until(self, end: float) -> None:
-        """The device does nothing else."""
+        """Charges the device's wait until ``end``."""
         if self._costs is not None and end > self._costs.seconds:
             exposed = end - self._costs.seconds
             self.exposed_seconds += exposed
@@ -193,18 +192,18 @@ class PlannedExchanges:
 
 
 class PlannedExchange:
-    """One that is over at ``end``."""
+    """A pending exchange that ends at ``end``."""
 
     def __init__(self, exchanges: PlannedExchanges, end: float):
         self._exchanges, self._end = exchanges, end
 
     def wait(self) -> None:
-        """What is left of it takes its time."""
+        """Waits for the rest of it."""
         self._exchanges.wait_until(self._end)
 
 
 class _Received(collections.Counter[str]):
-    """What comes in exchanges that stand for several counts as often."""
+    """Counts received bytes once per represented exchange."""
 
     def __init__(self, exchanges: PlannedExchanges):
         super().__init__()
@@ -215,7 +214,7 @@ class _Received(collections.Counter[str]):
 
 
 class PlannedLine(Line):
-    """The line of rank 0 of ``size``."""
+    """The dimension group of rank 0, with ``size`` ranks."""
 
     def __init__(self, exchanges: PlannedExchanges, size: int, rates: LineRates):
         super().__init__()
@@ -227,11 +226,11 @@ class PlannedLine(Line):
         return self._timed(num_bytes(tensor), self._rates.panels_gbps)
 
     def send(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
-        """As the others' :meth:`collect`, of as large a sum."""
+        """Counts a sum as large as in the other ranks' :meth:`collect`."""
         return self._timed(num_bytes(tensor) * (self.size - 1) / self.size, self._rates.sums_gbps)
 
     def collect(self, incoming: Sequence[torch.Tensor]) -> PendingExchange:
-        """Summands of one panel: what comes to a rank for each of these, on average over a line's panels."""
+        """Counts a rank's average received bytes over all panels of the group."""
         total = sum(map(num_bytes, incoming))
         self.received_bytes["partial sums"] += total
         return self._timed(total / self.size, self._rates.sums_gbps)

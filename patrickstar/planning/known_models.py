@@ -1,4 +1,4 @@
-"""Models by their usual names: the figures of their public configurations, as arguments of transformers' classes."""
+"""Well-known models: figures of their public configurations, as arguments of transformers' classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
-# By name: the configuration's class, and what it is made of.
+# Name -> configuration class and arguments.
 KNOWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2-7b": ("LlamaConfig", _decoder(4096, 32, 32, 32, 11008, 32000, max_position_embeddings=4096)),
     "llama-2-13b": ("LlamaConfig", _decoder(5120, 40, 40, 40, 13824, 32000, max_position_embeddings=4096)),
@@ -50,5 +50,5 @@ KNOWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-large": ("GPT2Config", _gpt2(1280, 36, 20)),
     "gpt2-xl": ("GPT2Config", _gpt2(1600, 48, 25)),
 }
-# As the benchmarks call them.
+# Names used by the benchmarks.
 OTHER_NAMES = {"llama-8b": "llama-3.1-8b", "qwen-14b": "qwen2.5-14b"}

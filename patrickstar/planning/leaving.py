@@ -1,12 +1,12 @@
-"""Activations that leave the device between forward and backward, in a plan: what the tide is without them.
+"""Simulates activation offload and selective recomputation in a plan: activation memory after offloading.
 
-The rules are those of patrickstar/engine/stashed_activations.py ([Note: kept activations]), its limits those of
-activation_rules.py: once the tide of the first step has exceeded its share of the device, what a forward kept first
-leaves, and comes back shortly before its use. On CUDA memory that was freed stays with PyTorch, so the tide there is
-the highest so far. Later steps keep what fits beside the largest need of the first one ([Note: working activations],
-[Note: what stays]), whose tide is told to plans as if that had stayed already, and what attention gave where there is
-room ([Note: kept attention]). A trace says what was kept, used and let go between which peaks of the tide
-(:class:`Span`); :func:`leave` plays that with a device and a room on the host.
+The rules are those of patrickstar/engine/stashed_activations.py, the limits those of activation_rules.py. When the
+first step's activation memory exceeds its share of the device, the oldest kept tensors are offloaded and return shortly
+before use. On CUDA freed memory stays with PyTorch, so the highest value so far counts.
+
+Later steps keep what fits beside the first step's largest need (:class:`DeviceShares`); plans then assume that it had
+stayed from the start. Results of attention are kept where there is room. A trace lists kept, used and released tensors
+between peaks of activation memory (:class:`Span`); :func:`leave` plays the list on a device with a host.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from patrickstar.planning.activation_rules import MOST_LEAVING, DeviceShares, Se
 
 
 class Fate(enum.Enum):
-    """What becomes of a tensor that a forward keeps for its backward."""
+    """Events of a tensor that a forward keeps for its backward."""
 
     KEPT = enum.auto()
     OFFERED = enum.auto()
-    """Attention gave it, and will be called once more for it unless it is kept."""
+    """A result of attention, recomputed in backward unless it is kept."""
     USED = enum.auto()
     GONE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptEvent:
-    """Of one such tensor."""
+    """An event of a kept tensor."""
 
     fate: Fate
     number: int
-    """Of the tensor, in the order in which they were kept or offered."""
+    """Number of the tensor, in the order of keeping and offering."""
     num_bytes: int
     seconds: float = 0.0
-    """Of one that was offered and is used: what computing it once more takes."""
+    """Recomputation time of an offered tensor that is used."""
 
 
 @dataclasses.dataclass(slots=True)
 class Span:
-    """The time from an event until the next one, or until the next use of parameters."""
+    """The time from an event to the next one, or to the next use of parameters."""
 
     event: KeptEvent | None = None
-    """What it begins with; None: with a use of parameters."""
+    """Its first event; None: it begins with a use of parameters."""
     peak_bytes: int = 0
-    """The highest tide in it, if nothing leaves."""
+    """Highest activation memory in it without offload."""
 
 
 class KeptTensors:
-    """Hooks of autograd that tell ``record`` what a forward keeps, each tensor once. ``is_param`` tells parameters'
-    storages, which have their own way, by their address (``_cdata``).
+    """Autograd hooks that report each kept tensor once to ``record``. ``is_param`` identifies parameters' storages by
+    address (``_cdata``); those are skipped.
     """
 
     def __init__(self, record: Callable[[KeptEvent], None], is_param: Callable[[int], bool]):
@@ -70,11 +70,11 @@ class KeptTensors:
         self._in_backward = False
 
     def begin_backward(self) -> None:
-        """Calls of attention are those of forward made again from now on, the last of them first."""
+        """Marks the begin of backward: further attention calls are recomputations, in reverse order."""
         self._in_backward = True
 
     def note_attention(self, num_bytes: int, seconds: float) -> None:
-        """A call of attention gives so many bytes in so many seconds."""
+        """Records an attention call that yields ``num_bytes`` in ``seconds``."""
         if not self._in_backward:
             event = KeptEvent(Fate.OFFERED, self._count, num_bytes)
             self._count += 1
@@ -85,13 +85,13 @@ class KeptTensors:
             self._record(self._used_offer)
 
     def end_attention(self) -> None:
-        """Backward of the call that was made again is over."""
+        """Records the end of a recomputed call's backward."""
         if self._used_offer is not None:
             self._record(dataclasses.replace(self._used_offer, fate=Fate.GONE))
         self._used_offer = None
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward whose backward comes."""
+        """Context of a forward that has a backward."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
@@ -132,63 +132,61 @@ class _Kept:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """Where activations are, and where they may go."""
+    """A device with its limits and free host memory."""
 
     shares: DeviceShares
-    """Of the device."""
     room_bytes: int
-    """Of the host, beside what parameters and states need."""
+    """Host bytes that parameters and states leave free."""
     seen: SeenStep | None = None
-    """In the steps before; None: it is the first."""
+    """Measurements of earlier steps; None: this is the first step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tides:
-    """Of a step from which activations leave."""
+    """Activation memory of a step with offload."""
 
     peaks: tuple[int, ...]
-    """The highest tide in each of the groups of spans; of a first step, with what will stay from the next one on."""
+    """Peak of each group of spans; in a first step, including tensors that stay from the next step on."""
     away_bytes: int
-    """The most that is on the host at once."""
+    """Most bytes on the host at once."""
     seen: SeenStep
-    """What an engine has seen of steps then."""
+    """The engine's measurements after the step."""
     saved_seconds: tuple[float, ...]
-    """By group, what calls of attention would take whose results were kept."""
+    """By group: recomputation seconds of attention that were saved."""
     kept_calls: int
-    """How many these are."""
+    """Number of attention calls with kept results."""
     copies: tuple[Copies, ...]
-    """By group."""
 
 
 @dataclasses.dataclass(slots=True)
 class Copies:
-    """Of activations, in bytes."""
+    """Copies of activations, in bytes."""
 
     leaving: int = 0
     """To the host."""
     coming: int = 0
-    """Back, begun now."""
+    """Back to the device, begun in this group."""
     needed: int = 0
-    """Of what comes back, what is used now."""
+    """Bytes of returning tensors used in this group."""
 
     def add(self, other: Copies) -> None:
-        """Both together."""
+        """Adds ``other``."""
         self.leaving += other.leaving
         self.coming += other.coming
         self.needed += other.needed
 
     def as_core(self) -> tuple[int, int, int]:
-        """What ``_C.simulate`` takes for a moment."""
+        """The tuple that ``_C.simulate`` takes per access."""
         return self.leaving, self.coming, self.needed
 
 
 def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -> Tides:
-    """The tides of ``groups`` of spans, one after the other, when what exceeds its share of the device leaves.
+    """Returns the activation memory of consecutive ``groups`` of spans with offload.
 
     Args:
-        groups: of the uses of a step, in their order.
-        static_bytes: of the tide, beside the spans' peaks.
-        device: with its room.
+        groups: by use of parameters in a step, in order.
+        static_bytes: activation memory beside the spans' peaks.
+        device: limits and host memory.
     """
     events = [span.event for spans in groups for span in spans if span.event is not None]
     played = _Played(static_bytes, device, events)
@@ -222,13 +220,12 @@ class _Held:
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self.num_bytes = 0
-        """Of all together."""
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __getitem__(self, number: int) -> int:
-        """Its bytes; 0: it is not among them."""
+        """Bytes of the tensor; 0 if it is absent."""
         return self._sizes.get(number, 0)
 
     def put(self, number: int, num_bytes: int) -> None:
@@ -236,7 +233,7 @@ class _Held:
         self._sizes[number] = num_bytes
 
     def take(self, number: int) -> int:
-        """Its bytes, which are no longer among these."""
+        """Removes the tensor and returns its bytes."""
         num_bytes = self._sizes.pop(number, 0)
         self.num_bytes -= num_bytes
         return num_bytes
@@ -251,12 +248,12 @@ class _Held:
 
 
 class _Played:
-    """Whether each kept tensor is on the device, leaving it, away, or on its way back."""
+    """State of each kept tensor: on the device, leaving, on the host, or returning."""
 
     def __init__(self, static_bytes: int, device: Device, events: Sequence[KeptEvent]):
         self.absent_bytes = 0
         self.most_away_bytes = 0
-        self.highest_whole = static_bytes  # the tide, had nothing left
+        self.highest_whole = static_bytes  # activation memory without offload
         self.working_bytes = 0
         self.saved_seconds = 0.0
         self.kept_calls = 0
@@ -293,7 +290,7 @@ class _Played:
                 self._kept_offers.remove(event.number)
                 self.saved_seconds += event.seconds
                 self.kept_calls += 1
-                self.absent_bytes += event.num_bytes  # from now on it is what the trace computes again
+                self.absent_bytes += event.num_bytes  # from now on the trace recomputes it
             else:
                 self._in_use.put(event.number, in_use)
             before = self._away.newest
@@ -305,7 +302,7 @@ class _Played:
             self._room_bytes += self._on_host.take(event.number)
 
     def note_tide(self, num_bytes: int) -> None:
-        """So much is alive."""
+        """Records the present activation memory."""
         self._highest = max(self._highest, num_bytes)
         self.highest_whole = max(self.highest_whole, num_bytes + self.absent_bytes)
         self.working_bytes = max(self.working_bytes, num_bytes - self._held_bytes)

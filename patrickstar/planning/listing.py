@@ -1,4 +1,4 @@
-"""The program of a step (csrc/plan/ops.h), printed: one line for each instruction that takes time or memory."""
+"""Prints the program of a step (csrc/plan/ops.h): one line per instruction that takes time or memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from patrickstar.profiling import PlayedInstruction
 
 
 def listing_lines(instructions: Sequence[PlayedInstruction], moments: Sequence[dict[str, Any]]) -> list[str]:
-    """A table, by moment. Instructions of the launching thread are left out where they concern no bytes.
+    """Returns a table by access. Instructions of the launching thread without bytes are omitted.
 
     Args:
         instructions: of one step.
-        moments: of its timeline.
+        moments: accesses of its timeline.
     """
     norm = next(one for one in instructions if one.op == "norm")
     lines = [

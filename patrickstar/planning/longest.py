@@ -1,4 +1,4 @@
-"""The longest sequence that fits: found by few traces, since activations grow by about as much with each token."""
+"""Finds the longest sequence that fits, with few traces: activations grow about linearly with the tokens."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError
 
 LENGTH_UNIT = 1024
-"""Lengths are multiples of it, or where no such length fits of :data:`SMALL_UNIT`."""
+"""Unit of lengths; :data:`SMALL_UNIT` if no multiple of it fits."""
 SMALL_UNIT = 64
 MOST_TOKENS = 2**26
-"""That are looked for."""
+"""Upper limit of the search."""
 
-_GUESSES = 8  # after which the bracket is halved
+_GUESSES = 8  # later guesses halve the bracket
 
 
 def longest(planner: Planner, question: Question) -> Answer:
-    """The answer to ``question`` with the longest sequences that fit, whatever length it has.
+    """Returns the answer to ``question`` with the longest sequences that fit; its own length is ignored.
 
     Raises:
-        DoesNotFitError: not even the shortest length does.
-        ValueError: there is no such model, or it cannot be divided.
+        DoesNotFitError: the shortest length does not fit.
+        ValueError: the model does not exist or cannot be sharded.
     """
     refusal: DoesNotFitError | None = None
     for unit in (LENGTH_UNIT, SMALL_UNIT):
@@ -39,7 +39,7 @@ def longest(planner: Planner, question: Question) -> Answer:
 
 
 class _Search:
-    """Of lengths of so many units."""
+    """Searches among multiples of ``unit``."""
 
     def __init__(self, planner: Planner, question: Question, unit: int):
         self._planner, self._question, self._unit = planner, question, unit
@@ -55,7 +55,7 @@ class _Search:
         return self._planner.refusal(question) is None
 
     def most(self, limit: int) -> int:
-        """The largest count up to ``limit`` that fits, where 1 does."""
+        """Returns the largest fitting count up to ``limit``; 1 must fit."""
         low, high = 1, limit + 1  # low fits, high is not known to
         guess = 8
         for tried in range(limit):
@@ -70,7 +70,7 @@ class _Search:
         return low
 
     def _guess(self) -> int:
-        """Where the line through the two counts next to the budget crosses it."""
+        """Linear interpolation between the two counts nearest to the budget."""
         there = self._question.setting.device_bytes
         near = sorted(self._needed, key=lambda count: abs(self._needed[count] - there))[:2]
         first, second = min(near), max(near)

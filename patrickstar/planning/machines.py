@@ -1,7 +1,7 @@
-"""How fast machines are: the only place with such numbers, each with its source.
+"""Machine rates for plans, each with its source.
 
-Rates that were measured say on what; rates scaled from data sheets say so. ``patrickstar plan --measure``
-takes what it can from the machine it runs on.
+Measured rates name the measurement; scaled rates name the data sheet. ``patrickstar plan --measure`` replaces what it
+can measure on the machine it runs on.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SHORT_TOKENS, _MIDDLE_TOKENS, _LONG_TOKENS = 1024, 4096, 65536
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What operations cost on a GPU: the longer of its arithmetic and its memory traffic."""
+    """A GPU's rates. An operation takes the longer of its arithmetic and its memory traffic."""
 
     matmul_tflops: float
-    """Sustained by 16-bit matrix products of a transformer's sizes, 1e12 operations per second."""
+    """Sustained 16-bit matrix products of a transformer's sizes, 1e12 operations per second."""
     matmul_float32_tflops: float
-    """Sustained by float32 matrix products of such sizes, 1e12 operations per second."""
+    """Sustained float32 matrix products of such sizes, 1e12 operations per second."""
     attention_tflops: float
-    """Sustained by 16-bit fused attention over 1024 tokens, counted as if nothing were masked."""
+    """Sustained 16-bit fused attention over 1024 tokens, counted without regard to the mask."""
     middle_attention_tflops: float
-    """Sustained by it over 4096 tokens, of what causal attention does not mask: by the kernel that PyTorch chooses by
-    itself, which is not that of sequences that ranks share (patrickstar/sequence/choice.py).
+    """Sustained 16-bit causal attention over 4096 tokens, counting unmasked products only. PyTorch's default kernel;
+    sequence parallelism uses another (patrickstar/sequence/choice.py).
     """
     long_attention_tflops: float
-    """The same over 65,536 tokens and more."""
+    """Like :attr:`middle_attention_tflops`, over 65,536 tokens and more."""
     memory_gbps: float
-    """Sustained by element-wise operations, 1e9 bytes per second, reads and writes."""
+    """Sustained element-wise operations, 1e9 bytes per second, reads and writes."""
     launch_seconds: float
     """Least time of an operation."""
 
@@ -52,9 +52,9 @@ class Gpu:
         return (self.matmul_tflops if dtype.itemsize == 2 else self.matmul_float32_tflops) * 1e12
 
     def attention_flops(self, dtype: torch.dtype, length: int, *, causal: bool) -> float:
-        """Operations per second of attention to ``length`` tokens, counted as if nothing were masked. In long sequences
-        half of a causal kernel's are not done; in those of 1024 tokens most are. Between the lengths whose rates are
-        known they are linear in the length's logarithm.
+        """Operations per second of attention over ``length`` tokens, counted without regard to the mask. Causal kernels
+        skip half of them in long sequences, few at 1024 tokens. Rates between the measured lengths are linear in the
+        length's logarithm.
         """
         at_most = self.matmul_flops(dtype)
         done = 2 if causal else 1
@@ -68,69 +68,71 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A GPU and its part of a host: cores come with GPUs, the host's memory is shared (cluster.py)."""
+    """A GPU and its share of a host: own cores, shared host memory (cluster.py)."""
 
     name: str
     source: str
-    """Where the numbers come from."""
+    """Source of the numbers."""
     gpu: Gpu
     gpu_bytes: int
     """Size of the GPU's memory in bytes."""
     compute_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    """The dtypes whose matrix products it has at these rates."""
+    """Dtypes whose matrix products reach these rates."""
     upload_gbps: float
     """Host to device, both directions busy, 1e9 bytes per second."""
     download_gbps: float
     """Device to host, both directions busy."""
     transfer_latency_seconds: float
-    """Added to the time of the bytes in each transfer between host and device."""
+    """Latency of each transfer between host and device."""
     host_adam_gparams: float
-    """Adam on float32 states on the host with the threads that one GPU has, 1e9 parameters per second. Others' updates
-    take as much of its memory bandwidth, or what :attr:`host_threads` can compute.
+    """Adam on float32 states on the host with one GPU's threads, 1e9 parameters per second. Other updates are limited
+    by the same memory bandwidth or by :attr:`host_threads`.
     """
     host_threads: int
-    """That update, for each GPU: one for each core but the one that launches kernels."""
+    """Update threads per GPU: one per core, without the launching core."""
     param_pass: float = 16 / 28
-    """Of an update on the host in one pass, what the pass over parameters alone takes ([Note: parameters first],
-    csrc/engine/update_jobs.h): by the bytes that each moves, unless it was measured.
+    """Time of phase one (parameters) of a two-phase update, relative to a whole host update. By bytes moved unless
+    measured.
     """
     states_pass: float = 26 / 28
-    """What the pass over states behind it takes, likewise."""
+    """Time of phase two (states), likewise."""
     device_adam_gparams: float
-    """Adam on float32 states on the GPU, 1e9 parameters per second; others' updates take as much of its bandwidth."""
+    """Adam on float32 states on the GPU, 1e9 parameters per second; other updates use the same bandwidth."""
     socket_memory_gbps: float
-    """Of the memory of one socket of the host, reads and writes together."""
+    """Memory bandwidth of one socket of the host, reads and writes together."""
     gpus_per_socket: int
     """GPUs of a node that share the memory bandwidth of one socket."""
     nvlink_gather_gbps: float
-    """Of gathers within a node: bytes from other GPUs per second at each GPU ("bus bandwidth")."""
+    """Bus bandwidth of all-gathers within a node: bytes per second that each GPU receives from others."""
     nvlink_scatter_gbps: float
-    """Of scatters within a node, likewise."""
+    """Bus bandwidth of reduce-scatters within a node, likewise."""
     disk_gbps: float
-    """Of a node's disk for optimizer states, reads and writes each while both happen, 1e9 bytes per second."""
+    """A node's disk for optimizer states: reads and writes each, while both happen, 1e9 bytes per second."""
     several_gpus_slowdown: float
-    """Time of the GPU's kernels where several GPUs train together, over their time where one does."""
+    """Factor of kernel times when several GPUs train together."""
     synchronize_seconds: float
-    """From the end of backward until the launching thread goes on."""
+    """Time from the end of backward until the launching thread continues."""
     launch_ahead_seconds: float
-    """Of work that the launching thread queues before it waits."""
+    """Work that the launching thread queues before it waits."""
 
     def host_params_per_second(self, cost: UpdateCost) -> float:
-        """Updates of such a cost on the host: by its memory or by its cores, whichever take longer. Cores are those
-        whose updates were measured, or as much faster as :attr:`host_adam_gparams` shows them to be.
+        """Host updates per second at this cost, limited by memory or by cores. Core times are the measured ones,
+        reduced if :attr:`host_adam_gparams` shows faster cores.
         """
         adam = self.host_adam_gparams * 1e9
         core_seconds = min(ADAM.core_seconds, self.host_threads / adam) * cost.core_seconds / ADAM.core_seconds
         return min(adam * ADAM.traffic_bytes / cost.traffic_bytes, self.host_threads / core_seconds)
 
     def device_params_per_second(self, cost: UpdateCost) -> float:
-        """Updates of such a cost on the GPU, by its memory."""
+        """GPU updates per second at this cost, limited by memory."""
         return self.device_adam_gparams * 1e9 * ADAM.traffic_bytes / cost.traffic_bytes
 
     def update_rates(
         self, on_host: Sequence[tuple[int, UpdateCost]] = (), on_device: Sequence[tuple[int, UpdateCost]] = ()
     ) -> UpdateRates:
-        """While on each side so many parameters of such costs are updated; of none: as Adam on float32 states."""
+        """Returns average rates for (number of parameters, cost) on each side; an empty side gets Adam on float32
+        states.
+        """
         host, device = on_host or ((1, ADAM),), on_device or ((1, ADAM),)
         numel = sum(count for count, _ in host)
         return UpdateRates(
@@ -141,8 +143,8 @@ class Machine:
         )
 
     def rates(self, updates: UpdateRates | None = None) -> _C.Rates:
-        """These figures as the simulator takes them (csrc/plan/simulator.h); collectives take no time. ``updates``: of
-        what is updated; None: Adam on float32 states.
+        """Returns these figures as the simulator's rates (csrc/plan/simulator.h), without collectives. ``updates``:
+        rates of the optimizer; None: Adam on float32 states.
         """
         updates = updates or self.update_rates()
         rates = _C.Rates()
@@ -181,26 +183,26 @@ H200 = Machine(
     param_pass=0.74,
     states_pass=0.88,
     device_adam_gparams=123.0,
-    # Four GPUs of one socket, both directions: 26.6 GB/s each way for each, where one alone has 50.8.
+    # Four GPUs of one socket, both directions: 26.6 GB/s each way per GPU; a single GPU has 50.8.
     socket_memory_gbps=213.0,
     gpus_per_socket=4,
     # Four GPUs, NCCL, shards of 64 MiB.
     nvlink_gather_gbps=305.0,
     nvlink_scatter_gbps=299.0,
-    # Not measured: half of what data sheets of PCIe 4 NVMe disks say of writes alone, since reads happen meanwhile.
+    # Not measured: half of the data sheets' write rate of PCIe 4 NVMe disks, since reads happen meanwhile.
     disk_gbps=2.0,
     # Fitted to the kernels of three runs on four GPUs with everything resident (4.31, 10.5 and 21 B: 1.04, 1.04, 1.08).
-    # It holds what is not told apart: collectives beside kernels, the machine, larger products than those of one GPU's
-    # fit. 4.31 B on one and on four GPUs of that machine: 1.03.
+    # Includes collectives beside kernels, differences of the machine, and products larger than in the fit of one GPU.
+    # 4.31 B on one and on four GPUs of that machine: 1.03.
     several_gpus_slowdown=1.05,
     synchronize_seconds=4e-3,
     launch_ahead_seconds=0.1,
 )
 
-# Of the H200's data sheet: what others' are compared with.
+# The H200's data sheet, the reference of the others.
 _SHEET_TFLOPS, _SHEET_GBPS, _SHEET_NVLINK_GBPS = 989.0, 4800.0, 900.0
 _OF_PCIE_5 = {3: 0.25, 4: 0.5, 5: 1.0}
-_OF_FLOAT32 = 0.75  # of the data sheet's rate without tensor cores, as of the H200's 67 TFLOPS
+_OF_FLOAT32 = 0.75  # of the data sheet's rate without tensor cores, as measured on the H200 (67 TFLOPS)
 
 
 def _of_data_sheet(
@@ -214,8 +216,8 @@ def _of_data_sheet(
     nvlink_gbps: float = 0.0,
     compute_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
 ) -> Machine:
-    """An H200's host with another GPU, whose rates are the H200's times what data sheets say: dense 16-bit matrix
-    products that are summed in float32, memory, NVLink (both directions; 0: collectives go over PCIe), PCIe.
+    """An H200's host with another GPU. Rates are the H200's, scaled by data sheets: dense 16-bit matrix products with
+    float32 sums, memory, NVLink (both directions; 0: collectives over PCIe), PCIe.
     """
     arithmetic, memory, pcie_share = tflops / _SHEET_TFLOPS, gbps / _SHEET_GBPS, _OF_PCIE_5[pcie]
     link = H200.upload_gbps * pcie_share
@@ -245,9 +247,8 @@ def _of_data_sheet(
 
 
 _NO_BF16 = (torch.float16, torch.float32)
-# From the makers' data sheets, none measured: TFLOPS of dense bf16 (V100: fp16) on tensor cores with float32 sums (of a
-# GeForce half of what is advertised with 16-bit sums), float32 without tensor cores, memory GB/s; GiB that a process
-# finds there, ECC taken off.
+# Data sheets, not measured: TFLOPS of dense bf16 (V100: fp16) tensor cores with float32 sums (GeForce: half of the
+# advertised 16-bit sums), float32 TFLOPS without tensor cores, memory GB/s, and GiB usable by a process without ECC.
 _DATA_SHEETS = (
     _of_data_sheet("b200", tflops=2250, float32_tflops=75, gbps=8000, gib=178, pcie=5, nvlink_gbps=1800),
     _of_data_sheet("h100", tflops=989, float32_tflops=67, gbps=3350, gib=79, pcie=5, nvlink_gbps=900),
@@ -273,14 +274,14 @@ def given_gpu(
     num_bytes: int | None = None,
     link_gbps: float | None = None,
 ) -> Machine:
-    """``machine`` with a GPU that is told by numbers, of which None are left as they are.
+    """Returns ``machine`` with a GPU given by numbers; None keeps a value.
 
     Args:
-        machine: what the numbers replace parts of.
-        tflops: dense 16-bit matrix products, as a data sheet says it; sustained are as many of them as on an H200.
-        gbps: the GPU's memory, as a data sheet says it, 1e9 bytes per second.
-        num_bytes: size of its memory.
-        link_gbps: to the host, each way, as it is sustained.
+        machine: the base.
+        tflops: data sheet's dense 16-bit matrix products; the sustained share is the H200's.
+        gbps: data sheet's GPU memory bandwidth, 1e9 bytes per second.
+        num_bytes: GPU memory size.
+        link_gbps: sustained link to the host, each way.
     """
     gpu, told = machine.gpu, []
     values: dict[str, object] = {}
@@ -312,8 +313,8 @@ def given_gpu(
 
 
 def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None = None) -> Machine:
-    """``machine`` with another host, None being as it is: cores for each GPU, and memory bandwidth of a socket, 1e9
-    bytes per second. Updates take what the cores can do, or the share of the bandwidth that they were measured to take.
+    """Returns ``machine`` with another host: cores per GPU and memory bandwidth of a socket, 1e9 bytes per second; None
+    keeps a value. Updates are limited by the cores or by their measured share of the bandwidth.
     """
     if cores is None and gbps is None:
         return machine
@@ -335,7 +336,9 @@ def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None
 
 
 def given_disk(machine: Machine, gbps: float | None) -> Machine:
-    """``machine`` with a disk that reads and writes so many 1e9 bytes per second each, both at once; None: its own."""
+    """Returns ``machine`` with a disk of ``gbps`` 1e9 bytes per second, reads and writes each, both at once; None keeps
+    it.
+    """
     if gbps is None:
         return machine
     source = f"a disk of {gbps:g} GB/s as given; the rest: {machine.source}"
@@ -343,8 +346,8 @@ def given_disk(machine: Machine, gbps: float | None) -> Machine:
 
 
 def measured(machine: Machine) -> Machine:
-    """``machine`` with what can be measured here in its place: updates on the host, and with a GPU the link and its
-    updates. Takes about a second, and 0.5 GB of host memory.
+    """Returns ``machine`` with rates measured here: host updates, and with a GPU the link and GPU updates. Takes about
+    a second and 0.5 GB of host memory.
     """
     what = ["host Adam"]
     values: dict[str, float] = {

@@ -1,4 +1,4 @@
-"""How fast this machine is at what a step consists of beside the GPU's own work: seconds of measuring, no model."""
+"""Measures this machine's host memory, host updates and link within seconds, without a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _REPEATS = 5
 
 
 def engine_threads() -> _C.HostThreads:
-    """The threads that an engine takes on this machine when nobody says."""
+    """Returns the host threads that an engine uses here by default."""
     options = host_thread_options(HostThreadsConfig(), with_gpu=torch.cuda.is_available())
     return _C.choose_host_threads(_C.read_cpu_topology(_C.allowed_cpus()), options)
 
 
 def measure_host_copy_gbps(num_bytes: int = 256 * 2**20) -> float:
-    """PyTorch's copy of one large buffer to another, reads and writes together, 1e9 bytes per second."""
+    """Bandwidth of PyTorch's copy of a large buffer, reads and writes together, 1e9 bytes per second."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(engine_threads().num_threads)
     try:
@@ -35,7 +35,7 @@ def measure_host_copy_gbps(num_bytes: int = 256 * 2**20) -> float:
 
 
 def measure_host_adam_gparams(numel: int = 16 * 2**20) -> float:
-    """Updates on the host with the threads that an engine takes, 1e9 parameters per second."""
+    """Host updates with an engine's threads, 1e9 parameters per second."""
     threads = engine_threads()
     pool = _C.ThreadPool(threads.num_threads, threads.worker_cpus)
     master, momentum, variance = (torch.zeros(numel) for _ in range(3))
@@ -66,7 +66,7 @@ def measure_host_adam_gparams(numel: int = 16 * 2**20) -> float:
 
 
 def measure_link_gbps(num_bytes: int = 128 * 2**20) -> tuple[float, float]:
-    """Up to the GPU and down from it, both at once, as a step has them, 1e9 bytes per second. Needs a GPU."""
+    """Bandwidth to and from the GPU, both at once, 1e9 bytes per second. Needs a GPU."""
     host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]

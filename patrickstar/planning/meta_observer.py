@@ -1,4 +1,4 @@
-"""The observer of parameters on the meta device, which have no values."""
+"""The observer of parameters on the meta device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from patrickstar.module.observer import Observer
 
 
 class MetaObserver(Observer):
-    """Lets operations that write parameters write nothing."""
+    """Discards values written to parameters."""
 
     def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
-        """A tensor of the parameter's shape without memory."""
+        """Returns a meta tensor of the parameter's shape."""
         return torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="meta")
 
     def write_values(self, handle: ParamHandle, kind: _C.ArrayKind, values: torch.Tensor) -> None:

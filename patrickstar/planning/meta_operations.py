@@ -1,8 +1,8 @@
-"""Operations on the meta device, each worked out once.
+"""Caches shapes of meta-device operations.
 
-PyTorch works most shapes out in Python, which takes half a millisecond and is most of what the trace of a step takes; a
-model's layers ask for the same ones again and again. So what an operation returned is remembered by what it was given,
-where it returns new tensors alone: neither views of its arguments nor them.
+PyTorch computes most shapes in Python at half a millisecond each, which dominates the trace of a step. Layers repeat
+the same calls, so results are cached by the arguments. Only operations that return new tensors are cached: neither
+views nor arguments.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class _Made:
 
 
 class MetaOperations:
-    """Runs operations, and remembers what they returned."""
+    """Runs operations and caches their results' shapes."""
 
     def __init__(self) -> None:
         self._returned: dict[Hashable, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Hashable]:
-        """What ``func`` returns, and a key of what decides its shapes, or None where that could be anything."""
+        """Returns the result of ``func`` and a key that determines its shapes; None if no key does."""
         if func.is_view or func._schema.is_mutable:
             return func(*args, **kwargs), None
         key = _describe((func, args, *kwargs.items()))
@@ -87,7 +87,7 @@ def _storages(value: Any) -> set[int]:
 
 
 def _remember(out: Any, given: set[int]) -> _Made | tuple[Any, ...] | None:
-    """What makes ``out`` again; None: nothing does."""
+    """Returns a recipe that recreates ``out``; None if there is none."""
     if isinstance(out, tuple):
         items = tuple(item if isinstance(item, _CONSTANTS) else _remember(item, given) for item in out)
         known = all(made is not None or item is None for made, item in zip(items, out, strict=True))

@@ -1,4 +1,4 @@
-"""How many samples a micro-batch may have, by what a step with fewer of them was seen to take of the device."""
+"""Largest micro-batch that fits, extrapolated from a measured step with fewer samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from patrickstar import _C
 
 MARGIN_RATIO = 0.05
-"""Of the device's limit, what is left free: a tide is not exactly proportional to its samples."""
+"""Share of the device's limit left free: activation memory is not exactly proportional to the samples."""
 
 
 def most_samples(
@@ -22,17 +22,17 @@ def most_samples(
     disk_bytes: int = 0,
     backwards: _C.Backwards = _C.Backwards.SEVERAL,
 ) -> int:
-    """The most samples with which each moment of a step fits the device beside the chunks that it uses.
+    """Returns the most samples with which every access of a step fits the device beside its chunks.
 
-    The tide is taken to grow in proportion to the samples. It consists of what grows so and of what does not grow, so
-    that more samples take no more than that. Optimizer states leave the device for them, as far as the host has room.
+    Activation memory is assumed proportional to the samples, which overestimates its constant part. Optimizer states
+    are evicted for it as far as the host has room.
 
     Args:
-        layout: of the chunks that will be there.
-        moments: of the step that was measured (``Runtime.timeline``).
-        samples: of a micro-batch in it; the answer is no less, since that many were seen to fit.
-        upto: the answer is no more.
-        limit_bytes: of the device, for payloads and the tide (``limit_bytes`` of ``Runtime.plan_problem``).
+        layout: the future chunks.
+        moments: accesses of the measured step (``Runtime.timeline``).
+        samples: of a measured micro-batch, which fits; the result is at least as large.
+        upto: upper limit of the result.
+        limit_bytes: device bytes for chunk buffers and activations (``limit_bytes`` of ``Runtime.plan_problem``).
         host_bytes: for chunks.
         disk_bytes: for optimizer states (``disk_memory.size``).
         backwards: of a step.
@@ -56,7 +56,7 @@ def most_samples(
         problem = _C.pose_problem(layout, risen, on_device, budget)
         return _C.make_plan(risen, **problem)["least_limit_bytes"] <= enough
 
-    least, most = samples, upto  # what fits, and perhaps does not
+    least, most = samples, upto  # least fits; most may not
     while least < most:
         middle = (least + most + 1) // 2
         if fit(middle):

@@ -1,4 +1,4 @@
-"""Which model a plan is for: a GPT by its shape or size, a known one by its name, or any Hugging Face configuration."""
+"""Models of plans: a GPT by shape or size, a known model by name, or any Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patrickstar.planning.known_models import KNOWN_MODELS, OTHER_NAMES
 from patrickstar.sequence.choice import Links
 
 _VOCAB = 50304
-# hidden size x layers of the GPTs that the benchmarks train; untied output layer
+# hidden size x layers of the benchmarks' GPTs; untied output layer
 _SIZES = {
     "0.1b": (768, 12),
     "1.6b": (1600, 48),
@@ -36,38 +36,38 @@ _HEADS = {768: 12, 1600: 25, 8192: 64, 9216: 72}  # others: 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A module on the meta device, and how to call it."""
+    """A module on the meta device with inputs and figures."""
 
     module: nn.Module
     """Its parameters have no memory."""
     inputs: dict[str, Any]
     """Keyword arguments of its forward, on the meta device."""
     num_layers: int
-    """Transformer blocks, for the count of model operations."""
+    """Transformer blocks, for :meth:`model_flops`."""
     hidden: int
-    """Hidden size, for the same."""
+    """Hidden size, for :meth:`model_flops`."""
 
     num_params: int
-    """Elements in all parameters, of all ranks that share matrices together."""
+    """Elements of all parameters, over all ranks that share matrices."""
     num_trained: int
-    """Of these, elements of those that are trained."""
+    """Elements of trained parameters."""
     num_positions: int | None
-    """Of the configuration; None: it says none. A longer sequence has positions that the model was not trained with."""
+    """Positions in the configuration; None: not given. Longer sequences have positions without training."""
     most_tokens: int | None
-    """Of a sequence, where positions are rows of a table; None: there is no such limit."""
+    """Longest sequence if positions are rows of a table; None: no limit."""
     division: PlannedDivision | None = None
-    """Of the sequences among ranks; None: each rank has its own."""
+    """Sequence parallelism; None: each rank has its own sequences."""
     matrices: PlannedMatrices | None = None
-    """Divided among ranks; None: each rank has whole ones."""
+    """Tensor parallelism; None: each rank has whole matrices."""
 
     @property
     def divisions(self) -> list[PlannedDivision | PlannedMatrices]:
-        """Of these two, those that there are."""
+        """Sequence and tensor parallelism, as far as present."""
         return [division for division in (self.division, self.matrices) if division is not None]
 
     def model_flops(self, batch: int, length: int) -> float:
-        """Operations of forward and backward: 6 per parameter and token, 4 where it is frozen, and 6 per layer, hidden
-        unit, position and token for attention (causal masks counted by half, recomputation not counted).
+        """FLOPs of forward and backward: 6 per parameter and token (4 if frozen), plus 6 per layer, hidden unit,
+        position and token for attention (causal masks count half). Recomputation is not counted.
         """
         tokens = batch * length
         of_params = (4.0 * self.num_params + 2.0 * self.num_trained) * tokens
@@ -75,19 +75,19 @@ class PlannedModel:
 
 
 class _Adapted(nn.ModuleDict):
-    """A frozen linear layer and what LoRA adds to it: two matrices of low rank, beside the layer's own product."""
+    """A frozen linear layer with a LoRA adapter of two low-rank matrices."""
 
     def __init__(self, base: nn.Module, num_inputs: int, num_outputs: int, rank: int):
         down, up = nn.Linear(num_inputs, rank, bias=False), nn.Linear(rank, num_outputs, bias=False)
         super().__init__({"base": base, "lora_a": down, "lora_b": up})
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """The layer's output and the adapter's."""
+        """Returns the layer's output plus the adapter's."""
         return self["base"](values) + self["lora_b"](self["lora_a"](values))
 
 
 def _adapt(module: nn.Module, rank: int) -> None:
-    """Freezes all parameters and gives each linear layer an adapter, but the output layer: PEFT's ``all-linear``."""
+    """Freezes all parameters; adapts each linear layer except the output layer (PEFT's ``all-linear``)."""
     from transformers.pytorch_utils import Conv1D
 
     module.requires_grad_(False)
@@ -103,11 +103,11 @@ def _adapt(module: nn.Module, rank: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedSequences:
-    """So many ranks have a part of each sequence."""
+    """Sequence parallelism over ``size`` ranks."""
 
     size: int
     links: Links = dataclasses.field(default_factory=Links)
-    """How fast they compute attention and talk."""
+    """Speed of attention and of communication."""
 
 
 def build_model(
@@ -121,7 +121,7 @@ def build_model(
     shared: SharedSequences | None = None,
     matrices: SharedMatrices | None = None,
 ) -> PlannedModel:
-    """The model that ``--model`` names.
+    """Builds the model named by ``--model``.
 
     Args:
         name: ``gpt:HIDDENxLAYERS``, a size such as ``4.3b``, a usual name such as ``llama-3.1-8b``, or the path of a
@@ -129,13 +129,13 @@ def build_model(
         batch: sequences per step.
         length: tokens per sequence.
         checkpointing: recompute activations in backward, block by block.
-        lora_rank: of the adapters that are trained while everything else is frozen; 0: all is trained.
-        prepare: what is done to the model before it is trained, when its matrices are divided, such as ``fuse_loss``.
-        shared: whose sequences they are; None: one rank has them.
-        matrices: over which ranks its matrices are divided; None: one rank has them.
+        lora_rank: rank of trained adapters on a frozen model; 0: everything is trained.
+        prepare: applied to the model after tensor parallelism and before training, such as ``fuse_loss``.
+        shared: sequence parallelism; None: none.
+        matrices: tensor parallelism; None: none.
 
     Raises:
-        ValueError: there is no such model, or it cannot be built, called with tokens or divided.
+        ValueError: the model does not exist, or cannot be built, called with tokens or sharded.
     """
     transformers = _transformers()
     config = model_config(name, length)
@@ -181,10 +181,10 @@ def build_model(
 
 
 def model_config(name: str, length: int) -> Any:
-    """The configuration, as of transformers, of the model that ``--model`` names, for so many tokens.
+    """Returns the transformers configuration of the model named by ``--model``, for ``length`` tokens.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the model does not exist.
     """
     transformers = _transformers()
     config = _gpt_config(name, length) or _known_config(transformers, name)
@@ -203,7 +203,7 @@ def model_config(name: str, length: int) -> Any:
 
 
 def _config_of_text(name: str, config: Any) -> Any:
-    """The configuration of the part that reads tokens: a section, where a model reads images as well."""
+    """The configuration of the part that reads tokens, which is a section in multimodal models."""
     of_text = config.get_text_config()
     for key in ("num_hidden_layers", "hidden_size"):
         if not isinstance(getattr(of_text, key, None), int):
@@ -234,7 +234,7 @@ def _transformers() -> Any:
 
 
 def _from_config(auto_class: Any, config: Any) -> nn.Module:
-    """With fused attention where the model has it."""
+    """Builds the model, with fused attention if it supports that."""
     try:
         return auto_class.from_config(config, attn_implementation="sdpa")
     except ValueError:
@@ -252,7 +252,7 @@ def _similar(name: str) -> str:
 
 
 def _gpt_shape(name: str) -> tuple[int, int] | None:
-    """Hidden size and layers of a GPT that is named by them, or by its size."""
+    """Hidden size and layers of a GPT named by its shape or size."""
     match = re.fullmatch(r"gpt:([1-9]\d*)x([1-9]\d*)", name)
     return _SIZES.get(name.lower()) if match is None else (int(match.group(1)), int(match.group(2)))
 
@@ -283,14 +283,14 @@ def _gpt_config(name: str, length: int) -> Any:
 
 
 def _has_table(module: nn.Module, num_positions: int) -> bool:
-    """Whether positions are rows of an embedding, so that there are no more; some tables have two rows more."""
+    """True if positions are rows of an embedding table, which limits them; some tables have two extra rows."""
     tokens = module.get_input_embeddings()
     tables = (child for child in module.modules() if isinstance(child, nn.Embedding) and child is not tokens)
     return any(num_positions <= table.num_embeddings <= num_positions + 2 for table in tables)
 
 
 def _auto_class(transformers: Any, name: str, config: Any) -> Any:
-    """The kind of model that is called with tokens and gives their loss."""
+    """The auto class of models that take tokens and return their loss."""
     kinds = ["CausalLM", "ImageTextToText", "Seq2SeqLM", "MaskedLM"]
     if any("MaskedLM" in architecture for architecture in config.architectures or ()):
         kinds.reverse()
@@ -302,6 +302,6 @@ def _auto_class(transformers: Any, name: str, config: Any) -> Any:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Has a model of Hugging Face compute activations again in backward, by the name that its version has for that."""
+    """Enables activation checkpointing in a Hugging Face model, under the name of the installed version."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

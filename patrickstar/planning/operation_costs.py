@@ -1,4 +1,4 @@
-"""Costs of operations on a GPU, by its rates, and the fused attention that it has where the meta device has none."""
+"""Costs of operations on a GPU, including fused attention, which the meta device lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from patrickstar.planning.machines import Gpu
 
 _aten = torch.ops.aten
-_FREE = {  # launch no kernel, beside views
+_FREE = {  # launch no kernel, like views
     _aten.empty,
     _aten.empty_like,
     _aten.empty_strided,
@@ -28,10 +28,10 @@ _FREE = {  # launch no kernel, beside views
 
 @dataclasses.dataclass(frozen=True)
 class FusedKernel:
-    """A kernel of fused attention: where its arguments are, and how much it computes."""
+    """A fused attention kernel: positions of its arguments, and its amount of work."""
 
     query: int
-    """Index of the queries; the keys are after them."""
+    """Index of the queries; the keys follow."""
     causal: int
     dropout: int
     products: int
@@ -62,11 +62,11 @@ class OperationCosts:
         self._known: dict[Hashable, Cost] = {}
 
     def find(self, func: Any, key: Hashable, args: Any, kwargs: Any, out: Any) -> Cost | None:
-        """The cost of one call of ``func``; None: it launches no kernel.
+        """Returns the cost of one call of ``func``; None if it launches no kernel.
 
         Args:
-            key: of what decides the cost; None: the cost is not remembered.
-            out: what ``func`` returned.
+            key: determines the cost; None: do not cache it.
+            out: the result of ``func``.
         """
         if func.is_view or func.overloadpacket in _FREE:
             return None
@@ -87,7 +87,7 @@ class OperationCosts:
         count = flop_registry.get(packet)
         if count is None or not inputs:
             return Cost(seconds)
-        args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of products that are not summed in their own
+        args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # products with an explicit output dtype
         flops = float(count(*args, **kwargs, out_val=out))
         narrowest = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)  # sums may be wider
         return Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
@@ -100,12 +100,12 @@ class OperationCosts:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results of an operation."""
+    """Returns the tensors among an operation's arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class FusedAttention(TorchFunctionMode):
-    """The meta device would take attention apart into matrix products; a GPU has a fused kernel."""
+    """Uses the GPU's fused kernel; the meta device would decompose attention into matrix products."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,7 +124,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if attn_mask is None and query.itemsize == 2:  # which has fewer heads of keys as they are
+    if attn_mask is None and query.itemsize == 2:  # supports grouped-query attention itself
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))

@@ -1,7 +1,7 @@
-"""Plans of earlier runs, in a folder: a run like one of them plans from its first step on.
+"""A folder of earlier plans: a similar run plans from its first step on.
 
-An entry is a file of two lines: the SHA-256 of the second, and that, which is the plan's JSON. Its name is a digest of
-all that makes two runs alike (:func:`key_of`). What cannot be read, or is something else, counts as not there; what
+An entry is a file of two lines: the SHA-256 of the second line, and the plan as JSON. Its name is a digest of
+everything that makes two runs alike (:func:`key_of`). Unreadable or damaged entries count as missing, and a plan that
 cannot be written is not kept. Neither is an error: a run without an entry plans after its first step.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from patrickstar.planning.step_plan import Plan
 
 VARIABLE = "PATRICKSTAR_PLAN_CACHE"
-"""The environment variable that counts where the configuration does not say: ``0``, ``1`` or a folder."""
+"""Environment variable used if the configuration is silent: ``0``, ``1`` or a folder."""
 
 logger = logging.getLogger("patrickstar")
 
@@ -32,13 +32,13 @@ _SECONDS_TO_FINISH = 3600
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """The name of the entry for runs of which ``facts`` hold: values of JSON's types, in any order of keys."""
+    """Returns the entry's name for ``facts``: JSON values, in any order of keys."""
     text = json.dumps(facts, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cache_folder(setting: bool | str | None) -> Path | None:
-    """The folder that the configuration's ``plan_cache`` means; None: no plan is kept."""
+    """Returns the folder for the configuration's ``plan_cache``; None: no plans are kept."""
     if setting is None:
         said = os.environ.get(VARIABLE) or "1"
         setting = {"0": False, "1": True}.get(said, said)
@@ -49,7 +49,7 @@ def cache_folder(setting: bool | str | None) -> Path | None:
 
 def _default_folder() -> Path | None:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():  # others are to be ignored, says the specification
+    if base.is_absolute():  # the XDG specification says to ignore relative paths
         return base / "patrickstar"
     try:
         return Path.home() / ".cache" / "patrickstar"
@@ -58,13 +58,12 @@ def _default_folder() -> Path | None:
 
 
 class PlanCache:
-    """The plans in a folder. Processes may read and write it at once: an entry is there as a whole or not at all, and
-    of two writers the last one's stays.
+    """The plans in a folder. Processes may share it: entries are written atomically, and the last writer wins.
 
     Args:
-        folder: made when the first plan is kept.
-        most_entries: how many plans are kept; those that were used least lately go.
-        most_bytes: how large they may be together.
+        folder: created when the first plan is saved.
+        most_entries: most plans kept; the least recently used are removed.
+        most_bytes: most bytes of all plans together.
     """
 
     def __init__(self, folder: Path, most_entries: int = 64, most_bytes: int = 64 * 2**20):
@@ -73,7 +72,7 @@ class PlanCache:
         self._most_bytes = most_bytes
 
     def load(self, key: str) -> Plan | None:
-        """The plan that was kept under ``key``, or None."""
+        """Returns the plan saved under ``key``, or None."""
         path = self._path(key)
         try:
             digest, _, text = path.read_text(encoding="utf-8").partition("\n")
@@ -89,7 +88,7 @@ class PlanCache:
         return plan
 
     def save(self, key: str, plan: Plan) -> None:
-        """Keeps ``plan`` under ``key``, in the place of what was there."""
+        """Saves ``plan`` under ``key``, replacing an earlier one."""
         text = plan.to_json()
         entry = f"{_digest(text)}\n{text}".encode()
         if len(entry) > self._most_bytes:
@@ -117,10 +116,10 @@ class PlanCache:
                 raise
 
     def _make_room(self) -> None:
-        """Removes entries beyond the bounds, and what writers that were killed have left."""
+        """Removes entries beyond the limits, and files of killed writers."""
         entries = []
         for path in self.folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
                 status = path.stat()
                 if path.name.endswith(_UNFINISHED) and time.time() - status.st_mtime > _SECONDS_TO_FINISH:
                     path.unlink()

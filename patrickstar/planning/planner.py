@@ -1,5 +1,5 @@
-"""Answers: what a training run is planned to be, for questions that differ in a part, such as more memory or a batch of
-another size. What answers have in common (the model's trace, its layouts) is made once.
+"""Answers questions about training runs. Questions may differ in a part, such as the memory or the batch size; traces
+and layouts are shared between them.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Between ranks that share matrices, for one forward and its backward."""
+    """Exchanges between tensor-parallel ranks, for one forward and its backward."""
 
     received_bytes: int
-    """By each rank."""
+    """Bytes that each rank receives."""
     link_seconds: float
-    """For which a rank's link is busy."""
+    """Busy seconds of a rank's link."""
     exposed_seconds: float
-    """Of these, what products did not hide, and latencies."""
+    """Seconds of these not hidden by products, and latencies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What becomes of a question whose model fits."""
+    """The plan of a model that fits."""
 
     question: Question
     num_params: int
     """Elements of all parameters."""
     num_trained: int
-    """Elements of those that are trained."""
+    """Elements of trained parameters."""
     chosen: Case
-    """With the chunk size that was asked for, or the best."""
+    """The case of the requested chunk size, or the best."""
     cases: list[Case]
     """All chunk sizes that were tried and fit."""
     model_flops: float
-    """Of one GPU's step, recomputation not counted."""
+    """FLOPs of one GPU's step without recomputation."""
     num_positions: int | None = None
-    """Of the model's configuration; None: it says none."""
+    """Positions in the model's configuration; None: not given."""
     attention: Choice | None = None
-    """How attention over sequences that ranks share is computed, for one layer; None: each has its own."""
+    """Attention algorithm of sequence parallelism, for one layer; None: each rank has its own sequences."""
     exchanged: Exchanged | None = None
-    """What ranks that share matrices send each other; None: each has whole ones."""
+    """Exchanges of tensor parallelism; None: each rank has whole matrices."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         return self.question.tokens / self.chosen.step.seconds
 
     def config(self) -> dict[str, Any]:
-        """What ``initialize_engine`` takes to train so; the learning rate and its like are the user's."""
+        """Returns the configuration for ``initialize_engine``; the user sets the learning rate and similar values."""
         question, setting, case = self.question, self.question.setting, self.chosen
         optimizer: dict[str, Any] = {"type": setting.optimizer.value, "params": {"lr": 1e-4}}
         if setting.speculation is not Speculation.AUTO:
@@ -106,7 +106,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Trace:
-    """A model's step, and the chunk sizes that an engine makes of those that are asked for."""
+    """A model's traced step, and its chunk sizes by the requested ones."""
 
     model: PlannedModel
     params: SortedParams
@@ -117,7 +117,7 @@ class _Trace:
 
 
 class Planner:
-    """Answers questions, and keeps what the next ones may need."""
+    """Answers questions; caches traces, predictors and answers."""
 
     def __init__(self) -> None:
         self._traces: dict[tuple[Any, ...], _Trace] = {}
@@ -125,18 +125,18 @@ class Planner:
         self._answers: dict[Question, Answer] = {}
 
     def answer(self, question: Question) -> Answer:
-        """The plan with the shortest step.
+        """Returns the plan with the shortest step.
 
         Raises:
-            DoesNotFitError: with no chunk size does it fit.
-            ValueError: there is no such model, or the GPU has no such dtype.
+            DoesNotFitError: no chunk size fits.
+            ValueError: the model does not exist, or the GPU does not support the dtype.
         """
         if question not in self._answers:
             self._answers[question] = self._answer(question)
         return self._answers[question]
 
     def try_answer(self, question: Question) -> Answer | DoesNotFitError:
-        """:meth:`answer`, or its refusal."""
+        """Returns :meth:`answer` or its refusal."""
         try:
             return self.answer(question)
         except DoesNotFitError as refusal:
@@ -156,7 +156,7 @@ class Planner:
             raise refusals[0]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
         division = trace.model.division
-        # The least waste among those whose steps are as short as any, as far as the simulator can tell.
+        # The least waste among steps that are equally short within the simulator's tolerance.
         chosen = min(shortest_cases(cases), key=lambda case: case.waste_bytes)
         return Answer(
             question=question,
@@ -171,7 +171,7 @@ class Planner:
         )
 
     def refusal(self, question: Question) -> DoesNotFitError | None:
-        """Why it does not fit, or None; found sooner than an answer.
+        """Returns the refusal, or None if the model fits; faster than an answer.
 
         Raises:
             ValueError: as :meth:`answer`.
@@ -187,15 +187,15 @@ class Planner:
         return min(refusals, key=lambda refusal: refusal.least_device_bytes or 0)
 
     def needed_device_bytes(self, question: Question) -> int:
-        """What its activations and the largest moment's chunks need of the device, of the chunk size that needs least:
-        at most its ``device_memory`` where it fits.
+        """Device bytes of activations and of the largest access's chunks, with the best chunk size. At most
+        ``device_memory`` if the model fits.
         """
         trace = self._trace(question)
         sizes = self._sizes(question, trace)
         return min(self._predictor(question, trace, size).needed_device_bytes(question.setting) for size in sizes)
 
     def most_tokens(self, question: Question) -> int | None:
-        """Of its model's sequences, where positions are rows of a table."""
+        """Longest sequence of its model if positions are rows of a table; else None."""
         return build_model(question.workload.model, 1, 1, checkpointing=False).most_tokens
 
     def _trace(self, question: Question) -> _Trace:
@@ -231,7 +231,7 @@ class Planner:
         return self._traces[key]
 
     def _sizes(self, question: Question, trace: _Trace) -> list[int]:
-        """The chunk sizes to try: an engine itself makes the one that it is given smaller on a scarce device."""
+        """Returns the chunk sizes to try. An engine reduces the given size on a scarce device."""
         ample = question.setting.device_bytes >= trace.ample_bytes
         return sorted({asked if ample else scarce for asked, scarce in trace.scarce_numels.items()})
 
@@ -259,6 +259,6 @@ def _exchanged(matrices: PlannedMatrices | None) -> Exchanged | None:
 
 
 def _as_written(num_bytes: int) -> int | str:
-    """As a text where that is exact."""
+    """Returns a size text if it is exact."""
     text = enough_size(num_bytes)
     return text if parse_size(text) == num_bytes else num_bytes

@@ -1,4 +1,4 @@
-"""What the simulator says of a step (csrc/plan/simulator.h), and what follows from it."""
+"""The simulator's prediction of a step (csrc/plan/simulator.h)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patrickstar import _C
 
 _RATES = tuple(name for name, member in vars(_C.Rates).items() if isinstance(member, property))
 _EARLIER_RATES = {"device_memory_gbps": 0.0}
-"""Of what plans of earlier versions do not name."""
+"""Rates missing in plans of earlier versions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,47 +20,47 @@ class Prediction:
     seconds: float
     """From the end of one step to the end of the next."""
     compute_seconds: float
-    """Forward and backward on the GPU, when nothing waits."""
+    """Forward and backward on the GPU without waits."""
     device_adam_seconds: float
-    """Adam updates on the GPU, on its compute queue."""
+    """Adam updates on the GPU's compute queue."""
     upload_seconds: float
-    """The upload queue is busy."""
+    """Busy time of the upload queue."""
     download_seconds: float
-    """The download queue is busy."""
+    """Busy time of the download queue."""
     gather_seconds: float
-    """The queue of gathers is busy (several ranks)."""
+    """Busy time of the all-gather queue (several ranks)."""
     scatter_seconds: float
-    """The queue of scatters is busy (several ranks)."""
+    """Busy time of the reduce-scatter queue (several ranks)."""
     host_adam_seconds: float
-    """The host is busy with Adam updates."""
+    """Busy time of the host's updates."""
     stall_seconds: dict[str, float]
-    """What the GPU waited for: ``upload``, ``memory``, ``host_update``, ``launch``, ``collective``."""
+    """GPU stalls by cause: ``upload``, ``memory``, ``host_update``, ``launch``, ``collective``."""
     uploaded_bytes: int
-    """From host to device, per rank and step, activations included that come back."""
+    """Host to device, per rank and step, including returning activations."""
     downloaded_bytes: int
-    """From device to host, per rank and step, activations included that leave."""
+    """Device to host, per rank and step, including offloaded activations."""
     gathered_bytes: int
     """From other ranks, per step."""
     scattered_bytes: int
     """To other ranks, per step."""
     peak_bytes: int
-    """The most device memory in use in the step: tide, optimizer states and chunks."""
+    """Highest device memory in the step: activations, optimizer states and chunks."""
     disk_read_seconds: float = 0.0
-    """The disk is busy with reads of optimizer states."""
+    """Disk reads of optimizer states."""
     disk_write_seconds: float = 0.0
-    """The disk is busy with writes of optimizer states."""
+    """Disk writes of optimizer states."""
     disk_read_bytes: int = 0
     """From the disk, per rank and step."""
     disk_written_bytes: int = 0
     """To the disk, per rank and step."""
     visit_seconds: float = 0.0
-    """The link is busy with optimizer states that the GPU updates for the host."""
+    """Link time of GPU round-trip updates."""
     host_memory_seconds: float = 0.0
-    """What transfers and updates take of the host's memory bandwidth, where ranks share it; 0: not counted."""
+    """Time of transfers and updates at the host's memory bandwidth, if ranks share it; 0: not counted."""
 
     @property
     def roofline(self) -> dict[str, float]:
-        """Seconds that each resource is busy: no step is shorter than the longest."""
+        """Busy seconds of each resource; the step takes at least the largest."""
         return {
             "compute": self.compute_seconds + self.device_adam_seconds,
             "upload": self.upload_seconds,
@@ -75,16 +75,14 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """What bounds the step: the longest of the roofline, or where none fills 90 % of the step, what the GPU waits
-        for most.
-        """
+        """The bottleneck: the busiest resource, or the largest stall if no resource is busy for 90 % of the step."""
         name = max(self.roofline, key=lambda key: self.roofline[key])
         if self.roofline[name] >= 0.9 * self.seconds:
             return name
         return max(self.stall_seconds, key=lambda key: self.stall_seconds[key])
 
     def roofline_line(self) -> str:
-        """The roofline in one line; of collectives and the host's memory where there are several ranks."""
+        """The roofline as a line of text; collectives and host memory only with several ranks."""
         always = ("compute", "upload", "download", "host_adam")
         shown = {name: seconds for name, seconds in self.roofline.items() if seconds > 0 or name in always}
         parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in shown.items())
@@ -93,32 +91,32 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """What the simulator takes beside a plan: measured by an engine (csrc/engine/step_planner.h) or estimated."""
+    """The simulator's input beside a plan: measured by an engine (csrc/engine/step_planner.h) or estimated."""
 
     rates: dict[str, float]
-    """The fields of ``_C.Rates``. What a step did not show is so high that it does not matter."""
+    """Fields of ``_C.Rates``. Rates without measurement are so high that they have no effect."""
     compute_seconds: list[float]
-    """By moment: the device's work until the next one, without waiting."""
+    """By access: device work until the next access, without waits."""
     updates: list[str]
-    """By chunk, how it is updated: names of ``_C.Recipe``."""
+    """By chunk: its update, a name of ``_C.Recipe``."""
     activations: list[Sequence[int]] = dataclasses.field(default_factory=list)
-    """By moment, bytes of activations that leave the device, that come back, and of these that the moment needs; empty:
-    none leave.
+    """By access: bytes of activations that leave the device, that return, and that the access needs of the returning
+    ones. Empty: no offload.
     """
 
     @classmethod
     def of_core(cls, times: Mapping[str, Any]) -> StepTimes:
-        """Of the dict that ``_C.Runtime.step_times`` returns."""
+        """Converts the dict of ``_C.Runtime.step_times``."""
         rates = {name: getattr(times["rates"], name) for name in _RATES}
         updates = [update.name for update in times["updates"]]
         activations = [list(copies) for copies in times["activations"]]
         return cls(rates, list(times["compute_seconds"]), updates, activations)
 
     def as_core(self) -> dict[str, Any]:
-        """What ``_C.Runtime.adopt_timeline`` takes.
+        """Returns the argument of ``_C.Runtime.adopt_timeline``.
 
         Raises:
-            KeyError: a rate or an update is not known.
+            KeyError: a rate or an update is unknown.
         """
         rates, known = _C.Rates(), {**_EARLIER_RATES, **self.rates}
         for name in _RATES:

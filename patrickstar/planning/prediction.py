@@ -1,4 +1,4 @@
-"""What a step costs: placement and plan as an engine would choose them, then the simulator (csrc/plan/simulator.h)."""
+"""Predicts a step: placement and plan as an engine chooses them, then the simulator (csrc/plan/simulator.h)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from patrickstar.planning.uses import StepUses
 from patrickstar.sizes import enough_size, show_shortage, show_size
 
 _ONE_GPU = Cluster()
-_EXACT = 128  # the least device memory with which activations leave is found to one part in so many
+_EXACT = 128  # relative precision (1/128) of the least device memory with activation offload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,10 @@ class Case:
     """Plan and placement for one chunk size."""
 
     chunk_numel: int
-    """Elements in a chunk of this size."""
+    """Elements in a chunk."""
     setting: Setting
-    """Budgets of the plan; the shortest step may take less than was given (planning/shortest_step.py)."""
+    """The plan's budgets; the shortest step may use less than was given (planning/shortest_step.py)."""
     plan: Plan
-    """Transfers of an engine with such chunks."""
     num_device_state_chunks: int
     """Chunks with optimizer states on the device."""
     num_device_quantized_chunks: int
@@ -42,58 +41,58 @@ class Case:
     num_speculated_chunks: int
     """Chunks whose updates start during backward."""
     num_parameters_first: int
-    """Of these, chunks whose states are updated behind the step, since memory suffices for their parameters alone."""
+    """Chunks among them with two-phase updates, because memory suffices for their parameters only."""
     num_disk_chunks: int
     """Chunks with optimizer states on the disk."""
     disk_bytes: int
-    """What these take there, of one rank."""
+    """Disk bytes of one rank."""
     host_bytes: int
-    """Parameters and optimizer states on the host, of one rank, and what those on the disk pass through."""
+    """One rank's parameters and optimizer states on the host, with the buffers of states on the disk."""
     host_peak_bytes: int
-    """The most that one rank's engine maps of the host: also new values of updates ahead of the step, gradients on
-    their way, and places of states that move to the device after the first step.
+    """Highest host memory of one rank's engine. Includes new values of speculative updates, gradients in transfer, and
+    states that move to the device after the first step.
     """
     least_host_bytes: int
-    """The least ``host_memory`` that works with all states on the host, or those on the disk that it takes."""
+    """Least ``host_memory`` that works with all states on the host or on the disk."""
     stashed_bytes: int
-    """Activations that are on the host between forward and backward, beside :attr:`host_bytes`."""
+    """Offloaded activations on the host, beside :attr:`host_bytes`."""
     kept_attention: int
-    """Calls of attention in checkpointed layers whose results are kept for backward."""
+    """Attention calls of checkpointed layers whose results are kept for backward."""
     waste_bytes: int
-    """The most that the chunks which a moment needs hold beside the parameters that it needs."""
+    """Highest unused bytes in an access's chunks, beside the parameters that it needs."""
     step: Prediction
-    """While clipping does not act."""
+    """The step without clipping."""
     play_clipped: Callable[[], Prediction] = dataclasses.field(repr=False, compare=False)
-    """Makes :attr:`clipped_step`."""
+    """Computes :attr:`clipped_step`."""
     find_least_device: Callable[[], int] = dataclasses.field(repr=False, compare=False)
-    """Makes :attr:`least_device_bytes`."""
+    """Computes :attr:`least_device_bytes`."""
 
     @functools.cached_property
     def least_device_bytes(self) -> int:
-        """The least ``device_memory`` that works with all states on the host."""
+        """Least ``device_memory`` that works with all states on the host."""
         return self.find_least_device()
 
     @functools.cached_property
     def clipped_step(self) -> Prediction:
-        """While clipping acts in every step: what begins in backward are values, the rest when the norm is known."""
+        """The step when clipping acts in every step: backward computes only parameters, the rest follows the norm."""
         return self.play_clipped()
 
 
 def predict_case(
     uses: StepUses, layout: _C.Layout, machine: Machine, setting: Setting, cluster: Cluster = _ONE_GPU
 ) -> Case:
-    """What an engine on CUDA does with this layout: see csrc/engine/residency.cpp. ``layout`` is for the ranks of
+    """Predicts an engine on CUDA with this layout (csrc/engine/residency.cpp). ``layout`` is for the ranks of
     ``cluster``; budgets, steps and bytes are one rank's.
 
     Raises:
-        DoesNotFitError: it does not fit; the message says by how much.
+        DoesNotFitError: the message says how much is missing.
         ValueError: the layout is for another number of ranks.
     """
     return Predictor(uses, layout, machine, cluster).predict(setting)
 
 
 class Predictor:
-    """Predicts what an engine on CUDA does with one layout, with any budgets. It keeps what does not depend on them."""
+    """Predicts an engine on CUDA with one layout under any budgets; caches what does not depend on them."""
 
     def __init__(self, uses: StepUses, layout: _C.Layout, machine: Machine, cluster: Cluster = _ONE_GPU):
         if layout.num_ranks != cluster.chunk_ranks:
@@ -110,16 +109,16 @@ class Predictor:
         self._least: dict[tuple[Setting, int], int] = {}
 
     def needed_device_bytes(self, setting: Setting) -> int:
-        """What activations and the largest moment's chunks need of the device, all states on the host, when as many
-        activations leave as with this ``device_memory``: more than that where it does not fit.
+        """Device bytes of activations and of the largest access's chunks, with all states on the host and the
+        activation offload of this ``device_memory``. Exceeds ``device_memory`` if the model does not fit.
         """
         moments = self._timeline(self._first_device(setting), self._nowhere).moments
         problem = _C.pose_problem(self.layout, moments, self._nowhere, self.device_budget(setting))
         return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
 
     def least_device_bytes(self, setting: Setting) -> int:
-        """The ``device_memory`` that activations and the largest moment's chunks need, all states on the host; where
-        activations leave within 1 %, and not too little.
+        """Least ``device_memory`` with all states on the host. With activation offload it is up to 1 % too high, never
+        too low.
         """
         staying = dataclasses.replace(setting, offload=ActivationOffload.NEVER)
         high = self.needed_device_bytes(staying)
@@ -137,7 +136,7 @@ class Predictor:
         return self._least[key]
 
     def predict(self, setting: Setting) -> Case:
-        """With these budgets. Raises DoesNotFitError."""
+        """Returns the case of these budgets. Raises DoesNotFitError."""
         layout, chunks = self.layout, self.chunks
         least_host = self._least_host_bytes(setting)
         budget = self.device_budget(setting)
@@ -220,12 +219,12 @@ class Predictor:
         )
 
     def num_state_chunks(self, setting: Setting, budget: _C.DeviceBudget) -> int:
-        """How many chunks, from the first on, an engine with this budget has on the device with their states."""
+        """Number of leading chunks whose states an engine with this budget keeps on the device."""
         moments = self._timeline(self._first_device(setting), self._nowhere).moments
         return _C.num_device_state_chunks(self.layout, moments, budget)
 
     def away_bytes(self, setting: Setting) -> int:
-        """The most bytes of activations on the host at once, where all of ``host_memory`` is for them."""
+        """Highest bytes of offloaded activations if all of ``host_memory`` is free for them."""
         later = self._later_device(setting, setting.host_bytes)
         return 0 if later is None else self._tides(later).away_bytes
 
@@ -238,8 +237,8 @@ class Predictor:
         return [False] * len(self.chunks)
 
     def _timeline(self, first: Device | None, on_device: Sequence[bool], later: Device | None = None) -> TimedTimeline:
-        """``first``: that activations leave in the first step, whose tide it is; None: they stay. ``later``: that
-        attention is kept in later ones, which saves time.
+        """``first``: the device of the first step's activation offload; None: no offload. ``later``: the same of later
+        steps, which may keep attention and save time.
         """
         places = tuple(on_device)
         key = (first, later, places)
@@ -253,33 +252,31 @@ class Predictor:
         return self._timelines[key]
 
     def _tides(self, device: Device) -> Tides:
-        """When activations leave the device."""
+        """Activation memory with offload."""
         if device not in self._leaving:
             self._leaving[device] = self._uses.leaving(device)
         return self._leaving[device]
 
     def _may_leave(self, setting: Setting) -> bool:
-        """Whether any activations may."""
+        """True if activation offload is enabled."""
         return setting.offload is ActivationOffload.ALWAYS or (
             setting.offload is ActivationOffload.AUTO and self._uses.checkpoints
         )
 
     def _first_device(self, setting: Setting) -> Device | None:
-        """That activations leave in the first step, whose tide the plan is made for; None where all stay."""
+        """The device of the first step's offload, for which the plan is made; None if nothing is offloaded."""
         if not self._may_leave(setting):
             return None
         device = self._device_at_first(setting)
         return device if self._tides(device).away_bytes else None
 
     def _first_room(self, setting: Setting) -> int:
-        """Of the host, beside the homes that chunks have in the first step."""
+        """Host bytes beside the chunks' initial placement."""
         _, host_bytes, _ = self._initial_placement(setting)
         return max(setting.host_bytes - host_bytes, 0)
 
     def _later_device(self, setting: Setting, room: int) -> Device | None:
-        """In later steps, when the first one has shown what activations need, and states that went to the device have
-        left ``room`` on the host.
-        """
+        """The device of later steps, with the first step's measurements and ``room`` bytes of free host memory."""
         if not self._may_leave(setting):
             return None
         first = self._device_at_first(setting)
@@ -299,7 +296,7 @@ class Predictor:
         return _C.initial_placement(self.layout, limit, 0, setting.backwards, setting.disk_bytes)[1]
 
     def device_budget(self, setting: Setting) -> _C.DeviceBudget:
-        """Budget of the device for placement and planner, made as in csrc/engine/residency.cpp."""
+        """Returns the device budget of placement and planner, as csrc/engine/residency.cpp makes it."""
         budget = _C.DeviceBudget()
         budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
         budget.margin_use_ratio = setting.margin_use_ratio
@@ -310,7 +307,7 @@ class Predictor:
         return budget
 
     def _least_host_from(self, setting: Setting, num_bytes: int) -> int:
-        """``num_bytes``, with which placement works; more where activations need what the GPU has of states then."""
+        """Returns ``num_bytes``, or more if activations need device memory that states would use then."""
         try:
             self.predict(dataclasses.replace(setting, host_bytes=num_bytes))
         except DoesNotFitError as refusal:
@@ -318,8 +315,8 @@ class Predictor:
         return num_bytes
 
     def _place(self, setting: Setting, budget: _C.DeviceBudget) -> tuple[list[_C.Tier], list[bool]]:
-        """By chunk, where its states are at first, and whether they are on the device then: what host and disk cannot
-        hold, and what the margin has room for.
+        """Returns by chunk the initial tier of its states, and True if they end on the device: because host and disk
+        cannot hold them, or because the headroom can.
         """
         first, host_bytes, _ = self._initial_placement(setting)
         if host_bytes > setting.host_bytes:
@@ -349,5 +346,5 @@ def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
 
 
 def _with_guests(peak_bytes: int, stashed_bytes: int, limit_bytes: int) -> int:
-    """The host's peak with activations, which updates ahead of the step make room for."""
+    """The host's peak with activations, which take room from speculative updates."""
     return min(peak_bytes + stashed_bytes, max(peak_bytes, limit_bytes))

@@ -1,4 +1,4 @@
-"""Questions that differ in one part from the one that was asked: what may be proposed."""
+"""Proposals: questions that differ in one part from the user's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patrickstar.planning.question import Question
 from patrickstar.sizes import enough_size, show_size, size_in_words
 
 LORA_RANK = 16
-"""Of adapters, where nobody says it."""
+"""Default rank of adapters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,23 +20,23 @@ class Proposal:
     """A question that differs in one part."""
 
     kind: str
-    """Which part; of several proposals for one the cheapest good one is kept."""
+    """The changed part. Of several proposals of one kind, the cheapest good one is kept."""
     text: str
-    """What is done, in words."""
+    """Text for people."""
     flags: tuple[str, ...]
-    """What to add to the command line that asked."""
+    """Flags to add to the user's command."""
     question: Question
 
 
 def more_device_memory(question: Question, num_bytes: int) -> Proposal:
-    """A larger budget of the GPU's memory."""
+    """A larger budget of device memory."""
     text = f"{show_size(num_bytes)} of the GPU's {show_size(question.machine.gpu_bytes)}"
     flags = ("--device-memory", enough_size(num_bytes))
     return other_setting("device memory", text, flags, question, device_bytes=num_bytes)
 
 
 def more_host_memory(question: Question, least_bytes: int, what_for: str = "") -> Proposal:
-    """A larger budget of the host's memory, as much as a configuration says in a short text."""
+    """A larger budget of host memory, rounded up to a short text."""
     num_bytes = size_in_words(least_bytes)
     text = f"{show_size(num_bytes)} of host memory{what_for and ', '}{what_for}"
     flags = ("--host-memory", enough_size(num_bytes))
@@ -44,7 +44,7 @@ def more_host_memory(question: Question, least_bytes: int, what_for: str = "") -
 
 
 def fewer_state_bytes(question: Question) -> Iterator[Proposal]:
-    """Moments that are stored in fewer bytes, the more exact ones first."""
+    """Yields moments in fewer bytes, the more exact first."""
     for states, words in ((States.BF16, "in bfloat16, stochastically rounded"), (States.EIGHT_BIT, "in 8 bits")):
         if list(States).index(states) > list(States).index(question.setting.states):
             has_variance = "exp_avg_sq" in rule_of(question.setting.optimizer).states
@@ -54,7 +54,7 @@ def fewer_state_bytes(question: Question) -> Iterator[Proposal]:
 
 
 def without_masters(question: Question) -> Iterator[Proposal]:
-    """Parameters that are updated from themselves, the more exact moments first."""
+    """Yields parameters without masters, with the more exact moments first."""
     setting = question.setting
     may = question.workload.precision == "bf16" and setting.speculation is not Speculation.ALWAYS
     if not may or setting.master is Master.STOCHASTIC:
@@ -67,7 +67,7 @@ def without_masters(question: Question) -> Iterator[Proposal]:
 
 
 def on_a_disk(question: Question, num_bytes: int) -> Proposal:
-    """So much of a disk for optimizer states."""
+    """A disk of ``num_bytes`` for optimizer states."""
     num_bytes = size_in_words(num_bytes)
     text = (
         f"{show_size(num_bytes)} of a disk for optimizer states, which reads {question.machine.disk_gbps:g} GB/s and "
@@ -77,7 +77,7 @@ def on_a_disk(question: Question, num_bytes: int) -> Proposal:
 
 
 def adapters_alone(question: Question) -> Iterator[Proposal]:
-    """LoRA on a base in as few bits as there are, where all parameters were to be trained."""
+    """Yields LoRA on a 4-bit base, if all parameters were trained."""
     work = question.workload
     if work.lora_rank == 0 and work.quantization is None and work.mesh is None:
         text = f"train LoRA's adapters of rank {LORA_RANK} alone, on a base that is frozen in 4 bits (QLoRA)"
@@ -87,24 +87,24 @@ def adapters_alone(question: Question) -> Iterator[Proposal]:
 
 
 def most_device_bytes(question: Question) -> int:
-    """What an engine may have of the GPU."""
+    """Most GPU memory that an engine may have."""
     by_nccl = question.cluster.num_ranks > 1
     return max(expected_device_bytes(question.machine.gpu_bytes, by_nccl), question.setting.device_bytes)
 
 
 def recomputed(question: Question) -> Proposal:
     """Checkpointed layers."""
-    text = "compute activations again in backward, which leaves more of the GPU to the model"
+    text = "recompute activations in backward, which leaves more of the GPU to the model"
     return other_work("checkpointing", text, ("--checkpointing",), question, checkpointing=True)
 
 
 def other_work(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
-    """Fields of the workload that differ."""
+    """A proposal with changed fields of the workload."""
     workload = dataclasses.replace(question.workload, **changes)
     return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, workload=workload))
 
 
 def other_setting(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
-    """Fields of the setting that differ."""
+    """A proposal with changed fields of the setting."""
     setting = dataclasses.replace(question.setting, **changes)
     return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, setting=setting))

@@ -1,4 +1,4 @@
-"""Questions to a planner: what is trained, on which machine, within which budgets."""
+"""Questions to a planner: workload, machine and budgets."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The forward and backward of one GPU, or of several that share sequences or matrices."""
+    """Forward and backward of one GPU, or of a group of GPUs that shares sequences or matrices."""
 
     model: str
-    """The model's name or path, as ``--model`` takes it."""
+    """Name or path of the model, as in ``--model``."""
     batch: int
     """Sequences."""
     length: int
-    """Tokens of each."""
+    """Tokens of each sequence."""
     checkpointing: bool = False
     """Recomputation of activations in backward."""
     lora_rank: int = 0
-    """Rank of the adapters, which alone are trained; 0: everything is."""
+    """Rank of the adapters; only they are trained. 0: everything is trained."""
     quantization: QuantizationType | None = None
-    """Format of frozen weights of linear layers (``quantization.type``); None: the compute dtype."""
+    """Storage of frozen linear layers' weights (``quantization.type``); None: the compute dtype."""
     precision: str = "bf16"
-    """Dtype of compute, a key of :data:`DTYPES`."""
+    """Compute dtype, a key of :data:`DTYPES`."""
     loss: LossComputation = LossComputation.WHOLE
-    """How much of the logits exists at a time (``activations.loss``)."""
+    """Part of the logits that exists at a time (``activations.loss``)."""
     tile_tokens: int = 0
-    """Tokens of a tile in which MLPs and norms are computed (``activations.tile_tokens``); 0: all tokens at once."""
+    """Tokens per tile of MLPs and norms (``activations.tile_tokens``); 0: no tiles."""
     sequence_ranks: int = 1
-    """GPUs that share each sequence (``sequence_parallel.size``), neighbours."""
+    """Adjacent GPUs that share each sequence (``sequence_parallel.size``)."""
     mesh: MatrixMesh | None = None
-    """GPUs that share matrices (``tensor_parallel``), neighbours; None: each has whole ones."""
+    """Adjacent GPUs that share matrices (``tensor_parallel``); None: each has whole matrices."""
 
     @property
     def batch_unit(self) -> int:
-        """The number that batches are multiples of."""
+        """Batches are multiples of it."""
         return 1 if self.mesh is None else self.mesh.rows
 
     @property
@@ -59,19 +59,18 @@ class Workload:
         return self.sequence_ranks * (1 if self.mesh is None else self.mesh.size)
 
     def change(self, module: nn.Module) -> None:
-        """Makes of ``module``, whose matrices are divided, what an engine makes of it
-        (``patrickstar/engine/activations.py``).
+        """Changes ``module`` after tensor parallelism as an engine does (``patrickstar/engine/activations.py``).
 
         Raises:
-            ValueError: its loss cannot be fused, or nothing of it can be computed in tiles.
+            ValueError: its loss cannot be fused, or none of its modules can be tiled.
         """
-        if self.loss is LossComputation.FUSED and self.mesh is None:  # [Note: a divided loss]
+        if self.loss is LossComputation.FUSED and self.mesh is None:  # tensor parallelism has its own loss
             fuse_loss(module)
         if self.tile_tokens:
             tile_modules(module, self.tile_tokens)
 
     def activations(self) -> dict[str, Any]:
-        """The configuration's section ``activations``; empty where nothing differs from its defaults."""
+        """Returns the configuration's section ``activations``; empty if all values are defaults."""
         section: dict[str, Any] = {}
         if self.loss is not LossComputation.WHOLE:
             section["loss"] = self.loss.value
@@ -82,7 +81,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """All that an answer depends on."""
+    """Everything that determines an answer."""
 
     workload: Workload
     machine: Machine
@@ -92,11 +91,11 @@ class Question:
     chunk_numel: int | None = None
     """Elements per chunk; None: the best."""
     clipping: float = 0.0
-    """The largest global norm of gradients; 0: they are not clipped."""
+    """Largest global gradient norm; 0: no clipping."""
 
     @property
     def chunk_cluster(self) -> Cluster:
-        """The cluster, in which only ranks with the same of each matrix share chunks."""
+        """The cluster in which ranks with equal parts of the matrices share chunks."""
         mesh = self.workload.mesh
         return self.cluster if mesh is None else dataclasses.replace(self.cluster, matrix_ranks=mesh.size)
 
@@ -108,8 +107,8 @@ class Question:
         return workload.batch * workload.length * self.setting.accumulation * groups
 
     def check(self) -> None:
-        """Raises ValueError where the GPU does not compute in the precision, or GPUs cannot be grouped as the workload
-        shares sequences and matrices.
+        """Raises ValueError if the GPU does not support the precision, or if the GPUs do not divide into the workload's
+        groups.
         """
         check_precision(self.workload.precision, self.machine)
         size, num_ranks = self.workload.sequence_ranks, self.cluster.num_ranks
@@ -132,7 +131,7 @@ class Question:
             )
 
     def shared_sequences(self) -> SharedSequences | None:
-        """The ranks that share a sequence, with the rates of the machine; None: each has its own."""
+        """Returns the sequence parallelism with the machine's rates; None: there is none."""
         workload = self.workload
         if workload.sequence_ranks == 1:
             return None
@@ -147,13 +146,13 @@ class Question:
         return SharedSequences(size=workload.sequence_ranks, links=links)
 
     def shared_matrices(self) -> SharedMatrices | None:
-        """The ranks that share matrices, with the rates of the machine; None: each has whole ones."""
+        """Returns the tensor parallelism with the machine's rates; None: there is none."""
         mesh = self.workload.mesh
         return None if mesh is None else SharedMatrices.on(mesh, self.machine, self.cluster)
 
 
 def check_precision(precision: str, machine: Machine) -> None:
-    """Raises ValueError where the GPU does not compute in it."""
+    """Raises ValueError if the GPU does not support the precision."""
     if DTYPES[precision] not in machine.compute_dtypes:
         there = [name for name, dtype in DTYPES.items() if dtype in machine.compute_dtypes]
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Budgets and options of an engine that is planned for, and the error of a model that does not fit them."""
+"""Budgets and options of a planned engine, and the error of a model that exceeds them."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from patrickstar.config import ActivationOffload, Master, OptimizerConfig, Optim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Budgets and options of an engine, on each rank."""
+    """Budgets and options of an engine, per rank."""
 
     device_bytes: int
-    """Budget of device memory in bytes, the configuration's ``device_memory``."""
+    """Device memory in bytes (``device_memory``)."""
     host_bytes: int
-    """Budget of host memory in bytes, the configuration's ``host_memory``."""
+    """Host memory in bytes (``host_memory``)."""
     disk_bytes: int = 0
-    """Bytes of a disk for optimizer states, the configuration's ``disk_memory.size``; 0: there is none."""
+    """Bytes of a disk for optimizer states (``disk_memory.size``); 0: none."""
     margin_use_ratio: float = 1.0
-    """Share of the device memory left after compute copies and the tide that optimizer states may take
+    """Share of the device memory beside chunks in use and activations that optimizer states may take
     (``client.mem_tracer.margin_use_ratio``).
     """
     hybrid_adam: bool = True
-    """True: optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
+    """True: optimizer states may rest on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
-    """Start of updates on the host, during backward or after it (``optimizer.speculation``)."""
+    """Start of host updates, during backward or after it (``optimizer.speculation``)."""
     optimizer: OptimizerType = OptimizerType.ADAMW
     """Update rule (``optimizer.type``)."""
     states: States = States.FP32
     """Storage of momentum and variance (``optimizer.states``)."""
     master: Master = Master.EXACT
-    """Master weights, from which parameters are updated (``optimizer.master``)."""
+    """Master weights (``optimizer.master``)."""
     accumulation: int = 1
-    """Forwards and backwards of each step, whose gradients are added up."""
+    """Forward and backward passes per step, with accumulated gradients."""
     offload: ActivationOffload = ActivationOffload.AUTO
-    """Activation offload between forward and backward (``activations.offload``)."""
+    """Activation offload (``activations.offload``)."""
 
     def optimizer_config(self) -> OptimizerConfig:
-        """The same as the configuration's section ``optimizer``."""
+        """Returns the configuration's section ``optimizer``."""
         return OptimizerConfig(
             type=self.optimizer, speculation=self.speculation, states=self.states, master=self.master
         )
 
     @property
     def backwards(self) -> _C.Backwards:
-        """Backwards of a step, as the engine counts them (``gradient_accumulation_steps``)."""
+        """Backward passes of a step as the engine counts them (``gradient_accumulation_steps``)."""
         return _C.Backwards.SEVERAL if self.accumulation > 1 else _C.Backwards.ONE
 
     @property
     def update_start(self) -> _C.UpdateStart:
-        """When updates on the host may start: after the norm where gradients add up, or parameters have no master, but
-        for committed ones.
+        """Start of host updates. With accumulation, or without masters, they start after the norm, except for
+        optimizer-in-backward.
         """
         if self.accumulation > 1 or self.speculation is Speculation.NEVER:
             return _C.UpdateStart.AFTER_NORM
@@ -61,16 +61,16 @@ class Setting:
 
     @property
     def updates_take_memory(self) -> bool:
-        """True where updates on the host start during backward, beside the old values."""
+        """True if host updates start during backward, beside the old values."""
         return self.update_start == _C.UpdateStart.SPECULATIVE
 
 
 class DoesNotFitError(_C.MemoryBudgetError):
-    """A model does not fit the budgets; the message says by how much."""
+    """A model exceeds the budgets; the message says by how much."""
 
     def __init__(self, message: str, *, least_device_bytes: int | None = None, least_host_bytes: int | None = None):
         super().__init__(message)
         self.least_device_bytes = least_device_bytes
-        """The ``device_memory`` that would do, where that is what is short."""
+        """The ``device_memory`` that would suffice, if that is what is missing."""
         self.least_host_bytes = least_host_bytes
-        """The ``host_memory`` that would do, where that is what is short."""
+        """The ``host_memory`` that would suffice, if that is what is missing."""

@@ -1,4 +1,4 @@
-"""The shortest step within budgets: an engine may be given less memory than there is."""
+"""Searches the shortest step: an engine may be given less memory than exists."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from patrickstar.planning.prediction import Case, Predictor
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.sizes import size_in_words
 
-# Numbers of chunks with states on the device that are tried: the same whatever the budgets are, so that more memory has
-# all that less has. After so many that made the step no shorter no further ones are. And, of the other chunks, shares
-# that are updated as a whole in backward, the rest parameters first.
+# Tried numbers of chunks with states on the device. They do not depend on the budgets, so a larger budget tries all
+# choices of a smaller one. The search stops after _PATIENCE numbers without a shorter step. Shares of the other chunks
+# get whole updates in backward; the rest get two-phase updates.
 _STATE_COUNTS = (*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
 _PATIENCE = 2
 _SHARES_WHOLE = (0.0, 0.25, 0.5, 0.75)
@@ -23,29 +23,28 @@ _HALVINGS = 12
 
 
 def shortest_cases(cases: Sequence[Case]) -> list[Case]:
-    """Cases whose predicted steps differ from the shortest by no more than the simulator's tolerance."""
+    """Returns the cases whose predicted steps are within the simulator's tolerance of the shortest."""
     longest = min(case.step.seconds for case in cases) * (1 + _C.PREDICTION_TOLERANCE)
     return [case for case in cases if case.step.seconds <= longest]
 
 
 class ShortestStep:
-    """Searches the budgets that an engine with one layout may be given."""
+    """Searches the budgets of an engine with one layout."""
 
     def __init__(self, predictor: Predictor):
         self._predictor = predictor
 
     def choose(self, setting: Setting) -> Case:
-        """The shortest step with at most these budgets, so that more memory makes no step longer.
+        """Returns the case with the shortest step within these budgets; more memory never gives a longer step.
 
-        How many chunks have their states on the device follows from memory alone (csrc/plan/placement.h,
-        num_device_state_chunks), and more or fewer of them may take less time: an engine with ample ``host_memory``
-        leaves states on the host that the next forward waits for; one with an ample device updates there, between two
-        steps, what the host would update beside it. And with ample ``host_memory`` the next forward waits for whole
-        updates, where with less it waits for parameters alone. So less ``host_memory`` and a lower ``margin_use_ratio``
-        are tried too.
+        Memory alone determines how many chunks have states on the device (num_device_state_chunks,
+        csrc/plan/placement.h), but another number may be faster. With ample ``host_memory``, the next forward waits for
+        states left on the host, or for whole updates instead of parameters only. With an ample device, updates on the
+        GPU take time that the host would hide. The search therefore also tries less ``host_memory`` and a lower
+        ``margin_use_ratio``.
 
         Raises:
-            DoesNotFitError: it does not fit.
+            DoesNotFitError: the model does not fit.
         """
         cases = [self._predictor.predict(setting)]
         step = cases[0].step
@@ -64,7 +63,7 @@ class ShortestStep:
         return shortest_cases(cases)[0]
 
     def _is_for(self, setting: Setting | None) -> bool:
-        """True where an engine with the budgets of ``setting`` would choose this layout."""
+        """True if an engine with the budgets of ``setting`` would choose this layout."""
         layout = self._predictor.layout
         if setting is None:
             return False
@@ -73,7 +72,9 @@ class ShortestStep:
         return not lacks_room_ahead(layout, device_bytes=setting.device_bytes, host_bytes=setting.host_bytes)
 
     def _descend(self, settings: Iterable[Setting | None], begin: Case, patience: int) -> list[Case]:
-        """Cases of settings in their order, None passed over, until so many in a row made the step no shorter."""
+        """Returns the cases of ``settings`` in order, skipping None, until ``patience`` cases in a row give no shorter
+        step.
+        """
         cases, shortest, worse = [], begin.step.seconds, 0
         for setting in settings:
             if setting is None:
@@ -87,8 +88,8 @@ class ShortestStep:
         return cases
 
     def _state_counts(self, setting: Setting) -> tuple[int, int]:
-        """How many chunks, from the first on, an engine has on the device with their states: with these budgets, and
-        with so little host memory that no update could begin in backward otherwise.
+        """Numbers of leading chunks with states on the device: with these budgets, and with so little host memory that
+        no other update could begin in backward.
         """
         budget = self._predictor.device_budget(setting)
         usual = self._predictor.num_state_chunks(setting, budget)
@@ -98,7 +99,9 @@ class ShortestStep:
         return usual, self._predictor.num_state_chunks(setting, budget)
 
     def _with_fewer(self, setting: Setting, count: int) -> Setting | None:
-        """The largest ``margin_use_ratio`` that leaves so many chunks' states to the device, or None."""
+        """Returns the setting with the largest ``margin_use_ratio`` that puts ``count`` chunks' states on the device,
+        or None.
+        """
         budget = self._predictor.device_budget(setting)
         budget.host_limit_bytes = 2**62
         low, high = 0.0, setting.margin_use_ratio
@@ -109,15 +112,15 @@ class ShortestStep:
                 if self._predictor.num_state_chunks(setting, budget) > count
                 else ((low + high) / 2, high)
             )
-        for ratio in (math.floor(low * 1000) / 1000, low):  # one to read where it does as well
+        for ratio in (math.floor(low * 1000) / 1000, low):  # a rounded ratio if it works as well
             budget.margin_use_ratio = ratio
             if ratio > 0.0 and self._predictor.num_state_chunks(setting, budget) == count:
                 return dataclasses.replace(setting, margin_use_ratio=ratio)
         return None
 
     def _with_less_host(self, setting: Setting, count: int, num_whole: int) -> Setting | None:
-        """The ``host_memory`` that makes an engine have so many chunks' states on the device, and of the others update
-        so many as a whole in backward and the rest parameters first; None where that is not less.
+        """Returns the setting with the ``host_memory`` that puts ``count`` chunks' states on the device, gives
+        ``num_whole`` others whole updates in backward, and the rest two-phase updates. None if that is not less.
         """
         if not setting.updates_take_memory:
             return None

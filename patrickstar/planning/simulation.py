@@ -1,4 +1,4 @@
-"""Plans that the simulator (csrc/plan/simulator.h) chooses, and steps that it plays of given plans."""
+"""Chooses plans with the simulator (csrc/plan/simulator.h), and simulates given plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patrickstar.planning.timeline import TimedTimeline
 from patrickstar.planning.update_costs import UpdateRates
 from patrickstar.profiling import PlayedInstruction
 
-# Rounds of choosing a plan and learning what it takes of the host's memory.
+# Rounds of choosing a plan and measuring its use of host memory.
 _ROUNDS = 4
 
 
@@ -26,17 +26,17 @@ def predict(
     *,
     num_speculated_chunks: int | None = None,
 ) -> Prediction:
-    """The steady step that ``plan`` gives.
+    """Returns the steady step of ``plan``.
 
     Args:
-        plan: of an engine (``engine.plan()``), of a file, or made here.
-        compute_seconds: by moment of ``plan.timeline``: the device's work until the next moment, without waiting.
-        rates: of the machine.
-        num_speculated_chunks: how many chunks, from the first on, are updated during backward if their states are on
-            the host (csrc/engine/speculation.h); None: all. The others' updates start when the norm is known.
+        plan: from an engine (``engine.plan()``), from a file, or made here.
+        compute_seconds: by access of ``plan.timeline``: device work until the next access, without waits.
+        rates: the machine's.
+        num_speculated_chunks: number of leading chunks updated during backward if their states are on the host
+            (csrc/engine/speculation.h); None: all. Other updates start when the norm is known.
 
     Raises:
-        ValueError: sizes do not agree or a rate is not positive.
+        ValueError: sizes differ or a rate is not positive.
     """
     count = len(plan.chunks) if num_speculated_chunks is None else num_speculated_chunks
     ahead = [_C.Ahead.EVERYTHING if index < count else _C.Ahead.NOTHING for index in range(len(plan.chunks))]
@@ -65,7 +65,7 @@ def _step_arguments(
     updates: Sequence[_C.Recipe],
     activations: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Arguments of ``_C.simulate`` and ``_C.play_program``."""
+    """Returns the arguments of ``_C.simulate`` and ``_C.play_program``."""
     problem = {key: value for key, value in plan.problem.items() if key not in ("prefetch_bytes", "idle_bytes")}
     return {
         "moments": plan.timeline,
@@ -84,10 +84,10 @@ def _step_arguments(
 
 
 def played_instructions(plan: Plan) -> list[PlayedInstruction]:
-    """The program of ``plan``, and when each instruction is carried out by prediction.
+    """Returns the program of ``plan`` with each instruction's predicted time.
 
     Raises:
-        ValueError: the plan has no times, since no step was measured and nobody estimated one.
+        ValueError: the plan has no times: none were measured or estimated.
     """
     if plan.times is None:
         raise ValueError(
@@ -105,8 +105,8 @@ def shared_host_plan(
     chunks: Sequence[PlannedChunk],
     updates: UpdateRates,
 ) -> Plan:
-    """The plan of ``choose`` at the rates that each GPU has when all GPUs of a node run the same step. Rates of
-    transfers and updates depend on the host memory bandwidth that the step takes, so a few rounds are made.
+    """Returns the plan of ``choose`` at each GPU's rates when all GPUs of a node run the same step. Rates depend on the
+    host memory bandwidth that the step uses, so a few rounds are made.
     """
     updated = sum(c.shard_numel for c in chunks if c.trainable and not c.states_on_device)
     traffic = HostTraffic()
@@ -137,7 +137,7 @@ def choose_plan(
     start: _C.UpdateStart,
     rates: _C.Rates,
 ) -> Plan:
-    """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h)."""
+    """Returns the plan that an engine chooses after measuring these times (csrc/plan/plan_choice.h)."""
     activations = [copies.as_core() for copies in timed.copies]
     choice = _C.choose_step(
         layout,
@@ -170,8 +170,8 @@ def choose_plan(
 
 
 def accumulated(plan: Plan, accumulation: int) -> Prediction:
-    """The step of ``plan`` after so many backwards less one that only add to the gradients: their transfers and
-    operations are as the last one's, and nothing is updated. What adding up takes of the host's time is not counted.
+    """Returns the step of ``plan`` preceded by ``accumulation`` - 1 backward passes without updates. Their transfers
+    and operations equal the last one's. Host time for accumulating is not counted.
     """
     last, times = plan.prediction, plan.times
     assert last is not None and times is not None
@@ -194,5 +194,5 @@ def accumulated(plan: Plan, accumulation: int) -> Prediction:
 
 
 def _dequantized_bytes(chunks: Sequence[PlannedChunk], rates: _C.Rates) -> list[int]:
-    """By chunk; none where moments' times hold what it takes, as those that an engine has measured do."""
+    """By chunk; empty if the accesses' times include dequantisation, as an engine's measurements do."""
     return [chunk.dequantized_bytes for chunk in chunks] if rates.device_memory_gbps > 0 else []

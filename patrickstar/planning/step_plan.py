@@ -1,4 +1,4 @@
-"""The plan of a step as an object: printed, saved as versioned JSON, and replayed by a new engine."""
+"""The plan of a step: printed, saved as versioned JSON, and replayed by a new engine."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ VERSION = 7
 _FORMAT = "patrickstar.plan"
 
 
-# Of an element, its part of scales included ([Note: NF4] and [Note: int8], csrc/quant/kernels.h).
+# Bytes of an element with its share of the scales (csrc/quant/kernels.h).
 _CODE_BYTES = {"NF4": 1 / 2 + 1 / 64 + 4 / (64 * 256), "INT8": 1 + 4 / 256}
 _VALUE_BYTES = {"FLOAT32": 4, "FLOAT16": 2, "BFLOAT16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedChunk:
-    """What a plan knows of a chunk: enough to tell whether a layout is the one it was made for."""
+    """A plan's record of a chunk, enough to recognise its layout."""
 
     numel: int
     """Elements of the chunk over all ranks."""
     shard_numel: int
-    """Elements of one rank's share."""
+    """Elements of one rank's shard."""
     dtype: str
     """Compute dtype, a name of ``_C.DType``."""
     trainable: bool
-    """Whether it has optimizer states."""
+    """True if it has optimizer states."""
     states_on_device: bool
-    """Whether these live on the device; of quantised chunks, whether their codes and scales do."""
+    """True if the states (of quantised chunks: codes and scales) rest on the device."""
     quantization: str = "NONE"
-    """What its values are stored in, a name of ``_C.QuantType``."""
+    """Storage of its values, a name of ``_C.QuantType``."""
     disk_bytes: int = 0
-    """What optimizer states take on the disk; 0: they are not there."""
+    """Disk bytes of its optimizer states; 0: not on the disk."""
 
     @property
     def tier(self) -> _C.Tier:
-        """Where its optimizer states are."""
+        """Resting tier of its optimizer states."""
         if self.states_on_device:
             return _C.Tier.DEVICE
         return _C.Tier.DISK if self.disk_bytes else _C.Tier.HOST
 
     @property
     def dequantized_bytes(self) -> int:
-        """Of device memory, read and written to make its values from codes; 0 where it has none."""
+        """Device bytes read and written to dequantise the chunk; 0 if it is not quantised."""
         if self.quantization not in _CODE_BYTES:
             return 0
         return int(self.numel * (_CODE_BYTES[self.quantization] + _VALUE_BYTES[self.dtype]))
@@ -58,39 +58,39 @@ class PlannedChunk:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The access sequence of a step, and what is moved when."""
+    """The accesses of a step and the transfers at each."""
 
     chunks: tuple[PlannedChunk, ...]
     """The chunks of the layout, by chunk id."""
     timeline: list[dict[str, Any]]
-    """The moments that it was made for, as ``_C.make_plan`` takes them."""
+    """The accesses that it was made for, as ``_C.make_plan`` takes them."""
     steps: list[dict[str, Any]]
-    """What to evict, fetch and prefetch, by moment, as ``_C.make_plan`` gives it."""
+    """Evictions, fetches and prefetches by access, as ``_C.make_plan`` returns them."""
     problem: dict[str, Any]
-    """The rest of ``_C.make_plan``'s arguments: costs and limits in bytes."""
+    """The other arguments of ``_C.make_plan``: costs and limits in bytes."""
     uploaded_bytes: int
-    """From host to device per step, in the steady state."""
+    """Host to device per step, in the steady state."""
     downloaded_bytes: int
-    """From device to host per step, in the steady state."""
+    """Device to host per step, in the steady state."""
     least_limit_bytes: int
-    """The smallest limit under which every moment fits."""
+    """Smallest limit under which every access fits."""
     times: StepTimes | None = None
-    """What it was chosen by; None: by its moments alone, since no step was measured."""
+    """Times that the choice used; None: no step was measured."""
     prediction: Prediction | None = None
-    """The step that it is predicted to give by these times."""
+    """Prediction of the step with these times."""
 
     @property
     def tide_peak_bytes(self) -> int:
-        """The highest tide of the step."""
+        """Highest activation memory of the step."""
         return max((moment["tide_peak_bytes"] for moment in self.timeline), default=0)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share each chunk."""
+        """Number of ranks that share each chunk."""
         return max((chunk.numel // chunk.shard_numel for chunk in self.chunks), default=1)
 
     def as_core(self) -> dict[str, Any]:
-        """The plan as ``_C.simulate`` takes it."""
+        """Returns the plan as ``_C.simulate`` takes it."""
         return {
             "moments": self.steps,
             "uploaded_bytes": self.uploaded_bytes,
@@ -99,7 +99,7 @@ class Plan:
         }
 
     def check_layout(self, layout: _C.Layout, source: str) -> None:
-        """Raises ValueError when ``layout`` is not the one that the plan was made for. ``source`` names the plan."""
+        """Raises ValueError unless the plan was made for ``layout``. ``source`` names the plan in messages."""
         if layout.num_ranks != self.num_ranks:
             raise ValueError(
                 f"{source} is a plan for {self.num_ranks} ranks, this run has {layout.num_ranks}; start as many as it "
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Tells plans from each other, for comparing what ranks have."""
+        """A hash by which ranks compare plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
@@ -132,7 +132,7 @@ class Plan:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     def to_json(self) -> str:
-        """The text that :meth:`from_json` reads, one line of JSON of version ``VERSION``."""
+        """Returns one line of JSON of version ``VERSION``, which :meth:`from_json` reads."""
         fields = {
             "format": _FORMAT,
             "version": VERSION,
@@ -145,10 +145,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads what :meth:`save` wrote.
+        """Reads a file of :meth:`save`.
 
         Raises:
-            ValueError: the file is no plan, or of another version, or damaged.
+            ValueError: the file is not a plan, has another version, or is damaged.
             OSError: it cannot be read.
         """
         try:
@@ -159,10 +159,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Plan:
-        """Reads what :meth:`to_json` gave; ``source`` names where the text comes from.
+        """Reads the text of :meth:`to_json`; ``source`` names its origin in messages.
 
         Raises:
-            ValueError: the text is no plan, or of another version, or damaged.
+            ValueError: the text is not a plan, has another version, or is damaged.
         """
         try:
             fields = json.loads(text)
@@ -209,7 +209,7 @@ class Plan:
             raise IndexError(f"activations of {len(self.times.activations)} moments")
 
     def __str__(self) -> str:
-        """A table: one line per run of moments that move nothing, one per moment that moves something."""
+        """A table: one line per run of accesses without transfers, one per access with transfers."""
         resident = sum(chunk.states_on_device for chunk in self.chunks)
         lines = [
             f"plan of {len(self.timeline)} moments over {len(self.chunks)} chunks "
@@ -248,7 +248,7 @@ def plan_of(
     prediction: Prediction | None = None,
     states_on_disk: Sequence[bool] | None = None,
 ) -> Plan:
-    """The object for a plan that the core gave."""
+    """Converts a plan of the core."""
     return Plan(
         chunks=planned_chunks(layout, states_on_device, states_on_disk),
         timeline=timeline,
@@ -265,7 +265,7 @@ def plan_of(
 def planned_chunks(
     layout: _C.Layout, states_on_device: Sequence[bool], states_on_disk: Sequence[bool] | None = None
 ) -> tuple[PlannedChunk, ...]:
-    """What a plan says of the chunks of ``layout``; None: no states are on a disk."""
+    """Returns a plan's records of the chunks of ``layout``. ``states_on_disk`` None: none."""
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     on_disk = [False] * len(chunks) if states_on_disk is None else states_on_disk
     return tuple(
@@ -283,15 +283,15 @@ def planned_chunks(
 
 
 def timeline_to_json(timeline: list[dict[str, Any]]) -> str:
-    """The moments of a step, which :func:`timeline_from_json` reads."""
+    """Returns the accesses of a step as text for :func:`timeline_from_json`."""
     return json.dumps([_plain_moment(moment) for moment in timeline])
 
 
 def timeline_from_json(text: str, num_chunks: int) -> list[dict[str, Any]]:
-    """Reads what :func:`timeline_to_json` gave for a layout of ``num_chunks`` chunks.
+    """Reads the text of :func:`timeline_to_json` for a layout of ``num_chunks`` chunks.
 
     Raises:
-        ValueError: it is for another one, or damaged.
+        ValueError: the text is for another layout or damaged.
     """
     try:
         timeline = [_core_moment(moment) for moment in json.loads(text)]
@@ -346,5 +346,5 @@ def _core_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phase_ends(moment: Mapping[str, Any]) -> dict[str, int]:
-    """The number of forwards and backwards that are over after the moment, where any is."""
+    """The number of phases finished after the access, if any."""
     return {"ends_phases": int(moment["ends_phases"])} if "ends_phases" in moment else {}

@@ -1,6 +1,6 @@
-"""From the uses of a step to the timeline that the core would record with a given layout.
+"""Converts the uses of a step to the timeline that the core would record with a given layout.
 
-Who holds what until when is the core's (csrc/plan/use_holds.h), with the moments that follow (csrc/plan/played_uses.h);
+The core determines the holds (csrc/plan/use_holds.h) and the resulting accesses (csrc/plan/played_uses.h).
 tests/plan/test_uses.py compares them with real training runs.
 """
 
@@ -17,36 +17,36 @@ from patrickstar.planning.uses import StepUses
 
 @dataclasses.dataclass(frozen=True)
 class TimedTimeline:
-    """A timeline, and how long its moments take on the device when nothing waits."""
+    """A timeline with the device time of each access."""
 
     moments: list[dict[str, Any]]
-    """The moments of the step in their order, each a dict as ``_C.make_plan`` takes it."""
+    """The accesses of the step in order, each a dict as ``_C.make_plan`` takes it."""
     seconds: list[float]
-    """Time of the device's operations in each moment."""
+    """Device time of each access, without waits."""
     waste_bytes: int
-    """The most that the chunks which a moment begins with hold beside the parameters that it asks for."""
+    """Highest unused bytes in an access's chunks, beside the parameters that it needs."""
     copies: list[Copies] = dataclasses.field(default_factory=list)
-    """Of activations, by moment."""
+    """Copies of activations, by access."""
 
     @property
     def tide_peak_bytes(self) -> int:
-        """The highest tide of the step: memory of the device that is not the chunks'."""
+        """Highest activation memory of the step."""
         return max((moment["tide_peak_bytes"] for moment in self.moments), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Accesses:
-    """The moments of a step, whatever the tide is then and however long they take."""
+    """The accesses of a step without activation memory and times."""
 
     moments: list[dict[str, Any]]
-    """The moments of the step in their order, as :attr:`TimedTimeline.moments`, without a tide."""
+    """The accesses in order, as :attr:`TimedTimeline.moments`, without activation memory."""
     moment_of: list[int]
-    """By use, the moment that lasts after it; -1: before the first one."""
+    """By use, the access that follows it; -1: before the first access."""
     waste_bytes: int
-    """As :attr:`TimedTimeline.waste_bytes`."""
+    """See :attr:`TimedTimeline.waste_bytes`."""
 
     def timed(self, uses: StepUses) -> TimedTimeline:
-        """With the tide, the times and the copies of these uses, which call the core as those do that were played."""
+        """Adds activation memory, times and copies of ``uses``, which must make the same calls of the core."""
         peaks, seconds = [0] * len(self.moments), [0.0] * len(self.moments)
         copies = [Copies() for _ in self.moments]
         for use, moment in zip(uses.uses, self.moment_of, strict=True):
@@ -60,13 +60,14 @@ class Accesses:
 
 
 def play_accesses(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> Accesses:
-    """Accesses of a step with these uses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
-    not leave, unless they are applied at once; with several all do, when they are scattered.
+    """Returns the accesses of a step with these uses. ``states_on_device``, by chunk: with one rank, gradients of such
+    chunks stay on the device unless they are applied at once. With several ranks all gradients leave by the
+    reduce-scatter.
     """
     calls = [(use.call, use.params, use.until, use.begin, use.end) for use in uses.uses]
     return Accesses(*_C.play_uses(layout, list(states_on_device), calls))
 
 
 def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
-    """The timeline of a step with these uses, as :func:`play_accesses` takes them."""
+    """Returns the timeline of a step with these uses; arguments as in :func:`play_accesses`."""
     return play_accesses(uses, layout, states_on_device).timed(uses)

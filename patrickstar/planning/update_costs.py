@@ -1,8 +1,8 @@
-"""What an update of a parameter costs: the memory that it reads and writes, and the time of a core.
+"""Cost of updating a parameter: memory traffic and core time.
 
-Both follow from which arrays make up a parameter (``_C.StateFormat``, as the layout has it) and from the rule. A host
-takes the longer of the two: many cores are held up by memory, two or three by the arithmetic of moments in 8 bits and
-of random bits. A GPU takes as long as its memory does.
+Both follow from the update rule and the parameter's arrays (``_C.StateFormat`` of the layout). A host takes the longer
+of the two: memory limits many cores; arithmetic of 8-bit moments and random bits limits two or three. A GPU is limited
+by its memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from patrickstar import _C
 from patrickstar.config import OptimizerType
 
 _TYPES = _C.StateType
-# Of one core of those that update, 1e-9 seconds per parameter, by `benchmark schemes` (AVX-512): an update of float32
-# states, and what it takes more without a master, on two cores of a Xeon (benchmark/results/cpu-schemes.json); and for
-# each moment in 8 bits, on the 15 hyper-threads beside an H200, of which it takes 2.2, 2.2 and 1.4 in all for Adam, for
-# Adam and Lion without masters (h200-fewer-bytes.txt). A Zen 5 codes four times as fast. Fewer bytes of other types
-# take no other time, to within 6 %.
+# Nanoseconds of one updating core per parameter, by `benchmark schemes` (AVX-512). Float32 states, and the surcharge
+# without a master: two cores of a Xeon (benchmark/results/cpu-schemes.json). Per 8-bit moment: the 15 hyper-threads
+# beside an H200 (h200-fewer-bytes.txt; totals 2.2 for Adam, 2.2 for Adam and 1.4 for Lion without masters). A Zen 5
+# encodes four times as fast. Other types of fewer bytes differ by at most 6 %.
 _CORE_NANOSECONDS = {
     OptimizerType.ADAM: 0.950,
     OptimizerType.ADAMW: 0.950,
@@ -30,13 +29,13 @@ _NO_MASTER_NANOSECONDS, _EIGHT_BIT_NANOSECONDS = 0.140, 0.55
 
 
 def state_bytes(kind: _C.StateType) -> float:
-    """Of one element of an optimizer state, its part of a block's scale included."""
+    """Bytes of one element of an optimizer state, including its share of a block's scale."""
     return _C.state_bytes(kind, _C.optim.STATE_BLOCK) / _C.optim.STATE_BLOCK
 
 
 def traffic_bytes(states: _C.StateFormat, compute_bytes: int = 2) -> float:
-    """Read and written per parameter: the gradient, the new parameter, each state twice, and the old parameter where it
-    is the master or a half of it. ``compute_bytes``: of a gradient or a compute value.
+    """Bytes read and written per parameter: the gradient, the new parameter, each state twice, and the old parameter if
+    it is (half of) the master. ``compute_bytes``: size of a gradient or parameter element.
     """
     old = 0 if states.master == _TYPES.FLOAT32 else compute_bytes
     kept = sum(state_bytes(kind) for kind in (states.master, states.momentum, states.variance))
@@ -45,16 +44,16 @@ def traffic_bytes(states: _C.StateFormat, compute_bytes: int = 2) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateCost:
-    """Of one parameter."""
+    """The cost of updating one parameter."""
 
     traffic_bytes: float
-    """Read and written, on whichever side it is updated."""
+    """Bytes read and written."""
     core_seconds: float
-    """Of one core of the host, where memory does not hold it up."""
+    """Time of one host core without memory limits."""
 
 
 def update_cost(states: _C.StateFormat, rule: OptimizerType, compute_bytes: int = 2) -> UpdateCost:
-    """By what the states are stored in and the rule."""
+    """Returns the cost by storage of the states and update rule."""
     nanoseconds = _CORE_NANOSECONDS[rule]
     nanoseconds += _NO_MASTER_NANOSECONDS * (states.master == _TYPES.NONE)
     nanoseconds += _EIGHT_BIT_NANOSECONDS * sum(
@@ -64,11 +63,13 @@ def update_cost(states: _C.StateFormat, rule: OptimizerType, compute_bytes: int 
 
 
 ADAM = update_cost(_C.StateFormat(), OptimizerType.ADAMW)
-"""Of Adam on float32 states of a 16-bit parameter, by which machines are measured."""
+"""Adam on float32 states of a 16-bit parameter, the reference of machine rates."""
 
 
 def costs_of_chunks(chunks: Iterable[Mapping[str, Any]], rule: OptimizerType) -> list[tuple[int, UpdateCost]]:
-    """Of each trained chunk (``_C.Layout.chunk``): how many parameters this rank updates, and their cost."""
+    """Returns, for each trained chunk (``_C.Layout.chunk``), the number of parameters that this rank updates and their
+    cost.
+    """
     return [
         (chunk["shard_numel"], update_cost(chunk["states"], rule, 4 if chunk["dtype"] == _C.DType.FLOAT32 else 2))
         for chunk in chunks
@@ -78,9 +79,9 @@ def costs_of_chunks(chunks: Iterable[Mapping[str, Any]], rule: OptimizerType) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateRates:
-    """On average over the parameters that are updated on a side, as an engine measures them too."""
+    """Average update rates on each side, as an engine measures them too."""
 
     host_params_per_second: float
     device_params_per_second: float
     host_bytes: float
-    """Through host memory per parameter."""
+    """Host memory bytes per parameter."""

@@ -1,9 +1,8 @@
-"""What one training step uses, in order, found by running the module on the meta device: nothing is computed, no memory
-is taken, and a model of any size takes seconds.
+"""Traces the parameter uses of a training step on the meta device: no computation, no memory, seconds for any model.
 
-The same hooks as in an engine say which parameters are used when (hooks.py, observer.py, chunked_parameter.py); here
-they speak to a :class:`UseRecorder` instead of the core. A dispatch mode counts what the operations between two uses
-cost and how much memory is alive. Control flow that depends on values is not seen: every condition reads as true.
+The hooks of an engine (hooks.py, observer.py, chunked_parameter.py) report to a :class:`UseRecorder` instead of the
+core. A dispatch mode counts the cost of operations between two uses and the live memory. Value-dependent control flow
+is not seen: every condition is true.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ from patrickstar.planning.operation_costs import (
 )
 from patrickstar.sequence.tiling import equal_tiles_once
 
-_ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
+_ALLOCATION_ROUNDING = 512  # bytes, in PyTorch's CUDA allocator
 
 
 @dataclasses.dataclass(slots=True)
 class Use:
-    """One call of the core, and what the device does until the next one."""
+    """One call of the core, and the device work until the next one."""
 
     call: _C.UseCall
     params: list[int]
@@ -68,7 +67,7 @@ class Use:
 
     @property
     def tide_peak_bytes(self) -> int:
-        """The highest tide until the next use."""
+        """Highest activation memory until the next use."""
         return max(span.peak_bytes for span in self.spans)
 
 
@@ -78,23 +77,23 @@ class StepUses:
 
     uses: list[Use]
     flops: float
-    """Floating point operations of all matrix products, recomputation included."""
+    """FLOPs of all matrix products, including recomputation."""
     num_operations: int
-    """Number of operations that launch a kernel: neither views nor allocations."""
+    """Operations that launch a kernel: neither views nor allocations."""
     static_bytes: int
-    """Of the tide: buffers and parameters that stay with PyTorch."""
+    """Part of the activation memory: buffers, and parameters outside chunks."""
     module_params: list[list[int]]
-    """By module, the chunked parameters that it owns."""
+    """Chunked parameters by owning module."""
     checkpoints: bool = False
-    """Whether layers of a model of Hugging Face are computed again in backward, from their inputs."""
+    """True if layers of a Hugging Face model are recomputed in backward."""
 
     def leaving(self, device: Device) -> Tides:
-        """What activations take when they leave the device."""
+        """Returns the activation memory with offload."""
         return leave([use.spans for use in self.uses], self.static_bytes, device)
 
     def with_tides(self, first: Tides | None, later: Tides | None) -> StepUses:
-        """The same uses with the peaks of the tide that the ``first`` step has, and with what ``later`` ones copy and
-        need not compute; None: activations stay.
+        """Returns the uses with the ``first`` step's peaks of activation memory, and with the copies and savings of
+        ``later`` steps. None: no offload.
         """
         count = len(self.uses)
         peaks = [use.tide_peak_bytes for use in self.uses] if first is None else first.peaks
@@ -108,7 +107,7 @@ class StepUses:
 
 
 class UseRecorder(_C.UseListener):
-    """Stands in for the core's façade where the observer calls it."""
+    """Records the observer's calls in place of the core."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,39 +115,39 @@ class UseRecorder(_C.UseListener):
         self._clock = 0
 
     def clear(self) -> None:
-        """Drops the uses that were recorded; the clock goes on."""
+        """Drops the recorded uses; the clock continues."""
         self.uses = []
 
     def tick(self) -> int:
-        """The time of an event."""
+        """Returns the time of a new event."""
         self._clock += 1
         return self._clock
 
     def open_scope(self, params: list[int], until: _C.HoldUntil) -> int:
-        """Records that a module's call begins, and returns the time."""
+        """Records the begin of a module's call and returns the time."""
         self.uses.append(Use(_C.UseCall.OPEN_SCOPE, params, until))
         return self.tick()
 
     def close_scope(self) -> None:
-        """Records that the innermost module call ends."""
+        """Records the end of the innermost module call."""
         self.uses.append(Use(_C.UseCall.CLOSE_SCOPE, []))
 
     def touch(self, params: list[int]) -> int:
-        """An operation is about to use ``params``."""
+        """Records an operation that will use ``params``."""
         self.uses.append(Use(_C.UseCall.TOUCH, params))
         return self.tick()
 
     def enter_backward(self, begin: int, end: int, params: list[int]) -> None:
-        """The backward of a use that ran in [begin, end] is about to start."""
+        """Records the coming backward of a use that ran in [begin, end]."""
         self.uses.append(Use(_C.UseCall.ENTER_BACKWARD, params, begin=begin, end=end))
 
     def has_gradient(self, param: int) -> bool:
-        """Always False: gradients are not kept here."""
+        """Returns False: gradients are not kept."""
         return False
 
 
 class _CostMode(TorchDispatchMode):
-    """Adds what operations cost, and the memory that is alive, to the recorder's last use."""
+    """Adds cost and live memory of operations to the recorder's last use."""
 
     def __init__(self, recorder: UseRecorder, costs: OperationCosts, operations: MetaOperations):
         super().__init__()
@@ -165,34 +164,34 @@ class _CostMode(TorchDispatchMode):
         self.num_operations = 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """``tensor`` is not part of the tide."""
+        """Excludes ``tensor`` from activation memory."""
         self._watch(tensor, 0)
         self._ignored.add(tensor.untyped_storage()._cdata)
 
     def tell_attention(self, kept: KeptTensors) -> None:
-        """``kept`` is told of calls of attention from now on."""
+        """Reports attention calls to ``kept`` from now on."""
         self._kept = kept
 
     def meet(self, event: KeptEvent) -> None:
-        """A tensor is kept for backward, used there or let go."""
+        """Records the keeping, use or release of a tensor."""
         if self._recorder.uses:
             self._recorder.uses[-1].spans.append(Span(event, self._bytes))
 
     def is_ignored(self, storage: int) -> bool:
-        """Whether the storage of this address is not part of the tide."""
+        """True if the storage at this address is excluded from activation memory."""
         return storage in self._ignored
 
     @property
     def repetitions(self) -> int:
-        """How many of its kind, one after the other, an operation stands for at the moment."""
+        """Number of identical consecutive operations that one operation represents now."""
         return self._count
 
     def count(self, count: int) -> None:
-        """Operations stand for so many of their kind, one after the other, from now on."""
+        """Lets each operation represent ``count`` identical consecutive ones."""
         self._count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # which an operation has behind it
+        with torch._C.DisableTorchFunction():  # already applied to the operation
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -200,7 +199,7 @@ class _CostMode(TorchDispatchMode):
             return True if args[0].dtype == torch.bool else 1
         out, key = self._operations.run(func, args, kwargs)
         outputs = tensors_in(out)
-        if outputs and all(tensor.device.type == "cpu" for tensor in outputs):  # states of random numbers
+        if outputs and all(tensor.device.type == "cpu" for tensor in outputs):  # random number states
             return out
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -232,7 +231,7 @@ class _CostMode(TorchDispatchMode):
             kept.end_attention()
 
     def charge(self, seconds: float, flops: float) -> None:
-        """Adds what no operation shows."""
+        """Adds a cost without an operation."""
         self.flops += flops
         self.num_operations += 1
         self._spend(seconds)
@@ -265,17 +264,17 @@ def trace_uses(
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
     divisions: Sequence[PlannedDivision | PlannedMatrices] = (),
 ) -> StepUses:
-    """Runs two training steps of ``module`` on the meta device and gives the uses of the second (in the first one the
-    hooks learn). ``module`` is of no use afterwards.
+    """Traces two training steps of ``module`` on the meta device and returns the uses of the second; the hooks learn in
+    the first. ``module`` must not be used afterwards.
 
     Args:
         module: built on the meta device (``with torch.device("meta")``).
-        params: which parameters go into chunks.
+        params: the division into chunked and other parameters.
         compute_dtype: of the step.
         inputs: keyword arguments of the module's forward; tensors of any device.
-        gpu: what operations cost.
-        loss: takes the loss out of the module's output.
-        divisions: of sequences and matrices among ranks; those that are not there this one has whole.
+        gpu: rates for operations.
+        loss: returns the loss from the module's output.
+        divisions: sequence and tensor parallelism in use.
     """
     recorder = UseRecorder()
     observer = MetaObserver(recorder)  # type: ignore[arg-type]
@@ -325,7 +324,7 @@ def trace_uses(
 
 
 def _run_backward(loss: torch.Tensor) -> None:
-    # Not loss.backward(): that suspends function modes, and a recomputation must see fused attention again.
+    # Not loss.backward(), which suspends function modes: recomputation must see fused attention too.
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -1,11 +1,11 @@
-"""One step of training, seen: a trace for chrome://tracing and Perfetto, a picture of memory, and a summary.
+"""Profiles one training step: a trace for chrome://tracing and Perfetto, a picture of memory, and a summary.
 
-The core traces the step (csrc/trace/step_tracer.h); this package decides which one, and writes what it gave. Asked for
-with ``config["profile"]`` or ``patrickstar profile script.py``.
+The core traces the step (csrc/trace/step_tracer.h); this package selects the step and writes the files. Enabled by
+``config["profile"]`` or ``patrickstar profile script.py``.
 
-A trace is the dict that ``_C.Runtime.take_trace`` returns. Times are in seconds from the beginning of the step's first
-forward, as the compute queue sees it; it ends with the optimizer's step. What the step started and what ends later is
-whole; updates of the step before that still ran are clipped and marked.
+A trace is the dict returned by ``_C.Runtime.take_trace``. Times are seconds since the compute queue began the step's
+first forward; the trace ends with the optimizer's step. Work started in the step is shown whole, even if it ends later.
+Updates of the previous step that still ran are clipped and marked.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def write_profile(
     layers: ChunkLayers,
     program: Sequence[PlayedInstruction] | None = None,
 ) -> list[Path]:
-    """Writes ``step<N>.trace.json`` and ``step<N>.txt``, ``step<N>.program.txt`` where the step's ``program`` is known,
-    and ``step<N>.svg`` where matplotlib is installed.
+    """Writes ``step<N>.trace.json`` and ``step<N>.txt``; with a ``program``, ``step<N>.program.txt``; with matplotlib,
+    ``step<N>.svg``.
 
     Returns:
         The files, in this order.
@@ -71,20 +71,20 @@ def make_profiler(
     rank: int,
     num_ranks: int,
 ) -> StepProfiler | None:
-    """The profiler that ``config`` asks for; each of several ranks writes to a folder of its own in that one."""
+    """Returns the profiler of ``config``, or None. With several ranks, each writes to its own subfolder."""
     if config is not None and num_ranks > 1:
         config = config.model_copy(update={"output": str(Path(config.output) / f"rank-{rank}")})
     return None if config is None else StepProfiler(runtime, config, layers, program_of)
 
 
 class StepProfiler:
-    """Has one step of an engine traced and writes the files. The session tells it where in a step it is.
+    """Traces one step of an engine and writes the files. The session calls its methods within the step.
 
     Args:
-        runtime: of the engine.
-        config: which step, and the folder.
-        layers: of the chunks.
-        program_of: the program of the next step; None: no step was measured.
+        runtime: the engine's.
+        config: number of the step, and the folder.
+        layers: layers of the chunks.
+        program_of: returns the program of the next step; None if no step was measured.
 
     Raises:
         OSError: the folder cannot be made.
@@ -103,19 +103,19 @@ class StepProfiler:
         self._config = config
         self._layers = layers
         self._folder = Path(config.output)
-        self._folder.mkdir(parents=True, exist_ok=True)  # now rather than after the step
+        self._folder.mkdir(parents=True, exist_ok=True)  # fails now instead of after the step
         self._num_steps = 0
         self._written = False
         if config.step == 1:
             runtime.start_trace()
 
     def begin_backward(self) -> None:
-        """Before each backward. In the step before the one that is asked for: its updates may run on into that."""
+        """Called before each backward. Tracing starts in the previous step: its updates may run into the traced one."""
         if self._num_steps == self._config.step - 2:
             self._runtime.start_trace()
 
     def end_step(self) -> None:
-        """Called after each optimizer step; writes the files once the step that is asked for is traced."""
+        """Called after each optimizer step; writes the files of the traced step."""
         self._num_steps += 1
         trace = None if self._written else self._runtime.take_trace()
         if self._num_steps == self._config.step - 1:
@@ -127,7 +127,7 @@ class StepProfiler:
         logger.info("profile of step %d: %s", self._num_steps, ", ".join(map(str, files)))
 
     def close(self) -> None:
-        """Called when the engine closes; warns if nothing was written."""
+        """Called when the engine closes; warns if no files were written."""
         if not self._written:
             logger.warning(
                 "profile: the engine was closed after %d steps, before step %d was over; nothing was written",

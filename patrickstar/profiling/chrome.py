@@ -1,8 +1,7 @@
-"""A traced step in the trace event format, which chrome://tracing and https://ui.perfetto.dev open.
+"""Converts a traced step to the trace event format of chrome://tracing and https://ui.perfetto.dev.
 
-The format: "Trace Event Format", Google,
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Complete events ("X") for spans,
-counters ("C") for memory, metadata ("M") for names; times in microseconds.
+Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+Spans are complete events ("X"), memory is counters ("C"), names are metadata ("M"). Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -40,9 +39,16 @@ _ROWS = {
     _DISK_WRITE: "disk writes",
     _VISIT: "visits of states",
 }
-_WHERE_USED = (_GATHER, _SCATTER, _DISK_READ, _DISK_ADAM, _DISK_WRITE, _VISIT)  # several ranks, a disk, a bound host
+_WHERE_USED = (
+    _GATHER,
+    _SCATTER,
+    _DISK_READ,
+    _DISK_ADAM,
+    _DISK_WRITE,
+    _VISIT,
+)  # rows shown only if used: several ranks, a disk, GPU round-trip updates
 _ROW_OF = {
-    _C.Track.STALL: _COMPUTE,  # inside the moments, which are longer
+    _C.Track.STALL: _COMPUTE,  # nested in the accesses, which are longer
     _C.Track.UPLOAD: _UPLOAD,
     _C.Track.DOWNLOAD: _DOWNLOAD,
     _C.Track.GATHER: _GATHER,
@@ -60,13 +66,16 @@ _TRANSFERS = (
     *(_C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.GATHER, _C.Track.SCATTER),
     *(_C.Track.DISK_READ, _C.Track.DISK_WRITE),
 )
-_WORK_OF = {_C.Track.HOST_STATES: "states", _C.Track.HOST_OPEN: "open values"}  # of updates; the others': Adam
+_WORK_OF = {
+    _C.Track.HOST_STATES: "states",
+    _C.Track.HOST_OPEN: "open values",
+}  # updates of other tracks are labelled Adam
 
 Event = dict[str, Any]
 
 
 def chrome_trace(trace: dict[str, Any], step: int, layers: ChunkLayers) -> dict[str, Any]:
-    """The JSON object of what ``_C.Runtime.take_trace`` returned for the engine's ``step``-th step."""
+    """Returns the JSON object of a trace from ``_C.Runtime.take_trace`` of the engine's ``step``-th step."""
     events = [_name("process_name", 0, f"PatrickStar, step {step}")]
     used = {_ROW_OF[span["track"]] for span in trace["spans"]}
     for row, name in _ROWS.items():
@@ -138,7 +147,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def _complete(name: str, category: str, row: int, begin: float, seconds: float, args: dict[str, Any]) -> Event:
-    # Both ends are rounded, so that spans that touch or nest do so in the file.
+    # Both ends are rounded, so that adjacent and nested spans stay so in the file.
     start, end = _microseconds(begin), _microseconds(begin + seconds)
     duration = round(end - start, 3)
     return {

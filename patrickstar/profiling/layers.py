@@ -1,7 +1,7 @@
-"""The names of layers for the moments of a step.
+"""Layer names for the accesses of a step.
 
-A moment knows which chunks it used. A chunk's parameters say which layers lie in it: those that all chunks of a moment
-have in common are the layers that may have run.
+An access lists its chunks, and a chunk's parameters name its layers. Layers common to all chunks of an access may have
+run in it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from patrickstar import _C
 
 
 def layer_of(param_name: str) -> str:
-    """The layer that a parameter belongs to: its module's path as far as the first number in it.
+    """Returns a parameter's layer: its module path up to the first number.
 
-    ``transformer.h.3.attn.c_attn.weight`` is in ``transformer.h.3``, ``transformer.ln_f.weight`` in
-    ``transformer.ln_f``.
+    ``transformer.h.3.attn.c_attn.weight`` -> ``transformer.h.3``; ``transformer.ln_f.weight`` -> ``transformer.ln_f``.
     """
     path = param_name.split(".")[:-1]
     numbered = next((index for index, part in enumerate(path) if part.isdigit()), len(path))
@@ -25,21 +24,21 @@ def layer_of(param_name: str) -> str:
 
 
 class ChunkLayers:
-    """Which layers lie in which chunk.
+    """The layers in each chunk.
 
     Args:
-        params_of_chunks: for each chunk the names of its parameters, in the order of their places.
+        params_of_chunks: for each chunk its parameters' names, in memory order.
     """
 
     def __init__(self, params_of_chunks: Sequence[Sequence[str]]):
         self._layers = [tuple(dict.fromkeys(map(layer_of, names))) for names in params_of_chunks]
 
     def of_moments(self, moments: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-        """For each traced moment the layers that may have run in it, in the order of registration; mostly one.
+        """Returns, for each traced access, the layers that may have run in it, in order of registration; mostly one.
 
-        A chunk of small parameters (biases, norms) has some of many layers, which the moments beside it narrow down: a
-        norm mostly runs before the rest of its layer in forward and behind it in backward. Where it
-        cannot be that one's, it comes after the layer on its other side.
+        A chunk of small parameters (biases, norms) belongs to many layers; neighbouring accesses narrow them down. A
+        norm usually runs before the rest of its layer in forward and after it in backward. If that layer does not fit,
+        the layer on the other side is used.
         """
         found = [self._of_chunks([chunk for chunk, _ in moment["acquired"]]) for moment in moments]
         narrowed = list(found)
@@ -61,12 +60,12 @@ class ChunkLayers:
 
 
 def _only(found: Sequence[tuple[str, ...]], index: int) -> str | None:
-    """The layer of the moment, where it is one."""
+    """Returns the layer of access ``index`` if it is unique."""
     return found[index][0] if 0 <= index < len(found) and len(found[index]) == 1 else None
 
 
 def short_names(layers: Sequence[str]) -> str:
-    """A label of a few letters: the last parts of the first name and, where there are several, of the last."""
+    """Returns a short label: the last parts of the first layer's name and of the last one's."""
     ends = [layers[0], layers[-1]] if len(layers) > 1 else list(layers)
     return "–".join(_short(layer) for layer in ends)
 

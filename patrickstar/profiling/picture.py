@@ -1,4 +1,4 @@
-"""The picture of a traced step over time: who held the device's memory, and what each queue did. Needs matplotlib."""
+"""Draws a traced step: device memory by owner, and the work of each queue, over time. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -55,15 +55,14 @@ _QUEUES = {
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _LABELS_PER_INCH = 4.5
-"""Names of layers, written upwards, that fit side by side above a picture, by its width."""
+"""Layer names that fit side by side, per inch of the picture's width."""
 
 
 def draw(trace: dict[str, Any], step: int, path: Path, layers: ChunkLayers) -> None:
-    """Writes the picture; the suffix of ``path`` says the format (svg, png, pdf).
+    """Writes the picture; the suffix of ``path`` selects the format (svg, png, pdf).
 
-    Above, over the names of the layers that ran: what held the device's memory when the tide of each moment was
-    highest. Below: what each queue did, and what the compute queue waited for. Both over the step's time in
-    milliseconds.
+    Upper part: device memory by owner at each access's peak of activation memory, with layer names. Lower part: the
+    work of each queue and the stalls of the compute queue. The time axis is in milliseconds.
     """
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -76,7 +75,7 @@ def draw(trace: dict[str, Any], step: int, path: Path, layers: ChunkLayers) -> N
 
 
 def memory_bands(trace: dict[str, Any]) -> dict[str, list[int]]:
-    """Bytes by what holds them, for each moment, from the bottom of the picture to its top."""
+    """Returns bytes by owner for each access, in stacking order."""
     bands: dict[str, list[int]] = {name: [] for name in _COLORS}
     for moment in trace["moments"]:
         payloads = moment["payload_bytes"]
@@ -89,8 +88,8 @@ def memory_bands(trace: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def layer_spans(trace: dict[str, Any], layers: ChunkLayers) -> list[tuple[str, float, float]]:
-    """(label, begin, end) in milliseconds of each run of moments, within forward or backward, in which the same layers
-    ran.
+    """Returns (label, begin, end) in milliseconds for each run of accesses with the same layers, within forward or
+    backward.
     """
     moments = trace["moments"]
     labels = map(short_names, layers.of_moments(moments))
@@ -104,8 +103,8 @@ def layer_spans(trace: dict[str, Any], layers: ChunkLayers) -> list[tuple[str, f
 
 
 def thinned(spans: Iterable[tuple[str, float, float]], least_distance: float) -> list[tuple[str, float]]:
-    """(label, middle) of those spans whose middles are at least so far from each other, from the left; a span without
-    a label is left out.
+    """Returns (label, middle) of the spans whose middles are at least ``least_distance`` apart, from the left. Spans
+    without a label are skipped.
     """
     kept: list[tuple[str, float]] = []
     for label, begin, end in spans:
@@ -116,7 +115,7 @@ def thinned(spans: Iterable[tuple[str, float, float]], least_distance: float) ->
 
 
 def draw_memory(axes: Axes, trace: dict[str, Any]) -> None:
-    """What held the device's memory, moment by moment, under the budget."""
+    """Draws the owners of device memory, access by access, and the budget."""
     bands = memory_bands(trace)
     limit = trace["device_limit_bytes"]
     limited = limit != _C.UNLIMITED
@@ -142,7 +141,7 @@ def draw_memory(axes: Axes, trace: dict[str, Any]) -> None:
 
 
 def draw_queues(axes: Axes, trace: dict[str, Any]) -> None:
-    """What each queue did over the step's time, one row for each queue, compute at the top."""
+    """Draws the work of each queue, one row per queue, compute at the top."""
     rows = ["compute"]
     axes.broken_barh([_bar(moment) for moment in trace["moments"]], (-0.4, 0.8), color=_COMPUTE_COLOR, linewidth=0)
     optimizer = (trace["optimizer_begin_seconds"] * 1e3, (trace["seconds"] - trace["optimizer_begin_seconds"]) * 1e3)
@@ -166,7 +165,7 @@ def draw_queues(axes: Axes, trace: dict[str, Any]) -> None:
 
 
 def name_layers(axes: Axes, trace: dict[str, Any], layers: ChunkLayers) -> None:
-    """Names the layers above ``axes``, whose limits are set, when they ran; as many as there is room for."""
+    """Names the layers above ``axes``, whose limits must be set; as many as fit."""
     begin, end = axes.get_xlim()
     most = _LABELS_PER_INCH * axes.figure.get_size_inches()[0]
     kept = thinned(layer_spans(trace, layers), (end - begin) / most)

@@ -1,8 +1,7 @@
-"""A traced step beside its program (csrc/plan/ops.h): the seconds of each instruction, predicted and traced.
+"""Compares a traced step with its program (csrc/plan/ops.h): predicted and traced seconds of each instruction.
 
-Spans and instructions are matched by track and chunk, in their order. Where a chunk has several spans for each
-instruction (its states are read from a disk one by one), their seconds are added up; where a span stands for several
-instructions (updates of small chunks after the norm), theirs are.
+Spans and instructions are matched by track and chunk, in order. Several spans of one instruction are added (states read
+from a disk one by one); so are several instructions of one span (updates of small chunks after the norm).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from patrickstar.sizes import show_count, show_size
 
 _TOLERANCE = 0.05
 _LEAST_SHARE = 0.001
-"""A share of the step: shorter differences are the clock's and the launches'."""
+"""Share of the step; shorter differences are within the accuracy of clocks and launches."""
 
 _TRACKS = {
     _C.Lane.UPLOAD: _C.Track.UPLOAD,
@@ -40,37 +39,37 @@ _UPDATE_OPS = ("update_device",)
 
 @dataclasses.dataclass(frozen=True)
 class PlayedInstruction:
-    """An instruction, and when it is carried out. Seconds count from the beginning of the step."""
+    """An instruction and its predicted time. Seconds count from the begin of the step."""
 
     op: str
-    """The name of its row in csrc/plan/ops.h."""
+    """Name of its row in csrc/plan/ops.h."""
     lane: _C.Lane
-    """Queue or worker that is busy with it from ``begin_seconds`` on."""
+    """Queue or worker that executes it from ``begin_seconds`` on."""
     moment: int | None
-    """Moment of the step in which it is issued; None: after the norm of all gradients."""
+    """Access in which it is issued; None: after the norm of all gradients."""
     chunk: int | None
     kind: _C.ArrayKind | None
-    """The array of the chunk; None: the instruction concerns the chunk, the moment or the step."""
+    """The chunk's array; None: it concerns the chunk, the access or the step."""
     amount: int
-    """Bytes; of an update, parameters."""
+    """Bytes; for an update, parameters."""
     begin_seconds: float
     seconds: float
 
     @property
     def end_seconds(self) -> float:
-        """End of its seconds."""
+        """End of the instruction."""
         return self.begin_seconds + self.seconds
 
     @property
     def name(self) -> str:
-        """Such as ``fetch param.3`` or ``update_host 3``."""
+        """For example ``fetch param.3`` or ``update_host 3``."""
         if self.chunk is None:
             return self.op
         return f"{self.op} {self.chunk}" if self.kind is None else f"{self.op} {self.kind.name.lower()}.{self.chunk}"
 
     @property
     def shown_amount(self) -> str:
-        """Amount with its unit; empty where it is 0."""
+        """Amount with its unit; empty for 0."""
         if self.amount == 0:
             return ""
         is_update = self.lane in _UPDATE_LANES or self.op in _UPDATE_OPS
@@ -79,35 +78,35 @@ class PlayedInstruction:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """An instruction that the trace has as well. Seconds."""
+    """An instruction with its traced begin and duration, in seconds."""
 
     instruction: PlayedInstruction
     traced_begin: float
     traced_seconds: float
 
     def differs(self, step_seconds: float) -> bool:
-        """True where the seconds differ by more than 5 % and by more than a thousandth of the step."""
+        """True if the durations differ by more than 5 % and by more than a thousandth of the step."""
         difference = abs(self.traced_seconds - self.instruction.seconds)
         return difference > max(_TOLERANCE * self.instruction.seconds, _LEAST_SHARE * step_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A step and its program."""
+    """The comparison of a step with its program."""
 
     compared: list[Compared]
-    """Compared instructions, in the order in which they are issued."""
+    """In order of issue."""
     missing: list[PlayedInstruction]
-    """Instructions of which the trace has no span."""
+    """Instructions without a span in the trace."""
     traced_seconds: float
 
     @property
     def first(self) -> Compared | None:
-        """The first instruction that differs; None: none does."""
+        """The first instruction that differs; None if all agree."""
         return next((one for one in self.compared if one.differs(self.traced_seconds)), None)
 
     def lines(self) -> list[str]:
-        """First instruction that differs, then a table of all."""
+        """Returns the first instruction that differs and a table of all."""
         return [
             self._verdict(),
             f"{len(self.compared)} instructions compared, {len(self.missing)} not in the trace",
@@ -135,7 +134,7 @@ class Comparison:
 
 
 def compare(trace: dict[str, Any], instructions: Sequence[PlayedInstruction]) -> Comparison:
-    """Compares the step that ``_C.Runtime.take_trace`` gave with the program of its plan."""
+    """Compares a trace from ``_C.Runtime.take_trace`` with the program of its plan."""
     spans: dict[_Place, list[dict[str, Any]]] = defaultdict(list)
     for span in trace["spans"]:
         if span["owner"] == _C.SpanOwner.THIS_STEP and not span["dropped"]:
@@ -163,7 +162,7 @@ def compare(trace: dict[str, Any], instructions: Sequence[PlayedInstruction]) ->
 
 
 def _place(one: PlayedInstruction) -> _Place | None:
-    """The track and chunk of its spans; None: it moves and updates nothing."""
+    """Returns the track and chunk of its spans; None if it neither moves nor updates data."""
     track = _TRACKS_OF_OPS.get(one.op, _TRACKS.get(one.lane))
     return None if one.chunk is None or one.amount == 0 or track is None else (track, one.chunk)
 
@@ -171,9 +170,9 @@ def _place(one: PlayedInstruction) -> _Place | None:
 def _merged(
     instructions: Sequence[PlayedInstruction], spans: Mapping[_Place, list[dict[str, Any]]]
 ) -> list[PlayedInstruction]:
-    """Host updates after the norm that the engine made in one span, which has the first one's chunk, as one."""
+    """Merges host updates after the norm that share one span, named by its first chunk."""
     result: list[PlayedInstruction] = []
-    left = 0  # parameters of the span that the last result stands for
+    left = 0  # parameters of the last result's span still to be matched
     for one in instructions:
         place = _place(one)
         is_update = place is not None and one.lane == _C.Lane.HOST
@@ -188,6 +187,6 @@ def _merged(
 
 
 def _groups(spans: list[dict[str, Any]], count: int) -> list[list[dict[str, Any]]]:
-    """``spans`` in so many groups of as many, or one span each where that does not come out even."""
+    """Divides ``spans`` into ``count`` equal groups; one span each if they do not divide evenly."""
     size = len(spans) // count if len(spans) % count == 0 else 1
     return [spans[index : index + size] for index in range(0, len(spans), size or 1)][:count]

@@ -1,4 +1,4 @@
-"""A traced step in figures: where its time went, how fast each resource was, and which of them bounds it."""
+"""Summarises a traced step: time by cause, throughput of each resource, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ CAUSES = {
     _C.StallCause.NORM: "norm",
     _C.StallCause.COLLECTIVE: "collective",
 }
-"""What the compute queue waits for, as files name it (csrc/common/tracing.h)."""
+"""Names of stall causes in files (csrc/common/tracing.h)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one resource did in a step."""
+    """The work of one resource in a step."""
 
     seconds: float
-    """The time it was busy."""
+    """Busy time."""
     amount: int
     """Bytes moved or parameters updated."""
 
     @property
     def rate(self) -> float:
-        """Amount per second while busy, in units of 10^9."""
+        """Amount per busy second, in units of 10^9."""
         return self.amount / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The figures of one traced step. Seconds throughout."""
+    """The figures of one traced step. Durations are in seconds."""
 
     outcome: _C.StepOutcome
-    """Whether the step was applied."""
+    """Applied or skipped."""
     seconds: float
     """From the first forward to the end of the optimizer's step."""
     num_moments: int
-    """Moments of forward and backward."""
+    """Accesses of forward and backward."""
     stalled: dict[str, float]
-    """Time in which the compute queue waited, by cause; causes that did not occur are left out."""
+    """Waiting time of the compute queue by cause; causes that did not occur are absent."""
     optimizer_seconds: float
-    """The end of the step, after backward; part of ``seconds``."""
+    """The step's end after backward; part of ``seconds``."""
     upload: Work
-    """Copies from host to device; bytes."""
+    """Copies from host to device, in bytes."""
     download: Work
-    """Copies from device to host; bytes."""
+    """Copies from device to host, in bytes."""
     gather: Work
-    """Values from other ranks, waits for these included; bytes."""
+    """All-gathers including waits for other ranks, in bytes received."""
     scatter: Work
-    """Gradients to other ranks, waits for these included; bytes."""
+    """Reduce-scatters including waits for other ranks, in bytes received."""
     host_adam: Work
+    """Host updates started by this step, also those whose result was not used."""
     host_states: Work
-    """Of the states whose parameters came first."""
-    """Updates on the host that this step started, also those whose result was not used."""
+    """Phase two of two-phase updates: the states."""
     device_adam: Work
     """Updates on the device; part of ``compute_seconds``."""
     visits: Work
-    """Updates that the device made for the host."""
+    """GPU round-trip updates."""
     late_seconds: float
-    """How much of ``host_adam`` came after the step's end."""
+    """Part of ``host_adam`` after the step's end."""
     dropped_seconds: float
-    """How much of ``host_adam`` was speculation whose result was not used."""
+    """Part of ``host_adam`` spent on speculative updates whose result was not used."""
 
     @property
     def compute_seconds(self) -> float:
@@ -76,7 +76,7 @@ class Summary:
 
     @property
     def roofline(self) -> dict[str, float]:
-        """Seconds that each resource was busy; the step cannot be shorter than the longest."""
+        """Busy seconds of each resource; the step takes at least the largest."""
         return {
             "compute": self.compute_seconds,
             "upload": self.upload.seconds,
@@ -88,11 +88,11 @@ class Summary:
 
     @property
     def bound(self) -> str:
-        """The resource that was busy longest."""
+        """The busiest resource."""
         return max(self.roofline, key=lambda name: self.roofline[name])
 
     def text(self, step: int) -> str:
-        """A few lines for people."""
+        """Returns a summary of a few lines."""
         outcome = "" if self.outcome == _C.StepOutcome.APPLIED else ", skipped"
         causes = sorted(self.stalled.items(), key=lambda item: -item[1])
         by_cause = "".join(f", {name} {show_seconds(value)}" for name, value in causes)
@@ -138,7 +138,7 @@ class Summary:
 
 
 def summarize(trace: dict[str, Any]) -> Summary:
-    """The figures of what ``_C.Runtime.take_trace`` returned."""
+    """Returns the figures of a trace from ``_C.Runtime.take_trace``."""
     mine = [span for span in trace["spans"] if span["owner"] == _C.SpanOwner.THIS_STEP]
     on_track = {track: [span for span in mine if span["track"] == track] for track in _C.Track.__members__.values()}
     stalled: dict[str, float] = {}
@@ -171,7 +171,7 @@ def _work(spans: list[dict[str, Any]], amount: str) -> Work:
 
 
 def show_seconds(value: float) -> str:
-    """Seconds from 1 on, else milliseconds."""
+    """Formats seconds, as milliseconds below 1 s."""
     return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 

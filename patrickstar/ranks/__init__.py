@@ -1,1 +1,1 @@
-"""Ranks of a run: their groups, what they tell each other, what happens when one fails."""
+"""The ranks of a run: groups, messages and failures."""

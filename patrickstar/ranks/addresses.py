@@ -1,4 +1,4 @@
-"""Hosts, interfaces and ports: where a process listens, and which hosts it lets others point it at."""
+"""Hosts, interfaces and ports: listening addresses, and the hosts to which messages may point a process."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """The opposite of :func:`split_address`."""
+    """The inverse of :func:`split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolved(host: str) -> str:
-    """The IP address of a host name, an address, or a network interface of this machine; IPv4 where there is one.
+    """The IP address of a host name, an address or a network interface of this machine; IPv4 if there is one.
 
     Raises:
         OSError: nothing has that name.
@@ -53,7 +53,7 @@ def resolved(host: str) -> str:
 
 
 def listening_address(host: str) -> str:
-    """The IP address to listen at for whoever reaches this machine by ``host``.
+    """The IP address to listen at for processes that reach this machine by ``host``.
 
     Raises:
         ValueError: ``host`` is unknown, or stands for all interfaces.
@@ -71,7 +71,7 @@ def listening_address(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True for a host name or address on this machine's loopback. An unknown name is none."""
+    """True for a host name or address on this machine's loopback; False for an unknown name."""
     try:
         return ipaddress.ip_address(resolved(host).partition("%")[0]).is_loopback
     except (OSError, ValueError):
@@ -79,10 +79,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at one IP address; port 0 for a free one.
+    """A socket that listens at one IP address; port 0 takes a free one.
 
     Raises:
-        OSError: the address is none of this machine's, or the port is taken.
+        OSError: the address is not this machine's, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family)
@@ -95,8 +95,8 @@ def _networks_around(rendezvous: str) -> list[str]:
 
 @contextlib.contextmanager
 def gloo_on_loopback(host: str) -> Iterator[None]:
-    """Within it new groups of gloo listen on loopback, if ``host`` is there: all their ranks are on this machine. An
-    interface that the user has named stays.
+    """Context in which new gloo groups listen on loopback if ``host`` is there, since all ranks are then on this
+    machine. An interface named by the user stays.
     """
     chooses = is_loopback(host) and _INTERFACE_VARIABLE not in os.environ
     if chooses:
@@ -109,7 +109,7 @@ def gloo_on_loopback(host: str) -> Iterator[None]:
 
 
 class AllowedHosts:
-    """The networks in which an elastic run's hosts lie: other addresses that a message names are refused.
+    """The networks of an elastic run's hosts; other addresses in messages are refused.
 
     Args:
         networks: in CIDR notation.
@@ -126,8 +126,10 @@ class AllowedHosts:
 
     @classmethod
     def around(cls, rendezvous: str) -> AllowedHosts:
-        """The hosts of a run whose rendezvous is at a host: loopback alone where that is on loopback; otherwise those
-        of ``PATRICKSTAR_ELASTIC_NETWORKS`` too, or else private addresses and the rendezvous' own.
+        """The networks for a run whose rendezvous is at a host.
+
+        On loopback: loopback alone. Otherwise also those of ``PATRICKSTAR_ELASTIC_NETWORKS``, or if unset, private
+        addresses and the rendezvous' own.
         """
         networks = [] if is_loopback(rendezvous) else _networks_around(rendezvous)
         return cls([*_LOOPBACK_NETWORKS.split(","), *networks])
@@ -136,7 +138,7 @@ class AllowedHosts:
         """Refuses a host outside these networks.
 
         Raises:
-            ValueError: the host lies in none of them, or is no IP address.
+            ValueError: the host is in none of them, or is no IP address.
         """
         try:
             address = ipaddress.ip_address(host)

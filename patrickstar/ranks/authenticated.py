@@ -1,18 +1,16 @@
-"""TCP connections whose two sides prove that they know a key, and on which each message proves who sent it.
+"""TCP connections with mutual authentication by a shared key, and a tag on each message.
 
-[Note: authenticated messages] All tags are HMAC-SHA256. The client speaks first, and a server answers only to whoever
-knows the key:
+All tags are HMAC-SHA256. The client speaks first, and a server answers only to clients that know the key:
 
     client   MAGIC, its nonce (32 random bytes), tag(key, "client" + its nonce)
     server   its nonce, tag(key, "server" + both nonces)
 
-Each direction then has a session key of its own, ``tag(key, direction + both nonces)``, and each message is
+Each direction then has its own session key, ``tag(key, direction + both nonces)``, and each message is
 
     length of the body (4 bytes, big endian), tag(session key, number of the message + length + body), body
 
-So a message cannot be forged without the key, replayed (its number, or its connection's nonces, would be others), or
-sent back to who sent it (the other direction has another key). Bodies are not encrypted. A length over the limit is
-refused before memory is taken for it.
+So a message cannot be forged without the key, replayed (numbers and nonces differ), or reflected (directions have
+different keys). Bodies are not encrypted. A length over the limit is refused before memory is allocated.
 """
 
 from __future__ import annotations
@@ -31,27 +29,28 @@ MAGIC = b"PSTAR\x00\x00\x01"
 _NONCE_BYTES = _TAG_BYTES = 32
 HELLO_BYTES = len(MAGIC) + _NONCE_BYTES + _TAG_BYTES
 _LENGTH = struct.Struct(">I")
-_NUMBERED = struct.Struct(">QI")  # number of the message, length of its body
+_NUMBERED = struct.Struct(">QI")  # message number and body length
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.01, 0.5
 _MOST_REFUSALS = 5
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))  # seconds, tries
+# seconds, seconds, tries
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
 
 
 class AuthenticationError(ConnectionError):
-    """The other side does not know the key, or a message is not what it sent."""
+    """The other side does not know the key, or a message was not sent by it."""
 
 
 class _ClosedError(AuthenticationError):
-    """The server has closed the connection without an answer."""
+    """The server closed the connection without an answer."""
 
 
 class AuthenticatedConnection:
-    """One side of a connection after its handshake. One thread at a time.
+    """One side of a connection after its handshake. For one thread at a time.
 
     Args:
-        connection: owned by this object from now on.
+        connection: a socket; this object takes ownership.
         sends, receives: session keys of both directions.
-        most_bytes: of the body of a message, in both directions.
+        most_bytes: limit of a message's body, in both directions.
     """
 
     def __init__(self, connection: socket.socket, sends: bytes, receives: bytes, most_bytes: int):
@@ -61,11 +60,11 @@ class AuthenticatedConnection:
         self._most_bytes = most_bytes
 
     def send(self, body: bytes | memoryview, timeout_seconds: float | None = None) -> None:
-        """Sends a message; None: waits without end for the other side to take it.
+        """Sends a message. Without a timeout it waits until the other side takes it.
 
         Raises:
             ValueError: the body is over the limit.
-            OSError: the other side is gone, or does not take it in time.
+            OSError: the other side is gone, or the timeout has passed.
         """
         if len(body) > self._most_bytes:
             raise ValueError(f"a message of {len(body)} bytes; the limit is {self._most_bytes}")
@@ -76,11 +75,11 @@ class AuthenticatedConnection:
         self._socket.sendall(body)
 
     def receive(self, timeout_seconds: float | None = None) -> bytes:
-        """The next message; None: waits for it without end.
+        """Receives the next message, without a timeout if it is None.
 
         Raises:
-            AuthenticationError: the message is not one that the other side has sent now, or is over the limit.
-            OSError: the other side is gone, or late.
+            AuthenticationError: the message is not the other side's next one, or is over the limit.
+            OSError: the other side is gone, or the timeout has passed.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         head = _read(self._socket, _LENGTH.size + _TAG_BYTES, deadline)
@@ -94,12 +93,12 @@ class AuthenticatedConnection:
         return body
 
     def interrupt(self) -> None:
-        """Ends what another thread waits for here, with an OSError."""
+        """Makes another thread's call here raise an OSError."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the socket."""
         self._socket.close()
 
 
@@ -112,14 +111,14 @@ def connect(
         host: name or address.
         port: of the server.
         key: 32 bytes.
-        timeout_seconds: for all of it.
-        most_bytes: of a message.
-        waits: whether to try again where nobody listens yet. A connection that was closed is tried again a few times:
-            a server ends the oldest ones where strangers open many.
+        timeout_seconds: for all attempts.
+        most_bytes: limit of a message.
+        waits: retry until a server listens. A connection closed by the server is retried a few times in any case: a
+            server ends the oldest ones if strangers open many.
 
     Raises:
-        AuthenticationError: whoever listens there does not know the key, or does not accept this one.
-        OSError: nobody listens there.
+        AuthenticationError: the server does not know the key, or does not accept this client.
+        OSError: no server listens.
     """
     deadline, pause, refusals = time.monotonic() + timeout_seconds, _FIRST_RETRY_SECONDS, 0
     while True:
@@ -165,10 +164,10 @@ def _connect_once(host: str, port: int, key: bytes, timeout_seconds: float, most
 
 
 def read_hello(connection: socket.socket, key: bytes, deadline: float) -> bytes:
-    """The nonce of a client that knows ``key``, of which a server has just accepted a connection.
+    """The nonce of a client that has proved to know ``key``; for a connection just accepted.
 
     Raises:
-        OSError: it does not know the key, or has not shown that before the deadline.
+        OSError: the client does not know the key, or has not proved it before the deadline.
     """
     hello = _read(connection, HELLO_BYTES, deadline)
     theirs, tag = hello[len(MAGIC) : -_TAG_BYTES], hello[-_TAG_BYTES:]
@@ -178,7 +177,7 @@ def read_hello(connection: socket.socket, key: bytes, deadline: float) -> bytes:
 
 
 def answer_hello(connection: socket.socket, key: bytes, theirs: bytes, most_bytes: int) -> AuthenticatedConnection:
-    """The server's part of the handshake behind :func:`read_hello`."""
+    """The server's part of the handshake, after :func:`read_hello`."""
     _set_options(connection)
     ours = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(ours + _tag(key, b"server", theirs + ours))
@@ -202,7 +201,7 @@ def _message_tag(key: bytes, number: int, body: bytes | memoryview) -> bytes:
 
 
 def _read(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
-    """Exactly so many bytes, all before the deadline however slowly they come."""
+    """Reads exactly so many bytes; the deadline covers all of them."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:

@@ -1,8 +1,8 @@
-"""A server for clients that know its key; strangers are dropped without a word and can neither block nor exhaust it.
+"""A server for clients that know its key. Strangers get no answer, and can neither block nor exhaust it.
 
-Until a client has shown that it knows the key, exactly the bytes of its first message are read (72), for at most
-:data:`HANDSHAKE_SECONDS`, and at most :data:`MOST_STRANGERS` such connections are open: one more ends the oldest. After
-each stranger the next connection is accepted 2 ms later, so that floods of them take a bounded part of a core.
+Until a client has proved to know the key, only its first message is read (72 bytes), for at most
+:data:`HANDSHAKE_SECONDS`. At most :data:`MOST_STRANGERS` such connections are open; a further one ends the oldest.
+After each stranger the server pauses for 2 ms, which bounds the CPU time of a flood.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class AuthenticatedServer:
     """Serves each client in a thread, until :meth:`close`.
 
     Args:
-        listening: a socket that listens (``addresses.listen``); owned by this object from now on.
+        listening: a listening socket (``addresses.listen``); this object takes ownership.
         key: 32 bytes, which clients must know.
-        serve: is called with each client's connection, and returns or raises an OSError at its end.
-        most_bytes: of a message.
+        serve: called with each client's connection; returns or raises an OSError at its end.
+        most_bytes: limit of a message.
         name: of the threads.
     """
 
@@ -62,12 +62,12 @@ class AuthenticatedServer:
         return join_address(self.host, self.port)
 
     def close(self, wait_seconds: float = 0.0) -> None:
-        """Listens no more, and ends all connections: of clients, where they have not ended within ``wait_seconds``."""
+        """Stops listening and ends all connections. Clients get ``wait_seconds`` to end by themselves."""
         with self._lock:
             self._is_closed = True
             strangers, serving = list(self._strangers), list(self._clients.values())
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._socket.close()
         for stranger in strangers:
             _end(stranger)
@@ -106,7 +106,7 @@ class AuthenticatedServer:
             if len(self._strangers) <= MOST_STRANGERS:
                 return
             oldest, _ = self._strangers.popitem(last=False)
-        _end(oldest)  # its thread closes it
+        _end(oldest)  # the connection's thread closes it
 
     def _forget_stranger(self, connection: socket.socket) -> None:
         with self._lock:
@@ -133,8 +133,8 @@ class AuthenticatedServer:
             self._forget_stranger(connection)
 
     def _admit(self, connection: socket.socket, nonce: bytes) -> bool:
-        """Takes a client out of the strangers. False: its first message was recorded from another connection, or it was
-        ended as the oldest.
+        """Moves a client from the strangers to the clients. Returns False if its first message was replayed, or if its
+        connection was ended as the oldest.
         """
         with self._lock:
             if nonce in self._nonces or self._strangers.pop(connection, connection) is not None:

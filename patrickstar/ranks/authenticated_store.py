@@ -1,11 +1,11 @@
-"""A store of ``torch.distributed`` that serves processes with the run's secret alone, in the place of a ``TCPStore``,
-which serves anybody that reaches its port.
+"""A ``torch.distributed`` store that serves only processes with the run's secret; a ``TCPStore`` serves any process
+that reaches its port.
 
-    served = ServedStore(listen("127.0.0.1", 0), key, timeout_seconds=60)     # one process, as long as it is to last
+    served = ServedStore(listen("127.0.0.1", 0), key, timeout_seconds=60)     # one process, for the store's lifetime
     store = AuthenticatedStore("127.0.0.1", served.port, key, timeout_seconds=60)     # each process
 
-[Note: references to stores] PyTorch's C++ objects (groups, ``PrefixStore``) call the methods of these Python objects,
-but do not keep them: whoever gives one to them keeps it as long as they are used.
+[Note: references to stores] PyTorch's C++ objects (groups, ``PrefixStore``) call methods of these Python objects, but
+hold no reference to them. Code that passes a store to them must keep it alive as long as they are used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from patrickstar.ranks.authenticated import AuthenticatedConnection, connect
 from patrickstar.ranks.authenticated_server import AuthenticatedServer
 
 MOST_BYTES = 64 * 2**20
-"""Limit for a request or an answer."""
+"""Limit of a request or an answer."""
 _ABSENT, _PRESENT = b"\x00", b"\x01"
 _WAIT_SLICE_SECONDS = 1.0  # after which a server's thread notices that its client is gone
 _SIZE = struct.Struct(">I")
@@ -65,14 +65,14 @@ def _unpack(data: bytes) -> list[bytes]:
 
 
 class _Table:
-    """Keys and values. Any thread."""
+    """The store's keys and values. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
         self._changed = threading.Condition()
 
     def serve(self, client: AuthenticatedConnection) -> None:
-        """Answers a client's requests until it is gone."""
+        """Answers a client's requests until the connection ends."""
         while True:
             body = client.receive()
             try:
@@ -120,16 +120,16 @@ class _Table:
 
 
 class AuthenticatedStore(_Base):
-    """A client of a :class:`ServedStore`. Any thread; one request at a time.
+    """A client of a :class:`ServedStore`. Thread-safe; one request at a time.
 
     Args:
         host: name or address of the server.
         port: its port.
-        key: 32 bytes, as the server has.
-        timeout_seconds: for the server to be there, and for :meth:`get` and :meth:`wait`.
+        key: 32 bytes, the server's.
+        timeout_seconds: for the connection, and for :meth:`get` and :meth:`wait`.
 
     Raises:
-        OSError: nobody serves it there, or with another key.
+        OSError: no server is there, or it has another key.
     """
 
     def __init__(self, host: str, port: int, key: bytes, *, timeout_seconds: float):
@@ -149,7 +149,7 @@ class AuthenticatedStore(_Base):
         return join_address(self.host, self.port)
 
     def other_connection(self, timeout_seconds: float) -> AuthenticatedStore:
-        """The same store through a connection of its own.
+        """Opens another connection to the same store.
 
         Raises:
             OSError: the server is gone.
@@ -169,7 +169,7 @@ class AuthenticatedStore(_Base):
         self._ask(_Request.SET, key, value)
 
     def get(self, key: str) -> bytes:
-        """A key's value, for which it waits."""
+        """Waits for a key and returns its value."""
         is_there, *value = self._ask(_Request.GET, key)
         if is_there == _ABSENT:
             self.wait([key])
@@ -177,32 +177,32 @@ class AuthenticatedStore(_Base):
         return value[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True where all of these keys are there."""
+        """True if all of these keys exist."""
         return self._ask(_Request.CHECK, *keys)[0] == _PRESENT
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a key's number, which begins with 0; gives the sum."""
+        """Adds to a key's number, initially 0, and returns the sum."""
         return int(self._ask(_Request.ADD, key, str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Sets a key's value where it is the expected one, or where it has none and "" is expected; gives the value
-        that stands then.
+        """Sets a key's value if it is the expected one, or if the key is absent and "" is expected. Returns the
+        resulting value.
         """
         return self._ask(_Request.COMPARE_SET, key, expected, desired)[0]
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; False: there was none."""
+        """Removes a key; False if it was absent."""
         return self._ask(_Request.DELETE, key)[0] == _PRESENT
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return int(self._ask(_Request.COUNT)[0])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Waits until all of these keys are there.
+        """Waits until all of these keys exist.
 
         Raises:
-            DistStoreError: they are not, within the timeout.
+            DistStoreError: some are absent after the timeout.
         """
         seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + seconds
@@ -221,7 +221,7 @@ class AuthenticatedStore(_Base):
             )
         body = _pack([bytes([request]), *(part.encode() if isinstance(part, str) else bytes(part) for part in parts)])
         with self._lock:
-            if self._is_asking:  # a signal's handler asks in the middle of a request
+            if self._is_asking:  # a signal handler sends a request within a request
                 with contextlib.closing(self.other_connection(self._timeout_seconds)) as other:
                     return other._ask(request, *parts)
             self._is_asking = True
@@ -236,7 +236,8 @@ class AuthenticatedStore(_Base):
                 self._is_lost = True
                 self._drop()
                 raise dist.DistNetworkError(f"the store at {self.address} cannot be reached: {error}") from error
-            except BaseException:  # a signal's handler: the answer to this request is not that to the next one
+            # raised by a signal handler: a later answer on this connection would belong to this request
+            except BaseException:
                 self._drop()
                 raise
             finally:
@@ -255,7 +256,7 @@ class ServedStore(AuthenticatedStore):
     """The store itself, and this process's connection to it. It ends with :meth:`close`, or with this object.
 
     Args:
-        listening: a socket that listens (``addresses.listen``); owned by this object from now on.
+        listening: a listening socket (``addresses.listen``); this object takes ownership.
         key: 32 bytes, which clients must know.
         timeout_seconds: of :meth:`get` and :meth:`wait`.
     """

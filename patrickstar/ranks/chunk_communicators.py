@@ -1,7 +1,7 @@
-"""The two communicators in which chunks are gathered and scattered, and their first messages.
+"""The two communicators for all-gathers and reduce-scatters of chunks, and their first messages.
 
-They may be opened before their members are ranks of one world (``passing.connect_ahead``), and given to the groups of
-ranks as these open. Whoever has them closes them.
+They can be opened before their members are ranks of one world (``passing.connect_ahead``), and passed to the groups of
+ranks later. Their holder closes them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ _POLL_SECONDS = 0.0005
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCommunicators:
-    """Of the same members in the same order."""
+    """Two independent communicators of the same members in the same order."""
 
     gather: _C.collective.Communicator
     """For all-gathers."""
     scatter: _C.collective.Communicator
-    """For reduce-scatters and exchanges, independent of ``gather``."""
+    """For reduce-scatters and exchanges."""
     connections: contextlib.ExitStack
-    """Ends both, whatever other processes do."""
+    """Closes both without waiting for other processes."""
 
     def close(self) -> None:
-        """Waits for no other process: what is under way ends with an error."""
+        """Aborts running operations, which raise an error, and closes both. Waits for no other process."""
         for communicator in (self.gather, self.scatter):
-            communicator.abort()  # both, before one is closed: what one has begun may be behind what waits in another
+            # both, before one is closed: an operation of one may be queued behind a waiting operation of the other
+            communicator.abort()
         self.connections.close()
 
 
@@ -43,17 +44,18 @@ def warm_up(
     device: torch.device,
     timeout_seconds: float = math.inf,
 ) -> None:
-    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not. Each communicator
-    is connected for what it is for: all-gathers take other connections than messages between two ranks, of which a
-    scatter is made, and each kind takes a third of a second and memory.
+    """Connects NCCL's ranks by first messages, which may wait; later enqueues do not.
+
+    Each communicator is connected only for its own operations: all-gathers use other connections than point-to-point
+    messages, from which reduce-scatters are made. Each kind takes a third of a second, and memory.
 
     Args:
-        gather, scatter: of the same members.
+        gather, scatter: communicators of the same members.
         device: this process's GPU.
-        timeout_seconds: for all of it; without, whoever watches the ranks ends it.
+        timeout_seconds: for both; without it, the watch of the ranks ends the wait.
 
     Raises:
-        RankFailure: of :func:`wait_for`.
+        RankFailure: as :func:`wait_for`.
     """
     memory = torch.zeros(3, gather.size, 4, device=device)
     whole, scratch, shard = (part.data_ptr() for part in memory)
@@ -64,10 +66,11 @@ def warm_up(
 
 
 def wait_for(communicators: Sequence[_C.collective.Communicator], device: torch.device, timeout_seconds: float) -> None:
-    """Until all that was enqueued on the current stream of a CUDA device has run.
+    """Waits until all work enqueued on a CUDA device's current stream has run.
 
     Raises:
-        RankFailure: another process is gone, or has not come within ``timeout_seconds``; all are aborted then.
+        RankFailure: another process is gone, or did not arrive within ``timeout_seconds``; all communicators are
+            aborted.
     """
     deadline = time.monotonic() + timeout_seconds
     with torch.cuda.device(device):

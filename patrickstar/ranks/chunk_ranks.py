@@ -3,9 +3,9 @@
     chunks = ChunkRanks.all_of(ranks)
     chunks = ChunkRanks.along(MeshRanks(ranks, mesh), Axis.DATA, Axis.SEQUENCE)
 
-What the whole run agrees on (calls, failures, configuration, budgets) goes through :class:`RankGroups`; what one copy
-of the parameters needs (gathers, scatters, which chunk is next, a plan) through these. They are all ranks of the run,
-but where ranks have other blocks of each matrix: there they are those that have the same.
+Agreement of the whole run (calls, failures, configuration, budgets) goes through :class:`RankGroups`. Work on one copy
+of the parameters (all-gathers, reduce-scatters, the next chunk, a plan) goes through these. Without tensor parallelism
+they are all ranks of the run; with it, those with the same blocks of each matrix.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from patrickstar.ranks.mesh import Axis, MeshRanks
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRanks:
-    """See the module's docstring. They belong to the groups of all ranks ([Note: groups of an axis])."""
+    """The ranks that share chunks, and their groups. They belong to the groups of all ranks ([Note: groups of an
+    axis]).
+    """
 
     members: tuple[int, ...]
-    """Their numbers in the run, ascending; the index in it is the shard."""
+    """Their ranks in the run, ascending; the index in it is the shard."""
     control: _C.collective.ControlGroup
     """Agreement on small values among the members."""
     gather: _C.collective.Communicator
@@ -33,14 +35,16 @@ class ChunkRanks:
 
     @classmethod
     def all_of(cls, ranks: RankGroups) -> ChunkRanks:
-        """All ranks of the run, which call it at the same point, by the groups that these have, or open now."""
+        """All ranks of the run, using their groups; opens the collectives if necessary. All ranks must call it at the
+        same point.
+        """
         ranks.open_collectives()
         return cls(ranks.members, ranks.control, ranks.gather, ranks.scatter)
 
     @classmethod
     def along(cls, mesh: MeshRanks, *axes: Axis) -> ChunkRanks:
-        """The ranks that differ from this one in ``axes`` at most. All ranks of the mesh call it at the same point. On
-        GPUs no communicator is opened that their chunks do not need.
+        """The ranks that differ from this one only in ``axes``. All ranks of the mesh must call it at the same point.
+        On GPUs only the communicators that chunks need are opened.
         """
         ranks, some = mesh.everybody, mesh.along(*axes)
         if some.members == ranks.members:
@@ -58,7 +62,7 @@ class ChunkRanks:
 
     @property
     def rank(self) -> int:
-        """Of this process among the members: which shard it has."""
+        """This process's index among the members: its shard."""
         return self.control.rank
 
     @property

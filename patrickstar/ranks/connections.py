@@ -1,7 +1,7 @@
-"""Connections of one set of ranks: groups for agreement, communicators, and the watch for failures.
+"""Connections of one set of ranks: control groups, communicators, and the failure watch.
 
-They are watched together, aborted at once when a rank fails, and closed together. What is opened among some of the
-ranks belongs to all of them ([Note: groups of an axis]).
+They are watched together, aborted at once when a rank fails, and closed together. Groups of some of the ranks belong to
+all of them ([Note: groups of an axis]).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from patrickstar.ranks.wording import format_ranks
 
 
 class _Way(enum.Enum):
-    """The way of chunks from rank to rank."""
+    """Transport of chunks between ranks."""
 
     GLOO = enum.auto()
     """From host to host."""
     STAGED = enum.auto()
-    """From GPU to GPU through the hosts, over gloo: two ranks have one GPU."""
+    """From GPU to GPU through the hosts, over gloo, if two ranks share a GPU."""
     NCCL = enum.auto()
     """From GPU to GPU."""
 
 
 class Connections:
-    """Connections that :meth:`connect` opens; without it those of a process alone, which needs none. One thread; the
-    watch aborts them from its own.
+    """Connections opened by :meth:`connect`; without it, those of a single process. For one thread; the watch aborts
+    them from its own.
     """
 
     context: DistributedContext
-    """The rank that this process is; complete after :meth:`connect`."""
+    """This process's rank; complete after :meth:`connect`."""
     watch: FailureWatch | None
-    """The watch for failures of other ranks; None: a process alone, or closed."""
+    """The watch for failures of other ranks; None for a single process, or once closed."""
 
     def __init__(self, context: DistributedContext, members: tuple[int, ...], timeout_seconds: float):
         self.context = context
@@ -54,16 +54,16 @@ class Connections:
         self._timeout_seconds = timeout_seconds
         self._way = _Way.GLOO
         self._groups: list[dist.ProcessGroup] = []
-        self._controls = [_C.collective.make_single_control()]  # of all members, then of some
+        self._controls = [_C.collective.make_single_control()]  # the first is of all members, the others of some
         self._communicators: list[_C.collective.Communicator] = []
         self._connected_before: ChunkCommunicators | None = None
         self._stop_watch_at_exit: Callable[[], object] = lambda: None
 
     def connect(self, store: dist.Store, prefix: str) -> None:
-        """Opens agreement among the members, all of which call it, and watches for failures from now on.
+        """Opens the control group of the members and starts the failure watch. All members must call it.
 
         Args:
-            store: the one in which the members have met.
+            store: the store in which the members have met.
             prefix: of their keys in it.
 
         Raises:
@@ -74,18 +74,18 @@ class Connections:
         group = self._gloo_group(members, [members])
         self._controls = [_C.collective.make_c10d_control(group.group_name, self._timeout_seconds)]
         if device.type == "cuda":
-            # Also because NCCL waits without end for a rank that does not come.
+            # First of all over gloo: NCCL waits without a timeout for an absent rank.
             gpus = self.control.exchange(_gpu_in_use(device).encode(), "which GPU each rank has")
             self.context = dataclasses.replace(self.context, num_device_ranks=gpus.count(gpus[index]))
-            is_shared = len(set(gpus)) < len(gpus)  # any of them: all ranks of a group talk in the same way
+            is_shared = len(set(gpus)) < len(gpus)  # any of them: all ranks of a group use one transport
             self._way = _Way.STAGED if is_shared else _Way.NCCL
         controls, communicators = self._controls, self._communicators
 
-        def stop_all() -> None:  # refers to no Connections, whose end ends the watch
+        def stop_all() -> None:  # refers to no Connections, whose finalizer ends the watch
             abort_all((*controls, *communicators))
 
         self.watch = FailureWatch(store, prefix, index, members, stop_all, self._timeout_seconds)
-        # The thread must end before the interpreter does, also when nobody closes.
+        # The thread must end before the interpreter does, even if close() is not called.
         self._stop_watch_at_exit = weakref.finalize(self, self.watch.stop)
 
     @property
@@ -94,28 +94,28 @@ class Connections:
         return self._controls[0]
 
     def enter(self, call: str) -> None:
-        """The call that this rank is in from now on, for all agreement; empty: none."""
+        """Sets the call that this rank is in, for all control groups; empty: none."""
         for control in self._controls:
             control.enter(call)
 
     def open_for_all(self) -> _C.collective.Communicator:
-        """A communicator of all members, which call it at the same point, that the first collective connects."""
+        """A communicator of all members, connected by the first collective. All must call it at the same point."""
         if self.watch is None:
             return self._keep(self._single_communicator())
         return self._keep(self._communicator(self._members, [self._members]))
 
     def keep_connected(self, connected: ChunkCommunicators) -> None:
-        """Communicators that the members opened before they were ranks belong to these connections from now on."""
+        """Takes ownership of communicators that the members opened before they were ranks."""
         self._connected_before = connected
         self._keep(connected.gather)
         self._keep(connected.scatter)
 
     def open_communicator(self, what: str, some: tuple[int, ...]) -> _C.collective.Communicator:
-        """A communicator of ``some`` members, for ``what``, connected for exchanges. All members call it at the same
-        point, each with those that it shares it with.
+        """A communicator of ``some`` members, for ``what``, connected for exchanges. All members must call it at the
+        same point, each with its own group.
 
         Raises:
-            DisagreementError: two ranks share it with different ones.
+            DisagreementError: ranks name different members for one group.
         """
         division = self._agree_on_division(what, some)
         if division is None:
@@ -126,7 +126,7 @@ class Connections:
         return communicator
 
     def open_control(self, what: str, some: tuple[int, ...]) -> _C.collective.ControlGroup:
-        """Agreement among ``some`` members, for ``what``, in the call that this rank is in; as
+        """A control group of ``some`` members, for ``what``, in this rank's current call. Conditions are those of
         :meth:`open_communicator`.
         """
         division = self._agree_on_division(what, some)
@@ -140,16 +140,17 @@ class Connections:
         return control
 
     def abort(self) -> None:
-        """Ends what runs in them, on this rank ([Note: aborted at once])."""
+        """Aborts all running operations, on this rank."""
         abort_all((*self._controls, *self._communicators))
 
     def close(self) -> None:
-        """Takes down all of them; waits for no other rank."""
+        """Closes all connections without waiting for other ranks."""
         self._stop_watch_at_exit()
         if self.watch is not None:
             self.watch.stop()
             self.watch = None
-        self.abort()  # before any is closed: on a GPU what one has begun may be behind what waits in another
+        # before any is closed: on a GPU an operation of one may be queued behind a waiting operation of another
+        self.abort()
         for part in (*self._controls, *self._communicators):
             part.close()
         if self._connected_before is not None:
@@ -165,7 +166,7 @@ class Connections:
         return communicator
 
     def _agree_on_division(self, what: str, some: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """The sets that the members are divided into, in the same order on all ranks; None: each is alone."""
+        """The groups into which the members are divided, in the same order on all ranks; None if each is alone."""
         if self.watch is None:
             return None
         told = self.control.exchange(json.dumps(some).encode(), f"the members for {what}")
@@ -197,10 +198,11 @@ class Connections:
         return _C.collective.make_single_communicator()
 
     def _gloo_group(self, members: tuple[int, ...], division: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
-        """The group of ``members``, while the others of the run make theirs. [Note: names of groups] PyTorch names a
-        group by a count where all ranks of the world make all groups. Where its members alone make it, its name is that
-        of an earlier group of theirs, whose addresses it would find; so that is done only where some ranks of the world
-        have no part in this.
+        """The gloo group of ``members``, while other ranks of the run make theirs.
+
+        PyTorch names a group by a count if all ranks of the world make all groups. If only its members make it, the
+        name can be that of an earlier group of theirs, whose addresses it would find. So that variant is used only if
+        some ranks of the world take no part.
         """
         timeout = datetime.timedelta(seconds=self._timeout_seconds)
         everybody = len(self._members) == self.context.world_size
@@ -217,14 +219,14 @@ class Connections:
         return made[members]
 
     def _numbers(self, members: tuple[int, ...]) -> Sequence[int]:
-        """The members' numbers in the run, for errors of a communicator, which counts its own from 0; none where those
+        """The members' ranks in the run, for errors of a communicator that counts from 0; empty if these
         are the same.
         """
         return members if len(members) < self.context.world_size else ()
 
 
 def _check_division(what: str, members: dict[int, tuple[int, ...]]) -> None:
-    """All ranks have the same ``members`` of each, so all of them raise."""
+    """Checks that members of a group name the same group; all ranks see all ``members``, so all raise."""
     if all(members.get(other) == some for some in members.values() for other in some):
         return
     shown = "; ".join(f"rank {rank} with {format_ranks(some)}" for rank, some in members.items())
@@ -234,15 +236,15 @@ def _check_division(what: str, members: dict[int, tuple[int, ...]]) -> None:
 
 
 def _gpu_in_use(device: torch.device) -> str:
-    """The name of a GPU, the same in all processes, whichever they see (CUDA_VISIBLE_DEVICES). This process has begun
-    to use it: on a shared GPU all have, before any asks what is free.
+    """The UUID of a GPU, independent of CUDA_VISIBLE_DEVICES. First touches the GPU: on a shared GPU all processes have
+    allocated their context before any measures free memory.
     """
     torch.zeros(1, device=device)
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _send_to_all(communicator: _C.collective.Communicator, device: torch.device) -> None:
-    """The first messages, as of ``warm_up``, for exchanges alone: connections for collectives would take memory."""
+    """First messages, as in ``warm_up``, for exchanges alone; connections for collectives would take memory."""
     others = [rank for rank in range(communicator.size) if rank != communicator.rank]
     sent, received = torch.zeros(2, communicator.size, 4, device=device)
     with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""The place of a process among the ranks of a run: its numbers, its node and its device."""
+"""A process's rank, node and device in a run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ class DistributedContext:
     world_size: int = 1
     """Number of processes in the run, over all nodes."""
     local_rank: int = 0
-    """From 0 to `local_world_size` - 1, among those on this node; the index of this process's GPU, unless ranks share
-    GPUs.
-    """
+    """From 0 to `local_world_size` - 1 on this node; the index of this process's GPU, unless ranks share GPUs."""
     local_world_size: int = 1
-    """Processes of the run on this node: they share its cores, memory and links."""
+    """Processes of the run on this node; they share its cores, memory and links."""
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     """The device on which this process computes."""
     num_device_ranks: int = 1
-    """Ranks of the run that compute on the GPU of this process, itself included; simulated devices are never shared."""
+    """Ranks of the run on this process's GPU, itself included; simulated devices are never shared."""
 
 
 def make_context(
@@ -40,13 +38,14 @@ def make_context(
     device_type: str,
     device_index: int | None,
 ) -> DistributedContext:
-    """The context of a rank; LOCAL_RANK and LOCAL_WORLD_SIZE of the environment count.
+    """The context of a rank, from LOCAL_RANK and LOCAL_WORLD_SIZE of the environment.
 
     Args:
-        hosts: gives :func:`host_name` of each rank; called for several ranks whose nodes the environment leaves open.
-        local_rank: in the place of LOCAL_RANK.
+        hosts: returns :func:`host_name` of each rank; called if there are several ranks and the environment does not
+            give their nodes.
+        local_rank: overrides LOCAL_RANK.
         device_type: "cpu" or "cuda".
-        device_index: the GPU's; None: ``local_rank``.
+        device_index: the GPU's index; None: ``local_rank``.
     """
     told_rank, told_size = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     if world_size == 1:
@@ -68,6 +67,6 @@ def make_context(
 
 
 def host_name() -> str:
-    """A name that processes on one node share: containers on one machine count as nodes of their own."""
+    """A name that processes on one node share; containers on one machine count as separate nodes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

@@ -1,15 +1,14 @@
-"""Ranks: which one this process is, the groups in which it talks to others, and what happens when one of them fails.
+"""Ranks: this process's rank, its groups, and the reaction to failures.
 
     with open_ranks(device_type="cpu", timeout_seconds=600) as ranks:
         ranks.check_agreement("config", json_text)
         with ranks.guard("forward of step 1"):
             ranks.gather.all_gather(address, shard_bytes)
 
-Who may not need collectives of all ranks, which take memory on GPUs, begins with `join_ranks`.
+Collectives of all ranks take memory on GPUs; code that may not need them begins with `join_ranks`.
 
-One process alone (WORLD_SIZE unset or 1) uses nothing of torch.distributed. Otherwise an initialised torch.distributed
-is used as it is, or one is made from the environment that torchrun sets, and taken down again by `close`.
-Nothing here assumes that ranks share a machine.
+A single process (WORLD_SIZE unset or 1) does not use torch.distributed. Otherwise an initialised torch.distributed is
+used, or one is made from torchrun's environment, which `close` takes down again. Ranks need not share a machine.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class RankGroups:
-    """The groups of one set of ranks, made by `open_ranks` or `join_ranks`. One thread, but for what the members
-    allow.
+    """The groups of one set of ranks, made by `open_ranks` or `join_ranks`. For one thread, unless a member says
+    otherwise.
     """
 
     context: DistributedContext
-    """Which rank this process is."""
+    """This process's rank and device."""
     members: tuple[int, ...]
     """The group's ranks, ascending; `rank` of a communicator is the index in it."""
     control: _C.collective.ControlGroup
     """Agreement on small values, over the hosts."""
     gather: _C.collective.Communicator
-    """For all-gathers of chunks among the members; with :meth:`open_collectives`."""
+    """For all-gathers of chunks among the members; available after :meth:`open_collectives`."""
     scatter: _C.collective.Communicator
     """For reduce-scatters, independent of `gather`."""
 
@@ -71,18 +70,16 @@ class RankGroups:
 
     @property
     def is_fork(self) -> bool:
-        """Whether this process is a fork of the one that opened the groups: the connections are the other's."""
+        """True if this process is a fork of the one that opened the groups and owns their connections."""
         return os.getpid() != self._process
 
     @property
     def has_collectives(self) -> bool:
-        """Whether ``gather`` and ``scatter`` are there."""
+        """True once ``gather`` and ``scatter`` are open."""
         return self._has_collectives
 
     def open_collectives(self) -> None:
-        """Opens ``gather`` and ``scatter``, unless they are there. All ranks of these groups call it at the same
-        point.
-        """
+        """Opens ``gather`` and ``scatter`` if necessary. All ranks of these groups must call it at the same point."""
         if self._has_collectives:
             return
         self._has_collectives = True
@@ -96,22 +93,22 @@ class RankGroups:
                 warm_up(self.gather, self.scatter, self.context.device)
 
     def take_collectives(self, connected: ChunkCommunicators) -> None:
-        """In place of :meth:`open_collectives`: ``gather`` and ``scatter`` that these ranks opened before they were
-        ranks, in their order. They fail, are stopped and are closed together with these groups.
+        """Replaces :meth:`open_collectives`: takes communicators that these ranks opened, in their order, before they
+        were ranks. They fail, are aborted and are closed with these groups.
         """
         self._has_collectives = True
         self.gather, self.scatter = connected.gather, connected.scatter
         self._connections.keep_connected(connected)
 
     def open_communicator(self, what: str, members: Sequence[int] | None = None) -> _C.collective.Communicator:
-        """Another communicator, for ``what``: of ``members`` (default: all), connected for exchanges.
+        """Opens another communicator, for ``what``: of ``members`` (default: all), connected for exchanges.
 
-        All ranks of these groups open it at the same point, each with those that it shares it with; it fails, is
-        stopped and is closed together with these groups. On a GPU it takes memory.
+        All ranks of these groups must open it at the same point, each with its own group. It fails, is aborted and is
+        closed with these groups. On a GPU it takes memory.
 
         Raises:
             ValueError: this rank is not one of ``members``, or one of them is not in these groups.
-            DisagreementError: two ranks share it with different ones.
+            DisagreementError: ranks name different members for one group.
         """
         some = self._checked(what, self.members if members is None else members)
         with self.guard(f"opening the group for {what}"):
@@ -127,7 +124,7 @@ class RankGroups:
         return some
 
     def open_control(self, what: str, members: Sequence[int]) -> _C.collective.ControlGroup:
-        """Agreement among ``members`` alone, for ``what``, in the same calls as these groups; as
+        """A control group of ``members``, for ``what``, in the same calls as these groups. Conditions are those of
         :meth:`open_communicator`.
         """
         some = self._checked(what, members)
@@ -142,9 +139,10 @@ class RankGroups:
             raise DisagreementError(describe_disagreement(name, dict(zip(self.members, values, strict=True))))
 
     def guard(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Around a call in which all ranks take part, such as "forward of step 3". Within it, what fails here is told
-        to the others, and what failed on another rank raises RankFailure; ranks that meet in different calls raise
-        RankMismatch. A call within a call counts as the outer one.
+        """Context around a call in which all ranks take part, such as "forward of step 3".
+
+        A failure inside is posted to the other ranks; a failure of another rank raises RankFailure. Ranks that meet in
+        different calls raise RankMismatch. Nested calls count as the outer one.
 
         Raises:
             StateError: this process is a fork of the one that opened the groups.
@@ -159,8 +157,8 @@ class RankGroups:
         return self._in_call(self._watch, call)
 
     def meet(self) -> None:
-        """Within a call whose own messages do not say which call it is (it gathers values): all ranks are in it, or
-        RankMismatch is raised on all of them.
+        """Checks that all ranks are in the same call; otherwise raises RankMismatch on all. For calls whose own
+        messages do not name the call.
         """
         if self._watch is not None:
             self.control.exchange(b"", "its beginning")
@@ -177,10 +175,8 @@ class RankGroups:
             watch.activity = f"the user's code after {call}"
 
     def close(self) -> None:
-        """Waits for the other ranks to close as well, unless one has failed, and takes down what `open_ranks` made: on
-        all ranks at this point, and nothing of it is left afterwards.
-
-        Raises RankFailure when another rank leaves without closing.
+        """Waits for the other ranks to close too, unless one has failed, and takes down everything that `open_ranks`
+        made. Raises RankFailure if another rank leaves without closing.
         """
         if self._closed or self.is_fork:
             return
@@ -193,8 +189,8 @@ class RankGroups:
             self._take_down()
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other ranks that this one leaves because of ``error``, and ends what still runs with them. Nothing
-        of the groups can be used afterwards but :meth:`leave`.
+        """Posts that this rank leaves because of ``error``, and aborts all running operations. Afterwards only
+        :meth:`leave` may be called.
         """
         if self._closed or self._watch is None or self.is_fork:
             return
@@ -203,13 +199,13 @@ class RankGroups:
         self._connections.abort()
 
     def leave(self, error: BaseException) -> None:
-        """:meth:`fail`, and takes down what `open_ranks` made. Waits for no other rank."""
+        """Calls :meth:`fail` and takes down what `open_ranks` made. Waits for no other rank."""
         self.fail(error)
         self._take_down()
 
     def _take_down(self) -> None:
         self._closed = True
-        if self.is_fork:  # PyTorch's groups have threads, too, which are the other process's
+        if self.is_fork:  # PyTorch's groups have threads, which belong to the other process
             return
         self._connections.close()
         if self._uses_world:
@@ -235,13 +231,14 @@ def open_ranks(
     ranks: Sequence[int] | None = None,
     connected: ChunkCommunicators | None = None,
 ) -> RankGroups:
-    """The groups of `ranks` (default: all), each of which must call this; the others need not.
+    """Opens the groups of `ranks` (default: all). Each of them must call this; the others need not.
 
-    `device_type` is "cpu" (gloo) or "cuda" (NCCL; through the host, over gloo, where two ranks have one GPU);
-    `local_rank` overrides LOCAL_RANK, `device_index` is the GPU's where that is not `local_rank`. `timeout_seconds`
-    bounds every wait for another rank. `connected`, which all of them or none must give, are what they opened for
-    chunks beforehand; these groups close it, also when they cannot be opened. Raises RankFailure when a rank does not
-    come, StateError for an incomplete environment.
+    `device_type` is "cpu" (gloo) or "cuda" (NCCL; through the host, over gloo, if two ranks share a GPU). `local_rank`
+    overrides LOCAL_RANK; `device_index` is the GPU's index if it is not `local_rank`. `timeout_seconds` bounds every
+    wait for another rank. `connected`, given by all ranks or none, are communicators for chunks opened earlier; these
+    groups close them, also on failure.
+
+    Raises RankFailure if a rank does not arrive, StateError for an incomplete environment.
     """
     try:
         groups = join_ranks(
@@ -274,9 +271,7 @@ def join_ranks(
     device_index: int | None = None,
     ranks: Sequence[int] | None = None,
 ) -> RankGroups:
-    """Groups as of `open_ranks`, with agreement alone: :meth:`RankGroups.open_collectives` opens the rest, where it is
-    needed.
-    """
+    """Groups as of `open_ranks`, with the control group alone; :meth:`RankGroups.open_collectives` opens the rest."""
     if timeout_seconds <= 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
     where: dict[str, Any] = {"local_rank": local_rank, "device_type": device_type, "device_index": device_index}

@@ -1,8 +1,8 @@
-"""Ranks that are threads of this process, on the CPU: to try out a computation of several ranks.
+"""Ranks as threads of this process, on the CPU, for trial runs of multi-rank computations.
 
     results = run_emulated(2, function)      # function(ranks) on each, where `ranks` is a RankGroups
 
-Exchanges copy bytes from thread to thread. What one rank raises ends the others, and is raised.
+Exchanges copy bytes between threads. An exception on one rank ends the others, and is raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT_SECONDS = 120.0
 
 
 class EmulatedRanks(RankGroups):
-    """One of the ranks of :func:`run_emulated`: exchanges and agreements alone, no collectives of chunks."""
+    """One of the ranks of :func:`run_emulated`: exchanges and agreement only, no collectives of chunks."""
 
     def __init__(self, rank: int, size: int, post: _Post):
         cpu = torch.device("cpu")
@@ -40,12 +40,12 @@ class EmulatedRanks(RankGroups):
         return self._communicator(what, self._checked(what, self.members if members is None else members))
 
     def _communicator(self, what: str, members: tuple[int, ...]) -> _Communicator:
-        self._num_opened += 1  # all ranks open the same ones in the same order
+        self._num_opened += 1  # all ranks open the same communicators in the same order
         return _Communicator(self._post, (self._num_opened, members), members.index(self.context.rank), len(members))
 
 
 class _Post:
-    """Messages on their way between threads."""
+    """Messages in transit between threads."""
 
     def __init__(self) -> None:
         self._boxes: dict[Hashable, collections.deque[bytes]] = collections.defaultdict(collections.deque)
@@ -58,7 +58,7 @@ class _Post:
             self._changed.notify_all()
 
     def take(self, box: Hashable) -> bytes:
-        """The next message. Raises RankFailure where none comes: another thread has failed, or does something else."""
+        """Receives the next message. Raises RankFailure if another thread has failed, or on a timeout."""
         with self._changed:
             came = self._changed.wait_for(lambda: self._boxes[box] or self._has_failed, _TIMEOUT_SECONDS)
             if self._has_failed or not came:
@@ -79,7 +79,7 @@ class _Communicator:
         self.rank, self.size = rank, size
 
     def exchange(self, sends: Addresses, receives: Addresses) -> None:
-        """Raises ValueError where what comes has another size."""
+        """Raises ValueError if a received message has another size."""
         for rank, address, num_bytes in sends:
             self._post.put((self._name, self.rank, rank), ctypes.string_at(address, num_bytes))
         for rank, address, num_bytes in receives:
@@ -91,14 +91,14 @@ class _Communicator:
             ctypes.memmove(address, message, num_bytes)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """The message of each rank, by rank."""
+        """All-gathers messages, by rank."""
         for rank in range(self.size):
             self._post.put((self._name, self.rank, rank), message)
         return [self._post.take((self._name, rank, self.rank)) for rank in range(self.size)]
 
 
 class _Control:
-    """The part of ``_C.collective.ControlGroup`` that agreements use."""
+    """The part of ``_C.collective.ControlGroup`` that agreement uses."""
 
     call = ""
 
@@ -110,11 +110,11 @@ class _Control:
 
 
 def run_emulated(size: int, function: Callable[[RankGroups], _T]) -> list[_T]:
-    """Calls ``function`` on ``size`` ranks at the same time and returns their results, by rank. The ranks share the
-    intra-op threads of PyTorch.
+    """Calls ``function`` on ``size`` ranks concurrently and returns their results, by rank. The ranks share PyTorch's
+    intra-op threads.
 
     Raises:
-        Exception: what one of them raised first.
+        Exception: the first exception on a rank.
     """
     post = _Post()
     num_threads = torch.get_num_threads()
@@ -123,7 +123,7 @@ def run_emulated(size: int, function: Callable[[RankGroups], _T]) -> list[_T]:
 
     def run(rank: int) -> None:
         try:
-            torch.set_num_threads(max(num_threads // size, 1))  # of this thread, but for MKL's
+            torch.set_num_threads(max(num_threads // size, 1))  # for this thread, except MKL's threads
             with _C.HostAllocations():
                 results[rank] = function(EmulatedRanks(rank, size, post))
         except BaseException as error:

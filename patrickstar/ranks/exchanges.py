@@ -1,16 +1,16 @@
-"""Tensors on their way between ranks while the device computes: a communicator's exchanges on a queue of their own.
+"""Point-to-point exchanges of tensors that overlap with computation: each group of exchanges has its own stream or
+thread.
 
     exchanges = open_exchanges(ranks, "the sequence")
     coming = exchanges.begin(sends=[(after, mine)], receives=[(before, theirs)])
     ...                                                     # computes with neither
     coming.wait()
 
-[Note: tensors on their way] From `begin` to `wait` nobody writes what is sent or reads what is received. On a GPU both
-are used by the stream of the exchanges, of which PyTorch's allocator knows nothing: a tensor that is freed may be given
-out again at once, to work of the stream that it was made on. So they are kept until `wait`, behind which that stream
-comes after the exchange. Where it does not (the exchange is waited for on another stream, or by nobody because of an
-error), the allocator is told who else uses them. It is not told in any case, because it then gives memory back at times
-that no step repeats.
+From `begin` to `wait`, sent tensors must not be written and received ones not read. On a GPU both are used by the
+exchanges' stream, unknown to PyTorch's allocator. The allocator could reuse a freed tensor at once on the stream that
+made it. So tensors are kept until `wait`, after which that stream is ordered behind the exchange. If it is not (`wait`
+on another stream, or no `wait` because of an error), ``record_stream`` registers the other users. That is not done
+always: the allocator would then free memory at times that differ between steps.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from patrickstar import _C
 from patrickstar.ranks.context import DistributedContext
 
 Messages = Sequence[tuple[int, torch.Tensor]]
-"""Contiguous tensors with the rank of the group that each goes to or comes from; what two ranks send each other is
-matched in the order of their lists.
+"""Contiguous tensors with the destination or source rank in the group. Messages between two ranks are matched in list
+order.
 """
 
 Addresses = Sequence[tuple[int, int, int]]
-"""Of such tensors: ranks, addresses and bytes."""
+"""Ranks, addresses and bytes of such tensors."""
 
 
 class PendingExchange(Protocol):
-    """Begun by :meth:`Exchanges.begin`."""
+    """An exchange that :meth:`Exchanges.begin` has started."""
 
     def wait(self) -> None:
-        """What comes is there, what goes is free. On a GPU the current stream waits, not the host.
+        """Waits until received tensors are complete and sent ones are free. On a GPU the current stream waits, not the
+        host.
 
         Raises:
             RankFailure: a rank did not take part, or the group was aborted.
@@ -48,11 +49,13 @@ class PendingExchange(Protocol):
 
 
 class Exchanges(Protocol):
-    """Of one group of ranks, all of which begin the same ones in the same order. One thread at a time."""
+    """Exchanges of one group of ranks; all ranks must begin the same ones in the same order. For one thread
+    at a time.
+    """
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """This process's rank in the group."""
         ...
 
     @property
@@ -61,25 +64,27 @@ class Exchanges(Protocol):
         ...
 
     def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
-        """Sends and receives tensors ([Note: tensors on their way])."""
+        """Starts sending and receiving tensors; see the module's docstring for their lifetime."""
         ...
 
 
 class SharingRanks(Protocol):
-    """:class:`~patrickstar.ranks.distributed.RankGroups`, or some of them."""
+    """Interface of :class:`~patrickstar.ranks.distributed.RankGroups` and of some of its ranks."""
 
     @property
     def context(self) -> DistributedContext:
-        """Which rank of the run this process is."""
+        """This process's rank in the run."""
         ...
 
     def open_communicator(self, what: str) -> _C.collective.Communicator:
-        """Of these ranks."""
+        """Opens a communicator of these ranks."""
         ...
 
 
 def open_exchanges(ranks: SharingRanks, what: str) -> Exchanges:
-    """Of ``ranks``, for tensors on the device of each. All ranks of the run call this at the same point."""
+    """Opens exchanges of ``ranks``, for tensors on each rank's device. All ranks of the run must call it at the same
+    point.
+    """
     communicator = ranks.open_communicator(what)
     if ranks.context.device.type == "cuda":
         return StreamExchanges(communicator, ranks.context.device)
@@ -87,7 +92,7 @@ def open_exchanges(ranks: SharingRanks, what: str) -> Exchanges:
 
 
 class ThreadExchanges:
-    """On the CPU: a thread sends and receives. It ends when nobody has this object any more."""
+    """CPU exchanges on a thread, which ends with this object."""
 
     def __init__(self, communicator: _C.collective.Communicator):
         self._communicator = communicator
@@ -96,16 +101,18 @@ class ThreadExchanges:
         self.size = communicator.size
 
     def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
-        """Of tensors on the CPU. [Note: parameters that are sent] Asking a parameter of an engine where it lies is a
-        use of it, and the engine is told of uses by one thread, at points that all ranks have in common. Told by the
-        exchanges' thread, which has gradients on where an autograd.Function has them off, it took the use for one that
-        autograd had recorded, and nothing held the parameter in backward. So addresses are taken here.
+        """Starts an exchange of CPU tensors.
+
+        Addresses are taken on the calling thread. Reading a chunked parameter's address is a use of it, and uses are
+        reported by one thread, at points common to all ranks. The exchange thread has gradients enabled where an
+        autograd.Function has them off. A use reported there would count as recorded by autograd, and nothing would hold
+        the parameter in backward.
         """
         tensors = (*sends, *receives)
         return _OnThread(self._thread.submit(self._exchange, _addresses(sends), _addresses(receives), tensors))
 
     def _exchange(self, sends: Addresses, receives: Addresses, tensors: Messages) -> None:
-        """On the thread. ``tensors`` are alive until it is over, whether somebody waits for it or not."""
+        """Runs on the thread. ``tensors`` keeps them alive until the end, with or without a waiter."""
         self._communicator.exchange(sends, receives)
 
 
@@ -118,8 +125,8 @@ class _OnThread:
 
 
 class StreamExchanges:
-    """On a GPU: a stream sends and receives, behind what the current stream has when an exchange begins. It has
-    priority, so that a message does not wait for all blocks of a kernel that computes beside it to begin.
+    """GPU exchanges on a stream, ordered behind the current stream's work at the start of each exchange. The stream has
+    priority: a message need not wait until a running kernel's blocks have all started.
     """
 
     def __init__(self, communicator: _C.collective.Communicator, device: torch.device):
@@ -129,7 +136,7 @@ class StreamExchanges:
         self.size = communicator.size
 
     def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
-        """Of tensors on the GPU of this rank."""
+        """Starts an exchange of tensors on this rank's GPU."""
         tensors = [tensor for _, tensor in (*sends, *receives)]
         pending = _OnStream(self._communicator, self._stream, tensors)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -140,7 +147,7 @@ class StreamExchanges:
 
 
 class _OnStream:
-    """[Note: tensors on their way]."""
+    """A started exchange; keeps its tensors until `wait`."""
 
     def __init__(
         self, communicator: _C.collective.Communicator, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]
@@ -168,7 +175,7 @@ class _OnStream:
 
 
 class TorchExchanges:
-    """Of a group of torch.distributed (None: its world, or this process alone), which ends as that group does."""
+    """Exchanges of a torch.distributed group (None: the world, or this process alone), which end with that group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self._group = group
@@ -178,7 +185,7 @@ class TorchExchanges:
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if is_there else [0]
 
     def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
-        """As torch.distributed's batch_isend_irecv."""
+        """Calls torch.distributed's batch_isend_irecv."""
         tensors = [tensor for _, tensor in (*sends, *receives)]
         operations = [dist.P2POp(dist.isend, tensor, self._ranks[rank], self._group) for rank, tensor in sends]
         operations += [dist.P2POp(dist.irecv, tensor, self._ranks[rank], self._group) for rank, tensor in receives]
@@ -188,7 +195,7 @@ class TorchExchanges:
 class _TorchWorks:
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor]):
         self._works = works
-        self._tensors = list(tensors)  # alive until they are sent
+        self._tensors = list(tensors)  # kept alive until they are sent
 
     def wait(self) -> None:
         for work in self._works:

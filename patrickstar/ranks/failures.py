@@ -1,17 +1,13 @@
-"""What ranks tell each other when one of them fails, so that all stop and name the first at fault.
+"""Failures of ranks: all ranks stop, and name the first at fault.
 
-[Note: first at fault] A failure spreads: the ranks that miss one fail in turn, and others miss them. So whoever fails
-posts a notice in torch's store before it leaves, the first notice stays, and errors of all ranks quote it. A rank that
-cannot post (killed, or stuck) is named by the rank that misses it: at once where its connections break, else by the
-rank before it, which watches its heartbeat, within the timeout.
+A failure spreads: ranks that miss the failed one fail in turn. So a failing rank posts a notice in torch's store before
+it leaves; the first notice stays, and errors of all ranks quote it. A rank that cannot post (killed, or stuck) is named
+by a rank that misses it: at once if connections break, else by the rank before it, which watches its heartbeat, within
+the timeout.
 
-[Note: the store's server] Without torchrun's agent the store ends with rank 0's process. So a rank that stops lingers
-until the others' watches have had time to read why.
-
-[Note: what each rank was doing] A heartbeat carries the call that its rank is in, and each new call sends one. Where
-one rank waits for another that does something else (one has a batch more, or saves while the others train), nothing
-breaks, and the wait ends with the timeout: the error then says what each of them was doing. So it does after a rank was
-killed.
+A heartbeat carries the rank's current call, and each new call sends one. Nothing breaks if a rank waits for another
+that does something else (one has a batch more, or saves while the others train). The wait ends with the timeout, and
+the error lists each rank's call. It does so too after a rank was killed.
 """
 
 from __future__ import annotations
@@ -36,16 +32,17 @@ class DisagreementError(_C.StateError):
 
 _CLOSED = "closed"
 _BEAT_SECONDS = 0.5
-_LEAST_BEAT_SECONDS = 0.02  # between heartbeats, however fast calls follow each other
+_LEAST_BEAT_SECONDS = 0.02  # minimum between heartbeats, however fast calls follow each other
 _GRACE_SECONDS = 2.0  # for the notice of a rank whose connections broke before it could post
-_LINGER_SECONDS = 3 * _BEAT_SECONDS  # [Note: the store's server] for the other ranks' watches to read the notice
+# Without torchrun's agent the store ends with rank 0's process: a stopping rank waits so that others can read the
+# notice.
+_LINGER_SECONDS = 3 * _BEAT_SECONDS
 _STORE_ERRORS = (RuntimeError, OSError)
 
 
 def own_connection(store: dist.Store, timeout_seconds: float) -> dist.Store:
-    """What is below all prefixes of `store`, through a connection of its own where the store has connections.
-
-    A client of a store serves one call at a time, and a wait of one thread would keep another's heartbeat back.
+    """A separate connection to the store below all prefixes of `store`, if the store has connections. A connection
+    serves one call at a time, so one thread's wait would delay another's heartbeat.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -64,25 +61,25 @@ def own_connection(store: dist.Store, timeout_seconds: float) -> dist.Store:
 
 
 class FailureNotice:
-    """The text of the first failure of a group of ranks, in torch's store. Any thread."""
+    """The text of the first failure of a group of ranks, in torch's store. Thread-safe."""
 
     def __init__(self, store: dist.Store, key: str):
         self._store = store
         self._key = key
 
     def post(self, text: str) -> str:
-        """Leaves `text` unless there is a notice already; returns the notice that stands."""
+        """Posts `text` unless there is a notice already; returns the notice in effect."""
         try:
             return self._store.compare_set(self._key, "", text).decode()
         except _STORE_ERRORS:
             return text
 
     def read(self) -> str | None:
-        """The notice, or None. Raises RuntimeError when the store cannot be reached."""
+        """The notice, or None. Raises RuntimeError if the store cannot be reached."""
         return self._store.get(self._key).decode() if self._store.check([self._key]) else None
 
     def wait(self, seconds: float) -> str | None:
-        """The notice as soon as there is one; None when there is none after `seconds` or the store is gone."""
+        """Waits up to `seconds` for a notice; None without one, or if the store is gone."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(*_STORE_ERRORS):
             while True:
@@ -94,11 +91,10 @@ class FailureNotice:
 
 
 class FailureWatch:
-    """A thread that shows this rank alive and stops its collectives when a rank has failed.
+    """A thread that sends this rank's heartbeat, and stops its collectives when a rank has failed.
 
-    It notices a posted failure, a rank after this one whose heartbeat stops, an error of a communicator, and a
-    collective that takes longer than `timeout_seconds`; then `stop_all` is called once, from the thread. This rank is
-    `members[index]`.
+    It notices four failures: a posted notice, a missing heartbeat of the next rank, an error of a communicator, and a
+    collective that takes longer than `timeout_seconds`. It then calls `stop_all` once. This rank is `members[index]`.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class FailureWatch:
     ):
         self.notice = FailureNotice(store, f"{prefix}/failure")
         self.failure: str | None = None
-        """The first failure as soon as this thread knows it."""
+        """The first failure, once this thread knows it."""
         self._store = store
         self._rank = members[index]
         self._next_rank = members[(index + 1) % len(members)]
@@ -132,7 +128,7 @@ class FailureWatch:
 
     @property
     def activity(self) -> str:
-        """The call that this rank is in; the others are told when it changes."""
+        """This rank's current call; a change sends a heartbeat."""
         return self._activity
 
     @activity.setter
@@ -141,23 +137,23 @@ class FailureWatch:
         self._news.set()
 
     def watch_also(self, communicator: _C.collective.Communicator) -> None:
-        """From now on for errors, and collectives that do not end. `stop_all` stops it as well by now."""
+        """Also watches a communicator that `stop_all` already covers."""
         self._communicators = (*self._communicators, communicator)
         if self.failure is not None:  # `stop_all` may have been called before
             communicator.abort()
 
     def announce(self, text: str) -> str:
-        """Posts a failure of this rank, or of one it misses; returns the notice that stands when others know it."""
-        with contextlib.suppress(*_STORE_ERRORS):  # the thread may not have come to it
+        """Posts a failure of this rank, or of a missing one. Waits for the other ranks to read it; returns the notice
+        in effect.
+        """
+        with contextlib.suppress(*_STORE_ERRORS):  # the thread may not have sent the last activity
             self._store.set(self._key(self._rank), f"0 {self.activity}")
         first = self.failure or self.notice.post(text)
         time.sleep(_LINGER_SECONDS)
         return first
 
     def activities(self) -> str:
-        """What each rank was doing at its last heartbeat ([Note: what each rank was doing]); empty where the store is
-        gone.
-        """
+        """Text with each rank's call at its last heartbeat; empty if the store is gone."""
         known = {self._rank: self.activity}
         with contextlib.suppress(*_STORE_ERRORS):
             for member in self._members:
@@ -168,8 +164,8 @@ class FailureWatch:
         return f"; at that time: {', '.join(others)}" if len(known) > 1 else ""
 
     def stop(self) -> None:
-        """Ends the thread and its connection; the rank before this one no longer expects a heartbeat. Nothing in a fork
-        of the process, which has only copies of them.
+        """Ends the thread and its connection; the previous rank no longer expects a heartbeat. Does nothing in a fork
+        of the process.
         """
         if self._finished.is_set() or os.getpid() != self._process:
             return
@@ -219,7 +215,7 @@ class FailureWatch:
             try:
                 communicator.check()
             except RuntimeError as error:
-                # The main thread has it too, and knows better who is missing; on CUDA nobody else may ever look.
+                # The main thread sees the error too, and knows better who is missing; on CUDA no other code may check.
                 return self.notice.wait(_GRACE_SECONDS) or f"rank {self._rank}: {first_line(error)}"
             seconds = communicator.oldest_pending_seconds()
             if seconds > self._timeout_seconds:
@@ -228,24 +224,25 @@ class FailureWatch:
 
 
 class _NoStore:
-    """In the place of a store that was let go of."""
+    """Replaces a store that was released."""
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError("the groups are closed")
 
 
 class Abortable(Protocol):
-    """A communicator, or a group for agreement."""
+    """A communicator or control group."""
 
     def abort(self) -> None:
-        """Ends what runs in it, on this rank; more than once is once."""
+        """Aborts running operations on this rank; repeated calls do nothing."""
         ...
 
 
 def abort_all(parts: Sequence[Abortable]) -> None:
-    """[Note: aborted at once] Aborts all parts and returns when all are, each in a thread of its own: NCCL frees a
-    communicator's memory when it is aborted, for which CUDA waits until kernels on the GPU have ended, those of another
-    communicator too, which wait for the rank that is gone until theirs is aborted as well.
+    """Aborts all parts, each in its own thread, and returns when all are done.
+
+    Serial aborts could deadlock. NCCL frees a communicator's memory on abort, for which CUDA waits until running
+    kernels end. Another communicator's kernels may wait for the failed rank until they are aborted too.
     """
     threads = [threading.Thread(target=part.abort, name="patrickstar-abort", daemon=True) for part in parts]
     for thread in threads:
@@ -255,27 +252,26 @@ def abort_all(parts: Sequence[Abortable]) -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """True for errors that keep their type where errors of all ranks are gathered: KeyboardInterrupt and others that
-    are no ``Exception``, and exceptions of signal handlers (marked by ``engine/interrupts.py``).
+    """True for errors that keep their type when all ranks' errors are combined: KeyboardInterrupt and others that are
+    no ``Exception``, and exceptions of signal handlers (marked by ``engine/interrupts.py``).
     """
     return not isinstance(error, Exception) or getattr(error, "raised_by_signal", False)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's text."""
     return next(iter(str(error).splitlines()), "")
 
 
 @contextlib.contextmanager
 def failing_together(watch: FailureWatch, rank: int, phase: str):
-    """Posts what goes wrong inside, and makes an error that another rank has caused name that rank.
-
-    Raises RankFailure, caused by the error, when another rank was first; an error of this rank's own goes on as it is.
+    """Context that posts failures inside to the other ranks. If another rank failed first, it raises RankFailure from
+    the error; this rank's own errors pass unchanged.
     """
     try:
         yield
     except (DisagreementError, _C.RankMismatch):
-        raise  # all ranks have it, and it names them
+        raise  # every rank raises it, and it names the ranks
     except Exception as error:
         if getattr(error, "on_all_ranks", False):  # a CheckpointError
             raise

@@ -1,17 +1,16 @@
-"""A mesh of ranks: which of them have other data, other slices of a sequence, other rows and columns of a matrix.
+"""A device mesh with the dimensions data, sequence, rows and columns (the latter two of matrices).
 
     mesh = Mesh(data=2, sequence=4)
     mesh.coordinates(5)                  # {Axis.DATA: 1, Axis.SEQUENCE: 1, Axis.ROWS: 0, Axis.COLUMNS: 0}
     mesh.sharing(5, Axis.SEQUENCE)       # (4, 5, 6, 7)
-
     ranks = MeshRanks(open_ranks(...), mesh)
     communicator = ranks.along("sequence").open_communicator("keys and values")
 
-Ranks are counted along columns first, then rows, then sequence, then data: those that talk most are neighbours, and
-so on one host.
+Ranks are numbered along columns first, then rows, then sequence, then data. So ranks that communicate most are
+neighbours, on one host.
 
-[Note: groups of an axis] What is opened along an axis belongs to the groups of all ranks: these watch it, end it when a
-rank fails anywhere, and close it, on all ranks at one point. A mesh opens nothing by itself.
+[Note: groups of an axis] Groups opened along a mesh dimension belong to the groups of all ranks. These watch them,
+abort them when any rank fails, and close them, on all ranks at one point. A mesh itself opens no group.
 """
 
 from __future__ import annotations
@@ -30,23 +29,21 @@ _SHOWN_MESHES = 3
 
 
 class Axis(enum.Enum):
-    """Of a mesh, the slowest first."""
+    """Mesh dimensions, slowest first."""
 
     DATA = "data"
-    """Other samples."""
+    """Ranks differ in their samples."""
     SEQUENCE = "sequence"
-    """Other tokens of the same samples."""
+    """Ranks differ in their tokens of the same samples."""
     ROWS = "rows"
-    """Other rows of blocks of the same matrices."""
+    """Ranks differ in their row of blocks of the same matrices."""
     COLUMNS = "columns"
-    """Other columns of blocks of the same matrices."""
+    """Ranks differ in their column of blocks of the same matrices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How many ranks there are along each axis; none by default, but one.
-
-    Ranks are counted from 0 to ``size`` - 1.
+    """The size of each mesh dimension, 1 by default. Ranks are numbered from 0 to ``size`` - 1.
 
     Raises:
         ValueError: a number is below 1.
@@ -71,11 +68,11 @@ class Mesh:
         return math.prod(self.along(axis) for axis in Axis)
 
     def along(self, axis: Axis) -> int:
-        """Ranks that differ in this axis alone."""
+        """Size of the mesh dimension ``axis``."""
         return getattr(self, axis.value)
 
     def check(self, num_ranks: int) -> None:
-        """Raises ValueError, which names meshes that would do, unless the mesh has ``num_ranks`` ranks."""
+        """Raises ValueError, which names meshes that would fit, unless the mesh has ``num_ranks`` ranks."""
         if self.size == num_ranks:
             return
         others = ", or ".join(str(mesh) for mesh in nearest_meshes(self, num_ranks)[:_SHOWN_MESHES])
@@ -85,35 +82,33 @@ class Mesh:
         )
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
-        """Of a rank: its index along each axis."""
+        """A rank's index along each dimension."""
         found = {}
         for axis in reversed(Axis):
             rank, found[axis] = divmod(rank, self.along(axis))
         return {axis: found[axis] for axis in Axis}
 
     def rank(self, coordinates: dict[Axis, int]) -> int:
-        """That has these coordinates."""
+        """The rank with these coordinates."""
         rank = 0
         for axis in Axis:
             rank = rank * self.along(axis) + coordinates[axis]
         return rank
 
     def sharing(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """Ranks that differ from ``rank`` in ``axes`` at most, itself among them, ascending."""
+        """Ranks that differ from ``rank`` only in ``axes``, itself included, ascending."""
         here = self.coordinates(rank)
         ranges = [range(self.along(axis)) if axis in axes else (here[axis],) for axis in Axis]
         return tuple(self.rank(dict(zip(Axis, found, strict=True))) for found in itertools.product(*ranges))
 
     def division(self, *axes: Axis) -> list[tuple[int, ...]]:
-        """All ranks, each with those that it shares ``axes`` with: what a group of some of them is opened with
-        ([Note: names of groups]).
-        """
+        """Partition of all ranks into the groups along ``axes``."""
         return sorted({self.sharing(rank, *axes) for rank in range(self.size)})
 
 
 def nearest_meshes(mesh: Mesh, num_ranks: int) -> list[Mesh]:
-    """Meshes of ``num_ranks`` ranks with the axes of ``mesh`` (and data), the nearest first: with the fewest axes
-    changed, then by the least factors, data rather than others.
+    """Meshes of ``num_ranks`` ranks with the dimensions of ``mesh`` (and data), nearest first: fewest dimensions
+    changed, then smallest factors, then changes of data.
     """
     axes = [axis for axis in Axis if _is_shown(mesh, axis)]
 
@@ -133,7 +128,6 @@ def _is_shown(mesh: Mesh, axis: Axis) -> bool:
 
 
 def _factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """In all orders."""
     if num_factors == 1:
         yield (number,)
         return
@@ -145,7 +139,7 @@ def _factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class SomeRanks:
-    """Ranks that this one shares axes with, itself among them ([Note: groups of an axis])."""
+    """Ranks that differ from this one only in certain mesh dimensions, itself included ([Note: groups of an axis])."""
 
     everybody: RankGroups
     members: tuple[int, ...]
@@ -153,7 +147,7 @@ class SomeRanks:
 
     @property
     def rank(self) -> int:
-        """Of this process among the members."""
+        """This process's index among the members."""
         return self.members.index(self.context.rank)
 
     @property
@@ -163,19 +157,21 @@ class SomeRanks:
 
     @property
     def context(self) -> DistributedContext:
-        """Which rank of the run this process is."""
+        """This process's rank in the run."""
         return self.everybody.context
 
     def open_communicator(self, what: str) -> _C.collective.Communicator:
-        """Of the members, as :meth:`RankGroups.open_communicator`: all ranks of the mesh call it at the same point."""
+        """A communicator of the members, by :meth:`RankGroups.open_communicator`: all ranks of the mesh must call it at
+        the same point.
+        """
         return self.everybody.open_communicator(what, self.members)
 
     def divide(self, num_neighbours: int) -> tuple[SomeRanks, SomeRanks]:
-        """Two axes in the place of one: ``num_neighbours`` members that follow each other, and those that have the same
-        place among theirs.
+        """Splits one mesh dimension into two: groups of ``num_neighbours`` consecutive members, and members with the
+        same index in their group.
 
         Raises:
-            ValueError: the members cannot be divided so.
+            ValueError: the number of members is not divisible.
         """
         if num_neighbours < 1 or self.size % num_neighbours:
             raise ValueError(
@@ -192,8 +188,8 @@ class MeshRanks:
     """The ranks of a run as a mesh ([Note: groups of an axis]).
 
     Attributes:
-        everybody: the groups of all ranks, which are closed as ever.
-        mesh: of them.
+        everybody: the groups of all ranks; their owner closes them.
+        mesh: the mesh of these ranks.
 
     Raises:
         ValueError: the mesh has another number of ranks.
@@ -207,11 +203,11 @@ class MeshRanks:
 
     @property
     def coordinates(self) -> dict[Axis, int]:
-        """Of this rank."""
+        """Coordinates of this rank."""
         return self.mesh.coordinates(self._rank)
 
     def along(self, *axes: Axis | str) -> SomeRanks:
-        """The ranks that differ from this one in ``axes`` at most. Opens nothing.
+        """The ranks that differ from this one only in ``axes``. Opens nothing.
 
         Raises:
             ValueError: there is no such axis.

@@ -1,6 +1,5 @@
-"""Messages of other ranks that Python reads. What is not as it should be (sent by another version, or meant for another
-call) is refused with a StateError that names it, before anything is done with it. Those that the core reads:
-csrc/collective/message.h.
+"""Validation of messages that Python reads from other ranks. Malformed messages (of another version, or for another
+call) are refused with a StateError that names them. Messages for the core: csrc/collective/message.h.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _WRONG = (
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Around what reads a message, ``what`` it is of.
+    """Context that reads a message; ``what`` names it.
 
     Raises:
-        StateError: in the place of what goes wrong inside.
+        StateError: replaces parsing errors inside.
     """
     try:
         yield
@@ -42,10 +41,10 @@ def reading(what: str) -> Iterator[None]:
 
 
 def read_list(message: bytes, what: str, is_item: Callable[[Any], bool], length: int | None = None) -> list[Any]:
-    """A JSON list of ``length`` items (None: any number), for each of which ``is_item`` holds.
+    """A JSON list of ``length`` items (None: any number), each accepted by ``is_item``.
 
     Raises:
-        StateError: it is something else.
+        StateError: the message is something else.
     """
     with reading(what):
         items = json.loads(message)

@@ -1,5 +1,4 @@
-"""Communicators of processes that have no world in common: for as long as something passes between them, or to begin
-a world with.
+"""Communicators between processes of different worlds: temporary ones, or the first ones of a new world.
 
     with passing_communicator("a resize", place, device, make_room, timeout_seconds=60) as communicator:
         exchange(communicator, [(sends, receives), ...], device, timeout_seconds=60)
@@ -8,9 +7,9 @@ a world with.
     exchange(connected.scatter, [(sends, receives), ...], device, timeout_seconds=60)
     ranks = open_ranks(..., connected=connected)
 
-Nothing of torch.distributed's world is used or made, so that processes may be in worlds of their own meanwhile. They
-meet in a store that one of them serves. A process that does not come, or goes, is an OSError here, and no RankFailure:
-nobody's ranks have failed.
+torch.distributed's world is neither used nor made, so processes may be in worlds of their own. They meet in a store
+that one of them serves. A process that does not arrive, or leaves, raises OSError here and no RankFailure: no rank of a
+world has failed.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassingPlace:
-    """Of one of the processes."""
+    """A process's rank among those that communicate, and their store."""
 
     rank: int
-    """Among them."""
+    """Rank among the processes."""
     size: int
-    """How many they are."""
+    """Number of processes."""
     host: str
-    """Where their store is served."""
+    """Host that serves their store."""
     port: int
     key: bytes = dataclasses.field(repr=False)
-    """The store's: 32 bytes."""
+    """The store's key: 32 bytes."""
 
 
 def prepare_to_pass(device: torch.device) -> None:
-    """What a process can do before others come: NCCL takes most of a second for its first communicator, in which it
-    looks at the machine and loads its kernels.
+    """Initialises NCCL before others arrive. Its first communicator takes most of a second, to inspect the machine and
+    load kernels.
     """
     if device.type == "cuda":
         alone = _C.collective.make_nccl_communicator(
@@ -68,18 +67,18 @@ def prepare_to_pass(device: torch.device) -> None:
 def passing_communicator(
     name: str, place: PassingPlace, device: torch.device, meanwhile: Callable[[], object], *, timeout_seconds: float
 ) -> Iterator[_C.collective.Communicator]:
-    """All processes enter with the same ``name``, which they have not used before in this store. It is closed at the
-    end, for which nobody waits: what has passed must have been waited for (:func:`exchange`).
+    """A temporary communicator. All processes must enter with the same ``name``, new in this store. It is closed at the
+    end without waiting: finish all transfers first (:func:`exchange`).
 
     Args:
-        name: see above.
+        name: names the communicator.
         place: of this process.
         device: of this process.
-        meanwhile: is called while processes are connected.
-        timeout_seconds: for all to come.
+        meanwhile: called while processes connect.
+        timeout_seconds: for all to arrive.
 
     Raises:
-        OSError: not all have come within ``timeout_seconds``, or are not reached.
+        OSError: some did not arrive within ``timeout_seconds``, or cannot be reached.
     """
     with contextlib.ExitStack() as connections:
         (communicator,) = _connect(name, ["all"], place, device, meanwhile, connections, timeout_seconds)
@@ -89,10 +88,10 @@ def passing_communicator(
 def connect_ahead(
     name: str, place: PassingPlace, device: torch.device, meanwhile: Callable[[], object], *, timeout_seconds: float
 ) -> ChunkCommunicators:
-    """What these processes need for chunks when they are the ranks of one world, each with its rank in ``place``. NCCL
-    connects both at the same time, and takes half of what it takes one after the other.
+    """Opens the communicators for chunks of processes that will be the ranks of one world, each with its rank in
+    ``place``. NCCL connects both concurrently, in half the time.
 
-    Args, raises: of :func:`passing_communicator`.
+    Arguments and errors are those of :func:`passing_communicator`.
     """
     with contextlib.ExitStack() as connections:
         both = _connect(name, ["gather", "scatter"], place, device, meanwhile, connections, timeout_seconds)
@@ -108,11 +107,11 @@ def _connect(
     connections: contextlib.ExitStack,
     timeout_seconds: float,
 ) -> list[_C.collective.Communicator]:
-    """A communicator for each use, which ``connections`` will end."""
+    """One communicator per use; ``connections`` closes them."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     with _connecting(name, place):
         store = AuthenticatedStore(place.host, place.port, place.key, timeout_seconds=timeout_seconds)
-    connections.callback(store.close)  # [Note: references to stores]
+    connections.callback(store.close)  # keeps the store alive ([Note: references to stores])
     stores = {use: dist.PrefixStore(f"patrickstar/passing/{name}/{use}", store) for use in uses}
     if device.type == "cuda":
         return _nccl(name, stores, place, device, meanwhile, connections, timeout_seconds)
@@ -122,7 +121,7 @@ def _connect(
 
 @contextlib.contextmanager
 def _connecting(name: str, place: PassingPlace) -> Iterator[None]:
-    """What the store, gloo and NCCL raise is an OSError."""
+    """Converts errors of the store, gloo and NCCL to OSError."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -176,15 +175,15 @@ def _gloo(
         try:
             yield communicator
         finally:
-            communicator.abort()  # its threads end, whatever the others do
+            communicator.abort()  # its threads end without waiting for other processes
             communicator.close()
     finally:
         registry._unregister_process_group(group_name)
 
 
 def _begin(call: Callable[[], _T]) -> Callable[[float], _T]:
-    """Runs ``call``, which nothing ends where another process does not come, in a thread. What is returned gives what
-    it gives within so many seconds, or raises TimeoutError; the thread is left behind then.
+    """Runs ``call``, which may block forever, in a thread. The returned function waits so many seconds for its result
+    or raises TimeoutError; the thread is then abandoned.
     """
     found: Future[_T] = Future()
 
@@ -205,17 +204,18 @@ def exchange(
     *,
     timeout_seconds: float,
 ) -> None:
-    """Sends and receives one batch after another; all has arrived, and nothing is read any more, when this returns.
+    """Exchanges batches of messages, one after another. Returns when all have arrived and sent memory is free.
 
     Args:
-        communicator: of processes that all call this with as many batches.
-        messages: of each batch, what goes and what comes, in device memory of ``device``; what two processes send each
-            other is matched in the order of their lists.
+        communicator: its processes must all call this, with as many batches.
+        messages: per batch, sends and receives in ``device``'s memory; messages between two processes are matched in
+            list order.
         device: of this process.
-        timeout_seconds: for all of it.
+        timeout_seconds: for all batches.
 
     Raises:
-        RankFailure: another process is gone, or not all came within ``timeout_seconds``; the communicator is aborted.
+        RankFailure: another process is gone, or some did not arrive within ``timeout_seconds``; the communicator is
+            aborted.
     """
     context = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with context:

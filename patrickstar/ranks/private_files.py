@@ -1,4 +1,4 @@
-"""Files and folders that other users of the machine can neither read nor replace: mode 0600 and 0700, own user."""
+"""Files and folders that other users can neither read nor replace: mode 0600 and 0700, own user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def create_private(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> in
     """Creates a file with mode 0600 and returns its descriptor.
 
     Raises:
-        FileExistsError: there is something of that name, be it a link.
+        FileExistsError: the name exists, even as a link.
         OSError: the file cannot be created.
     """
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,8 +1,7 @@
-"""The secret that the processes of one elastic run share, and the file that holds it.
+"""The secret that the processes of one elastic run share, and its file.
 
-The file has one line of at least 64 hexadecimal digits. Only the user who runs the processes may read it: a file with
-another owner or with a mode other than 0600 or 0400 is refused. The secret itself is never sent; each service derives a
-key of its own from it (:meth:`RunSecret.key`).
+The file has one line of at least 64 hexadecimal digits. A file with another owner, or with a mode other than 0600 or
+0400, is refused. The secret itself is never sent; each service derives its own key (:meth:`RunSecret.key`).
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class SecretError(_C.StateError):
 
 
 class RunSecret:
-    """At least 32 random bytes. Text of the object shows none of them."""
+    """At least 32 random bytes; ``repr`` shows none of them."""
 
     def __init__(self, value: bytes):
         self._value = value
 
     @classmethod
     def random(cls) -> RunSecret:
-        """A new secret."""
+        """Makes a new secret."""
         return cls(secrets.token_bytes(_NUM_BYTES))
 
     @classmethod
@@ -61,23 +60,23 @@ class RunSecret:
         return hmac.digest(self._value, purpose.encode(), hashlib.sha256)
 
     def derived(self, purpose: str) -> RunSecret:
-        """A secret for one purpose, which has keys of its own."""
+        """A secret for one purpose, from which further keys are derived."""
         return RunSecret(self.key(purpose))
 
 
 def default_secret_file(host: str, port: int) -> Path:
-    """The file in the user's home for the rendezvous at an address. Machines that share a home each have their own file
-    for an address on loopback.
+    """The file in the user's home for a rendezvous address. For loopback addresses each machine that shares the home
+    has its own file.
 
     Raises:
-        OSError: nothing has that name.
+        OSError: the host cannot be resolved.
     """
     place = f"{socket.gethostname()}-loopback" if is_loopback(host) else resolved(host)
     return (_FOLDER / f"{place}:{port}").expanduser()
 
 
 def find_secret_file(host: str, port: int, given: str | os.PathLike[str] | None) -> Path:
-    """The file for the rendezvous at an address: ``given``, else the environment's, else the default one."""
+    """The secret file of a rendezvous address: ``given``, else the environment's, else the default."""
     named = os.environ.get(SECRET_VARIABLE) if given is None else given
     return Path(named).expanduser() if named else default_secret_file(host, port)
 

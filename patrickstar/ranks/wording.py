@@ -1,4 +1,4 @@
-"""Texts about ranks: which ones, and how they disagree."""
+"""Formats ranks, and disagreements between them, for messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SHOWN_CHARACTERS = 100
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-2, 5"; runs of neighbours are drawn together."""
+    """ "rank 3", "ranks 0-2, 5"; consecutive ranks are joined."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -21,7 +21,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_disagreement(name: str, values: dict[int, str]) -> str:
-    """The ranks that have each value, which is shown from shortly before the first difference."""
+    """Lists the ranks that have each value, shown from shortly before the first difference."""
     distinct = sorted(set(values.values()), key=lambda value: min(r for r, v in values.items() if v == value))
     start = max(len(os.path.commonprefix(distinct)) - _SHOWN_CHARACTERS // 4, 0)
     shown = []

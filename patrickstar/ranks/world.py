@@ -1,7 +1,7 @@
-"""The world of a process: the ``torch.distributed`` that its groups of ranks are opened in.
+"""The process's world: the ``torch.distributed`` in which its groups are opened.
 
-An initialised one is used as it is. Otherwise one is made from the environment that torchrun sets, and the last groups
-of the process that are closed take it down.
+An initialised one is used as it is. Otherwise one is made from torchrun's environment, and the last groups that close
+take it down.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from patrickstar.ranks.wording import format_ranks
 from patrickstar.ranks.world_store import attempt, reach_world, world_store
 
 _POLL_SECONDS = 0.05
-_FIRST_POLL_SECONDS = 0.002  # twice as long each time: who comes to a resize is here at once
-_VERDICT_SECONDS = 1.0  # for the others to read who is missing
+_FIRST_POLL_SECONDS = 0.002  # doubles each time; ranks that arrive for a resize are there at once
+_VERDICT_SECONDS = 1.0  # for the other ranks to read who is missing
 
 _process: int | None = None
-"""The process that was the first to enter torch.distributed."""
+"""Id of the first process that entered torch.distributed."""
 _made_world = False
-"""The present torch.distributed was made here, not by the user."""
+"""True if the present torch.distributed was made here, not by the user."""
 _num_world_users = 0
-"""Groups of ranks in this process that are open: the last to leave takes down what was made here."""
+"""Open groups of ranks in this process; the last to leave takes down a world made here."""
 
 
 def enter_world(timeout_seconds: float) -> bool:
-    """False for a process alone. Whoever enters leaves by :func:`leave_world`.
+    """Enters the world; returns False for a single process. Each entry must be paired with :func:`leave_world`.
 
     Raises:
-        RankFailure: a rank does not come within the timeout.
+        RankFailure: a rank does not arrive within the timeout.
         StateError: the environment is incomplete, or this process is a fork of a rank.
     """
     is_there = dist.is_available() and dist.is_initialized()
@@ -63,7 +63,7 @@ def enter_world(timeout_seconds: float) -> bool:
 
 
 def leave_world() -> None:
-    """The opposite of :func:`enter_world`: the last groups to leave take down the world that was made here."""
+    """Leaves the world; the last groups to leave take down a world made here."""
     global _num_world_users
     _num_world_users -= 1
     if _num_world_users == 0 and _made_world and dist.is_initialized():
@@ -83,7 +83,7 @@ def _make_world(world_size: int, timeout_seconds: float) -> None:
     rank = int(os.environ["RANK"])
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store = world_store(rank, timeout)
-    with _waiting(rank):  # before torch.distributed does it, whose error would not say who is missing
+    with _waiting(rank):  # before torch.distributed waits, whose error would not name the missing rank
         _call_the_roll(store, f"patrickstar/{attempt()}/world", range(world_size), rank, timeout_seconds)
     with gloo_on_loopback(os.environ["MASTER_ADDR"]):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -91,28 +91,28 @@ def _make_world(world_size: int, timeout_seconds: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Ranks that have all come to open groups, and the place where they leave each other values."""
+    """Ranks that have all arrived to open groups, and their keys in the store."""
 
     rank: int
     members: tuple[int, ...]
     """The ranks that meet, ascending."""
     store: dist.Store
-    """The world's store, through a connection of its own."""
+    """The world's store, through a separate connection."""
     prefix: str
-    """The prefix of keys in the store: another one each time that the same ranks open groups."""
+    """Prefix of their keys; differs each time that the same ranks open groups."""
 
     def hosts(self) -> dict[int, str]:
-        """The node of each member, by rank (:func:`~patrickstar.ranks.context.host_name`); all members call it."""
+        """The node of each member, by rank (:func:`~patrickstar.ranks.context.host_name`). All members must call it."""
         with _waiting(self.rank):
             self.store.set(f"{self.prefix}/host/{self.rank}", host_name())
             return {member: self.store.get(f"{self.prefix}/host/{member}").decode() for member in self.members}
 
 
 def meet(rank: int, members: tuple[int, ...], timeout_seconds: float) -> Meeting:
-    """Waits for all ``members``, each of which calls it, in the world that was entered.
+    """Waits for all ``members``, each of which must call it, in the entered world.
 
     Raises:
-        RankFailure: a rank does not come within the timeout, or the store is lost.
+        RankFailure: a rank does not arrive within the timeout, or the store is lost.
     """
     store = own_connection(dist.distributed_c10d._get_default_store(), timeout_seconds)
     with _waiting(rank):
@@ -124,7 +124,7 @@ def meet(rank: int, members: tuple[int, ...], timeout_seconds: float) -> Meeting
 
 @contextlib.contextmanager
 def _waiting(rank: int) -> Iterator[None]:
-    """Raises RankFailure for a store that is lost while ranks wait for each other to come."""
+    """Raises RankFailure if the store is lost while ranks wait for each other."""
     try:
         yield
     except dist.DistError as error:
@@ -135,7 +135,7 @@ def _waiting(rank: int) -> Iterator[None]:
 
 
 def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank: int, timeout_seconds: float) -> None:
-    """Returns when all members are here; raises RankFailure that names those who are not within the timeout."""
+    """Waits for all members; raises RankFailure that names those missing after the timeout."""
     keys = {member: f"{prefix}/arrived/{member}" for member in members}
     verdict = f"{prefix}/missing"
     deadline = time.monotonic() + timeout_seconds
@@ -148,7 +148,7 @@ def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank:
             missing = format_ranks([member for member, key in keys.items() if not store.check([key])])
             text = f"{missing} of {len(keys)} did not come within {timeout_seconds:g} s; see their output"
             store.set(verdict, text)
-            time.sleep(_VERDICT_SECONDS)  # this process may be the one that serves the store
+            time.sleep(_VERDICT_SECONDS)  # this process may serve the store
             raise _C.RankFailure(text)
         time.sleep(poll)
         poll = min(2 * poll, _POLL_SECONDS)
@@ -156,7 +156,7 @@ def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """The rank that a process is from now on, and who serves the store of the ranks' world."""
+    """A process's rank in a new world, and the store of that world."""
 
     rank: int
     world_size: int
@@ -165,18 +165,17 @@ class Place:
     host: str
     """The host of rank 0, which serves the store."""
     port: int
-    """The store's port on it; 0: one rank, without a store."""
+    """The store's port; 0: a single rank, without a store."""
     key: bytes = dataclasses.field(repr=False)
     """The store's key: 32 bytes."""
 
 
 def move_to_world(place: Place, timeout_seconds: float) -> None:
-    """This process leaves the world that it is in, whose groups were closed, and is in that of ``place`` when it opens
-    ranks the next time. The environment says what torchrun would: libraries read it. A ``torch.distributed`` that is
-    still there ends with all its groups.
+    """Leaves the current world, whose groups must be closed, so that the next `open_ranks` uses ``place``. Sets the
+    environment as torchrun would, since libraries read it. An existing ``torch.distributed`` ends with all its groups.
 
     Raises:
-        RankFailure: the store of the new ranks is not reached within the timeout.
+        RankFailure: the new ranks' store is not reached within the timeout.
     """
     global _num_world_users
     if dist.is_available() and dist.is_initialized():
@@ -196,7 +195,7 @@ def move_to_world(place: Place, timeout_seconds: float) -> None:
 
 
 def num_ranks_to_come() -> int:
-    """The number of ranks that `open_ranks` will find, before it is called."""
+    """The number of ranks that `open_ranks` will find."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return max(int(os.environ.get("WORLD_SIZE") or 1), 1)

@@ -1,12 +1,11 @@
-"""The store in which the ranks of one world meet: torchrun's, one that rank 0 serves, or one that a resize has made.
+"""The store in which the ranks of one world meet: torchrun's, rank 0's, or one made by a resize.
 
-There is one store per process and address. Were it served anew for each engine of a process, a rank that is quicker
-than the others would reach the one that is about to end. So it lasts as long as the process, and the worlds that are
-made of it have places of their own in it.
+There is one store per process and address, which lasts as long as the process. With a store per engine, a faster rank
+could reach one that is about to end. Each world made of a store has its own prefix.
 
 A store that PatrickStar serves for a run with a secret answers that run's processes alone (authenticated_store.py). A
-``TCPStore`` answers anybody who reaches its port: rank 0 serves one where no secret is given, on loopback alone where
-``MASTER_ADDR`` is there, and torchrun serves one on all interfaces.
+``TCPStore`` answers any process that reaches its port. Rank 0 serves one if there is no secret, on loopback alone if
+``MASTER_ADDR`` is there; torchrun serves one on all interfaces.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _num_worlds: dict[tuple[str, int], int] = {}
 
 
 def attempt() -> str:
-    """How often torchrun has started the run anew."""
+    """Number of times that torchrun has restarted the run."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def world_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
-    """An empty place for one world in the store at the environment's ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """An unused prefix for one world in the store at the environment's ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises:
         RankFailure: the store is not reached within the timeout, or cannot be served.
@@ -73,16 +72,16 @@ def _first_store(host: str, port: int, rank: int, timeout: datetime.timedelta) -
 
 
 def serve_world(host: str, key: bytes, timeout_seconds: float) -> int:
-    """Serves the store of a world to come, of which this process will be rank 0; gives the port. Whoever comes to it
-    before this process does then finds it at once. Where nothing comes of it: :func:`forget_world`.
+    """Serves the store of a future world, of which this process will be rank 0, and returns the port. Ranks that arrive
+    early find it. If the world is not made, call :func:`forget_world`.
 
     Args:
         host: the IP address to listen at.
         key: 32 bytes, which all ranks of that world have.
-        timeout_seconds: for values of others.
+        timeout_seconds: for values of other ranks.
 
     Raises:
-        RankFailure: nothing can be served there.
+        RankFailure: no store can be served there.
     """
     try:
         store = ServedStore(listen(host, 0), key, timeout_seconds=timeout_seconds)
@@ -93,10 +92,10 @@ def serve_world(host: str, key: bytes, timeout_seconds: float) -> int:
 
 
 def reach_world(host: str, port: int, key: bytes, timeout_seconds: float) -> None:
-    """Connects to the store that another process serves by :func:`serve_world`; nothing where this process does.
+    """Connects to a store that another process serves by :func:`serve_world`; does nothing in the serving process.
 
     Raises:
-        RankFailure: it is not there.
+        RankFailure: the store is not reached.
     """
     if (host, port) in _stores:
         return
@@ -107,7 +106,7 @@ def reach_world(host: str, port: int, key: bytes, timeout_seconds: float) -> Non
 
 
 def forget_world(host: str, port: int) -> None:
-    """Ends the store of a world that :func:`serve_world` serves and that nobody has entered."""
+    """Ends a store of :func:`serve_world` whose world was not entered."""
     store = _stores.pop((host, port), None)
     if isinstance(store, AuthenticatedStore):
         with contextlib.suppress(OSError):

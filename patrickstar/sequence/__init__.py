@@ -1,21 +1,21 @@
-"""Attention over a sequence that is divided among ranks, so that no device holds all of it.
+"""Context parallelism: attention over a sequence that is sharded over ranks, so that no device holds all of it.
 
     from patrickstar.sequence import attention
-
     out = attention(q, k, v, group, mode="zigzag", causal=True)
 
-Each rank passes the queries, keys and values of its own tokens and gets its own tokens' outputs. Modes:
+Each rank passes the queries, keys and values of its own tokens, and gets the outputs of its own tokens. Modes:
 
 * ``rsa``: ring self-attention as published (Li et al., *Sequence Parallelism: Long Sequence Training from System
-  Perspective*, arXiv 2105.13120): keys travel round the ring, whole rows of scores are kept, values travel.
-* ``ring``: blockwise, with outputs merged by their log-sum-exp (Liu et al., *Ring Attention with Blockwise
-  Transformers*, arXiv 2310.01889). ``zigzag`` is the same where each rank has an early and a late slice, so that
-  causal models give all ranks the same work.
-* ``ulysses``: each rank gets some heads of the whole sequence (Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509).
+  Perspective*, arXiv 2105.13120). Keys go round the ring, whole rows of scores are kept, then values go round.
+* ``ring``: blockwise attention whose outputs are merged by their log-sum-exp (Liu et al., *Ring Attention with
+  Blockwise Transformers*, arXiv 2310.01889).
+* ``zigzag``: ``ring`` in which each rank has an early and a late slice, so that causal attention is balanced.
+* ``ulysses``: all-to-all; each rank gets some heads of the whole sequence (Jacobs et al., *DeepSpeed Ulysses*, arXiv
+  2309.14509).
 * ``hybrid``: Ulysses within groups of ranks and rings across them (Fang and Zhao, *USP*, arXiv 2405.07719).
 
-:func:`linear_cross_entropy` is the loss of long sequences, whose logits would not fit; :func:`in_tiles` computes what
-treats every token alone some tokens at a time.
+:func:`linear_cross_entropy` is a loss for long sequences whose logits would not fit. :func:`in_tiles` computes
+token-wise functions some tokens at a time.
 """
 
 from patrickstar.sequence.attention import attention

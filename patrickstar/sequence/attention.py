@@ -1,4 +1,4 @@
-"""The function that models call."""
+"""The context-parallel attention function."""
 
 from __future__ import annotations
 
@@ -34,31 +34,32 @@ def attention(
     seed: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries to the keys of all ranks of ``group``, as one rank with all tokens has it.
+    """Attention of this rank's queries to the keys of all ranks of ``group``; equal to attention on one rank with all
+    tokens.
 
     Args:
-        q: [batch, heads, tokens of this rank, head_dim]; which tokens these are says
-            :func:`~patrickstar.sequence.positions_of_rank`. All ranks have equally many: pad the sequence's end.
-        k: [batch, key heads, tokens of this rank, head_dim]; key heads divide heads.
-        v: as ``k``, maybe of another head_dim.
-        group: the ranks that share the sequence; :class:`HybridGroup` for ``"hybrid"``.
-        mode: one of :class:`~patrickstar.sequence.Mode`, or its value.
+        q: [batch, heads, tokens of this rank, head_dim]. :func:`~patrickstar.sequence.positions_of_rank` gives the
+            tokens' positions. All ranks have equally many: pad the end of the sequence.
+        k: [batch, key heads, tokens of this rank, head_dim]; the number of key heads divides that of heads.
+        v: like ``k``; head_dim may differ.
+        group: the ranks that share the sequence; a :class:`HybridGroup` for ``"hybrid"``.
+        mode: a :class:`~patrickstar.sequence.Mode` or its value.
         causal: a query sees its own key and those before it.
-        window: how many tokens back and forward of itself a query sees, -1 for no limit.
-        cu_seqlens: where the documents of a packed sequence begin, and its length; a query sees its own document.
+        window: how many tokens before and after itself a query sees, -1 for no limit.
+        cu_seqlens: the documents' first tokens in a packed sequence, and its length; a query sees its own document.
         length: tokens of the whole sequence without its padding.
-        padding: bool, [batch, tokens of the whole sequence], True for real tokens, the same on all ranks. Nobody sees
-            padding, and its outputs and gradients are 0. :class:`~patrickstar.sequence.Padding` of it serves several
-            layers.
-        dropout_p: share of probabilities that are dropped ([Note: dropout by position]).
-        seed: of the dropout; the same on all ranks, another one for each layer and step.
-        scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
+        padding: bool, [batch, tokens of the whole sequence], True for real tokens, equal on all ranks. Padding is not
+            seen, and its outputs and gradients are 0. A :class:`~patrickstar.sequence.Padding` made from it can serve
+            several layers.
+        dropout_p: probability of dropout ([Note: dropout by position]).
+        seed: dropout's seed: equal on all ranks, different for each layer and step.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
 
     Returns:
-        [batch, heads, tokens of this rank, head_dim of v], of ``q``'s dtype.
+        [batch, heads, tokens of this rank, head_dim of v], in ``q``'s dtype.
 
     Raises:
-        ValueError: shapes, heads or lengths do not go together; the message says what to change.
+        ValueError: shapes, heads or lengths do not fit; the message says what to change.
     """
     mode = Mode(mode)
     _check(q, k, v, group, mode, dropout_p)
@@ -84,7 +85,7 @@ def attention(
 
 
 class _Alone(SequenceGroup):
-    """This rank has the whole sequence."""
+    """A group of one rank, which has the whole sequence."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.sent_bytes = 0, 1, 0
@@ -94,7 +95,7 @@ class _Alone(SequenceGroup):
 def _by_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: SequenceGroup, ring: SequenceGroup | None, rule: Rule
 ) -> torch.Tensor:
-    """With all tokens that the group's ranks have, and the heads of this rank."""
+    """Ulysses: all-to-all to this rank's heads of all the group's tokens, attention, and all-to-all back."""
     of_queries = query_heads(q.shape[1], heads.size)
     of_keys = key_heads(q.shape[1], k.shape[1], heads.size)
     q = TokensForHeads.apply(q, heads, of_queries)

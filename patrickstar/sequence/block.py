@@ -1,13 +1,13 @@
-"""Attention of some queries to some keys, as a part of attention over the whole sequence.
+"""Blocks: attention of some queries to some keys, as a part of attention over the whole sequence.
 
-[Note: blocks of attention] A block's output comes with the log-sum-exp of its scores, by which outputs of several
-blocks are merged into what one softmax over all keys gives. Backward needs of a query only its output over all keys,
-the log-sum-exp over all keys and the inner product of output and gradient, so that each block gives its part of all
-three gradients by itself (Dao, *FlashAttention-2*, arXiv 2307.08691, section 3.1).
+A block's output comes with the log-sum-exp of its scores. By it, outputs of several blocks are merged into the result
+of one softmax over all keys. Backward needs three things of a query: its output over all keys, the log-sum-exp over all
+keys, and the inner product of output and gradient. So each block computes its part of all three gradients by itself
+(Dao, *FlashAttention-2*, arXiv 2307.08691, section 3.1).
 
-Precision: kernels give a block's output and its parts of the gradients in the dtype of the inputs, its log-sum-exp in
-float32. Where there are several blocks, outputs and gradients are summed in float32 and rounded once more at the end;
-where there is one, what the kernel gives is the result. (float64 for float64 inputs.)
+Precision: kernels return a block's output and gradients in the dtype of the inputs, and its log-sum-exp in float32.
+Several blocks are summed in float32 and rounded once more at the end. A single block's result is returned as it is.
+float64 inputs are computed in float64.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from patrickstar.sequence.kernels import KERNELS, Scoring, sum_dtype, token_majo
 from patrickstar.sequence.layout import Slice
 from patrickstar.sequence.masking import Cover, Masking
 
-# A block of which a mask says what is seen, or which plain operations compute, is computed in parts: most of them need
-# no mask, or are not seen at all.
-_TILE_TOKENS = 4096  # queries, and keys, of a part at most
+# Blocks that need a mask or plain operations are computed in pieces: most pieces need no mask, or are not seen at all.
+_TILE_TOKENS = 4096  # most queries, and most keys, of a piece
 _TILE_MASK = 2**26  # elements of the mask that exist at a time
-_TILE_SCORES = 2**24  # elements of scores that exist at a time where plain operations compute
+_TILE_SCORES = 2**24  # elements of scores that exist at a time with plain operations
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What all blocks of one attention share."""
+    """Scale, masking and dropout of one attention."""
 
     scale: float
     masking: Masking
@@ -41,13 +40,13 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Queries and keys that are neighbours in memory.
+    """Queries and keys that are contiguous in memory.
 
     Attributes:
-        rows: the queries, of those that are here.
-        columns: the keys, of those that are here.
-        at: where both are in what ``masking`` speaks of: the whole sequence, or (:func:`merged`) what is here.
-        masking: which of the keys a query sees.
+        rows: range of the queries in the local tensors.
+        columns: range of the keys in the local tensors.
+        at: both ranges in ``masking``'s coordinates: the whole sequence, or (after :func:`merged`) the local tensors.
+        masking: which keys a query sees.
     """
 
     rows: slice
@@ -57,11 +56,11 @@ class Block:
 
     @property
     def cover(self) -> Cover:
-        """How much of it is seen."""
+        """How much of the block is seen."""
         return self.masking.cover(*self.at)
 
     def part(self, rows: slice, columns: slice) -> Block:
-        """Some of its queries and keys, counted from its first ones."""
+        """A sub-block; ``rows`` and ``columns`` count from the block's first ones."""
         queries, keys = self.at
         return Block(
             _within(self.rows, rows),
@@ -79,7 +78,7 @@ def _within(whole: slice, part: slice) -> slice:
 
 
 class Partial:
-    """Attention of some queries to the keys so far, at first to none."""
+    """Attention of some queries to the keys added so far."""
 
     def __init__(self, q: torch.Tensor, head_dim: int):
         self._q, self._shape = q, (*q.shape[:-1], head_dim)
@@ -87,20 +86,22 @@ class Partial:
         self._lse: torch.Tensor | None = None
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merges, for these queries, attention to other keys: ``out`` [batch, heads, queries, head_dim] and ``lse``
-        [batch, heads, queries], which are not used elsewhere. The first that is for all queries is kept as it is.
+        """Merges attention of the queries ``rows`` to other keys.
+
+        ``out`` [batch, heads, queries, head_dim] and ``lse`` [batch, heads, queries] are taken over. A first result for
+        all queries is kept without copying.
         """
         if self._out is None and rows == slice(0, self._shape[-2]):
             self._out, self._lse = out, lse
             return
         so_far, so_far_lse = (part[:, :, rows] for part in self._wide())
-        # As sigmoids, which do not overflow; where neither sees a key, the output stays 0.
+        # Sigmoids do not overflow; if neither sees a key, the output stays 0.
         share = torch.sigmoid(lse - so_far_lse).nan_to_num_(0.0)
         so_far.lerp_(out.to(so_far.dtype), share.unsqueeze(-1))
         torch.logaddexp(so_far_lse, lse, out=so_far_lse)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, of q's dtype, and the log-sum-exp; 0 and -inf for a query that sees nothing."""
+        """The output in q's dtype and the log-sum-exp; 0 and -inf for a query that sees no key."""
         if self._out is None or self._lse is None:
             out, lse = self._wide()
         else:
@@ -108,7 +109,7 @@ class Partial:
         return token_major(out.to(self._q.dtype)), lse
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both in the dtype of sums."""
+        """Output and log-sum-exp in the accumulation dtype."""
         dtype = sum_dtype(self._q)
         if self._out is None or self._lse is None:
             self._out = _zeros(self._q, self._shape)
@@ -118,13 +119,13 @@ class Partial:
 
 
 def _zeros(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """In the dtype of sums, in the order of [Note: token-major tensors]."""
+    """Zeros in the accumulation dtype, in the memory order of [Note: token-major tensors]."""
     batch, heads, tokens, head_dim = shape
     return like.new_zeros((batch, tokens, heads, head_dim), dtype=sum_dtype(like)).transpose(1, 2)
 
 
 class Total:
-    """The sum of parts of a gradient, at first 0. One part alone is kept as it is."""
+    """Accumulates a gradient. A single part is kept without copying."""
 
     def __init__(self, like: torch.Tensor):
         self._like = like
@@ -132,21 +133,21 @@ class Total:
         self._sum: torch.Tensor | None = None
 
     def add(self, places: slice, part: torch.Tensor) -> None:
-        """Of these tokens: [batch, heads, tokens, head_dim]."""
+        """Adds the part for the tokens ``places``: [batch, heads, tokens, head_dim]."""
         if self._first is None and self._sum is None:
             self._first = places, part
         else:
             self.wide()[:, :, places].add_(part)
 
     def add_to(self, other: torch.Tensor) -> None:
-        """To that of the same tokens, in its place."""
+        """Adds the accumulated gradient to ``other``, of the same shape, in place."""
         if self._first is not None:
             other[:, :, self._first[0]].add_(self._first[1])
         elif self._sum is not None:
             other.add_(self._sum)
 
     def wide(self) -> torch.Tensor:
-        """In the dtype of sums."""
+        """The gradient in the accumulation dtype."""
         if self._sum is None:
             self._sum = _zeros(self._like, self._like.shape)
             self.add_to(self._sum)
@@ -154,17 +155,17 @@ class Total:
         return self._sum
 
     def result(self) -> torch.Tensor:
-        """Of the dtype of what it is the gradient of."""
+        """The gradient in the dtype of its tensor."""
         if self._first is not None and self._first[1].shape == self._like.shape:
             return self._first[1].to(self._like.dtype)
         return self.wide().to(self._like.dtype)
 
 
 def attend(found: Partial, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, rule: Rule) -> None:
-    """Adds a block's part to ``found``, attention of ``q`` to the keys so far.
+    """Adds a block's attention to ``found``, the attention of ``q`` to earlier keys.
 
-    ``q`` is [batch, heads, queries, head_dim], ``k`` and ``v`` are [batch, key heads, keys, head_dim], all in the order
-    of [Note: token-major tensors].
+    ``q`` is [batch, heads, queries, head_dim]; ``k`` and ``v`` are [batch, key heads, keys, head_dim]. All have the
+    memory order of [Note: token-major tensors].
     """
     for piece, kernel in _pieces(q, v, block, rule):
         columns = (part[:, :, piece.columns] for part in (k, v))
@@ -185,8 +186,8 @@ def attend_backward(
 
     Args:
         totals: the gradients of ``q``, ``k`` and ``v``.
-        grad: of the output over all keys.
-        whole: that output and the log-sum-exp, as :meth:`Partial.result` gives them.
+        grad: gradient of the output over all keys.
+        whole: that output and the log-sum-exp, as :meth:`Partial.result` returns them.
         q: as in :func:`attend`, like ``k``, ``v``, ``block`` and ``rule``.
     """
     for piece, kernel in _pieces(q, v, block, rule):
@@ -198,11 +199,11 @@ def attend_backward(
 
 
 def merged(blocks: Sequence[Sequence[Block]], rule: Rule) -> list[Block]:
-    """As few blocks for the same queries and keys, those that nobody sees left out.
+    """Merges blocks into as few as possible for the same queries and keys; unseen blocks are left out.
 
     Args:
-        blocks: a row for each slice of the queries, in it one for each slice of the keys, as they lie in memory.
-        rule: with dropout, which asks where each element is in the whole sequence, blocks stay as they are.
+        blocks: one row per slice of the queries, with one block per slice of the keys, in memory order.
+        rule: with dropout, which depends on positions in the whole sequence, blocks are not merged.
     """
     covers = [[block.cover for block in row] for row in blocks]
     if rule.dropout is None:
@@ -213,7 +214,7 @@ def merged(blocks: Sequence[Sequence[Block]], rule: Rule) -> list[Block]:
 
 
 def _is_diagonal(covers: list[list[Cover]]) -> bool:
-    """Whether queries and keys are the same slices in their order, and a query sees what is before it and itself."""
+    """Tests for causal attention over one run of slices: diagonal blocks on the diagonal, all below, none above."""
     return all(
         cover is (Cover.DIAGONAL if i == j else Cover.ALL if j < i else Cover.NONE)
         for i, row in enumerate(covers)
@@ -222,7 +223,7 @@ def _is_diagonal(covers: list[list[Cover]]) -> bool:
 
 
 def _joined_runs(blocks: Sequence[Sequence[Block]]) -> list[list[Block]]:
-    """Neighbours that are wholly seen become one: first in each row, then rows of which the same keys are seen."""
+    """Merges neighbours that are wholly seen: first within rows, then rows that see the same keys."""
     found: list[list[Block]] = []
     for row in blocks:
         runs: list[Block] = []
@@ -242,14 +243,14 @@ def _joined_runs(blocks: Sequence[Sequence[Block]]) -> list[list[Block]]:
 
 
 def _joined(first: Block, last: Block, masking: Masking) -> Block:
-    """From one corner to the other, of which ``masking`` says by places in memory what is seen."""
+    """One block from the corner of ``first`` to that of ``last``; ``masking`` uses local positions."""
     rows = slice(first.rows.start, last.rows.stop)
     columns = slice(first.columns.start, last.columns.stop)
     return Block(rows, columns, (Slice(rows.start, rows.stop), Slice(columns.start, columns.stop)), masking)
 
 
 def _pieces(q: torch.Tensor, v: torch.Tensor, block: Block, rule: Rule) -> Iterator[tuple[Block, Kernel]]:
-    """What is computed by one call each, and by which kernel."""
+    """Pieces that one kernel call each computes, with their kernels."""
     device = Device.of(q)
 
     def kernel_of(piece: Block) -> Kernel:
@@ -274,7 +275,7 @@ def _pieces(q: torch.Tensor, v: torch.Tensor, block: Block, rule: Rule) -> Itera
 
 
 def _tiles(block: Block, num_rows: int, num_columns: int) -> Iterator[Block]:
-    """Neighbours share their rows."""
+    """Cuts a block into pieces, row by row."""
     queries, keys = (part.length for part in block.at)
     for row in range(0, queries, num_rows):
         for column in range(0, keys, num_columns):

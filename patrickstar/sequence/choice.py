@@ -1,7 +1,7 @@
-"""Which way of computing attention over a divided sequence takes least time, by counting.
+"""Choice of the context-parallel mode that takes least time, by a cost model.
 
-Volumes are those of [Note: the ring] (ring.py) and of all-to-all; times follow from the rates of one link and of the
-device's attention. They decide between ways that differ by factors, so that rates need not be exact.
+Volumes are those of ring attention (ring.py) and of all-to-all; times follow from link and attention rates. Modes
+differ by factors, so the rates need not be exact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from patrickstar.sequence.layout import Mode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attended:
-    """One layer's attention over the whole sequence."""
+    """Shapes of one layer's attention over the whole sequence."""
 
     batch: int
     heads: int
@@ -27,29 +27,29 @@ class Attended:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
-    """How fast ranks compute attention and talk. The defaults are an H200's: flash attention forward and backward, and
-    what a GPU sends over NVLink.
+    """Rates of attention and communication. The defaults are an H200's: flash attention forward and backward, and
+    NVLink.
     """
 
     attention_tflops: float = 500.0
     gbps: float = 200.0
-    """1e9 bytes per second that a rank sends, while others do the same."""
+    """1e9 bytes per second that a rank sends while others do the same."""
     latency_seconds: float = 2e-5
-    """Of each exchange."""
+    """Seconds per exchange."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A layer's attention in forward, or in backward, on each rank."""
+    """Forward or backward of one layer's attention, per rank."""
 
     seconds: float
     exposed_seconds: float
-    """Of these, what ranks wait for each other's tensors."""
+    """The part of ``seconds`` that is exposed communication."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A way, what it takes for one layer, and why not the others."""
+    """The chosen mode, its time for one layer, and a reason that names the others' times."""
 
     mode: Mode
     forward: Pass
@@ -58,18 +58,18 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Forward and backward together."""
         return self.forward.seconds + self.backward.seconds
 
     @property
     def exposed_seconds(self) -> float:
-        """Of these, what ranks wait for each other's tensors."""
+        """Exposed communication of forward and backward."""
         return self.forward.exposed_seconds + self.backward.exposed_seconds
 
 
 def choose_mode(work: Attended, size: int, links: Links | None = None) -> Choice:
-    """The way that takes least time on ``size`` ranks which are linked alike. Where two take the same within 1 %, the
-    one that leaves heads together.
+    """The mode that takes least time on ``size`` ranks with equal links. Within 1 %, the first of :func:`candidates`,
+    which keeps heads together.
     """
     links = links or Links()
     if size == 1:
@@ -89,41 +89,41 @@ def choose_mode(work: Attended, size: int, links: Links | None = None) -> Choice
 
 
 def show_seconds(seconds: float) -> str:
-    """For people, with three digits."""
+    """Formats seconds with three digits."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def candidates(work: Attended, size: int) -> list[Mode]:
-    """Those that the shapes allow; with causal attention zigzag in the place of the ring, whose last rank has most of
-    the work.
+    """Modes that the shapes allow. With causal attention zigzag replaces the ring, whose last rank has most of the
+    work.
     """
     ring = Mode.ZIGZAG if work.causal else Mode.RING
     return [ring] if work.heads % size else [ring, Mode.ULYSSES]
 
 
 def attention_seconds(work: Attended, links: Links) -> float:
-    """Of all of it on one device: 2 products forward and 5 backward, each of 2 * length^2 * head_dim operations a head;
-    half where attention is causal.
+    """Seconds of the whole attention on one device: 2 products forward and 5 backward, each of 2 * length^2 * head_dim
+    operations per head; half if causal.
     """
     products = 7 * 2 * work.batch * work.heads * work.length**2 * work.head_dim
     return products * (0.5 if work.causal else 1.0) / (links.attention_tflops * 1e12)
 
 
 def _shares(work: Attended, links: Links) -> tuple[float, float]:
-    """Of :func:`attention_seconds` those of forward and of backward."""
+    """:func:`attention_seconds`, split into forward and backward."""
     whole = attention_seconds(work, links)
     return whole * 2 / 7, whole * 5 / 7
 
 
 def predicted_passes(work: Attended, size: int, mode: Mode, links: Links) -> tuple[Pass, Pass]:
-    """Forward and backward of one layer. Round the ring transfers take place while blocks are computed, all but the
-    last one; what heads and tokens are exchanged for waits for it.
+    """Forward and backward of one layer. Ring transfers overlap with computation, all but the last; all-to-all is
+    exposed.
     """
     passes = []
     for whole, sent, turns in zip(_shares(work, links), sent_bytes(work, size, mode), (1, 2), strict=True):
         share = whole / size
         if mode is Mode.RING and work.causal:
-            share *= 2 - 1 / size  # of the last rank, which sees all keys
+            share *= 2 - 1 / size  # the last rank sees all keys
         exposed = sent / (links.gbps * 1e9)
         if mode is Mode.ULYSSES:
             exposed += 4 * links.latency_seconds
@@ -135,11 +135,11 @@ def predicted_passes(work: Attended, size: int, mode: Mode, links: Links) -> tup
 
 
 def sent_bytes(work: Attended, size: int, mode: Mode) -> tuple[int, int]:
-    """By each rank, of one layer, in forward and in backward."""
+    """Bytes that each rank sends for one layer, in forward and in backward."""
     queries = work.batch * work.heads * (work.length // size) * work.head_dim
     keys = work.batch * work.key_heads * (work.length // size) * work.head_dim
     if mode is Mode.ULYSSES:
-        # A key head goes to every rank that has a query head of it.
+        # A key head goes to every rank that has a query head using it.
         keys = max(keys, queries * size // work.heads)
         each = (2 * queries + 2 * keys) * (size - 1) // size * work.element_bytes
         return each, each

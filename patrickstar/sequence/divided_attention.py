@@ -1,14 +1,14 @@
-"""Attention of models of Hugging Face in calls whose sequences ranks share.
+"""Context-parallel attention for Hugging Face models.
 
     register_attention()
     model.set_attn_implementation(ATTENTION)
     with running(call):
         output = model(**arguments)            # of this rank
 
-transformers knows :func:`divided_attention` by the name :data:`ATTENTION`, and what makes masks for it by the same one.
-While a divided call runs, each mask that the model asks for is a
-:class:`~patrickstar.sequence.shared_mask.SharedMask`, so that no mask of tokens x tokens elements is made. A mask that
-is not understood is refused, and so is attention that gets another one.
+transformers knows :func:`divided_attention`, and the function that makes its masks, by the name :data:`ATTENTION`.
+While a sharded call runs, each mask that the model requests is a :class:`~patrickstar.sequence.shared_mask.SharedMask`,
+so no mask of tokens x tokens elements is made. Masks that cannot be interpreted are refused, and so are masks from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from patrickstar.sequence.masking import Padding
 from patrickstar.sequence.shared_mask import SharedMask, reach_of
 
 ATTENTION = "patrickstar_sequence"
-"""Its name among transformers' attention functions."""
+"""Name among transformers' attention functions."""
 _OTHER_SCORES = ("softcap", "s_aux", "position_bias")
-"""Arguments that ask for other scores than scaled products."""
+"""Arguments that request other scores than scaled products."""
 
 
 class LayerNames:
-    """The modules of a model by their names, and in their order."""
+    """Names and indices of a model's modules."""
 
     def __init__(self, model: nn.Module):
         self.model = type(model).__name__
@@ -44,7 +44,7 @@ class LayerNames:
         self._indices = {key: index for index, key in enumerate(self._names)}
 
     def index(self, module: nn.Module) -> int:
-        """A number of each module: layers drop different probabilities."""
+        """A module's index; it makes dropout differ between layers."""
         return self._indices.get(id(module), 0)
 
     def shown(self, module: nn.Module) -> str:
@@ -55,7 +55,7 @@ class LayerNames:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DividedCall:
-    """One call of the model, as its attention must know it."""
+    """State of one context-parallel call that attention needs."""
 
     group: SequenceGroup | HybridGroup
     division: Division
@@ -64,7 +64,7 @@ class DividedCall:
     seed: int
     layers: LayerNames
     positions: torch.Tensor
-    """Places of this rank's tokens in the whole sequence, [batch or 1, tokens]."""
+    """Positions of this rank's tokens in the whole sequence, [batch or 1, tokens]."""
 
 
 _running: contextvars.ContextVar[DividedCall | None] = contextvars.ContextVar("running", default=None)
@@ -73,7 +73,7 @@ _reached: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("reac
 
 @contextlib.contextmanager
 def running(call: DividedCall) -> Iterator[None]:
-    """Around a forward of the model that ``call`` is of."""
+    """Context around the forward of ``call``."""
     token = _running.set(call)
     try:
         yield
@@ -82,13 +82,13 @@ def running(call: DividedCall) -> Iterator[None]:
 
 
 def running_call() -> DividedCall | None:
-    """The divided call whose forward runs."""
+    """The context-parallel call whose forward runs, or None."""
     return _running.get()
 
 
 @contextlib.contextmanager
 def noting_layers() -> Iterator[set[int]]:
-    """Gives the ids of the modules whose attention was computed here meanwhile, recomputation aside."""
+    """Context that collects the ids of modules whose attention ran here; recomputation is not counted."""
     reached: set[int] = set()
     token = _reached.set(reached)
     try:
@@ -99,7 +99,7 @@ def noting_layers() -> Iterator[set[int]]:
 
 @functools.cache
 def register_attention() -> None:
-    """Makes :data:`ATTENTION` known to transformers."""
+    """Registers :data:`ATTENTION` with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -108,8 +108,8 @@ def register_attention() -> None:
 
 
 def shared_mask(**options: Any) -> torch.Tensor | None:
-    """The function that transformers calls for a mask; in a divided call it gives a :class:`SharedMask`. Some models
-    ask for masks that no layer takes, so a mask that is not understood is refused by the layer that takes it.
+    """transformers' mask function; returns a :class:`SharedMask` in a context-parallel call. Some models request masks
+    that no layer uses, so the layer that gets an unsupported mask refuses it.
     """
     call = _running.get()
     if call is None:
@@ -135,12 +135,11 @@ def divided_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
-    The mask decides what ``sliding_window`` and ``is_causal`` decide for others.
+    """Attention in transformers' signature: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
+    The mask decides, instead of ``sliding_window`` and ``is_causal``.
 
     Raises:
-        ValueError: the layer asks for scores of another kind, for keys of another sequence, or brings a mask of its
-            own.
+        ValueError: the layer requests unsupported scores, keys of another sequence, or has a mask of its own.
     """
     _note(module)
     if not isinstance(attention_mask, SharedMask):
@@ -161,7 +160,7 @@ def divided_attention(
         call.division.mode,
         causal=reach.is_causal,
         window=reach.window,
-        cu_seqlens=call.documents if reach.is_causal else None,  # transformers finds documents for causal masks alone
+        cu_seqlens=call.documents if reach.is_causal else None,  # transformers finds documents only for causal masks
         length=call.division.length,
         padding=call.padding,
         dropout_p=dropout,
@@ -172,14 +171,14 @@ def divided_attention(
 
 
 def attention_for(mask: Any) -> Callable[..., tuple[torch.Tensor, None]] | None:
-    """The function that computes attention with ``mask``; None: the sequences are not divided. For attention modules
-    that do not ask ``AttentionInterface``.
+    """The attention function for ``mask``; None if the sequence is not sharded. For attention modules that do not use
+    ``AttentionInterface``.
     """
     return divided_attention if isinstance(mask, SharedMask) else None
 
 
 def check_layer(layer: str, query: torch.Tensor, key: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError, which names the layer, where it asks for scores of another kind, or for other keys."""
+    """Raises ValueError, naming the layer, for unsupported scores or keys of another sequence."""
     for other in _OTHER_SCORES:
         if kwargs.get(other) is not None:
             raise ValueError(f"{layer} asks for {other}, which attention over a divided sequence has not; leave "
@@ -208,7 +207,7 @@ def _whole_attention(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention in a call that is not divided, or in its recomputation."""
+    """Attention in a call that is not context-parallel, or in its recomputation."""
     call = _running.get()
     if call is not None:
         brings = "no mask" if attention_mask is None else "a mask of its own"

@@ -1,9 +1,4 @@
-"""Labels of sequences that ranks share: each rank's targets, and its part of the loss.
-
-[Note: means and sums] transformers gives a model's loss function ``num_items_in_batch``, by which it divides the sum of
-the tokens' losses. Some models do not hand it on, so :class:`DividedLoss` has it. Others do not call the function and
-make the mean of their tokens themselves; :class:`DividedLoss` counts its calls, and so knows.
-"""
+"""Labels under context parallelism: each rank's targets, and its part of the loss."""
 
 from __future__ import annotations
 
@@ -21,7 +16,12 @@ _TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 
 
 class DividedLoss:
-    """Replaces the model's loss function."""
+    """Replaces the model's loss function.
+
+    transformers passes ``num_items_in_batch``, the divisor of the summed token losses, to a model's loss function. Some
+    models do not pass it on, so this object adds it. Other models average their tokens' losses without calling the loss
+    function. ``num_calls`` tells them apart.
+    """
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -32,22 +32,22 @@ class DividedLoss:
         self._taken = set(params)
         self._targets: dict[str, Any] = {}
         self.num_calls = 0
-        """Since :meth:`begin`."""
+        """Calls since :meth:`begin`."""
         model.loss_function = self
 
     def begin(self, targets: dict[str, Any]) -> None:
-        """A call of the model begins; ``targets``: arguments of its loss function, which it may hand on or not."""
+        """Begins a model call. ``targets`` are arguments of its loss function that the model may not pass on."""
         self._targets = {name: value for name, value in targets.items() if self._takes_all or name in self._taken}
         self.num_calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The replaced function, with this rank's targets."""
+        """Calls the replaced function with this rank's targets."""
         self.num_calls += 1
         given = {name: value for name, value in kwargs.items() if value is not None}
         return self._call(*args, **{**kwargs, **self._targets, **given})
 
     def restore(self) -> None:
-        """The model has the one it had."""
+        """Restores the model's loss function."""
         if self._before is None:
             vars(self._model).pop("_loss_function", None)
         else:
@@ -55,23 +55,23 @@ class DividedLoss:
 
 
 def has_token_labels(model: nn.Module) -> bool:
-    """True where labels are one for each token."""
+    """True if the model has one label per token."""
     return _loss_type(model) in (*_SHIFTED_LOSSES, *_TOKEN_LOSSES)
 
 
 def counted_labels(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Labels shifted before they are divided, and what the sum of the tokens' losses is divided by.
+    """Shifts labels before they are sharded, and counts the targets.
 
     Args:
-        model: of Hugging Face.
-        kwargs: of a call with whole sequences.
+        model: a Hugging Face model.
+        kwargs: arguments of a call with whole sequences.
 
     Returns:
-        ``labels``, ``shift_labels`` where the model predicts next tokens, ``num_items_in_batch``; empty: none are
-        given.
+        ``labels``, ``shift_labels`` if the model predicts next tokens, and ``num_items_in_batch``; empty without
+        labels.
 
     Raises:
-        ValueError: labels are of another kind than one for each token.
+        ValueError: labels are not one per token.
     """
     labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
     if labels is None and shifted is None:
@@ -93,16 +93,16 @@ def counted_labels(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def share_of_targets(labels: torch.Tensor, division: Division) -> torch.Tensor:
-    """This rank's share of the labels that count: float32, no dimensions; 0 where none counts. For models that make the
-    mean of the labels they get.
+    """This rank's fraction of the labels that count: a float32 scalar, 0 if none counts. For models that average over
+    the labels they get.
     """
     counted = labels != IGNORED
     return division.local(counted, False).sum() / counted.sum().clamp(min=1)
 
 
 def give_a_target(arguments: dict[str, Any]) -> None:
-    """A rank without targets has one, so that the mean of its losses is a number; its share is 0, or its loss is.
-    Shifted labels, whose losses are summed, are left as they are.
+    """Gives a rank without targets one, so that its mean loss is a number; its weight is 0. Shifted labels, whose
+    losses are summed, are unchanged.
     """
     labels = arguments["labels"]
     none = (labels == IGNORED).all()

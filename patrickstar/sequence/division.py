@@ -1,7 +1,7 @@
-"""A batch of whole sequences as ranks that share them have it: each its tokens of every tensor.
+"""Shards a batch of whole sequences over ranks.
 
-Sequences are padded at the end until all ranks have equally many tokens; what is padded, is said to attention by the
-length (:class:`patrickstar.sequence.masking.Masking`).
+Sequences are padded at the end until all ranks have equally many tokens. Attention learns of the padding by the length
+(:class:`patrickstar.sequence.masking.Masking`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from patrickstar.sequence.layout import Mode, Slice, slices_of_rank
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Of sequences of ``length`` tokens among ``size`` ranks, of which this is ``rank``."""
+    """Sharding of sequences of ``length`` tokens over ``size`` ranks; this is rank ``rank``."""
 
     rank: int
     size: int
@@ -34,15 +34,15 @@ class Division:
 
     @property
     def padded_length(self) -> int:
-        """Tokens of all ranks."""
+        """Tokens of all ranks, padding included."""
         return self.size * self.local_length
 
     def slices(self, rank: int | None = None) -> tuple[Slice, ...]:
-        """Of this rank, or another one, in the order in which it has them."""
+        """Slices of this or another rank, in local order."""
         return slices_of_rank(self.rank if rank is None else rank, self.size, self.local_length, self.mode)
 
     def padded(self, tensor: torch.Tensor, fill: float, dim: int = 1) -> torch.Tensor:
-        """All tokens, with ``fill`` at the end."""
+        """Appends ``fill`` up to the padded length."""
         missing = self.padded_length - tensor.shape[dim]
         if missing == 0:
             return tensor
@@ -50,13 +50,13 @@ class Division:
         return F.pad(tensor, [*after, 0, missing], value=fill)
 
     def local(self, tensor: torch.Tensor, fill: float, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of a tensor that has all of them along ``dim``."""
+        """This rank's shard of a tensor that has all tokens along ``dim``."""
         tensor = self.padded(tensor, fill, dim)
         parts = [tensor.narrow(dim, part.start, part.length) for part in self.slices()]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
     def whole(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """Of all ranks' parts, the tokens in their order, without padding."""
+        """Reassembles all ranks' shards in sequence order, without padding."""
         pieces = []
         for rank, part in enumerate(parts):
             begin = 0
@@ -68,16 +68,15 @@ class Division:
 
 
 class WholeSum(torch.autograd.Function):
-    """The sum of the ranks' losses, on all of them the same bits; the gradient is that of this rank's part.
+    """Sum of the ranks' losses, with the same bits on all ranks; the gradient is that of this rank's part.
 
-    [Note: a loss in parts] Each rank has the loss of its own tokens, divided by what the whole loss is divided by. The
-    loss is their sum, and gradients of all ranks add up to its gradient. So whoever calls backward on the sum, on each
-    rank, makes each rank's part of it.
+    Each rank has the loss of its own tokens, divided by the divisor of the whole loss. The loss is their sum, and the
+    ranks' gradients add up to its gradient. So each rank calls backward on the sum, which computes its own part.
     """
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: SequenceGroup | HybridGroup) -> torch.Tensor:
-        """``part``: of one element."""
+        """``part`` has one element."""
         parts = everybodys(part.detach().reshape(1), group)
         total = torch.zeros_like(part)  # no view: it may be changed in place
         for other in parts:
@@ -86,12 +85,12 @@ class WholeSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Of this rank's part."""
+        """Passes the gradient to this rank's part."""
         return grad, None
 
 
 class WholeTokens(torch.autograd.Function):
-    """All ranks' tokens in their order. The gradient of a rank's tokens is the sum of all ranks' gradients of them."""
+    """All-gathers the tokens in order. The gradient of a rank's tokens is summed over all ranks (a reduce-scatter)."""
 
     @staticmethod
     def forward(
@@ -103,7 +102,7 @@ class WholeTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Each rank's slice goes to it."""
+        """Sends each rank its slice and sums the slices received."""
         division, dim = ctx.division, ctx.dim
         others = [dataclasses.replace(division, rank=rank).local(grad, 0.0, dim) for rank in range(division.size)]
         parts = exchanged(others, ctx.group)
@@ -114,8 +113,8 @@ class WholeTokens(torch.autograd.Function):
 
 
 class LikeWholeTokens(torch.autograd.Function):
-    """As :class:`WholeTokens`, for a loss that every rank makes of all tokens alike: the gradient of a rank's tokens is
-    that of its own loss, and each rank makes its part of the whole one ([Note: a loss in parts]).
+    """:class:`WholeTokens` for a loss that every rank computes equally from all tokens. The gradient of a rank's tokens
+    is that of its own loss; each rank computes its part (:class:`WholeSum`).
     """
 
     @staticmethod
@@ -128,21 +127,21 @@ class LikeWholeTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Of this rank's tokens."""
+        """The slice for this rank's tokens."""
         return ctx.division.local(grad, 0.0, ctx.dim), None, None, None
 
 
 def everybodys(tensor: torch.Tensor, group: SequenceGroup | HybridGroup) -> list[torch.Tensor]:
-    """The tensors of all ranks, which have one shape, by rank."""
+    """All-gathers tensors of equal shape; the result is ordered by rank."""
     return exchanged([tensor] * group.size, group)
 
 
 def exchanged(parts: Sequence[torch.Tensor], group: SequenceGroup | HybridGroup) -> list[torch.Tensor]:
-    """Part i goes to rank i; what comes from each, by rank."""
+    """All-to-all: part i goes to rank i; the result has one tensor per sending rank."""
     group.meet()
     if isinstance(group, SequenceGroup):
         return group.all_to_all(parts)
-    # Along the ring first: to the rank of each neighbour's place, then among neighbours.
+    # Along the ring first, to the destination's row, then within the row.
     ring, heads = group.ring.size, group.heads.size
     rows = [torch.stack([parts[i * heads + j] for j in range(heads)]) for i in range(ring)]
     came = group.ring.all_to_all(rows)

@@ -1,7 +1,7 @@
-"""Dropout that depends on where in the whole attention matrix an element lies, not on who computes it.
+"""Dropout as a function of an element's position in the whole attention matrix, independent of the rank.
 
-[Note: dropout by position] Whether a probability is dropped is a function of the seed and of its sequence in the batch,
-head, query and key. So any number of ranks, in any mode, drop what one rank drops, and backward needs no state.
+[Note: dropout by position] Dropout of a probability is a function of the seed, its sequence in the batch, head, query
+and key. So any number of ranks, in any mode, drops what one rank would drop, and backward needs no state.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import dataclasses
 
 import torch
 
-_KEY = 0x548C9DECBCE65297  # of the form that the generator's author asks for: all digits differ, no zeros
+_KEY = 0x548C9DECBCE65297  # digits as the generator's author requires: all differ, no zeros
 _TO_UNIT = 1.0 / 2**32
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Of attention's probabilities.
+    """Dropout of attention probabilities.
 
     Attributes:
-        p: share that is dropped, 0 to less than 1.
-        seed: of the step and layer, the same on all ranks.
-        num_heads: of the model; a rank may have a part of them.
-        first_head: of those that are here, in the model.
+        p: probability of dropout, 0 <= p < 1.
+        seed: seed of the step and layer, equal on all ranks.
+        num_heads: heads of the model; a rank may have some of them.
+        first_head: model index of the first local head.
     """
 
     p: float
@@ -31,9 +31,8 @@ class Dropout:
     first_head: int = 0
 
     def factors(self, batch: int, heads: int, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype):
-        """What probabilities are multiplied by: 0 or 1 / (1 - p), [batch, heads, queries, keys].
-
-        ``queries`` and ``keys`` are positions in the whole sequence.
+        """Factors of the probabilities: 0 or 1 / (1 - p), [batch, heads, queries, keys]. ``queries`` and ``keys`` are
+        positions in the whole sequence.
         """
         device = queries.device
         sequence = torch.arange(batch, device=device) * self.num_heads

@@ -1,13 +1,14 @@
-"""Causal language models of Hugging Face whose loss never has all logits, with no code of a model changed.
+"""Hugging Face causal language models whose loss is computed without all logits; no model code is changed.
 
     fused = fuse_loss(model)   # before it goes into an engine, or any other training
     fused.restore()
 
-[Note: logits that are made when they are used] Where the model is called with labels, its head gives a tensor that has
-the shape of the logits and no memory. The model's loss function knows it and computes the loss tile by tile. Any other
-function gets real logits, made there and then; so a model that does something to its logits trains as before, without
-the gain. When a forward in training is over it is too late to make them, and an error says so. Those of an evaluation
-can be made until the next forward begins, which may change what they are made of.
+If the model is called with labels, its head returns a :class:`LateLogits`, which has the shape of the logits and no
+memory. The model's loss function recognises it and computes the loss tile by tile. Any other function gets real logits,
+computed at that point. So a model that transforms its logits trains unchanged, without the saving.
+
+After a training forward logits can no longer be computed; using them raises an error. After an evaluation forward they
+can be computed until the next forward begins, which may change their inputs.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _LOSS_TYPE = "ForCausalLM"
 
 
 def fuse_loss(model: nn.Module, num_ranks: int = 1) -> FusedModel:
-    """Lets a causal language model of Hugging Face compute its loss without having all logits.
+    """Makes a Hugging Face causal language model compute its loss without all logits.
 
-    Losses are those of the model's own loss function up to rounding, sums over tiles being in float32. While it trains
-    with labels, ``logits`` of its output cannot be used. Where autograd is off they are made when they are used; with
-    several ranks at once, since one rank could not make them alone.
+    Losses equal those of the model's own loss function up to rounding; sums over tiles are in float32. In training with
+    labels, ``logits`` of the output cannot be used. With autograd off, they are computed on use. With several ranks
+    they are computed at once, since one rank could not do it alone.
 
     Returns:
-        What makes it as it was.
+        an object that undoes the change.
 
     Raises:
-        ValueError: it has another loss, or no linear output layer.
+        ValueError: the model has another loss, or no linear output layer.
     """
     check_fusable(model)
     return FusedModel(model, num_ranks)
 
 
 def check_fusable(model: nn.Module) -> None:
-    """Raises ValueError where the loss of ``model`` cannot be fused with its output layer; nothing is changed."""
+    """Raises ValueError if the loss of ``model`` cannot be fused with its output layer; changes nothing."""
     if not isinstance(_head_of(model), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear output layer, so its loss cannot be fused with it")
     if "_loss_function" in vars(model) or getattr(model, "loss_type", None) not in (_LOSS_TYPE, None):
@@ -75,7 +76,7 @@ class FusedModel:
         head.forward = _LateHead(state, head.forward, num_ranks)  # type: ignore[method-assign]
 
     def restore(self) -> None:
-        """Its loss and its output layer are what they were."""
+        """Restores loss function and output layer."""
         for handle in self._handles:
             handle.remove()
         vars(self._model).pop("_loss_function", None)
@@ -86,19 +87,19 @@ class FusedModel:
 
 
 class _Forward(enum.Enum):
-    """By who needs its logits."""
+    """Kinds of a forward, by who needs its logits."""
 
     NONE = enum.auto()
-    """No forward runs, or one whose logits the caller needs."""
+    """No forward runs, or the caller needs real logits."""
     TRAINING = enum.auto()
-    """The loss alone."""
+    """Only the loss needs them."""
     EVALUATION = enum.auto()
-    """The loss, and maybe the caller."""
+    """The loss needs them, and the caller may."""
 
 
 @dataclasses.dataclass
 class _State:
-    """Which forward of the model runs, and the how many-th it is."""
+    """Kind and number of the model's current forward."""
 
     running: _Forward = _Forward.NONE
     number: int = 0
@@ -118,7 +119,7 @@ class _State:
 
 
 class _LateHead:
-    """The forward of the output layer."""
+    """Replaces the forward of the output layer."""
 
     def __init__(self, state: _State, forward: Callable[[torch.Tensor], torch.Tensor], num_ranks: int):
         self._state = state
@@ -126,7 +127,7 @@ class _LateHead:
         self._late = {_Forward.TRAINING, _Forward.EVALUATION} if num_ranks == 1 else {_Forward.TRAINING}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Real logits, or late ones."""
+        """Returns real or late logits."""
         if self._state.running not in self._late:
             return self._forward(hidden)
         head: nn.Linear = self._forward.__self__  # type: ignore[attr-defined]
@@ -134,7 +135,7 @@ class _LateHead:
 
 
 class LateLogits(torch.Tensor):
-    """See [Note: logits that are made when they are used]."""
+    """Logits that are computed on use; see the module's docstring."""
 
     hidden: torch.Tensor
     head: nn.Linear
@@ -152,10 +153,10 @@ class LateLogits(torch.Tensor):
         super().__init__()
 
     def made(self) -> torch.Tensor:
-        """Real logits.
+        """Computes real logits.
 
         Raises:
-            RuntimeError: it is too late.
+            RuntimeError: the forward that made them is over.
         """
         if self._values is not None:
             return self._values
@@ -178,7 +179,7 @@ class LateLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Questions about shape and the like need no logits; all else does."""
+        """Runs ``func`` on real logits, unless it only inspects shape, dtype and the like."""
         if func in ASKED_FREELY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -195,7 +196,7 @@ class LateLogits(torch.Tensor):
 
 
 class _FusedLoss:
-    """The model's loss function."""
+    """Replaces the model's loss function."""
 
     def __init__(self, plain: Callable[..., torch.Tensor]):
         self._plain = plain
@@ -203,7 +204,7 @@ class _FusedLoss:
     def __call__(
         self, logits: torch.Tensor, labels: Any = None, vocab_size: Any = None, **options: Any
     ) -> torch.Tensor:
-        """As ``ForCausalLMLoss`` of transformers."""
+        """Same arguments as ``ForCausalLMLoss`` of transformers."""
         is_late = isinstance(logits, LateLogits)
         if not is_late and torch.is_grad_enabled():
             return self._plain(logits, labels, vocab_size, **options)

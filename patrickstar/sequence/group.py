@@ -1,4 +1,4 @@
-"""What ranks that share a sequence send each other: a ring, and all to all."""
+"""Communication of ranks that share a sequence: ring and all-to-all."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from patrickstar.ranks.mesh import SomeRanks
 
 
 class Exchange:
-    """Tensors on their way round the ring. :meth:`wait` gives those that come."""
+    """Tensors in transit round the ring."""
 
     def __init__(self, pending: PendingExchange | None, incoming: Sequence[torch.Tensor]):
         self._pending = pending
         self._incoming = list(incoming)
 
     def wait(self) -> list[torch.Tensor]:
-        """What the rank before this one has sent. On a GPU the current stream waits, not the host.
+        """Returns the tensors from the previous rank. On a GPU the current stream waits, not the host.
 
         Raises:
-            RankFailure: a rank of the group is gone, or another one of the run has failed.
+            RankFailure: a rank of the group is gone, or another rank of the run has failed.
         """
         if self._pending is not None:
             self._pending.wait()
@@ -31,21 +31,23 @@ class Exchange:
 
 
 class SequenceGroup:
-    """Ranks that have a slice each of the same sequences, in the order of the slices.
+    """A context-parallel group: ranks that each hold a slice of the same sequences, in slice order.
 
-    All of them call the same methods in the same order.
+    All ranks must call the same methods in the same order.
 
     Args:
-        exchanges: how tensors travel: a group of torch.distributed (None: its world, or this process alone), or
-            :class:`~patrickstar.ranks.exchanges.Exchanges`. An engine's ranks: :meth:`of_ranks`.
+        exchanges: a group of torch.distributed (None: the world, or this process alone), or
+            :class:`~patrickstar.ranks.exchanges.Exchanges`. For an engine's ranks see :meth:`of_ranks`.
 
     Attributes:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         size: ranks of the group.
-        sent_bytes: what this rank has sent to others so far.
-        meet: called before the first exchange of each attention, forward and backward. [Note: ranks that meet] Where
-            this process may wait for other ranks beside the group (an engine that gathers chunks on demand), it returns
-            when all of them have come as far, so that nobody waits in the one for who waits in the other.
+        sent_bytes: bytes that this rank has sent so far.
+        meet: called before the first exchange of each attention, forward and backward.
+
+    [Note: ranks that meet] This process may also wait for ranks outside the group, as an engine does that all-gathers
+    chunks on demand. ``meet`` then returns once all ranks have called it. Otherwise one rank could wait in the group
+    for a rank that waits for it in an all-gather.
     """
 
     def __init__(
@@ -61,14 +63,14 @@ class SequenceGroup:
 
     @classmethod
     def of_ranks(cls, ranks: SharingRanks, meet: Callable[[], object] = lambda: None) -> SequenceGroup:
-        """Of groups that :func:`~patrickstar.ranks.distributed.open_ranks` has opened, or of those along an axis of
-        their mesh. All ranks of the run call it at the same point. What fails in the group fails as in these.
+        """A group of ranks that :func:`~patrickstar.ranks.distributed.open_ranks` has opened, or of those along a mesh
+        dimension. All ranks of the run must call it at the same point. Failures propagate as in these groups.
         """
         return cls(open_exchanges(ranks, "the sequence"), meet)
 
     def pass_on(self, tensors: Sequence[torch.Tensor]) -> Exchange:
-        """Begins to send ``tensors`` to the next rank, and to receive such of the same shapes from the one before. They
-        must not be written before :meth:`Exchange.wait`.
+        """Starts sending ``tensors`` to the next rank and receiving tensors of the same shapes from the previous one.
+        ``tensors`` must not be written before :meth:`Exchange.wait`.
         """
         if self.size == 1:
             return Exchange(None, tensors)
@@ -80,14 +82,14 @@ class SequenceGroup:
         return Exchange(self._exchanges.begin(sends, [(before, tensor) for tensor in incoming]), incoming)
 
     def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Part i goes to rank i; what comes from each, by rank, has the shape of the part that goes there."""
+        """All-to-all: part i goes to rank i. The tensor from each rank has the shape of the part sent to it."""
         if self.size == 1:
             return list(parts)
         outgoing = [part.contiguous() for part in parts]
         incoming = [torch.empty_like(part) for part in outgoing]
         incoming[self.rank] = outgoing[self.rank]
         sends, receives = [], []
-        for step in range(1, self.size):  # each step a permutation, so that no rank gets two at once
+        for step in range(1, self.size):  # each step is a permutation: every rank sends one part and receives one
             to, of = (self.rank + step) % self.size, (self.rank - step) % self.size
             sends.append((to, outgoing[to]))
             receives.append((of, incoming[of]))
@@ -98,8 +100,9 @@ class SequenceGroup:
 
 @dataclasses.dataclass(frozen=True)
 class HybridGroup:
-    """Ranks in two axes: Ulysses within ``heads``, a ring across ``ring``. Rank (i, j), the i-th of its ring and the
-    j-th of its heads' group, has slice i * heads.size + j of the sequence.
+    """Ranks in two dimensions: Ulysses within ``heads``, a ring across ``ring``.
+
+    Rank (i, j), the i-th of its ring and the j-th of its heads' group, has slice i * heads.size + j of the sequence.
     """
 
     ring: SequenceGroup
@@ -107,28 +110,28 @@ class HybridGroup:
 
     @classmethod
     def of_ranks(cls, ranks: SomeRanks, num_heads_ranks: int, meet: Callable[[], object] = lambda: None) -> HybridGroup:
-        """Of ranks along an axis, each with ``num_heads_ranks`` neighbours for Ulysses. All ranks of the run call it at
-        the same point.
+        """Splits the ranks along a mesh dimension, with ``num_heads_ranks`` neighbours for Ulysses. All ranks of the
+        run must call it at the same point.
 
         Raises:
-            ValueError: the ranks cannot be divided so.
+            ValueError: the number of ranks is not divisible.
         """
         neighbours, across = ranks.divide(num_heads_ranks)
         return cls(ring=SequenceGroup.of_ranks(across, meet), heads=SequenceGroup.of_ranks(neighbours, meet))
 
     @property
     def meet(self) -> Callable[[], object]:
-        """As that of :class:`SequenceGroup`."""
+        """See :class:`SequenceGroup`."""
         return self.ring.meet
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to others so far."""
+        """Bytes that this rank has sent so far."""
         return self.ring.sent_bytes + self.heads.sent_bytes
 
     @property
     def rank(self) -> int:
-        """Of this process, as the slices are counted."""
+        """This process's rank, in slice order."""
         return self.ring.rank * self.heads.size + self.heads.rank
 
     @property

@@ -1,8 +1,8 @@
-"""Models of Hugging Face whose sequences several ranks share, without a change of their code.
+"""Context parallelism for Hugging Face models without changes to their code.
 
-A call gets this rank's tokens of every tensor, and the positions that these have in the whole sequence
-(:mod:`patrickstar.sequence.positions`). Attention goes through transformers' ``AttentionInterface`` and learns of the
-call from the mask (:mod:`patrickstar.sequence.divided_attention`); labels and the loss are those of the whole batch
+A call gets this rank's tokens of every tensor, and their positions in the whole sequence
+(:mod:`patrickstar.sequence.positions`). Attention goes through transformers' ``AttentionInterface`` and finds the call
+in the mask (:mod:`patrickstar.sequence.divided_attention`). Labels and loss are those of the whole batch
 (:mod:`patrickstar.sequence.divided_labels`).
 """
 
@@ -43,20 +43,19 @@ _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "la
 
 
 class DividedModel:
-    """A model of Hugging Face, whose calls are divided among the ranks of ``group``.
+    """A Hugging Face model whose calls are sharded over the ranks of ``group``.
 
     Args:
-        model: its parameters may be anywhere.
-        group: ranks that are called with the same batch each.
-        mode: how attention is computed; None: chosen for each length (:func:`patrickstar.sequence.choice.choose_mode`).
-        seed: gives that of dropout in attention for a call, the same on all ranks of the group.
-        device: that the model computes on.
-        head_ranks: ranks that divide the heads of each layer, with whose other heads this one has nothing to do.
-        survey: what is known of the model.
+        model: its parameters may be on any device.
+        group: ranks that are called with the same batch.
+        mode: attention mode; None: chosen for each length (:func:`patrickstar.sequence.choice.choose_mode`).
+        seed: returns the dropout seed of a call, equal on all ranks of the group.
+        device: the model's compute device.
+        head_ranks: tensor-parallel ranks over which each layer's heads are sharded.
+        survey: facts about the model.
 
     Raises:
-        ValueError: its attention cannot be replaced, or is not one of a sequence to itself, or its heads cannot be
-            divided.
+        ValueError: its attention cannot be replaced or is not self-attention, or its heads cannot be sharded.
     """
 
     def __init__(
@@ -92,35 +91,35 @@ class DividedModel:
         model.set_attn_implementation(ATTENTION)
 
     def restore(self) -> None:
-        """Its attention and its loss are what they were."""
+        """Restores attention and loss function."""
         self._model.set_attn_implementation(self._replaced)
         self._told.remove()
         self._loss.restore()
 
     def divides(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is divided: not one that goes on from a cache, as in ``generate``."""
+        """Tests whether a call with these arguments is sharded; calls with a cache, as in ``generate``, are not."""
         cached = [name for name in ("cache", "past_key_values", "use_cache") if kwargs.get(name) not in (None, False)]
         return not cached and any(kwargs.get(name) is not None for name in ("input_ids", "inputs_embeds"))
 
     def whole_call(self) -> WholeCall:
-        """Around a call that is not divided: every rank computes all of it."""
+        """Context around a call that is not sharded: every rank computes all of it."""
         self._loss.begin({})
         return WholeCall(self._model, self._replaced)
 
     def with_target_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, which say how many targets it has: so many it has still when samples are left out.
+        """Adds the number of targets to a call's arguments, so that it stays when samples are left out.
 
         Raises:
-            ValueError: labels are of another kind than one for each token.
+            ValueError: labels are not one per token.
         """
         counted = counted_labels(self._model, kwargs)
         return {**kwargs, "num_items_in_batch": counted["num_items_in_batch"]} if counted else kwargs
 
     def divide(self, kwargs: dict[str, Any]) -> DividedArguments:
-        """This rank's part of the arguments of a call.
+        """This rank's shard of a call's arguments.
 
         Raises:
-            ValueError: arguments do not go together, or cannot be divided.
+            ValueError: arguments do not fit together, or cannot be sharded.
         """
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         batch, length = tokens.shape[:2]
@@ -159,18 +158,18 @@ class DividedModel:
 
     @contextlib.contextmanager
     def running(self, arguments: DividedArguments) -> Iterator[None]:
-        """Around the forward of a divided call.
+        """Context around the forward of a sharded call.
 
         Raises:
-            ValueError: its attention was not computed over the whole sequence in all layers.
+            ValueError: some layer did not compute its attention over the whole sequence.
         """
         with running(arguments.call), noting_layers() as reached:
             yield
         check_reached(self._model, self._attending, reached)
 
     def combine(self, output: Any, arguments: DividedArguments) -> Any:
-        """What the call gave, with the loss of the whole batch, and scores of all tokens where it gave scores instead
-        of logits; all else are this rank's tokens.
+        """The output with the loss of the whole batch. Token scores, which some models return instead of logits, are
+        all-gathered; other outputs stay this rank's tokens.
         """
         if arguments.share is None:
             return output
@@ -178,7 +177,7 @@ class DividedModel:
         loss = output[0] if is_tuple else output.loss
         if has_scores(output):
             gather_scores(output, self._group, arguments.division, arguments.num_scored)
-        elif self._loss.num_calls == 0:  # [Note: means and sums]
+        elif self._loss.num_calls == 0:  # the model averaged its tokens' losses itself (`DividedLoss`)
             loss = loss * arguments.share.to(loss.device, loss.dtype)
         whole = WholeSum.apply(loss, self._group)
         if is_tuple:
@@ -198,24 +197,24 @@ class DividedModel:
 
 @dataclasses.dataclass(frozen=True)
 class DividedArguments:
-    """Of one call: what this rank gives the model."""
+    """This rank's arguments of one call."""
 
     kwargs: dict[str, Any]
     call: DividedCall
-    """The call, as attention must know it."""
+    """The call's state for attention."""
     share: torch.Tensor | None
-    """Of the targets of the whole batch, those of this rank; None: there are no labels."""
+    """This rank's fraction of the whole batch's targets; None without labels."""
     num_scored: int
-    """Tokens of each sequence of which the next one is a target, where the model returns scores of tokens."""
+    """Tokens of each sequence that have a next token as target, if the model returns token scores."""
 
     @property
     def division(self) -> Division:
-        """The division of the call's sequences."""
+        """The sharding of the call's sequences."""
         return self.call.division
 
 
 class WholeCall:
-    """While it lasts, the model's attention is what it was."""
+    """Context in which the model has its own attention."""
 
     def __init__(self, model: nn.Module, replaced: str):
         self._model, self._replaced = model, replaced
@@ -228,7 +227,7 @@ class WholeCall:
 
 
 def find_model(module: nn.Module) -> nn.Module | None:
-    """The model of Hugging Face that ``module`` is, or wraps; None where there is none, or there are several."""
+    """The Hugging Face model that ``module`` is or wraps; None if there is none. The outermost one is taken."""
     transformers = sys.modules.get("transformers")
     base = getattr(transformers, "PreTrainedModel", None) if transformers is not None else None
     if base is None:
@@ -237,7 +236,7 @@ def find_model(module: nn.Module) -> nn.Module | None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ValueError, which names the model, where its attention over a divided sequence would be another one."""
+    """Raises ValueError, naming the model, if its attention cannot be context-parallel."""
     name, config = type(model).__name__, model.config
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         raise ValueError(
@@ -262,7 +261,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def attended(model: nn.Module, batch: int, length: int) -> Attended:
-    """One layer's attention of the model in a call with ``batch`` sequences of ``length`` tokens."""
+    """Shapes of one layer's attention in a call with ``batch`` sequences of ``length`` tokens."""
     heads = _num_heads(model)
     return Attended(
         batch=batch,
@@ -275,7 +274,7 @@ def attended(model: nn.Module, batch: int, length: int) -> Attended:
 
 
 def _is_by_token(name: str, value: Any, batch: int, length: int) -> bool:
-    """True where an argument has something for each token."""
+    """True if an argument has one entry per token."""
     if not isinstance(value, torch.Tensor):
         return False
     return name in _BY_TOKEN or (value.dim() >= 2 and tuple(value.shape[:2]) == (batch, length))
@@ -297,10 +296,10 @@ def _num_heads(model: nn.Module) -> int:
 
 
 def _size(model: nn.Module, name: str) -> int | None:
-    """A size that all layers have in common; None: the configuration has none."""
+    """A size that all layers share; None if the configuration has none."""
     try:
         return getattr(model.config.get_text_config(), name, None)
-    except RuntimeError:  # transformers has it by layer
+    except RuntimeError:  # transformers has it per layer
         return None
 
 
@@ -310,7 +309,7 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def _padding(mask: torch.Tensor | None, division: Division, device: torch.device) -> KeyPadding | None:
-    """Of an attention mask [batch, tokens]; None where all tokens are real."""
+    """Padding from an attention mask [batch, tokens]; None if all tokens are real."""
     if mask is None:
         return None
     if mask.dim() != 2 or mask.shape[1] != division.length:
@@ -325,7 +324,7 @@ def _padding(mask: torch.Tensor | None, division: Division, device: torch.device
 
 
 def _documents(positions: torch.Tensor | None, mask: torch.Tensor | None, batch: int) -> tuple[int, ...] | None:
-    """Where documents of a packed batch begin, as transformers finds them: where positions begin again."""
+    """First tokens of the documents in a packed batch, found as transformers does: where positions restart."""
     if positions is None or mask is not None:
         return None
     steps = positions[:, 1:] - positions[:, :-1]

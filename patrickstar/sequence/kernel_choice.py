@@ -1,4 +1,4 @@
-"""Which kernel computes a block of attention: a pure function of the device and of what is asked."""
+"""Choice of the kernel that computes a block of attention: a pure function of the device and the block."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from patrickstar.sequence.masking import Cover
 
 _HALF = (torch.float16, torch.bfloat16)
-_CUDNN_VERSION = 91501  # older ones are wrong for some lengths that 128 does not divide (pytorch/pytorch#169849)
-_CUDNN_TOKENS = 128  # of fewer, plans for each length cost more than they gain; 1 key is not supported
+_CUDNN_VERSION = 91501  # older versions are wrong for some lengths that 128 does not divide (pytorch/pytorch#169849)
+_CUDNN_TOKENS = 128  # for fewer, plans for each length cost more than they gain; 1 key is not supported
 
 
 class Kernel(enum.Enum):
-    """By the names that PyTorch's ``SDPBackend`` has for them."""
+    """Named as in PyTorch's ``SDPBackend``."""
 
     CUDNN = "cudnn_attention"
     FLASH = "flash_attention"
@@ -28,14 +28,14 @@ class Kernel(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a choice needs to know of where a block is computed.
+    """Facts about the device that computes a block.
 
     Attributes:
         type: ``"cpu"``, ``"cuda"`` or another.
-        capability: of a GPU, such as (9, 0); of others (0, 0).
-        cudnn: version of the library, such as 91900; 0: there is none.
-        enabled: kernels that PyTorch has there and that the user did not switch off (``sdpa_kernel``,
-            ``torch.backends.cuda.enable_flash_sdp`` and so on); ``PLAIN`` is always there.
+        capability: of a GPU, such as (9, 0); otherwise (0, 0).
+        cudnn: version of cuDNN, such as 91900; 0 without it.
+        enabled: kernels that PyTorch has on the device and that the user did not switch off (``sdpa_kernel``,
+            ``torch.backends.cuda.enable_flash_sdp`` and so on); ``PLAIN`` is always available.
     """
 
     type: str
@@ -45,7 +45,7 @@ class Device:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Device:
-        """Where ``tensor`` is."""
+        """The device of ``tensor``."""
         if tensor.device.type == "cpu":
             return Device("cpu", (0, 0), 0, frozenset({Kernel.HOST}))
         if tensor.device.type != "cuda" or torch.version.hip:
@@ -74,14 +74,14 @@ def _enabled_on_cuda() -> frozenset[Kernel]:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What a choice needs to know of a block.
+    """Facts about a block.
 
     Attributes:
         dtype: of q, k and v.
         head_dims: of q and k, and of v.
-        lengths: queries and keys.
-        cover: what is seen of it.
-        dropout_p: share of probabilities that are dropped.
+        lengths: numbers of queries and keys.
+        cover: how much of the block is seen.
+        dropout_p: probability of dropout.
     """
 
     dtype: torch.dtype
@@ -94,9 +94,9 @@ class Question:
 def choose(device: Device, question: Question) -> Kernel:
     """The fastest kernel that can compute the block.
 
-    cuDNN is the fastest on Hopper, and not asked elsewhere. A mask is for memory-efficient attention alone; dropout by
-    position ([Note: dropout by position]) and float64 on a GPU for plain operations. Limits are those of PyTorch's own
-    choice (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    cuDNN is fastest on Hopper and not used elsewhere. Masks need memory-efficient attention. Dropout ([Note: dropout by
+    position]) and float64 on a GPU need plain operations. Limits are those of PyTorch's own choice
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     if question.dropout_p > 0.0:
         return Kernel.PLAIN
@@ -150,4 +150,4 @@ _CAN: dict[Kernel, Callable[[Device, Question], bool]] = {
     Kernel.FLASH: _flash_can,
     Kernel.EFFICIENT: _efficient_can,
     Kernel.HOST: _host_can,
-}  # the first that can is taken
+}  # in order of preference

@@ -1,18 +1,18 @@
-"""What computes a block of attention: kernels of PyTorch that give the log-sum-exp, else plain operations.
+"""Kernels for a block of attention: PyTorch's kernels that return the log-sum-exp, else plain operations.
 
     kernel = choose(Device.of(q), Question(q.dtype, (128, 128), (4096, 4096), Cover.ALL, dropout_p=0.0))
     out, lse = KERNELS[kernel].forward(q, k, v, scoring)
     grad_q, grad_k, grad_v = KERNELS[kernel].backward(grad, out, lse, q, k, v, scoring)
 
-``q`` and ``out`` are [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, key heads, keys, head_dim], ``lse`` is
-[batch, heads, queries] in float32 (float64 for float64). In backward ``out`` and ``lse`` are those of the queries over
-all keys, maybe merged from several blocks by several kernels: all give the natural logarithm.
+``q`` and ``out`` are [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, key heads, keys, head_dim]. ``lse`` is
+[batch, heads, queries] in float32 (float64 for float64). In backward, ``out`` and ``lse`` are those over all keys,
+possibly merged from blocks of several kernels: all return the natural logarithm.
 
-[Note: token-major tensors] All tensors are [batch, heads, tokens, head_dim] to look at and [batch, tokens, heads,
-head_dim] in memory, as projections give them. So no kernel copies them: flash and memory-efficient attention work in
-that order, and backward of the latter takes ``out`` to be in it without looking. cuDNN's plans are kept by the layouts
-of q, k and v alone (aten/src/ATen/native/cudnn/MHA.cpp, up to PyTorch 2.11 at least): a plan that was made for another
-layout of ``grad`` would be used for this one. Layouts that are always the same, and those of most models, avoid that.
+[Note: token-major tensors] Tensors have the shape [batch, heads, tokens, head_dim] and the memory order [batch, tokens,
+heads, head_dim], as projections return them. So no kernel copies them: flash and memory-efficient attention work in
+that order, and the latter's backward assumes it of ``out`` without a check. cuDNN caches plans by the layouts of q, k
+and v alone (aten/src/ATen/native/cudnn/MHA.cpp, up to PyTorch 2.11 at least). A plan made for another layout of
+``grad`` would be reused wrongly; a constant layout, which most models share, avoids that.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ import torch
 from patrickstar.sequence.kernel_choice import Kernel
 from patrickstar.sequence.masking import Cover
 
-_LSE_ALIGNMENT = 32  # of memory-efficient attention: its lse has this many queries or a multiple
-_BIAS_ALIGNMENT = 16  # of its bias: elements between rows
+_LSE_ALIGNMENT = 32  # memory-efficient attention pads the queries of its lse to a multiple of this
+_BIAS_ALIGNMENT = 16  # memory-efficient attention's bias: elements between rows are a multiple of this
 _aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How a block's scores become probabilities.
+    """Converts a block's scores into probabilities.
 
     Attributes:
-        scale: what the inner products are multiplied by.
-        cover: what is seen of the block; with ``DIAGONAL`` queries and keys are equally many.
-        mask: True where a query sees a key, of a shape that broadcasts to [batch, heads, queries, keys]; None where
-            ``cover`` says it all.
-        factors: of dropout, [batch, heads, queries, keys]; None: no dropout.
+        scale: factor of the inner products.
+        cover: how much of the block is seen; with ``DIAGONAL`` there are as many queries as keys.
+        mask: True where a query sees a key; broadcasts to [batch, heads, queries, keys]. None if ``cover`` suffices.
+        factors: dropout's factors, [batch, heads, queries, keys]; None without dropout.
     """
 
     scale: float
@@ -51,28 +50,28 @@ class Scoring:
 
     @property
     def is_causal(self) -> bool:
-        """As the kernels' argument."""
+        """The kernels' argument of that name."""
         return self.cover is Cover.DIAGONAL
 
 
 def sum_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """In which sums over blocks are kept."""
+    """Accumulation dtype for sums over blocks."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def token_major(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, in the order of [Note: token-major tensors]."""
+    """A copy in the memory order of [Note: token-major tensors], if needed."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def as_many_heads(part: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Each head of ``part`` as often as heads of ``q`` use it."""
+    """Repeats each key/value head once per query head that attends to it (grouped-query attention)."""
     times = q.shape[1] // part.shape[1]
     return part if times == 1 else part.repeat_interleave(times, dim=1)
 
 
 def sum_of_heads(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What :func:`as_many_heads` did, backwards; sums are of :func:`sum_dtype`."""
+    """Backward of :func:`as_many_heads`: sums over copies of a head, in :func:`sum_dtype`."""
     heads = like.shape[1]
     return part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(dim=2, dtype=sum_dtype(part))
 
@@ -82,9 +81,11 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Passes(NamedTuple):
-    """``forward(q, k, v, scoring)`` gives the output, of q's dtype or of :func:`sum_dtype`, and the log-sum-exp: 0 and
-    -inf for a query that sees nothing. ``backward(grad, out, lse, q, k, v, scoring)`` gives the block's parts of the
-    gradients of q, k and v.
+    """Forward and backward of one kernel.
+
+    ``forward(q, k, v, scoring)`` returns the output, in q's dtype or :func:`sum_dtype`, and the log-sum-exp. They are 0
+    and -inf for a query that sees no key. ``backward(grad, out, lse, q, k, v, scoring)`` returns the block's parts of
+    the gradients of q, k and v.
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Pair]
@@ -108,7 +109,7 @@ def _cudnn_backward(
     scoring: Scoring,
 ) -> Gradients:
     lengths = q.shape[-2], k.shape[-2]
-    lse = lse.contiguous()  # the only layout that it reads, whatever strides say (NVIDIA/cudnn-frontend#304)
+    lse = lse.contiguous()  # the kernel ignores strides and reads a contiguous lse (NVIDIA/cudnn-frontend#304)
     lse = lse.unsqueeze(-1) if _cudnn_lse_dims() == 4 else lse
     unused = _no_dropout(q, torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
@@ -118,7 +119,7 @@ def _cudnn_backward(
 
 @functools.cache
 def _cudnn_lse_dims() -> int:
-    """Of the log-sum-exp that this PyTorch's cuDNN operation gives and takes: some versions have a last one of 1."""
+    """Dimensions of the log-sum-exp in this PyTorch's cuDNN operation: some versions add a last one of size 1."""
     q = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
     return _aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1].dim()
 
@@ -160,7 +161,7 @@ def _flash_backward(
 
 
 def _no_dropout(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """For the arguments that say where dropout's random numbers begin."""
+    """Placeholder for the arguments that hold dropout's seed and offset."""
     return torch.empty(2, dtype=dtype, device=q.device)
 
 
@@ -189,7 +190,7 @@ def _efficient_backward(
     many = [as_many_heads(part, q) for part in (k, v)]
     length = lse.shape[-1]
     padded = lse.new_full((*lse.shape[:-1], _round_up(length, _LSE_ALIGNMENT)), torch.inf)
-    # Of a query that sees nothing all probabilities exp(score - lse) are 0, not what -inf - -inf gives.
+    # A query that sees no key gets probabilities exp(score - inf) = 0, instead of NaN from -inf - -inf.
     padded[..., :length] = lse.masked_fill(lse == -torch.inf, torch.inf)
     unused = _no_dropout(q, torch.int64)
     grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
@@ -200,8 +201,8 @@ def _efficient_backward(
 
 
 def _bias(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """0 where the mask is True, else -inf: [batch, heads, queries, keys], with memory for the dimensions that the mask
-    has, and its rows where the kernel can load them.
+    """A bias, 0 where the mask is True, else -inf: [batch, heads, queries, keys]. Only the mask's dimensions have
+    memory; rows are aligned for the kernel.
     """
     if mask is None:
         return None
@@ -272,12 +273,12 @@ def _plain_backward(
 
 
 def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """In which plain operations compute: of :func:`sum_dtype`, with as many heads each."""
+    """q, k and v in :func:`sum_dtype`, with equal numbers of heads, for plain operations."""
     return [q.to(sum_dtype(q)), *(as_many_heads(part.to(sum_dtype(q)), q) for part in (k, v))]
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Scaled, -inf where a query does not see a key."""
+    """Scaled scores, -inf where a query does not see a key."""
     scores = (q @ k.transpose(-1, -2)).mul_(scoring.scale)
     if scoring.cover is Cover.DIAGONAL:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -288,7 +289,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring) -> torch.Tensor:
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(scores - lse), in the place of ``scores``; 0 for a query that sees nothing."""
+    """exp(scores - lse), written over ``scores``; 0 for a query that sees no key."""
     return scores.sub_(torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1)).exp_()
 
 

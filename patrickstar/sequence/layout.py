@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank has."""
+"""The tokens of each rank under context parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Mode(enum.Enum):
-    """How attention over a divided sequence is computed (patrickstar/sequence/__init__.py)."""
+    """Context-parallel attention modes (patrickstar/sequence/__init__.py)."""
 
     RSA = "rsa"
     RING = "ring"
@@ -20,23 +20,23 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Slice:
-    """Neighbouring tokens of the sequence, from ``start`` to before ``stop``."""
+    """Contiguous tokens of the sequence, from ``start`` to before ``stop``."""
 
     start: int
     stop: int
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.stop - self.start
 
 
 def slices_of_rank(rank: int, size: int, local_length: int, mode: Mode) -> tuple[Slice, ...]:
-    """The tokens of ``rank`` among ``size``, in the order in which it holds them: one slice, or with ``zigzag`` the
-    slices ``rank`` and ``2 * size - 1 - rank`` of ``2 * size`` equal ones.
+    """The tokens of ``rank``, in local order: one slice, or with ``zigzag`` the slices ``rank`` and ``2 * size - 1 -
+    rank`` of ``2 * size`` equal ones.
 
     Raises:
-        ValueError: zigzag, and the rank's tokens are an odd number.
+        ValueError: zigzag, and the rank has an odd number of tokens.
     """
     if mode is not Mode.ZIGZAG:
         return (Slice(rank * local_length, (rank + 1) * local_length),)
@@ -50,6 +50,6 @@ def slices_of_rank(rank: int, size: int, local_length: int, mode: Mode) -> tuple
 
 
 def positions_of_rank(rank: int, size: int, local_length: int, mode: Mode | str) -> torch.Tensor:
-    """The positions in the whole sequence of the tokens that ``rank`` holds: int64, [local_length]."""
+    """Positions in the whole sequence of the tokens of ``rank``: int64, [local_length]."""
     slices = slices_of_rank(rank, size, local_length, Mode(mode))
     return torch.cat([torch.arange(part.start, part.stop) for part in slices])

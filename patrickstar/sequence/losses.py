@@ -1,7 +1,7 @@
-"""The loss of a language model without its logits.
+"""The loss of a language model without its full logits.
 
-Logits take tokens x vocabulary elements, in float32 and more than once as the loss is computed: 25 GB for 16 K tokens
-of a vocabulary of 128 K. Here they exist for some tokens at a time.
+Logits take tokens x vocabulary elements, in float32 and several times over while the loss is computed: 25 GB for 16 K
+tokens of a vocabulary of 128 K. Here they exist for some tokens at a time.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """``cross_entropy(linear(hidden, weight, bias).float(), labels)``, with the logits of some tokens at a time.
 
-    Gradients are computed in the forward pass, tile by tile, so that nothing is computed twice; that of ``weight`` is
-    summed in float32. They take the memory of ``hidden`` and, in float32, of ``weight`` until backward.
+    Gradients are computed in the forward pass, tile by tile, so nothing is recomputed. That of ``weight`` is
+    accumulated in float32. Until backward they take the memory of ``hidden`` and, in float32, of ``weight``.
 
     Args:
         hidden: [..., hidden size], the last layer's output.
         weight: [vocabulary, hidden size].
-        labels: int64, [...]; of tokens that do not count ``ignore_index``. Shift them before.
+        labels: int64, [...]; ``ignore_index`` for tokens that do not count. They must be shifted already.
         bias: [vocabulary].
         ignore_index: as in ``torch.nn.functional.cross_entropy``.
         reduction: ``"mean"`` over the tokens that count, or their ``"sum"``.
-        num_targets: what the sum is divided by instead, such as the tokens that count on all ranks.
+        num_targets: other divisor of the sum, such as the tokens that count on all ranks.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         tile_tokens: tokens whose logits exist at a time; None: as many as take 256 MiB.
 
     Returns:
-        float32 (float64 for float64 inputs), no dimensions.
+        a scalar in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes do not go together.
+        ValueError: shapes do not fit.
     """
     _check(hidden, weight, labels, bias, reduction, tile_tokens)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -68,8 +68,8 @@ def tiled_cross_entropy(
     ignore_index: int = -100,
     num_targets: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """``cross_entropy(logits.float(), labels)``, with some tokens' logits in float32 at a time, and without gradients;
-    arguments and result are :func:`linear_cross_entropy`'s.
+    """``cross_entropy(logits.float(), labels)`` without gradients, with some tokens' logits in float32 at a time.
+    Arguments and result are those of :func:`linear_cross_entropy`.
     """
     rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     tile_tokens = max(1, _TILE_LOGITS // rows.shape[1])
@@ -94,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         tile_tokens: int,
     ) -> torch.Tensor:
-        """Computes the gradients that will be asked for, too."""
+        """Computes the loss and the gradients that backward will return."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -131,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Scales what forward computed; once, since it is not computed again."""
+        """Scales the gradients from forward. Works once: they are not kept."""
         if ctx.grads is None:
             raise RuntimeError("linear_cross_entropy: a second backward through the same loss; compute the loss again")
         parts, ctx.grads = ctx.grads, None

@@ -1,4 +1,4 @@
-"""Which keys a query may see, by their positions in the whole sequence."""
+"""The keys that a query may see, by positions in the whole sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from patrickstar.sequence.layout import Slice
 
-_BEYOND = 2**62  # after every key
+_BEYOND = 2**62  # greater than every key's position
 
 
 class Cover(enum.Enum):
@@ -24,23 +24,23 @@ class Cover(enum.Enum):
 
 
 class Padding:
-    """Which tokens are real, of each sequence of a batch: padding may be on either side and in the middle.
+    """Real tokens of each sequence in a batch; padding may be anywhere.
 
-    One object serves all layers of a step: making it looks at the whole mask on the host, and so waits for the device
-    if the mask is there.
+    One object serves all layers of a step. Its constructor inspects the whole mask on the host, and so waits for the
+    device if the mask is there.
 
         padding = Padding(batch["attention_mask"].bool())
         out = attention(q, k, v, group, padding=padding)
 
     Args:
         real: bool, [batch, tokens of the whole sequence].
-        device: that attention is computed on; None: where ``real`` is. Elsewhere each attention copies it there.
+        device: attention's compute device; None: that of ``real``. For other devices each attention copies it.
 
     Attributes:
-        real: on that device.
+        real: the mask on that device.
 
     Raises:
-        ValueError: ``real`` is not of bool or has not two dimensions.
+        ValueError: ``real`` is not bool, or not two-dimensional.
     """
 
     def __init__(self, real: torch.Tensor, device: torch.device | None = None):
@@ -55,29 +55,29 @@ class Padding:
         self._with_tokens = _counts_before(on_host.any(dim=0))
 
     def cover(self, queries: Slice, keys: Slice) -> Cover:
-        """How much of a block padding alone leaves: NONE, SOME or ALL."""
+        """How much of a block padding leaves visible: NONE, SOME or ALL."""
         if self.is_all_of(queries) or self.is_all_of(keys):
             return Cover.NONE
         return Cover.SOME if self.is_in(queries) or self.is_in(keys) else Cover.ALL
 
     def mask(self, queries: Slice, keys: Slice, device: torch.device) -> torch.Tensor:
-        """True where padding alone lets a query see a key: bool, [batch, queries, keys]."""
+        """True where padding lets a query see a key: bool, [batch, queries, keys]."""
         return self._real(queries, device)[:, :, None] & self._real(keys, device)[:, None, :]
 
     def _real(self, part: Slice, device: torch.device) -> torch.Tensor:
         return self.real[:, part.start : part.stop].to(device)
 
     def is_in(self, part: Slice) -> bool:
-        """Whether some sequence has padding among these tokens."""
+        """True if some sequence has padding in this slice."""
         return bool(self._with_padding[part.stop] > self._with_padding[part.start])
 
     def is_all_of(self, part: Slice) -> bool:
-        """Whether no sequence has a real token among these."""
+        """True if no sequence has a real token in this slice."""
         return bool(self._with_tokens[part.stop] == self._with_tokens[part.start])
 
 
 class KeyPadding(Padding):
-    """Padding that is not seen, but sees, as in models of Hugging Face: its outputs are not 0."""
+    """Padding that is not seen but does see, as in Hugging Face models: its outputs are not 0."""
 
     def cover(self, queries: Slice, keys: Slice) -> Cover:
         """See :class:`Padding`; queries may be padding."""
@@ -86,27 +86,27 @@ class KeyPadding(Padding):
         return Cover.SOME if self.is_in(keys) else Cover.ALL
 
     def mask(self, queries: Slice, keys: Slice, device: torch.device) -> torch.Tensor:
-        """See :class:`Padding`; one query stands for all."""
+        """See :class:`Padding`; the queries' dimension has size 1."""
         return self._real(keys, device)[:, None, :]
 
 
 def _counts_before(chosen: torch.Tensor) -> torch.Tensor:
-    """How many are chosen before each place and before the end."""
+    """Exclusive cumulative count: entries chosen before each index, and in all."""
     return torch.nn.functional.pad(chosen.long().cumsum(dim=0), (1, 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Masking:
-    """The rule. A query sees a key where all parts of it agree.
+    """A query sees a key if all of these rules allow it.
 
     Attributes:
-        causal: keys before the query, and its own.
-        window: how far back and forward of the query, in tokens; None: any way.
-        documents: where the documents of a packed sequence begin, and its end (``cu_seqlens``); a query sees keys of
-            its own document. None: one document.
-        length: tokens before the padding at the end; None: there is none. Nobody sees padding, and it sees nobody: its
-            outputs are 0, and so are its gradients.
-        padding: the same of padding that differs between sequences; None: there is none.
+        causal: the query's own key and those before it.
+        window: tokens before and after the query; None: no limit.
+        documents: first tokens of a packed sequence's documents, and its end (``cu_seqlens``); a query sees keys of its
+            own document. None: one document.
+        length: tokens before the padding at the end; None: no padding. Padding neither sees nor is seen: its outputs
+            and gradients are 0.
+        padding: padding that differs between sequences; None: no padding.
     """
 
     causal: bool = False
@@ -116,7 +116,7 @@ class Masking:
     padding: Padding | None = None
 
     def cover(self, queries: Slice, keys: Slice) -> Cover:
-        """Of a block, without looking at each element."""
+        """How much of a block is seen, computed from its bounds."""
         back, forward = self._reach()
         nearest_back, farthest_back = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
         if (back is not None and nearest_back > back) or (forward is not None and -farthest_back > forward):
@@ -153,12 +153,14 @@ class Masking:
         return seen & self.padding.mask(queries, keys, device)[:, None]
 
     def _keys_of(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first key that each query may see, and the one behind the last: without padding they are neighbours."""
+        """First key that each query may see, and the end of its range; without padding a query's keys are
+        contiguous.
+        """
         back, forward = self._reach()
         first = torch.zeros_like(queries) if back is None else queries - back
         stop = torch.full_like(queries, _BEYOND) if forward is None else queries + forward + 1
         if self.documents is not None:
-            pinned = queries.device.type == "cuda"  # then the host does not wait for the copy
+            pinned = queries.device.type == "cuda"  # a pinned source, so that the host does not wait for the copy
             bounds = torch.tensor([*self.documents, _BEYOND], pin_memory=pinned).to(queries.device, non_blocking=True)
             document = torch.searchsorted(bounds, queries, right=True)
             first, stop = torch.maximum(first, bounds[document - 1]), torch.minimum(stop, bounds[document])
@@ -184,10 +186,10 @@ def make_masking(
     padding: torch.Tensor | Padding | None,
     shape: tuple[int, int],
 ) -> Masking:
-    """Of what :func:`attention` takes. A window's -1 is no limit, as flash-attention has it.
+    """Validates :func:`attention`'s arguments. A window of -1 is unlimited, as in flash-attention.
 
     Args:
-        causal: as there, like ``window``, ``cu_seqlens``, ``length`` and ``padding``.
+        causal: as in :func:`attention`, like ``window``, ``cu_seqlens``, ``length`` and ``padding``.
         shape: [batch, tokens of all ranks].
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tensors that have a shape and no memory: what may be asked of them."""
+"""Functions allowed on tensors that have a shape and no memory."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ ASKED_FREELY = {
     torch.Tensor.is_meta.__get__, torch.Tensor.itemsize.__get__, torch.Tensor.nbytes.__get__,
     torch.Tensor._base.__get__,
 }  # fmt: skip
-"""Functions that answer by the shape and the like alone."""
+"""Functions that need only shape, dtype and similar metadata."""

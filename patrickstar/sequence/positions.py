@@ -1,8 +1,8 @@
-"""Positions of tokens in whole sequences, as a model of Hugging Face counts them.
+"""Position ids of tokens in whole sequences, as a Hugging Face model numbers them.
 
-A model numbers the tokens of a call. A call with a rank's part of a sequence must be told their numbers in the whole
-one. :func:`find_positions` finds the model's numbering by trying: a call that is told these positions gives the same as
-a call without positions.
+A model numbers the tokens of a call. A call with a rank's tokens must therefore pass their numbers in the whole
+sequence. :func:`find_positions` finds the model's numbering by trial: a call with these positions gives the same result
+as a call without positions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from patrickstar.sequence.divided_attention import running_call
 
 Call = Callable[[dict[str, Any]], torch.Tensor]
-"""Calls a model with some arguments, and gives what it computes of each token, [batch, tokens, ...]."""
+"""Calls a model with some arguments; returns its output per token, [batch, tokens, ...]."""
 
 _ARGUMENT = "position_ids"
 _CLOSE = 1e-5
@@ -36,12 +36,13 @@ class Numbering(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """The numbering of a model, and the modules that must be told it.
+    """The numbering of a model, and the modules that need explicit positions.
 
     Attributes:
-        numbering: of whole sequences.
-        padding_id: the id of padding tokens, where these are numbered otherwise.
-        inside: names of modules that the model itself hands positions to, which must be told; empty: the model is.
+        numbering: how whole sequences are numbered.
+        padding_id: id of padding tokens, if these are numbered differently.
+        inside: names of modules to which the model itself passes positions, and which need explicit ones. Empty: the
+            model takes them.
     """
 
     numbering: Numbering = Numbering.BY_PLACE
@@ -52,8 +53,8 @@ class Positions:
         """Positions in whole sequences: int64, [batch or 1, tokens].
 
         Args:
-            tokens: ids [batch, tokens], or embeddings [batch, tokens, features], none of which is padding.
-            mask: [batch, tokens], 0 for padding; None: there is none.
+            tokens: ids [batch, tokens], or embeddings [batch, tokens, features] without padding.
+            mask: [batch, tokens], 0 for padding; None without padding.
         """
         if self.numbering is Numbering.BY_MASK and mask is not None:
             return (mask.long().cumsum(1) * mask - 1).long()
@@ -65,20 +66,20 @@ class Positions:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """True where ``forward`` takes positions."""
+    """True if ``forward`` takes position ids."""
     return _ARGUMENT in inspect.signature(model.forward).parameters
 
 
 def find_positions(model: nn.Module, call: Call, batch: Mapping[str, Any]) -> Positions:
-    """Finds the numbering of ``model``.
+    """Finds the numbering of ``model`` by calling it.
 
     Args:
-        model: of Hugging Face, with values.
-        call: calls it.
-        batch: arguments of a call without positions, with padding tokens within sequences and an attention mask.
+        model: a Hugging Face model with values.
+        call: calls the model.
+        batch: arguments of a call without positions: padding tokens within sequences, and an attention mask.
 
     Raises:
-        ValueError: in none of the ways that are known.
+        ValueError: no known numbering fits.
     """
     if not takes_positions(model):
         return _find_inside(model, call, batch)
@@ -93,7 +94,7 @@ def find_positions(model: nn.Module, call: Call, batch: Mapping[str, Any]) -> Po
     for positions in candidates:
         try:
             found = call({**batch, _ARGUMENT: positions.of(tokens, mask).expand(len(tokens), -1)})[real]
-        except (IndexError, RuntimeError):  # no such position
+        except (IndexError, RuntimeError):  # the model has no such position
             continue
         if (found - expected).abs().max() <= _CLOSE * expected.abs().max():
             return positions
@@ -104,7 +105,7 @@ def find_positions(model: nn.Module, call: Call, batch: Mapping[str, Any]) -> Po
 
 
 class _Listener:
-    """A hook that keeps the positions that a module is handed."""
+    """A hook that records the positions passed to a module."""
 
     def __init__(self, name: str):
         self.name = name
@@ -117,7 +118,7 @@ class _Listener:
 
 
 def _find_inside(model: nn.Module, call: Call, batch: Mapping[str, Any]) -> Positions:
-    """Finds modules beside the layers that are handed positions by a model that takes none."""
+    """For a model that takes no positions: modules outside of the layers to which it passes positions."""
     modules = {name: module for name, module in _beside_layers(model) if takes_positions(module)}
     listeners = [_Listener(name) for name in modules]
     handles = [modules[each.name].register_forward_pre_hook(each, with_kwargs=True) for each in listeners]
@@ -138,7 +139,7 @@ def _find_inside(model: nn.Module, call: Call, batch: Mapping[str, Any]) -> Posi
 
 
 def _beside_layers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules outside of any list of layers, which no checkpoint calls again in backward."""
+    """Modules outside of any list of layers; activation checkpoints do not call these again in backward."""
     for name, child in model.named_children():
         if not isinstance(child, nn.ModuleList):
             yield prefix + name, child
@@ -146,8 +147,8 @@ def _beside_layers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
 
 
 class TellPositions:
-    """Hooks that hand this rank's positions to the modules that ``positions`` names, in divided calls. Shapes are those
-    of the positions that they replace.
+    """Hooks that pass this rank's positions, in context-parallel calls, to the modules named in ``positions``. Shapes
+    are those of the replaced positions.
     """
 
     def __init__(self, model: nn.Module, positions: Positions):

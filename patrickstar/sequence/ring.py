@@ -1,9 +1,11 @@
-"""Blockwise attention while keys and values travel round a ring of ranks ([Note: blocks of attention]).
+"""Ring attention: blockwise attention while keys and values travel round a ring of ranks.
 
-[Note: the ring] In turn i a rank has the keys and values of rank ``rank - i``; the next ones travel while it computes.
-In backward the sums of dK and dV travel with their block, one turn behind it, while the next block is computed; they
-begin at the rank after the block's own, which adds its part to what comes back last. Elements sent by a rank, with M
-those of its K: 2 (N - 1) M forward; in backward as many again, and 2 (N - 1) M for the sums, in float32.
+In turn i a rank has the keys and values of rank ``rank - i``; the next ones travel during computation. In backward, the
+sums of dK and dV travel with their block, one turn behind it, while the next block is computed. They begin at the rank
+after the block's owner, which adds its own part last.
+
+Elements sent per rank, with M elements in its K: 2 (N - 1) M in forward. Backward sends as many, and 2 (N - 1) M
+float32 sums.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from patrickstar.sequence.layout import Mode, Slice, slices_of_rank
 
 
 class RingAttention(torch.autograd.Function):
-    """Of this rank's queries to the keys of all ranks."""
+    """Attention of this rank's queries to the keys of all ranks."""
 
     @staticmethod
     def forward(
@@ -66,7 +68,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _summed(parts: Sequence[Total], sums: Exchange | None) -> list[torch.Tensor]:
-    """This rank's parts and what comes from the ranks that had the block before; None: none had it."""
+    """Adds this rank's parts to the sums from the previous ranks; None: there were none."""
     if sums is None:
         return [part.wide() for part in parts]
     totals = _arrived(sums)
@@ -76,7 +78,7 @@ def _summed(parts: Sequence[Total], sums: Exchange | None) -> list[torch.Tensor]
 
 
 def _pass_on(group: SequenceGroup, tensors: Sequence[torch.Tensor]) -> Exchange:
-    """As they lie in memory ([Note: token-major tensors])."""
+    """Sends tensors in their memory order ([Note: token-major tensors])."""
     return group.pass_on([tensor.transpose(1, 2) for tensor in tensors])
 
 
@@ -85,8 +87,8 @@ def _arrived(exchange: Exchange) -> list[torch.Tensor]:
 
 
 def blocks_of_turn(group: SequenceGroup, mode: Mode, turn: int, local_length: int, rule: Rule) -> list[Block]:
-    """Of this rank's queries and the keys that are here in this turn, as few as the rule allows: without windows,
-    documents, padding and dropout at most one.
+    """Blocks of this rank's queries and the keys present in this turn, merged where possible. Without windows,
+    documents, padding and dropout there is at most one.
     """
     mine = slices_of_rank(group.rank, group.size, local_length, mode)
     others = slices_of_rank((group.rank - turn) % group.size, group.size, local_length, mode)

@@ -1,9 +1,10 @@
-"""Ring self-attention as published: whole rows of scores, keys and then values travel round the ring.
+"""Ring self-attention as published: whole rows of scores; keys, then values, travel round the ring.
 
-Li et al., arXiv 2105.13120, section 3.2. The scores of a rank's tokens take batch x heads x L / N x L elements, which
-are kept for backward; so this is for comparison and for lengths at which they fit. Elements sent by a rank, with M
-those of its K: 2 (N - 1) M forward; in backward V and K travel again, 2 (N - 1) M, and the sums of dV and dK with them,
-2 N M in float32. (The authors' code sums whole dV and dK over all ranks and keeps a slice.)
+Li et al., arXiv 2105.13120, section 3.2. The scores of a rank's tokens take batch x heads x L / N x L elements and are
+kept for backward. So this mode is for comparison, and for lengths at which they fit.
+
+Elements sent per rank, with M elements in its K: 2 (N - 1) M in forward. Backward sends V and K again, 2 (N - 1) M, and
+2 N M float32 sums of dV and dK. (The authors' code all-reduces whole dV and dK and keeps a slice.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from patrickstar.sequence.masking import Cover
 
 
 class RingSelfAttention(torch.autograd.Function):
-    """Of this rank's queries to the keys of all ranks."""
+    """Attention of this rank's queries to the keys of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup, rule: Rule):
@@ -39,7 +40,7 @@ class RingSelfAttention(torch.autograd.Function):
         slices = _slices(group, length)
         if rule.masking.cover(*slices) is not Cover.ALL:
             scores.masked_fill_(~rule.masking.mask(*slices, q.device), -torch.inf)
-        probabilities = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # a query may see nothing
+        probabilities = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # a query may see no key
         factors = _factors(q, rule, queries, everything)
         dropped = probabilities if factors is None else probabilities * factors
         out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
@@ -83,7 +84,9 @@ class RingSelfAttention(torch.autograd.Function):
 
 
 def _go_round(group: SequenceGroup, part: torch.Tensor, use: Callable[[slice, torch.Tensor], None]) -> None:
-    """``use`` of the columns of scores of each rank in turn, and of its ``part``; the next one travels meanwhile."""
+    """Calls ``use`` with each rank's columns of the scores and its ``part``, in turn; the next part travels
+    meanwhile.
+    """
     length = part.shape[-2]
     for turn in range(group.size):
         coming = None if turn == group.size - 1 else group.pass_on([part])
@@ -95,7 +98,9 @@ def _go_round(group: SequenceGroup, part: torch.Tensor, use: Callable[[slice, to
 def _go_round_with_sums(
     group: SequenceGroup, part: torch.Tensor, use: Callable[[slice, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """As :func:`_go_round`; what ``use`` gives for a rank's part on all ranks is summed, and comes to that rank."""
+    """Like :func:`_go_round`; the results of ``use`` for one rank's part are summed over all ranks and end at
+    that rank.
+    """
     length, sums = part.shape[-2], None
     for turn in range(group.size):
         coming = None if turn == group.size - 1 else group.pass_on([part])

@@ -1,9 +1,9 @@
-"""The mask of a call whose sequences ranks share.
+"""The attention mask of a context-parallel call.
 
-A model of Hugging Face lets transformers make a mask and hands it to the attention of every layer. Where ranks share
-sequences the mask is a :class:`SharedMask`. It has a shape and no memory, tells which keys a query sees
-(:class:`Reach`), and carries the call. So attention finds the call in an argument that no layer can leave out, also
-where a checkpointed layer is computed again in backward.
+A Hugging Face model lets transformers make a mask and passes it to the attention of each layer. In a context-parallel
+call the mask is a :class:`SharedMask`: it has a shape and no memory, tells which keys a query sees (:class:`Reach`),
+and carries the call. Attention thus finds the call in an argument that no layer can leave out, also when a checkpointed
+layer is recomputed in backward.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from torch import nn
 from patrickstar.sequence.memoryless import ASKED_FREELY
 
 Sees = Callable[..., torch.Tensor]
-"""A mask as transformers describes it: takes indices of sequences, heads, queries and keys, which broadcast; gives
-True where the query sees the key.
+"""transformers' description of a mask: takes broadcastable indices of sequences, heads, queries and keys; returns True
+where the query sees the key.
 """
 
 _NEAR = 16
 _FAR = tuple(2**power for power in range(4, 22))
-"""Distances that are tried beside near ones: a window may not have been told."""
+"""Distances that are tried beside near ones, in case a window was not declared."""
 _STILL_A_MASK = {
     torch.Tensor.detach, torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.__getitem__,
     torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__,
 }  # fmt: skip
-"""Functions of models and checkpoints that leave a mask the same. Slices cut a cache's keys, and there is no cache."""
+"""Functions of models and checkpoints that leave the mask unchanged. Slicing would cut a cache's keys, and there is no
+cache.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Which keys a query sees, by their distance."""
+    """The keys that a query sees, as a range of distances."""
 
     back: int | None
     """Tokens before the query; None: all."""
@@ -44,7 +46,7 @@ class Reach:
 
     @property
     def is_causal(self) -> bool:
-        """True where no query sees a later key."""
+        """True if no query sees a later key."""
         return self.forward == 0
 
     @property
@@ -54,11 +56,11 @@ class Reach:
 
 
 def reach_of(sees: Sees, window: int | None) -> Reach | None:
-    """The reach of a mask of transformers, found by trying; None: distances alone do not describe the mask.
+    """The reach of a transformers mask, found by trial; None if distances alone do not describe the mask.
 
     Args:
         sees: the mask, without padding and documents.
-        window: the length of the window that transformers was told of, if any.
+        window: the window's length given to transformers, if any.
     """
     length = 2 * (window or 0) + _NEAR
     try:
@@ -75,7 +77,7 @@ def reach_of(sees: Sees, window: int | None) -> Reach | None:
         rows = [(query, torch.arange(length)) for query in (0, 1, length // 2, length - 1)]
         rows += [(far, far - torch.tensor(_FAR)), (0, torch.tensor(_FAR))]
         agrees = all(torch.equal(_row(sees, query, keys), _reaches(found, query, keys)) for query, keys in rows)
-    except (IndexError, RuntimeError):  # it looks up something of the tokens
+    except (IndexError, RuntimeError):  # the mask looks up token data
         return None
     return found if agrees else None
 
@@ -95,13 +97,13 @@ def _reaches(reach: Reach, query: int, keys: torch.Tensor) -> torch.Tensor:
 
 
 class SharedMask(torch.Tensor):
-    """See the module's docstring.
+    """A mask without memory; see the module's docstring.
 
     Args:
-        call: the divided call; attention knows what it is.
-        reach: which keys a query sees; None: nobody knows.
-        shape: of a mask, [batch, 1, queries, keys].
-        device: of the model's tensors.
+        call: the context-parallel call.
+        reach: which keys a query sees; None if unknown.
+        shape: [batch, 1, queries, keys].
+        device: device of the model's tensors.
     """
 
     call: Any
@@ -118,10 +120,10 @@ class SharedMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Questions about shape and the like are answered.
+        """Answers for shape and similar metadata.
 
         Raises:
-            ValueError: something is computed with it.
+            ValueError: a function computes with the mask.
         """
         if func in ASKED_FREELY:
             with torch._C.DisableTorchFunctionSubclass():
@@ -135,10 +137,10 @@ class SharedMask(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The mask itself, where autograd detaches it.
+        """Returns the mask itself if autograd detaches it.
 
         Raises:
-            NotImplementedError: of any other function; none reaches it.
+            NotImplementedError: for any other function; none reaches it.
         """
         if func is torch.ops.aten.detach.default:
             return args[0]
@@ -149,7 +151,7 @@ class SharedMask(torch.Tensor):
 
 
 def _asking_module() -> str:
-    """The class of the innermost module that is being called."""
+    """Class name of the innermost module that is being called."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

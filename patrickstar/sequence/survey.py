@@ -1,4 +1,4 @@
-"""The survey of a model of Hugging Face before ranks share its sequences, made by calling it.
+"""Survey of a Hugging Face model before its sequences are sharded, made by calling a small copy.
 
 survey = survey_model(model, batch)     # of a copy of some of its layers, with whole sequences
 divided = DividedModel(..., survey=survey)
@@ -26,8 +26,8 @@ class Survey:
     """Findings about one model.
 
     Attributes:
-        attending: the modules that ask transformers for their attention, by the names that
-            :func:`without_numbers` gives them; empty: not known.
+        attending: modules that compute attention through transformers, by their :func:`without_numbers` names; empty if
+            unknown.
         positions: the numbering of tokens.
     """
 
@@ -35,20 +35,20 @@ class Survey:
     positions: Positions = dataclasses.field(default_factory=Positions)
 
     def to_json(self) -> str:
-        """A message to other ranks; see :meth:`from_json`."""
+        """Serialises for other ranks; see :meth:`from_json`."""
         positions = dataclasses.asdict(self.positions) | {"numbering": self.positions.numbering.name}
         return json.dumps({"attending": sorted(self.attending), "positions": positions})
 
     @classmethod
     def from_json(cls, text: str) -> Survey:
-        """Raises ValueError, KeyError or TypeError where it is no survey."""
+        """Parses :meth:`to_json`; raises ValueError, KeyError or TypeError for other text."""
         told = json.loads(text)
         positions = dict(told["positions"])
         numbering, inside = Numbering[positions.pop("numbering")], tuple(positions.pop("inside"))
         return cls(frozenset(told["attending"]), Positions(numbering=numbering, inside=inside, **positions))
 
     def attending_modules(self, model: nn.Module) -> dict[int, str]:
-        """Names for errors of the modules that attend, by id, in all layers."""
+        """Attention modules in all layers: error names, by id."""
         return {
             id(module): f"{name} ({type(module).__name__})"
             for name, module in model.named_modules()
@@ -57,12 +57,12 @@ class Survey:
 
 
 def check_reached(model: nn.Module, attending: Mapping[int, str], reached: set[int]) -> None:
-    """Raises ValueError, which names layers, unless all attention was computed over divided sequences.
+    """Raises ValueError, naming layers, unless all attention was computed over the sharded sequence.
 
     Args:
-        model: in a divided call.
-        attending: :meth:`Survey.attending_modules`.
-        reached: the ids of the modules whose attention was.
+        model: a model after a context-parallel call.
+        attending: the result of :meth:`Survey.attending_modules`.
+        reached: ids of the modules whose attention was context-parallel.
     """
     missing = [name for module, name in attending.items() if module not in reached]
     if missing or not reached:
@@ -77,13 +77,12 @@ def survey_model(model: nn.Module, batch: Mapping[str, Any]) -> Survey:
     """Calls ``model`` with the whole sequences of ``batch``.
 
     Args:
-        model: with values, on the CPU; its layers may be some of those that will be trained. Its attention
-            implementation is another one afterwards.
+        model: with values, on the CPU; it may have some of the layers. Its attention implementation is changed.
         batch: ``input_ids`` with padding tokens within sequences, and an ``attention_mask``.
 
     Raises:
-        ValueError: no layer asks transformers for its attention, or how it numbers tokens is not known, or it computes
-            nothing for each token.
+        ValueError: no layer uses transformers' attention interface, the numbering of tokens is unknown, or the model
+            has no output per token.
     """
     register_attention()
     model.set_attn_implementation(ATTENTION)
@@ -110,7 +109,7 @@ def survey_model(model: nn.Module, batch: Mapping[str, Any]) -> Survey:
 
 
 def output_of(output: Any) -> torch.Tensor:
-    """The output for each token: logits, or hidden states."""
+    """The output per token: logits or hidden states."""
     for name in ("logits", "last_hidden_state"):
         found = getattr(output, name, None)
         if isinstance(found, torch.Tensor):
@@ -120,7 +119,7 @@ def output_of(output: Any) -> torch.Tensor:
 
 
 def without_numbers(name: str) -> str:
-    """A name that is the same for one place in all layers."""
+    """A module name with layer numbers replaced, equal for one place in all layers."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

@@ -1,18 +1,17 @@
-"""What treats every token alone, computed in tiles of tokens: its intermediate tensors exist for one tile at a time.
+"""Token-wise functions in tiles of tokens: their intermediate tensors exist for one tile at a time.
 
     output = in_tiles(mlp, hidden, list(mlp.parameters()), tile_tokens=4096)
 
-A gated MLP of Llama's keeps four tensors of [tokens, intermediate size] for its backward, and makes about as many in
-it. Here its forward keeps its input alone, and backward computes a tile's forward again, with autograd, right before
-the tile's backward (Bekman et al., *Arctic Long Sequence Training*, arXiv 2506.13996, call it TiledMLP).
+A gated Llama MLP keeps four tensors of [tokens, intermediate size] for backward, and makes about as many in it. In
+tiles, forward keeps only its input. Backward recomputes a tile's forward, with autograd, right before the tile's
+backward (TiledMLP in Bekman et al., *Arctic Long Sequence Training*, arXiv 2506.13996).
 
-[Note: gradients of tiles] A parameter's gradient is the sum over tiles, in their order, in float32 (float64 for
-float64), rounded once. Autograd gets it in one piece, so whoever waits for gradients of parameters sees one for each
-call, tiled or not.
+A parameter's gradient is summed over tiles, in order, in float32 (float64 for float64), and rounded once. Autograd gets
+the sum as one gradient per call, tiled or not.
 
-[Note: the input is kept first] The input is kept by a node of its own, before anything is computed. Where a layer is
-checkpointed (``torch.utils.checkpoint`` with ``use_reentrant=False``), its recomputation ends as soon as all is there
-that was kept; so a layer that ends with a tiled MLP does not compute that a third time.
+The input is saved by a separate node (:class:`_Kept`) before anything is computed. If a layer is checkpointed
+(``torch.utils.checkpoint`` with ``use_reentrant=False``), its recomputation stops once all saved tensors exist. So a
+tiled MLP at the end of a layer is not computed a third time.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _counting: contextvars.ContextVar[Callable[[int], None] | None] = contextvars.Co
 
 @contextlib.contextmanager
 def equal_tiles_once(counting: Callable[[int], None]) -> Iterator[None]:
-    """For tensors without values, on the meta device: within it a call's second tile stands for all others of its size.
+    """For meta tensors: context in which a call's second tile stands for all others of its size.
 
     Args:
-        counting: told how many tiles the one that begins stands for, and 1 when tiles are over.
+        counting: called with the number of tiles that the next one stands for, and with 1 at the end.
     """
     before = _counting.set(counting)
     try:
@@ -55,29 +54,28 @@ def in_tiles(
     *,
     name: str = "compute",
 ) -> torch.Tensor:
-    """``compute(hidden)``, of which every token's output depends on that token alone, ``tile_tokens`` at a time.
+    """Computes ``compute(hidden)``, a token-wise function, ``tile_tokens`` tokens at a time.
 
-    Outputs and gradients of ``hidden`` are those of ``compute(hidden)``; their bits are the same where a row of a
-    matrix product does not depend on how many rows there are. BLAS may choose another kernel for another number of
-    rows, and then they differ by rounding. Gradients of ``params`` are sums over tiles ([Note: gradients of tiles]).
-    Random numbers are drawn tile by tile, and again when a tile is computed again: dropout drops the same in both, but
-    not what it would drop of all tokens at once. No second derivatives.
+    Outputs and gradients of ``hidden`` are those of ``compute(hidden)``. Bits are equal if a row of a matrix product
+    does not depend on the number of rows; BLAS may choose another kernel for it, and then they differ by rounding.
+    Gradients of ``params`` are sums over tiles. Random numbers are drawn tile by tile, and repeated in recomputation:
+    dropout differs from that of all tokens at once. There are no second derivatives.
 
     Args:
         compute: called with [1, ..., 1, tokens of the tile, size], of as many dimensions as ``hidden``; returns one
             tensor with these tokens.
-        hidden: [..., tokens, size], floating point. All dimensions but the last count as tokens. With no more than
-            ``tile_tokens`` of them it is computed as it is.
-        params: what ``compute`` uses and is trained. Tensors that require grad and are not named get no gradient.
-        tile_tokens: tokens of a tile; the last one has what is left.
-        name: of ``compute``, for errors.
+        hidden: [..., tokens, size], floating point. All dimensions but the last count as tokens. Up to ``tile_tokens``
+            of them are computed without tiles.
+        params: the trained tensors that ``compute`` uses. Other tensors that require grad get no gradient.
+        tile_tokens: tokens of a tile; the last one may have fewer.
+        name: name of ``compute``, for errors.
 
     Returns:
         [..., tokens, size of the output].
 
     Raises:
-        ValueError: ``tile_tokens`` is less than 1, ``hidden`` has less than two dimensions, or ``compute`` returned
-            something else than one tensor with the tokens it was given.
+        ValueError: ``tile_tokens`` is less than 1, ``hidden`` has less than two dimensions, or ``compute`` did not
+            return one tensor with its tokens.
     """
     if tile_tokens < 1:
         raise ValueError(f"tile_tokens is {tile_tokens}; give at least 1")
@@ -103,7 +101,7 @@ class _TiledCall:
     name: str
 
     def tiles(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Which rows of ``hidden`` each tile has, and the tile as ``compute`` gets it."""
+        """Each tile's rows of ``hidden``, and the tile in ``compute``'s shape."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         for begin in self._begins(rows.shape[0]):
             place = slice(begin, min(begin + self.tile_tokens, rows.shape[0]))
@@ -115,7 +113,7 @@ class _TiledCall:
             yield from range(0, num_rows, self.tile_tokens)
             return
         num_whole, rest = divmod(num_rows, self.tile_tokens)
-        # The first one differs: its gradients become the sums.
+        # The first tile differs: its gradients become the sums.
         tiles = [(0, 1), (1, num_whole - 1), (num_whole, 1 if rest else 0)]
         for index, count in tiles:
             if count > 0:
@@ -134,7 +132,7 @@ class _TiledCall:
                 output = rows.new_empty((num_rows, rows.shape[1]))
             output[place] = rows
             del rows
-        assert output is not None  # there are more tokens than in a tile
+        assert output is not None  # holds: there are more tokens than in a tile
         return output.view(*hidden.shape[:-1], output.shape[1])
 
     def _rows_of(self, output: Any, tile: torch.Tensor) -> torch.Tensor:
@@ -148,28 +146,28 @@ class _TiledCall:
 
 
 class _Kept(torch.autograd.Function):
-    """[Note: the input is kept first]. Gives a token, by whose node the input is found again."""
+    """Saves the input before anything is computed, and returns a token whose node leads to it."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Keeps ``hidden``, which is detached."""
+        """Saves ``hidden``, which is detached."""
         ctx.save_for_backward(hidden)
         return token.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
-        """Nothing depends on the token."""
+        """Returns no gradients; nothing depends on the token."""
         return None, None
 
 
 class _Tiles(torch.autograd.Function):
-    """The tiles of one call, as one node of autograd's graph."""
+    """The tiles of one call, as one node of the autograd graph."""
 
     @staticmethod
     def forward(
         ctx: Any, call: _TiledCall, kept: torch.Tensor, hidden: torch.Tensor, *trained: torch.Tensor
     ) -> torch.Tensor:
-        """Keeps nothing but what random numbers it began each tile with, where it used some."""
+        """Saves only the random generators' states at each tile, if ``compute`` draws numbers."""
         ctx.call, ctx.kept, ctx.trained = call, kept.grad_fn, trained
         ctx.autocast = _Autocast.of(hidden.device)
         ctx.random = _RandomNumbers(hidden.device)
@@ -180,7 +178,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Forward and backward of one tile after the other."""
+        """Runs forward and backward of one tile after the other."""
         call, needs_hidden = ctx.call, ctx.needs_input_grad[2]
         (hidden,) = ctx.kept.saved_tensors
         grad_rows = grad.reshape(-1, grad.shape[-1])
@@ -207,7 +205,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _gradients(output: torch.Tensor, grad: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Of each input, None where it requires none or was not used."""
+    """The gradient of each input; None if it requires none or was not used."""
     asked = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
     result: list[torch.Tensor | None] = [None] * len(inputs)
     if output.requires_grad:
@@ -220,13 +218,13 @@ def _gradients(output: torch.Tensor, grad: torch.Tensor, inputs: list[torch.Tens
 
 
 class _Sum:
-    """Of the gradients of one parameter; see [Note: gradients of tiles]."""
+    """Accumulates the gradients of one parameter over tiles."""
 
     def __init__(self) -> None:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor | None) -> None:
-        """Adds a tile's, or nothing."""
+        """Adds a tile's gradient; None is ignored."""
         if gradient is None:
             return
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -237,52 +235,54 @@ class _Sum:
             self._total.add_(gradient)
 
     def end(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The sum in the parameter's dtype; its memory is given back."""
+        """The sum in the parameter's dtype; frees its memory."""
         total, self._total = self._total, None
         return None if total is None else total.to(param.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Autocast:
-    """Of one device, as it is in a forward."""
+    """Autocast options of one device, for use in recomputation."""
 
     options: dict[str, Any] | None
 
     @classmethod
     def of(cls, device: torch.device) -> _Autocast:
-        """As it is now."""
+        """The current options."""
         kind = device.type
         if not torch.amp.is_autocast_available(kind):
             return cls(None)
-        # Not cached: what is cached belongs to the graph of one tile.
+        # Without autocast's cache: cached tensors belong to the graph of one tile.
         dtype = torch.get_autocast_dtype(kind)
         enabled = torch.is_autocast_enabled(kind)
         return cls({"device_type": kind, "enabled": enabled, "dtype": dtype, "cache_enabled": False})
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """As it was then."""
+        """Context with the recorded options."""
         return contextlib.nullcontext() if self.options is None else torch.autocast(**self.options)
 
 
 class _RandomNumbers:
-    """The states of the generators of the host and of ``device`` at the beginning of each tile."""
+    """Generator states of the host and ``device`` at the start of each tile."""
 
     def __init__(self, device: torch.device):
         self._devices = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
         self._states: list[list[torch.Tensor]] = []
 
     def note(self) -> None:
-        """A tile begins."""
+        """Records the states at a tile's start."""
         self._states.append(self._state())
 
     def end(self) -> None:
-        """All tiles were computed; nothing is kept where none has drawn a number."""
+        """Ends recording; the states are dropped if no number was drawn."""
         if all(map(torch.equal, self._states[0], self._state())):
             self._states = []
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[Callable[[int], None]]:
-        """Gives what is called with a tile's index before it is computed again. Generators are what they were then."""
+        """Context that yields a function; call it with a tile's index before recomputing the tile. Restores the
+        generators at the end.
+        """
         if not self._states:
             yield lambda index: None
             return

@@ -1,8 +1,8 @@
-"""Scores of tokens, which TRL's trainers make their losses and metrics of.
+"""Token scores, from which TRL's trainers compute losses and metrics.
 
-TRL (``add_fused_lm_head``) gives a model a forward that returns no logits: the log-probability of each next token, and
-what else of each token its metrics need, [batch, tokens]. A few bytes for each token, so every rank can have those of
-all tokens, and what a trainer computes of them is what it computes on one GPU.
+TRL (``add_fused_lm_head``) gives a model a forward that returns no logits. It returns the log-probability of each next
+token, and other values per token for metrics, each [batch, tokens]. These take a few bytes per token, so every rank can
+all-gather those of all tokens. A trainer then computes what it computes on one GPU.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 
 _LOG_PROBS, _MASK = "log_probs", "label_mask"
 _FIELDS = (_LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", _MASK)
-"""Of TRL's ``FusedCausalLMOutput``, all of one shape."""
+"""Fields of TRL's ``FusedCausalLMOutput``, all of one shape."""
 
 
 def has_scores(output: Any) -> bool:
-    """Whether a model returned scores of tokens."""
+    """True if the model returned token scores."""
     return all(getattr(output, name, None) is not None for name in (_LOG_PROBS, _MASK))
 
 
 def gather_scores(output: Any, group: SequenceGroup | HybridGroup, division: Division, num_scored: int) -> None:
-    """Puts the scores of all ranks' tokens in place of this rank's, in one exchange.
+    """All-gathers token scores, in one exchange, and replaces this rank's by them.
 
     Args:
-        output: for which :func:`has_scores` holds.
-        group: ranks that share the sequences.
-        division: of the sequences among them.
-        num_scored: tokens of each sequence, from its first, whose scores are returned without a division.
+        output: an output for which :func:`has_scores` is true.
+        group: the ranks that share the sequences.
+        division: the sharding of the sequences.
+        num_scored: tokens of each sequence, from the first, whose scores an unsharded call returns.
     """
     names = [name for name in _FIELDS if getattr(output, name, None) is not None]
     mine = [getattr(output, name) for name in names]

@@ -1,7 +1,7 @@
-"""Heads for tokens: ranks with slices of all heads become ranks with all tokens of some heads, and back.
+"""All-to-all between token shards and head shards.
 
-[Note: fewer key heads than ranks] Each head of K and V goes to all ranks that have a head of Q which uses it. Their
-gradients are summed where they come back.
+With fewer key heads than ranks, each head of K and V goes to all ranks that have a query head using it. Their gradients
+are summed on the way back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from patrickstar.sequence.group import SequenceGroup
 
 class TokensForHeads(torch.autograd.Function):
     """[batch, heads, tokens of this rank, head_dim] to [batch, heads of this rank, tokens of all, head_dim]. Rank i
-    gets the heads ``heads_of[i]``, as many as the others; several may get the same one.
+    gets the heads ``heads_of[i]``, equally many; several ranks may get the same one.
     """
 
     @staticmethod
@@ -28,7 +28,7 @@ class TokensForHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Each rank gets its tokens' gradients of all heads; those of a head that several had are summed."""
+        """Returns to each rank its tokens' gradients of all heads; those of a shared head are summed."""
         ctx.group.meet()
         parts = ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=2)))
         batch, _, tokens, head_dim = parts[0].shape
@@ -43,20 +43,20 @@ class HeadsForTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup):
-        """Heads are in the order of ranks."""
+        """Heads are in rank order."""
         ctx.group = group
         group.meet()
         return torch.cat(group.all_to_all(list(tensor.chunk(group.size, dim=2))), dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """The same way back."""
+        """The reverse all-to-all."""
         ctx.group.meet()
         return torch.cat(ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=1))), dim=2), None
 
 
 def query_heads(num_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Of each rank.
+    """The query heads of each rank.
 
     Raises:
         ValueError: the heads cannot be divided among so many ranks.
@@ -71,8 +71,8 @@ def query_heads(num_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def key_heads(num_heads: int, num_key_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Of each rank: those that its query heads use ([Note: fewer key heads than ranks]). Where query heads that use the
-    same one are not as many for each, every query head has its own copy.
+    """The key heads of each rank: those that its query heads use. If key heads would be used by unequal numbers of
+    query heads, every query head gets its own copy.
     """
     share, each = num_heads // num_key_heads, num_heads // size  # query heads of a key head, and of a rank
     of_queries = query_heads(num_heads, size)

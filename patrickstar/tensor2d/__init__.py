@@ -1,4 +1,4 @@
-"""Tensor parallelism in two dimensions: parameters and activations are divided over a mesh of rows and columns.
+"""Two-dimensional tensor parallelism: parameters and activations are sharded over a mesh of rows and columns.
 
     from patrickstar.ranks.mesh import Mesh
     from patrickstar.tensor2d import Linear2D, MeshGroup
@@ -8,9 +8,9 @@
     out = layer(hidden)                                # [b/2, s, 512] -> [b/2, s, 2048]
 
 The algorithm is Optimus (Xu et al., *An Efficient 2D Method for Training Super-Large Deep Learning Models*, arXiv
-2104.05343), on meshes of any rows and columns: samples are divided over rows, features and heads over columns, and
-products are made of panels that travel while others are multiplied (:mod:`~patrickstar.tensor2d.products`).
-:mod:`~patrickstar.tensor2d.cost` counts what ranks send each other, and says when one dimension is better.
+2104.05343), extended to any r x c mesh. Samples are sharded over rows, features and heads over columns. Products are
+made of panels that are broadcast while others are multiplied (:mod:`~patrickstar.tensor2d.products`).
+:mod:`~patrickstar.tensor2d.cost` computes communication volumes and compares with one dimension.
 """
 
 from patrickstar.tensor2d.attention import Attention2D, Heads2D

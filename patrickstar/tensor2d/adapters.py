@@ -1,14 +1,10 @@
-"""PEFT's LoRA on a mesh: the frozen base is divided as without adapters, and A and B beside it.
+"""PEFT's LoRA on a mesh: the frozen base is sharded as without adapters, and A and B with it.
 
-PEFT's own layer stays where it is, with the divided layers in the places of its ``base_layer``, ``lora_A`` and
-``lora_B``. So dropout, scaling, several adapters and ``disable_adapter`` are PEFT's. Nothing here imports PEFT.
+PEFT's own layer stays, with sharded layers as its ``base_layer``, ``lora_A`` and ``lora_B``. So dropout, scaling,
+several adapters and ``disable_adapter`` are PEFT's. PEFT is not imported.
 
-[Note: places of adapters] PEFT picks an adapter's values out of a state dict by the names of its layers. So what takes
-the place of an attention or an MLP has adapted layers as children by their old names, before the children that use
-them.
-
-Wherever an adapter drops elements of its input, each rank has others: features of its column and samples of its row, in
-one dimension its tokens or the features of its part. So ranks draw for themselves.
+Adapter dropout needs no common seed: each rank has other elements of the input. In two dimensions these are its
+column's features of its row's samples; in one, its tokens or features.
 """
 
 from __future__ import annotations
@@ -31,12 +27,12 @@ _PAIRS: dict[type[Layer2D], tuple[type[Layer2D], type[Layer2D]]] = {
     ColumnLinear1D: (Narrow2D, ColumnLinear1D),
     RowLinear1D: (RowLinear1D, Widen2D),
 }
-"""The classes of A and B, by the class of the base layer."""
+"""Classes of A and B, by the base layer's class."""
 _ELSE = "or train it without tensor_parallel, where a frozen base may leave the GPU"
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raises ValueError, which names the module, where PEFT has put something into ``model`` that cannot be divided."""
+    """Raises ValueError, naming the module, if PEFT has put something into ``model`` that cannot be sharded."""
     if _is_of_peft(model):
         raise ValueError(f"{type(model).__name__} is PEFT's; divide the model inside, which its get_base_model() gives")
     for name, module in model.named_modules():
@@ -66,18 +62,18 @@ def base_of(module: nn.Module) -> Any:
 
 
 def base_name(module: nn.Module, name: str) -> str:
-    """The name of :func:`base_of` where ``name`` is the module's."""
+    """The name of :func:`base_of`, given the module's name."""
     return f"{name}.base_layer" if is_adapted(module) else name
 
 
 def with_adapters(base: Layer2D, modules: Sequence[nn.Module], names: Sequence[str], parts: Sequence[int]) -> nn.Module:
-    """``base``, with the adapters of the layers that it was made of.
+    """``base`` with the adapters of the layers that it replaces.
 
     Args:
-        base: made of all of ``modules``, one behind the other.
-        modules: linear layers, of which some have adapters, which are divided in place.
-        names: of them in the model.
-        parts: what the output of ``base`` consists of.
+        base: replaces all ``modules``, outputs concatenated.
+        modules: linear layers, some with adapters, which are sharded in place.
+        names: their names in the model.
+        parts: features of each part of ``base``'s output.
     """
     if len(modules) == 1:
         if not is_adapted(modules[0]):
@@ -95,10 +91,11 @@ def with_adapters(base: Layer2D, modules: Sequence[nn.Module], names: Sequence[s
 
 
 def keep_places(made: nn.Module, module: nn.Module) -> None:
-    """Gives ``made``, which replaces ``module``, the adapted layers of it by their names ([Note: places of adapters]).
+    """Adds the adapted layers of ``module`` to its replacement ``made``, as its first children and under their old
+    names. PEFT finds an adapter's values in a state dict by these names.
 
     Raises:
-        ValueError: they are not children of ``module``.
+        ValueError: an adapted layer is no direct child of ``module``.
     """
     adapted = {name: child for name, child in module.named_modules() if child is not made and is_adapted(child)}
     for name in adapted:
@@ -110,13 +107,12 @@ def keep_places(made: nn.Module, module: nn.Module) -> None:
 
 
 class AdaptedParts(nn.Module):
-    """A layer made of several, of which some have adapters: one product of the base, and each adapter's on top of its
-    part.
+    """A fused layer of several, some with adapters: one product of the base, plus each adapter's output on its part.
 
     Args:
-        base: what gives all parts, one behind the other.
-        parts: features of each, on all ranks.
-        adapted: PEFT's layers, by the index of their part.
+        base: computes all parts, concatenated.
+        parts: features of each part, over all ranks.
+        adapted: PEFT's layers, by index of their part.
     """
 
     def __init__(self, base: Layer2D, parts: Sequence[int], adapted: Mapping[int, nn.Module]):
@@ -126,7 +122,7 @@ class AdaptedParts(nn.Module):
         self.adapted = nn.ModuleDict({str(index): module for index, module in adapted.items()})
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The output of ``base`` with each adapter's added to its part; shapes are those of ``base``."""
+        """The output of ``base`` plus each adapter's; shapes are those of ``base``."""
         product = self.base(hidden)
         ranks = sum(self.parts) // product.shape[-1]
         found = list(product.split([size // ranks for size in self.parts], dim=-1))
@@ -136,10 +132,10 @@ class AdaptedParts(nn.Module):
 
 
 class GivenProduct(nn.Module):
-    """A base layer that returns a product computed before; PEFT's layer passes it on as a keyword."""
+    """A base layer that returns a precomputed product; PEFT's layer passes it on as a keyword."""
 
     def forward(self, hidden: torch.Tensor, *, product: torch.Tensor) -> torch.Tensor:
-        """``product``, computed of ``hidden`` by the joined base."""
+        """Returns ``product``, which the fused base computed from ``hidden``."""
         return product
 
 

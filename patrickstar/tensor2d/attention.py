@@ -1,4 +1,4 @@
-"""Attention on a mesh: heads over columns, samples over rows, so that nothing travels but in the linear layers."""
+"""Attention on a mesh: heads over columns, samples over rows. Only the linear layers communicate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of each position, [b/r or 1, s, head_dim] each."""
 
 Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values [b/r, key heads/c, s, head_dim] into those of all tokens so far."""
+"""Maps new keys and values [b/r, key heads/c, s, head_dim] to those of all tokens so far."""
 
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of queries [b', heads, s, head_dim] to keys and values [b', key heads, s, head_dim]: [b', s, heads,
@@ -24,18 +24,16 @@ head_dim].
 
 
 class Heads(nn.Module):
-    """The attention of this rank's heads, whose queries, keys and values one layer gives, by whatever layer.
+    """Attention of this rank's heads. One layer computes their queries, keys and values.
 
     Args:
-        qkv: [..., h'] -> [..., (heads + 2 key_heads) head_dim]: queries, keys and values of these heads, one behind the
-            other.
-        heads: of this rank, as :func:`heads_here` counts them.
-        key_heads: of keys and values of this rank.
-        head_dim: features of each.
-        is_causal: whether a query sees no later keys, where no mask says what it sees.
-        scale: of scores; None: 1 / sqrt(head_dim).
-        dropout: share of probabilities that are dropped in training. Ranks draw each for themselves: seed them
-            differently.
+        qkv: [..., h'] -> [..., (heads + 2 key_heads) head_dim]: queries, keys and values, concatenated.
+        heads: heads of this rank (:func:`heads_here`).
+        key_heads: key/value heads of this rank.
+        head_dim: features of each head.
+        is_causal: without a mask, a query sees no later keys.
+        scale: factor of scores; None: 1 / sqrt(head_dim).
+        dropout: probability of dropout in training. Each rank draws for its own heads: seed ranks differently.
     """
 
     def __init__(
@@ -62,15 +60,14 @@ class Heads(nn.Module):
         extend: Extend | None = None,
         mix: Mix | None = None,
     ) -> torch.Tensor:
-        """What ``qkv`` takes -> [b', s, heads * head_dim], b' samples and s tokens being those that it gives.
+        """Input of ``qkv`` -> [b', s, heads * head_dim], for the b' samples and s tokens of ``qkv``'s output.
 
         Args:
             hidden: the activations.
-            mask: of ``scaled_dot_product_attention``, [b' or 1, 1, s, s]; None: causal, or everything.
-            rotary: turns queries and keys.
-            extend: gives keys and values of earlier tokens too; a single query sees all of them.
-            mix: computes attention, also to what it knows of other ranks' tokens; None: that of PyTorch, to the keys
-                that are here.
+            mask: for ``scaled_dot_product_attention``, [b' or 1, 1, s, s]; None: causal, or no mask.
+            rotary: rotary positions of queries and keys.
+            extend: adds keys and values of earlier tokens; a single query sees all of them.
+            mix: computes attention, possibly including other ranks' tokens; None: PyTorch's, over local keys.
         """
         sizes = [self.heads * self.head_dim, *[self.key_heads * self.head_dim] * 2]
         parts = self.qkv(hidden).split(sizes, dim=-1)
@@ -95,7 +92,7 @@ class Heads(nn.Module):
 
 
 class Attention(nn.Module):
-    """:class:`Heads` and the layer behind them, by whatever layers."""
+    """:class:`Heads` and the output layer."""
 
     def __init__(self, attend: Heads, out: nn.Module):
         super().__init__()
@@ -109,7 +106,7 @@ class Attention(nn.Module):
         extend: Extend | None = None,
         mix: Mix | None = None,
     ) -> torch.Tensor:
-        """As :meth:`Heads.forward`, in the shape that ``out`` gives."""
+        """:meth:`Heads.forward`, followed by the output layer."""
         return self.out(self.attend(hidden, mask, rotary, extend, mix))
 
 
@@ -118,19 +115,19 @@ class Heads2D(Heads):
 
     Args:
         features: h, of the activations.
-        heads: of all columns, which divide it.
+        heads: heads of all columns; columns divide them.
         group: the mesh.
-        key_heads: of keys and values, which divides ``heads``; columns divide it; None: as many.
+        key_heads: key/value heads, which divide ``heads`` and are divided by columns; None: as many as heads.
         head_dim: None: h / heads.
-        bias: of queries, keys and values.
-        is_causal: as of :class:`Heads`, like the two after it.
-        scale: of scores.
-        dropout: of probabilities.
+        bias: queries, keys and values have one.
+        is_causal: as in :class:`Heads`, like ``scale`` and ``dropout``.
+        scale: factor of scores.
+        dropout: probability of dropout.
         dtype: of the parameters.
         device: of the parameters.
 
     Raises:
-        ValueError: heads, key heads and columns do not go together.
+        ValueError: heads, key heads and columns do not fit.
     """
 
     def __init__(
@@ -157,8 +154,8 @@ class Heads2D(Heads):
 
 
 class Attention2D(Attention):
-    """:class:`Heads2D` and the linear layer behind it: [b/r, s, h/c] -> [b/r, s, h/c]. Arguments are those of
-    :class:`Heads2D`, and ``out_bias`` (None: as ``bias``).
+    """:class:`Heads2D` and the output layer: [b/r, s, h/c] -> [b/r, s, h/c]. Arguments are those of :class:`Heads2D`,
+    and ``out_bias`` (None: as ``bias``).
     """
 
     def __init__(
@@ -196,10 +193,10 @@ class Attention2D(Attention):
 
 
 def heads_here(heads: int, key_heads: int, place: Place, by: Cut) -> tuple[int, int]:
-    """How many of all heads, and of those of keys and values, one rank has, ``by`` columns or rows of the mesh.
+    """Numbers of heads and key/value heads of one rank, sharded over columns or rows (``by``).
 
     Raises:
-        ValueError: they cannot be divided so, or heads of keys do not divide heads.
+        ValueError: they are not divisible, or key heads do not divide heads.
     """
     if heads % key_heads:
         raise ValueError(f"attention has {heads} heads and {key_heads} of keys, which must divide them")
@@ -210,11 +207,11 @@ def heads_here(heads: int, key_heads: int, place: Place, by: Cut) -> tuple[int, 
 
 
 def qkv_parts(heads: int, key_heads: int, head_dim: int) -> list[int]:
-    """Features of all queries, keys and values, which a layer's output consists of."""
+    """Features of all queries, keys and values: the parts of the fused output."""
     return [number * head_dim for number in (heads, key_heads, key_heads)]
 
 
 def _turn(part: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, the second half of a head's dimensions paired with the first, as in Llama."""
+    """Rotary positions that pair the first half of a head's dimensions with the second, as in Llama."""
     first, second = part.chunk(2, dim=-1)
     return part * cosines[:, None] + torch.cat([-second, first], dim=-1) * sines[:, None]

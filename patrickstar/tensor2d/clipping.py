@@ -1,4 +1,4 @@
-"""The norm of gradients that are divided over a mesh, and clipping by it."""
+"""Gradient norm and clipping over a mesh."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from patrickstar.tensor2d.panels import sum_dtype
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float, group: MeshGroup) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_`` of the whole model: what all rows have counts once, what is tied as well.
-    All ranks of the mesh call it at the same point.
+    """``torch.nn.utils.clip_grad_norm_`` of the whole model; replicated and tied parameters count once. All ranks of
+    the mesh must call it at the same point.
 
     Args:
-        model: all of its parameters are divided over the mesh.
-        max_norm: gradients are scaled so that their norm is no larger.
+        model: all its parameters are sharded over the mesh.
+        max_norm: gradients are scaled so that their norm is at most this.
         group: the mesh.
 
     Returns:
-        The L2 norm before, the same bits on all ranks, in float32 (float64 for such gradients).
+        the L2 norm before clipping, with the same bits on all ranks: float32 (float64 for such gradients).
 
     Raises:
-        ValueError: a parameter is not divided over the mesh, so that nobody knows who has the same.
+        ValueError: a parameter is not sharded over the mesh, so its replicas are unknown.
     """
     splits = {
         id(parameter): module.placements[name].split

@@ -1,23 +1,23 @@
-"""What ranks send each other for a transformer's layer, in one dimension and in two, by counting.
+"""Communication volume of a transformer layer under 1D and 2D tensor parallelism.
 
     layer = LayerShape(hidden=8192)
-    received_1d(layer, tokens=16384, ranks=4).forward          # elements that come to each rank: 3 bsh
+    received_1d(layer, tokens=16384, ranks=4).forward          # elements received by each rank: 3 bsh
     received_2d(layer, tokens=16384, rows=2, columns=2).forward            # bsh + 3 h²
     choose(layer, batch=8, length=2048, heads=64, ranks=4).reason
 
-*One dimension* is Megatron's tensor parallelism with sequences sharded between (Korthikanti et al., *Reducing
-Activation Recomputation in Large Transformer Models*, arXiv 2205.05198): an all-gather before and a reduce-scatter
-after attention, the same for the MLP, 4 (p - 1) / p · bsh of p ranks; in backward the same, and two all-gathers more,
-of inputs that are kept sharded.
+*1D* is Megatron's tensor parallelism with sequence parallelism (Korthikanti et al., *Reducing Activation Recomputation
+in Large Transformer Models*, arXiv 2205.05198). Attention has an all-gather before and a reduce-scatter after it, and
+so has the MLP: 4 (p - 1) / p · bsh on p ranks. Backward has the same, and two more all-gathers of inputs that are saved
+sharded.
 
-*Two dimensions* on r x c ranks: a linear layer of tokens T from m to n features receives ((c - 1) T w + (r - 1) m n) /
-(r c) elements, w being the side that travels ([Note: the narrower side travels]), and in backward twice as many: of
-each product one operand or its sum goes along columns, the weight or its gradient along rows ([Note: which operand
-stays]). In the published algorithm (Optimus, arXiv 2104.05343) the input travels always: (q - 1) / q² · (7 bsh + 12 h²)
-for the layer of a GPT on q x q ranks; with the narrower side it is (q - 1) / q² · (4 bsh + 12 h²).
+*2D* on r x c ranks: a linear layer from m to n features with T tokens receives ((c - 1) T w + (r - 1) m n) / (r c)
+elements. w is the width of the side that is sent, the narrower one (:class:`~patrickstar.tensor2d.linear.Sent`).
+Backward receives twice as many: in each product one operand or its sum goes along columns, the weight or its gradient
+along rows. The published algorithm (Optimus, arXiv 2104.05343) always sends the input: (q - 1) / q² · (7 bsh + 12 h²)
+for a GPT layer on q x q ranks. With the narrower side it is (q - 1) / q² · (4 bsh + 12 h²).
 
-Elements are those that a rank receives from others where collectives send no more than they must. Sums of norms (a few
-elements a token) and gradients of biases and norms (a few rows) are left out; what hides behind products is not.
+Counts are elements that a rank receives with optimal collectives. Not counted are the sums of norms (a few elements per
+token) and the gradients of biases and norms (a few rows). Communication that overlaps with products is counted.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from patrickstar.tensor2d.turning import turned_elements
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Of a transformer's layer: its linear layers."""
+    """Widths of a transformer layer's linear layers."""
 
     hidden: int
     intermediate: int | None = None
     """Width of the MLP; None: 4 hidden."""
     queries: int | None = None
-    """Features of queries, of all heads together; None: as many as hidden."""
+    """Features of the queries of all heads; None: as many as hidden."""
     keys: int | None = None
     """Features of keys, and of values; None: as many as of queries."""
     is_gated: bool = False
-    """Whether the MLP has a gate beside its first layer."""
+    """The MLP has a gate beside its first layer."""
 
     def linears(self) -> list[tuple[int, int]]:
-        """(features that come in, features that go out): queries, keys and values; behind attention; up; down."""
+        """(in, out) features of the fused qkv, the attention output, the up and the down projection."""
         wide = 4 * self.hidden if self.intermediate is None else self.intermediate
         queries = self.hidden if self.queries is None else self.queries
         keys = queries if self.keys is None else self.keys
@@ -60,14 +60,14 @@ class LayerShape:
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """Elements that come to each rank from others."""
+    """Elements that each rank receives."""
 
     forward: float
     backward: float
 
     @property
     def total(self) -> float:
-        """Of both passes."""
+        """Forward and backward together."""
         return self.forward + self.backward
 
     def __add__(self, other: Received) -> Received:
@@ -75,20 +75,20 @@ class Received:
 
 
 def received_1d(layer: LayerShape, tokens: int, ranks: int) -> Received:
-    """Of one layer, of ``tokens`` of all samples together."""
+    """Elements for one layer with ``tokens`` tokens of all samples."""
     part = (ranks - 1) / ranks * tokens * layer.hidden
     return Received(4 * part, 6 * part)
 
 
 def received_2d(layer: LayerShape, tokens: int, rows: int, columns: int, sent: Sent | None = None) -> Received:
-    """Of one layer, of ``tokens`` of all samples together, on ``rows`` x ``columns`` ranks.
+    """Elements for one layer with ``tokens`` tokens of all samples, on ``rows`` x ``columns`` ranks.
 
     Args:
         layer: its linear layers.
         tokens: b s.
         rows: of the mesh.
         columns: of the mesh.
-        sent: which side travels in all linear layers; None: the narrower one of each, as in
+        sent: the side that all linear layers send; None: the narrower one, as in
             :class:`~patrickstar.tensor2d.Linear2D`; ``Sent.INPUT``: as published.
     """
     parts = [linear(tokens, *features, rows, columns, sent) for features in layer.linears()]
@@ -98,7 +98,7 @@ def received_2d(layer: LayerShape, tokens: int, rows: int, columns: int, sent: S
 def linear(
     tokens: int, in_features: int, out_features: int, rows: int, columns: int, sent: Sent | None = None
 ) -> Received:
-    """Of one linear layer on ``rows`` x ``columns`` ranks."""
+    """Elements for one linear layer on ``rows`` x ``columns`` ranks."""
     side = narrower(in_features, out_features) if sent is None else sent
     width = in_features if side is Sent.INPUT else out_features
     one = ((columns - 1) * tokens * width + (rows - 1) * in_features * out_features) / (rows * columns)
@@ -106,14 +106,14 @@ def linear(
 
 
 def embedding(tokens: int, hidden: int, rows: int, columns: int) -> Received:
-    """Of a table that is looked up ([Note: rows that are looked up travel]), without the tokens themselves."""
+    """Elements for one table lookup, without the tokens themselves (:mod:`patrickstar.tensor2d.embedding`)."""
     one = (rows - 1) * tokens * hidden / (rows * columns)
     return Received(one, one)
 
 
 def head(tokens: int, hidden: int, vocabulary: int, place: Place, *, tied: bool = True) -> Received:
-    """Of the logits of ``tokens`` at ``place``, for a vocabulary that panels divide; of a table that it shares with the
-    embedding two turns more, one of the gradient ([Note: the head's table is turned]).
+    """Elements for the logits of ``tokens`` at ``place``, for a vocabulary that panels divide. A table shared with the
+    embedding adds two transpositions, one of the gradient (:class:`~patrickstar.tensor2d.LMHead2D`).
     """
     found = linear(tokens, hidden, vocabulary, place.rows, place.columns, Sent.INPUT)
     if not tied:
@@ -124,8 +124,7 @@ def head(tokens: int, hidden: int, vocabulary: int, place: Place, *, tied: bool 
 def crossing_tokens(
     layer: LayerShape, rows: int, columns: int, sent: Sent | None = None, *, passes: str = "forward"
 ) -> float:
-    """From how many tokens b s on two dimensions receive less than one dimension does on as many ranks; infinity where
-    they never do.
+    """The number of tokens b s from which 2D receives less than 1D on as many ranks; infinity if it never does.
 
     Args:
         layer: its linear layers.
@@ -143,17 +142,17 @@ def crossing_tokens(
 
 
 class Mode(enum.Enum):
-    """How matrices are divided."""
+    """Dimensions of tensor parallelism."""
 
     ONE = "1d"
-    """By columns, then by rows, of each pair of layers."""
+    """Pairs of layers sharded by columns, then by rows."""
     TWO = "2d"
-    """Into blocks."""
+    """Matrices sharded into blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How a layer is divided, what comes to each rank for it, forward and backward, and why."""
+    """The chosen mesh, the bytes that each rank receives for a layer in both passes, and the reason."""
 
     mode: Mode
     rows: int
@@ -174,21 +173,21 @@ def choose(
     mode: Mode | None = None,
     mesh: Place | None = None,
 ) -> Choice:
-    """The division that receives least in a training step; of equal ones one dimension, then the one with most columns.
+    """The mesh that receives least in a training step. Ties go to 1D, then to the mesh with most columns.
 
     Args:
         layer: its linear layers.
         batch: samples of all ranks.
-        length: tokens of each.
+        length: tokens of each sample.
         heads: of attention.
         ranks: of the mesh.
-        key_heads: of keys and values; None: as many as ``heads``.
+        key_heads: key/value heads; None: as many as ``heads``.
         element_bytes: of activations and weights.
-        mode: the only one that is asked about; None: both.
-        mesh: of two dimensions, the only one that is asked about; None: all.
+        mode: consider only this one; None: both.
+        mesh: consider only this 2D mesh; None: all.
 
     Raises:
-        ValueError: nothing divides heads, samples and features among so many ranks.
+        ValueError: no mesh of so many ranks divides heads, samples and features.
     """
     key_heads = heads if key_heads is None else key_heads
     tokens = batch * length

@@ -1,4 +1,4 @@
-"""Whole tensors into the blocks of ranks, and back.
+"""Whole tensors to the blocks of ranks, and back.
 
 block = divide_activation(hidden, place)               # [b, s, h] -> [b/r, s, h/c]
 block = Placement.blocks(transposed=True).divide(linear.weight, place)
@@ -17,28 +17,29 @@ from patrickstar.tensor2d.panels import Cut, check_divides
 
 
 class Split(enum.Enum):
-    """What of a parameter a rank has."""
+    """How a parameter is sharded over rows and columns."""
 
     BLOCKS = "blocks"
-    """Of a matrix, block (row, column)."""
+    """Block (row, column) of a matrix; DTensor's (Shard(0), Shard(1))."""
     COLUMNS = "columns"
-    """The part of the last dimension that belongs to its column; ranks of one column have the same."""
+    """The last dimension is sharded over columns; rows replicate. DTensor's (Replicate(), Shard(-1))."""
     ROWS = "rows"
-    """The part of the first dimension that belongs to its row; ranks of one row have the same."""
+    """The first dimension is sharded over rows; columns replicate. DTensor's (Shard(0), Replicate())."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a parameter follows from the whole tensor, as PyTorch's own layer has it.
+    """Maps a whole tensor, in the shape of PyTorch's own layer, to a rank's shard.
 
-    In this order: rows of zeros are added, parts are divided, the matrix is transposed, and cut.
+    Steps, in this order: rows of zeros are appended, parts are interleaved, the matrix is transposed and cut.
 
     Attributes:
-        split: what a rank has.
-        parts: sizes of what the first dimension consists of, each of which is divided over the columns (rows, where
-            these divide it), so that each has some of each (queries, keys and values of some heads); empty: one part.
-        padded_to: rows that the whole tensor has after zeros are added to its first dimension; None: none are.
-        transposed: whether it is stored with its two dimensions exchanged.
+        split: how it is sharded.
+        parts: sizes of concatenated parts of the first dimension. Each part is sharded over the columns (rows, with
+            ``Split.ROWS``), so that each rank has some of each: queries, keys and values of some heads. Empty: one
+            part.
+        padded_to: rows after zeros are appended; None: no padding.
+        transposed: the parameter is stored transposed.
     """
 
     split: Split
@@ -47,10 +48,10 @@ class Placement:
     transposed: bool = False
 
     def divide(self, whole: torch.Tensor, place: Place) -> torch.Tensor:
-        """The part of ``whole`` that the rank at ``place`` has: a contiguous tensor of its own.
+        """The shard of ``whole`` at ``place``: a contiguous tensor of its own.
 
         Raises:
-            ValueError: a dimension cannot be cut so.
+            ValueError: a dimension is not divisible.
         """
         if self.padded_to is not None:
             whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, self.padded_to - whole.shape[0]))
@@ -67,8 +68,8 @@ class Placement:
         return whole.clone(memory_format=torch.contiguous_format)
 
     def assemble(self, blocks: Sequence[torch.Tensor], place: Place, size: int | None = None) -> torch.Tensor:
-        """The whole tensor of what all ranks of the mesh of ``place`` have, in the order of ranks. With ``padded_to``,
-        ``size`` says how many rows stay.
+        """The whole tensor from the shards of all ranks of the mesh, in rank order. With ``padded_to``, the first
+        ``size`` rows are returned.
         """
         rows = [list(blocks[row * place.columns :][: place.columns]) for row in range(place.rows)]
         joined = [row[0] if self.split is Split.ROWS else torch.cat(row, dim=-1) for row in rows]
@@ -88,7 +89,7 @@ class Placement:
 
 
 def divide_batch(whole: torch.Tensor, place: Place) -> torch.Tensor:
-    """This row's samples [b/r, ...] of a tensor [b, ...] that columns do not divide, such as tokens and labels.
+    """This row's samples [b/r, ...] of a tensor [b, ...] that columns replicate, such as tokens and labels.
 
     Raises:
         ValueError: rows do not divide b.
@@ -100,13 +101,13 @@ def divide_activation(whole: torch.Tensor, place: Place) -> torch.Tensor:
     """This rank's block [b/r, ..., h/c] of a tensor [b, ..., h].
 
     Raises:
-        ValueError: rows do not divide b or columns do not divide h.
+        ValueError: rows do not divide b, or columns do not divide h.
     """
     return _cut(divide_batch(whole, place), -1, "columns", place.column, place).contiguous()
 
 
 def assemble_activation(blocks: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
-    """[b, ..., h] of the blocks [b/r, ..., h/c] of all ranks, in their order."""
+    """[b, ..., h] from the blocks [b/r, ..., h/c] of all ranks, in rank order."""
     return torch.cat(
         [torch.cat(list(blocks[row * place.columns :][: place.columns]), dim=-1) for row in range(place.rows)]
     )

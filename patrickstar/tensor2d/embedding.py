@@ -1,9 +1,9 @@
 """Embeddings on a mesh.
 
-[Note: rows that are looked up travel] A table [v/r, h/c] is looked up where it lies: each rank of a column gets the
-tokens of the others, finds those in its range of the vocabulary, and sends what it finds to who has the tokens. That is
-(r - 1) / (r c) of the activations, where the published algorithm sends as much of the table, which has more rows than
-a batch has tokens. Nothing is rounded: of each token one summand is not zero.
+A table [v/r, h/c] is not moved. Each rank gets the tokens of the other ranks of its column, looks up those in its range
+of the vocabulary, and sends the rows to the rank that has the tokens. It sends (r - 1) / (r c) of the activations. The
+published algorithm sends as much of the table, which has more rows than a batch has tokens. Nothing is rounded: one
+summand per token is non-zero.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from patrickstar.tensor2d.sums import replicated
 
 
 def padded_vocabulary(size: int, group: MeshGroup) -> int:
-    """The least number of rows from ``size`` on that can be cut into panels."""
+    """The least number of rows >= ``size`` that is a multiple of the panels."""
     panels = group.place.num_panels
     return -(-size // panels) * panels
 
 
 class Embedding2D(Layer2D):
-    """``torch.nn.Embedding`` of tokens [b/r, ...] that gives activations [b/r, ..., h/c].
+    """``torch.nn.Embedding``: tokens [b/r, ...] -> activations [b/r, ..., h/c].
 
-    The table is divided into r x c blocks, its rows filled up with zeros to a multiple of lcm(r, c).
+    The table is sharded into r x c blocks, its rows padded with zeros to a multiple of lcm(r, c).
 
     Args:
         num_embeddings: rows of the whole table.
         features: h; columns divide it.
         group: the mesh.
-        padding_idx: of a token whose row gets no gradient.
+        padding_idx: token whose row gets no gradient.
         dtype: of the table.
         device: of the table.
 
@@ -64,7 +64,7 @@ class Embedding2D(Layer2D):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws as ``torch.nn.Embedding`` does, each rank its own block; zeros behind the vocabulary."""
+        """Draws values as ``torch.nn.Embedding`` does, each rank its own block; zeros after the vocabulary."""
         self.weight.normal_()
         self.clear_padding()
         first = self.group.place.row * self.weight.shape[0]
@@ -93,8 +93,8 @@ class Embedding2D(Layer2D):
 
 
 class SmallEmbedding2D(Layer2D):
-    """``torch.nn.Embedding`` of a table that is small, such as that of positions: features are divided over columns,
-    all rows have the same [number, h/c].
+    """``torch.nn.Embedding`` of a small table, such as positions. Features are sharded over columns; rows replicate
+    [number, h/c].
 
     Raises:
         ValueError: columns do not divide the features.
@@ -124,8 +124,6 @@ class SmallEmbedding2D(Layer2D):
 
 
 class _Lookup(torch.autograd.Function):
-    """[Note: rows that are looked up travel]."""
-
     @staticmethod
     def forward(
         ctx: Any, table: torch.Tensor, tokens: torch.Tensor, group: MeshGroup, padding_idx: int | None
@@ -150,7 +148,7 @@ class _Lookup(torch.autograd.Function):
         panels = Panels(grad.contiguous(), 0, line.size, line)
         for theirs, (part,) in zip(everyones, travelling(panels, num_panels=line.size), strict=True):
             rows = _rows_here(theirs, ctx.first, ctx.shape[0], ctx.padding_idx)
-            # A row more, which gets no gradient, for tokens of other ranks.
+            # Tokens of other ranks map to an additional row, which is dropped.
             found = torch.ops.aten.embedding_dense_backward(
                 part.to(total.dtype), rows, ctx.shape[0] + 1, ctx.shape[0], False
             )
@@ -159,7 +157,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _rows_here(tokens: torch.Tensor, first: int, number: int, padding_idx: int | None) -> torch.Tensor:
-    """Of each token: its row among ``number`` that begin with ``first``; ``number`` where it has none here."""
+    """Local row of each token; ``number`` for tokens whose row is elsewhere."""
     rows = tokens - first
     is_here = (rows >= 0) & (rows < number)
     if padding_idx is not None:

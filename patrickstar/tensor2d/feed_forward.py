@@ -1,4 +1,4 @@
-"""The feed-forward layers of transformers on a mesh."""
+"""Feed-forward layers of transformers on a mesh."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FeedForward(nn.Module):
-    """``down(activation(up(x)))``, by whatever layers."""
+    """``down(activation(up(x)))`` of any layers."""
 
     def __init__(self, up: nn.Module, down: nn.Module, activation: Activation):
         super().__init__()
         self.activation, self.up, self.down = activation, up, down
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Shape and dtype stay."""
+        """Shape and dtype are unchanged."""
         return self.down(self.activation(self.up(hidden)))
 
 
 class GatedFeedForward(nn.Module):
-    """``down(activation(gate(x)) * up(x))``, by whatever layers: ``gate_up`` is both, one behind the other."""
+    """``down(activation(gate(x)) * up(x))`` of any layers; ``gate_up`` computes both, concatenated."""
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, activation: Activation):
         super().__init__()
         self.activation, self.gate_up, self.down = activation, gate_up, down
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Shape and dtype stay."""
+        """Shape and dtype are unchanged."""
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up)
 
@@ -45,8 +45,8 @@ class MLP2D(FeedForward):
         features: h.
         intermediate: width between the two layers.
         group: the mesh.
-        activation: element by element.
-        bias: of both layers.
+        activation: element-wise function.
+        bias: both layers have one.
         dtype: of the parameters.
         device: of the parameters.
     """
@@ -68,7 +68,9 @@ class MLP2D(FeedForward):
 
 
 class GatedMLP2D(GatedFeedForward):
-    """``down(activation(gate(x)) * up(x))``, gate and up of one product. Arguments are those of :class:`MLP2D`."""
+    """``down(activation(gate(x)) * up(x))``; one product computes gate and up. Arguments are those of
+    :class:`MLP2D`.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""This rank's place in a mesh of rows and columns, and its lines to the ranks of its row and of its column."""
+"""The mesh of tensor parallelism: this rank's coordinate, and its mesh dimension groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINES = ((Axis.ROWS,), (Axis.COLUMNS,), (Axis.ROWS, Axis.COLUMNS))
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Of a rank in a mesh of ``rows`` x ``columns``, and with that of its blocks in divided matrices."""
+    """A rank's coordinate in a mesh of ``rows`` x ``columns``, and of its blocks in sharded matrices."""
 
     rows: int
     columns: int
@@ -27,7 +27,7 @@ class Place:
 
     @property
     def num_panels(self) -> int:
-        """How many panels a product is made of: the least number that rows and columns both divide."""
+        """Panels of a product: the least common multiple of rows and columns."""
         return math.lcm(self.rows, self.columns)
 
     @property
@@ -36,7 +36,7 @@ class Place:
         return self.rows * self.columns
 
     def everybody(self) -> list[Place]:
-        """All places, as ranks are counted: along columns first."""
+        """All coordinates in rank order: along columns first."""
         return [
             dataclasses.replace(self, row=row, column=column)
             for row in range(self.rows)
@@ -48,12 +48,12 @@ class MeshGroup:
     """The ranks that share matrices: rank (i, j) has block (i, j) of each.
 
     Args:
-        along_rows: the ranks of this rank's column, which differ in their row.
-        along_columns: the ranks of this rank's row, which differ in their column.
+        along_rows: mesh dimension group of this rank's column; its ranks differ in their row.
+        along_columns: mesh dimension group of this rank's row; its ranks differ in their column.
         everybody: all ranks of the mesh, by row, then by column.
 
     Attributes:
-        place: of this rank.
+        place: this rank's coordinate.
     """
 
     def __init__(self, along_rows: Line, along_columns: Line, everybody: Line):
@@ -69,8 +69,9 @@ class MeshGroup:
 
     @classmethod
     def of_torch(cls, mesh: Mesh) -> MeshGroup:
-        """Of the world of torch.distributed, whose ranks are counted as :class:`~patrickstar.ranks.mesh.Mesh` says.
-        All ranks call it at the same point; it opens groups, which end with the world.
+        """The mesh of torch.distributed's world; :class:`~patrickstar.ranks.mesh.Mesh` defines rank order.
+
+        All ranks must call it at the same point. It opens groups, which end with the world.
 
         Raises:
             ValueError: the mesh has another number of ranks than the world.
@@ -91,8 +92,8 @@ class MeshGroup:
 
     @classmethod
     def of_ranks(cls, ranks: MeshRanks) -> MeshGroup:
-        """Of an engine's ranks. All ranks of the run call it at the same point; what fails in the lines fails as there
-        ([Note: groups of an axis]). Where all ranks are along one axis, its line is that of everybody too.
+        """The mesh of an engine's ranks. All ranks of the run must call it at the same point; failures propagate as
+        described in [Note: groups of an axis]. If one dimension has all ranks, its group is also the world group.
         """
         lines: dict[tuple[int, ...], Line] = {}
         for axes in _LINES:
@@ -103,15 +104,15 @@ class MeshGroup:
         return cls(*(lines[ranks.along(*axes).members] for axes in _LINES))
 
     def meet_before_messages(self, meet: Callable[[], object]) -> None:
-        """From now on each line calls ``meet`` before its messages (:attr:`Line.meet`)."""
+        """Sets ``meet`` (:attr:`Line.meet`) of each mesh dimension group."""
         for line in self._lines():
             line.meet = meet
 
     @property
     def received_bytes(self) -> collections.Counter[str]:
-        """What has come to this rank so far, along both axes, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
+        """Bytes received so far along all dimensions, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
         return sum((line.received_bytes for line in self._lines()), collections.Counter())
 
     def _lines(self) -> list[Line]:
-        """Each once."""
+        """Each distinct group once."""
         return list(dict.fromkeys((self.along_rows, self.along_columns, self.everybody)))

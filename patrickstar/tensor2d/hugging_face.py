@@ -1,7 +1,7 @@
-"""Attention and MLPs of Hugging Face's models on a mesh, the losses of their causal models, and plans for them.
+"""Hugging Face's attention, MLPs and causal losses on a mesh, and plans for models.
 
-What replaces a module takes and returns what that one does, so that the model's own code goes on around it: masks,
-rotary positions, residual streams, caches. Nothing here imports transformers.
+A replacement takes and returns what the module did, so the model's own code goes on around it: masks, rotary positions,
+residual streams, caches. transformers is not imported.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from patrickstar.tensor2d.styles import (
 )
 
 _GATED = ("llama", "qwen2")
-_ATTENTION = ("sdpa", "eager")  # those that give masks with a value for each query and key
+_ATTENTION = ("sdpa", "eager")  # attention implementations whose masks have one value per query and key
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
-"""As those of transformers' ``AttentionInterface``: called with the module, queries, keys, values [b, heads, s,
-head_dim] and a mask, and by name ``scaling``, ``dropout``, ``sliding_window``, ``is_causal`` and what the model hands
-down; gives [b, s, heads, head_dim].
+"""transformers' ``AttentionInterface`` function. Called with the module, queries, keys, values [b, heads, s, head_dim]
+and a mask, and by name ``scaling``, ``dropout``, ``sliding_window``, ``is_causal`` and the model's own arguments.
+Returns [b, s, heads, head_dim].
 """
 
 
@@ -46,17 +46,16 @@ def _own_attention(mask: torch.Tensor | None) -> AttentionFunction | None:
 
 
 class HuggingFaceAttention(nn.Module):
-    """Called as attention of Hugging Face's models is.
+    """Attention with the call signature of Hugging Face's models.
 
     Args:
-        inner: with a layer behind the heads, or without one.
-        layer_idx: of this layer in caches.
-        dropout: share of outputs that are dropped in training.
-        sliding_window: tokens back that a query sees, its own included, which masks say too; None: all.
+        inner: with or without an output layer.
+        layer_idx: this layer's index in caches.
+        dropout: probability of dropout of outputs in training.
+        sliding_window: tokens back that a query sees, its own included, as masks also say; None: all.
 
     Attributes:
-        attention_for: of the mask that the model hands down in a call: the function that computes attention with it,
-            or None for that of this module.
+        attention_for: maps a call's mask to the attention function, or to None for this module's own.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class HuggingFaceAttention(nn.Module):
         self.attention_for: Callable[[torch.Tensor | None], AttentionFunction | None] = _own_attention
 
     def use_own_attention(self) -> None:
-        """In all calls, as at first."""
+        """Resets :attr:`attention_for` to this module's own attention."""
         self.attention_for = _own_attention
 
     def forward(
@@ -87,11 +86,11 @@ class HuggingFaceAttention(nn.Module):
         encoder_hidden_states: torch.Tensor | None = None,
         **handed_down: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The output, and None for the probabilities. ``past_key_values`` is what transformers before 5.24 calls
+        """The output, and None for the probabilities. ``past_key_values`` is transformers' name before 5.24 for
         ``cache``.
 
         Raises:
-            ValueError: another sequence is attended to, or the cache is one of encoders.
+            ValueError: cross-attention, or an encoder-decoder cache.
         """
         cache = past_key_values if cache is None else cache
         if encoder_hidden_states is not None or hasattr(cache, "cross_attention_cache"):
@@ -135,7 +134,7 @@ class HuggingFaceAttention(nn.Module):
 
 
 class DividedGPT2Attention:
-    """The attention of GPT-2."""
+    """GPT-2's attention."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         _check_attention(module, spot)
@@ -155,8 +154,8 @@ class DividedGPT2Attention:
 
 
 class DividedLlamaAttention:
-    """The attention of Llama and of models like it: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, rotary positions,
-    and nothing between them.
+    """Attention of Llama-like models: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, rotary positions, and nothing
+    between them.
     """
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
@@ -177,7 +176,7 @@ class DividedLlamaAttention:
 
 
 class DividedBertSelfAttention:
-    """The attention of BERT, whose output layer is a module of its own."""
+    """BERT's attention; its output layer is a separate module."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         _check_attention(module, spot)
@@ -195,7 +194,7 @@ class DividedBertSelfAttention:
 
 
 class DividedLlamaMLP:
-    """The MLP of Llama and of models like it: ``gate_proj``, ``up_proj``, ``down_proj``."""
+    """MLP of Llama-like models: ``gate_proj``, ``up_proj``, ``down_proj``."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         names = [f"{spot.name}.{part}_proj" for part in ("gate", "up")]
@@ -205,8 +204,8 @@ class DividedLlamaMLP:
 
 
 class TokenLoss:
-    """In the place of ``loss_function`` of a language model: the mean over the whole batch, of labels that are those of
-    their tokens (a masked language model's).
+    """Replaces a language model's ``loss_function``: the mean over the whole batch, with labels of the same tokens
+    (masked language models).
     """
 
     def __init__(self, vocabulary: int, group: MeshGroup):
@@ -221,7 +220,7 @@ class TokenLoss:
         ignore_index: int = -100,
         **_: Any,
     ) -> torch.Tensor:
-        """As the losses of transformers; ``num_items_in_batch`` counts labels of all rows.
+        """Same arguments as transformers' losses; ``num_items_in_batch`` counts labels of all rows.
 
         Raises:
             ValueError: there are no labels.
@@ -229,13 +228,14 @@ class TokenLoss:
         if labels is None:
             raise ValueError("a loss needs labels")
         group = self._group
-        if logits.shape[-1] == self._vocabulary:  # whole, since autograd is off: each column computes all of it
+        # whole logits, since autograd is off: each column computes the whole loss
+        if logits.shape[-1] == self._vocabulary:
             group = MeshGroup(group.along_rows, Line(), group.everybody)
         loss = CrossEntropy2D(self._vocabulary, group, ignore_index=ignore_index)
         return loss(logits, labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
 
     def attach(self, model: Any) -> None:
-        """``model`` computes its loss so. What it gives without labels is as before."""
+        """Makes ``model`` compute its loss here. Calls without labels are unchanged."""
         aside = _LabelsAside()
         model.loss_function = self
         model.register_forward_pre_hook(aside.take, with_kwargs=True)
@@ -243,7 +243,7 @@ class TokenLoss:
 
 
 class CausalLoss(TokenLoss):
-    """Of a causal language model, whose labels are those of the tokens before them."""
+    """Loss of a causal language model: labels are shifted to the tokens before them."""
 
     def __call__(
         self,
@@ -255,7 +255,7 @@ class CausalLoss(TokenLoss):
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As ``ForCausalLMLoss`` of transformers; ``num_items_in_batch`` counts labels of all rows.
+        """Same arguments as ``ForCausalLMLoss`` of transformers; ``num_items_in_batch`` counts labels of all rows.
 
         Raises:
             ValueError: there are no labels.
@@ -265,26 +265,26 @@ class CausalLoss(TokenLoss):
         return super().__call__(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
 
     def attach(self, model: Any) -> None:
-        """``model`` computes its loss so: its forward calls its ``loss_function``."""
+        """Sets the ``loss_function`` that ``model``'s forward calls."""
         model.loss_function = self
 
 
 class _LabelsAside:
-    """Of a model whose forward makes its loss itself, of whole logits: it never sees labels, and what it gives gets the
-    loss of the model's ``loss_function`` afterwards, whatever that is by then.
+    """For models whose forward computes the loss itself, from whole logits. Hooks withhold the labels and add the loss
+    of the model's current ``loss_function`` to the output.
     """
 
     def __init__(self) -> None:
         self._given: dict[str, Any] = {}
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Keeps labels, which are given by name, until the call is over."""
+        """Removes labels from the keyword arguments and keeps them until the call ends."""
         others = dict(kwargs)
         self._given = {name: others.pop(name) for name in ("labels", "num_items_in_batch") if name in others}
         return args, others
 
     def give(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """The output with a loss, where there were labels."""
+        """Adds the loss to the output if there were labels."""
         given, self._given = self._given, {}
         if given.get("labels") is None:
             return output
@@ -294,11 +294,11 @@ class _LabelsAside:
 
 
 def layer_shape(config: Any) -> LayerShape:
-    """Of a layer of the model that a configuration of transformers describes, for
+    """Layer widths of the model that a transformers configuration describes, for
     :func:`~patrickstar.tensor2d.cost.choose`.
 
     Raises:
-        ValueError: there is no plan for such models.
+        ValueError: there is no plan for the model type.
     """
     if config.model_type not in PLANS:
         raise ValueError(
@@ -316,11 +316,10 @@ def layer_shape(config: Any) -> LayerShape:
 
 
 def choose_for(config: Any, **options: Any) -> Choice:
-    """:func:`~patrickstar.tensor2d.cost.choose` for a layer of the model that a configuration of transformers
-    describes; ``options``: its arguments, but for heads.
+    """:func:`~patrickstar.tensor2d.cost.choose` for a transformers configuration; ``options`` are its other arguments.
 
     Raises:
-        ValueError: there is no plan for such models, or nothing divides the layer.
+        ValueError: there is no plan for the model type, or no mesh divides the layer.
     """
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -381,6 +380,6 @@ PLANS: dict[str, dict[str, Style]] = {
 SHARDED = {
     kind: {name: style for name, style in plan.items() if name != "pooler.dense"} for kind, plan in PLANS.items()
 }
-"""Of these, what takes each token by itself, but for attention: in one dimension too
-(:mod:`patrickstar.tensor2d.sharded_models`). BERT's pooler takes the first token of each sequence.
+"""The parts of these plans, other than attention, that are token-wise; used in one dimension
+(:mod:`patrickstar.tensor2d.sharded_models`). BERT's pooler takes the first token of each sequence and is left out.
 """

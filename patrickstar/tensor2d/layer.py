@@ -1,4 +1,4 @@
-"""What layers on a mesh have in common: a group, and where the elements of each parameter come from."""
+"""The base class of layers on a mesh, with the placement and source of each parameter."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from patrickstar.tensor2d.group import MeshGroup
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a parameter was made of: whole parameters of another model, one behind the other."""
+    """Origin of a parameter: whole parameters of another model, concatenated."""
 
     names: tuple[str, ...]
-    """Of them in that model."""
+    """Their names in that model."""
     sizes: tuple[int, ...]
-    """Of their first dimension (second, if transposed)."""
+    """Their sizes along the first dimension (second, if transposed)."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of each of them."""
+    """Their shapes."""
     is_transposed: bool = False
-    """Whether that model has [in, out]."""
+    """True if that model stores [in, out]."""
 
 
 class Layer2D(nn.Module):
-    """A module whose parameters are this rank's parts of whole ones.
-
-    Every rank has the same parameters, of the same shapes.
+    """A module whose parameters are this rank's shards of whole ones. Every rank has the same parameters, of the same
+    shapes.
 
     Attributes:
         group: the mesh.
-        placements: of each parameter of this module itself, by name.
-        whole_rows: of parameters with rows of zeros behind them, how many rows are real.
-        sources: of parameters that replace those of another model, by name.
+        placements: placement of each of the module's own parameters, by name.
+        whole_rows: number of real rows of each parameter with padding rows.
+        sources: origin of each parameter that replaces another model's, by name.
     """
 
     def __init__(self, group: MeshGroup):
@@ -54,7 +53,7 @@ class Layer2D(nn.Module):
 
     @torch.no_grad()
     def clear_padding(self) -> None:
-        """Makes zeros of this rank's part of the rows behind the real ones."""
+        """Zeroes this rank's part of the padding rows."""
         for name, real in self.whole_rows.items():
             parameter, placement = self._parameters.get(name), self.placements[name]
             if parameter is None:
@@ -66,8 +65,8 @@ class Layer2D(nn.Module):
             parameter.narrow(dim, begin, size - begin).zero_()
 
     def take(self, name: str, theirs: Mapping[str, torch.Tensor], *, is_transposed: bool = False) -> None:
-        """Makes parameter ``name`` of whole ones of another model, given by their names there, one behind the other;
-        keeps its values, if they are on the meta device.
+        """Fills parameter ``name`` from concatenated whole parameters of another model, given by their names there. If
+        they are on the meta device, only their origin is recorded.
 
         Raises:
             ValueError: shapes do not fit, or some are trained and others frozen.
@@ -95,10 +94,10 @@ class Layer2D(nn.Module):
 
     @torch.no_grad()
     def load_whole(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Takes this rank's part of whole parameters, of the shapes that PyTorch's own layer has.
+        """Loads this rank's shards of whole parameters, which have the shapes of PyTorch's own layer.
 
         Raises:
-            ValueError: a parameter has another shape, or there is none of that name.
+            ValueError: a parameter has another shape, or does not exist.
         """
         for name, whole in values.items():
             parameter = self._parameters.get(name)
@@ -116,10 +115,10 @@ class Layer2D(nn.Module):
 
 
 def load_whole(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """:meth:`Layer2D.load_whole` of all values, by the names of ``model``'s parameters.
+    """:meth:`Layer2D.load_whole` for all values, by ``model``'s parameter names.
 
     Raises:
-        ValueError: a name is of no parameter of a :class:`Layer2D`, or a shape does not fit.
+        ValueError: a name belongs to no parameter of a :class:`Layer2D`, or a shape does not fit.
     """
     for name, whole in values.items():
         path, _, own = name.rpartition(".")
@@ -135,12 +134,12 @@ def load_whole(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 def whole_values(
     model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter
 ) -> dict[str, torch.Tensor]:
-    """Of each parameter of a :class:`Layer2D` in ``model``, the whole of it, on each rank. All ranks of the mesh call
-    it at the same point.
+    """All-gathers each parameter of a :class:`Layer2D` in ``model``, whole, to every rank. All ranks of the mesh must
+    call it at the same point.
 
     Args:
-        model: of which parameters are asked; a tied one has each of its names.
-        of: what of a parameter is wanted, of its shape: itself, its gradient, an optimizer state.
+        model: a tied parameter appears under each of its names.
+        of: the tensor to gather for a parameter, of its shape: itself, its gradient or an optimizer state.
     """
     found = {}
     for prefix, module in model.named_modules():
@@ -155,7 +154,7 @@ def whole_values(
 def source_values(
     model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter
 ) -> dict[str, torch.Tensor]:
-    """As :func:`whole_values`, by the names and in the shapes of the model whose parameters were replaced."""
+    """:func:`whole_values` by the names and in the shapes of the replaced model."""
     sources = {
         f"{prefix}.{name}" if prefix else name: source
         for prefix, module in model.named_modules()
@@ -173,8 +172,8 @@ def source_values(
 
 @torch.no_grad()
 def match_replicas(model: nn.Module) -> None:
-    """Gives parameters that ranks of one column share the values of its first row. All ranks call it once after they
-    have drawn initial values.
+    """Broadcasts parameters that a column's ranks replicate from its first row. All ranks must call it once after
+    drawing initial values.
     """
     for module in model.modules():
         if not isinstance(module, Layer2D) or module.group.along_rows.size == 1:

@@ -1,10 +1,10 @@
 """Linear layers on a mesh.
 
-[Note: the narrower side travels] Y = X W as A B sends X along columns, as X (Wᵀ)ᵀ, which is A Bᵀ, partial sums of Y;
-both send W along rows, and in either case backward sends twice as much of the same two. So a layer that is narrower
-where it ends stores its weight as [out, in] and sends its output, any other stores [in, out] and sends its input. The
-layers of a transformer then send 4 bsh elements of activations where the published algorithm, whose products all are
-A B, sends 7: the second matrix of an MLP alone makes the difference.
+Y = X W as A B sends X along columns; as X (Wᵀ)ᵀ, an A Bᵀ, it sends partial sums of Y. Both send W along rows, and
+backward sends twice as much of the same two. So a layer with fewer outputs than inputs stores its weight as [out, in]
+and sends its output. Any other stores [in, out] and sends its input. A transformer's layers then send 4 bsh elements of
+activations. The published algorithm, whose products are all A B, sends 7: the second matrix of the MLP makes the
+difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from patrickstar.tensor2d.sums import replicated
 
 
 class Sent(enum.Enum):
-    """Which activations of a linear layer travel along columns ([Note: the narrower side travels])."""
+    """The activations that a linear layer sends along columns."""
 
     INPUT = "input"
     """Y = X W, by A B; the weight is stored as [in, out]."""
@@ -34,23 +34,22 @@ class Sent(enum.Enum):
 
 
 def narrower(in_features: int, out_features: int) -> Sent:
-    """Which side has fewer elements."""
+    """The side with fewer features."""
     return Sent.OUTPUT if out_features < in_features else Sent.INPUT
 
 
 class Linear2D(Layer2D):
-    """``torch.nn.Linear`` of activations [b/r, ..., in/c] that gives [b/r, ..., out/c].
+    """``torch.nn.Linear``: [b/r, ..., in/c] -> [b/r, ..., out/c].
 
-    The weight is divided into r x c blocks; the bias [out/c] is the same in all rows.
+    The weight is sharded into r x c blocks; the bias [out/c] is replicated over rows.
 
     Args:
-        in_features: of the whole layer; lcm(r, c) divides it, or ``out_features`` where the output is sent. Columns
-            divide both.
-        out_features: of the whole layer.
+        in_features: of the whole layer; columns divide it, and lcm(r, c) if the input is sent.
+        out_features: of the whole layer; columns divide it, and lcm(r, c) if the output is sent.
         group: the mesh.
-        bias: whether there is one.
-        parts: what the output consists of, if columns are to have some of each (:class:`Placement`).
-        sent: which side travels; None: the narrower one.
+        bias: the layer has one.
+        parts: parts of the output of which each column gets some (:class:`Placement`).
+        sent: the side that is sent; None: the narrower one.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -117,8 +116,8 @@ class Linear2D(Layer2D):
 
 
 def initialise_normal(layer: nn.Module, std: float) -> None:
-    """Draws all matrices of ``layer``'s :class:`Layer2D` from a normal distribution, each rank its own blocks, with
-    zeros behind a vocabulary. Rows then share what they have in common by :func:`match_replicas`.
+    """Draws all matrices of the :class:`Layer2D` in ``layer`` from a normal distribution, each rank its own blocks;
+    zeros after a vocabulary. Call :func:`match_replicas` afterwards.
     """
     for module in layer.modules():
         if isinstance(module, Layer2D):

@@ -1,14 +1,9 @@
-"""What ranks of a mesh that differ in one axis send each other: panels from one to all, partial sums to one, small
-values from each to each.
+"""Communication of the ranks along one mesh dimension: broadcast of panels, reduction of partial sums to their owner,
+all-gather of small values.
 
-[Note: sums by their owner] A sum over ranks is made by the rank that keeps it: the others' summands come as they are,
-in the type of the operands, and are added in float32 in the order of ranks, together with its own, which is not rounded
-before; the sum is rounded once. What libraries sum on the way is rounded at each rank, in an order that depends on the
-network. The bytes are the same.
-
-[Note: copies of copies] In a line of more than three ranks the owner of a panel does not send all copies: in each round
-whoever has it sends it to one who does not, so that ceil(log2 n) rounds serve n ranks, and no rank sends more copies
-than there are rounds. A line's exchanges follow each other, so what a round brings is there for the next.
+[Note: sums by their owner] The rank that keeps a sum over ranks computes it. The others send their summands in the
+operands' dtype. The owner adds them in float32, in rank order, with its own unrounded summand, and rounds once. A
+library's reduction rounds at each rank, in an order that depends on the network. Both send the same bytes.
 """
 
 from __future__ import annotations
@@ -25,18 +20,22 @@ _MOST_DIRECT_COPIES = 2
 
 
 class Line:
-    """Ranks that differ in one axis, in its order. All of them call the same methods in the same order.
+    """A mesh dimension group: ranks that differ in one coordinate, in its order. All ranks must call the same methods
+    in the same order.
+
+    Broadcasts to more than three ranks run in ceil(log2 n) rounds: in each round every rank that has the panel sends it
+    to one that does not. A group's exchanges run in order, so a panel received in one round can be sent in the next.
 
     Args:
-        exchanges: of the ranks; None: this one is alone.
+        exchanges: communication of the ranks; None: a group of one.
 
     Attributes:
-        rank: of this process in the line.
-        size: ranks of the line.
-        received_bytes: what has come to this rank so far, by ``"panels"``, ``"partial sums"``, ``"turned blocks"`` and
-            ``"small values"``.
-        meet: called before the first message of each product, sum or exchange of the line, forward and backward, where
-            this process may wait for other ranks beside it ([Note: ranks that meet]).
+        rank: this process's rank in the group.
+        size: ranks of the group.
+        received_bytes: bytes received so far, by ``"panels"``, ``"partial sums"``, ``"turned blocks"`` and ``"small
+            values"``.
+        meet: called before the first message of each product, sum or exchange, forward and backward ([Note: ranks that
+            meet]).
     """
 
     def __init__(self, exchanges: Exchanges | None = None):
@@ -47,7 +46,7 @@ class Line:
         self.meet: Callable[[], object] = lambda: None
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
-        """Begins to send the contiguous ``tensor`` of rank ``owner`` into that of all others."""
+        """Starts a broadcast of rank ``owner``'s contiguous ``tensor``."""
         if self.rank != owner:
             self.received_bytes["panels"] += num_bytes(tensor)
         return self._begin_broadcast(tensor, owner)
@@ -69,30 +68,30 @@ class Line:
         return _Rounds(rounds)
 
     def send(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
-        """Begins to send a contiguous ``tensor`` to rank ``owner``, which calls :meth:`collect`."""
+        """Starts sending a contiguous ``tensor`` to rank ``owner``, which calls :meth:`collect`."""
         return self._begin(sends=[(owner, tensor)])
 
     def collect(self, incoming: Sequence[torch.Tensor]) -> PendingExchange:
-        """Begins to receive what the others :meth:`send` to this rank, in the order of their ranks."""
+        """Starts receiving the tensors that the other ranks :meth:`send` here, in rank order."""
         self.received_bytes["partial sums"] += sum(map(num_bytes, incoming))
         return self._begin(receives=list(zip(self._others(), incoming, strict=True)))
 
     def swap_apart(self, step: int, outgoing: torch.Tensor, incoming: torch.Tensor, kind: str) -> PendingExchange:
-        """Begins to send a contiguous tensor to the rank ``step`` ranks after this one, round the line, and to receive
-        one of the rank as many before it.
+        """Starts sending a contiguous tensor to the rank ``step`` after this one, cyclically, and receiving one from
+        the rank ``step`` before.
 
         Args:
-            step: below 0 for ranks before this one; all ranks have the same.
-            outgoing: not written until it is over.
-            incoming: of the same size, not read until then.
-            kind: in :attr:`received_bytes`.
+            step: equal on all ranks; negative for ranks before this one.
+            outgoing: must not be written until the end.
+            incoming: of the same size; must not be read until the end.
+            kind: key in :attr:`received_bytes`.
         """
         self.received_bytes[kind] += num_bytes(incoming)
         to, of = (self.rank + step) % self.size, (self.rank - step) % self.size
         return self._begin([(to, outgoing)], [(of, incoming)])
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor of each rank, by rank; all have this one's shape and dtype."""
+        """All-gathers tensors of one shape and dtype; the result is ordered by rank."""
         mine = tensor.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         parts[self.rank] = mine
@@ -104,7 +103,7 @@ class Line:
         return parts
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' tensors, in the order of ranks and the dtype of ``tensor``; the same bits on each."""
+        """Sum of all ranks' tensors, in rank order and ``tensor``'s dtype; the same bits on each rank."""
         parts = self.gather(tensor)
         total = parts[0].clone() if self.size > 1 else parts[0]
         for part in parts[1:]:
@@ -112,16 +111,16 @@ class Line:
         return total
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Element by element, of all ranks' tensors."""
+        """Element-wise maximum of all ranks' tensors."""
         found, *others = self.gather(tensor)
         for part in others:
             found = torch.maximum(found, part)
         return found
 
     def swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
-        """Sends and receives contiguous tensors by rank, of which some may be left out."""
+        """Sends and receives contiguous tensors by rank; some ranks may be absent."""
         self.received_bytes["turned blocks"] += sum(map(num_bytes, incoming.values()))
-        if self.size > 1:  # also where nothing goes or comes: all ranks take part in each exchange
+        if self.size > 1:  # all ranks take part in each exchange, even without tensors
             self.meet()
             self._begin(list(outgoing.items()), list(incoming.items())).wait()
 
@@ -137,13 +136,13 @@ class Line:
 
 
 def open_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """A group of torch.distributed for a :class:`TorchLine`; all ranks of the world call this at the same point.
+    """Opens a torch.distributed group for a :class:`TorchLine`; all ranks of the world must call it at the same point.
 
-    [Note: messages first] Over NCCL its stream has priority: a message is a kernel of a few blocks, which otherwise
-    waits until the last blocks of a product that began a moment before have found a multiprocessor.
+    An NCCL group gets a high-priority stream. A message is a kernel of a few blocks; otherwise it would wait for a
+    running product's last blocks.
 
     Args:
-        ranks: of the world; None: all.
+        ranks: ranks in the world; None: all.
     """
     options = None
     if dist.get_backend() == "nccl":
@@ -152,7 +151,7 @@ def open_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
 
 
 class _Rounds:
-    """Exchanges that follow each other."""
+    """Exchanges that run one after another."""
 
     def __init__(self, rounds: Sequence[PendingExchange]):
         self._rounds = rounds
@@ -163,8 +162,8 @@ class _Rounds:
 
 
 class TorchLine(Line):
-    """Of a group of torch.distributed, whose broadcast serves more than two ranks: it passes panels on piece by piece,
-    where the owner alone would send all copies.
+    """A mesh dimension group of torch.distributed. With more than two ranks it uses the library's broadcast, which
+    pipelines pieces instead of sending all copies from the owner.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -182,7 +181,7 @@ class TorchLine(Line):
 class _Broadcast:
     def __init__(self, work: dist.Work, tensor: torch.Tensor):
         self._work = work
-        self._tensor: torch.Tensor | None = tensor  # alive until it is sent
+        self._tensor: torch.Tensor | None = tensor  # kept alive until it is sent
 
     def wait(self) -> None:
         self._work.wait()
@@ -190,5 +189,5 @@ class _Broadcast:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Of its elements."""
+    """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()

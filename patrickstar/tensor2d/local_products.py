@@ -1,9 +1,8 @@
-"""Products of matrices on one rank, written where they belong.
+"""Local matrix products that write to given outputs.
 
-[Note: float32 where sums meet] A product adds up in float32 inside and rounds once, so 16 bits are exact enough for all
-that one product computes, and for one summand more: ``addmm`` on top of a matrix reads it, adds it to the sum in
-float32 and rounds the whole. Only sums of several products, or of several others' summands, have a matrix in float32 of
-their own; it would be written, read and cast again for nothing elsewhere.
+Accumulation: a product accumulates in float32 and rounds once, so 16-bit outputs suffice for a single product. They
+also suffice for one more summand: ``addmm`` reads a matrix, adds it to the float32 sum and rounds once. Only sums of
+several products, or of several received summands, get a float32 matrix.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from patrickstar.tensor2d.panels import sum_dtype
 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """``out = a b + bias``, rounded once; of a contiguous ``out`` cuBLAS adds the bias itself."""
+    """``out = a b + bias``, rounded once; for a contiguous ``out`` cuBLAS adds the bias itself."""
     if bias is None:
         torch.mm(a, b, out=out)
     else:
@@ -25,16 +24,16 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torc
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int) -> torch.Tensor:
-    """``total = beta * total + a b`` in the type of ``total``, which is not read with ``beta`` 0."""
+    """``total = beta * total + a b`` in ``total``'s dtype; with ``beta`` 0, ``total`` is not read."""
     if total.dtype == a.dtype:
         return torch.addmm(total, a, b, beta=beta, out=total)
-    if total.device.type != "cpu":  # 16-bit operands, of which no copies are made
+    if total.device.type != "cpu":  # 16-bit operands, which are not copied
         return torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     return torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
 def product_onto(out: torch.Tensor, others: Sequence[torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> None:
-    """``out = sum(others) + a b``, rounded once. One other is ``out`` itself, several are not."""
+    """``out = sum(others) + a b``, rounded once. A single other must be ``out`` itself; several must not be."""
     total = _sum_of(others)
     add_product(total, a, b, beta=1)
     if len(others) > 1:
@@ -44,8 +43,8 @@ def product_onto(out: torch.Tensor, others: Sequence[torch.Tensor], a: torch.Ten
 def tokens_into(
     out: torch.Tensor, tokens: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """``out = tokens matrix + bias`` of [b, t, k] and [k, n], into [b, t, n], either of which may be some tokens of
-    longer sequences: then sample by sample without copies, or by a copy where samples are small.
+    """``out = tokens matrix + bias``: [b, t, k], [k, n] -> [b, t, n]. ``tokens`` or ``out`` may be part of longer
+    sequences. Then samples are multiplied one by one, or copied if they are small.
     """
     if _is_flat(tokens) and _is_flat(out):
         product_into(out.flatten(0, 1), tokens.flatten(0, 1), matrix, bias)
@@ -59,7 +58,7 @@ def tokens_into(
 
 
 def tokens_onto(out: torch.Tensor, others: Sequence[torch.Tensor], tokens: torch.Tensor, matrix: torch.Tensor) -> None:
-    """As :func:`product_onto`, of [b, t, k], [k, n] and a contiguous [b, t, n]."""
+    """:func:`product_onto` for [b, t, k], [k, n] and a contiguous [b, t, n]."""
     total = _sum_of(others)
     if not _is_flat(tokens) and is_filling(out[0].numel()):
         for sample, target in zip(tokens, total, strict=True):
@@ -71,7 +70,7 @@ def tokens_onto(out: torch.Tensor, others: Sequence[torch.Tensor], tokens: torch
 
 
 def _sum_of(others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One of them is not copied."""
+    """Sum of ``others`` in the accumulation dtype; a single one is returned without copying."""
     if len(others) == 1:
         return others[0]
     total = others[0].to(sum_dtype(others[0].dtype), copy=True)
@@ -81,5 +80,5 @@ def _sum_of(others: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_flat(tokens: torch.Tensor) -> bool:
-    """Whether samples follow each other, so that [b, t, k] is [b t, k] without a copy."""
+    """True if [b, t, k] can be viewed as [b t, k]."""
     return tokens.shape[0] == 1 or tokens.stride(0) == tokens.shape[1] * tokens.stride(1)

@@ -1,4 +1,4 @@
-"""A language model's head and its loss, with the vocabulary over the mesh."""
+"""A language model's head and loss, with the vocabulary sharded over the mesh."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from patrickstar.tensor2d.sums import replicated, total_for_everybody
 from patrickstar.tensor2d.turning import turned
 
 _TILE_LOGITS = 2**26
-"""Logits of which a float32 copy exists at a time: 256 MiB."""
+"""Logits that have a float32 copy at a time: 256 MiB."""
 
 
 class LMHead2D(Layer2D):
-    """Logits [b/r, ..., v/c] of activations [b/r, ..., h/c]; v is the vocabulary with what fills it up to a multiple of
-    lcm(r, c), whose logits mean nothing (:func:`whole_logits` leaves them out, the loss ignores them).
+    """Logits [b/r, ..., v/c] of activations [b/r, ..., h/c].
 
-    [Note: the head's table is turned] A head that shares the table [v/r, h/c] of an embedding is A Bᵀ, which would send
-    partial sums of all logits. Instead the table is turned once, and logits are A B of it, which sends activations:
-    h of them for each token, and not v.
+    v is the vocabulary padded to a multiple of lcm(r, c). Logits of the padding are meaningless: :func:`whole_logits`
+    drops them, the loss ignores them.
+
+    A head that shares the table [v/r, h/c] of an embedding would be A Bᵀ, which sends partial sums of all logits.
+    Instead the table is transposed over the mesh, and logits are A B. That sends activations: h elements per token, not
+    v.
 
     Args:
         features: h.
-        vocabulary: tokens that there are.
+        vocabulary: number of real tokens.
         group: the mesh.
-        bias: whether there is one.
-        tied: the embedding whose table this layer uses; None: it has a weight [h/r, v/c] of its own.
+        bias: the layer has one.
+        tied: the embedding whose table is shared; None: a weight [h/r, v/c] of its own.
         dtype: of the parameters.
         device: of the parameters.
 
     Raises:
-        ValueError: sizes do not go together.
+        ValueError: sizes do not fit.
     """
 
     def __init__(
@@ -96,17 +98,16 @@ class LMHead2D(Layer2D):
 
 
 def whole_logits(logits: torch.Tensor, vocabulary: int, group: MeshGroup) -> torch.Tensor:
-    """[b/r, ..., vocabulary] of the columns' logits [b/r, ..., v/c]; autograd does not know it."""
+    """All-gathers logits [b/r, ..., v/c] over columns: [b/r, ..., vocabulary]. Not differentiable."""
     return torch.cat(group.along_columns.gather(logits.detach()), dim=-1)[..., :vocabulary]
 
 
 class CrossEntropy2D(nn.Module):
-    """The mean over all tokens of the whole batch, the same number on all ranks.
-
-    Each rank calls ``backward`` of it; together these compute its gradients, once.
+    """Mean over all tokens of the whole batch, equal on all ranks. Every rank must call ``backward``; together they
+    compute the gradients once.
 
     Args:
-        vocabulary: tokens that there are; logits behind them are ignored.
+        vocabulary: number of real tokens; logits after them are ignored.
         group: the mesh.
         ignore_index: label of tokens that do not count.
     """
@@ -118,15 +119,15 @@ class CrossEntropy2D(nn.Module):
     def forward(
         self, logits: torch.Tensor, labels: torch.Tensor, num_targets: torch.Tensor | float | None = None
     ) -> torch.Tensor:
-        """float32 (float64 for such logits), no dimensions.
+        """The loss: a scalar in float32 (float64 for such logits).
 
         Args:
             logits: [b/r, ..., v/c].
             labels: int64 [b/r, ...], shifted.
-            num_targets: what the sum is divided by; None: labels of the whole batch that count.
+            num_targets: divisor of the sum; None: labels of the whole batch that count.
 
         Raises:
-            ValueError: shapes do not go together, or a label on the CPU is outside the vocabulary.
+            ValueError: shapes do not fit, or a label on the CPU is outside the vocabulary.
         """
         self._check(logits, labels)
         rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
@@ -149,10 +150,10 @@ class CrossEntropy2D(nn.Module):
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Of this row's tokens. The gradient is softmax - onehot.
+    """Sum of the losses of this row's tokens. The gradient is softmax - onehot.
 
-    Of the logits, which are this rank's columns of the vocabulary, there is nothing but themselves and their gradient,
-    in their own dtype: what is computed in float32 exists for some tokens at a time.
+    Only the logits of this rank's columns and their gradient exist, in their own dtype. float32 values exist for some
+    tokens at a time.
     """
 
     @staticmethod
@@ -193,7 +194,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _tiles(logits: torch.Tensor) -> Iterator[slice]:
-    """Rows whose elements may have copies at the same time; none where a row has no element."""
+    """Slices of rows that may have copies at the same time; none if a row has no elements."""
     if logits.shape[1]:
         each = max(_TILE_LOGITS // logits.shape[1], 1)
         yield from (slice(begin, begin + each) for begin in range(0, len(logits), each))

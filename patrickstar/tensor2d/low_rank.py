@@ -1,11 +1,10 @@
 """Linear layers on a mesh with one narrow side, such as the two of a LoRA adapter.
 
-    narrow = Narrow2D(1024, 8, group)(hidden)      # [b/r, ..., 1024/c] -> [b/r, ..., 8], the same on all columns
+    narrow = Narrow2D(1024, 8, group)(hidden)      # [b/r, ..., 1024/c] -> [b/r, ..., 8], replicated over columns
     wide = Widen2D(8, 1024, group)(narrow)         # [b/r, ..., 8] -> [b/r, ..., 1024/c]
 
-[Note: the narrow side is whole] Columns divide the wide side alone, so that any rank of an adapter goes with any mesh.
-Rows have the same weights, and sum their gradients. What travels has the narrow side: a sum over columns forward, and
-one backward.
+Only the wide side is sharded, over columns, so any adapter rank fits any mesh. Rows replicate the weights and sum their
+gradients. Messages have the narrow width: a sum over columns in forward, and one in backward.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Narrow2D(_LowRank2D):
 
     Args:
         in_features: of the whole layer; columns divide it.
-        out_features: whole on each rank.
+        out_features: not sharded.
         group: the mesh.
         dtype: of the weight.
         device: of the weight.
@@ -80,11 +79,11 @@ class Widen2D(_LowRank2D):
     """``torch.nn.Linear``: [b/r, ..., in] -> [b/r, ..., out/c]. The weight is [in, out/c], the bias [out/c].
 
     Args:
-        in_features: whole on each rank.
+        in_features: not sharded.
         out_features: of the whole layer; columns divide it.
         group: the mesh.
-        bias: whether there is one.
-        parts: what the output consists of, if columns are to have some of each (:class:`Placement`).
+        bias: the layer has one.
+        parts: parts of the output of which each column gets some (:class:`Placement`).
         dtype: of the parameters.
         device: of the parameters.
 

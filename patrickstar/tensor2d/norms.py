@@ -1,16 +1,14 @@
-"""Norms of activations whose features are divided over the columns of a mesh.
+"""Norms of activations whose features are sharded over a mesh's columns.
 
-On a mesh of one column each rank has whole features, and norms are PyTorch's (on the CPU of 32 bits and more).
+With one column each rank has whole features and uses PyTorch's norms (on the CPU only for 32 bits and more). Otherwise
+statistics are over all columns, in float32 for 16-bit activations. Each rank computes the mean of its own features, and
+in a second pass the squares of deviations from it: mean(x²) - mean(x)² loses all digits if the mean is large. One
+exchange combines both (Chan, Golub and LeVeque, *Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances*, 1979). Backward also takes one exchange for its two sums.
 
-Elsewhere statistics are of all columns, in float32 for 16-bit activations. Each rank has the mean of its own features
-and the squares of what is left without it, in a second pass: mean(x²) - mean(x)² loses all digits where the mean is
-large. Of both, in one exchange, follow those of all features (Chan, Golub and LeVeque, *Updating Formulae and a
-Pairwise Algorithm for Computing Sample Variances*, 1979). Backward takes one exchange for both of its sums too.
-
-[Note: tokens as channels] On a GPU backward is that of PyTorch's synchronised batch norm, whose statistics come from
-several ranks as well, with tokens in the place of channels: its kernels read activations and gradients once each, where
-elementwise operations would write and read all that lies between in float32. They take the gradient times the weight,
-which is therefore rounded to the type of the activations, as where a norm and its weight are two layers.
+On a GPU backward uses the kernels of PyTorch's synchronised batch norm, with tokens as channels. They read activations
+and gradients once each; elementwise operations would write float32 intermediates. The kernels take the gradient times
+the weight, rounded to the activations' dtype, as if norm and weight were two layers.
 """
 
 from __future__ import annotations
@@ -46,13 +44,15 @@ class _Norm2D(Layer2D):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Ones, and zeros for the bias."""
+        """Ones for the weight, zeros for the bias."""
         self.weight.fill_(1.0)
         if self.bias is not None:
             self.bias.zero_()
 
     def is_whole(self, hidden: torch.Tensor) -> bool:
-        """Whether PyTorch's own norm is right for ``hidden``, whose backward on the CPU has statistics of 16 bits."""
+        """True if PyTorch's own norm can be used for ``hidden``. Its CPU backward has 16-bit statistics for 16-bit
+        activations.
+        """
         has_wide_statistics = hidden.device.type != "cpu" or hidden.dtype == sum_dtype(hidden.dtype)
         return self.group.place.columns == 1 and has_wide_statistics
 
@@ -62,8 +62,8 @@ class _Norm2D(Layer2D):
 
 
 class LayerNorm2D(_Norm2D):
-    """``torch.nn.LayerNorm`` over ``features``, of activations [b/r, ..., features/c]; weight and bias [features/c] are
-    the same in all rows.
+    """``torch.nn.LayerNorm`` over ``features``, of activations [b/r, ..., features/c]. Weight and bias [features/c] are
+    replicated over rows.
 
     Raises:
         ValueError: columns do not divide the features.
@@ -82,7 +82,7 @@ class LayerNorm2D(_Norm2D):
         super().__init__(features, group, eps, bias, dtype, device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Shape and dtype stay."""
+        """Shape and dtype are unchanged."""
         weight, bias = replicated_together((self.weight, self.bias), self.group.along_rows)
         if self.is_whole(hidden) and weight.dtype == hidden.dtype:
             return nn.functional.layer_norm(hidden, (self.features,), weight, bias, self.eps)
@@ -90,8 +90,8 @@ class LayerNorm2D(_Norm2D):
 
 
 class RMSNorm2D(_Norm2D):
-    """``torch.nn.RMSNorm`` over ``features``, of activations [b/r, ..., features/c]; the weight [features/c] is the
-    same in all rows. 16-bit activations are rounded before they are multiplied with the weight, as in Llama.
+    """``torch.nn.RMSNorm`` over ``features``, of activations [b/r, ..., features/c]. The weight [features/c] is
+    replicated over rows. 16-bit activations are rounded before the product with the weight, as in Llama.
 
     Raises:
         ValueError: columns do not divide the features.
@@ -109,7 +109,7 @@ class RMSNorm2D(_Norm2D):
         super().__init__(features, group, eps, False, dtype, device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Shape and dtype stay."""
+        """Shape and dtype are unchanged."""
         if self.is_whole(hidden):
             normed = nn.functional.rms_norm(hidden, (self.features,), eps=self.eps)
         else:
@@ -149,7 +149,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Without weight. dx = r (g - x̂ mean(g x̂))."""
+    """RMS norm without weight. dx = r (g - x̂ mean(g x̂))."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, line: Line, features: int, eps: float) -> torch.Tensor:
@@ -167,7 +167,7 @@ class _RMSNorm(torch.autograd.Function):
         normed, scale = ctx.saved_tensors
         mine, tokens, scale = _rows(grad), _rows(normed), scale.flatten()
         _, along = _sums_of_gradient(mine, tokens, torch.zeros_like(scale), scale)
-        # With these in the place of a norm's sums, which has a mean and of which tokens are not normed yet.
+        # Passed as a norm's sums, with mean 0; tokens are normed already.
         sums = torch.zeros_like(along), ctx.line.sum(along) / scale.square()
         grad_hidden = _gradient(mine, tokens, sums[0], scale, sums, ctx.features)
         return grad_hidden.view(grad.shape), None, None, None
@@ -179,8 +179,8 @@ def _rows(activations: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(tokens: torch.Tensor, line: Line, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means and reciprocal deviations [t] of all columns' features, of [t, h/c] here. On the CPU PyTorch's statistics
-    are in the type of the activations.
+    """Means and reciprocal deviations [t] over all columns' features, from [t, h/c]. On the CPU tokens are widened
+    first, since PyTorch's statistics have the activations' dtype.
     """
     here = tokens.shape[1]
     wide = tokens if tokens.is_cuda else tokens.to(sum_dtype(tokens.dtype))
@@ -195,7 +195,7 @@ def _statistics(tokens: torch.Tensor, line: Line, eps: float) -> tuple[torch.Ten
 def _sums_of_gradient(
     grad: torch.Tensor, tokens: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token the sums [t] of g and of g (x - mean) over the features here ([Note: tokens as channels])."""
+    """Per token, the sums [t] of g and of g (x - mean) over the local features."""
     if grad.is_cuda:
         return torch.batch_norm_backward_reduce(grad[None], tokens[None], mean, rstd, None, True, False, False)[:2]
     wide = grad.to(mean.dtype)
@@ -210,7 +210,7 @@ def _gradient(
     sums: tuple[torch.Tensor, torch.Tensor],
     features: int,
 ) -> torch.Tensor:
-    """rstd (g - mean(g) - (x - mean) rstd² mean(g (x - mean))), of the sums over all features."""
+    """rstd (g - mean(g) - (x - mean) rstd² mean(g (x - mean))), from sums over all features."""
     if grad.is_cuda:
         count = torch.full((1,), features, dtype=torch.int32, device=grad.device)
         return torch.batch_norm_backward_elemt(grad[None], tokens[None], mean, rstd, None, *sums, count)[0]
@@ -227,7 +227,7 @@ def _gradients_of_parameters(
     weight: torch.Tensor,
     has_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sums over tokens, of g x̂ and g."""
+    """Sums over tokens of g x̂ and g."""
     if grad.is_cuda and weight.dtype == grad.dtype:
         wanted, shape = [False, True, has_bias], [tokens.shape[1]]
         by_token = mean[:, None], rstd[:, None]

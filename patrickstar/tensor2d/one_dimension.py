@@ -1,12 +1,12 @@
-"""Tensor parallelism in one dimension, with sequences sharded between the products: the baseline of two dimensions.
+"""One-dimensional tensor parallelism with sequence parallelism (Megatron), the baseline of two dimensions.
 
     group = tall_group(line)                          # of p ranks: p rows, one column
     hidden = hidden + MLP1D(1024, 4096, group)(norm(hidden))       # [b, s/p, h] on each rank
 
-Of a pair of linear layers the first has some features of its output on each rank, the second as many of its input
-(Shoeybi et al., *Megatron-LM*, arXiv 1909.08053); outside of pairs each rank has some tokens (Korthikanti et al.,
-*Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198). There activations are as on a mesh
-of p rows and one column, with tokens in the place of samples: norms, embeddings and their gradients are those of
+In a pair of linear layers the first is sharded by output features, the second by input features (Shoeybi et al.,
+*Megatron-LM*, arXiv 1909.08053). Outside of pairs tokens are sharded (Korthikanti et al., *Reducing Activation
+Recomputation in Large Transformer Models*, arXiv 2205.05198). There, activations are as on a mesh of p rows and one
+column, with tokens in place of samples. So norms, embeddings and their gradients are those of
 :mod:`patrickstar.tensor2d` on such a mesh.
 """
 
@@ -31,12 +31,12 @@ from patrickstar.tensor2d.sums import replicated
 
 
 def tall_group(line: Line) -> MeshGroup:
-    """The ranks of ``line`` as rows, with one column: for layers of this module, and for norms and embeddings."""
+    """A mesh of one column, with the ranks of ``line`` as rows: for this module's layers, norms and embeddings."""
     return MeshGroup(line, Line(), line)
 
 
 def wide_group(line: Line) -> MeshGroup:
-    """The ranks of ``line`` as columns, with one row: for the loss of :class:`LMHead1D`'s logits."""
+    """A mesh of one row, with the ranks of ``line`` as columns: for the loss of :class:`LMHead1D`'s logits."""
     return MeshGroup(Line(), line, line)
 
 
@@ -68,14 +68,14 @@ class _Linear1D(Layer2D):
 
 
 class ColumnLinear1D(_Linear1D):
-    """The first of a pair: [b, s/p, in] -> [b, s, out/p]. The weight is [out/p, in], the bias [out/p].
+    """First layer of a pair: [b, s/p, in] -> [b, s, out/p]. The weight is [out/p, in], the bias [out/p].
 
     Args:
         in_features: of the whole layer.
         out_features: of the whole layer; ranks divide it.
-        group: of p rows and one column.
-        bias: whether there is one.
-        parts: what the output consists of, if ranks are to have some of each (:class:`Placement`).
+        group: p rows and one column.
+        bias: the layer has one.
+        parts: parts of the output of which each rank gets some (:class:`Placement`).
         dtype: of the parameters.
         device: of the parameters.
 
@@ -109,8 +109,8 @@ class ColumnLinear1D(_Linear1D):
 
 
 class RowLinear1D(_Linear1D):
-    """The second of a pair: [b, s, in/p] -> [b, s/p, out]. The weight is [in/p, out], the bias [out] the same on all
-    ranks. Arguments are those of :class:`ColumnLinear1D`.
+    """Second layer of a pair: [b, s, in/p] -> [b, s/p, out]. The weight is [in/p, out]; the bias [out] is replicated.
+    Arguments are those of :class:`ColumnLinear1D`.
 
     Raises:
         ValueError: ranks do not divide the features, or the mesh has several columns.
@@ -145,7 +145,7 @@ class RowLinear1D(_Linear1D):
 
 
 class Attention1D(Attention):
-    """Attention with heads over ranks: [b, s/p, h] -> [b, s/p, h]. Arguments are those of
+    """Attention with heads sharded over ranks: [b, s/p, h] -> [b, s/p, h]. Arguments are those of
     :class:`~patrickstar.tensor2d.Attention2D`; masks and rotary positions are of whole sequences.
     """
 
@@ -217,15 +217,15 @@ class GatedMLP1D(GatedFeedForward):
 
 
 class LMHead1D(Layer2D):
-    """Logits [b, s, v/p] of activations [b, s/p, h], by the table [v/p, h] of an embedding or one of its own. The loss
-    is :class:`~patrickstar.tensor2d.CrossEntropy2D` on :func:`wide_group`, with labels [b, s].
+    """Logits [b, s, v/p] of activations [b, s/p, h], by an embedding's table [v/p, h] or its own. The loss is
+    :class:`~patrickstar.tensor2d.CrossEntropy2D` on :func:`wide_group`, with labels [b, s].
 
     Args:
         features: h.
-        vocabulary: tokens that there are.
-        group: of p rows and one column.
-        bias: whether there is one, [v/p].
-        tied: the embedding whose table this layer uses; None: one of its own.
+        vocabulary: number of real tokens.
+        group: p rows and one column.
+        bias: the layer has one, [v/p].
+        tied: the embedding whose table is shared; None: a table of its own.
         dtype: of the table.
         device: of the table.
     """

@@ -1,22 +1,21 @@
-"""In which order the ranks of one line multiply what they have and what comes: the only place that says so.
+"""Orders and piece sizes that overlap products with the messages of one mesh dimension.
 
-[Note: own first, own last] Where others' parts come to a rank, it multiplies its own first, while the next ones are on
-their way, then those of the ranks behind it, round the line (:func:`arriving`); so its first product never waits, and
-in every exchange each rank sends to one other and receives of one. Where sums go to their owners, it computes the
-others' summands first, the next rank's before all, and its own last, on top of what came (:func:`scattered`), in pieces
-of the output, so that the last message too is behind products. What is added up is added in one order, that of ranks
-and then the own product, whatever comes first and whatever memory is left, so that it always has the same bits.
+[Note: own first, own last] With an all-gather (:func:`arriving`) a rank multiplies its own part first, while the next
+one arrives, then those of the ranks after it, cyclically. So its first product never waits, and in each exchange a rank
+sends to one other and receives from one. With a reduce-scatter (:func:`scattered`) it computes the others' summands
+first, the next rank's before all. Its own product comes last, onto the received summands, in pieces of the output, so
+that the last message overlaps too. Sums are always added in rank order and then the own product, so bits do not depend
+on arrival or memory.
 
-[Note: two products behind a message] A product that is on all multiprocessors of a GPU lets no message begin before it
-ends, and a message that is ready when a product is, mostly comes second. So two products are computed between the
-moment that a message may begin and the one that waits for it: sums have three pieces, a part is multiplied in two while
-the next one comes, and what is gathered for pieces is begun for all of them at once.
+Two products run between the start of a message and the wait for it. A product that fills a GPU delays messages until it
+ends, and a message that becomes ready together with a product usually comes second. So sums have three pieces, a part
+is multiplied in two pieces while the next one arrives, and all-gathers for pieces all start at once.
 
-[Note: few pieces] A message takes multiprocessors from the products beside it, each piece of a product leaves some idle
-at its end, and each message waits for its launch. So nothing is cut finer than that takes. Where a rank needs a part of
-everybody before it can begin, the first piece is small, since nothing hides it, and each one behind it at most three
-times as large as the one whose product hides it (:data:`GROWING`). Pieces whose product would not fill a GPU are made
-larger (:data:`_FILLING`): sizes decide, and all ranks have the same.
+Pieces are no finer than that needs: messages take multiprocessors from products, each piece leaves some idle at its
+end, and each message waits for its launch. If a rank needs a part from every rank before it can begin, the first piece
+is small, since nothing hides it. Each later piece is at most three times as large as the one that hides it
+(:data:`GROWING`). Pieces too small to fill a GPU are enlarged (:data:`_FILLING`). Sizes alone decide, and all ranks
+have the same sizes.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ from patrickstar.tensor2d.lines import Line
 Piece = TypeVar("Piece")
 
 Shares = Sequence[tuple[int, ...]]
-"""In which a dimension may be cut, the finest first; empty: not at all."""
+"""Shares into which a dimension may be cut, finest first; empty: not at all."""
 
 GROWING: Shares = ((1, 3, 6, 6), (1, 3), (1, 1))
-"""Shares of pieces of which the first is not hidden, from the finest cut on."""
+"""Shares of pieces whose first one is not hidden, finest first."""
 BEFORE_OTHERS: Shares = ((1, 3), (1, 1))
-"""Of the product of one rank's part while the next one's is on its way, which may begin behind the first piece."""
+"""Shares of one part's product while the next part arrives; the next message may start after the first piece."""
 SUMS: Shares = ((1, 1, 1), (1, 1))
-"""Of sums that go to their owners."""
+"""Shares of sums that go to their owners."""
 
 _FILLING = 2**22
-"""Elements of an output that keep a GPU busy: 128 tiles of 128 x 256, about as many as it has multiprocessors."""
+"""Output elements that fill a GPU: 128 tiles of 128 x 256, about as many as it has multiprocessors."""
 _TILE = 128
-"""Pieces of matrices are multiples of it where they can be: what one multiprocessor computes at a time."""
+"""Unit of pieces where possible: the tile that one multiprocessor computes at a time."""
 
 
 def is_filling(elements: int) -> bool:
-    """Whether a product of so many elements is worth a launch of its own ([Note: few pieces])."""
+    """True if a product of so many output elements is worth its own launch."""
     return elements >= _FILLING
 
 
 def cut(size: int, width: int, choices: Shares, *, in_tiles: bool = True) -> list[slice]:
-    """Cuts a dimension of an output into pieces ([Note: few pieces]).
+    """Cuts a dimension of an output into pieces.
 
     Args:
-        size: of the dimension.
-        width: elements of the output for each index of it.
-        choices: of which the first one is taken whose smallest piece fills a GPU.
-        in_tiles: whether pieces end at multiples of a tile; not where the dimension is one of samples.
+        size: size of the dimension.
+        width: output elements per index.
+        choices: the first one whose smallest piece fills a GPU is taken.
+        in_tiles: pieces end at multiples of a tile; not for a dimension of samples.
 
     Returns:
-        One piece or more, in order; together they are the dimension.
+        one piece or more, in order, that cover the dimension.
     """
     step = _TILE if in_tiles else 1
     for shares in choices:
@@ -77,15 +76,15 @@ def cut(size: int, width: int, choices: Shares, *, in_tiles: bool = True) -> lis
 def begin_gathering(
     mine: torch.Tensor, line: Line, into: Sequence[torch.Tensor] | None = None
 ) -> Callable[[], list[torch.Tensor]]:
-    """Begins to gather a tensor of each rank, of one shape.
+    """Starts an all-gather of tensors of one shape.
 
     Args:
-        mine: contiguous.
+        mine: this rank's tensor, contiguous.
         line: the ranks.
-        into: where each rank's goes, contiguous, of which ``mine`` is there; None: new memory for those that come.
+        into: destination of each rank's tensor, contiguous; ``mine`` is in its own already. None: new memory.
 
     Returns:
-        What waits for them, and returns them by rank.
+        a function that waits and returns the tensors by rank.
     """
     parts, pending = {line.rank: mine}, []
     for step in range(1, line.size):
@@ -101,8 +100,8 @@ def begin_gathering(
 
 
 def arriving(mine: torch.Tensor, line: Line) -> Iterator[tuple[int, torch.Tensor, Shares]]:
-    """Each rank, its tensor, of the shape of ``mine``, and how its product is cut, in the order of [Note: own first,
-    own last].
+    """Yields each rank, its tensor (of ``mine``'s shape) and the shares to cut its product into, in the order of [Note:
+    own first, own last].
     """
     if line.size > 1:
         mine = mine.contiguous()
@@ -127,15 +126,15 @@ def scattered(
     target: Callable[[Piece], torch.Tensor],
     add_own: Callable[[Piece, list[torch.Tensor]], None],
 ) -> None:
-    """Sums over ranks of which each keeps its own ([Note: own first, own last], [Note: sums by their owner]).
+    """A reduce-scatter that overlaps with products ([Note: own first, own last], [Note: sums by their owner]).
 
     Args:
         line: the ranks.
-        pieces: of what each rank keeps.
-        summand: of the piece of one owner, this rank's; contiguous.
-        target: where this rank keeps a piece; contiguous.
-        add_own: adds this rank's own product of a piece to the others' summands of it, in the order of ranks, and
-            leaves the sum in the target. Of two ranks the other's summand lies there already.
+        pieces: pieces of each rank's result.
+        summand: this rank's summand for one owner's piece; contiguous.
+        target: this rank's result for a piece; contiguous.
+        add_own: adds this rank's own product to the others' summands of a piece, in rank order, and leaves the sum in
+            the target. With two ranks the other's summand is in the target already.
     """
     begun: list[tuple[Piece, list[PendingExchange], list[torch.Tensor]]] = []
     for piece in pieces:
@@ -154,6 +153,6 @@ def scattered(
 
 
 def _wait_for(pending: list[PendingExchange]) -> None:
-    """Lets go of each, and with it of what was sent."""
+    """Waits for each exchange and drops it, and with it the tensors sent."""
     while pending:
         pending.pop(0).wait()

@@ -1,8 +1,8 @@
-"""Panels of divided matrices on their way along a line, and partial sums on theirs to the rank that keeps them.
+"""Panels of sharded matrices in transit along a mesh dimension, and partial sums on their way to their owner.
 
-[Note: one panel ahead] Panel l + 1 travels while panel l is multiplied, and the partial sums of product l travel while
-product l + 1 is computed. Each has two buffers, so that memory does not grow with the number of panels. This is
-how products on several rows and columns are made, and how embeddings send rows; for one line see orders.py.
+[Note: one panel ahead] Panel l + 1 is broadcast while panel l is multiplied. Partial sums of product l are sent while
+product l + 1 is computed. Each has two buffers, so memory does not grow with the number of panels. Products on several
+rows and columns work so, and embeddings' rows; orders.py describes meshes of one row or column.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SHOWN_MESHES = 3
 
 
 Cut = Literal["num_panels", "rows", "columns"]
-"""Into how many parts: what a :class:`~patrickstar.tensor2d.group.Place` calls so."""
+"""A number of parts: the name of an attribute of :class:`~patrickstar.tensor2d.group.Place`."""
 
 
 def check_divides(what: str, size: int, place: Place, by: Cut = "num_panels") -> None:
-    """Raises ValueError, which names a size and meshes that would do, unless ``size`` can be cut so."""
+    """Raises ValueError unless the parts divide ``size``; the message names a size and meshes that would fit."""
     number = getattr(place, by)
     if size % number == 0:
         return
@@ -38,20 +38,20 @@ def check_divides(what: str, size: int, place: Place, by: Cut = "num_panels") ->
 
 
 def meshes_that_divide(size: int, place: Place, by: Cut) -> list[tuple[int, int]]:
-    """(rows, columns) of meshes of as many ranks that cut ``size``, the nearest first."""
+    """(rows, columns) of meshes of as many ranks that divide ``size``, nearest first."""
     pairs = [(rows, place.size // rows) for rows in range(1, place.size + 1) if place.size % rows == 0]
     fitting = [(rows, columns) for rows, columns in pairs if size % getattr(Place(rows, columns), by) == 0]
     return sorted(fitting, key=lambda pair: abs(pair[0] - place.rows) + abs(pair[1] - place.columns))
 
 
 class Panels:
-    """Of a matrix that is divided along ``dim`` over a line: panel l of ``num_panels`` for each rank of the line.
+    """All-gathers a matrix, sharded along ``dim``, panel by panel.
 
     Args:
-        block: this rank's, 2 dimensions.
-        dim: the one along which panels are cut.
-        num_panels: of the whole matrix; a multiple of the line's ranks.
-        line: the ranks that have the blocks beside this one.
+        block: this rank's block, two-dimensional.
+        dim: the dimension along which panels are cut.
+        num_panels: of the whole matrix; a multiple of the group's ranks.
+        line: the ranks that hold the blocks.
     """
 
     def __init__(self, block: torch.Tensor, dim: int, num_panels: int, line: Line):
@@ -62,7 +62,7 @@ class Panels:
         self._coming: dict[int, tuple[torch.Tensor, PendingExchange | None]] = {}
 
     def begin(self, index: int) -> None:
-        """Lets panel ``index`` travel; the one two before it is no longer in use."""
+        """Starts the broadcast of panel ``index``. The panel two before it must no longer be in use."""
         owner, local = divmod(index, self._per_rank)
         if owner == self._line.rank:
             panel = self._block.narrow(self._dim, local * self._width, self._width)
@@ -77,7 +77,7 @@ class Panels:
         self._coming[index] = panel, self._line.broadcast(panel, owner)
 
     def take(self, index: int) -> torch.Tensor:
-        """Waits for panel ``index``."""
+        """Waits for panel ``index`` and returns it."""
         panel, pending = self._coming.pop(index)
         if pending is not None:
             pending.wait()
@@ -93,7 +93,7 @@ class Panels:
 
 
 def travelling(*operands: Panels, num_panels: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The panels of all operands, index by index, the next ones on their way ([Note: one panel ahead])."""
+    """Yields the panels of all operands, index by index, while the next ones arrive ([Note: one panel ahead])."""
     for operand in operands:
         operand.begin(0)
     for index in range(num_panels):
@@ -104,14 +104,13 @@ def travelling(*operands: Panels, num_panels: int) -> Iterator[tuple[torch.Tenso
 
 
 class PartialSums:
-    """Summands of a divided matrix, panel by panel, on their way to the ranks that keep the sums ([Note: sums by their
-    owner]).
+    """Reduce-scatters a sharded matrix, panel by panel ([Note: sums by their owner]).
 
     Args:
         out: this rank's block of the sum; all of it is written.
-        dim: the one along which panels are cut.
-        num_panels: of the whole matrix; a multiple of the line's ranks.
-        line: the ranks that have the blocks beside this one, and a summand each.
+        dim: the dimension along which panels are cut.
+        num_panels: of the whole matrix; a multiple of the group's ranks.
+        line: the ranks; each has a summand and keeps a block.
     """
 
     def __init__(self, out: torch.Tensor, dim: int, num_panels: int, line: Line):
@@ -121,12 +120,12 @@ class PartialSums:
         self._last: tuple[PendingExchange, Callable[[], None]] | None = None
 
     def keeps(self, index: int) -> bool:
-        """Whether this rank makes the sum of panel ``index``."""
+        """True if this rank keeps the sum of panel ``index``."""
         return index // self._per_rank == self._line.rank
 
     def add(self, index: int, mine: torch.Tensor) -> None:
-        """This rank's summand of panel ``index``: in :func:`sum_dtype` where it keeps the sum, in the type of ``out``
-        where it does not.
+        """Adds this rank's summand of panel ``index``: in :func:`sum_dtype` if it keeps the sum, else in ``out``'s
+        dtype.
         """
         owner, local = divmod(index, self._per_rank)
         if self._line.size == 1:
@@ -146,7 +145,7 @@ class PartialSums:
         self._end(before)
 
     def finish(self) -> torch.Tensor:
-        """Waits for what is on its way. Returns ``out``."""
+        """Waits for all messages and returns ``out``."""
         before, self._last = self._last, None
         self._end(before)
         return self._out
@@ -169,21 +168,21 @@ class PartialSums:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of what is added up: float32 for types of 16 bits, else the operands' own."""
+    """Accumulation dtype: float32 for 16-bit types, else the operands' own."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def save_operands(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> None:
-    """For the backward of a product, whose first two arguments they are: each is kept where the other one's gradient is
-    wanted, so that a frozen weight keeps no activations.
+    """Saves the two operands of a product for backward. Each is saved only if the other's gradient is needed, so a
+    frozen weight keeps no activations.
     """
     needs_a, needs_b = ctx.needs_input_grad[:2]
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
 def check_operands(what: str, a: torch.Tensor, b: torch.Tensor, group: MeshGroup, same: tuple[int, int]) -> None:
-    """Raises ValueError unless both are matrices of one dtype whose blocks can be multiplied: the whole matrices have
-    dimension ``same`` of a and of b in common.
+    """Raises ValueError unless the blocks are matrices of one dtype that can be multiplied: dimension ``same[0]`` of a
+    equals ``same[1]`` of b in the whole matrices.
     """
     if a.dim() != 2 or b.dim() != 2 or a.dtype != b.dtype:
         raise ValueError(
@@ -200,7 +199,7 @@ def check_operands(what: str, a: torch.Tensor, b: torch.Tensor, group: MeshGroup
 
 
 def check_bias(what: str, bias: torch.Tensor | None, size: int, dtype: torch.dtype) -> None:
-    """Raises ValueError unless a bias, if there is one, has ``size`` elements of ``dtype``."""
+    """Raises ValueError unless the bias is None or has ``size`` elements of ``dtype``."""
     if bias is not None and (bias.shape != (size,) or bias.dtype != dtype):
         raise ValueError(
             f"{what}: a bias of shape {list(bias.shape)} and {bias.dtype}; give this rank's {size} elements of {dtype}"

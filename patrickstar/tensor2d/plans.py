@@ -1,11 +1,11 @@
-"""Models of other libraries on a mesh: which of their modules become what, by patterns of names.
+"""Tensor parallelism for other libraries' models: a plan maps patterns of module names to styles.
 
     group = MeshGroup.of_torch(Mesh(rows=2, columns=2))
     parallelize(model, group)                                  # a plan of ours, by the model's type
     parallelize(model, group, {"net.*": Summa2D()})            # or your own
 
-In the manner of ``torch.distributed.tensor.parallel.parallelize_module``: modules are replaced in place, and a model
-that has a parameter nobody divides is refused, so that none is silently the same on all ranks.
+As with ``torch.distributed.tensor.parallel.parallelize_module``, modules are replaced in place. A model with a
+parameter that no style shards is refused, so that none is silently replicated.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _LOSSES: dict[str | None, type[TokenLoss]] = {
     "ForMaskedLM": TokenLoss,
     None: CausalLoss,
 }
-"""By ``loss_type`` of transformers, which takes the first for models that say nothing."""
+"""By ``loss_type`` of transformers; models without one use the first."""
 
 
 def parallelize(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style] | None = None) -> None:
-    """Divides the parameters of ``model`` over the mesh, module by module, in place.
+    """Shards the parameters of ``model`` over the mesh, module by module, in place.
 
-    The model is then called on each rank with the samples of its row. What it gives has [b/r, ..., h/c]; logits have
-    [b/r, ..., v/c] where autograd is on, and the whole vocabulary where it is off. The loss of a causal or masked
-    language model of Hugging Face is that of the whole batch, on all ranks; each calls its ``backward``.
+    Afterwards call the model on each rank with the samples of its row. Outputs are [b/r, ..., h/c]. Logits are [b/r,
+    ..., v/c] with autograd on, and have the whole vocabulary with autograd off. The loss of a Hugging Face causal or
+    masked language model is that of the whole batch, on all ranks; each must call its ``backward``.
 
     Args:
         model: with the same whole values on all ranks, or on the meta device.
         group: the mesh.
-        plan: styles by patterns of module names (``*`` for anything), with or without the prefix of a Hugging Face
-            model's base model; None: the one for ``model.config.model_type``.
+        plan: styles by patterns of module names (``*`` matches anything), with or without the prefix of a Hugging Face
+            model's base model; None: the plan for ``model.config.model_type``.
 
     Raises:
-        ValueError: there is no plan for the model or for one of its modules, which is named, or a size cannot be
-            divided. The model may be divided in part then.
+        ValueError: there is no plan for the model or for one of its modules, which is named, or a size is not
+            divisible. The model may then be partly sharded.
     """
     plan = plan_for(model) if plan is None else plan
     heads = replace_modules(model, group, plan, TWO_DIMENSIONS)
@@ -61,14 +61,15 @@ def parallelize(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style] | 
 
 
 def replace_modules(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style], pairs: Pairs) -> list[Any]:
-    """Replaces what ``plan`` names, and gives the heads among what was made. Raises ValueError as
-    :func:`parallelize` does.
+    """Replaces the modules that ``plan`` names, and returns the new heads. Raises ValueError as :func:`parallelize`
+    does.
     """
     check_adapters(model)
     styles = _styles(model, plan)
     _check_covered(model, styles)
     tables: dict[int, Embedding2D] = {}
-    replaced: list[tuple[nn.Parameter, nn.Parameter]] = []  # old ones alive, so that no new one gets their id
+    # keeps old parameters alive, so that their ids are not reused
+    replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
     heads = []
     for name, style in styles.items():
         module = model.get_submodule(name)
@@ -104,7 +105,7 @@ def plan_for(model: nn.Module) -> Mapping[str, Style]:
 
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """Of the outermost modules that a pattern names, in the order of the model."""
+    """Styles of the outermost modules that match a pattern, in model order."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     found: dict[str, Style] = {}
     for name, _ in model.named_modules():
@@ -130,7 +131,7 @@ def _check_covered(model: nn.Module, styles: Mapping[str, Style]) -> None:
 
 
 def _tie_again(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Other names of parameters that were replaced."""
+    """Replaces parameters under their other names."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if id(parameter) in made:
@@ -138,8 +139,8 @@ def _tie_again(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
 
 
 def replace_loss(model: Any, vocabulary: int, group: MeshGroup) -> None:
-    """Has a causal or masked language model compute its loss from logits whose vocabulary is over the columns of
-    ``group``, and any other refuse labels.
+    """Makes a causal or masked language model compute its loss from logits whose vocabulary is sharded over ``group``'s
+    columns. Other models refuse labels.
     """
     kind = getattr(model, "loss_type", None)
     if hasattr(type(model), "loss_function") and kind in _LOSSES:

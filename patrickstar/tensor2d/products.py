@@ -1,4 +1,4 @@
-"""Products of matrices that are divided into blocks over a mesh: A B, A Bᵀ and Aᵀ B, by SUMMA.
+"""Products of sharded matrices over a mesh, A B, A Bᵀ and Aᵀ B, by SUMMA.
 
     c = multiply(a, b, group)                   # blocks [M/r, K/c] and [K/r, N/c] -> [M/r, N/c]
     c = multiply_transposed(a, b, group)        # A Bᵀ: [M/r, K/c] and [N/r, K/c] -> [M/r, N/c]
@@ -6,23 +6,22 @@
 
 Rank (i, j) of r x c has block (i, j). A product is made of lcm(r, c) panels (van de Geijn and Watts, *SUMMA: Scalable
 Universal Matrix Multiplication Algorithm*, 1997; for training on q x q ranks Xu et al., *An Efficient 2D Method for
-Training Super-Large Deep Learning Models*, arXiv 2104.05343). The gradient of each product is two of the three, so
-all of them can be differentiated as often as wanted.
+Training Super-Large Deep Learning Models*, arXiv 2104.05343). The gradient of each product is two of the three, so all
+can be differentiated any number of times.
 
-[Note: which operand stays] In A B both operands travel and the output stays; in the other two one operand travels and
-partial sums of the output do, so that the other operand stays. All of them send (c - 1) / (r c) of one matrix along
-columns and (r - 1) / (r c) of another along rows:
+In A B both operands are sent and the output stays. In the others one operand and partial sums of the output are sent,
+and the other operand stays. Each sends (c - 1) / (r c) of one matrix along columns and (r - 1) / (r c) of another along
+rows:
 
     product     along columns       along rows
     A B         A                   B
     A Bᵀ        partial sums of C   B
     Aᵀ B        A                   partial sums of C
 
-[Note: one line alone] On meshes of one row or one column only one of the two travels, and no product is cut along its
-inner dimension, so that none is added up outside of a multiplication ([Note: float32 where sums meet]). What travels
-along an outer dimension, or is a sum, goes by ranks ([Note: own first, own last]); what travels along the inner one is
-gathered whole for some rows or columns of the output at a time ([Note: few pieces]). Panels that are added up in
-float32 ([Note: one panel ahead]) are for meshes of several rows and columns.
+On meshes of one row or one column only one of the two is sent, and no product is cut along its inner dimension. So
+nothing is accumulated outside of a multiplication. Parts along an outer dimension, and sums, go rank by rank ([Note:
+own first, own last]). Parts along the inner dimension are all-gathered for some rows or columns of the output at a
+time. Panels accumulated in float32 ([Note: one panel ahead]) are for meshes of several rows and columns.
 """
 
 from __future__ import annotations
@@ -48,15 +47,14 @@ from patrickstar.tensor2d.panels import (
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, group: MeshGroup, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """This rank's block of A B, and of a bias that is added to all of its rows.
-
-    Sums of products of 16-bit operands are float32, over all panels, and rounded once.
+    """This rank's block of A B plus a bias on all rows. 16-bit operands are accumulated in float32 over all panels and
+    rounded once.
 
     Args:
-        a: [M/r, K/c], of one dtype with b.
+        a: [M/r, K/c], in b's dtype.
         b: [K/r, N/c].
-        group: of r x c ranks; lcm(r, c) divides K.
-        bias: [N/c], of the same dtype; None: zeros.
+        group: r x c ranks; lcm(r, c) divides K.
+        bias: [N/c], in the same dtype; None: none.
 
     Returns:
         [M/r, N/c].
@@ -73,16 +71,16 @@ def multiply(a: torch.Tensor, b: torch.Tensor, group: MeshGroup, bias: torch.Ten
 def multiply_transposed(
     a: torch.Tensor, b: torch.Tensor, group: MeshGroup, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's block of A Bᵀ, and of a bias that is added to all of its rows.
+    """This rank's block of A Bᵀ plus a bias on all rows.
 
     Args:
-        a: [M/r, K/c], of one dtype with b.
+        a: [M/r, K/c], in b's dtype.
         b: [N/r, K/c].
-        group: of r x c ranks; lcm(r, c) divides N.
-        bias: [N/c], of the same dtype; None: zeros.
+        group: r x c ranks; lcm(r, c) divides N.
+        bias: [N/c], in the same dtype; None: none.
 
     Returns:
-        [M/r, N/c], summed as [Note: sums by their owner] says.
+        [M/r, N/c], summed as in [Note: sums by their owner].
 
     Raises:
         ValueError: shapes, dtypes or N do not fit.
@@ -97,12 +95,12 @@ def transposed_multiply(a: torch.Tensor, b: torch.Tensor, group: MeshGroup) -> t
     """This rank's block of Aᵀ B.
 
     Args:
-        a: [K/r, M/c], of one dtype with b.
+        a: [K/r, M/c], in b's dtype.
         b: [K/r, N/c].
-        group: of r x c ranks; lcm(r, c) divides M.
+        group: r x c ranks; lcm(r, c) divides M.
 
     Returns:
-        [M/r, N/c], summed as [Note: sums by their owner] says.
+        [M/r, N/c], summed as in [Note: sums by their owner].
 
     Raises:
         ValueError: shapes, dtypes or M do not fit.
@@ -153,7 +151,7 @@ class _MultiplyTransposed(torch.autograd.Function):
         ctx.group = group
         place, count = group.place, group.place.num_panels
         out = a.new_empty(a.shape[0], b.shape[0] * place.rows // place.columns)
-        if place.columns == 1:  # of one rank too
+        if place.columns == 1:  # includes a single rank
             parts = out.chunk(place.rows, 1)
             for rank, features, shares in arriving(b, group.along_rows):
                 part_of_bias = None if bias is None else bias.chunk(place.rows)[rank]
@@ -186,7 +184,7 @@ class _TransposedMultiply(torch.autograd.Function):
         ctx.group = group
         place, count = group.place, group.place.num_panels
         out = a.new_empty(a.shape[1] * place.columns // place.rows, b.shape[1])
-        if place.rows == 1:  # of one rank too
+        if place.rows == 1:  # includes a single rank
             parts = out.chunk(place.columns)
             for rank, columns, shares in arriving(a, group.along_columns):
                 for rows in cut(*parts[rank].shape, shares):
@@ -210,7 +208,7 @@ class _TransposedMultiply(torch.autograd.Function):
 
 
 def _by_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, line: Line) -> None:
-    """A B of whole rows of A, gathered for some rows of the output at a time."""
+    """A B with whole rows of A, all-gathered for some rows of the output at a time."""
     a = a.contiguous()
     line.meet()
     coming = [(rows, begin_gathering(a[rows], line)) for rows in cut(*out.shape, GROWING)]
@@ -219,7 +217,7 @@ def _by_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Te
 
 
 def _by_columns(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, line: Line) -> None:
-    """A B of whole columns of B, gathered for some columns of the output at a time."""
+    """A B with whole columns of B, all-gathered for some columns of the output at a time."""
     line.meet()
     coming = []
     for columns in cut(out.shape[1], out.shape[0], GROWING):
@@ -233,7 +231,7 @@ def _by_columns(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch
 
 
 def _summed_by_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, line: Line) -> None:
-    """A Bᵀ where each rank keeps some columns of the sum over ranks, in pieces of its rows."""
+    """A Bᵀ; each rank keeps some columns of the sum over ranks, in pieces of rows."""
     panels = b.chunk(line.size)
 
     def add_own(rows: slice, others: list[torch.Tensor]) -> None:
@@ -246,7 +244,7 @@ def _summed_by_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: t
 
 
 def _summed_by_panels(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, line: Line) -> None:
-    """Aᵀ B where each rank keeps some rows of the sum over ranks, in pieces of these."""
+    """Aᵀ B; each rank keeps some rows of the sum over ranks, in pieces."""
     panels = a.t().chunk(line.size)
     scattered(
         line,
@@ -258,7 +256,7 @@ def _summed_by_panels(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, line:
 
 
 def _summand(a: torch.Tensor, b: torch.Tensor, sums: PartialSums, index: int) -> torch.Tensor:
-    """Not rounded where it is not sent."""
+    """A summand, in the accumulation dtype if this rank keeps the sum, else rounded for sending."""
     dtype = sum_dtype(a.dtype)
     if dtype == a.dtype or not sums.keeps(index):
         return a @ b
@@ -267,7 +265,7 @@ def _summand(a: torch.Tensor, b: torch.Tensor, sums: PartialSums, index: int) ->
 
 
 def _round(total: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Once, with the bias."""
+    """Rounds the sum once, with the bias."""
     if bias is None:
         out.copy_(total)
     else:

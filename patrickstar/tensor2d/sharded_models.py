@@ -1,9 +1,9 @@
-"""Models of Hugging Face in one dimension: pairs of layers divided over ranks, with sequences sharded between them.
+"""Hugging Face models under one-dimensional tensor parallelism with sequence parallelism.
 
-    parallelize_1d(model, line)                               # all ranks call it, with the same whole values
-    loss = model(tokens, labels=tokens).loss                  # of whole sequences, of which each rank takes its tokens
+    parallelize_1d(model, line)                               # on all ranks, with the same whole values
+    loss = model(tokens, labels=tokens).loss                  # of whole sequences; each rank takes its tokens
 
-The plans are those of :mod:`patrickstar.tensor2d.plans`; what differs is what pairs are made of
+The plans are those of :mod:`patrickstar.tensor2d.plans`; only the pairs of layers differ
 (:mod:`patrickstar.tensor2d.one_dimension`).
 """
 
@@ -24,8 +24,8 @@ from patrickstar.tensor2d.styles import Pairs
 
 
 class Head(LMHead1D):
-    """Gives this rank's logits [b, s, v/p] where autograd is on, and without autograd, as in ``generate``, those of the
-    whole vocabulary [b, s, vocabulary].
+    """Returns this rank's logits [b, s, v/p] with autograd on. With autograd off, as in ``generate``, logits have the
+    whole vocabulary: [b, s, vocabulary].
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # noqa: D102
@@ -39,20 +39,19 @@ ONE_DIMENSION = Pairs(ColumnLinear1D, RowLinear1D, Head, "rows")
 
 
 def parallelize_1d(model: Any, line: Line) -> None:
-    """Divides the parameters of ``model`` over ``line``, module by module, in place.
+    """Shards the parameters of ``model`` over ``line``, module by module, in place.
 
-    The model is then called on each rank with the tokens and labels of whole sequences, [b, s], and gives logits of all
-    tokens, [b, s, v/p] where autograd is on and of the whole vocabulary where it is off, and the loss of the whole
-    batch. Ranks divide s in training.
+    Afterwards call the model on each rank with tokens and labels of whole sequences, [b, s]. It returns the loss of the
+    whole batch and logits of all tokens: [b, s, v/p] with autograd on, the whole vocabulary with autograd off. In
+    training ranks must divide s.
 
     Args:
-        model: a causal or masked language model of Hugging Face, with the same whole values on all ranks or on the
-            meta device.
+        model: a Hugging Face causal or masked language model, with the same whole values on all ranks or on the meta
+            device.
         line: the ranks.
 
     Raises:
-        ValueError: there is no such plan for the model, or a size cannot be divided. The model may be divided in part
-            then.
+        ValueError: there is no 1D plan for the model, or a size is not divisible. The model may then be partly sharded.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in SHARDED:
@@ -64,5 +63,5 @@ def parallelize_1d(model: Any, line: Line) -> None:
     heads = replace_modules(model, tall_group(line), SHARDED[kind], ONE_DIMENSION)
     sees_all = any(isinstance(module, Heads) and not module.is_causal for module in model.modules())
     ShardedTokens(line, padding_mask if sees_all else causal_mask).attach(model)
-    if heads:  # behind what divides tokens: labels and logits are those of the tokens that were given
+    if heads:  # after the hooks that shard tokens: labels and logits are those of the given tokens
         replace_loss(model, heads[0].vocabulary, wide_group(line))

@@ -1,18 +1,17 @@
-"""Products of activations whose tokens are sharded over a line of ranks: the two of a pair of linear layers.
+"""Products of activations whose tokens are sharded over ranks: the two of a pair of linear layers.
 
     wide = column_product(shard, first, line)          # [b, s/p, in], [out/p, in] -> [b, s, out/p]
     shard = row_product(wide, second, line)            # [b, s, in/p], [in/p, out] -> [b, s/p, out]
 
-[Note: tokens of one rank at a time] Tokens that are gathered travel rank by rank, one ahead of their product, and sums
-that are scattered leave rank by rank behind it, so that messages hide behind products ([Note: own first, own last]).
-Inputs are kept sharded, and gathered again in backward, where they come while the gradient of the input is computed: a
-weight's gradient is one product of the tokens of all ranks, in their order in the sequences.
+Tokens are all-gathered rank by rank, one ahead of their product, and sums are reduce-scattered rank by rank after it.
+So messages overlap with products ([Note: own first, own last]). Each rank begins with another rank's tokens: in every
+exchange each rank sends to one other, so none is a bottleneck.
 
-[Note: everybody to another one] Each rank begins with another one's tokens: in every exchange all ranks send to as many
-others, one each, so that none is served or asked by all at once.
+Inputs are saved sharded and all-gathered again in backward, while the gradient of the input is computed. A weight's
+gradient is one product over the tokens of all ranks, in sequence order.
 
-[Note: the bias of a sum] The second layer's bias, which all ranks have, comes with the summand of the rank before the
-one that keeps the sum, whose product adds it for nothing.
+The second layer's bias is replicated. The rank before the owner of a sum adds it to its summand, as part of its
+product.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from patrickstar.tensor2d.orders import SUMS, Shares, arriving, begin_gathering,
 from patrickstar.tensor2d.panels import save_operands
 
 TOKENS = 1
-"""The dimension of activations that is sharded."""
+"""The sharded dimension of activations."""
 
 
 def column_product(
     hidden: torch.Tensor, weight: torch.Tensor, line: Line, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """X Wᵀ + bias [b, s, out/p] of shards [b, s/p, in] of X, the weight's [out/p, in] and [out/p]."""
+    """X Wᵀ + bias, [b, s, out/p], from shards [b, s/p, in] of X, the weight's [out/p, in] and [out/p]."""
     return _ColumnProduct.apply(hidden, weight, bias, line)
 
 
 def row_product(
     hidden: torch.Tensor, weight: torch.Tensor, line: Line, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's tokens [b, s/p, out] of X W + bias, of [b, s, in/p], [in/p, out] and [out]."""
+    """This rank's tokens [b, s/p, out] of X W + bias, from [b, s, in/p], [in/p, out] and [out]."""
     return _RowProduct.apply(hidden, weight, bias, line)
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """X Wᵀ of shards [b, s/p, in] of X and [out/p, in]."""
+    """X Wᵀ from shards [b, s/p, in] of X and [out/p, in]."""
 
     @staticmethod
     def forward(
@@ -79,7 +78,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _RowProduct(torch.autograd.Function):
-    """Shards [b, s/p, out] of X W, of [b, s, in/p] and [in/p, out]."""
+    """Shards [b, s/p, out] of X W, from [b, s, in/p] and [in/p, out]."""
 
     @staticmethod
     def forward(
@@ -115,26 +114,26 @@ class _RowProduct(torch.autograd.Function):
 def _multiply(
     out: torch.Tensor, tokens: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, choices: Shares
 ) -> None:
-    """``out = tokens matrix + bias``; of a single sample in pieces of such shares."""
+    """``out = tokens matrix + bias``; a single sample is cut into pieces by ``choices``."""
     for piece in cut(*out.shape[1:], choices) if len(out) == 1 else [slice(None)]:
         tokens_into(out[:, piece], tokens[:, piece], matrix, bias)
 
 
 def _in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The whole sequences of the tokens of each rank."""
+    """Whole sequences from each rank's tokens."""
     return torch.cat(parts, TOKENS) if len(parts) > 1 else parts[0]
 
 
 def _product_of_tokens(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weight, Aᵀ B over all tokens: one product, whose sum is rounded once."""
+    """The gradient of a weight, Aᵀ B over all tokens: one product, rounded once."""
     return a.flatten(0, 1).t() @ b.flatten(0, 1)
 
 
 def _scattered_product(
     whole: torch.Tensor, matrix: torch.Tensor, line: Line, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum over ranks of ``whole @ matrix``, of which this rank has its tokens, and the bias ([Note: own first, own
-    last], [Note: the bias of a sum]).
+    """Reduce-scatter of ``whole @ matrix`` over ranks, with the bias: this rank's tokens ([Note: own first,
+    own last]).
     """
     batch, length = whole.shape[0], whole.shape[TOKENS] // line.size
     features = matrix.shape[1]

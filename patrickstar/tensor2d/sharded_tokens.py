@@ -1,4 +1,4 @@
-"""Calls of a model of Hugging Face whose ranks each have some tokens of whole sequences."""
+"""Calls of a Hugging Face model under sequence parallelism: each rank has some tokens of whole sequences."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from patrickstar.tensor2d.lines import Line
 _WHOLE = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep")
 
 Mask = Callable[[torch.Tensor, int], torch.Tensor]
-"""Which tokens [b, 1, 1 or s, s] each token sees: of the real ones [b, s'], with so many more behind."""
+"""Maps the mask of real tokens [b, s'] and the number of padding tokens to the keys each token sees: [b, 1,
+1 or s, s].
+"""
 
 
 class ShardedTokens:
-    """Divides the tokens of each call of a language model over ``line``.
+    """Shards the tokens of each call of a language model over ``line``.
 
     Args:
         line: the ranks.
         mask: :func:`causal_mask` or :func:`padding_mask`.
 
-    Masks and rotary positions stay those of whole sequences, since heads are divided where these are used. Where
-    autograd is off, sequences may have any length: tokens that fill them up come behind all others, so that none of
-    these sees them, and logits are those of the tokens that were given.
+    Masks and rotary positions stay those of whole sequences, since attention, where they are used, is sharded by heads.
+    With autograd off, sequences may have any length: padding tokens come last, so no other token sees them, and logits
+    are those of the given tokens.
     """
 
     def __init__(self, line: Line, mask: Mask):
@@ -36,8 +38,8 @@ class ShardedTokens:
         self._kept: int | torch.Tensor = 0
 
     def attach(self, model: nn.Module) -> None:
-        """From now on ``model`` is called with whole sequences. It keeps no cache, since ranks have other tokens of
-        each longer sequence: ``generate`` computes all tokens for each new one.
+        """Makes ``model`` take whole sequences. Its cache is switched off: with each longer sequence a rank has other
+        tokens, so ``generate`` recomputes all tokens for each new one.
         """
         model.register_forward_pre_hook(self.take, with_kwargs=True)
         model.register_forward_hook(self.cut)
@@ -48,8 +50,8 @@ class ShardedTokens:
             model.generation_config.use_cache = False  # type: ignore[union-attr]
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Gives the model the rank's tokens of ``input_ids`` [b, s], and their positions; of an ``attention_mask``
-        [b, s] the mask of all tokens [b, 1, s, s].
+        """Replaces ``input_ids`` [b, s] by the rank's tokens and their positions, and an ``attention_mask`` [b, s] by
+        the mask of all tokens [b, 1, s, s].
 
         Raises:
             ValueError: ranks do not divide s, or the call has other arguments.
@@ -84,13 +86,14 @@ class ShardedTokens:
             mine["token_type_ids"] = nn.functional.pad(given["token_type_ids"], (0, missing))
         mine = {name: part.chunk(size, dim=1)[self._line.rank] for name, part in mine.items()}
         others = {name: value for name, value in given.items() if name not in _WHOLE}
-        makes_masks = _attention_of(module) == "eager"  # of the tokens that it gets; sdpa leaves all to is_causal
+        # eager attention makes masks from the tokens it gets; sdpa relies on is_causal
+        makes_masks = _attention_of(module) == "eager"
         if missing or is_packed or makes_masks or (mask is not None and not mask.all()):
             others["attention_mask"] = self._mask(torch.ones_like(tokens) if mask is None else mask, missing)
         return (), {**others, **mine, "use_cache": False}
 
     def cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Of whole logits, those that the call asked for."""
+        """Cuts whole logits to those that the call requested."""
         if not torch.is_grad_enabled() and getattr(output, "logits", None) is not None:
             kept = slice(-self._kept, None) if isinstance(self._kept, int) else self._kept
             output.logits = output.logits[:, : self._length][:, kept]
@@ -99,7 +102,7 @@ class ShardedTokens:
     def whole_positions(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Those of all tokens of the call."""
+        """Passes the positions of all tokens of the call."""
         return args[:1], {**kwargs, "position_ids": self._positions}
 
 
@@ -108,12 +111,12 @@ def _attention_of(module: nn.Module) -> str | None:
 
 
 def padding_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
-    """Each token sees all of ``given`` [b, s'] that are real: [b, 1, 1, s]."""
+    """Each token sees all real tokens of ``given`` [b, s']: [b, 1, 1, s]."""
     return nn.functional.pad(given.bool(), (0, missing))[:, None, None]
 
 
 def causal_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
-    """Each token sees those of ``given`` [b, s'] before it: [b, 1, s, s]."""
+    """Each token sees the real tokens of ``given`` [b, s'] up to itself: [b, 1, s, s]."""
     seen = nn.functional.pad(given.bool(), (0, missing))
     length = seen.shape[1]
     return seen[:, None, None] & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()

@@ -1,4 +1,4 @@
-"""What modules of other libraries become on a mesh: a style for each kind of module, in plans (plans.py)."""
+"""Styles: how each kind of module is sharded over a mesh, for plans (plans.py)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from patrickstar.tensor2d.panels import Cut
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """What pairs of linear layers are made of, such as a feed-forward layer's two, and the head.
+    """Classes for pairs of linear layers, such as a feed-forward layer's two, and for the head.
 
     Attributes:
-        first: the layer whose output the second takes, and things between them that take each feature by itself.
-        second: the layer behind.
-        head: gives logits.
-        heads_by: which ranks have other heads of attention, between a first and a second layer.
+        first: the layer whose output the second takes, with only feature-wise operations between them.
+        second: the second layer.
+        head: computes logits.
+        heads_by: the mesh dimension that shards attention heads.
     """
 
     first: type[Layer2D]
@@ -38,13 +38,13 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """Where a style replaces a module.
+    """The place at which a style replaces a module.
 
     Attributes:
-        name: of the module in the model.
+        name: the module's name in the model.
         group: the mesh.
-        tables: embeddings that were replaced before, by the id of their parameter.
-        pairs: what linear layers become.
+        tables: embeddings replaced so far, by the id of their parameter.
+        pairs: the classes of linear layers.
     """
 
     name: str
@@ -58,19 +58,19 @@ class Spot:
 
 
 class Style(Protocol):
-    """How a kind of module is divided over a mesh."""
+    """Interface: shards one kind of module over a mesh."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:
-        """The module that takes the place of ``module``, with its values.
+        """The replacement of ``module``, with its values.
 
         Raises:
-            ValueError: it cannot be divided so.
+            ValueError: the module cannot be sharded so.
         """
         ...
 
 
 class Summa2D:
-    """Linear layers, norms and embeddings of PyTorch and of Hugging Face (``Conv1D``, ``…RMSNorm``), by their class."""
+    """Linear layers, norms and embeddings of PyTorch and Hugging Face (``Conv1D``, ``…RMSNorm``), by their class."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
         if _is_linear(module):
@@ -99,7 +99,7 @@ class Second:
 
 
 class Slices2D:
-    """Embeddings of few rows: features are divided over columns, all rows of the mesh have the same."""
+    """Small embeddings: features are sharded over columns, rows replicate."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
         if not isinstance(module, nn.Embedding):
@@ -108,7 +108,7 @@ class Slices2D:
 
 
 class Head2D:
-    """The linear layer that gives logits; it shares its table with the embedding that it was tied to."""
+    """The linear layer that computes logits; it shares its table with the embedding that it was tied to."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
         if is_adapted(module):
@@ -135,8 +135,8 @@ class Head2D:
 
 
 class Head(LMHead2D):
-    """Gives this rank's logits [b/r, ..., v/c] where autograd is on, and without autograd, as in ``generate``, those of
-    the whole vocabulary [b/r, ..., vocabulary].
+    """Returns this rank's logits [b/r, ..., v/c] with autograd on. With autograd off, as in ``generate``, logits have
+    the whole vocabulary: [b/r, ..., vocabulary].
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # noqa: D102
@@ -148,13 +148,13 @@ TWO_DIMENSIONS = Pairs(Linear2D, Linear2D, Head, "columns")
 
 
 def first_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: list[int] | None = None) -> nn.Module:
-    """The first layer of a pair, of several layers of the same input, or of one.
+    """The first layer of a pair, from one layer or several with the same input.
 
     Args:
-        modules: linear layers, with adapters or without.
-        names: of them in the model.
-        spot: where they are.
-        parts: what the output consists of, of which each rank gets some; None: the output of each module.
+        modules: linear layers, with or without adapters.
+        names: their names in the model.
+        spot: the place of replacement.
+        parts: parts of the output of which each rank gets some; None: the output of each module.
 
     Raises:
         ValueError: some have a bias and others do not.
@@ -198,13 +198,13 @@ def _linear(
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """With an adapter or without."""
+    """Includes layers with adapters."""
     base = base_of(module)
     return isinstance(base, nn.Linear) or _is_conv1d(base)
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """(in, out)."""
+    """(in, out) features."""
     if _is_conv1d(module):
         return tuple(module.weight.shape)  # type: ignore[union-attr,return-value]
     return module.in_features, module.out_features  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Sums over a line of ranks that autograd knows."""
+"""Differentiable sums over a mesh dimension."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from patrickstar.tensor2d.panels import sum_dtype
 
 
 def replicated(parameter: torch.Tensor, line: Line) -> torch.Tensor:
-    """A parameter that all ranks of ``line`` have, each of which uses it for activations of its own: its gradient is
-    the sum of theirs, in float32 for 16-bit types and rounded once, with the same bits on all of them.
+    """A replicated parameter that each rank uses for its own activations. Its gradient is summed over ranks, in float32
+    for 16-bit types, and rounded once; all ranks get the same bits.
     """
     return _Replicated.apply(line, parameter)[0] if line.size > 1 else parameter
 
@@ -20,7 +20,7 @@ def replicated(parameter: torch.Tensor, line: Line) -> torch.Tensor:
 def replicated_together(
     parameters: tuple[torch.Tensor, torch.Tensor | None], line: Line
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As :func:`replicated`, of a weight and a bias of one shape, if there is one, whose sums take one exchange."""
+    """:func:`replicated` for a weight and an optional bias of one shape, in one exchange."""
     weight, bias = parameters
     if bias is None or line.size == 1:
         return replicated(weight, line), bias
@@ -41,8 +41,8 @@ class _Replicated(torch.autograd.Function):
 
 
 def total_for_everybody(value: torch.Tensor, line: Line) -> torch.Tensor:
-    """The sum of ``value`` over ``line``, of which each rank computes gradients as if it were alone: those of the same
-    scalar, with respect to what is its own.
+    """The sum of ``value`` over ``line``. Each rank's backward computes the gradients of that scalar with respect to
+    its own inputs.
     """
     return _Total.apply(value, line) if line.size > 1 else value
 

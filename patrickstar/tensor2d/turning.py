@@ -1,4 +1,4 @@
-"""A divided matrix turned over its diagonal: blocks [M/r, N/c] of B become blocks [N/r, M/c] of Bᵀ."""
+"""Transposes a sharded matrix: blocks [M/r, N/c] of B become blocks [N/r, M/c] of Bᵀ."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from patrickstar.tensor2d.panels import check_divides
 
 
 def turned(block: torch.Tensor, group: MeshGroup) -> torch.Tensor:
-    """This rank's block of Bᵀ. Each element goes to one rank at most, so that a turn is cheaper than any product.
+    """This rank's block of Bᵀ. Each element is sent to one rank at most, so this is cheaper than any product.
 
     Args:
         block: [M/r, N/c] of B.
-        group: of r x c ranks; lcm(r, c) divides M and N.
+        group: r x c ranks; lcm(r, c) divides M and N.
 
     Raises:
-        ValueError: it does not.
+        ValueError: M or N is not divisible.
     """
     check_divides("a matrix that is turned: rows", block.shape[0] * group.place.rows, group.place)
     check_divides("a matrix that is turned: columns", block.shape[1] * group.place.columns, group.place)
@@ -52,13 +52,13 @@ class _Turned(torch.autograd.Function):
 
 
 def turned_elements(shape: tuple[int, int], place: Place) -> int:
-    """How many elements of B, whose whole shape this is, come to the rank at ``place`` from others."""
+    """Elements that the rank at ``place`` receives when B, of whole ``shape``, is transposed."""
     overlaps = [_overlap(shape, other, place) for other in place.everybody() if other != place]
     return sum(len(rows) * len(columns) for rows, columns in overlaps)
 
 
 def _overlap(shape: tuple[int, int], source: Place, target: Place) -> tuple[range, range]:
-    """Rows and columns of B that ``source`` has of B and ``target`` has of Bᵀ."""
+    """Rows and columns of B that ``source`` has in B and ``target`` has in Bᵀ."""
     rows = _part(shape[0], source.rows, source.row), _part(shape[0], target.columns, target.column)
     columns = _part(shape[1], source.columns, source.column), _part(shape[1], target.rows, target.row)
     return _both(*rows), _both(*columns)
@@ -73,7 +73,7 @@ def _part(size: int, number: int, index: int) -> range:
 
 
 def _common(shape: tuple[int, int], source: Place, target: Place) -> tuple[slice, slice] | None:
-    """Where the overlap lies in the block of ``source``; None: there is none."""
+    """The overlap's position in the block of ``source``; None if there is none."""
     rows, columns = _overlap(shape, source, target)
     if not rows or not columns:
         return None
@@ -82,7 +82,7 @@ def _common(shape: tuple[int, int], source: Place, target: Place) -> tuple[slice
 
 
 def _target(shape: tuple[int, int], source: Place, target: Place) -> tuple[slice, slice]:
-    """Where the overlap lies in the turned block of ``target``."""
+    """The overlap's position in the transposed block of ``target``."""
     rows, columns = _overlap(shape, source, target)
     first = shape[1] // target.rows * target.row, shape[0] // target.columns * target.column
     return slice(columns.start - first[0], columns.stop - first[0]), slice(rows.start - first[1], rows.stop - first[1])

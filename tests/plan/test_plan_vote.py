@@ -20,7 +20,7 @@ def vote(rate=None, seconds=(), updates=(), **flags):
         rates = _C.Rates()
         for name in (*LOWER_IS_SLOWER, *HIGHER_COUNTS):
             setattr(rates, name, rate)
-    return {"can_measure": True, "has_plan": True, "updates": list(updates), "fragment_bytes": None,
+    return {"can_measure": True, "has_plan": True, "updates": list(updates),
             "rates": rates, "compute_seconds": list(seconds), "activations": [], **flags}  # fmt: skip
 
 
@@ -62,16 +62,6 @@ def test_an_update_that_is_late_on_any_rank_is_late():
 def test_what_holds_for_all(flag):
     assert _C.agreed_vote([vote(), vote()])[flag]
     assert not _C.agreed_vote([vote(), vote(**{flag: False})])[flag]
-
-
-def test_the_most_fragments_count_once_all_ranks_have_seen_theirs():
-    assert (
-        _C.agreed_vote([vote(fragment_bytes=5), vote(fragment_bytes=7), vote(fragment_bytes=0)])["fragment_bytes"] == 7
-    )
-    for votes in ([vote(fragment_bytes=5), vote()], [vote(), vote(fragment_bytes=5)]):
-        assert _C.agreed_vote(votes)["fragment_bytes"] is None
-    with pytest.raises(_C.StateError, match="fragments of no size"):
-        _C.agreed_vote([vote(fragment_bytes=-1)])
 
 
 def test_times_wait_for_all_ranks():

@@ -1,5 +1,5 @@
-// Preloaded beside ThreadSanitizer, which in GCC before 13 does not know pthread_mutex_clocklock: it would not see that
-// the lock of a std::timed_mutex was taken for some time, and report its end. pthread_mutex_timedlock it knows.
+// Preloaded with ThreadSanitizer. Before GCC 13 it does not intercept pthread_mutex_clocklock, so it misses timed locks
+// of std::timed_mutex and reports their release. This forwards to pthread_mutex_timedlock, which it intercepts.
 #include <pthread.h>
 #include <time.h>
 

@@ -1,13 +1,13 @@
-"""A plugin of pytest's for tools/sanitize.py: PyTorch's operations run on the thread that calls them.
+"""A pytest plugin of tools/sanitize.py: PyTorch's operations run on the calling thread.
 
-GCC's OpenMP, by which they run on several, orders its threads by futexes and atomics that ThreadSanitizer does not see,
-and operations call csrc in them, for memory: each such call would be reported. (OMP_THREAD_LIMIT=1 is no way: PyTorch
-2.13 computes wrong numbers where it gets fewer threads than it has asked for.)
+GCC's OpenMP orders its threads by futexes and atomics that ThreadSanitizer does not see. PyTorch operations call csrc
+for memory from those threads, and each call would be reported. (Do not use OMP_THREAD_LIMIT=1: PyTorch 2.13 computes
+wrong numbers if it gets fewer threads than requested.)
 """
 
 import torch
 
 
 def pytest_sessionstart():
-    """After conftest.py, which asks for two threads."""
+    """Runs after conftest.py, which sets two threads."""
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
-// Faults on purpose, for tools/sanitize.py: each function has the one that its name says, and a sanitizer that works
-// reports it. Those below `no_` have none, and get no report. Compiled into a library of its own, with the flags of the
-// extension, and called from Python through ctypes: by CDLL without the GIL, by PyDLL with it.
+// Planted faults for tools/sanitize.py. Each function has the fault that its name says, which a working sanitizer must
+// report. Functions named `no_` have none and must get no report. Compiled as a separate library with the extension's
+// flags, and called through ctypes: CDLL without the GIL, PyDLL with it.
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 int64_t counter = 0;
 std::mutex mutex;
 
-// A value that the compiler does not know.
+// Hides the value from the compiler.
 int read(volatile int value) { return value; }
 
 template <typename Work>
@@ -67,7 +67,7 @@ __attribute__((visibility("default"))) void data_race() {
   on_two_threads([] { ++counter; });
 }
 
-// By memcpy, which the sanitizer intercepts.
+// Uses memcpy, which the sanitizer intercepts.
 __attribute__((visibility("default"))) void copy_race() {
   static std::vector<char> from(1 << 12), to(1 << 12);
   on_two_threads([] { std::memcpy(to.data(), from.data(), static_cast<size_t>(read(1 << 12))); });
@@ -83,7 +83,7 @@ __attribute__((visibility("default"))) void lock_order() {
   const std::lock_guard<std::mutex> inner(mutex);
 }
 
-// Called by two threads of Python's: a race without the GIL, none with it. Long enough that they meet.
+// Called by two Python threads: a race without the GIL, none with it. The sleep makes the calls overlap.
 __attribute__((visibility("default"))) void count() {
   ++counter;
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -100,7 +100,7 @@ __attribute__((visibility("default"))) void no_fault() {
     const std::unique_lock<std::timed_mutex> lock(timed, std::chrono::seconds(10));
     ++guarded;
   });
-  try {  // what the sanitizer intercepts of exceptions works
+  try {  // the sanitizer's interception of exceptions works
     throw std::runtime_error("caught");
   } catch (const std::exception&) {
   }

@@ -3,8 +3,8 @@
     import patrickstar.integrations.lightning  # registers the name
     trainer = Trainer(strategy="patrickstar", precision="bf16-mixed", gradient_clip_val=1.0)
 
-It works with the package ``lightning`` and with ``pytorch_lightning``, which are two copies of the same classes: with
-the one that is imported already, else with the first that is installed.
+It supports the packages ``lightning`` and ``pytorch_lightning``, two copies of the same classes. It uses the one that
+is imported already, else the first that is installed.
 """
 
 from patrickstar.integrations.lightning.package import pl

@@ -1,7 +1,7 @@
-"""A LightningModule that ``torch.compile`` was called on.
+"""LightningModules compiled by ``torch.compile``.
 
-Lightning takes the module out again and compiles its steps instead, as a whole each; a strategy of many chunks has the
-modules inside compiled, and the steps as they are written.
+Lightning unwraps the module and compiles each of its steps as a whole instead. This strategy compiles the modules
+inside, and runs the steps uncompiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ORIGINAL = "original_"
 
 
 class CompiledSteps:
-    """What Lightning set on a module for its compiled steps, taken off; `put_back` undoes that."""
+    """Removes Lightning's compiled steps from a module; `put_back` restores them."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -33,15 +33,15 @@ class CompiledSteps:
 
     @classmethod
     def of(cls, module: nn.Module | None) -> CompiledSteps | None:
-        """Those of ``module``; None where it has none."""
+        """The compiled steps of ``module``, or None."""
         return cls(module) if getattr(module, _CONTEXT, None) is not None else None
 
     @property
     def compiler(self) -> Compiler:
-        """What they were compiled with."""
+        """The compiler of the steps."""
         return compiler_of_context(self._context["dynamo_ctx"])
 
     def put_back(self) -> None:
-        """The module as it was."""
+        """Restores the module."""
         self._module.__dict__.update(self._compiled)
         setattr(self._module, _CONTEXT, self._context)

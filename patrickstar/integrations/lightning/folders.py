@@ -1,12 +1,11 @@
-"""Checkpoints as folders: the engine's own, written by all ranks without a copy in memory, and beside it the rest of
-what Lightning keeps.
+"""Checkpoints as folders: the engine's own, written by all ranks without a copy in memory, and Lightning's other state.
 
     last.ckpt/latest                  "global_step100": names the complete checkpoint
     last.ckpt/global_step100/         parameters, Adam states, buffers, random numbers (docs/checkpoints.md)
     last.ckpt/global_step100.loops    Lightning's own dict: loops, schedulers, callbacks, hyperparameters
 
-The dict is written first and ``latest`` changes last, so whatever happens meanwhile leads to a whole checkpoint, the
-old one or the new.
+The dict is written first and ``latest`` is replaced last. So after any interruption ``latest`` names a complete
+checkpoint, the old or the new one.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ def save_folder(
     path: str | os.PathLike[str],
     write: Callable[[dict[str, Any], Path], None] | None,
 ) -> None:
-    """All ranks call it; ``write`` saves Lightning's dict as a file, on the first rank alone. It is None on the others,
-    which wait for the first in the engine: its failure ends their wait.
+    """Saves a checkpoint folder; all ranks must call it. ``write`` saves Lightning's dict as a file; it is given on the
+    first rank, and None on the others. Those wait in the engine for the first rank, whose failure ends their wait.
 
     Raises:
-        CheckpointError: it was not saved, ``path`` is a file or a remote address.
+        CheckpointError: it was not saved; or ``path`` is a file or a remote address.
     """
     if "://" in os.fspath(path):
         raise CheckpointError(
@@ -61,10 +60,10 @@ def save_folder(
 
 
 def find_loops(path: str | os.PathLike[str]) -> Path | None:
-    """The file of Lightning's dict in a folder; None when ``path`` is not one.
+    """The file of Lightning's dict in a folder; None if ``path`` is no folder.
 
     Raises:
-        CheckpointError: the folder holds no checkpoint.
+        CheckpointError: the folder has no checkpoint.
     """
     if not Path(path).is_dir():
         return None
@@ -79,15 +78,15 @@ def _loops(path: Path, tag: str) -> Path:
 
 
 def tag_of(checkpoint: Any) -> str | None:
-    """The engine's checkpoint that belongs to a dict of Lightning's; None when it was saved as a file."""
+    """The tag of the engine's checkpoint that belongs to a dict of Lightning's; None if it was saved as a file."""
     return checkpoint.get(_KEY)
 
 
 def load_values(module: nn.Module, path: Path, tag: str) -> None:
-    """Parameters and buffers alone, into a module that is not trained.
+    """Loads parameters and buffers into a module that is not trained.
 
     Raises:
-        CheckpointError: one is missing or has another shape, or is damaged.
+        CheckpointError: one is missing, damaged, or has another shape.
     """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     persistent = set(module.state_dict(keep_vars=True))

@@ -1,4 +1,4 @@
-"""What a run changes on a module beside what the engine does."""
+"""Changes of a run to a module, beside the engine's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def frozen(module: nn.Module, compute_dtype: torch.dtype) -> Iterator[None]:
-    """The module without parameters that require grad, so that its chunks hold nothing but parameters: for evaluation.
+    """Context in which no parameter requires grad, so that chunks hold only parameters: for evaluation.
 
-    Where parameters have another dtype than ``compute_dtype`` they stay trainable: their float32 values are held beside
-    the rounded ones, and the module gets them back.
+    If parameters have another dtype than ``compute_dtype`` they stay trainable: their float32 masters are kept, and
+    restored.
     """
     names = [name for name, param in module.named_parameters() if param.requires_grad]
     params = dict(module.named_parameters())
@@ -25,15 +25,14 @@ def frozen(module: nn.Module, compute_dtype: torch.dtype) -> Iterator[None]:
     try:
         yield
     finally:
-        params = dict(module.named_parameters())  # those on the meta device were replaced
+        params = dict(module.named_parameters())  # parameters on the meta device were replaced
         for name in names:
             params[name].requires_grad_(True)
 
 
 def move_metrics(module: nn.Module, device: torch.device) -> None:
-    """Metrics of torchmetrics keep tensors that are no buffers, and so do not go to the device with the module.
-
-    One with parameters (a network that judges images) stays where it is: its parameters are in chunks.
+    """Moves torchmetrics' metrics to the device; their tensors are no buffers and do not move with the module. A metric
+    with parameters (a network that judges images) is left alone: its parameters are in chunks.
     """
     for child in module.modules():
         if _is_metric(type(child)) and next(child.parameters(), None) is None:

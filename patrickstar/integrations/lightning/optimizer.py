@@ -1,7 +1,7 @@
-"""The optimizer and schedulers that ``configure_optimizers`` returned, in the hands of the engine and back.
+"""The optimizer of ``configure_optimizers``, handed to the engine and back.
 
-A scheduler, however it is nested or written, goes on writing into the groups of the ``torch.optim`` object that it was
-made with, which are the engine's too ([Note: the user's optimizer], ``patrickstar/engine/optimizer_takeover.py``).
+Its schedulers, however nested, keep writing into the groups of their own ``torch.optim`` object, which are the engine's
+too ([Note: the user's optimizer], ``patrickstar/engine/optimizer_takeover.py``).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class ConfiguredOptimizer:
         """Class, groups and options of the user's optimizer."""
 
     def hand_over(self, hybrid: HybridOptimizer) -> None:
-        """State and groups go to ``hybrid``, made of ``taken.groups`` ([Note: the user's optimizer])."""
+        """Moves state and groups to ``hybrid``, made from ``taken.groups`` ([Note: the user's optimizer])."""
         with _C.HostAllocations():
             move_state(self._optimizer, hybrid)
-        # It never steps itself; else schedulers would warn that they came first.
+        # Marks step() as called, which it never is; schedulers would otherwise warn about the order.
         self._optimizer._opt_called = True
 
     def give_back(self, hybrid: HybridOptimizer) -> torch.optim.Optimizer:
-        """The user's object, with the state that ``hybrid`` has now; while the engine is open."""
+        """The user's object, with ``hybrid``'s present state; call it while the engine is open."""
         with _C.HostAllocations():
             state = hybrid.state_dict()["state"]
         params = [param for group in hybrid.param_groups for param in group["params"]]

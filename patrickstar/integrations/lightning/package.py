@@ -1,4 +1,4 @@
-"""Which of Lightning's two packages: ``lightning.pytorch``, or ``pytorch_lightning`` where the script uses that one."""
+"""Selects Lightning's package: ``lightning.pytorch``, or ``pytorch_lightning`` if the script uses that one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Precision under Lightning: the engine computes in 16 bits and keeps float32 masters; backward, clipping, step."""
+"""Precision under Lightning: the engine computes in 16 bits with float32 masters, and runs backward,
+clipping and step.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ _LIGHTNINGS_OWN = (
 
 
 class PatrickStarPrecision(pl.plugins.precision.Precision):
-    """``"32-true"``; ``"bf16-true"``: bfloat16 parameters, and inputs and new tensors too; ``"bf16-mixed"`` and
-    ``"16-mixed"``: 16-bit parameters under ``torch.autocast``, which computes losses and the like in float32.
+    """``"32-true"``; ``"bf16-true"``: bfloat16 parameters, inputs and new tensors; ``"bf16-mixed"`` and ``"16-mixed"``:
+    16-bit parameters under ``torch.autocast``, which computes losses in float32.
 
-    In all of them Adam's states and the values it updates are float32. float16 scales the loss; the engine does it.
+    In all of them Adam's states and masters are float32. With float16 the engine scales the loss.
 
     Raises:
         ValueError: another precision.
@@ -48,7 +50,7 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
 
     @classmethod
     def of(cls, plugin: pl.plugins.precision.Precision) -> PatrickStarPrecision:
-        """The one that does what a plugin of Lightning's own means, as the ``Trainer`` makes it from ``precision=``.
+        """The counterpart of Lightning's own plugin, which the ``Trainer`` makes from ``precision=``.
 
         Raises:
             ValueError: there is none.
@@ -64,16 +66,18 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of parameters and gradients in forward and backward."""
+        """Dtype of parameters and gradients in forward and backward."""
         return _DTYPES[self.precision]
 
     def attach(self, engine: Engine | None) -> None:
-        """The engine of the run that begins; None when it ends."""
+        """Sets the engine of the run that begins; None when it ends."""
         self._engine = engine
         self._has_gradients = False
 
     def convert_input(self, data: Any) -> Any:
-        """A batch: floating point tensors in the compute dtype with ``"bf16-true"``, else as it is."""
+        """Casts a batch's floating point tensors to the compute dtype with ``"bf16-true"``; else returns it
+        unchanged.
+        """
         if self.precision != "bf16-true":
             return data
         return apply_to_collection(data, torch.Tensor, self._to_compute)
@@ -83,7 +87,7 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Around every step of the module."""
+        """Context around every step of the module."""
         if self.precision.endswith("-mixed"):
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             with torch.autocast(device_type, self.compute_dtype):
@@ -100,7 +104,7 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
             torch.set_default_dtype(default)
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Through the engine.
+        """Runs backward through the engine.
 
         Raises:
             ValueError: the module overrides ``backward``, or positional arguments are given.
@@ -117,7 +121,7 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
         self._has_gradients = True
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Forward and backward (the closure), clipping, and the step."""
+        """Runs forward and backward (the closure), clipping, and the step."""
         try:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         finally:
@@ -129,10 +133,10 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: Any = None,
     ) -> None:
-        """Makes the step that comes clip the global norm to ``clip_val``; 0 or less: as the configuration says.
+        """Makes the coming step clip the global norm to ``clip_val``; 0 or less: as configured.
 
         Raises:
-            ValueError: values were to be clipped instead of the norm.
+            ValueError: clipping by value was requested.
         """
         if clip_val <= 0 or not self._has_gradients:  # no gradients: training_step returned None
             return
@@ -142,7 +146,7 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
 
 
 def check_clip_algorithm(algorithm: Any) -> None:
-    """Raises ValueError when it is ``"value"``."""
+    """Raises ValueError if ``algorithm`` is ``"value"``."""
     if algorithm is not None and str(getattr(algorithm, "value", algorithm)) == "value":
         raise ValueError(
             'gradient_clip_algorithm is "value"; gradients lie in chunks that are clipped by one factor: leave it out, '

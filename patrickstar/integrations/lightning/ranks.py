@@ -1,4 +1,4 @@
-"""Processes of a Lightning run as ranks: joining them, and the collectives that Lightning asks a strategy for."""
+"""Processes of a Lightning run as ranks: joining them, and the strategy's collectives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from patrickstar.integrations.lightning.package import pl
 
 
 class RankedStrategy(pl.strategies.ParallelStrategy):
-    """A strategy of one process for each device: who each is, how they are started, what they tell each other.
+    """A strategy of one process per device: ranks, launch and communication.
 
     Args:
-        timeout_seconds: for the processes' first meeting and for the collectives here.
+        timeout_seconds: for the processes' first meeting and for these collectives.
         **kwargs: of ``ParallelStrategy``.
     """
 
@@ -29,7 +29,7 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device on which this process computes: that of its local rank."""
+        """The compute device of this process, by its local rank."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
@@ -40,16 +40,16 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning gives each rank its part of the data."""
+        """True if Lightning must shard the data over ranks."""
         return self.world_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this rank's, as arguments of ``DistributedSampler``."""
+        """This rank's share of the data, as arguments of ``DistributedSampler``."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tells Lightning's environment, and whoever logs on the first rank only, who this process is."""
+        """Sets this process's rank in Lightning's environment, and for rank-zero logging."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -61,23 +61,23 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
             self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Before the module's ``setup``: the device, and the other ranks."""
+        """Joins the ranks and sets the device; called before the module's ``setup``."""
         super().setup_environment()
         self.set_world_ranks()
         if self.world_size > 1:
             _join_ranks(self.cluster_environment, self.num_processes, self.root_device, self._timeout_seconds)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A metric over the ranks: the mean, or what ``reduce_op`` says."""
+        """Reduces a metric over the ranks: the mean, or ``reduce_op``."""
         return _reduce(tensor, group, reduce_op)
 
     def barrier(self, name: str | None = None) -> None:
-        """Returns when all ranks have called it; at once where ``torch.distributed`` is not initialized."""
+        """Waits for all ranks; returns at once if ``torch.distributed`` is not initialized."""
         if dist.is_initialized():
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src``, on all."""
+        """Broadcasts ``obj`` from rank ``src``."""
         if not dist.is_initialized():
             return obj
         objects = [obj]
@@ -86,13 +86,13 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
 
 
 def _join_ranks(environment: Any, num_local: int, device: torch.device, timeout_seconds: float) -> None:
-    """Initialises ``torch.distributed`` unless somebody did; the engine's own groups are made within it.
+    """Initialises ``torch.distributed`` if necessary; the engine makes its own groups in it.
 
     Args:
         environment: Lightning's cluster environment.
         num_local: processes of this run on this node.
-        device: this process's.
-        timeout_seconds: for the first meeting and the collectives here.
+        device: of this process.
+        timeout_seconds: for the first meeting and these collectives.
     """
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(num_local))
     if dist.is_initialized():
@@ -114,8 +114,8 @@ def _leave_ranks() -> None:
 
 
 def _reduce(value: Any, group: Any, reduce_op: Any) -> Any:
-    """The mean, or what ``reduce_op`` says (``"mean"``, ``"sum"``, ... or a ``ReduceOp``), of a tensor over the ranks
-    of ``group`` (None: all), as a new tensor; anything else as it is.
+    """Reduces a tensor over the ranks of ``group`` (None: all) to a new tensor: the mean, or ``reduce_op`` (``"mean"``,
+    ``"sum"``, ... or a ``ReduceOp``). Other values are returned unchanged.
     """
     if not isinstance(value, torch.Tensor) or not dist.is_initialized():
         return value

@@ -1,4 +1,4 @@
-"""The engine's configuration under Lightning: what the user's says, and what the ``Trainer`` and the module decide."""
+"""The engine's configuration under Lightning: merges the user's with decisions of the ``Trainer`` and the module."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _PRECISION_NAMES = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """What Lightning says, which a configuration may leave out but not contradict."""
+    """Settings from Lightning, which a configuration may leave out but not contradict."""
 
     precision: str
-    """The ``Trainer``'s, such as ``"bf16-mixed"``."""
+    """The ``Trainer``'s precision, such as ``"bf16-mixed"``."""
     compute_dtype: torch.dtype
-    """The dtype of forward and backward which that precision means."""
+    """The dtype of forward and backward for that precision."""
     gradient_clip_val: float | None
     """The ``Trainer``'s largest global norm; None or 0: the configuration decides."""
     optimizer: TakenOver | None
-    """Of ``configure_optimizers``; None: nothing is trained."""
+    """The optimizer of ``configure_optimizers``; None: nothing is trained."""
 
 
 def merge(config: Mapping[str, Any], trainer: TrainerSettings) -> Config:
-    """The configuration with what the trainer decides. Clipping stays with Lightning, whose
+    """The configuration with the trainer's decisions. Clipping stays with Lightning, whose
     ``configure_gradient_clipping`` the user may override.
 
     Raises:
-        ValueError: both say something, and not the same; or the configuration is wrong.
+        ValueError: configuration and trainer contradict each other, or the configuration is wrong.
     """
     name = _PRECISION_NAMES[trainer.compute_dtype]
     decisions = precision_decisions(name, f'Trainer(precision="{trainer.precision}")')

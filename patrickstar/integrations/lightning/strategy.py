@@ -1,7 +1,7 @@
-"""The strategy: a ``LightningModule``'s parameters in chunks between a run's setup and its teardown.
+"""The strategy: a ``LightningModule``'s parameters are in chunks between a run's setup and teardown.
 
-``fit``, ``validate``, ``test`` and ``predict`` each build an engine in ``setup`` and close it
-in ``teardown``: in between the module keeps its class and parameters, before and after it is an ordinary one.
+``fit``, ``validate``, ``test`` and ``predict`` each build an engine in ``setup`` and close it in ``teardown``.
+Meanwhile the module keeps its class and parameters; before and after it is an ordinary one.
 """
 
 from __future__ import annotations
@@ -42,42 +42,44 @@ _FITTING = pl.trainer.states.TrainerFn.FITTING
 
 
 class CheckpointFormat(enum.Enum):
-    """What ``trainer.save_checkpoint`` and ``ModelCheckpoint`` write."""
+    """Formats of ``trainer.save_checkpoint`` and ``ModelCheckpoint``."""
 
     FILE = "file"
-    """Lightning's own file, which any strategy reads. Each rank holds the whole of it in host memory (12 bytes per
-    parameter) while it is made or loaded."""
+    """Lightning's own file, which any strategy can read. Each rank holds all of it in host memory (12 bytes per
+    parameter) while it is made or loaded.
+    """
     FOLDER = "folder"
-    """A folder in which each rank writes its share, without a copy in memory. Only this strategy reads it."""
+    """A folder in which each rank writes its shard, without a copy in memory. Only this strategy can read it."""
 
 
 class ModuleInit(enum.Enum):
-    """On which device ``configure_model`` builds the module's layers."""
+    """The device on which ``configure_model`` builds the module's layers."""
 
     CPU = "cpu"
-    """In host memory, whole on each rank, with the values that its code gives."""
+    """Host memory, whole on each rank, with the values of its code."""
     META = "meta"
-    """Without memory; then piece by piece, with the values that modules' own ``reset_parameters`` (or Hugging Face's
-    ``_init_weights``) give. What else the code does to values is lost."""
+    """The meta device; then unit by unit, with values from the modules' own ``reset_parameters`` (or Hugging Face's
+    ``_init_weights``). Other initialisation is lost.
+    """
 
 
 class AfterRun(enum.Enum):
-    """What is whole again in host memory, on each rank, when a run is over."""
+    """Data that is whole in host memory again, on each rank, after a run."""
 
     MODULE = "module"
     """The module; its optimizer's state is dropped."""
     EVERYTHING = "everything"
-    """The module, and after ``fit`` the user's optimizer with its state (8 bytes per parameter more)."""
+    """The module, and after ``fit`` the user's optimizer with its state (8 more bytes per parameter)."""
     NOTHING = "nothing"
-    """The module's parameters have no elements: for a model that fits in no rank's host memory."""
+    """Nothing: the module's parameters have no elements. For a model that fits in no rank's host memory."""
 
 
 class PatrickStarStrategy(RankedStrategy):
     """Trains, evaluates and predicts with a module that need not fit in GPU memory, on one device or several.
 
     Args:
-        patrickstar_config: a dict or a JSON file's path (docs/config.md). What the ``Trainer`` and
-            ``configure_optimizers`` say need not be in it; where it is, it must be the same.
+        patrickstar_config: a dict or a JSON file's path (docs/config.md). Settings of the ``Trainer`` and
+            ``configure_optimizers`` may be missing; if present, they must be equal.
         checkpoint_format: a :class:`CheckpointFormat` or its value.
         module_init: a :class:`ModuleInit` or its value.
         after_run: an :class:`AfterRun` or its value.
@@ -111,7 +113,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this rank's; ranks that share sequences have the same."""
+        """This rank's share of the data; ranks that share sequences have the same."""
         shared = ranks_per_sample(self._config)
         return {"num_replicas": self.world_size // shared, "rank": self.global_rank // shared}
 
@@ -127,7 +129,7 @@ class PatrickStarStrategy(RankedStrategy):
         """The engine of the present run, for its ``grad_norm()``, ``report()`` and ``plan()``.
 
         Raises:
-            StateError: no run is under way.
+            StateError: no run is active.
         """
         if self._engine is None:
             raise _C.StateError("there is no engine: it lives from a run's setup (before on_fit_start) to its teardown")
@@ -139,7 +141,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: Any) -> None:
-        # The Trainer sets it, and then refuses a module with compiled steps under strategies it does not know.
+        # The Trainer sets it, then refuses modules with compiled steps under unknown strategies.
         steps = CompiledSteps.of(module)
         if steps is not None:
             self._compiled_steps = steps
@@ -147,7 +149,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     @property
     def precision_plugin(self) -> PatrickStarPrecision:
-        """The plugin that does what ``Trainer(precision=...)`` asks for; ``"32-true"`` where nothing is asked for."""
+        """The plugin for ``Trainer(precision=...)``; ``"32-true"`` by default."""
         if self._precision_plugin is None:
             self._precision_plugin = PatrickStarPrecision()
         return self._precision_plugin
@@ -160,24 +162,24 @@ class PatrickStarStrategy(RankedStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Models are built in host memory, never on the GPU; with ``empty_init`` on the meta device."""
+        """Builds models in host memory, never on the GPU; with ``empty_init`` on the meta device."""
         with torch.device("meta" if empty_init else "cpu"):
             yield
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """The context of ``configure_model``: new tensors are made on the device that :class:`ModuleInit` says."""
+        """Context of ``configure_model``: new tensors are made on :class:`ModuleInit`'s device."""
         with torch.device(self._module_init.value):
             yield
 
     def model_to_device(self) -> None:
-        """Nothing: the engine moves what is needed when it is needed."""
+        """Does nothing: the engine moves data on demand."""
 
     def setup(self, trainer: Any) -> None:
-        """Optimizers first, then the engine, made of their groups.
+        """Makes the optimizers, then the engine from their groups.
 
         Raises:
-            ValueError: the ``Trainer``, the module and the configuration say what cannot be done together.
+            ValueError: settings of the ``Trainer``, the module and the configuration do not fit together.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -232,11 +234,11 @@ class PatrickStarStrategy(RankedStrategy):
         move_metrics(self.lightning_module, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
-        """The other ranks are told in :meth:`teardown`, not waited for."""
+        """Keeps the error; :meth:`teardown` reports it to the other ranks without waiting for them."""
         self._error = exception
 
     def teardown(self) -> None:
-        """The module is an ordinary one again (:class:`AfterRun`), in host memory."""
+        """Restores the ordinary module (:class:`AfterRun`), in host memory."""
         engine, self._engine = self._engine, None
         self.precision_plugin.attach(None)
         try:
@@ -261,8 +263,8 @@ class PatrickStarStrategy(RankedStrategy):
             self.optimizers = [self._configured.give_back(self.optimizers[0])]
         engine.close()
 
-    # Steps. A run of one of them is one forward; in manual optimization backward comes within training_step, and each
-    # call of the module is a forward.
+    # Steps. Each runs as one forward; in manual optimization backward is inside training_step, and each call of the
+    # module is a forward.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's ``training_step``; in automatic optimization all of it is one forward of the engine."""
@@ -285,7 +287,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Values are loaded into chunks."""
+        """Always True: values are loaded into chunks."""
         return True
 
     @property
@@ -293,7 +295,7 @@ class PatrickStarStrategy(RankedStrategy):
         return self._checkpoint_format is CheckpointFormat.FOLDER and self._engine is not None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Float32 values under the module's names, on the first rank; nothing where a folder will be written."""
+        """Float32 values under the module's names, on the first rank; empty if a folder will be written."""
         if self._engine is None:
             return super().lightning_module_state_dict()
         return {} if self._writes_folders else self._whole_state_dict()
@@ -305,8 +307,8 @@ class PatrickStarStrategy(RankedStrategy):
         return state if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As ``torch.optim.Adam``'s, on the first rank; nothing where a folder will be written, or when the run is over
-        and ``after_run`` is not ``"everything"``.
+        """The state in ``torch.optim.Adam``'s format, on the first rank. Empty if a folder will be written, or after a
+        run unless ``after_run`` is ``"everything"``.
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
         if not isinstance(optimizer, HybridOptimizer):
@@ -323,7 +325,7 @@ class PatrickStarStrategy(RankedStrategy):
         return state if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A file, or a folder. Weights alone are always a file."""
+        """Writes a file or a folder. Weights alone are always a file."""
         with _C.HostAllocations():
             if not self._writes_folders:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -335,7 +337,7 @@ class PatrickStarStrategy(RankedStrategy):
                 folders.save_folder(self.engine, checkpoint, self.broadcast(filepath), write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning keeps of a run; of a folder without the values, which the engine reads itself."""
+        """Reads Lightning's state of a run. A folder's values are read by the engine itself."""
         loops = folders.find_loops(checkpoint_path)
         with _C.HostAllocations():
             checkpoint = super().load_checkpoint(loops or checkpoint_path, weights_only)
@@ -344,9 +346,7 @@ class PatrickStarStrategy(RankedStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the checkpoint's parameters and buffers; of a folder, where an optimizer trains, the engine's whole
-        state.
-        """
+        """Loads the checkpoint's parameters and buffers; from a folder, with an optimizer, the engine's whole state."""
         folder, tag = checkpoint.get("patrickstar_folder"), folders.tag_of(checkpoint)
         if folder is None or tag is None:
             super().load_model_state_dict(checkpoint, strict)
@@ -356,7 +356,7 @@ class PatrickStarStrategy(RankedStrategy):
             folders.load_values(self.lightning_module, Path(folder), tag)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Adam's states into chunks; a folder's were loaded with the values.
+        """Loads Adam's states into chunks; a folder's were loaded with the values.
 
         Raises:
             ValueError: the checkpoint has none.

@@ -1,1 +1,1 @@
-"""Modules compiled by ``torch.compile`` within an engine; [Note: compiled units] in unit.py says how."""
+"""Modules compiled by ``torch.compile`` within an engine; `CompiledUnit` in unit.py explains how."""

@@ -1,7 +1,7 @@
-"""What a call of a module runs, and the door that calls from outside of a forward come through.
+"""The function that a module's call runs, and the `Door` through which calls enter a forward.
 
-``nn.Module.__call__`` runs ``_compiled_call_impl`` where an instance has one: it is what ``Module.compile`` sets, and
-what copies and pickles leave out. Compiled units (unit.py) stand there, and doors in front of them.
+``nn.Module.__call__`` runs ``_compiled_call_impl`` if an instance has one. ``Module.compile`` sets it; copies and
+pickles leave it out. A `CompiledUnit` (unit.py) is installed there, and a `Door` in front of it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Door:
-    """Stands where a module has the function that its call runs: a call from outside begins a forward.
+    """Replaces the function that a module's call runs: a call from outside begins a forward.
 
     Args:
-        module: whose calls come here.
-        enter: runs one call: ``enter(run, args, kwargs)``, where ``run`` is the module's own call.
-        note_caller: is told first what compiles the function that calls, if it is compiled (``knowing_caller``).
+        module: the module whose calls are routed here.
+        enter: runs one call: ``enter(run, args, kwargs)``; ``run`` is the module's own call.
+        note_caller: called first with the compiler of the calling function, if that is compiled (``knowing_caller``).
     """
 
     def __init__(self, module: nn.Module, enter: Call, note_caller: Callable[[Any], None]):
         self.module = module
         self.run: Callable[..., Any] | None = module.__dict__.get(_ATTRIBUTE)
-        """What the call runs within; None: the module's own ``_call_impl``."""
+        """The function behind the door; None: the module's own ``_call_impl``."""
         self._enter = enter
         self._note_caller = note_caller
         self._call = knowing_caller(self._pass)
         self.shut()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A call from outside, or from within a forward."""
+        """Passes on a call, from outside or from within a forward."""
         return self._call(*args, **kwargs)
 
     def _pass(self, caller: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,22 +45,22 @@ class Door:
         return self._enter(self.run or self.module._call_impl, args, kwargs)
 
     def open(self) -> None:
-        """Calls go by the door: the module is an ordinary one to those who look."""
+        """Removes the door; the module then appears to be an ordinary one."""
         _set(self.module, self.run)
 
     def shut(self) -> None:
-        """Calls come through the door."""
+        """Installs the door."""
         _set(self.module, self)
 
 
 def get_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What a call of ``module`` runs, behind its door where it has one; None: its own ``_call_impl``."""
+    """The function that a call of ``module`` runs, behind its door if it has one; None: its own ``_call_impl``."""
     call = module.__dict__.get(_ATTRIBUTE)
     return call.run if isinstance(call, Door) else call
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Sets what a call of ``module`` runs, behind its door where it has one; None: its own ``_call_impl``."""
+    """Sets the function that a call of ``module`` runs, behind its door if it has one; None: its own ``_call_impl``."""
     door = module.__dict__.get(_ATTRIBUTE)
     if isinstance(door, Door):
         door.run = call

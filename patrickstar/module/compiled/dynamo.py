@@ -1,10 +1,10 @@
-"""What is known here of the inside of ``torch.compile`` (PyTorch 2.6 to 2.13); no other file names its private parts.
+"""All knowledge of ``torch.compile``'s private parts (PyTorch 2.6 to 2.13); no other file names them.
 
-A module is compiled in one of two ways: ``torch.compile(module)`` is another module around it (a *wrapper*), and
-``module.compile()`` sets the function that its call runs. Either was made with a :class:`Compiler`, which compiles
-other functions with the same backend, mode and options.
+A module is compiled in one of two ways: ``torch.compile(module)`` returns a *wrapper* module, and ``module.compile()``
+sets the function that its call runs. Both stem from a :class:`Compiler`, which can compile other functions with the
+same backend, mode and options.
 
-``torch._dynamo`` is imported where it is needed: importing it takes a second.
+``torch._dynamo`` is imported lazily: importing it takes a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from patrickstar import _C
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _REASON = "PatrickStar runs between graphs; leave fullgraph=True out, or compile with engine.compile(fullgraph=True)"
-_CUDA_GRAPHS = "triton.cudagraphs"  # inductor's option, in mode="reduce-overhead" and "max-autotune"
+_CUDA_GRAPHS = "triton.cudagraphs"  # inductor's option, set by mode="reduce-overhead" and "max-autotune"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,15 @@ class Compiler:
     """Backend, mode and options of one ``torch.compile``."""
 
     compile: Callable[[Callable[..., Any]], Callable[..., Any]]
-    """Takes a function and returns it compiled."""
+    """Compiles a function."""
     one_graph: bool
-    """Whether what it compiles must be one graph (``fullgraph=True``), or is known to nobody but itself."""
+    """True if the compiled code must be one graph: ``fullgraph=True``, or a compiler that cannot be inspected."""
     cuda_graphs: bool = False
-    """Whether it records CUDA graphs, in which addresses of parameters stand."""
+    """True if it records CUDA graphs, which contain the addresses of parameters."""
 
 
 def make_compiler(options: Mapping[str, Any]) -> Compiler | None:
-    """That of ``torch.compile(..., **options)``; None where that compiles nothing (``disable=True``)."""
+    """The compiler of ``torch.compile(..., **options)``; None if that compiles nothing (``disable=True``)."""
 
     def nothing() -> None:
         pass
@@ -48,36 +48,37 @@ def make_compiler(options: Mapping[str, Any]) -> Compiler | None:
 
 
 def compiler_of_wrapper(wrapper: nn.Module) -> Compiler | None:
-    """What a wrapper was made with; None: with ``torch.compiler.disable``."""
+    """The compiler of a wrapper; None for ``torch.compiler.disable``."""
     return compiler_of_context(wrapper.dynamo_ctx) if callable(wrapper.dynamo_ctx.callback) else None
 
 
 def compiler_of_call(module: nn.Module, call: Callable[..., Any] | None) -> Compiler | None:
-    """What ``module.compile()`` made ``call`` with; None: it did not."""
-    if call is None or getattr(call, "__func__", None) is type(module)._call_impl:  # the second: disable=True
+    """The compiler with which ``module.compile()`` made ``call``; None if it did not."""
+    # the second condition is disable=True
+    if call is None or getattr(call, "__func__", None) is type(module)._call_impl:
         return None
     return _compiler_of_function(call)
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` or ``torch.compiler.disable`` gave for another."""
+    """Tests whether ``module`` is a wrapper by ``torch.compile`` or ``torch.compiler.disable``."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module in a wrapper; any other is itself."""
+    """The module in a wrapper; any other module is returned unchanged."""
     return module._orig_mod if is_wrapper(module) else module
 
 
 def without_wrappers(name: str) -> str:
-    """The name that a parameter or module has where none is compiled by ``torch.compile(module)``."""
+    """A parameter's or module's name with the wrappers' parts removed."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def outside_of_graphs(function: _Function) -> _Function:
-    """``function`` is part of no graph: a compiled caller calls it as it is, and nothing within it is compiled for that
-    caller.
+    """Keeps ``function`` out of graphs: a compiled caller calls it uncompiled, and nothing within it is compiled for
+    that caller.
     """
 
     def call(_caller: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,8 +88,8 @@ def outside_of_graphs(function: _Function) -> _Function:
 
 
 def knowing_caller(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for ``function(caller, *args, **kwargs)``, where ``caller`` stands for what compiles the function that
-    calls (:func:`compiler_of_caller`), or is None.
+    """:func:`outside_of_graphs` for ``function(caller, *args, **kwargs)``. ``caller`` identifies the compiler of the
+    calling function (:func:`compiler_of_caller`), or is None.
     """
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
@@ -105,23 +106,24 @@ def knowing_caller(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_out_of_graphs() -> None:
-    """Makes Dynamo know of all functions of :func:`knowing_caller`; they share a code object. Before one is called."""
+    """Registers all functions of :func:`knowing_caller`, which share a code object, with Dynamo. Call it before any of
+    them runs.
+    """
     from torch._dynamo.decorators import skip
 
     skip(knowing_caller(print))
 
 
 class RecompileLimit:
-    """Room for each of ``num_blocks`` blocks to be a variant of its own of the code that they share, beside those that
-    PyTorch allows for one (``torch._dynamo.config.recompile_limit``); until `restore`. Several add up, and end in any
-    order.
+    """Raises ``torch._dynamo.config.recompile_limit`` by ``num_blocks`` until `restore`. Several instances add up, and
+    may end in any order.
 
-    What a block of Hugging Face's reads of a cache of keys and values is different in each layer. Past the limit Dynamo
-    leaves the other blocks uncompiled: slower, and with other roundings.
+    Blocks that share code may each need a variant: a Hugging Face block's access to a key/value cache differs per
+    layer. Beyond the limit Dynamo leaves blocks uncompiled, which is slower and rounds differently.
     """
 
     _ours: ClassVar[int | None] = None
-    """What the limit was set to here last."""
+    """The limit that was set here last."""
 
     def __init__(self, num_blocks: int):
         from torch._dynamo import config
@@ -130,7 +132,7 @@ class RecompileLimit:
         RecompileLimit._ours = config.recompile_limit = config.recompile_limit + num_blocks
 
     def restore(self) -> None:
-        """Takes the room back, unless somebody else has set the limit since."""
+        """Lowers the limit again, unless it was set elsewhere since."""
         from torch._dynamo import config
 
         if config.recompile_limit == RecompileLimit._ours:
@@ -138,7 +140,7 @@ class RecompileLimit:
 
 
 def compiler_of_caller(caller: Any) -> Compiler | None:
-    """That which ``caller`` of :func:`knowing_caller` stands for."""
+    """The compiler that ``caller`` of :func:`knowing_caller` identifies."""
     if not callable(caller):
         return None
     from torch._dynamo.eval_frame import _TorchDynamoContext
@@ -147,7 +149,7 @@ def compiler_of_caller(caller: Any) -> Compiler | None:
 
 
 def check_no_compiled_autograd() -> None:
-    """Raises StateError where backward itself would be compiled: nodes of the graph would not say when they run."""
+    """Raises StateError if compiled autograd is on: compiled backward nodes would not report when they run."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.compiled_autograd_enabled:
         raise _C.StateError(
@@ -159,18 +161,18 @@ def check_no_compiled_autograd() -> None:
 
 def _compiler_of_function(compiled: Callable[..., Any]) -> Compiler:
     context = _context_of(compiled)
-    if context is None:  # made by other means: it is called as it is
+    if context is None:  # made by other means: called unchanged
         return Compiler(compile=lambda function: function, one_graph=True)
     return compiler_of_context(context)
 
 
 def compiler_of_context(context: Any) -> Compiler:
-    """That which a wrapper has as its ``dynamo_ctx``."""
+    """The compiler of a wrapper's ``dynamo_ctx``."""
     return Compiler(compile=context, one_graph=_is_one_graph(context), cuda_graphs=_records_cuda_graphs(context))
 
 
 def _context_of(compiled: Callable[..., Any]) -> Any:
-    """The context that made ``compiled``, which is in its closure."""
+    """The context that made ``compiled``, found in its closure."""
     from torch._dynamo.eval_frame import _TorchDynamoContext
 
     for function in (compiled, getattr(compiled, "get_compiler_config", None)):
@@ -181,7 +183,7 @@ def _context_of(compiled: Callable[..., Any]) -> Any:
 
 
 def _inner(callback: Any) -> Any:
-    """What a layer of callbacks and backends is around, or None."""
+    """The callback or backend that ``callback`` wraps, or None."""
     return getattr(callback, "_torchdynamo_orig_backend", None) or getattr(callback, "_torchdynamo_orig_callable", None)
 
 

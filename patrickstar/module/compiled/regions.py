@@ -1,11 +1,10 @@
-"""Which parts of a compiled module are compiled as one: its *regions*.
+"""Splits a compiled module into *regions*, which are compiled as one each.
 
-[Note: regions] What is compiled as one holds all its parameters on the device while it runs, since nobody sees when
-compiled code uses which. A model that is compiled as a whole is therefore cut where it repeats blocks, as PyTorch's
-"regional compilation" does it: its blocks are regions, and so are the parts beside them (a head, an embedding of
-several layers); what is between them runs as it is written. Blocks of one class share their compiled code. The cut
-depends on the module alone, so that numbers depend on no budget. ``fullgraph=True`` asks for one graph, and gets one
-region.
+A region holds all its parameters on the device while it runs, since uses inside compiled code cannot be observed. A
+model that is compiled as a whole is therefore cut at repeated blocks, as in PyTorch's regional compilation. Blocks are
+regions, and so are the parts beside them (a head, an embedding of several layers). The code between regions runs
+uncompiled. Blocks of one class share their compiled code. The cut depends on the module alone, so results do not depend
+on a budget. ``fullgraph=True`` gives a single region.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ class Region:
     module: nn.Module
     compiler: Compiler
     compiled: bool
-    """Whether the module's call is compiled with ``compiler`` already."""
+    """The module's call is compiled with ``compiler`` already."""
 
 
 @dataclasses.dataclass
 class Cut:
-    """What becomes of the compiled modules in a module."""
+    """The regions that replace the compiled modules in a module."""
 
     regions: list[Region] = dataclasses.field(default_factory=list)
     whole: list[nn.Module] = dataclasses.field(default_factory=list)
-    """Those that were compiled as a whole, and of which parts are now."""
+    """Modules that were compiled as a whole and whose parts are compiled instead."""
 
 
 def cut_compiled(module: nn.Module) -> Cut:
-    """For all that is compiled in ``module``, or ``module`` itself."""
+    """Cuts ``module`` and everything in it that is compiled."""
     cut = Cut()
     seen: set[nn.Module] = set()
 
@@ -63,7 +62,7 @@ def cut_compiled(module: nn.Module) -> Cut:
 
 
 def cut_for(module: nn.Module, compiler: Compiler) -> Cut:
-    """For ``module``, which is to be compiled with ``compiler``. Parts that are compiled already stay as they are."""
+    """Cuts ``module``, which is to be compiled with ``compiler``. Parts that are compiled already stay unchanged."""
     cut = Cut()
     _cut_one(module, compiler, cut, compiled=False)
     return cut
@@ -93,8 +92,8 @@ def _cut_one(module: nn.Module, compiler: Compiler, cut: Cut, *, compiled: bool)
 
 
 def _parts(module: nn.Module, *, in_block: bool) -> Iterator[nn.Module]:
-    """The parts that ``module`` is compiled in: itself, where it repeats no blocks. A block that has lists of blocks
-    inside is cut only if most of its parameters are in them (a stage of a network, a layer of experts).
+    """The parts in which ``module`` is compiled: itself, if it repeats no blocks. A block that contains lists of blocks
+    is cut only if these have most of its parameters (a stage of a network, a layer of experts).
     """
     if is_wrapper(module):
         yield module
@@ -109,7 +108,9 @@ def _parts(module: nn.Module, *, in_block: bool) -> Iterator[nn.Module]:
 
 
 def _block_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost lists in ``module``, or itself, of several blocks of one class; layers of PyTorch are no blocks."""
+    """The outermost lists in ``module``, or itself, of several blocks of one class. Single PyTorch layers are no
+    blocks.
+    """
     if isinstance(module, _LISTS):
         blocks = [inside for inside in map(unwrapped, module.children()) if _is_block(inside)]
         if max(collections.Counter(map(type, blocks)).values(), default=0) > 1:
@@ -120,7 +121,7 @@ def _block_lists(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_holder(module: nn.Module) -> bool:
-    """Whether it only holds others, and cannot be called."""
+    """Tests for a container without a ``forward``."""
     return type(module).forward is nn.Module.forward
 
 
@@ -129,7 +130,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_single_layer(module: nn.Module) -> bool:
-    """Whether it is one operation of PyTorch (a linear layer, a norm): there is nothing to fuse in it."""
+    """Tests for one PyTorch operation (a linear layer, a norm), in which nothing can be fused."""
     return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 

@@ -1,15 +1,16 @@
-"""The call of a region: its parameters are brought in and held, and are ordinary ones to compiled code.
+"""Calls of a compiled region: its parameters are fetched, held, and appear as ordinary ones to compiled code.
 
-[Note: compiled units] Nobody sees when compiled code uses which parameter: modules inside have no hooks, no torch
-function is called. So around each call of a region, outside of what Dynamo traces, a *unit* opens one scope that
-acquires all parameters below the region and holds them to its end; none was seen in an operation, so the backward of
-the call's outputs, which is compiled code too, acquires them again (``uncovered``, csrc/bind/scope_stack.h).
+Uses inside compiled code cannot be observed: modules have no hooks there, and no torch function is called. So a
+`CompiledUnit` around each call of a region, outside of what Dynamo traces, opens one scope. The scope acquires all
+parameters below the region and holds them to its end. No operation was seen to use them, so the backward of the call's
+outputs, which is compiled too, acquires them again (``uncovered``, csrc/bind/scope_stack.h).
 
-While the call runs, its parameters have the class ``nn.Parameter``: Dynamo traces no ``__torch_function__`` written in
-C++, and guards would tell the two classes apart. Outside of it they say when they are used, as ever. That chunks move
-is not seen in compiled code either: it gets tensors and reads their addresses at each call, and parameters begin at
-multiples of 128 elements, so what one block's code takes for granted of alignment holds for every block's parameters.
-Code with CUDA graphs has addresses in it and is refused (units.py).
+During the call the parameters have the class ``nn.Parameter``: Dynamo cannot trace a ``__torch_function__`` written in
+C++, and its guards would distinguish the classes.
+
+Compiled code tolerates that chunks move: it gets tensors and reads their addresses at each call. Parameters begin at
+multiples of 128 elements, so alignment assumptions of one block's code hold for all blocks. Code with CUDA graphs
+contains addresses and is refused (units.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from patrickstar.module.observer import Observer, find_tensors
 
 
 class CompiledUnit:
-    """Stands where a module has the function that its call runs (``_compiled_call_impl``).
+    """Replaces the function that a region's call runs (``_compiled_call_impl``).
 
     Args:
         module: the region.
         run: its compiled call.
-        observer: is told about uses.
+        observer: receives uses.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], observer: Observer):
@@ -46,7 +47,7 @@ class CompiledUnit:
         self._doors: list[Door] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One call of the region."""
+        """Runs one call of the region."""
         given = list(_chunked_in((args, kwargs)))
         if given:
             return self._call_with_given(given, args, kwargs)
@@ -77,7 +78,7 @@ class CompiledUnit:
         return output
 
     def _call_with_given(self, given: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Among the arguments are parameters of other modules, or views of some."""
+        """Runs a call whose arguments include parameters of other modules, or views of them."""
         handles = [tensor._patrickstar for tensor in given]
         classes = [type(tensor) for tensor in given]
         hook, output = self._make_hook(handles), None
@@ -97,7 +98,7 @@ class CompiledUnit:
         return _C.ModuleHook(self._uses, list(dict.fromkeys(h.id for h in handles)), _C.HoldUntil.SCOPE_END)
 
     def _doors_inside(self) -> list[Door]:
-        """Those of modules inside, whose calls are part of this one."""
+        """The doors of submodules, whose calls are part of this call."""
         if self._doors is None:
             inside = [child for child in self.module.modules() if child is not self.module]
             calls = [child.__dict__.get("_compiled_call_impl") for child in inside]
@@ -113,7 +114,7 @@ class CompiledUnit:
 
 
 def _mark_views(output: Any, handles: dict[int, list[ParamHandle]]) -> None:
-    """Views of parameters say when they are used, as they would if the call were not compiled."""
+    """Turns views of parameters in ``output`` into ``ChunkedView``s, as an uncompiled call would."""
     for tensor in find_tensors(output):
         if type(tensor) is not torch.Tensor:
             continue
@@ -132,7 +133,7 @@ def _by_storage(handles: list[ParamHandle]) -> dict[int, list[ParamHandle]]:
 
 
 def _chunked_in(value: Any) -> Iterator[torch.Tensor]:
-    """Parameters in chunks and views of them, in tuples, lists and dicts."""
+    """Chunked parameters and views of them, in tuples, lists and dicts."""
     if isinstance(value, (ChunkedParameter, ChunkedView)):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""The compiled modules of one engine: those that its module had before, and those that are compiled later."""
+"""The compiled modules of one engine, from before it was opened or compiled later."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _FORWARD = "forward"
 
 
 class CompiledUnits:
-    """Puts a unit around the call of each region ([Note: compiled units], [Note: regions]); `restore` takes them off.
+    """Puts a `CompiledUnit` around the call of each `Region`; `restore` removes them.
 
     Args:
-        module: the user's, with its parameters in chunks.
-        hooks: those on its modules; what is in a unit has none.
-        observer: is told about uses.
+        module: the user's module, with its parameters in chunks.
+        hooks: the hooks on its modules; modules inside a unit have none.
+        observer: receives uses.
     """
 
     def __init__(self, module: nn.Module, hooks: ModuleHooks, observer: Observer):
@@ -48,20 +48,20 @@ class CompiledUnits:
         self._units: dict[nn.Module, CompiledUnit] = {}
         self._limit: RecompileLimit | None = None
         self._before: dict[tuple[nn.Module, str], Any] = {}
-        """What modules had: the function that their call runs (``get_call``), and wrappers their ``forward``."""
+        """Former values: the function that a module's call runs (``get_call``), and a wrapper's ``forward``."""
         self._follow(cut_compiled(module))
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module or a part of it runs compiled."""
+        """True if the module or a part of it runs compiled."""
         return bool(self._units)
 
     def compile(self, module: nn.Module, compiler: Compiler) -> None:
-        """Compiles ``module``, or the regions in it, from its next call on. What is in a region that is compiled as one
-        already is left alone.
+        """Compiles ``module``, or the regions in it, from its next call on. Modules inside a region that is compiled
+        already are left alone.
 
         Raises:
-            ValueError: this is not possible with ``compiler``.
+            ValueError: ``compiler`` is not supported.
         """
         check_compiler(compiler, f"the {type(unwrapped(module)).__name__}")
         if any(module is not unit.module and module in set(unit.module.modules()) for unit in self._units.values()):
@@ -72,7 +72,7 @@ class CompiledUnits:
         self._follow(cut_for(module, compiler))
 
     def note_caller(self, caller: Any) -> None:
-        """A compiled function calls the module: to train it, it is compiled as that function is, once and for all."""
+        """Compiles the module like the compiled function that calls it for training. This happens once."""
         if self._units or not torch.is_grad_enabled():
             return
         compiler = compiler_of_caller(caller)
@@ -80,7 +80,7 @@ class CompiledUnits:
             self.compile(self._module, compiler)
 
     def restore(self) -> None:
-        """The modules as they were."""
+        """Restores the modules."""
         for module, _ in list(self._before):
             self._restore(module)
         self._units.clear()
@@ -128,8 +128,8 @@ class CompiledUnits:
 def _caller(module: nn.Module, name: str) -> Callable[..., Any]:
     """The function that is compiled for a region: the module's call.
 
-    Compiled code is kept with a function's code object, and only a few variants of it. So each class has one of its
-    own, and one for each list of blocks: blocks of a list share compiled code, and others do not take their places.
+    Dynamo keeps compiled code per code object, and only a few variants of it. So each class has its own code object,
+    and each list of blocks too: blocks of a list share compiled code, and others do not use up their variants.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -145,14 +145,14 @@ def _code_for(kind: type[nn.Module], place: str, code: types.CodeType) -> types.
 
 
 def check_compiled(module: nn.Module) -> None:
-    """Raises ValueError where ``module``, or one inside, is compiled in a way that is not possible here."""
+    """Raises ValueError if ``module`` or a submodule is compiled in an unsupported way."""
     for region in cut_compiled(module).regions:
         if any(True for _ in region.module.parameters()):
             check_compiler(region.compiler, f"the {type(unwrapped(region.module)).__name__}")
 
 
 def check_compiler(compiler: Compiler, subject: str) -> None:
-    """Raises ValueError where ``subject`` cannot be compiled with it here."""
+    """Raises ValueError if ``compiler`` is not supported for ``subject``."""
     if compiler.cuda_graphs:
         raise ValueError(
             f"{subject} is compiled with CUDA graphs (mode 'reduce-overhead' or 'max-autotune', options "

@@ -1,5 +1,5 @@
-"""The scheduler on a real cluster: decisions of a policy, carried out by Ray (docs/guides/ones.md).
+"""The scheduler on a real cluster: a policy's decisions, carried out by Ray (docs/guides/ones.md).
 
-Layers inside, lower ones first: `submission`, `ledger`, `fleet` → `scheduler` (decides; knows no Ray) → `ray_ranks`
-(processes) → `ray_fleet` → `client` (the actor that schedules, and how commands reach it).
+Layers, lower ones first: `submission`, `ledger`, `fleet` → `scheduler` (decides; independent of Ray) → `ray_ranks`
+(processes) → `ray_fleet` → `client` (the scheduler's actor, and its commands).
 """

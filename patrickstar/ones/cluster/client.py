@@ -1,11 +1,11 @@
-"""The actor that schedules, and how commands reach it.
+"""The scheduler's actor, and its client.
 
     client = start(StartOptions(ledger="…", logs="…"), address=None, simulated_gpus=4)
     client.submit(submission)
     client.rows()
 
-The actor is detached and Ray restarts it when it dies: it reads the ledger, finds the actors of jobs that run by their
-names, and goes on.
+The actor is detached, and Ray restarts it when it dies. It then reads the ledger, finds the actors of running jobs by
+their names, and continues.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ from patrickstar.ones.jobs import Cluster
 from patrickstar.ones.policies import make_policy
 
 _NAME = "scheduler"
-_ANSWER_SECONDS = 120.0  # it may be between two decisions
+_ANSWER_SECONDS = 120.0  # the scheduler may be between two decisions
 
 
 class ClusterError(RuntimeError):
-    """There is no cluster or no scheduler there, or another version of it."""
+    """There is no cluster, no scheduler, or a scheduler of another version."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StartOptions:
-    """Of a scheduler."""
+    """Options of a scheduler."""
 
     ledger: str
-    """The file of its jobs, on the node where it runs."""
+    """The file of its jobs, on its node."""
     logs: str
-    """The folder for what jobs write, on each node."""
+    """The folder for jobs' output, on each node."""
     policy: str = "ones"
-    """Of ``patrickstar.ones.POLICIES``."""
+    """One of ``patrickstar.ones.POLICIES``."""
     seed: int = 0
-    """Of the policy."""
+    """Seed of the policy."""
     interval_s: float = 2.0
-    """Between two looks at all jobs."""
+    """Seconds between ticks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a scheduler is."""
+    """Description of a running scheduler."""
 
     version: str
-    """Of patrickstar, there."""
+    """The scheduler's version of patrickstar."""
     policy: str
     cluster: Cluster
     problem: str
-    """Of the last look at all jobs; empty where it went well."""
+    """Error of the last tick; empty if there was none."""
 
 
 class SchedulerService:
-    """The actor."""
+    """The scheduler's actor."""
 
     def __init__(self, options: StartOptions):
         self._options = options
@@ -84,19 +84,19 @@ class SchedulerService:
         threading.Thread(target=self._run, name="ones-scheduler", daemon=True).start()
 
     def about(self) -> About:
-        """What it is."""
+        """Describes the scheduler."""
         return About(patrickstar.__version__, self._options.policy, self._scheduler.cluster, self._problem)
 
     def submit(self, plain: dict[str, Any]) -> str:
-        """Accepts a job; else why not."""
+        """Accepts a job; returns an error text, empty on success."""
         return self._answer(lambda: self._scheduler.submit(Submission.of(plain)))
 
     def cancel(self, name: str) -> str:
-        """Ends a job; else why not."""
+        """Ends a job; returns an error text, empty on success."""
         return self._answer(lambda: self._scheduler.cancel(name))
 
     def rows(self) -> list[Row]:
-        """All jobs, as they were after the last look at them."""
+        """All jobs, as of the last tick."""
         return self._rows
 
     def _answer(self, call: Any) -> str:
@@ -115,14 +115,14 @@ class SchedulerService:
                     self._scheduler.tick()
                     self._rows = self._scheduler.rows()
                 self._problem = ""
-            except Exception:  # the next look may go well: a node came back
+            except Exception:  # the next tick may succeed, for example when a node is back
                 self._problem = traceback.format_exc()
                 print(self._problem, file=sys.stderr, flush=True)
             time.sleep(self._options.interval_s)
 
 
 def _cluster() -> Cluster:
-    """As Ray counts it now."""
+    """The cluster as Ray reports it now."""
     per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     if sum(per_node) == 0:
         raise ClusterError("the cluster has no GPUs; start nodes that have some, or simulated ones")
@@ -130,14 +130,14 @@ def _cluster() -> Cluster:
 
 
 class ClusterClient:
-    """A scheduler from outside.
+    """A client of a scheduler.
 
     Args:
-        address: of Ray; None: of the cluster to which this process is connected, else of that on which :func:`start`
-            was called last, else of the one that Ray finds (``RAY_ADDRESS``, this machine).
+        address: Ray's address. None: the cluster to which this process is connected, else that of the last
+            :func:`start`, else the one that Ray finds (``RAY_ADDRESS``, this machine).
 
     Raises:
-        ClusterError: nobody answers there, no scheduler runs, or it is another version.
+        ClusterError: no cluster is there, no scheduler runs, or it has another version.
     """
 
     def __init__(self, address: str | None = None):
@@ -157,7 +157,7 @@ class ClusterClient:
         """Submits a job.
 
         Raises:
-            ValueError: the cluster can never run it, or there is one of that name.
+            ValueError: the cluster can never run it, or its name is in use.
         """
         self._raise(self._ask("submit", submission.as_plain()))
 
@@ -165,16 +165,16 @@ class ClusterClient:
         """Ends a job at once.
 
         Raises:
-            ValueError: there is none that has not ended.
+            ValueError: there is no such waiting or running job.
         """
         self._raise(self._ask("cancel", name))
 
     def rows(self) -> list[Row]:
-        """All jobs, in the order in which they were submitted."""
+        """All jobs, in order of submission."""
         return self._ask("rows")
 
     def end(self) -> None:
-        """Ends the scheduler; jobs that run go on, and the next scheduler of the same ledger finds them."""
+        """Ends the scheduler; running jobs go on, and the next scheduler with the same ledger finds them."""
         ray.kill(self._actor)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -197,11 +197,11 @@ class ClusterClient:
 
 
 def start(options: StartOptions, address: str | None = None, simulated_gpus: int | None = None) -> ClusterClient:
-    """Starts a scheduler, and before it, where they are asked for, a cluster with simulated GPUs on this machine,
-    beside others that run here. Later commands of this user find the scheduler without an address.
+    """Starts a scheduler. With ``simulated_gpus`` it first starts a cluster on this machine, independent of other
+    clusters here. Later commands of this user find the scheduler without an address.
 
     Raises:
-        ClusterError: nobody answers at the address, a scheduler runs there already, or there are no GPUs.
+        ClusterError: no cluster is at the address, a scheduler runs there already, or there are no GPUs.
         ValueError: there is no such policy.
     """
     make_policy(options.policy, options.seed)
@@ -222,7 +222,7 @@ def start(options: StartOptions, address: str | None = None, simulated_gpus: int
 
 
 def stop() -> None:
-    """Ends the cluster with simulated GPUs that :func:`start` has started, and all jobs on it; no other cluster.
+    """Ends the simulated cluster that :func:`start` has started, and all jobs on it; no other cluster.
 
     Raises:
         ClusterError: it does not run.
@@ -251,7 +251,7 @@ def _start_simulated(num_gpus: int, address: str | None) -> KnownCluster:
 
 
 def _connect(address: str | None) -> None:
-    """To the cluster at an address; None: to that of the last ``start``, else to the one that Ray finds."""
+    """Connects to the cluster at an address; None: that of the last ``start``, else the one that Ray finds."""
     if ray.is_initialized():
         return
     known = known_cluster() if address is None else None

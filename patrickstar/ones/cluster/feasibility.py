@@ -1,4 +1,4 @@
-"""On which numbers of GPUs a job fits at all, and how long a step takes there: what ``patrickstar plan`` says."""
+"""The numbers of GPUs on which a job fits, and its step times, by ``patrickstar plan``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _FITS, _DOES_NOT_FIT = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Feasibility:
-    """Of one job."""
+    """Feasibility of one job."""
 
     step_seconds: dict[int, float]
-    """By number of GPUs, of those on which it fits: predicted seconds of an optimizer step."""
+    """Predicted seconds of an optimizer step, by number of GPUs on which it fits."""
     refusals: dict[int, str]
-    """Why it does not fit on the others."""
+    """The reason for each other number of GPUs."""
 
 
 def planned(
     sizes: Sequence[int], options: Sequence[str], global_batch: int, micro_batch: int, gpus_per_node: int
 ) -> Feasibility:
-    """Asks the planner for each number of GPUs.
+    """Runs the planner for each number of GPUs.
 
     Args:
         sizes: numbers of GPUs that divide the global batch.
         options: of ``patrickstar plan``: model, lengths, GPU, budgets. Batches and numbers of GPUs are added.
         global_batch: samples of an optimizer step on all GPUs together.
-        micro_batch: the most samples that a GPU computes at once.
+        micro_batch: most samples that a GPU computes at once.
         gpus_per_node: of the cluster.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a scheduler asks of those who run jobs: the seam between its decisions and Ray."""
+"""The interface between a scheduler's decisions and the system that runs jobs (Ray)."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from patrickstar.ones.cluster.submission import Submission
 
 
 class Phase(enum.Enum):
-    """Where the processes of a job are."""
+    """Phase of a job's processes."""
 
     RUNNING = "running"
     CHANGING = "changing"
     """An order was given and is not carried out yet."""
     ENDED = "ended"
-    """All processes have ended as they should."""
+    """All processes have ended normally."""
     STOPPED = "stopped"
-    """They have, as they were ordered to, or GPUs and processes to start on were not there in time."""
+    """All processes have ended on an order, or GPUs and processes were not available in time."""
     FAILED = "failed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Of a job that was started."""
+    """Status of a started job."""
 
     phase: Phase
     num_ranks: int
-    """That have a GPU, those that join included."""
+    """Ranks with a GPU, including joining ones."""
     report: RunReport | None
-    """None: its script has no elastic line, or has not come to its first step."""
+    """None if its script is not elastic, or has not made a step."""
     resize_s: float
-    """Seconds that its last resize took; 0: there was none."""
+    """Seconds of its last resize; 0 without one."""
     refusal: str = ""
     """Why the last order was refused, or nothing was started."""
     reason: str = ""
-    """Of a failure: the end of what the process wrote."""
+    """For a failure: the end of the process's output."""
 
 
 class Fleet(Protocol):
-    """Runs jobs. What it runs outlives whoever asks."""
+    """Runs jobs, which outlive the caller."""
 
     def start(self, submission: Submission, num_ranks: int) -> None:
-        """Starts processes of a job that has none; they go on from its checkpoint."""
+        """Starts processes of a job that has none; they continue from its checkpoint."""
 
     def resize(self, name: str, num_ranks: int) -> None:
-        """Orders it; processes that are to join are started."""
+        """Orders a resize, and starts joining processes."""
 
     def stop(self, name: str) -> None:
-        """Orders it to end with a checkpoint."""
+        """Orders the job to end with a checkpoint."""
 
     def status(self, name: str) -> Status | None:
-        """None: nothing of it runs."""
+        """The job's status; None if nothing of it runs."""
 
     def remove(self, name: str) -> None:
-        """Ends what is left of it, at once."""
+        """Ends all remaining processes at once."""

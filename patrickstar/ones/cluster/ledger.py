@@ -1,7 +1,7 @@
-"""What a scheduler must know when it comes back: submissions, and what became of them, line by line in a file.
+"""The scheduler's persistent state: submissions and their results, line by line in a file.
 
-A line is on the disk before what it says is done, so a scheduler that was killed finds every job that it accepted. What
-runs is not in it: that is asked of the fleet, which outlives the scheduler.
+A line is on the disk before its effect, so a restarted scheduler finds every accepted job. Running processes are not in
+it: the fleet, which outlives the scheduler, reports them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from patrickstar.ranks.private_files import append_private
 
 
 class End(enum.Enum):
-    """How a job ended."""
+    """Final states of a job."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -33,10 +33,10 @@ class Entry:
     submitted_s: float
     """Seconds since 1970."""
     num_failures: int = 0
-    """Of its processes, after which it was started again from its checkpoint."""
+    """Failures of its processes, after each of which it was restarted from its checkpoint."""
     end: End | None = None
     reason: str = ""
-    """Of its last failure."""
+    """Reason of its last failure."""
 
 
 class LedgerError(RuntimeError):
@@ -44,10 +44,10 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """An append-only file of JSON lines. One process writes it.
+    """An append-only file of JSON lines, with one writing process.
 
     Args:
-        path: made if there is none, with mode 0600. A last line that was cut off by a crash is taken back.
+        path: created with mode 0600 if absent. A last line cut off by a crash is removed.
 
     Raises:
         LedgerError: another line cannot be read.
@@ -62,21 +62,21 @@ class Ledger:
         self._file.truncate(whole)
 
     def submitted(self, submission: Submission) -> None:
-        """Accepts a job.
+        """Records an accepted job.
 
         Raises:
-            ValueError: there is one of that name.
+            ValueError: its name is in use.
         """
         if submission.name in self.entries:
             raise ValueError(f"there is a job {submission.name} already; give another name")
         self._add({"event": "submitted", "job": submission.as_plain()})
 
     def failed(self, name: str, reason: str) -> None:
-        """Its processes have failed; it will be started again."""
+        """Records a failure; the job will be restarted."""
         self._add({"event": "failed", "name": name, "reason": reason})
 
     def ended(self, name: str, end: End, reason: str = "") -> None:
-        """It will not run again."""
+        """Records a job's final state."""
         self._add({"event": "ended", "name": name, "end": end.value, "reason": reason})
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Ledger:
         self._apply(fields)
 
     def _read(self) -> int:
-        """The bytes of whole lines."""
+        """Reads the entries; returns the number of bytes in whole lines."""
         whole = 0
         data = self._path.read_bytes() if self._path.exists() else b""
         for number, line in enumerate(data.splitlines(keepends=True), 1):

@@ -1,8 +1,7 @@
-"""A Ray cluster on this machine with simulated GPUs, beside any other cluster: its ports and its folder are its own,
-and ending it ends nothing else.
+"""A Ray cluster on this machine with simulated GPUs, independent of other clusters: it has its own ports and folder,
+and ends alone.
 
-The cluster on which ``patrickstar ones start`` was called last is noted in ``~/.patrickstar/ones/cluster.json``, where
-other commands find it.
+``~/.patrickstar/ones/cluster.json`` records the cluster of the last ``patrickstar ones start``, for other commands.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class KnownCluster:
     address: str
     """``host:port`` of Ray's head."""
     pid: int = 0
-    """The process that runs all of it, where it was started here; else 0."""
+    """The process that runs the cluster, if it was started here; else 0."""
     folder: str = ""
-    """The folder of its sessions and logs, where it was started here."""
+    """The folder of its sessions and logs, if it was started here."""
 
     @property
     def is_own(self) -> bool:
@@ -52,7 +51,7 @@ class KnownCluster:
 
     @property
     def answers(self) -> bool:
-        """True where somebody listens at its address."""
+        """True if a server listens at its address."""
         try:
             with socket.create_connection(split_address(self.address), _ANSWER_SECONDS):
                 return True
@@ -61,7 +60,7 @@ class KnownCluster:
 
 
 def known_cluster() -> KnownCluster | None:
-    """The cluster that was noted last; None: none was, or nobody listens there any more."""
+    """The recorded cluster; None if there is none, or no server listens at its address."""
     try:
         found = KnownCluster(**json.loads(_NOTE.expanduser().read_text()))
     except (OSError, ValueError, TypeError):
@@ -70,7 +69,7 @@ def known_cluster() -> KnownCluster | None:
 
 
 def note_cluster(cluster: KnownCluster) -> None:
-    """Notes it for other commands of this user."""
+    """Records the cluster for other commands of this user."""
     path = _NOTE.expanduser()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -83,7 +82,7 @@ def start_local_cluster(num_gpus: int) -> KnownCluster:
     """Starts Ray on this machine with so many simulated GPUs, and waits until it runs.
 
     Raises:
-        RuntimeError: it did not start; the message has the end of what Ray wrote.
+        RuntimeError: it did not start; the message has the end of Ray's output.
     """
     folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_FOLDER_PARENT)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
@@ -103,7 +102,7 @@ def start_local_cluster(num_gpus: int) -> KnownCluster:
 
 
 def end_local_cluster(cluster: KnownCluster) -> None:
-    """Ends a cluster that :func:`start_local_cluster` has started, with all that runs on it."""
+    """Ends a cluster of :func:`start_local_cluster`, with everything that runs on it."""
     _end(cluster.pid, cluster.folder)
     _NOTE.expanduser().unlink(missing_ok=True)
 
@@ -111,7 +110,7 @@ def end_local_cluster(cluster: KnownCluster) -> None:
 def _end(pid: int, folder: str) -> None:
     deadline = time.monotonic() + _END_SECONDS
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(pid, signal.SIGTERM)  # Ray ends its processes, which are of its session
+        os.kill(pid, signal.SIGTERM)  # Ray ends its processes, which are in its session
         while time.monotonic() < deadline and _runs(pid):
             time.sleep(_POLL_SECONDS)
         os.killpg(pid, signal.SIGKILL)

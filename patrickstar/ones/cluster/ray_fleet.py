@@ -1,4 +1,4 @@
-"""The fleet on Ray: an actor for each job, found by its name by whoever schedules."""
+"""The fleet on Ray: one named actor per job."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from patrickstar.ones.cluster.ray_ranks import JobProcesses
 from patrickstar.ones.cluster.submission import Submission
 
 NAMESPACE = "patrickstar-ones"
-"""Of Ray, in which the actors have their names."""
+"""Ray's namespace of the actors' names."""
 _STATUS_SECONDS = 2.0
-"""For which a look at all jobs waits for one of them: it may be starting, or waiting for GPUs."""
+"""Seconds that a tick waits for one job: its actor may be starting, or waiting for GPUs."""
 _END_SECONDS = 60.0
 
 
 class RayFleet:
-    """As :class:`patrickstar.ones.cluster.fleet.Fleet`.
+    """Implements :class:`patrickstar.ones.cluster.fleet.Fleet`.
 
     Args:
-        logs: a folder in which each job has one for what its ranks write, on the node of the rank.
+        logs: a folder with one folder per job for its ranks' output, on the rank's node.
     """
 
     def __init__(self, logs: str):
@@ -35,13 +35,13 @@ class RayFleet:
         ray.remote(num_cpus=0)(JobProcesses).options(**options).remote(submission.as_plain(), self._logs, num_ranks)
 
     def resize(self, name: str, num_ranks: int) -> None:
-        """Does not wait for it."""
+        """Sends the order; does not wait."""
         actor = self._actor(name)
         if actor is not None:
             actor.resize.remote(num_ranks)
 
     def stop(self, name: str) -> None:
-        """Does not wait for it."""
+        """Sends the order; does not wait."""
         actor = self._actor(name)
         if actor is not None:
             actor.stop.remote()
@@ -54,7 +54,7 @@ class RayFleet:
         try:
             return ray.get(actor.status.remote(), timeout=_STATUS_SECONDS)
         except ray.exceptions.GetTimeoutError:
-            return Status(Phase.CHANGING, 0, None, 0.0)  # it waits for GPUs
+            return Status(Phase.CHANGING, 0, None, 0.0)  # the actor waits for GPUs
         except ray.exceptions.RayError as error:
             return Status(Phase.FAILED, 0, None, 0.0, reason=f"the job's actor is gone: {error}")
 
@@ -63,11 +63,11 @@ class RayFleet:
         actor = self._actor(name)
         if actor is None:
             return
-        with contextlib.suppress(ray.exceptions.RayError):  # it is gone, and its ranks end with it
+        with contextlib.suppress(ray.exceptions.RayError):  # the actor is gone, and its ranks end with it
             ray.get(actor.end.remote(), timeout=_END_SECONDS)
         ray.kill(actor)
         deadline = time.monotonic() + _END_SECONDS
-        while self._actor(name) is not None and time.monotonic() < deadline:  # its name is in use a moment longer
+        while self._actor(name) is not None and time.monotonic() < deadline:  # Ray frees the name with a delay
             time.sleep(0.02)
 
     def _actor(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Processes of a job on Ray: an actor for each rank, in a placement group, and one for the job, which owns them.
+"""A job's processes on Ray: an actor for each rank, in a placement group, and one for the job, which owns them.
 
-The job's actor is detached: it and its ranks outlive the scheduler. If it dies, its ranks die with it, and the job goes
-on from its checkpoint.
+The job's actor is detached: it and its ranks outlive the scheduler. If it dies, its ranks die too, and the job
+continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from patrickstar.ranks.run_secret import SECRET_VARIABLE, RunSecret
 
 _GPUS_WAIT_SECONDS = 20.0
 _START_SECONDS = 300.0
-"""For processes of ranks to start and import PyTorch, on a loaded node too."""
+"""Time for processes of ranks to start and import PyTorch, even on a loaded node."""
 _ANSWER_SECONDS = 30.0
 _TAIL_BYTES = 2000
 _PR_SET_PDEATHSIG = 1
 
 
 class RankProcess:
-    """An actor: the process of one rank, on the GPU that the actor has."""
+    """An actor: the process of one rank, on the actor's GPU."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,8 +53,8 @@ class RankProcess:
         return address, port, [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def start(self, plain: dict[str, Any], environment: dict[str, str], secret: str, log: str) -> None:
-        """Starts the script; it ends when this actor does. The run's secret (hexadecimal) is in a private file beside
-        the log as long as the process runs.
+        """Starts the script, which ends with this actor. A private file beside the log holds the run's secret
+        (hexadecimal) while the process runs.
         """
         submission = Submission.of(plain)
         self._log = Path(log)
@@ -74,14 +74,14 @@ class RankProcess:
             )
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """The exit status; None while it runs."""
         status = None if self._process is None else self._process.poll()
         if status is not None:
             self._forget_secret()
         return status
 
     def kill(self) -> None:
-        """Ends it, and waits until it has ended."""
+        """Kills the process, and waits for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -92,7 +92,7 @@ class RankProcess:
             self._secret_file.unlink(missing_ok=True)
 
     def tail(self) -> str:
-        """The end of what it wrote."""
+        """The end of its output."""
         if self._log is None:
             return ""
         return self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
@@ -103,10 +103,10 @@ def _die_with_parent() -> None:
 
 
 class _Ranks:
-    """Ranks that were started together. Each has a placement group of its own, so that its GPU is free when it leaves.
+    """Ranks that were started together. Each has its own placement group, so that its GPU is free when it leaves.
 
     Raises:
-        RuntimeError: so many GPUs were not free in time, or no processes for them were there; none is taken then.
+        RuntimeError: the GPUs were not free in time, or their processes did not start; none is kept then.
     """
 
     def __init__(self, count: int):
@@ -124,7 +124,7 @@ class _Ranks:
         }
         try:
             self.places = ray.get([actor.place.remote() for actor in self.actors], timeout=_START_SECONDS)
-            """What :meth:`RankProcess.place` of each says."""
+            """The result of :meth:`RankProcess.place` for each."""
         except ray.exceptions.RayError as error:
             for actor in self.actors:
                 self.drop(actor)
@@ -132,7 +132,7 @@ class _Ranks:
 
     @property
     def actors(self) -> list[Any]:
-        """Those that have not been dropped, in the order of their ranks at the start."""
+        """The remaining actors, in the order of their ranks at the start."""
         return list(self._groups)
 
     def drop(self, actor: Any) -> None:
@@ -142,8 +142,8 @@ class _Ranks:
 
 
 class JobProcesses:
-    """An actor: the ranks of one job, the rendezvous at which they meet, and the orders that they follow. It starts as
-    many ranks as it is made with: a scheduler that is gone a moment later leaves a job that runs.
+    """An actor: one job's ranks, their rendezvous, and the orders to them. The constructor starts the ranks, so the job
+    runs even if the scheduler dies at once.
     """
 
     def __init__(self, plain: dict[str, Any], logs: str, num_ranks: int):
@@ -155,7 +155,7 @@ class JobProcesses:
         self._orders = Orders(self._store)
         self._groups: list[_Ranks] = []
         self._joining: _Ranks | None = None
-        self._number = 0  # of the order that is being carried out; 0: none
+        self._number = 0  # of the order in progress; 0: none
         self._num_ranks = 0
         self._ordered_ranks = 0
         self._stops = False
@@ -178,7 +178,7 @@ class JobProcesses:
         for rank, (actor, node) in enumerate(zip(group.actors, nodes, strict=True)):
             gpus = [gpu for other, _, ids in places if other == node for gpu in ids]
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "0"}
-            if num_ranks > 1:  # Accelerate would make a torch.distributed of a process alone that is told of ranks
+            if num_ranks > 1:  # for a single process with rank variables, Accelerate would initialise torch.distributed
                 environment |= {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(num_ranks),
@@ -192,7 +192,7 @@ class JobProcesses:
         self._num_ranks = num_ranks
 
     def resize(self, num_ranks: int) -> None:
-        """Orders the ranks that train, and starts those that join."""
+        """Orders a resize, and starts joining ranks."""
         self._refusal = ""
         if num_ranks > self._num_ranks:
             try:
@@ -206,12 +206,12 @@ class JobProcesses:
         self._number = self._orders.resize(num_ranks)
 
     def stop(self) -> None:
-        """Orders them to end with a checkpoint."""
+        """Orders the ranks to end with a checkpoint."""
         self._stops = True
         self._number = self._orders.stop()
 
     def end(self) -> None:
-        """Ends all ranks at once; none of them runs any more when this returns."""
+        """Kills all ranks; none runs when this returns."""
         groups = [*self._groups, *([self._joining] if self._joining else [])]
         for group in groups:
             with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
@@ -220,7 +220,7 @@ class JobProcesses:
                 group.drop(actor)
 
     def status(self) -> Status:
-        """How it does now."""
+        """The job's present status."""
         self._note_outcome()
         for group in list(self._groups):
             for actor in group.actors:
@@ -228,8 +228,8 @@ class JobProcesses:
             if not group.actors:
                 self._groups.remove(group)
         if not self._groups:
-            self._note_outcome()  # which may have come with the end
-        if not self._groups:  # the run is over, and nobody will ask those in that were to join
+            self._note_outcome()  # the outcome may have come with the end
+        if not self._groups:  # the run is over, and joining processes will not be invited
             self._send_away(self._joining)
             self._joining, self._number = None, 0
         if self._failure:
@@ -277,7 +277,7 @@ class JobProcesses:
                 return
             tail = "" if status == 0 else ray.get(actor.tail.remote(), timeout=_ANSWER_SECONDS)
         except ray.exceptions.GetTimeoutError:
-            return  # it is asked again
+            return  # polled again later
         except ray.exceptions.RayError as error:
             status, tail = -1, f"its actor is gone: {error}"
         group.drop(actor)

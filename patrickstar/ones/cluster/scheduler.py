@@ -1,9 +1,8 @@
-"""From what a policy decides to what jobs are told, again and again; the policy is the very code that is simulated.
+"""Turns a policy's decisions into orders to jobs, tick by tick. The policy is the code that is simulated.
 
-A tick asks the fleet how every job does, tells the policy, and orders what it grants as far as GPUs are free: GPUs of a
-job that shrinks or stops are granted to another one in a later tick, when its processes have left them. A job is left
-alone while an order to it is being carried out, before its first report, and always where its script has no elastic
-line.
+A tick reads every job's status from the fleet, passes it to the policy, and orders its grants as far as GPUs are free.
+GPUs of a shrinking or stopping job are granted to another one in a later tick, when its processes have left them. A job
+is left alone while an order to it is in progress, before its first report, and always if its script is not elastic.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from patrickstar.ones.jobs import Cluster, Job, JobState, Throughput
 from patrickstar.ones.policies.protocol import Foresight, Grant, Policy
 
 MOST_FAILURES = 3
-"""After so many failures without a step between them a job is given up."""
-_UNKNOWN_SAMPLE_S = 1e-3  # before anything was measured: the same for all jobs
+"""Failures without a step between them after which a job is abandoned."""
+_UNKNOWN_SAMPLE_S = 1e-3  # before any measurement: the same for all jobs
 _UNKNOWN_RESIZE_S = 10.0
-_APPEARS_S = 30.0  # after a job was started, its processes are there
+_APPEARS_S = 30.0  # seconds after a job's start until its processes exist
 
 
 @dataclasses.dataclass
 class _Track:
-    """What is known of a job that has not ended, beside its entry in the ledger."""
+    """State of a job that has not ended, beside its ledger entry."""
 
     gpus: tuple[int, ...] = ()
-    """That it holds, by the numbers of the policy; Ray decides where they are."""
+    """GPUs that it holds, by the policy's numbers; Ray decides their location."""
     ordered: tuple[int, ...] | None = None
-    """That it will hold when the order is carried out."""
+    """GPUs that it will hold after the order in progress."""
     has_reported: bool = False
-    """Since it was started."""
+    """True if it has reported since its start."""
     status: Status | None = None
     observed: dict[int, float] = dataclasses.field(default_factory=dict)
     """Seconds of a step by number of ranks."""
@@ -52,7 +51,7 @@ class _Track:
     loss: float = 0.0
     resize_s: float = 0.0
     start_s: float = 0.0
-    """From a start to the first report."""
+    """Seconds from a start to the first report."""
     note: str = ""
 
 
@@ -62,7 +61,7 @@ class Row:
 
     name: str
     state: str
-    """Waiting, or a phase of the fleet, or how it ended."""
+    """Waiting, a phase of the fleet, or the final state."""
     num_gpus: int
     num_steps: int
     seconds_per_step: float
@@ -70,23 +69,23 @@ class Row:
     loss: float | None
     num_resizes: int
     resize_s: float
-    """Of its last resize."""
+    """Seconds of its last resize."""
     num_failures: int
     note: str
 
 
 class Scheduler:
-    """Decides and orders; see the module's text. One thread at a time.
+    """Decides and orders; see the module's docstring. For one thread at a time.
 
     Args:
-        ledger: of the jobs.
-        fleet: that runs them.
-        policy: that decides.
-        cluster: as the policy sees it.
+        ledger: records the jobs.
+        fleet: runs them.
+        policy: decides.
+        cluster: the cluster for the policy.
         clock: seconds since 1970.
 
     Raises:
-        ValueError: the policy needs to know the work that is left, which no real cluster knows.
+        ValueError: the policy needs to know remaining work, which is unknown on a real cluster.
     """
 
     def __init__(
@@ -106,14 +105,14 @@ class Scheduler:
         self._ledger, self._fleet, self._policy, self._clock = ledger, fleet, policy, clock
         self._tracks: dict[str, _Track] = {}
         for name, entry in ledger.entries.items():
-            if entry.end is not None:  # the scheduler before this one may have died between its entry and this
+            if entry.end is not None:  # an earlier scheduler may have died after its ledger entry and before this call
                 fleet.remove(name)
 
     def submit(self, submission: Submission) -> None:
-        """Accepts a job; it is not forgotten from now on.
+        """Accepts a job, which is recorded from now on.
 
         Raises:
-            ValueError: the cluster can never run it, or there is one of that name.
+            ValueError: the cluster can never run it, or its name is in use.
         """
         submission.check(self.cluster)
         self._ledger.submitted(submission)
@@ -122,7 +121,7 @@ class Scheduler:
         """Ends a job at once.
 
         Raises:
-            ValueError: there is none that has not ended.
+            ValueError: there is no such waiting or running job.
         """
         entry = self._ledger.entries.get(name)
         if entry is None or entry.end is not None:
@@ -130,7 +129,7 @@ class Scheduler:
         self._end(name, End.CANCELLED)
 
     def tick(self) -> None:
-        """Looks at all jobs, decides, and orders."""
+        """Reads all jobs' status, decides, and orders."""
         now = self._clock()
         for name, entry in list(self._open()):
             self._look_at(now, name, entry)
@@ -139,7 +138,7 @@ class Scheduler:
             self._order(now, dict(self._policy.decide(now, states, self.cluster)))
 
     def rows(self) -> list[Row]:
-        """All jobs, in the order in which they were submitted."""
+        """All jobs, in order of submission."""
         return [self._row(name, entry) for name, entry in self._ledger.entries.items()]
 
     # A tick.
@@ -151,7 +150,7 @@ class Scheduler:
         track = self._tracks.setdefault(name, _Track())
         before, status = track.status, self._fleet.status(name)
         if status is None and track.gpus and before is None and now - track.changed_s < _APPEARS_S:
-            return  # it was started a moment ago
+            return  # it was just started
         if status is None and track.gpus:
             status = Status(Phase.FAILED, 0, None, 0.0, reason="its processes are gone, with the node they were on")
         track.status = status
@@ -178,12 +177,12 @@ class Scheduler:
             if track.failures_since_step >= MOST_FAILURES:
                 self._end(name, End.FAILED, status.reason)
                 return
-            self._vacate(name, track)  # first, so that no failure is counted by this scheduler and by the next one
+            self._vacate(name, track)  # first, so that only one scheduler counts the failure
             self._ledger.failed(name, status.reason)
 
     @staticmethod
     def _follows_an_order_unknown(track: _Track, status: Status) -> bool:
-        """Whether it has carried out an order of the scheduler before this one."""
+        """True if the job has carried out an order of an earlier scheduler."""
         return track.ordered is None and status.phase is Phase.RUNNING and status.num_ranks != len(track.gpus)
 
     def _note_report(self, now: float, track: _Track, status: Status) -> None:
@@ -257,7 +256,7 @@ class Scheduler:
         taken = self._taken()
         return tuple([gpu for gpu in range(self.cluster.num_gpus) if gpu not in taken][:count])
 
-    # What the policy is told.
+    # Input of the policy.
 
     def _state(self, now: float, entry: Entry) -> JobState:
         submission = entry.submission
@@ -330,10 +329,11 @@ class Scheduler:
 
 
 def measured_throughput(observed: dict[int, float], global_batch: int) -> Throughput:
-    """What is known of a job's speed: computing from the fewest GPUs that it ran on, synchronising from the others.
+    """A throughput model from measurements: computation from the smallest number of GPUs, synchronisation from the
+    others.
 
     Args:
-        observed: seconds of a step of ``global_batch`` samples by number of GPUs; predicted where nothing was measured.
+        observed: seconds of a step of ``global_batch`` samples by number of GPUs; predictions if nothing was measured.
         global_batch: in samples.
     """
     if not observed:

@@ -1,4 +1,4 @@
-"""What a user submits: a training script and the numbers of GPUs that it may have."""
+"""A user's submission: a training script, and the numbers of GPUs that it may have."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class Submission:
     """A job as it was submitted.
 
     Raises:
-        ValueError: it contradicts itself, when it is made.
+        ValueError: on construction, if it contradicts itself.
     """
 
     name: str
     """Unique in the cluster: letters, digits, and ``_.-``."""
     script: str
-    """Of Python, at the same absolute path on all nodes."""
+    """A Python script, at the same absolute path on all nodes."""
     arguments: tuple[str, ...]
-    """Of the script."""
+    """Arguments of the script."""
     folder: str
-    """In which it runs: absolute, the same on all nodes."""
+    """Its working directory: absolute, the same on all nodes."""
     environment: tuple[tuple[str, str], ...]
-    """Variables that it gets beside those of the node."""
+    """Variables in addition to the node's."""
     min_gpus: int
-    """Fewer do not run it."""
+    """Minimum to run."""
     max_gpus: int
-    """More are never given to it."""
+    """Maximum to be granted."""
     requested_gpus: int
-    """What it gets from a scheduler that changes nothing, and at its first start from most others."""
+    """Number granted by a scheduler that changes nothing, and at the first start by most others."""
     global_batch: int
-    """Samples of an optimizer step, on all GPUs together, whatever their number."""
+    """Samples of an optimizer step, on all GPUs together, for any number of GPUs."""
     epoch_samples: int
     """Samples of one epoch."""
     planned: tuple[tuple[int, float], ...] = ()
-    """Numbers of GPUs on which it fits, with predicted seconds of a step; empty: the planner was not asked."""
+    """Numbers of GPUs on which it fits, with predicted seconds of a step; empty: the planner was not run."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -69,7 +69,9 @@ class Submission:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of GPUs that it can run on: within its limits, they divide its global batch, and it fits there."""
+        """Numbers of GPUs that it can run on: within its limits, divisors of its global batch, and with
+        enough memory.
+        """
         fits = dict(self.planned)
         return tuple(
             n
@@ -88,19 +90,19 @@ class Submission:
             raise ValueError(f"job {self.name}: there is no script {self.script}; it must be there on every node")
 
     def as_plain(self) -> dict[str, Any]:
-        """JSON's types."""
+        """The submission in JSON's types."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Submission:
-        """Of :meth:`as_plain`."""
+        """Inverse of :meth:`as_plain`."""
         environment = tuple((name, value) for name, value in plain["environment"])
         planned = tuple((size, seconds) for size, seconds in plain.get("planned", ()))
         return cls(**{**plain, "arguments": tuple(plain["arguments"]), "environment": environment, "planned": planned})
 
 
 def divides(global_batch: int, num_ranks: int) -> bool:
-    """Whether so many ranks have equal parts of a global batch."""
+    """True if the global batch is divisible by so many ranks."""
     try:
         divide_batch(global_batch, num_ranks, global_batch)
     except ValueError:

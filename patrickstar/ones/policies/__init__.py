@@ -1,10 +1,10 @@
-"""Schedulers behind one protocol: what the simulator runs is what a real cluster would call.
+"""Schedulers behind one protocol, for the simulator and a real cluster.
 
     policy = make_policy("tiresias", seed=0)
     allocation = policy.decide(now, jobs, cluster)
 
-ONES' third rival of its paper, a scheduler trained by reinforcement learning (DRL), is not here: neither its code nor
-its trained network is published with it.
+The third rival in ONES' paper, a scheduler trained by reinforcement learning (DRL), is missing: neither its code nor
+its trained network is published.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ POLICIES: dict[str, Callable[[int, History], Policy]] = {
     "ones": lambda seed, history: Ones(ProgressModel(Recipe.MENDED, seed, history), seed),
 }
 """By name. ``ones-artifact`` is ONES with the defects of its code, ``ones-published`` the same design with cool-down
-and predictor as they were meant, ``ones`` is ours."""
+and predictor as described, ``ones`` our variant.
+"""
 
 
 def make_policy(name: str, seed: int = 0, history: History = ()) -> Policy:
-    """A new scheduler; ``history`` is what predictors know at the start.
+    """Makes a scheduler; ``history`` is the predictors' initial data.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no policy of that name.
     """
     if name not in POLICIES:
         raise ValueError(f"there is no policy {name!r}; choose among {', '.join(POLICIES)}")

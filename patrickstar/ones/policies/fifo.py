@@ -1,4 +1,4 @@
-"""First in, first out: a job keeps what its user asked for until it ends, and nobody overtakes."""
+"""First in, first out: a job keeps its requested GPUs until it ends, and no job overtakes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from patrickstar.ones.policies.protocol import Allocation, Memoryless
 
 
 class Fifo(Memoryless):
-    """By arrival; the first job that does not fit holds up all behind it."""
+    """Starts jobs by arrival; the first job that does not fit blocks all later ones."""
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
-        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
+        """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
         sizes = {state.job.name: len(state.gpus) for state in jobs if state.gpus}
         free = cluster.num_gpus - sum(sizes.values())
         for state in jobs:

@@ -1,7 +1,7 @@
-"""ONES with its defects mended: goodput instead of raw throughput, resizes that cost what they were measured to cost.
+"""ONES with its defects corrected: goodput instead of raw throughput, and measured resize costs.
 
-The operators are those of :mod:`patrickstar.ones.policies.ones_published`, on numbers of GPUs instead of single GPUs;
-in place of its reordering, jobs that keep their number of GPUs keep their GPUs.
+The operators are those of :mod:`patrickstar.ones.policies.ones_published`, on numbers of GPUs instead of single GPUs.
+Instead of its reordering, jobs that keep their number of GPUs keep their GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _RULE = BatchRule.BEST_GOODPUT
 class Ones:
     """Maximises ``sum_j 1 / (R_j / G_j(n_j) + c_j)``: the rate at which jobs end if nothing changed any more.
 
-    ``R`` is the work that is expected to be left (the mean of its distribution), ``G`` the goodput at the best batch,
-    ``c`` the seconds of a resize where ``n`` differs from what the job has. A job that was resized keeps its GPUs for
+    ``R`` is the expected remaining work (the mean of its distribution), ``G`` the goodput at the best batch. ``c`` is
+    the seconds of a resize if ``n`` differs from the job's present number, else 0. A resized job keeps its GPUs for
     ``cooldown_resizes`` times the cost of a resize, and at least for ``cooldown_s``.
     """
 
@@ -53,7 +53,7 @@ class Ones:
         self._progress.finished(state)
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
-        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
+        """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
         if not jobs:
             return {}
         for state in jobs:
@@ -78,7 +78,7 @@ class Ones:
         return state.run_since_resize_s >= max(self._cooldown_s, self._cooldown_resizes * state.job.resize_s)
 
     def _remaining(self, jobs: Sequence[JobState]) -> np.ndarray:
-        """Samples of the base batch that each job is expected to have left; float64 ``[jobs]``."""
+        """Expected remaining samples of the base batch, by job; float64 ``[jobs]``."""
         unknown = self._progress.total_epochs()
         known = [i for i, state in enumerate(jobs) if state.epochs >= 1 and state.initial_loss > 0]
         left = np.array([unknown * state.job.epoch_samples for state in jobs])
@@ -88,7 +88,7 @@ class Ones:
         return left
 
     def _values(self, jobs: Sequence[JobState], cluster: Cluster, current: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """What each number of GPUs is worth for each job, per second; -inf where the job cannot have it."""
+        """Value per second of each number of GPUs for each job; -inf where the job cannot have it."""
         most = min(cluster.num_gpus, max(state.job.max_gpus for state in jobs))
         speeds = np.zeros((len(jobs), most + 1))
         for row, state in enumerate(jobs):
@@ -111,7 +111,7 @@ class Ones:
         return values
 
     def _refreshed(self, jobs: Sequence[JobState], most: int) -> np.ndarray:
-        """The population in today's order of jobs, without those that ended; new jobs have no GPU yet."""
+        """The population in the present order of jobs, without ended jobs; new jobs have no GPU yet."""
         before = {name: column for column, name in enumerate(self._names)}
         old = np.zeros((len(self._population), len(jobs)), dtype=np.int64)
         for column, state in enumerate(jobs):
@@ -130,7 +130,7 @@ class Ones:
 
 
 def _repair(rows: np.ndarray, values: np.ndarray, held: np.ndarray, num_gpus: int) -> None:
-    """Evicts, where a row has more GPUs than there are, the jobs that are worth the least per GPU; in place."""
+    """Evicts the jobs with the least value per GPU from rows with more GPUs than there are; in place."""
     columns = np.arange(rows.shape[1])
     rows[~np.isfinite(values[columns, rows])] = 0
     over = np.flatnonzero(rows.sum(axis=1) > num_gpus)
@@ -147,7 +147,7 @@ def _repair(rows: np.ndarray, values: np.ndarray, held: np.ndarray, num_gpus: in
 
 
 def _pad(rows: np.ndarray, values: np.ndarray, num_gpus: int) -> np.ndarray:
-    """Gives free GPUs, again and again, to the job whose value rises the most per GPU, by one size or by several."""
+    """Grants free GPUs repeatedly to the job whose value rises most per GPU, by one size or by several."""
     jobs, columns = np.arange(values.shape[0]), np.arange(values.shape[1])
     slopes = np.full(values.shape, -np.inf)
     jumps = np.tile(columns, (len(jobs), 1))
@@ -169,20 +169,20 @@ def _pad(rows: np.ndarray, values: np.ndarray, num_gpus: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Rises:
-    """For each job and number of GPUs; float64 and int64 of shape ``[jobs, GPUs + 1]``."""
+    """Rises by job and number of GPUs; float64 and int64 of shape ``[jobs, GPUs + 1]``."""
 
     best: np.ndarray
-    """The largest rise of the value per further GPU; -inf where there is none."""
+    """The largest rise of the value per additional GPU; -inf if there is none."""
     best_width: np.ndarray
-    """Further GPUs that it takes."""
+    """Additional GPUs for that rise."""
     near: np.ndarray
-    """The rise per further GPU up to the next number of GPUs that the job runs on."""
+    """The rise per additional GPU up to the next feasible number of GPUs."""
     near_width: np.ndarray
-    """Further GPUs that this takes."""
+    """Additional GPUs for that rise."""
 
 
 def _pad_row(row: np.ndarray, rises: _Rises, free: int) -> None:
-    """Of one row; in place. What a step changes is one job's rises, the others' are not looked up again."""
+    """Grants free GPUs in one row; in place. A step changes one job's rises; the others' are cached."""
     jobs = np.arange(len(row))
     best, best_width = rises.best[jobs, row], rises.best_width[jobs, row]
     near, near_width = rises.near[jobs, row], rises.near_width[jobs, row]

@@ -1,7 +1,7 @@
-"""ONES (SC 2021, arXiv 2108.03645) as published: an evolution of schedules, each a list of GPUs with a job or none.
+"""ONES (SC 2021, arXiv 2108.03645) as published: evolution of schedules; a schedule assigns a job or none to each GPU.
 
-Written anew from what its operators do. One decision is one generation: refresh, uniform crossover, uniform mutation,
-padding, selection by remaining GPU-seconds, reordering, deployment.
+Reimplemented from its operators. One decision is one generation: refresh, uniform crossover, uniform mutation, padding,
+selection by remaining GPU-seconds, reordering, deployment.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _CROSSOVER = 0.5
 
 
 class Cooldown(enum.Enum):
-    """When a running job's GPUs may change again."""
+    """Time at which a running job's GPUs may change again."""
 
     ONE_EPOCH = "one epoch"
-    """After an epoch on the GPUs that it has: what the design says."""
+    """After an epoch on its present GPUs: the published design."""
     FIRST_EPOCH = "first epoch"
-    """Once its first epoch has ended, and then at any time: what the code does, which writes ``last_scaled_epoch`` and
-    reads ``last_epoch_scaled``. A change that is under way is waited for."""
+    """At any time after its first epoch: the published code, which writes ``last_scaled_epoch`` and reads
+    ``last_epoch_scaled``. A change in progress is completed first.
+    """
 
 
 class OnesPublished:
-    """Raw throughput as measured, progress sampled from its distribution, resizes for free in the fitness.
-
-    Every grant is a range of GPUs without a gap.
+    """Uses measured raw throughput, and progress sampled from its distribution; resizes are free in the fitness. Every
+    grant is a contiguous range of GPUs.
     """
 
     foresight = Foresight.NONE
@@ -57,7 +57,7 @@ class OnesPublished:
         self._limits.pop(state.job.name, None)
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
-        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
+        """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
         if not jobs:
             self._population = None
             return {}
@@ -82,7 +82,9 @@ class OnesPublished:
         return allocation
 
     def _set_limits(self, jobs: Sequence[JobState], cluster: Cluster) -> None:
-        """Most GPUs of each job: from its least, doubled where it fills it; less for those that run long or stopped."""
+        """Sets the most GPUs of each job: at first its least, doubled when it fills it; less for long-running or
+        stopped jobs.
+        """
         running = [state for state in jobs if state.gpus]
         median = float(np.median([state.run_s for state in running])) if running else 0.0
         for state in jobs:
@@ -100,7 +102,7 @@ class OnesPublished:
                 self._limits[largest.job.name] = max(limit + limit % 2, largest.job.sizes[0])
 
     def _sampled_remaining(self, jobs: Sequence[JobState]) -> np.ndarray:
-        """Samples left, ``Y (1 / progress - 1)`` with progress drawn from its distribution; 0 for new jobs."""
+        """Remaining samples, ``Y (1 / progress - 1)`` with progress drawn from its distribution; 0 for new jobs."""
         left = np.zeros(len(jobs))
         known = [i for i, state in enumerate(jobs) if state.epochs >= _PREDICTED_FROM_EPOCHS]
         if known:
@@ -111,7 +113,7 @@ class OnesPublished:
         return left
 
     def _refreshed(self, jobs: Sequence[JobState], cluster: Cluster, grants: np.ndarray) -> np.ndarray:
-        """The population in today's numbers of jobs, without jobs that ended and without what exceeds grants."""
+        """The population in the present order of jobs, without ended jobs and without GPUs beyond grants."""
         if self._population is None or self._population.shape[1] != cluster.num_gpus:
             return np.full((self._size, cluster.num_gpus), -1)
         today = {state.job.name: index for index, state in enumerate(jobs)}
@@ -146,8 +148,9 @@ class OnesPublished:
     def _allowed(
         self, wanted: dict[int, tuple[int, ...]], jobs: Sequence[JobState], running: np.ndarray
     ) -> dict[int, tuple[int, ...]]:
-        """What may be switched to now. Changes that take GPUs of each other go together: all of them when each job
-        among them that runs may change, else none. What touches no running job but itself goes alone."""
+        """The changes that are possible now. Changes that take each other's GPUs go together: all, if each running job
+        among them may change, else none. Changes that affect no other running job go alone.
+        """
         held = {index: state.gpus for index, state in enumerate(jobs) if state.gpus}
         changes = {i for i in held.keys() | wanted.keys() if held.get(i) != wanted.get(i)}
         together = {i: i for i in changes | held.keys()}
@@ -171,14 +174,14 @@ class OnesPublished:
 
 
 def count_jobs(rows: np.ndarray, num_jobs: int) -> np.ndarray:
-    """GPUs of each job in each schedule: int64 ``[rows, num_jobs]`` of schedules ``[rows, GPUs]``, -1 for none."""
+    """GPUs of each job in each schedule: int64 ``[rows, num_jobs]`` for schedules ``[rows, GPUs]``, -1 for none."""
     flat = (rows + 1) + (num_jobs + 1) * np.arange(len(rows))[:, None]
     counted = np.bincount(flat.ravel(), minlength=(num_jobs + 1) * len(rows))
     return counted.reshape(len(rows), num_jobs + 1)[:, 1:]
 
 
 def _trimmed(rows: np.ndarray, grants: np.ndarray) -> np.ndarray:
-    """Without the last GPUs of each job that has more than its grant."""
+    """Removes the last GPUs of each job that has more than its grant."""
     order = np.argsort(rows, axis=1, kind="stable")
     ascending = np.take_along_axis(rows, order, axis=1)
     places = np.arange(rows.shape[1])
@@ -192,7 +195,7 @@ def _trimmed(rows: np.ndarray, grants: np.ndarray) -> np.ndarray:
 
 
 def _padded(rows: np.ndarray, jobs: Sequence[JobState], grants: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Empty GPUs filled: jobs that are not placed and new get their least, then all in ``order`` up to their grants."""
+    """Fills empty GPUs: new jobs without GPUs get their minimum, then all jobs in ``order`` up to their grants."""
     counts = count_jobs(rows, len(jobs))
     empty = (rows < 0).sum(axis=1)
     new = np.array([state.epochs < _PREDICTED_FROM_EPOCHS for state in jobs])
@@ -219,23 +222,22 @@ def _padded(rows: np.ndarray, jobs: Sequence[JobState], grants: np.ndarray, orde
 
 
 def _snapped(row: np.ndarray, jobs: Sequence[JobState]) -> np.ndarray:
-    """GPUs of each job in one schedule, lowered to a number that the job runs on; int64 ``[jobs]``."""
+    """GPUs of each job in one schedule, lowered to a feasible number; int64 ``[jobs]``."""
     counts = count_jobs(row[None], len(jobs))[0]
     return np.array([state.job.largest_size(int(n)) for state, n in zip(jobs, counts, strict=True)])
 
 
 def reorder(counts: np.ndarray, running: np.ndarray) -> dict[int, tuple[int, int]]:
-    """Ranges of GPUs for jobs, without a gap in any, that differ from the running schedule in the fewest GPUs.
+    """Contiguous ranges of GPUs for jobs that differ from the running schedule in the fewest GPUs.
 
-    Jobs keep the order in which they run, those that do not run come last; the places are found by dynamic
-    programming over GPUs.
+    Jobs keep their running order; others come last. Positions are found by dynamic programming over GPUs.
 
     Args:
         counts: GPUs of each job, int ``[jobs]``, together at most all.
         running: the job on each GPU, -1 for none, int ``[GPUs]``.
 
     Returns:
-        ``{job: (first GPU, last GPU + 1)}`` of the jobs with GPUs.
+        ``{job: (first GPU, last GPU + 1)}`` for the jobs with GPUs.
     """
     num_gpus = len(running)
     firsts = {int(job): place for place, job in reversed(list(enumerate(running))) if job >= 0}
@@ -263,9 +265,8 @@ def reorder(counts: np.ndarray, running: np.ndarray) -> dict[int, tuple[int, int
 
 
 def _measured_speeds(jobs: Sequence[JobState], cluster: Cluster) -> np.ndarray:
-    """Samples per second of each job on 0 to all GPUs: lines between what was measured, from 0 at 0 GPUs, and beyond.
-
-    A job of which nothing was measured has 1 on each GPU: it is new, and then nothing is ranked by it.
+    """Samples per second of each job on 0 to all GPUs: linear interpolation of measurements, with 0 at 0 GPUs, and
+    extrapolation. A job without measurements gets 1 per GPU: it is new, and its value is not used for ranking.
     """
     places = np.arange(cluster.num_gpus + 1)
     speeds = np.empty((len(jobs), len(places)))

@@ -1,4 +1,6 @@
-"""Optimus (EuroSys 2018): one GPU for each job, then each further one where it shortens what remains the most."""
+"""Optimus (EuroSys 2018): one GPU for each job, then each further one to the job whose remaining time it
+shortens most.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from patrickstar.ones.policies.protocol import Allocation, Foresight, Memoryless
 class OptimusGreedy(Memoryless):
     """Marginal gain: the drop in remaining seconds per GPU added, with remaining work fitted to the loss.
 
-    A round lasts 600 s in the paper; jobs of the artifact's mix are shorter than that, hence the smaller default here.
-    Jobs that arrive in between get a GPU that is free.
+    A round lasts 600 s in the paper; jobs of the artifact's mix are shorter, hence the smaller default. Jobs that
+    arrive between rounds get a free GPU.
     """
 
     foresight = Foresight.FITTED
@@ -24,7 +26,7 @@ class OptimusGreedy(Memoryless):
         self._next_round_s = 0.0
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
-        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
+        """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
         if now >= self._next_round_s:
             self._next_round_s = now + self.interval_s
             sizes = _greedy(jobs, cluster)

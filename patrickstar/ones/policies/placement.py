@@ -1,4 +1,4 @@
-"""From numbers of GPUs to GPUs: jobs whose number stays keep theirs, others get few nodes."""
+"""Placement: assigns GPUs to jobs. Jobs whose number is unchanged keep theirs, others get few nodes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from patrickstar.ones.policies.protocol import Grant
 def place(sizes: Mapping[str, int], jobs: Sequence[JobState], cluster: Cluster, rule: BatchRule) -> dict[str, Grant]:
     """Grants of these sizes.
 
-    A job that keeps its size keeps GPUs and batch; one that shrinks keeps a part of its own. Others are placed from the
-    largest to the smallest: on the fullest node that has room for all, else on the nodes with the most free GPUs.
+    A job that keeps its size keeps GPUs and batch; a shrinking one keeps some of its own. Others are placed by
+    descending size: on the fullest node with enough GPUs, else on the nodes with most free GPUs.
 
     Raises:
-        ValueError: they are more GPUs than the cluster has.
+        ValueError: the sizes exceed the cluster.
     """
     total = sum(sizes.values())
     if total > cluster.num_gpus:
@@ -55,7 +55,7 @@ def _choose(size: int, own: tuple[int, ...], free: set[int], cluster: Cluster) -
 
 
 def rigid(order: Sequence[JobState], cluster: Cluster) -> dict[str, int]:
-    """Sizes for jobs in this order, each what its user asked for, as long as they fit; jobs that do not are passed."""
+    """Requested sizes for jobs in this order, as long as they fit; jobs that do not are skipped."""
     sizes, free = {}, cluster.num_gpus
     for state in order:
         size = state.job.rigid_size(cluster)

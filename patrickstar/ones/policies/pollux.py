@@ -1,4 +1,4 @@
-"""Like Pollux (OSDI 2021): a genetic search for the allocation with the highest power mean of speed-ups in goodput."""
+"""Pollux-like (OSDI 2021): a genetic search for the allocation with the highest power mean of goodput speed-ups."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _LEAST_SPEEDUP = 1e-3
 
 
 class PolluxLike(Memoryless):
-    """Fitness is ``(mean_j speedup_j^p)^(1/p)`` (section 4.2), with ``speedup_j`` the goodput relative to that of an
-    equal share of the cluster, times ``(T - R d) / (T + d)`` where the job would be resized: ``T`` its age, ``R`` its
-    resizes so far, ``d`` the seconds of one (equation 15). No job gets more than twice the most that it has held.
+    """Fitness is ``(mean_j speedup_j^p)^(1/p)`` (section 4.2).
 
-    Not Pollux itself: the search is over numbers of GPUs, which are then placed, and starts at once when a job comes or
-    ends, where Pollux waits for its next round of 60 s.
+    ``speedup_j`` is the goodput relative to that of an equal share of the cluster, times ``(T - R d) / (T + d)`` if the
+    job would be resized. ``T`` is its age, ``R`` its resizes so far, ``d`` the seconds of one (equation 15). No job
+    gets more than twice the most that it has held.
+
+    Differences from Pollux: the search is over numbers of GPUs, which are then placed. It starts at once when a job
+    arrives or ends; Pollux waits for its next round of 60 s.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class PolluxLike(Memoryless):
         self._rng = np.random.default_rng(seed)
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
-        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
+        """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
         if not jobs:
             return {}
         powered, limits = self._tables(now, jobs, cluster)
@@ -81,7 +83,7 @@ class PolluxLike(Memoryless):
         return np.where(mutates, self._rng.integers(0, limits + 1, shape), children)
 
     def _repair(self, population: np.ndarray, cluster: Cluster) -> None:
-        """Takes GPUs of random jobs from rows that have more than the cluster."""
+        """Removes GPUs of random jobs from rows that exceed the cluster."""
         for row in np.flatnonzero(population.sum(axis=1) > cluster.num_gpus):
             counts = population[row]
             slots = np.repeat(np.arange(len(counts)), counts)

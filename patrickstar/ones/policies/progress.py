@@ -1,8 +1,8 @@
-"""How far a job has come, learnt from jobs that ended: ONES' predictor, as its code has it and mended.
+"""Prediction of a job's progress, learnt from ended jobs: ONES' predictor as in its code, and corrected.
 
-Progress after ``a`` epochs is taken as distributed by Beta(a, b); a network of one hidden layer of 64 gives ``b`` from
-(log of an epoch's samples, initial loss, epochs, 1 - loss / initial loss, accuracy). The mean is ``a / (a + b)``, so
-``b`` is the expected number of epochs that are left.
+Progress after ``a`` epochs is taken as distributed by Beta(a, b). A network with one hidden layer of 64 predicts ``b``
+from (log of an epoch's samples, initial loss, epochs, 1 - loss / initial loss, accuracy). The mean is ``a / (a + b)``,
+so ``b`` is the expected number of remaining epochs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ _EDGE = 1e-4
 
 
 class Recipe(enum.Enum):
-    """How the network is trained and asked."""
+    """Variants of training and prediction."""
 
     AS_WRITTEN = "as written"
-    """ONES' code: trained on the logarithm of an epoch's samples and asked with the number itself; the likelihood of
-    each ``b`` taken at all jobs' progress, since shapes [B] and [B, 1] broadcast; ``b = 1 + ReLU``, Adam at 1e-4."""
+    """ONES' code. It is trained on the logarithm of an epoch's samples and evaluated on the number itself. The
+    likelihood of each ``b`` is taken at all jobs' progress, since shapes [B] and [B, 1] broadcast. ``b = 1 + ReLU``,
+    Adam at 1e-4.
+    """
     MENDED = "mended"
-    """Same inputs in training and use, standardised; each row by itself; ``b`` on a logarithmic scale, Adam at 3e-3;
-    epochs count what they were worth (statistical efficiency)."""
+    """The same inputs in training and prediction, standardised; each row by itself; ``b`` on a logarithmic scale, Adam
+    at 3e-3; epochs are weighted by statistical efficiency.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +48,15 @@ class HistoryRow:
     epochs_seen: float
     """Epochs so far."""
     epochs_done: float
-    """Epochs so far, by what they were worth."""
+    """Epochs so far, weighted by statistical efficiency."""
     progress_seen: float
-    """``epochs_seen`` over those of the whole job."""
+    """``epochs_seen`` over the whole job's."""
     progress_done: float
-    """``epochs_done`` over those of the whole job."""
+    """``epochs_done`` over the whole job's."""
 
 
 class ProgressModel:
-    """The network, refitted by :meth:`fit`; the newest ``max_rows`` rows of history count."""
+    """The network, refitted by :meth:`fit` on the newest ``max_rows`` rows of history."""
 
     def __init__(self, recipe: Recipe, seed: int = 0, history: tuple[HistoryRow, ...] = (), max_rows: int = 1000):
         self._recipe = recipe
@@ -75,7 +78,7 @@ class ProgressModel:
             self.fit(num_epochs=60 if recipe is Recipe.AS_WRITTEN else 200)
 
     def watch(self, state: JobState) -> None:
-        """Notes a running job; one row for each epoch that it ends."""
+        """Records a running job; one row for each finished epoch."""
         if state.initial_loss <= 0:
             return
         seen = self._open.setdefault(state.job.name, [])
@@ -83,7 +86,7 @@ class ProgressModel:
             seen.append(state)
 
     def finished(self, state: JobState) -> None:
-        """Makes rows of what was noted of this job, and refits."""
+        """Turns the records of this job into rows, and refits."""
         for seen in self._open.pop(state.job.name, []):
             self._rows.append(
                 HistoryRow(
@@ -102,12 +105,12 @@ class ProgressModel:
             self.fit(num_epochs=15)
 
     def total_epochs(self) -> float:
-        """Epochs, by what they were worth, of a job of which nothing is known: the median of history, else 30."""
+        """Weighted epochs of a job without data: the median of history, else 30."""
         totals = [row.epochs_done / row.progress_done for row in self._rows if row.progress_done > 0]
         return float(np.median(totals)) if totals else 30.0
 
     def epochs_left(self, states: list[JobState]) -> np.ndarray:
-        """The network's ``b`` of each job: the expected number of epochs left; float64, ``[len(states)]``."""
+        """The network's ``b`` of each job: the expected number of remaining epochs; float64, ``[len(states)]``."""
         if not states:
             return np.zeros(0)
         columns = np.array(
@@ -126,7 +129,7 @@ class ProgressModel:
         return state.done_samples / state.job.epoch_samples if mended else state.epochs
 
     def fit(self, num_epochs: int) -> None:
-        """So many passes over the rows, from the weights that are there."""
+        """Makes so many passes over the rows, starting from the present weights."""
         mended = self._recipe is Recipe.MENDED
         rows = self._rows
         a = np.array([row.epochs_done if mended else row.epochs_seen for row in rows])
@@ -159,7 +162,9 @@ class ProgressModel:
         return b, b, hidden
 
     def _update(self, inputs: np.ndarray, a: np.ndarray, progress: np.ndarray) -> None:
-        """A step of Adam on the negative log likelihood, of which d/db = psi(b) - psi(a + b) - log(1 - progress)."""
+        """A step of Adam on the negative log likelihood; its derivative is d/db = psi(b) - psi(a + b) - log(1 -
+        progress).
+        """
         b, slope, hidden = self._b(inputs)
         if self._recipe is Recipe.AS_WRITTEN:
             by_b = (digamma(b)[:, None] - digamma(a[None, :] + b[:, None]) - np.log1p(-progress)[None, :]).mean(axis=1)

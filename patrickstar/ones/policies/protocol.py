@@ -1,4 +1,4 @@
-"""What the simulator and a real cluster ask of a scheduler."""
+"""The interface of schedulers to the simulator and a real cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patrickstar.ones.jobs import Cluster, JobState
 
 @dataclasses.dataclass(frozen=True)
 class Grant:
-    """What one job gets."""
+    """The allocation of one job."""
 
     gpus: tuple[int, ...]
     """Its GPUs, ascending; never empty."""
@@ -21,39 +21,39 @@ class Grant:
 
 
 Allocation = Mapping[str, Grant]
-"""Grants by name of job; a job that is not in it holds no GPU."""
+"""Grants by job name; other jobs hold no GPU."""
 
 
 class Foresight(enum.Enum):
-    """What a policy is told of the work that a job has left, as in the paper that it comes from."""
+    """A policy's knowledge of a job's remaining work, as in its paper."""
 
     NONE = "none"
     FITTED = "fitted"
-    """An estimate from the loss so far, which is wrong at first and better later."""
+    """An estimate from the loss so far, which improves with time."""
     EXACT = "exact"
-    """The truth, which no real cluster has."""
+    """The truth, which is unknown on a real cluster."""
 
 
 class Policy(Protocol):
-    """A scheduler. It may keep state, and is asked in the order of time."""
+    """A scheduler. It may keep state, and is called in order of time."""
 
     foresight: Foresight
     """Decides :attr:`JobState.remaining_samples`."""
     interval_s: float
-    """It is asked at least so often while there are jobs; infinity: only when a job comes or ends."""
+    """Longest time between calls while there are jobs; infinity: only when a job arrives or ends."""
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
         """The allocation from ``now`` (seconds) on; ``jobs`` are all that arrived and did not finish, by arrival."""
 
     def finished(self, now: float, state: JobState) -> None:
-        """Hears that a job has ended, with its last state."""
+        """Called when a job has ended, with its last state."""
 
 
 class Memoryless:
-    """For policies that learn nothing of finished jobs."""
+    """Base of policies that learn nothing from finished jobs."""
 
     foresight = Foresight.NONE
     interval_s = float("inf")
 
     def finished(self, now: float, state: JobState) -> None:
-        """Forgets it."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""Shortest remaining time first, of rigid jobs, with preemption and the true remaining time."""
+"""Shortest remaining time first, for rigid jobs, with preemption and the true remaining time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from patrickstar.ones.policies.protocol import Allocation, Foresight, Memoryless
 
 
 class Srtf(Memoryless):
-    """By remaining seconds on the GPUs that its user asked for; jobs that do not fit are passed."""
+    """By remaining seconds on the requested GPUs; jobs that do not fit are skipped."""
 
     foresight = Foresight.EXACT
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
-        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`.
+        """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`.
 
         Raises:
-            ValueError: it was not told the remaining work of a job.
+            ValueError: the remaining work of a job is missing.
         """
         order = sorted(jobs, key=lambda state: (_remaining_s(state, cluster), state.job.arrival_s, state.job.name))
         return place(rigid(order, cluster), jobs, cluster, BatchRule.CONFIGURED)

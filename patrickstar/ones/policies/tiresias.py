@@ -1,4 +1,4 @@
-"""Tiresias (NSDI 2019): least attained service first, in discrete queues; nothing is known of a job's length."""
+"""Tiresias (NSDI 2019): least attained service first, in discrete queues; job lengths are unknown."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from patrickstar.ones.policies.protocol import Allocation, Memoryless
 
 
 class TiresiasLas(Memoryless):
-    """Discretised 2D-LAS: service is GPUs times seconds; queues by thresholds on it, by arrival within a queue.
+    """Discretised 2D-LAS: service is GPUs times seconds; thresholds on it define queues, ordered by arrival.
 
-    Jobs are rigid and are preempted. The paper's guard against starvation (``PROMOTEKNOB``) is infinite there by
-    default and is left out.
+    Jobs are rigid and are preempted. The paper's guard against starvation (``PROMOTEKNOB``), infinite by default, is
+    left out.
     """
 
     def __init__(self, thresholds_gpu_s: Sequence[float] = (3250.0,), interval_s: float = 10.0):
         """Queue boundaries, ascending, in GPU-seconds.
 
-        Tiresias' own simulator has 3250, 7200 and 18000; the first alone serves it best on the artifact's mix.
+        Tiresias' own simulator has 3250, 7200 and 18000; the first alone performs best on the artifact's mix.
 
         Raises:
             ValueError: they do not ascend.
@@ -31,7 +31,7 @@ class TiresiasLas(Memoryless):
         self.interval_s = interval_s
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
-        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
+        """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
 
         def key(state: JobState) -> tuple[int, float, str]:
             return bisect.bisect_right(self._thresholds, state.gpu_s), state.job.arrival_s, state.job.name
