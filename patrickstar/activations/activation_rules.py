@@ -1,7 +1,6 @@
 """Limits of activation offload and selective recomputation, shared by the engine and the planner.
 
-The engine applies them (patrickstar/engine/stashed_activations.py, kept_attention.py); patrickstar/planning/leaving.py
-simulates them.
+The engine applies them (``ActivationStash``, ``KeptAttention``); patrickstar/planning/leaving.py simulates them.
 """
 
 from __future__ import annotations
