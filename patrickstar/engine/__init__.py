@@ -1,1 +1,1 @@
-"""An engine: one step in the order in which it happens, from the model's way in to its way out."""
+"""The user's objects: ``Engine``, its optimizer, and the functions that make them."""

@@ -1,4 +1,4 @@
-"""The engine: a thin ``nn.Module`` around the user's module."""
+"""``Engine``: an ``nn.Module`` around the user's module, with the calls of a training run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.elastic.phases import Phase, Resized
 from patrickstar.elastic.published import DEFAULT_FOLDER
 from patrickstar.elastic.rendezvous import Rendezvous
-from patrickstar.engine.engine_export import export_session
-from patrickstar.engine.engine_state import Scheduler, load_session, save_session
-from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.joining import join_session
 from patrickstar.engine.module_face import ModuleFace
-from patrickstar.engine.resize_plan import Carried, ResizeOptions
-from patrickstar.engine.resizing import resize_session
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
+from patrickstar.resize.joining import join_session
+from patrickstar.resize.plan import Carried, ResizeOptions
+from patrickstar.resize.resizing import resize_session
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
+from patrickstar.session.closing import abandon_session, close_session, discard_session
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.state.export_weights import export_session
+from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 _T = TypeVar("_T")
 
@@ -33,8 +34,8 @@ class Engine(ModuleFace):
     """Trains the user's module, which stays available as ``module``.
 
     The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the
-    compute dtype; float32 values are what :meth:`state_dict` gives. ``close`` (or leaving a ``with`` block) turns it
-    into an ordinary module again.
+    compute dtype; :meth:`state_dict` returns float32 masters. ``close`` (or leaving a ``with`` block) restores an
+    ordinary module.
     """
 
     @property
@@ -43,38 +44,40 @@ class Engine(ModuleFace):
         return self._session.config.rank_timeout_seconds
 
     def run_forward(self, call: Callable[[], _T]) -> _T:
-        """Runs ``call`` as one forward of the module and returns what it returns: for a step that is more than one call
-        of the module, such as a LightningModule's ``training_step``.
+        """Runs ``call`` as one forward of the module and returns its result. For steps of several module calls, such as
+        a LightningModule's ``training_step``.
 
-        It may run twice: once more with an emptier device where memory ran out. Calls of the module within it are part
-        of this forward; inputs are taken as they are.
+        If device memory runs out, ``call`` runs again with chunks evicted. Module calls within it belong to this
+        forward; their inputs are not moved.
         """
-        return self._session.forward(call)
+        return self._loop.forward(call)
 
     @property
     def sequence_group(self) -> SequenceGroup | HybridGroup | None:
         """With ``sequence_parallel``: the ranks that share sequences with this one, for
-        :func:`patrickstar.sequence.attention` in modules that are not Hugging Face's; None: each rank has its own.
+        :func:`patrickstar.sequence.attention` in modules that are not Hugging Face's. None: each rank has its own
+        sequences.
         """
         return self._session.calls.sequence_group
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """With ``sequence_parallel``: an output of the last call, of all tokens in their order, on every rank; without
-        it ``tensor`` itself. All ranks that share the sequence call it. Its gradient reaches each rank's own tokens.
+        """With ``sequence_parallel``: all-gathers an output of the last call along its tokens, in order, on every rank.
+
+        Without it, returns ``tensor``. Collective over the ranks that share the sequence. The gradient reaches each
+        rank's own tokens.
 
         Args:
             tensor: with this rank's tokens along ``dim``, such as ``logits`` [batch, tokens, vocabulary].
             dim: of the tokens.
 
         Raises:
-            ValueError: the tensor has another number of tokens.
+            ValueError: the tensor has a different number of tokens.
             StateError: the model was not called yet.
         """
         return self._session.calls.gather_tokens(tensor, dim)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate
-        gradients, in float32.
+        """Backward of ``loss``, scaled with float16. Calls before ``optimizer.step()`` accumulate gradients in float32.
 
         Args:
             loss: a tensor of one element, from this engine's forward.
@@ -83,27 +86,31 @@ class Engine(ModuleFace):
         Raises:
             ValueError: the loss is not a tensor of one element.
             StateError: no forward came before, or the loss does not require grad.
-            MemoryBudgetError: in the first step, the device budget is too small; the message gives the least that
+            MemoryBudgetError: the device budget is too small for the first step; the message names the least one that
                 works.
         """
-        self._session.backward(loss, **kwargs)
+        self._loop.backward(loss, **kwargs)
 
     def grad_norm(self) -> float:
-        """Global L2 norm, over all ranks, of the gradients since the last step, before clipping; NaN when one is not
-        finite. Every rank calls it; the step uses it again, so it costs nothing twice.
+        """Global L2 norm, over all ranks, of the gradients since the last step, before clipping; NaN if one is not
+        finite.
+
+        Collective over all ranks. The step reuses the result.
 
         Raises:
-            StateError: there are no gradients.
+            StateError: no gradients.
         """
         return self._session.grad_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` of all parameters, between the last backward and ``optimizer.step()``:
-        that step clips to ``max_norm`` instead of the configuration's ``gradient_clipping`` (0: it does not clip).
-        Returns :meth:`grad_norm`, on the CPU.
+        """Like ``torch.nn.utils.clip_grad_norm_`` of all parameters, between the last backward and
+        ``optimizer.step()``.
+
+        The next step clips to ``max_norm`` in place of the configuration's ``gradient_clipping``; 0: no clipping.
+        Returns :meth:`grad_norm` on the CPU.
 
         Raises:
-            StateError: there are no gradients, or updates are committed in backward, before the norm is known.
+            StateError: no gradients, or optimizer-in-backward updates before the norm is known.
         """
         norm = self._session.grad_norm()
         self._session.gradients.clip(max_norm)
@@ -111,16 +118,18 @@ class Engine(ModuleFace):
             return torch.tensor(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients since the last step."""
-        self._session.zero_grad()
+        """Drops all gradients since the last step."""
+        self._loop.zero_grad()
 
     def accept_mixed_state(self) -> None:
-        """Goes on with parameters and optimizer states as they are where they are not all of one step or checkpoint: a
-        backward that had updated a part for good has failed, ``optimizer.step()`` in the middle of an update, or
-        ``load_checkpoint``. Until then, or until a checkpoint is loaded, all that would train or save is refused.
-        Gradients are dropped. With several ranks all must call it.
+        """Continues with the present parameters and optimizer states although they come from different steps or
+        checkpoints.
+
+        Such a state is left by a failed backward with optimizer-in-backward, an ``optimizer.step()`` that failed within
+        an update, or a failed ``load_checkpoint``. Training and saving are refused until this call or until a
+        checkpoint is loaded. Gradients are dropped. Collective over all ranks.
         """
-        self._session.accept_mixed_state()
+        self._loop.accept_mixed_state()
 
     def save_checkpoint(
         self,
@@ -130,18 +139,20 @@ class Engine(ModuleFace):
         *,
         lr_scheduler: Scheduler | None = None,
     ) -> Path:
-        """Saves the run between two steps (docs/checkpoints.md): parameters, Adam states, step counts, buffers, the
-        groups' options, loss scaler, random number generators. Returns the checkpoint's folder, ``directory/tag``.
+        """Saves the run between two steps (docs/checkpoints.md) and returns the checkpoint's folder, ``directory/tag``.
+
+        Saved are parameters, optimizer states, step counts, buffers, the groups' options, the loss scaler, and random
+        number generators.
 
         Args:
-            directory: made if there is none. A file ``latest`` in it will name the checkpoint.
-            tag: ``global_step<n>`` for None. A checkpoint of the same tag stays until the new one is complete.
-            client_state: anything of the user's that is made of numbers, strings, bools, None, lists, tuples, dicts.
-            lr_scheduler: its state is kept too.
+            directory: created if missing. Its file ``latest`` will name the checkpoint.
+            tag: None: ``global_step<n>``. An existing checkpoint of this tag stays until the new one is complete.
+            client_state: the user's data, of numbers, strings, bools, None, lists, tuples and dicts.
+            lr_scheduler: whose state is saved too.
 
         Raises:
-            CheckpointError: it was not saved; what was saved before is as it was.
-            StateError: there are gradients that no step has used.
+            CheckpointError: nothing was saved; earlier checkpoints are unchanged.
+            StateError: gradients are pending.
         """
         self._session.check_open()
         with deferred_signals() as signals, self._session.guard("save_checkpoint"), signals.allowed():
@@ -154,17 +165,18 @@ class Engine(ModuleFace):
         *,
         lr_scheduler: Scheduler | None = None,
     ) -> tuple[Path, dict[str, Any]]:
-        """Goes on from a checkpoint of the same model, whatever the budgets were; returns its folder and the
-        ``client_state``. Random number generators are restored when as many ranks load as saved.
+        """Continues from a checkpoint of the same model, with any budgets. Returns its folder and the ``client_state``.
+
+        Random number generators are restored if the number of ranks is unchanged.
 
         Args:
             directory: as given to :meth:`save_checkpoint`.
-            tag: the latest for None (``patrickstar.checkpoint.latest_tag`` says whether there is one).
-            lr_scheduler: gets the state of the one that was saved.
+            tag: None: the latest (``patrickstar.checkpoint.latest_tag``).
+            lr_scheduler: receives the saved scheduler's state.
 
         Raises:
-            CheckpointError: there is none, or it is of another model (then nothing is changed), or it is damaged.
-            StateError: there are gradients that no step has used.
+            CheckpointError: no checkpoint, or one of another model (nothing is changed), or a damaged one.
+            StateError: gradients are pending.
         """
         self._session.train_unfrozen()
         with deferred_signals() as signals, self._session.guard("load_checkpoint"), signals.allowed():
@@ -177,13 +189,15 @@ class Engine(ModuleFace):
         dtype: torch.dtype | None = torch.float32,
         max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     ) -> Path:
-        """Writes parameters and persistent buffers as Hugging Face's sharded safetensors, with the names of the
-        module's ``state_dict`` and tied weights once; with ``config.json`` for a Hugging Face model, whose
-        ``from_pretrained`` then reads the folder. No copy of the model is made: one parameter at a time.
+        """Writes parameters and persistent buffers as Hugging Face's sharded safetensors.
+
+        Names are those of the module's ``state_dict``, with tied weights once. A Hugging Face model's ``config.json``
+        is added, so its ``from_pretrained`` reads the folder. Parameters are written one at a time, without a copy of
+        the model.
 
         Args:
             directory: the folder to make.
-            dtype: of floating point parameters; None: that in which each is held (float32 for trained ones).
+            dtype: of floating point parameters; None: as held (float32 for trained ones).
             max_file_bytes: bytes per file.
 
         Raises:
@@ -195,19 +209,19 @@ class Engine(ModuleFace):
             return export_session(self._session, directory, dtype, max_file_bytes)
 
     def report(self) -> dict[str, Any]:
-        """All figures of this engine in one flat dict: the only source for tests, logs and benchmarks.
+        """All figures of this engine in one flat dict: the source for tests, logs and benchmarks.
 
-        Bytes moved, evictions and fetches are totals, peaks are the highest, since :meth:`reset_report`.
+        Bytes moved, evictions and fetches are totals since :meth:`reset_report`; peaks are the highest since then.
         """
         return self._session.report()
 
     def reset_report(self) -> None:
-        """Sets counters to zero and peaks to the present."""
+        """Resets counters to zero and peaks to present values."""
         self._session.runtime.reset_report()
 
     def plan(self) -> Plan:
-        """The plan that the next step replays: print it, save it, give it to :func:`patrickstar.plan.predict`. The
-        configuration's ``plan`` makes a new engine start with a saved one.
+        """The plan that the next step replays, for printing, saving, or :func:`patrickstar.plan.predict`. The
+        configuration's ``plan`` starts a new engine with a saved one.
 
         Raises:
             StateError: no step was made yet.
@@ -215,16 +229,17 @@ class Engine(ModuleFace):
         return self._session.plan()
 
     def make_monitor(self, options: MonitorOptions) -> StepMonitor:
-        """What logs a line now and then and feeds TensorBoard, W&B or a CSV file (docs/logging.md); on every rank.
+        """A monitor that logs every few steps and writes to TensorBoard, W&B or a CSV file (docs/logging.md); on every
+        rank.
 
         Raises:
-            ImportError: a package for what is asked is missing.
-            ValueError: a file of metrics that is there does not fit.
+            ImportError: the package of a requested sink is missing.
+            ValueError: an existing metrics file does not fit.
         """
         return make_monitor(self._session, options)
 
     def make_stall_sampler(self) -> StallSampler:
-        """What traces a step now and then, and says for how much of it the device waited, and for what."""
+        """A sampler that traces some steps and measures the share of each in which the device waited, by cause."""
         return make_stall_sampler(self._session)
 
     def resize(
@@ -238,28 +253,29 @@ class Engine(ModuleFace):
         timeout_seconds: float | None = None,
         note_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Resized:
-        """Goes on with another number of ranks, between two steps and without a checkpoint
-        (docs/guides/elastic.md). All ranks call it alike; as many processes as are wanted beyond them call
-        :meth:`join`. Parameters, moments, step counts, loss scale and this process's random numbers keep their bits.
+        """Continues with another number of ranks, between two steps and without a checkpoint (docs/guides/elastic.md).
+
+        All ranks call it with the same arguments. As many further processes as the new number needs call :meth:`join`.
+        Parameters, moments, step counts, loss scale and this process's random numbers keep their bits.
 
         Args:
-            num_ranks: from now on.
-            leaving: the ranks that end, rank 0 not among them; None: as few as possible, those whose shards are of
-                least use.
-            carried: by name, what has a state that a process that joins takes over: schedules of learning rates, an
+            num_ranks: the new number.
+            leaving: ranks that end, without rank 0; None: as few as possible, chosen by the least useful shards.
+            carried: user state by name that joining processes take over: learning-rate schedulers, an
                 ``ElasticSampler``. The same names on all processes.
-            rendezvous: where processes meet; "host:port", or None for the environment's ``PATRICKSTAR_ELASTIC``. Not
-                used where nobody joins.
-            folder: through which shards travel: of memory. Processes that do not reach each other's fetch them.
-            timeout_seconds: for processes that join to come, and to answer, less than ``rank_timeout_seconds``; None:
-                half of that, and a minute at most.
-            note_phase: is told each phase as it begins.
+            rendezvous: where processes meet: "host:port", or None for the environment's ``PATRICKSTAR_ELASTIC``. Unused
+                if no process joins.
+            folder: in memory, for shards on their way. Processes without access to another's folder fetch over the
+                network.
+            timeout_seconds: for joining processes to arrive and to answer, below ``rank_timeout_seconds``; None: half
+                of that, at most a minute.
+            note_phase: called with each phase as it begins.
 
         Raises:
-            ResizeError: the ranks are as they were, and training can go on with them.
-            RankFailure: a rank has failed in the middle: go on from a checkpoint.
-            StateError: there are gradients that no step has used, or the engine cannot be resized.
-            ValueError: ranks cannot be assigned so, or the timeout is too long.
+            ResizeError: the ranks are unchanged, and training can go on.
+            RankFailure: a rank failed during the change; continue from a checkpoint.
+            StateError: gradients are pending, or the engine cannot be resized.
+            ValueError: ranks cannot be assigned this way, or the timeout is too long.
         """
         default = min(self.rank_timeout_seconds / 2, 60.0)
         options = ResizeOptions.of(default, rendezvous, carried, folder, timeout_seconds, note_phase)
@@ -275,22 +291,23 @@ class Engine(ModuleFace):
         timeout_seconds: float | None = None,
         note_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Resized:
-        """Makes this process one of the ranks that call :meth:`resize`: with their values, step, learning rates, loss
-        scale, and rank 0's random numbers. The engine was made alone, of the same model with the same configuration.
+        """Makes this process one of the ranks that call :meth:`resize`, with their values, step, learning rates and
+        loss scale, and rank 0's random numbers. The engine was made on one rank, of the same model with the same
+        configuration.
 
         Args:
-            carried: by name, what takes over the state of theirs.
+            carried: user state by name, which is overwritten.
             rendezvous: as given to :meth:`resize`.
             folder: as given to :meth:`resize`.
-            timeout_seconds: for each wait: to be invited, and for what others send. At most ``rank_timeout_seconds``;
-                None: that.
-            note_phase: is told each phase as it begins.
+            timeout_seconds: for each wait: for the invitation, and for data of other processes. At most
+                ``rank_timeout_seconds``; None: that.
+            note_phase: called with each phase as it begins.
 
         Raises:
-            ResizeError: this process did not join; its engine is as it was.
-            RankFailure: a rank has failed in the middle.
+            ResizeError: this process did not join; its engine is unchanged.
+            RankFailure: a rank failed during the change.
             SecretError: the file of the run's secret is missing or refused.
-            ValueError: the timeout is longer than ``rank_timeout_seconds``.
+            ValueError: the timeout exceeds ``rank_timeout_seconds``.
         """
         default = self.rank_timeout_seconds
         options = ResizeOptions.of(default, rendezvous, carried, folder, timeout_seconds, note_phase)
@@ -300,20 +317,21 @@ class Engine(ModuleFace):
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.
 
-        The module is whole again on each rank of several; :meth:`discard` ends a run without that. With
-        ``tensor_parallel`` it keeps this rank's blocks ([Note: what a division undoes]).
+        Each of several ranks gets the whole module; :meth:`discard` ends a run without that. With ``tensor_parallel``
+        the module keeps this rank's blocks, and its calls raise from then on.
 
         Raises:
-            MemoryBudgetError: host memory does not hold the module's own parameters ([Note: room to close]); nothing is
-                changed, and the engine stays open.
+            MemoryBudgetError: host memory does not hold the module's own parameters; nothing is changed, and the engine
+                stays open.
         """
-        self._session.closing.close()
+        close_session(self._session)
 
     def discard(self) -> None:
-        """Frees all chunks; the module's parameters have no elements afterwards. For the end of a run whose model would
-        not fit into host memory once per rank: what is wanted of it was saved or exported before. May be called twice.
+        """Frees all chunks; the module's parameters have no elements afterwards. May be called twice.
+
+        For the end of a run whose model does not fit into host memory once per rank. Save or export it before.
         """
-        self._session.closing.discard()
+        discard_session(self._session)
 
     def __enter__(self) -> Engine:
         return self
@@ -321,5 +339,5 @@ class Engine(ModuleFace):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None or len(self._session.ranks.members) == 1:
             self.close()
-        else:  # what the other ranks hold of the module cannot be had any more
-            self._session.closing.abandon(error)
+        else:  # the other ranks' shards are out of reach
+            abandon_session(self._session, error)

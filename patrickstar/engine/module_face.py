@@ -1,4 +1,4 @@
-"""The user's module by way of its engine: calls, names, values, compilation."""
+"""The engine's view of the user's module: calls, names, values, compilation."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.engine.own_params import check_shared
-from patrickstar.engine.session import Session
-from patrickstar.engine.whole_values import load_whole_state, own_state, whole_state
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.session import Session
+from patrickstar.session.step_loop import StepLoop
+from patrickstar.state.whole_values import load_whole_state, own_state, whole_state
 
 
 class ModuleFace(nn.Module):
-    """An ``nn.Module`` that stands for the user's, which stays available as ``module``."""
+    """An ``nn.Module`` that forwards to the user's, available as ``module``."""
 
     def __init__(self, session: Session):
         super().__init__()
         self.module = session.module
         self._session = session
+        self._loop = StepLoop(session)
         session.owner.face = weakref.ref(self)
         self._call = knowing_caller(self._call_module)
 
     @property
     def device(self) -> torch.device:
-        """The device on which the module computes on this rank."""
+        """The device on which this rank computes."""
         return self._session.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; the same as calling :attr:`module`.
+        """Calls :attr:`module`.
 
-        Tensors in tuples, lists and dicts are moved to the engine's device, floating point ones cast to the compute
+        Tensors in tuples, lists and dicts are moved to the engine's device, and floating point ones cast to the compute
         dtype.
         """
         return self._call(*args, **kwargs)
@@ -53,18 +55,18 @@ class ModuleFace(nn.Module):
         compiled_autograd_enabled: bool = False,
         **options: Any,
     ) -> None:
-        """Compiles the module with ``torch.compile``, from the next forward on: block by block, where it repeats blocks
-        (docs/guides/compile.md). The module keeps its class, and is an ordinary one again after :meth:`close`.
+        """Compiles the module with ``torch.compile`` from the next forward on, block by block if it repeats blocks
+        (docs/guides/compile.md). The module keeps its class; :meth:`close` undoes the compilation.
 
         Args:
             backend: of ``torch.compile``.
-            compile_kwargs: other options of ``torch.compile``, which may be given as keywords as well.
-            schedule: DeepSpeed's passes over graphs, which do not exist here: None.
+            compile_kwargs: other options of ``torch.compile``, also accepted as keywords.
+            schedule: None; DeepSpeed's graph passes do not exist here.
             compiled_autograd_enabled: False.
 
         Raises:
-            ValueError: CUDA graphs are asked for, a schedule, or compiled autograd.
-            StateError: within a forward.
+            ValueError: CUDA graphs, a schedule, or compiled autograd was requested.
+            StateError: called within a forward.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError(
@@ -74,21 +76,22 @@ class ModuleFace(nn.Module):
         options = {**(compile_kwargs or {}), **options}
         compiler = make_compiler(options if backend is None else {"backend": backend, **options})
         if compiler is not None:
-            self._session.compile(self.module, compiler)
+            self._loop.compile(self.module, compiler)
 
     def compile_parts(self, compiler: Compiler) -> None:
-        """The same for a module that is not called itself, but uses those it holds: each of them is compiled."""
+        """Compiles each child of a module that is not called itself."""
         for child in self.module.children():
-            self._session.compile(child, compiler)
+            self._loop.compile(child, compiler)
 
     @property
     def is_compiled(self) -> bool:
-        """True where the module, or a part of it, is compiled."""
+        """True if the module, or a part of it, is compiled."""
         return self._session.compiled.is_compiled
 
     def full_value(self, param: nn.Parameter) -> torch.Tensor:
-        """The value of one of the module's parameters, whole and of the dtype that the user's module has, as a new
-        tensor on the CPU. With several ranks every rank calls it, in the same order.
+        """One parameter's full value as a new CPU tensor, in the dtype of the user's module.
+
+        Collective over all ranks, in the same order.
         """
         self._session.check_open()
         return self._session.states.user_value(param)
@@ -108,8 +111,8 @@ class ModuleFace(nn.Module):
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> OrderedDict[str, torch.Tensor]:  # type: ignore[override]
         """Full tensors under the module's original names: parameters in float32 on the CPU, buffers as they are.
 
-        Frozen parameters give their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
-        call it, and names and tensors are those of the model before it was divided, the parameters first.
+        Frozen parameters have their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
+        must call it; names and tensors are those before sharding, parameters first.
         """
         check_shared(self._session, "state_dict")
         with self._session.guard("state_dict"):
@@ -123,7 +126,7 @@ class ModuleFace(nn.Module):
 
         Raises:
             ValueError: ``assign=True``, which would replace the parameters.
-            RuntimeError: keys or shapes do not match, as ``nn.Module.load_state_dict`` raises it.
+            RuntimeError: keys or shapes do not match, as in ``nn.Module.load_state_dict``.
         """
         if assign:
             raise ValueError(
@@ -135,7 +138,7 @@ class ModuleFace(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the engine lacks are the module's: ``generate``, ``save_pretrained``, ``config`` …"""
+        """Attributes that the engine lacks come from the module: ``generate``, ``save_pretrained``, ``config``."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -145,7 +148,7 @@ class ModuleFace(nn.Module):
             return getattr(unwrapped(module), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """An engine has threads and memory of its own.
+        """Refuses copies and pickles: an engine owns threads and memory.
 
         Raises:
             TypeError: always.

@@ -1,22 +1,18 @@
-"""The optimizer's face: a ``torch.optim.Optimizer`` whose step runs in the core.
+"""The optimizer that users hold: a ``torch.optim.Optimizer`` whose step runs in the core.
 
-Schedulers, ``param_groups`` and ``state_dict`` work as with ``torch.optim``'s optimizer of that type; the state dict
-has torch's format, so a run can move between the two. What differs from type to type is in a subclass: what a group's
-options are to the core.
+Schedulers, ``param_groups`` and ``state_dict`` work as with the ``torch.optim`` class of the same type. The state dict
+has torch's format, so a run can move between the two. Subclasses translate a group's options for the core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
-from patrickstar.engine.optimizer_step import OptimizerLink
-from patrickstar.engine.own_params import check_shared
-from patrickstar.engine.wholeness import State
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.optimizer.core_options import CoreOptions
@@ -24,20 +20,23 @@ from patrickstar.optimizer.groups import checked_added_group
 from patrickstar.optimizer.loss_scaling import LossScaling
 from patrickstar.optimizer.managed_optimizer import managed_optimizer
 from patrickstar.optimizer.state import CheckedState, check_no_refused_option, checked_state
-
-if TYPE_CHECKING:
-    from patrickstar.engine.session import Session
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.session import Session
+from patrickstar.session.step_loop import StepLoop
+from patrickstar.session.step_state import OptimizerLink
+from patrickstar.session.wholeness import State
 
 
 class HybridOptimizer(torch.optim.Optimizer):
-    """An optimizer over chunks, on the CPU or the GPU, wherever a chunk's states are.
+    """An optimizer over chunks, on the CPU or the GPU, wherever a chunk's states rest. Made by ``initialize_engine``.
 
-    Made by ``initialize_engine``. A parameter that got no gradient since the last step is left alone (its step count
-    too), as ``torch.optim`` leaves ``grad is None``.
+    Parameters without a gradient since the last step are skipped, including their step count, as ``torch.optim`` skips
+    ``grad is None``.
     """
 
     def __init__(self, session: Session, groups: list[dict[str, Any]], config: Config):
         self._session = session
+        self._loop = StepLoop(session)
         self._built = False
         self._type = config.optimizer.type
         options = config.optimizer.params.model_dump()
@@ -50,11 +49,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._tell_groups()
 
     def _core_options(self, group: Mapping[str, Any]) -> CoreOptions:
-        """A group's present options, which are plain numbers here, as the core takes them."""
+        """A group's present options, as plain numbers, in the core's type."""
         raise NotImplementedError
 
     def _check_same_formula(self, group: Mapping[str, Any], what: str) -> None:
-        """Raises ValueError where ``group`` is that of an optimizer with another formula."""
+        """Raises ValueError if ``group`` belongs to an optimizer with another update formula."""
 
     def _tell_groups(self) -> None:
         session = self._session
@@ -65,14 +64,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         session.managed.make_optimizer(self.param_groups, managed_optimizer(session.config.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``: parameters of the module that are in no group so far, with
-        options of their own, or the optimizer's. They are trained from the next forward on, if they require grad
-        ([Note: unfreezing]). With several ranks all must add the same.
+        """Like ``torch.optim.Optimizer.add_param_group``, for parameters of the module that are in no group.
+
+        They are trained from the next forward on if they require grad (see ``TrainedParams``). All ranks must add the
+        same.
 
         Raises:
-            TypeError: ``param_group`` is no dict, or its ``params`` have no order.
-            ValueError: a parameter is not one of the module's, or is in a group already; an option is unknown or
-                impossible. Nothing is changed then.
+            TypeError: ``param_group`` is no dict, or its ``params`` are unordered.
+            ValueError: a parameter is foreign or in a group already, or an option is unknown or impossible. Nothing is
+                changed.
         """
         if self._built:
             what = "the added parameter group"
@@ -85,13 +85,13 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @outside_of_graphs
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Updates the parameters with the gradients of the backwards since the last step, then forgets the gradients.
+        """Updates the parameters with the gradients since the last step, then drops the gradients.
 
-        One that raised, for want of memory for example, when a part was updated, is finished by the next call, with the
-        options that it began with ([Note: a step that fails], ``optimizer_step.py``).
+        If a step raised after a part was updated, for example for want of memory, the next call finishes it with its
+        own options (``session/optimizer_step.py``).
 
-        With loss scaling, a step whose gradients are not finite is skipped and the scale lowered; without it such a
-        step is skipped too, with a warning, since it would destroy the parameters.
+        A step with gradients that are not finite is skipped. With loss scaling the scale is lowered; without it a
+        warning is logged.
 
         Args:
             closure: runs forward and ``model.backward`` and returns the loss; not called to finish a step.
@@ -100,7 +100,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None and self._session.whole.state is not State.IN_STEP:
             with torch.enable_grad():
                 loss = closure()
-        self._session.step(self.param_groups, self._group_options())
+        self._loop.step(self.param_groups, self._group_options())
         return loss
 
     @property
@@ -110,47 +110,47 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> LossScaling:
-        """The loss scaler's state, by DeepSpeed's names."""
+        """The loss scaler's state, under DeepSpeed's names."""
         return LossScaling(self._session.scaler, self._session.config.fp16)
 
     @property
     def loss_scale_config(self) -> LossScaling:
-        """The same, by another of its names."""
+        """DeepSpeed's alias of :attr:`loss_scaler`."""
         return self.loss_scaler
 
     @property
     def cur_scale(self) -> float:
-        """The same as :attr:`loss_scale`, by another of DeepSpeed's names."""
+        """DeepSpeed's alias of :attr:`loss_scale`."""
         return self.loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
+        """True if the loss scale follows overflows."""
         return self.loss_scaler.dynamic
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step updated nothing, because its gradients were not finite."""
+        """True if the last step updated nothing because its gradients were not finite."""
         return not self._session.outcome.applied
 
     @property
     def overflow(self) -> bool:
-        """The same, by DeepSpeed's name."""
+        """DeepSpeed's alias of :attr:`step_was_skipped`."""
         return self.step_was_skipped
 
     def _group_options(self) -> list[CoreOptions]:
-        """The groups' present options, as the core takes them."""
+        """The groups' present options in the core's type."""
         return [self._core_options(group) for group in self.param_groups]
 
     @outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients since the last step."""
-        self._session.zero_grad()
+        """Drops all gradients since the last step."""
+        self._loop.zero_grad()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As torch's ``state_dict``: ``step`` and the states (float32, CPU) by parameter index, and the groups; with
-        float16 also ``loss_scaler``. Parameters that were never updated have no state.
+        """Torch's ``state_dict``: ``step`` and states (float32, CPU) by parameter index, and groups; with float16 also
+        ``loss_scaler``. Parameters without an update have no state.
         """
         check_shared(self._session, "the optimizer's state_dict")
         state: dict[int, dict[str, Any]] = {}
@@ -171,11 +171,10 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what :meth:`state_dict` or that of torch's optimizer of this type gave for the same parameters.
+        """Loads the result of :meth:`state_dict`, or of torch's optimizer of this type, for the same parameters.
 
         Raises:
-            ValueError: the groups, states or options do not match, or are none that an engine can follow; nothing is
-                changed then.
+            ValueError: groups, states or options do not match, or are not supported; nothing is changed.
         """
         check_shared(self._session, "the optimizer's load_state_dict")
         entries, groups = self.checked_state(state_dict)
@@ -190,10 +189,10 @@ class HybridOptimizer(torch.optim.Optimizer):
             scaler.set_state(**state_dict["loss_scaler"])
 
     def checked_state(self, state_dict: dict[str, Any]) -> CheckedState:
-        """What :meth:`load_state_dict` would take of ``state_dict``; nothing is changed.
+        """Checks ``state_dict`` as :meth:`load_state_dict` does, and returns its content. Changes nothing.
 
         Raises:
-            ValueError: it would refuse it.
+            ValueError: the state dict is refused.
         """
         checked = checked_state(self._type, state_dict, self.param_groups)
         for index, group in enumerate(checked.groups):
@@ -239,7 +238,7 @@ class HybridAdam(HybridOptimizer):
 
 
 class HybridLion(HybridOptimizer):
-    """Lion over chunks, as :class:`patrickstar.optimizer.lion.Lion`."""
+    """Lion over chunks, like :class:`patrickstar.optimizer.lion.Lion`."""
 
     def _core_options(self, group: Mapping[str, Any]) -> _C.LionOptions:
         return _C.LionOptions(
@@ -251,7 +250,7 @@ class HybridLion(HybridOptimizer):
 
 
 class HybridSGD(HybridOptimizer):
-    """SGD over chunks, as ``torch.optim.SGD``; a momentum is kept also where its factor is 0."""
+    """SGD over chunks, like ``torch.optim.SGD``; the momentum buffer exists even if its factor is 0."""
 
     def _core_options(self, group: Mapping[str, Any]) -> _C.SgdOptions:
         return _C.SgdOptions(
@@ -272,5 +271,5 @@ _CLASSES: dict[OptimizerType, type[HybridOptimizer]] = {
 
 
 def make_optimizer(session: Session, groups: list[dict[str, Any]], config: Config) -> HybridOptimizer:
-    """The optimizer that ``config`` asks for, over what ``session`` trains."""
+    """The optimizer that ``config`` asks for, over the parameters of ``session``."""
     return _CLASSES[config.optimizer.type](session, groups, config)

@@ -1,14 +1,11 @@
-"""A user's own ``torch.optim.AdamW``, ``Adam`` or ``SGD``, or ``patrickstar.optimizer.lion.Lion``: what it says, and
-what it knows already, for the engine's optimizer.
+"""Takeover of a user's optimizer: its type, options and state move into the engine's optimizer.
+
+Supported are ``torch.optim.AdamW``, ``Adam`` and ``SGD``, and ``patrickstar.optimizer.lion.Lion``:
 
     taken = groups_of(optimizer)
     config = {"optimizer": {"type": taken.type.value, "params": taken.defaults}}
     engine, hybrid = initialize_engine(lambda: model, 0, config, model_parameters=lambda _: taken.groups)
     move_state(optimizer, hybrid)
-
-[Note: the user's optimizer] Both objects have the same groups from then on, so schedulers made for the user's go on
-driving what is trained. But its ``step`` raises while there are gradients, since these are in chunks: whoever takes it
-over returns the engine's optimizer in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from patrickstar.optimizer.uncorrected_adam import UncorrectedAdam, UncorrectedA
 logger = logging.getLogger("patrickstar")
 
 _HOW_NOT_WHAT = ("foreach", "fused", "capturable", "decoupled_weight_decay", "bias_correction")
-"""Keys of torch's groups that say how it computes, or that its class says."""
+"""Keys of torch's groups that choose an implementation, or that the class implies."""
 _TYPES = {
     torch.optim.Adam: OptimizerType.ADAM,
     torch.optim.AdamW: OptimizerType.ADAMW,
@@ -39,22 +36,21 @@ _TYPES = {
 
 
 class TakenOver(NamedTuple):
-    """What a user's optimizer says."""
+    """Type and options of a user's optimizer."""
 
     type: OptimizerType
-    """By the class of the user's optimizer."""
+    """From the class of the user's optimizer."""
     groups: list[dict[str, Any]]
-    """``params`` (the user's ``Parameter`` objects) and the type's options of each group, as they are now."""
+    """``params`` (the user's ``Parameter`` objects) and the present options of each group."""
     defaults: dict[str, Any]
-    """The same options of a group that does not say them; and ``bias_correction``, where that is False."""
+    """Default options of a group, and ``bias_correction`` if it is False."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
-    """Reads ``optimizer``, which stays as it is, and says in the log that it is taken over.
+    """Reads ``optimizer`` without changing it, and logs the takeover.
 
     Raises:
-        ValueError: it is none of ``torch.optim.AdamW``, ``Adam`` and ``SGD`` and of those in ``patrickstar.optimizer``
-            (other subclasses may do anything), or has an option that chunks cannot follow.
+        ValueError: an unsupported class (subclasses may do anything), or an option that chunks cannot follow.
     """
     kind = _type_of(optimizer)
     groups = []
@@ -74,12 +70,14 @@ def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
 
 
 def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> None:
-    """Moves step counts, states and what schedulers keep in groups (``initial_lr``) into ``hybrid``, which was built
-    from ``groups_of(optimizer)``; ``optimizer`` has no state and the groups of ``hybrid`` afterwards
-    ([Note: the user's optimizer]).
+    """Moves step counts, states and schedulers' entries in groups (``initial_lr``) into ``hybrid``.
+
+    ``hybrid`` was built from ``groups_of(optimizer)``. Both objects share the groups afterwards, so schedulers made for
+    the user's optimizer drive the engine's. The user's ``optimizer`` keeps no state, and its ``step`` raises while
+    gradients are pending in chunks. Callers return the engine's optimizer in its place.
 
     Raises:
-        ValueError: the groups or the shapes of states are others; nothing is moved then.
+        ValueError: groups or shapes of states differ; nothing is moved.
     """
     kind = _type_of(optimizer)
     indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -95,7 +93,7 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> Non
     sizes = [[len(group["params"]) for group in one.param_groups] for one in (optimizer, hybrid)]
     if state or sizes[0] != sizes[1]:
         hybrid.load_state_dict({"state": state, "param_groups": groups})
-    else:  # nothing to write: states that were never made are zeros
+    else:  # missing states are zeros
         for own, group in zip(hybrid.param_groups, groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
     optimizer.state.clear()
@@ -103,7 +101,7 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> Non
 
 
 def _known(entry: dict[str, Any]) -> dict[str, Any]:
-    """What PyTorch has made of a parameter's state: SGD notes None for a momentum that it has not."""
+    """A parameter's state without None entries, which SGD sets for a missing momentum."""
     return {key: value for key, value in entry.items() if value is not None}
 
 

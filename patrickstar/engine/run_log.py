@@ -1,13 +1,13 @@
-"""What the log says of an engine's run, on rank 0: a line as it begins, one about its plan, and one every few steps.
+"""Log of an engine's run on rank 0: a start line, a line about the plan, and a line every few steps.
 
-The lines about steps are the monitor's (patrickstar/monitor); here the calls of a plain loop (forward, backward, step)
-become what it is told. An engine that tells a monitor itself gives one that does nothing.
+The monitor (patrickstar/monitor) writes the lines about steps. :class:`RunLog` reports the forwards, backwards and
+steps of a plain training loop to it. An engine that feeds its monitor itself passes one that does nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,46 +15,23 @@ from patrickstar import _C
 from patrickstar.monitor import LossOf, MonitorOptions, RunFacts, StallSampler, StepMonitor
 from patrickstar.monitor.peak import peak_tflops
 from patrickstar.planning.predicted_step import Prediction
+from patrickstar.session.kept_plan import Inputs
+from patrickstar.session.quiet_log import NoRunLog
+from patrickstar.session.session import Session
 from patrickstar.sizes import show_count, show_seconds, show_size
-
-if TYPE_CHECKING:
-    from patrickstar.engine.kept_plan import Inputs
-    from patrickstar.engine.session import Session
 
 logger = logging.getLogger("patrickstar")
 
 _STEPS_UNTIL_MEASURED = 10
-"""On a GPU a step is measured by then, if one is (`StepPlanner`); the simulated device measures none."""
-
-
-class NoRunLog:
-    """Nothing is logged."""
-
-    def note_forward(self, inputs: Inputs | None) -> None:
-        """After each training forward of the whole module; None: its inputs are not known."""
-
-    def note_backward(self, loss: torch.Tensor) -> None:
-        """After each backward."""
-
-    def note_zero_grad(self) -> None:
-        """After gradients were forgotten."""
-
-    def end_step(self, lr: float) -> None:
-        """After each optimizer step; ``lr`` is that of the first group."""
-
-    def resume(self) -> None:
-        """After a checkpoint was loaded whose steps are counted on."""
-
-    def change_ranks(self) -> None:
-        """After the session was reopened with another number of ranks."""
+"""A GPU measures a step within so many steps or never; the simulated device measures none."""
 
 
 class RunLog(NoRunLog):
-    """See the module's docstring; of rank 0.
+    """See the module's docstring.
 
     Args:
-        session: the engine's, complete.
-        monitor: what its steps are told to.
+        session: of the engine, complete, on rank 0.
+        monitor: receives the steps.
     """
 
     def __init__(self, session: Session, monitor: StepMonitor):
@@ -64,37 +41,37 @@ class RunLog(NoRunLog):
         self._has_said_plan = False
 
     def note_forward(self, inputs: Inputs | None) -> None:
-        """Its samples and tokens count."""
+        """Counts the samples and tokens."""
         if inputs is not None:
             self._monitor.add_batch(inputs)
 
     def note_backward(self, loss: torch.Tensor) -> None:
-        """The loss is part of the step's."""
+        """Adds the loss to the step's."""
         self._monitor.add_loss(loss)
 
     def note_zero_grad(self) -> None:
-        """Losses of the step count no more."""
+        """Drops the losses of the running step."""
         self._monitor.drop_losses()
 
     def end_step(self, lr: float) -> None:
-        """Logs the plan once, and what the monitor has to say."""
+        """Logs the plan once, and lets the monitor log."""
         self._num_steps += 1
         if not self._has_said_plan:
             self._say_plan()
         self._monitor.end_step(lr)
 
     def resume(self) -> None:
-        """Lines count on."""
+        """Continues the step count."""
         self._monitor.load_state_dict({"num_steps": self._session.num_steps, "num_samples": 0})
 
     def change_ranks(self) -> None:
-        """Logs how the run goes on; lines count samples of the new ranks."""
+        """Logs the start line for the new ranks, whose samples count from now on."""
         self._monitor.change_ranks(len(self._session.ranks.members))
         self._has_said_plan, self._num_steps = False, 0
         logger.info("%s", start_line(self._session))
 
     def _say_plan(self) -> None:
-        """As soon as it is known what bounds the step, or when that will not be known."""
+        """Logs the plan line once the bound of a step is predicted, or once no prediction will come."""
         session = self._session
         predicted = session.runtime.predicted_step()
         patience = _STEPS_UNTIL_MEASURED if session.device.type == "cuda" else 1
@@ -104,7 +81,7 @@ class RunLog(NoRunLog):
 
 
 def begin_run_log(session: Session, monitor: StepMonitor) -> None:
-    """Logs that the engine is there, and from now on what it does. On every rank; the first one logs."""
+    """Logs the start line, and from now on the run. Called on every rank; the first rank logs."""
     if session.ranks.context.rank == 0:
         logger.info("%s", start_line(session))
         if session.matrices.reason:
@@ -116,8 +93,8 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
     """A monitor of the session's engine.
 
     Raises:
-        ImportError: a package for what is asked is missing.
-        ValueError: a file of metrics that is there does not fit.
+        ImportError: the package of a requested sink is missing.
+        ValueError: an existing metrics file does not fit.
     """
     facts = RunFacts(
         num_parameters=session.num_parameters,
@@ -133,12 +110,12 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
 
 
 def make_stall_sampler(session: Session) -> StallSampler:
-    """What traces a step of the session's engine now and then; a resize gives the session another runtime."""
+    """A sampler that traces some steps. Reads ``session.runtime`` late, since a resize replaces it."""
     return StallSampler(lambda: session.runtime.start_stall_trace(), lambda: session.runtime.take_stalls())
 
 
 def start_line(session: Session) -> str:
-    """What is trained, on what, within which budgets, and where optimizer states lie at first."""
+    """The start line: model, device, budgets, and the first tiers of optimizer states."""
     report, num_trainable = session.report(), _num_trainable(session)
     num_ranks = len(session.ranks.members)
     some = 0 < num_trainable < session.num_parameters
@@ -162,7 +139,7 @@ def start_line(session: Session) -> str:
 
 
 def _chunks(session: Session, chunk_numel: int) -> str:
-    """How many there are, and their size, which a parameter that is larger by itself exceeds."""
+    """Number and size of chunks. A single parameter larger than the chunk size gets a chunk of its own size."""
     layout = session.layout
     count = layout.num_chunks
     largest = max((layout.chunk(index)["numel"] for index in range(count)), default=0)
@@ -171,7 +148,7 @@ def _chunks(session: Session, chunk_numel: int) -> str:
 
 
 def plan_line(session: Session, predicted: Prediction | None) -> str:
-    """What steps are like from now on; ``predicted``: where one was measured."""
+    """The plan line. ``predicted``: of a measured step, or None."""
     report = session.report()
     bound = ""
     if predicted is not None:
@@ -195,7 +172,7 @@ def _states(session: Session, report: dict[str, Any]) -> str:
 
 
 def _quantized(session: Session) -> list[str]:
-    """How many of the parameters, which are frozen, are stored in fewer bits."""
+    """Counts of quantised parameters by type."""
     chunked = session.plan_of_params.chunked
     types = dict.fromkeys(spec.quantization for spec in chunked if spec.quantization is not _C.QuantType.NONE)
     counts = {type: sum(spec.param.numel() for spec in chunked if spec.quantization is type) for type in types}

@@ -1,4 +1,4 @@
-"""Starts a session: ranks, budgets, the model into chunks."""
+"""Start of a session: ranks, budgets, and the move of the model into chunks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.activations.remedies import check_activations
 from patrickstar.config import Config, rule_of
-from patrickstar.engine.activations import check_activations
-from patrickstar.engine.axes import mesh_of
-from patrickstar.engine.core_setup import load_plan
-from patrickstar.engine.divided_matrices import Matrices, make_matrices
-from patrickstar.engine.error_texts import explain_other_engines
-from patrickstar.engine.notebook import close_engine_of_cell
-from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
-from patrickstar.engine.own_params import check_settings
-from patrickstar.engine.proof import prove_rewrites
-from patrickstar.engine.rank_sync import (
-    check_same_config,
-    common_budgets,
-    common_random_numbers,
-    failed_ranks,
-    first_ranks_survey,
-    take_turns,
-)
-from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.compiled.units import check_compiled
 from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
@@ -38,19 +21,37 @@ from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import ModelSource, build_module
 from patrickstar.module.quantization import is_quantized
 from patrickstar.optimizer.groups import ModelParameters, make_groups
+from patrickstar.parallel.axes import mesh_of
+from patrickstar.parallel.divided_matrices import Matrices, make_matrices
+from patrickstar.parallel.proof import prove_rewrites
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, join_ranks
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.sequence.survey import Survey
+from patrickstar.session.closing import abandon_session, revert_session
+from patrickstar.session.core_setup import load_plan
+from patrickstar.session.error_texts import explain_other_engines
+from patrickstar.session.lifecycle import complete, make_session
+from patrickstar.session.own_params import check_settings
+from patrickstar.session.rank_sync import (
+    check_same_config,
+    common_budgets,
+    common_random_numbers,
+    failed_ranks,
+    first_ranks_survey,
+    take_turns,
+)
+from patrickstar.session.registry import close_lost_engine, drop_unreachable_sessions, open_sessions
+from patrickstar.session.session import Session
 
 
 def start_session(
     model_func: ModelSource, local_rank: int, config: Config, model_parameters: ModelParameters
 ) -> tuple[Session, list[dict[str, Any]]]:
-    """A session for the model, and the optimizer's groups; the arguments and errors are those of
-    ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
+    """A session for the model, and the optimizer's groups. Arguments and errors are those of ``initialize_engine``.
+
+    The caller makes an engine of it within :func:`opening`.
     """
-    close_engine_of_cell()
     drop_unreachable_sessions()
     ranks = _join_ranks(local_rank, config)
     session: Session | None = None
@@ -67,7 +68,7 @@ def start_session(
             budgets = common_budgets(ranks, mine)  # from here on ranks take memory
             saved_plan = load_plan(config, ranks)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
-            with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
+            with _C.HostAllocations():  # host memory, even if another engine simulates a device
                 built = build_module(model_func, release=close_lost_engine)
             survey = Survey()
             if ranks.context.rank == ranks.members[0]:
@@ -79,11 +80,11 @@ def start_session(
             in_groups = {param for group in groups for param in group["params"]}
             _check_module(built.module, config, matrices)
             check_settings(built.module, config, len(ranks.members))
-            session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
+            session = make_session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
             if saved_plan is not None:
                 saved_plan.check_layout(session.layout, str(config.plan))
             values = FirstRankValues(chunk_ranks, session.params)
-            # What takes memory that was not taken before goes into chunks before the next rank of this machine builds.
+            # Newly allocated parameters move into chunks before the next rank of this machine builds its model.
             if built.is_new and deferred is None and chunk_ranks.rank > 0:
                 values.take_all()
             turn.end()
@@ -93,10 +94,10 @@ def start_session(
                 values.share()
                 session.survey = first_ranks_survey(ranks, survey)
         with ranks.guard("opening the engine"):
-            session.complete(saved_plan)
+            complete(session, saved_plan)
     except BaseException as error:
         if session is not None:
-            session.closing.abandon(error)
+            abandon_session(session, error)
         else:
             ranks.leave(error)
         explain_other_engines(error, len(open_sessions()))
@@ -107,7 +108,7 @@ def start_session(
 
 
 def _check_module(module: nn.Module, config: Config, matrices: Matrices) -> None:
-    """Raises ValueError where the module cannot be trained so."""
+    """Raises ValueError if the module cannot be trained with ``config``."""
     check_compiled(module)
     check_activations(module, config.activations)
     if matrices.names is not None and is_quantized(module, config.quantization):
@@ -120,7 +121,7 @@ def _check_module(module: nn.Module, config: Config, matrices: Matrices) -> None
 def _replaced(
     divided: Mapping[nn.Parameter, nn.Parameter], deferred: DeferredInit | None
 ) -> Mapping[nn.Parameter, nn.Parameter]:
-    """Parameters that the module had, and those in their place, of one replacement after the other."""
+    """Maps the module's former parameters to their final replacements, through sharding and deferred initialisation."""
     if deferred is None:
         return divided
     return {**deferred.replaced, **{old: deferred.replaced.get(new, new) for old, new in divided.items()}}
@@ -128,11 +129,10 @@ def _replaced(
 
 @contextlib.contextmanager
 def opening(session: Session) -> Iterator[None]:
-    """Around what makes an engine of a new session. Where that fails on any rank, the module is an ordinary one again,
-    with its values, on all of them.
+    """Wraps the making of an engine from a new session. If it fails on any rank, all ranks get their module back.
 
     Raises:
-        RankFailure: it failed on another rank; the message says how.
+        RankFailure: another rank failed; the message has its error.
     """
     failure: Exception | None = None
     try:
@@ -143,16 +143,16 @@ def opening(session: Session) -> Iterator[None]:
         with session.ranks.guard("opening the engine"):
             failed = failed_ranks(session.ranks, failure)
     except BaseException as error:
-        session.closing.abandon(error)
+        abandon_session(session, error)
         raise
     if failed:
-        session.closing.revert()
+        revert_session(session)
         raise failure if failure is not None else _C.RankFailure(f"the engine was not opened: {failed}")
 
 
 def _join_ranks(local_rank: int, config: Config) -> RankGroups:
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
-    if several and local_rank == 0:  # not said: torchrun knows
+    if several and local_rank == 0:  # the default: take torchrun's
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     device = _device(local_rank, config)
     return join_ranks(

@@ -27,19 +27,19 @@ def initialize_engine(
     """Builds the model inside chunks and returns the engine and its optimizer.
 
     Args:
-        model_func: the model (any ``nn.Module``, also from ``from_pretrained``), whose parameters' own memory is freed
-            as they go into chunks, or a function without arguments that returns it, which the ranks of a machine call
-            one after the other. What is on the meta device (``with torch.device("meta")``) is initialised on the
-            training device by its modules' ``reset_parameters`` or Hugging Face's ``_init_weights``: fast, and never
-            whole outside of chunks.
-        local_rank: which GPU of this machine; without a GPU the device is simulated in host memory.
-        config: the configuration (docs/config.md): a dict, the path of a JSON file, or None for the defaults.
+        model_func: the model (any ``nn.Module``, also from ``from_pretrained``), or a function without arguments that
+            returns it. A model's own parameter memory is freed as it moves into chunks. The ranks of a machine call a
+            function one after another. Parameters on the meta device (``with torch.device("meta")``) are initialised on
+            the training device by ``reset_parameters`` or Hugging Face's ``_init_weights``, and never exist outside
+            chunks.
+        local_rank: index of the GPU on this machine; without a GPU the device is simulated in host memory.
+        config: a dict, the path of a JSON file, or None for the defaults (docs/config.md).
         model_parameters: parameter groups: a callable that takes the module and returns parameters or groups, or a list
             of dicts whose ``params`` are name patterns. None: one group of all parameters.
 
     Raises:
-        ValueError: an argument or a configuration value is wrong.
-        MemoryBudgetError: the model does not fit into the budgets, beside what other engines of this process have.
+        ValueError: a wrong argument or configuration value.
+        MemoryBudgetError: the model does not fit into the budgets beside this process's other engines.
     """
     show_log()
     parsed = parse_config(config)

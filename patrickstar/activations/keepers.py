@@ -1,0 +1,140 @@
+"""The context of each training forward, by the configuration's ``activations``: which activations may be offloaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
+from patrickstar.activations.kept_attention import KeptAttention
+from patrickstar.activations.layer_activations import LayerActivations
+from patrickstar.activations.stashed_activations import ActivationStash
+from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
+from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
+from patrickstar.module.chunked_parameter import ChunkedParameter
+
+
+def keeper_of_activations(
+    module: nn.Module, section: ActivationsConfig, runtime: _C.Runtime, device: torch.device, chunk_bytes: int
+) -> ActivationKeeper:
+    """The context of training forwards of ``module``, whose parameters are in chunks.
+
+    Args:
+        module: of the engine.
+        section: of the configuration.
+        runtime: the core.
+        device: of the engine.
+        chunk_bytes: device bytes of the largest module's chunks.
+    """
+    if section.offload is ActivationOffload.NEVER:
+        return StayingActivations(LayerActivations(module, None, None))
+    params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
+    stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
+    attention = None
+    if section.keep_attention is not KeepAttention.NEVER:
+        least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else LEAST_ATTENTION_TOKENS
+        attention = KeptAttention(stash, least_tokens)
+    layers = LayerActivations(module, stash, attention)
+    if section.offload is ActivationOffload.ALWAYS:
+        return AllActivations(stash, layers)
+    return CheckpointedActivations(module, stash, layers)
+
+
+class ActivationKeeper(Protocol):
+    """Decides which forwards keep activations in the offload memory."""
+
+    layers: LayerActivations
+    """The activation tier of each layer."""
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Wraps a forward whose backward follows."""
+        ...
+
+    def forget(self) -> None:
+        """Called before a forward that ran out of memory is run again."""
+        ...
+
+    def end_backward(self) -> None:
+        """Called after each backward."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for all running copies."""
+        ...
+
+
+class StayingActivations:
+    """Leaves activations on the device, as autograd saves them."""
+
+    def __init__(self, layers: LayerActivations):
+        self.layers = layers
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """See :class:`ActivationKeeper`."""
+        return self.layers.running()
+
+    def forget(self) -> None:
+        """Does nothing."""
+
+    def end_backward(self) -> None:
+        """Does nothing."""
+
+    def finish(self) -> None:
+        """Does nothing."""
+
+
+class AllActivations:
+    """Lets every tensor leave that autograd saves."""
+
+    def __init__(self, stash: ActivationStash, layers: LayerActivations):
+        self._stash = stash
+        self.layers = layers
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """See :class:`ActivationKeeper`."""
+        with self._stash.keeping(), self.layers.running():
+            yield
+
+    def forget(self) -> None:
+        """See :class:`ActivationKeeper`."""
+        self._stash.forget()
+
+    def end_backward(self) -> None:
+        """See :class:`ActivationKeeper`."""
+        self._stash.end_backward()
+
+    def finish(self) -> None:
+        """See :class:`ActivationKeeper`."""
+        self._stash.finish()
+
+
+class CheckpointedActivations:
+    """Lets activations of a Hugging Face model leave only while it checkpoints layers. Otherwise they are too many."""
+
+    def __init__(self, module: nn.Module, stash: ActivationStash, layers: LayerActivations):
+        self.layers = layers
+        self._checkpointable = checkpointable_modules(module)
+        self._all = AllActivations(stash, layers)
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """See :class:`ActivationKeeper`. Follows the model's present checkpointing."""
+        checkpoints = any(map(is_checkpointing, self._checkpointable))
+        return self._all.keeping() if checkpoints else contextlib.nullcontext()
+
+    def forget(self) -> None:
+        """See :class:`ActivationKeeper`."""
+        self._all.forget()
+
+    def end_backward(self) -> None:
+        """See :class:`ActivationKeeper`."""
+        self._all.end_backward()
+
+    def finish(self) -> None:
+        """See :class:`ActivationKeeper`."""
+        self._all.finish()

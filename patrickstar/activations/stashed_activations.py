@@ -1,0 +1,326 @@
+"""Activation offload: saved tensors leave the device between forward and backward if they exceed their share of it.
+
+stash = ActivationStash(runtime, device, storages, chunk_bytes)
+with stash.keeping():
+    loss = module(...)
+...  # its backward stash.end_backward()
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import enum
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from patrickstar import _C
+from patrickstar.activations.activation_rules import MOST_LEAVING, ActivationTier, DeviceShares, comes_ahead
+from patrickstar.activations.working_activations import ExpectedInputs, WorkingBytes
+
+
+class ActivationStash:
+    """Keeps the tensors that autograd saves in the forwards of one engine.
+
+    With activation checkpointing these are the inputs of layers, which are recomputed from them. If they exceed their
+    share of the device (``DeviceShares``), the oldest are copied to host memory and released (csrc/engine/stash.h). The
+    copy to the device begins when a slightly younger tensor is used. Its bits are the saved ones.
+
+    Forwards and backwards must not overlap.
+
+    Attributes:
+        runtime: of the engine.
+        working: working memory beside kept activations.
+    """
+
+    def __init__(self, runtime: _C.Runtime, device: torch.device, storages: Collection[int], chunk_bytes: int):
+        """``storages``: addresses (``_cdata``) of storages that hold parameters, which never leave through the stash.
+        ``chunk_bytes``: device bytes of the largest module's chunks.
+        """
+        self.runtime = runtime
+        self._device = device
+        self._storages = frozenset(storages)
+        self._shares = DeviceShares(runtime.report()["device_budget_bytes"], chunk_bytes)
+        self.working = WorkingBytes(runtime, self._shares)
+        self._known: weakref.WeakValueDictionary[Any, Stashed] = weakref.WeakValueDictionary()
+        self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
+        self._kept_last: collections.deque[weakref.ref[Stashed]] = self._on_device  # receives new tensors
+        self._leaving: collections.deque[Stashed] = collections.deque()
+        # The simulated device counts memory to the byte. The least budget in an error must not depend on the
+        # progress of copies on a busy machine.
+        self._most_leaving = MOST_LEAVING if device.type == "cuda" else 0
+        self._away: list[tuple[int, weakref.ref[Stashed]]] = []  # by number
+        self._num_kept = 0
+        self._inputs = ExpectedInputs()
+        self._missed_bytes = 0  # twice the largest tensor that found no host buffer
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Wraps a forward whose backward follows."""
+        self._on_device.clear()
+        self._away.clear()
+        self.working.begin_forward()
+        self._inputs.begin_forward()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except BaseException:
+            self.finish()
+            raise
+
+    @contextlib.contextmanager
+    def resting(self, tier: ActivationTier) -> Iterator[None]:
+        """Wraps the forward of a layer without a checkpoint, whose activations rest on ``tier``.
+
+        KEEP: they stay on the device. OFFLOAD: they leave together at the layer's end, and are copied while the next
+        layer computes. Activations kept before the layer follow their own rule.
+        """
+        self._kept_last = collections.deque()
+        try:
+            yield
+            if tier is ActivationTier.OFFLOAD:
+                self.finish()  # copies of the previous layer
+                for ref in self._kept_last:
+                    kept = ref()
+                    if kept is not None and kept.is_unchanged:  # else its backward raises
+                        kept.would_stay = False
+                        self._send(kept)
+                if self._most_leaving == 0:
+                    self.finish()
+        finally:
+            self._kept_last = self._on_device
+
+    def finish(self) -> None:
+        """Waits for all running copies to the host."""
+        while self._leaving:
+            self._finish_oldest()
+
+    def end_backward(self) -> None:
+        """Learns the working memory of the finished step."""
+        was_known = self.working.seen is not None
+        seen = self.working.learn()
+        if seen is not None and not was_known:
+            self.runtime.keep_absent_activations(seen.highest_bytes)
+
+    def forget(self) -> None:
+        """Drops the measurement before a forward that ran out of memory is run again."""
+        self.working.forget()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
+        """Puts a tensor that backward will read into the stash; returns the tensor itself if it may not leave."""
+        return self._hold(tensor, beyond=tensor.nbytes) if self._may_leave(tensor) else tensor
+
+    def has_room_beside_inputs(self, num_bytes: int) -> bool:
+        """True if device and host can keep ``num_bytes`` beside everything that autograd will still save in this
+        forward.
+
+        The last forward's count of tensors is expected again. False in the first forward that calls this.
+        """
+        self.working.measure_always()
+        self.working.measure()
+        if self.working.seen is None:
+            return False
+        needed = num_bytes + self._inputs.outstanding_bytes() + self._missed_bytes
+        host_bytes = self.runtime.host_room_of_activations()
+        return self._shares.has_room(needed, self.working.held_bytes, host_bytes, self.working.seen)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
+        if tensor.grad_fn is not None:
+            tensor = tensor.detach()  # a saved output would keep its graph alive if the backward fails
+        if not self._may_leave(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        kept = self._known.get(key)
+        if kept is None or kept.place is not Place.ON_DEVICE:
+            is_input = self._kept_last is self._on_device
+            if is_input and self._inputs.is_larger(tensor):
+                self.working.forget()
+            kept = self._known[key] = self._hold(tensor)
+            if is_input:
+                self._inputs.note(tensor.nbytes)
+        return kept
+
+    def _hold(self, tensor: torch.Tensor, beyond: int = 0) -> Stashed:
+        self.working.measure()
+        kept = Stashed(self, tensor, self._num_kept, beyond)
+        self._num_kept += 1
+        self._make_room()
+        self._kept_last.append(weakref.ref(kept))
+        return kept
+
+    def _may_leave(self, tensor: torch.Tensor) -> bool:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.nbytes < self._shares.least_bytes
+            or tensor.device != self._device
+        ):
+            return False
+        storage = tensor.untyped_storage()
+        # Offloading a part of a larger storage frees nothing while something else holds it.
+        whole = _is_dense(tensor) and storage.nbytes() < 2 * tensor.nbytes
+        return whole and storage._cdata not in self._storages
+
+    def _make_room(self) -> None:
+        """Sends the oldest tensors to the host while activations exceed their share."""
+        self._let_go()
+        excess = self._excess_bytes()
+        while excess > 0 and self._on_device:
+            kept = self._on_device[0]()
+            if kept is not None and kept.is_unchanged:  # else its backward raises
+                if not self._send(kept):
+                    return
+                excess -= kept.num_bytes
+            self._on_device.popleft()
+            if len(self._leaving) > self._most_leaving:
+                self._finish_oldest()
+
+    def _send(self, kept: Stashed) -> bool:
+        """Starts the copy of ``kept`` to the host; False if the host has no room."""
+        if not kept.leave():
+            self._missed_bytes = max(self._missed_bytes, 2 * kept.num_bytes)
+            return False
+        self._leaving.append(kept)
+        bisect.insort(self._away, (kept.number, weakref.ref(kept)))
+        return True
+
+    def _excess_bytes(self) -> int:
+        """Bytes by which activations will exceed their share once running copies have finished."""
+        leaving = sum(kept.num_bytes for kept in self._leaving)
+        working = self.working
+        if working.seen is None:
+            return self.runtime.tide_bytes() - self._shares.first_bytes - leaving
+        return self._shares.excess_bytes(working.held_bytes - leaving, working.beyond_bytes, working.seen)
+
+    def _let_go(self) -> None:
+        while self._leaving and self.runtime.is_stashed(self._leaving[0].ticket):
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        self._leaving.popleft().finish_leaving()
+
+    def _unpack(self, saved: torch.Tensor | Stashed) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._let_go()
+        if not saved.is_unchanged:
+            raise RuntimeError(
+                f"a tensor of shape {list(saved.shape)} that a forward saved for its backward was modified in place; "
+                "let that operation make a new tensor"
+            )
+        return saved.take()
+
+    def fetch_ahead(self, used: Stashed) -> None:
+        """Starts the copy to the device of the tensor that is needed a little later than ``used``."""
+        while self._away:
+            number, ref = self._away[-1]
+            kept = ref()
+            if kept is not None and number < used.number:
+                if comes_ahead(number, used.number) and kept.place is Place.AWAY:
+                    self._away.pop()
+                    kept.fetch()
+                return
+            self._away.pop()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if the tensor's elements fill one range of memory, in any order."""
+    stride = 1
+    for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and step != stride:
+            return False
+        stride *= size
+    return True
+
+
+class Place(enum.Enum):
+    """Where a kept tensor is. It holds device memory everywhere except in ``AWAY``."""
+
+    ON_DEVICE = enum.auto()
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    COMING = enum.auto()
+
+
+class Stashed:
+    """A tensor kept between forward and backward."""
+
+    def __init__(self, stash: ActivationStash, tensor: torch.Tensor, number: int, beyond: int):
+        self._stash = stash
+        self._runtime = stash.runtime
+        self._working = stash.working
+        self.place = Place.ON_DEVICE
+        self.number = number
+        self.num_bytes = tensor.nbytes
+        self.shape, self._stride, self._dtype, self._device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self._tensor: torch.Tensor | None = tensor
+        self._version = tensor._version
+        self._was_changed = False
+        self.ticket = -1  # in the core, once it has left
+        self._is_absent = False
+        self.would_stay = True
+        """False for a tensor that rests on the host even if the device has room."""
+        self._beyond = beyond
+        self._working.hold(self.num_bytes, beyond)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if the tensor was not changed in place since it was kept. Nothing can change it on the host."""
+        return not self._was_changed and (self._tensor is None or self._tensor._version == self._version)
+
+    def leave(self) -> bool:
+        """Starts the copy to the host; False if the host has no room."""
+        assert self._tensor is not None
+        self.ticket = self._runtime.stash_activation(self._tensor.data_ptr(), self.num_bytes)
+        if self.ticket < 0:
+            return False
+        self.place = Place.LEAVING
+        return True
+
+    def finish_leaving(self) -> None:
+        """Waits for the copy, and releases the device memory."""
+        self._runtime.finish_stashing(self.ticket)
+        self._was_changed = not self.is_unchanged
+        self.place, self._tensor = Place.AWAY, None
+        self._working.hold(-self.num_bytes, -self._beyond)
+        self._set_absent(True)
+
+    def fetch(self) -> None:
+        """Starts the copy to the device."""
+        self._tensor = torch.empty_strided(self.shape, self._stride, dtype=self._dtype, device=self._device)
+        self._version = self._tensor._version
+        self._runtime.fetch_activation(self.ticket, self._tensor.data_ptr())
+        self.place = Place.COMING
+        self._set_absent(False)
+
+    def take(self) -> torch.Tensor:
+        """The value. It may be taken again: the stash does not hold the copy on the device."""
+        self._working.measure()
+        if self.place is Place.AWAY:
+            self.fetch()
+        tensor = self._tensor
+        assert tensor is not None
+        if self.place is Place.COMING:
+            self._runtime.await_activation(self.ticket)
+            self.place, self._tensor = Place.AWAY, None
+            self._working.note_return(self.num_bytes)
+        self._stash.fetch_ahead(self)
+        return tensor
+
+    def _set_absent(self, is_absent: bool) -> None:
+        if self.would_stay:
+            self._working.absent_bytes += (is_absent - self._is_absent) * self.num_bytes
+        self._is_absent = is_absent
+
+    def __del__(self):
+        self._set_absent(False)
+        if self.place is Place.COMING and not self._runtime.closed:
+            self._runtime.await_activation(self.ticket)  # later computation may reuse its memory
+        if self.place is not Place.ON_DEVICE:
+            self._runtime.drop_activation(self.ticket)
+        if self.place in (Place.ON_DEVICE, Place.LEAVING):
+            self._working.hold(-self.num_bytes, -self._beyond)

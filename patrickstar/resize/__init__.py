@@ -1,0 +1,1 @@
+"""Resizing of a running engine: another number of ranks, without a checkpoint."""

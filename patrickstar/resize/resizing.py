@@ -1,0 +1,357 @@
+"""Another number of ranks for an engine that goes on training: ``Engine.resize``, and the change that joiners share.
+
+All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision (``Rendezvous.decide``) no
+engine is changed. Old ranks publish copies of the parts that others need. Each receiver checks that they are in its
+folder, or fetches them. After the decision each rank sets aside the parts that it keeps and closes its core, because a
+core is built for a number of ranks. It reopens with the new ranks. The module, its ``Parameter`` objects, the engine,
+the optimizer and random number generators stay. A joining process starts with its own single-rank engine, whose values
+are discarded.
+
+After the decision no process can go back, and an engine is whole again only at the end of the change. So signals are
+deferred from before the decision to that end; a joining process defers them from before its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from patrickstar import _C
+from patrickstar.elastic.movement import assign_ranks
+from patrickstar.elastic.phases import Membership, Phase, Resized
+from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
+from patrickstar.elastic.sampler import OfRanks
+from patrickstar.elastic.transfers import FileServer
+from patrickstar.machine.budgets import make_budgets
+from patrickstar.module.first_rank_values import check_same_model
+from patrickstar.parallel.axes import mesh_of
+from patrickstar.parallel.divided_matrices import make_matrices
+from patrickstar.planning.step_plan import timeline_from_json
+from patrickstar.ranks.chunk_communicators import ChunkCommunicators
+from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.ranks.distributed import RankGroups, open_ranks
+from patrickstar.ranks.mesh import Axis, MeshRanks
+from patrickstar.ranks.messages import reading
+from patrickstar.ranks.world import move_to_world
+from patrickstar.ranks.world_store import forget_world
+from patrickstar.resize.devices import on_all_devices, params_on_device, pass_on
+from patrickstar.resize.memory import (
+    MemoryFacts,
+    allowed_micro_batches,
+    check_copies,
+    check_expected_room,
+    check_room,
+    device_rooms,
+    least_of_all,
+)
+from patrickstar.resize.plan import (
+    MEMORY,
+    REFUSAL,
+    Carried,
+    ResizeKeys,
+    ResizeOptions,
+    ResizePlan,
+    all_or_none,
+    check_guests,
+    make_plan,
+    together,
+)
+from patrickstar.resize.shards import Held, Shards, choose_params, managed_states, publish, take_state, write_state
+from patrickstar.session.closing import abandon_session
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.lifecycle import reopen, vacate
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.rank_sync import check_same_config, common_budgets
+from patrickstar.session.registry import open_sessions
+from patrickstar.session.session import Session
+from patrickstar.state.save_load import check_between_steps
+
+
+def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
+    """Implements ``Engine.resize``. Collective over all ranks of the session."""
+    check_supported(session, "resize")
+    limit = session.config.rank_timeout_seconds
+    if not 0 < options.timeout_seconds < limit:
+        raise ValueError(
+            f"timeout_seconds is {options.timeout_seconds:g}; give more than 0 and less than rank_timeout_seconds, "
+            f"{limit:g}, for which ranks wait for the one that leads"
+        )
+    check_between_steps(session, "resize")
+    ranks = session.ranks
+    control, is_leader = ranks.control, ranks.control.rank == 0
+    with contextlib.ExitStack() as until_changed:
+        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.carried)}"
+        ranks.check_agreement("the resize", said)
+        former = assign_ranks(len(ranks.members), num_ranks, leaving)
+        num_joining = former.count(None)
+        meeting: Rendezvous | None = None
+        plan: ResizePlan | None = None
+        with all_or_none(session, "the resize was not begun"):
+            options.note_phase(Phase.GATHER)
+            check_carried(options.carried, num_ranks)
+            check_room(session, num_ranks)
+            allowed = allowed_micro_batches(session, num_ranks, options.carried)
+        allowed = least_of_all(together(session, json.dumps(allowed)))
+        session.runtime.drop_derivable()  # makes room for arriving values
+        facts = _shared_facts(session)
+        on_device = on_all_devices(together(session, json.dumps(params_on_device(session))))
+        with all_or_none(session, "the ranks were not gathered"):
+            if num_joining > 0:
+                options.run_secret()  # fails early on a rank without the secret
+            if is_leader:
+                guests: dict[int, dict[str, Any]] = {}
+                if num_joining > 0:
+                    meeting = options.meeting_place()
+                    guests = meeting.gather(num_joining, options.timeout_seconds)
+                    try:
+                        check_guests(session, guests, options.carried)
+                        _check_memory(session, _staying(former, facts, guests), former, facts)
+                    except (ResizeError, _C.MemoryBudgetError) as error:
+                        _send_away(meeting, guests, str(error))
+                        raise
+                else:
+                    _check_memory(session, _staying(former, facts, {}), former, facts)
+                plan = make_plan(session, former, guests, options, allowed)
+                rooms = device_rooms(facts, _staying(former, facts, guests))
+                plan = dataclasses.replace(plan, on_device=choose_params(session, plan, on_device, rooms))
+        plan = _shared_plan(session, plan)
+        if is_leader and meeting is not None:
+            until_changed.enter_context(meeting.beating(plan.token))
+
+        new, keys = plan.new_rank(control.rank), plan.keys(options)
+        shards = Shards(session, plan, new, options.folder, keys.files)
+        on_devices = shards.on_devices(control.rank, new)
+        server: FileServer | None = None
+        connected: ChunkCommunicators | None = None
+        is_decided = False
+        try:
+            with all_or_none(session, "shards were not published"):
+                options.note_phase(Phase.PUBLISH)
+                check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
+                publish(session, shards, control.rank)
+                if is_leader:
+                    write_state(session, shards.state_path, options.carried)
+            server = shards.serve(options, control.rank)
+            told = together(session, server.address if server is not None else "")
+            addresses = [address.decode() for address in told]
+            with all_or_none(session, "not all that is needed is there"):
+                options.note_phase(Phase.CHECK)
+                if is_leader and meeting is not None:
+                    for number in plan.guests:
+                        meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
+                place = plan.passing_place(keys, control.rank)
+                connected = pass_on(session, plan, shards.moves, on_devices, place, options)
+                if new is not None:
+                    shards.files.reach(new, addresses, options.timeout_seconds)
+                if is_leader and meeting is not None:
+                    meeting.answers(plan.guests, options.timeout_seconds)
+                until_changed.enter_context(deferred_signals())
+
+            options.note_phase(Phase.DECIDE)
+            with all_or_none(session, "the resize was given up"):
+                if meeting is not None:
+                    meeting.decide(plan.token, Decision.RESIZE)
+            is_decided = True  # on every rank: all_or_none has exchanged that none failed
+        finally:
+            if not is_decided:
+                if connected is not None:
+                    connected.close()
+                if is_leader:
+                    forget_world(plan.host, plan.port)
+                if meeting is not None:
+                    with contextlib.suppress(RuntimeError):
+                        meeting.decide(plan.token, Decision.STAY)
+                        _send_away(meeting, plan.guests, "the ranks that train gave the resize up")
+                shards.remove()  # on every rank, since the leader may be gone
+            if server is not None:
+                server.close()
+        if new is None and server is not None:
+            shards.remove_given(control.rank, server)
+        held = Held(shards, on_devices, control.rank, new)
+        return change(session, plan, keys, shards, held, new, options, connected)
+
+
+def _send_away(meeting: Rendezvous, guests: Iterable[int], why: str) -> None:
+    """Tells waiting processes that no invitation follows. An invited process waits for the decision."""
+    for number in guests:
+        meeting.invite(number, {REFUSAL: why})
+
+
+def _shared_plan(session: Session, plan: ResizePlan | None) -> ResizePlan:
+    said = together(session, "" if plan is None else json.dumps(dataclasses.asdict(plan)))
+    return ResizePlan(**json.loads(said[0]))
+
+
+def _shared_facts(session: Session) -> list[MemoryFacts]:
+    """By old rank."""
+    told = together(session, json.dumps(dataclasses.asdict(MemoryFacts.of(session))))
+    with reading("memory before a resize"):
+        return [MemoryFacts(**json.loads(message)) for message in told]
+
+
+def _staying(
+    former: Sequence[int | None], facts: Sequence[MemoryFacts], guests: Mapping[int, Mapping[str, Any]]
+) -> list[MemoryFacts]:
+    """Memory facts by new rank."""
+    joining = iter([MemoryFacts(**said[MEMORY]) for said in guests.values()])
+    return [next(joining) if old is None else facts[old] for old in former]
+
+
+def _check_memory(
+    session: Session, staying: Sequence[MemoryFacts], former: Sequence[int | None], facts: Sequence[MemoryFacts]
+) -> None:
+    check_expected_room(session, staying, [facts[old] for old in range(len(facts)) if old not in former])
+
+
+def check_supported(session: Session, call: str) -> None:
+    """Raises StateError if an engine of this kind cannot be resized."""
+    session.check_whole()
+    config = session.config
+    if session.owner.keeps_ranks is not None:
+        raise _C.StateError(f"{call}: {session.owner.keeps_ranks}")
+    if len(session.chunk_ranks.members) != len(session.ranks.members) or config.sequence_parallel.size > 1:
+        raise _C.StateError(f"{call} with tensor_parallel or sequence_parallel is not supported yet; save a checkpoint")
+    if session.matrices.names is not None:
+        raise _C.StateError(f"{call} with tensor_parallel is not supported yet; save a checkpoint")
+    if len(open_sessions()) > 1:
+        raise _C.StateError(f"{call} while {len(open_sessions())} engines are open in this process; close the others")
+    check_shared(session, call)
+    if session.plan_of_params.quantized:
+        raise _C.StateError(f"{call} with quantised weights is not supported yet; save a checkpoint")
+    if session.compiled.is_compiled:
+        raise _C.StateError(f"{call} of a compiled module is not supported yet; save a checkpoint, or do not compile")
+
+
+def check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
+    """Raises ValueError if a user state cannot be shared by ``num_ranks``."""
+    for item in carried.values():
+        if isinstance(item, OfRanks):
+            item.check_ranks(num_ranks)
+
+
+def change(
+    session: Session,
+    plan: ResizePlan,
+    keys: ResizeKeys,
+    shards: Shards,
+    held: Held,
+    new: int | None,
+    options: ResizeOptions,
+    connected: ChunkCommunicators | None,
+    state: dict[str, Any] | None = None,
+) -> Resized:
+    """Closes the old core and opens the new one, after the decision.
+
+    Args:
+        session: of this process.
+        plan: of the resize.
+        keys: of its services.
+        shards: of all ranks.
+        held: sources of this process's new shards.
+        new: its new rank; None: it leaves.
+        options: of the resize.
+        connected: communicators that the new ranks have opened already.
+        state: for a joining process, the leader's.
+    """
+    try:
+        options.note_phase(Phase.CLOSE)
+        managed = managed_states(session) if state is None else state["managed"]
+        vacated = vacate(session, lambda: held.set_aside(session))
+        total = shards.num_bytes(shards.moves)
+        if new is None:
+            session.closed = True  # without a core
+            return Resized(
+                membership=Membership.LEFT, rank=-1, num_ranks=len(plan.former), received_bytes=0, total_bytes=total
+            )
+
+        options.note_phase(Phase.OPEN)
+        was = session.ranks.context
+        update = {"gradient_accumulation_steps": plan.accumulation}
+        config = session.config = session.config.model_copy(update=update)
+        move_to_world(plan.place(new, keys), config.rank_timeout_seconds)
+        ranks = session.ranks = open_ranks(
+            device_type=was.device.type,
+            timeout_seconds=config.rank_timeout_seconds,
+            device_index=was.device.index,
+            connected=connected,
+        )
+        with ranks.guard("resize"):
+            check_same_config(ranks, config)
+            mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
+            chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
+            here = ranks.context
+            held_bytes = _held_on_host(ranks, vacated.memory.num_bytes)
+            mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks, held_bytes)
+            budgets = common_budgets(ranks, mine)
+            matrices = make_matrices(config, mesh)
+            check_same_model(ranks, session.plan_of_params)
+
+            options.note_phase(Phase.BUILD)
+            reopen(
+                session,
+                mesh,
+                chunk_ranks,
+                matrices,
+                budgets,
+                plan.chunk_numel,
+                vacated,
+                functools.partial(_expect, session, plan),
+                lambda: held.fill(session),
+            )
+            for param, count in enumerate(plan.step_counts):
+                if shards.arrays[param] > 1:
+                    session.runtime.set_step_count(param, count)
+            for param, states in zip(session.managed.params, managed, strict=True):
+                if states:
+                    session.states.set_optimizer_state(param.param, states)
+            if state is not None:
+                take_state(session, state, options.carried)
+            for name, most in plan.micro_batches.items():
+                options.carried[name].allow_micro_batch(most)
+            for item in options.carried.values():
+                if isinstance(item, OfRanks):
+                    item.set_ranks(new, len(plan.former))
+
+            options.note_phase(Phase.CONFIRM)
+            ranks.meet()
+            shards.remove()
+    except BaseException as error:
+        shards.remove()  # useless from now on
+        if connected is not None:
+            connected.close()
+        abandon_session(session, error)
+        raise
+    received = [move for move in shards.moves if move.target == new]
+    return Resized(
+        membership=Membership.RANK,
+        rank=new,
+        num_ranks=len(plan.former),
+        received_bytes=shards.num_bytes(received),
+        total_bytes=total,
+    )
+
+
+def _held_on_host(ranks: RankGroups, num_bytes: int) -> int:
+    """Bytes that all ranks of this host keep of their former cores' memory; ``num_bytes`` are this rank's."""
+    here = socket.gethostname()
+    if len(ranks.members) == 1:
+        return num_bytes
+    told = ranks.control.exchange(json.dumps([here, num_bytes]).encode(), "memory that is used again")
+    with reading("memory that is used again"):
+        return sum(int(size) for host, size in map(json.loads, told) if host == here)
+
+
+def _expect(session: Session, plan: ResizePlan) -> None:
+    """Gives the new core the accesses of the old ranks' last step, if both have the same number of chunks.
+
+    Steps use chunks alike on any number of ranks, and activation memory is similar. So states arrive at their tiers,
+    and the first step replays a plan; where the step differs it fetches on demand. Small models differ in their number
+    of chunks. Measured times are not reused, since updates and messages take other times.
+    """
+    if plan.timeline and plan.num_chunks == session.layout.num_chunks:
+        session.runtime.adopt_timeline(timeline_from_json(plan.timeline, plan.num_chunks))

@@ -1,0 +1,207 @@
+"""State that ranks share beside chunks: configuration, random numbers, budgets, buffers, gradients that stay with
+PyTorch.
+
+With one rank nothing happens here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from patrickstar.config import Config
+from patrickstar.machine.budgets import Budgets
+from patrickstar.module.first_rank_values import bytes_of_tensor, copy_bytes
+from patrickstar.module.managed import real_parts, wide_dtype
+from patrickstar.module.observed_buffers import buffer_places
+from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.ranks.distributed import RankGroups
+from patrickstar.ranks.failures import first_line
+from patrickstar.ranks.messages import reading
+from patrickstar.sequence.survey import Survey
+
+_BUFFER_HEAD = struct.Struct("<QQ")  # index and bytes of a buffer
+
+
+@contextlib.contextmanager
+def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
+    """Sets PyTorch's CPU and CUDA generators to rank 0's states within the block, and restores them afterwards.
+
+    So a model gets the same random initial values on every rank and for any number of ranks.
+    """
+    if len(ranks.members) == 1:
+        yield
+        return
+    with ranks.guard("opening the engine"):
+        seeds = ranks.control.exchange(str(torch.initial_seed()).encode(), "the seed")
+        states = ranks.control.exchange(_bytes(torch.get_rng_state()), "random numbers")
+    devices = [ranks.context.device] if ranks.context.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        with reading("the random number generator"):
+            seed = int(seeds[0])
+            torch.set_rng_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+        for device in devices:
+            torch.cuda.manual_seed(seed)
+            torch.cuda.set_device(device)
+        yield
+
+
+class Turn:
+    """A rank's turn to build its model and move it into chunks; see :func:`take_turns`."""
+
+    def __init__(self, ranks: RankGroups, num_before: int, num_after: int):
+        self._ranks = ranks
+        self._num_after = num_after
+        self._wait(num_before)
+
+    def end(self) -> None:
+        """Lets the next rank begin. Returns when all ranks had their turns, unless this turn had ended already."""
+        num_after, self._num_after = self._num_after, 0
+        self._wait(num_after)
+
+    def _wait(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            with self._ranks.guard("waiting while another rank builds its model"):
+                self._ranks.control.exchange(b"", "the next turn")
+
+
+@contextlib.contextmanager
+def take_turns(ranks: RankGroups, config: Config) -> Iterator[Turn]:
+    """Wraps the building of this rank's model; no other rank of its machine builds one meanwhile.
+
+    So at most one whole model exists in a machine's host memory beside the shards of finished ranks. Together they take
+    at most 8 bytes per parameter, of the 14 of training. The first rank is last, since its values are sent to all
+    (``module/first_rank_values.py``) and it holds its whole model while it compares. With ``release_after_init`` all
+    ranks build at once. One turn may take ``rank_timeout_seconds``.
+    """
+    here = ranks.context
+    if len(ranks.members) == 1 or config.release_after_init:
+        yield Turn(ranks, 0, 0)
+        return
+    with ranks.guard("opening the engine"):
+        sizes = ranks.control.exchange(str(here.local_world_size).encode(), "ranks per machine")
+    with reading("the number of ranks per machine"):
+        most = max(map(int, sizes))
+        if not here.local_world_size <= most <= ranks.context.world_size:
+            raise ValueError(f"{most} of {ranks.context.world_size}")
+    index = most - 1 - min(here.local_rank, most - 1)
+    turn = Turn(ranks, index, most - index)
+    yield turn
+    turn.end()
+
+
+def check_same_config(ranks: RankGroups, config: Config) -> None:
+    """Checks that every rank has the same configuration.
+
+    Raises:
+        DisagreementError: on every rank; the message shows each rank's configuration.
+    """
+    shared = config.model_copy(update={"profile": None, "plan": None, "plan_cache": None})
+    ranks.check_agreement("the configuration", repr(shared))
+
+
+def failed_ranks(ranks: RankGroups, failure: BaseException | None) -> str:
+    """Ranks with a ``failure`` and its text; empty if none failed. Collective over all ranks."""
+    mine = "" if failure is None else f"{type(failure).__name__}: {first_line(failure)}"
+    if len(ranks.members) == 1:
+        return mine
+    said = [message.decode(errors="replace") for message in ranks.control.exchange(mine.encode(), "who has failed")]
+    return "; ".join(f"rank {member}: {text}" for member, text in zip(ranks.members, said, strict=True) if text)
+
+
+def common_budgets(ranks: RankGroups, budgets: Budgets) -> Budgets:
+    """The smallest budgets of all ranks, so that decisions from them agree."""
+    if len(ranks.members) == 1:
+        return budgets
+    messages = ranks.control.exchange(f"{budgets.device_bytes} {budgets.host_bytes}".encode(), "budgets")
+    with reading("budgets"):
+        devices, hosts = zip(*(map(int, message.split()) for message in messages), strict=True)
+        if min(*devices, *hosts) < 0:
+            raise ValueError(f"{messages}")
+    return Budgets(device_bytes=min(devices), host_bytes=min(hosts))
+
+
+def combine_over_ranks(ranks: ChunkRanks, params: Sequence[nn.Parameter], divisor: float) -> None:
+    """Replaces each parameter's gradient by the ranks' sum over ``divisor``; a missing gradient counts as zeros.
+
+    With the number of ranks as divisor the result is the mean, as in DDP. The sum runs in rank order, so its bits agree
+    on all ranks. It is computed in float32, or in the parameter's dtype if wider. Complex gradients are summed by
+    parts.
+    """
+    if ranks.size == 1 or not params:
+        return
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+        wide = wide_dtype(param)
+        parts = np.float64 if wide in (torch.float64, torch.complex128) else np.float32
+        mine = b"" if param.grad is None else _bytes(real_parts(param.grad.detach().to("cpu", wide).contiguous()))
+        messages = [message for message in ranks.control.exchange(mine, "gradients that stay with PyTorch") if message]
+        if not messages:
+            continue
+        total = np.zeros(real_parts(param.detach()).numel(), dtype=parts)
+        for message in messages:
+            with reading("gradients that stay with PyTorch"):
+                total += np.frombuffer(message, dtype=parts).reshape(total.shape)
+        combined = torch.from_numpy(total / parts(divisor)).view(wide).view(param.shape)
+        param.grad = combined.to(device=param.device, dtype=param.dtype)
+
+
+def first_ranks_survey(ranks: RankGroups, survey: Survey) -> Survey:
+    """The first rank's survey, on all ranks. Collective over all ranks."""
+    if len(ranks.members) == 1:
+        return survey
+    message = ranks.control.exchange(survey.to_json().encode(), "what is known of the model")[0]
+    with reading("what is known of the model"):
+        return Survey.from_json(message.decode())
+
+
+class BufferSync:
+    """Sends rank 0's changed buffers (running statistics) to all ranks before each training forward, as DDP does."""
+
+    def __init__(self, ranks: RankGroups, module: nn.Module):
+        self._ranks = ranks
+        has_any = next(module.buffers(), None) is not None  # a place may be empty
+        self._places = buffer_places(module) if has_any and len(ranks.members) > 1 else []
+        self._observed = [place.observe() for place in self._places]
+
+    def run(self) -> None:
+        """Called by all ranks before a training forward."""
+        if not self._places:
+            return
+        message = io.BytesIO()
+        if self._ranks.context.rank == self._ranks.members[0]:
+            for index, observed in enumerate(self._observed):
+                if observed is not None and observed.has_changed():
+                    values = bytes_of_tensor(observed.tensor)
+                    message.write(_BUFFER_HEAD.pack(index, len(values)))
+                    message.write(values)
+        received = self._ranks.control.exchange(message.getvalue(), "buffers")[0]
+        with reading("buffers"):
+            values = self._unpacked(received)
+        for index, value in values.items():
+            copy_bytes(self._observed[index].tensor, value)
+        self._observed = [place.observe() for place in self._places]
+
+    def _unpacked(self, message: bytes) -> dict[int, bytes]:
+        """Values by buffer index."""
+        values: dict[int, bytes] = {}
+        at = 0
+        while at < len(message):
+            index, num_bytes = _BUFFER_HEAD.unpack_from(message, at)
+            at += _BUFFER_HEAD.size
+            values[index] = message[at : at + num_bytes]
+            at += num_bytes
+            if not num_bytes == len(values[index]) == self._observed[index].tensor.nbytes:
+                raise ValueError(f"{num_bytes} bytes of buffer {index}")
+        return values
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,1 @@
+"""Checkpoints, weight exports and full state dicts of an engine."""
