@@ -49,7 +49,7 @@ class StopRequest:
     """The user's request to end a training run: Ctrl-C, or a scheduler's SIGTERM.
 
     The current step is finished first. The second Ctrl-C raises KeyboardInterrupt, at a time at which the engine stays
-    consistent (patrickstar/engine/interrupts.py).
+    consistent (patrickstar/session/interrupts.py).
     """
 
     def __init__(self) -> None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from patrickstar.checkpoint import CheckpointError
     from patrickstar.comm import init_distributed
     from patrickstar.deepspeed import TrainingEngine, add_config_arguments, initialize
-    from patrickstar.engine.open_session import close_open_engine
     from patrickstar.module.preprocess import torch_scope
     from patrickstar.module.pretrained import from_pretrained
     from patrickstar.runtime import initialize_engine
+    from patrickstar.session.registry import close_open_engine
 
 __version__ = "0.6.0"
 __all__ = [
@@ -54,7 +54,7 @@ _HOMES = {
     "StateError": "patrickstar._C",
     "TrainingEngine": "patrickstar.deepspeed",
     "add_config_arguments": "patrickstar.deepspeed",
-    "close_open_engine": "patrickstar.engine.open_session",
+    "close_open_engine": "patrickstar.session.registry",
     "from_pretrained": "patrickstar.module.pretrained",
     "init_distributed": "patrickstar.comm",
     "initialize": "patrickstar.deepspeed",

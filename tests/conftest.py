@@ -15,7 +15,7 @@ if not {"gpu", "gpu and alone", "gpu and not alone"} & set(sys.argv) and "PYTEST
 import pytest
 import torch
 
-from patrickstar.engine.open_session import drop_unreachable_sessions
+from patrickstar.session.registry import drop_unreachable_sessions
 
 torch.set_num_threads(1)  # small models gain nothing from more, and other tests run beside
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from patrickstar.config import MatrixMode, parse_config
-from patrickstar.engine.proof import prove_rewrites
+from patrickstar.parallel.proof import prove_rewrites
 from tests.text_models import NOT_BUILT, build, text_models
 
 HEADER = """# Models whose sequences cannot be shared

@@ -1,5 +1,5 @@
 // Interrupts at safe points. A signal may arrive during the user's forward or backward. The next hook of ours on the
-// main thread delivers it (engine/interrupts.py), where PyTorch is not in the middle of an operation. Called with the
+// main thread delivers it (session/interrupts.py), where PyTorch is not in the middle of an operation. Called with the
 // GIL.
 #pragma once
 

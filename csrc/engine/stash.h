@@ -1,7 +1,7 @@
 // Activation offload: activations in host memory between forward and backward.
 //
 // Backward uses activations in reverse order, so those kept first are needed last. The caller offloads them when
-// activations exceed their share of the device (patrickstar/planning/activation_rules.py), and fetches them shortly
+// activations exceed their share of the device (patrickstar/activations/activation_rules.py), and fetches them shortly
 // before their use.
 //
 // Their host memory is a best-effort allocation ([Note: homes on the host], engine/pager.h), also from speculative

@@ -30,7 +30,7 @@ void abort_forward(OpenEngine& open);
 // `expected_groups` and `expected_grad_scale`: those of the step that follows; empty if unknown.
 void begin_backward(OpenEngine& open, const std::vector<GroupOptions>& expected_groups, double expected_grad_scale);
 void end_backward(OpenEngine& open);
-// After the backward of another engine's loss (patrickstar/engine/joint_backward.py): true if it gave this engine
+// After the backward of another engine's loss (patrickstar/session/joint_backward.py): true if it gave this engine
 // gradients. Otherwise the backward is not counted; if nothing is trained, the step ends.
 bool keep_joint_backward(OpenEngine& open);
 // An exception left the backward: releases what it held and forgets its gradients. Returns the number of chunks with

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from patrickstar.config import Config
-from patrickstar.engine.session import Session
+from patrickstar.session.session import Session
 
 _FP16_DYNAMIC = 0.0
 

@@ -19,12 +19,12 @@ from patrickstar.deepspeed.param_attributes import put_attributes, take_attribut
 from patrickstar.deepspeed.saving import SavingEngine
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.elastic.sampler import OfTide
-from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.optim import HybridOptimizer
-from patrickstar.engine.resize_plan import Carried
-from patrickstar.engine.session import Session
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.monitor import MonitorOptions, Phase
+from patrickstar.resize.plan import Carried
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.session import Session
 
 
 class TrainingEngine(ConfigAnswers, SavingEngine):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from patrickstar.engine.open_session import session_of
-from patrickstar.engine.session import Session
 from patrickstar.module.managed import wide_dtype
+from patrickstar.session.registry import session_of
+from patrickstar.session.session import Session
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

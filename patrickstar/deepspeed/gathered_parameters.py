@@ -11,17 +11,11 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.plain_state import read_plain_state, write_plain_state
-from patrickstar.engine.open_session import find_session
-from patrickstar.engine.session import Session
-from patrickstar.module.chunked_parameter import (
-    ChunkedParameter,
-    ParamHandle,
-    become_chunked,
-    become_ordinary,
-    become_tied,
-    is_tied,
-)
+from patrickstar.module.chunked_parameter import ChunkedParameter, become_chunked, become_ordinary, become_tied, is_tied
+from patrickstar.module.param_handle import ParamHandle
 from patrickstar.ranks.messages import reading
+from patrickstar.session.registry import find_session
+from patrickstar.session.session import Session
 
 
 @contextlib.contextmanager

@@ -22,9 +22,9 @@ from patrickstar.deepspeed.full_values import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from patrickstar.engine.open_session import session_of
-from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.session.registry import session_of
+from patrickstar.session.session import Session
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

@@ -6,8 +6,8 @@ import enum
 
 import torch
 
-from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.session.session import Session
 
 _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 

@@ -15,10 +15,10 @@ from patrickstar.checkpoint.writer import Latest, SaveOptions
 from patrickstar.deepspeed.accumulation import Accumulation
 from patrickstar.deepspeed.weights_file import read_16bit_weights, save_16bit_weights
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.engine_state import RankPeers, Scheduler, load_session, save_session
-from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.state_parts import Frozen, LoadOptions, Names, Part
 from patrickstar.monitor import StepMonitor
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.state.parts import Frozen, LoadOptions, Names, Part
+from patrickstar.state.save_load import RankPeers, Scheduler, load_session, save_session
 
 logger = logging.getLogger("patrickstar")
 

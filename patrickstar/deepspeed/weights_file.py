@@ -21,10 +21,10 @@ from patrickstar.checkpoint.disk import Disk, make_folders, naming, write_all
 from patrickstar.checkpoint.memory import bytes_of
 from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.safetensors_format import FileTensor, make_header
-from patrickstar.engine.engine_state import RankPeers
-from patrickstar.engine.own_params import check_shared
-from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.session.own_params import check_shared
+from patrickstar.session.session import Session
+from patrickstar.state.save_load import RankPeers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

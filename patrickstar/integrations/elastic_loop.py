@@ -18,8 +18,8 @@ from transformers.trainer_utils import SaveStrategy
 from patrickstar._C import StateError
 from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, MicroBatches, Next, Resized
 from patrickstar.elastic.run import joins_others
-from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.integrations.elastic_steps import StepLoader
+from patrickstar.session.interrupts import deferred_signals
 
 _LOADER_OPTIONS = (
     "num_workers",

@@ -10,8 +10,8 @@ from accelerate.utils import DistributedType
 from patrickstar._C import StateError
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.ranks.context import DistributedContext
+from patrickstar.session.interrupts import deferred_signals
 
 
 class ElasticRanks:

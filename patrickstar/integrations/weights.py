@@ -20,9 +20,9 @@ from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
 from patrickstar.checkpoint.shards import TensorShard
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.whole_values import names_of, whole_shards
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 from patrickstar.module.pretrained import SINGLE_NAME, SafetensorsFolder
+from patrickstar.state.whole_values import names_of, whole_shards
 
 _EXPORT_FOLDER = ".weights"
 

@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from patrickstar import _C
-from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, become_ordinary, become_tied
+from patrickstar.module.chunked_parameter import become_chunked, become_ordinary, become_tied
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
+from patrickstar.module.param_handle import ParamHandle
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams, statistics_dtype
 
 logger = logging.getLogger("patrickstar")

@@ -9,62 +9,23 @@ weights, experts that are used now and then, a user who prints a weight between 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.module.param_handle import ParamHandle
 from patrickstar.module.parameter_writes import carry_out_write, may_write
-
-if TYPE_CHECKING:
-    from patrickstar.module.observer import Observer
 
 _DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 _GRAD_GET = torch.Tensor.grad.__get__
 _GRAD_SET = torch.Tensor.grad.__set__
 _DATA_GET = torch.Tensor.data.__get__
 _DATA_SET = torch.Tensor.data.__set__
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class ParamHandle:
-    """State of one chunked parameter."""
-
-    id: int
-    """Id in the core: the index in registration order among chunked parameters."""
-    name: str
-    """Name in the user's module."""
-    chunk: int
-    """Index of its chunk."""
-    storage: int
-    """Address of the chunk's storage object; all parameters and views of the chunk share it."""
-    shape: torch.Size
-    """Shape of the whole parameter, on any number of ranks."""
-    stride: tuple[int, ...]
-    """Strides in elements: dense, in the memory order the user gave it."""
-    offset: int
-    """Offset in the chunk, in elements."""
-    share: slice
-    """This rank's shard of its elements, in memory order."""
-    dtype: torch.dtype
-    """The compute dtype."""
-    trainable: bool
-    """True for a parameter that the optimizer updates. It required a gradient and was in a parameter group when the
-    engine was built, or was added later (:mod:`patrickstar.engine.trained_params`).
-    """
-    original_dtype: torch.dtype
-    """Dtype in the user's module."""
-    original_device: torch.device
-    """Device in the user's module."""
-    observer: Observer
-    """Receives uses; reads and writes values."""
-    uses: _C.UseObserver
-    """``observer.uses``: the core's object that torch functions report uses to."""
 
 
 def _names_of(attributes: Iterable[str]) -> set[Callable[..., Any]]:
@@ -173,7 +134,7 @@ class ChunkedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient that autograd holds, or else a copy of the gradient in the chunk (``GradientReads`` in
-        engine/gradient_reads.py).
+        session/gradient_reads.py).
 
         Raises:
             RuntimeError: the gradient cannot be read now.

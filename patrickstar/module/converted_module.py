@@ -21,9 +21,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar import _C
-from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
+from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.door import Call, Door
 from patrickstar.module.compiled.dynamo import Compiler, make_compiler
+from patrickstar.module.param_handle import ParamHandle
 
 LoadExactly = Callable[[Iterable[ParamHandle]], contextlib.AbstractContextManager[None]]
 

@@ -9,7 +9,7 @@ import torch
 from patrickstar import _C
 
 if TYPE_CHECKING:
-    from patrickstar.module.chunked_parameter import ParamHandle
+    from patrickstar.module.param_handle import ParamHandle
 
 
 class ForwardWrites:

@@ -11,7 +11,7 @@ import torch
 from patrickstar.module.parameter_writes import may_write, written_tensors
 
 if TYPE_CHECKING:
-    from patrickstar.module.chunked_parameter import ParamHandle
+    from patrickstar.module.param_handle import ParamHandle
 
 
 class GradientReader(Protocol):

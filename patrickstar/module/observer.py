@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.module.chunked_parameter import ParamHandle
 from patrickstar.module.forward_writes import ForwardWrites
 from patrickstar.module.gradient_reads import GradientReader, NoGradients
 from patrickstar.module.overwritten_masters import OverwrittenMasters
+from patrickstar.module.param_handle import ParamHandle
 
 
 class Observer:

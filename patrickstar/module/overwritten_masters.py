@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from patrickstar import _C
-from patrickstar.module.chunked_parameter import ParamHandle
+from patrickstar.module.param_handle import ParamHandle
 
 _PIECE_NUMEL = 1 << 22
 

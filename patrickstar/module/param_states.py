@@ -79,7 +79,7 @@ class ParamStates:
         """The gradient that the step will use, before clipping, on the CPU; None if there is none.
 
         Its dtype is float32; for a parameter that stays with PyTorch, :func:`patrickstar.module.managed.wide_dtype`.
-        Call it once the norm of all gradients is known (:class:`patrickstar.engine.step_gradients.StepGradients`).
+        Call it once the norm of all gradients is known (:class:`patrickstar.session.step_gradients.StepGradients`).
         """
         if not isinstance(param, ChunkedParameter):
             return None if param.grad is None else param.grad.detach().to("cpu", wide_dtype(param)) / loss_scale

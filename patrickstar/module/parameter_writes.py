@@ -21,7 +21,7 @@ from torch import nn
 from patrickstar import _C
 
 if TYPE_CHECKING:
-    from patrickstar.module.chunked_parameter import ParamHandle
+    from patrickstar.module.param_handle import ParamHandle
 
 _DATA_SET = torch.Tensor.data.__set__
 

@@ -4,7 +4,7 @@ A Hugging Face model is called with one rank's tokens, as by an engine
 (:class:`patrickstar.sequence.hugging_face.DividedModel`), with :func:`planned_attention` as its attention. That
 function computes nothing. It allocates the memory of patrickstar/sequence/ring.py and ulysses.py, and charges the
 seconds of :func:`patrickstar.sequence.choice.choose_mode`. With tensor parallelism it covers a rank's heads and samples
-(patrickstar/engine/divided_sequences.py).
+(patrickstar/parallel/divided_sequences.py).
 """
 
 from __future__ import annotations

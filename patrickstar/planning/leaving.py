@@ -1,6 +1,6 @@
 """Simulates activation offload and selective recomputation in a plan: activation memory after offloading.
 
-The rules are those of patrickstar/engine/stashed_activations.py, the limits those of activation_rules.py. When the
+The rules are those of patrickstar/activations/stashed_activations.py, the limits those of activation_rules.py. When the
 first step's activation memory exceeds its share of the device, the oldest kept tensors are offloaded and return shortly
 before use. On CUDA freed memory stays with PyTorch, so the highest value so far counts.
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.planning.activation_rules import MOST_LEAVING, DeviceShares, SeenStep, comes_ahead
+from patrickstar.activations.activation_rules import MOST_LEAVING, DeviceShares, SeenStep, comes_ahead
 
 
 class Fate(enum.Enum):

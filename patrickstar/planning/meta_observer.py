@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from patrickstar import _C
-from patrickstar.module.chunked_parameter import ParamHandle
 from patrickstar.module.observer import Observer
+from patrickstar.module.param_handle import ParamHandle
 
 
 class MetaObserver(Observer):

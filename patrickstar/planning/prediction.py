@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 from patrickstar import _C
+from patrickstar.activations.activation_rules import DeviceShares
 from patrickstar.config import ActivationOffload, OptimizerType, Speculation
-from patrickstar.planning.activation_rules import DeviceShares
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import Machine

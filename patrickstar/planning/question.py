@@ -59,7 +59,7 @@ class Workload:
         return self.sequence_ranks * (1 if self.mesh is None else self.mesh.size)
 
     def change(self, module: nn.Module) -> None:
-        """Changes ``module`` after tensor parallelism as an engine does (``patrickstar/engine/activations.py``).
+        """Changes ``module`` after tensor parallelism as an engine does (``patrickstar/activations/remedies.py``).
 
         Raises:
             ValueError: its loss cannot be fused, or none of its modules can be tiled.

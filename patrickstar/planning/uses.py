@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from patrickstar import _C
+from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
 from patrickstar.module.checkpointed_layers import is_checkpointing
-from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, become_tied, folded_gradient
+from patrickstar.module.chunked_parameter import become_chunked, become_tied, folded_gradient
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
+from patrickstar.module.param_handle import ParamHandle
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams, owned_params
-from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS
 from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.divided_matrices import PlannedMatrices
 from patrickstar.planning.leaving import (

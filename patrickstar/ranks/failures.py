@@ -253,7 +253,7 @@ def abort_all(parts: Sequence[Abortable]) -> None:
 
 def is_interrupt(error: BaseException) -> bool:
     """True for errors that keep their type when all ranks' errors are combined: KeyboardInterrupt and others that are
-    no ``Exception``, and exceptions of signal handlers (marked by ``engine/interrupts.py``).
+    no ``Exception``, and exceptions of signal handlers (marked by ``session/interrupts.py``).
     """
     return not isinstance(error, Exception) or getattr(error, "raised_by_signal", False)
 

@@ -7,9 +7,9 @@ import torch
 from patrickstar import CheckpointError, StateError
 from patrickstar.checkpoint import Checkpoint, SaveOptions
 from patrickstar.checkpoint.rng import rng_states
-from patrickstar.engine.engine_shards import EngineSink
-from patrickstar.engine.engine_state import RankPeers, save_session
 from patrickstar.runtime import initialize_engine
+from patrickstar.state.engine_shards import EngineSink
+from patrickstar.state.save_load import RankPeers, save_session
 from tests.bits import assert_same_bits, first_difference
 from tests.distributed import run_ranks
 from tests.models import MODELS

@@ -261,7 +261,7 @@ def test_an_interrupt_comes_out_as_it_is_and_the_others_are_told(interrupt):
             with phase(peers, "it failed"):
                 if peers.rank == 1:
                     error = interrupt()
-                    error.raised_by_signal = True  # as engine/interrupts.py delivers it
+                    error.raised_by_signal = True  # as session/interrupts.py delivers it
                     raise error
         except BaseException as raised:
             return raised

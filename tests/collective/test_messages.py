@@ -15,12 +15,12 @@ from patrickstar import _C
 from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.plain_state import write_plain_state
 from patrickstar.deepspeed.gathered_parameters import _Gathered, _of_rank
-from patrickstar.engine import rank_sync
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.first_rank_values import FirstRankValues, digest, share_rest
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.context import DistributedContext
 from patrickstar.ranks.distributed import RankGroups
+from patrickstar.session import rank_sync
 
 FLIPS = 400  # per message, at most
 SLACK_BYTES = 16 * 2**20

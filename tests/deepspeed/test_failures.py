@@ -10,9 +10,9 @@ from torch import nn
 
 import patrickstar
 from patrickstar import torch_scope
-from patrickstar.engine.open_session import open_sessions
 from patrickstar.ranks import failures as rank_failures
 from patrickstar.runtime import initialize_engine
+from patrickstar.session.registry import open_sessions
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.runs import rank_and_size
@@ -29,21 +29,21 @@ OWN_CONFIG = {key: value for key, value in CONFIG.items() if not key.startswith(
 BEFORE_CHUNKS = {
     "groups": ("patrickstar.engine.start.make_groups", 0),
     "budgets": ("patrickstar.engine.start.make_budgets", 0),
-    "core": ("patrickstar.engine.session.build_core", 0),
+    "core": ("patrickstar.session.lifecycle.build_core", 0),
 }
 INTO_CHUNKS = {
     "first parameter": ("patrickstar.module.adoption.become_chunked", 0),
     "fourth parameter": ("patrickstar.module.adoption.become_chunked", 3),
     "check of models": ("patrickstar.engine.start.check_same_model", 0),
-    "rest": ("patrickstar.engine.session_parts.MovedRest", 0),
-    "buffers": ("patrickstar.engine.session_parts.share_rest", 0),
-    "managed": ("patrickstar.engine.session_parts.ManagedParams", 0),
-    "hooks": ("patrickstar.engine.session_parts.ModuleHooks", 0),
-    "compiled": ("patrickstar.engine.session_parts.CompiledUnits", 0),
-    "module": ("patrickstar.engine.session_parts.ConvertedModule", 0),
-    "third gradient hook": ("patrickstar.engine.trained_params.make_gradient_hook", 2),
-    "trained": ("patrickstar.engine.session_parts.TrainedParams", 0),
-    "profiler": ("patrickstar.engine.session_parts.make_profiler", 0),
+    "rest": ("patrickstar.session.session_parts.MovedRest", 0),
+    "buffers": ("patrickstar.session.session_parts.share_rest", 0),
+    "managed": ("patrickstar.session.session_parts.ManagedParams", 0),
+    "hooks": ("patrickstar.session.session_parts.ModuleHooks", 0),
+    "compiled": ("patrickstar.session.session_parts.CompiledUnits", 0),
+    "module": ("patrickstar.session.session_parts.ConvertedModule", 0),
+    "third gradient hook": ("patrickstar.session.trained_params.make_gradient_hook", 2),
+    "trained": ("patrickstar.session.session_parts.TrainedParams", 0),
+    "profiler": ("patrickstar.session.session_parts.make_profiler", 0),
 }
 WHEN_OPEN = {"optimizer": ("patrickstar.{}.make_optimizer", 0), "engine": ("patrickstar.{}.{}Engine", 0)}
 

@@ -26,7 +26,7 @@ from patrickstar.elastic import (
     ResizeError,
     serve_rendezvous,
 )
-from patrickstar.engine import resize_room
+from patrickstar.resize import memory as resize_room
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 

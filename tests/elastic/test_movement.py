@@ -11,11 +11,11 @@ from patrickstar.elastic import published
 from patrickstar.elastic.movement import Move, assign_ranks, find_moves
 from patrickstar.elastic.published import PublishedShards
 from patrickstar.elastic.transfers import FileServer
-from patrickstar.engine.resize_devices import DeviceShards, params_on_device, stored_bytes, those_with_room
-from patrickstar.engine.resize_room import MemoryFacts, device_rooms
 from patrickstar.ranks.addresses import listen
 from patrickstar.ranks.authenticated_store import ServedStore
 from patrickstar.ranks.passing import PassingPlace, passing_communicator
+from patrickstar.resize.devices import DeviceShards, params_on_device, stored_bytes, those_with_room
+from patrickstar.resize.memory import MemoryFacts, device_rooms
 from tests.elastic.runs import state_of
 from tests.elastic.test_memory import CONFIGS, step, trained
 from tests.elastic.test_resize import assert_same

@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 import patrickstar
 from patrickstar.config import parse_config
 from patrickstar.elastic import ElasticSampler, Phase, ResizeError, serve_rendezvous
-from patrickstar.engine.resize_room import MemoryFacts, check_copies, expected_budgets
 from patrickstar.integrations.transformers import PatrickStarTrainer
+from patrickstar.resize.memory import MemoryFacts, check_copies, expected_budgets
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.elastic.runs import DEVICE_MEMORY, build, join_another_run, shrink_into_too_little, state_of

@@ -12,12 +12,12 @@ from patrickstar import RankFailure
 from patrickstar.checkpoint import CheckpointError
 from patrickstar.checkpoint.plain_state import read_plain_state, write_plain_state
 from patrickstar.elastic import ElasticSampler, Orders, Phase, Rendezvous, ResizeError, SecretError, serve_rendezvous
-from patrickstar.engine.invitations import read_invitation
-from patrickstar.engine.resize_handover import STATE_NAME
-from patrickstar.engine.resize_plan import ResizePlan
 from patrickstar.ranks.addresses import AllowedHosts
 from patrickstar.ranks.authenticated_store import _pack, _Request
 from patrickstar.ranks.run_secret import write_secret
+from patrickstar.resize.joining import read_invitation
+from patrickstar.resize.plan import ResizePlan
+from patrickstar.resize.shards import STATE_NAME
 from patrickstar.runtime import initialize_engine
 from tests.elastic.runs import NUM_SAMPLES, build
 from tests.ranks.test_run_secret import mode

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from patrickstar import _C, MemoryBudgetError
-from patrickstar.engine import core_setup
 from patrickstar.runtime import initialize_engine
+from patrickstar.session import core_setup
 from tests.engine.test_equality import WIDE
 from tests.models import MODELS, Case
 from tests.training import Run, assert_same, least_device_memory, make_config, train

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from patrickstar import _C
-from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.session.interrupts import deferred_signals
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from patrickstar.planning.activation_rules import ActivationTier
+from patrickstar.activations.activation_rules import ActivationTier
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import Case, gpt2, token_batch

@@ -5,7 +5,7 @@ import torch
 
 from patrickstar.config import parse_config
 from patrickstar.config.dialects import Dialect
-from patrickstar.engine.matrix_ways import OneDimension, TwoDimensions, choose_way
+from patrickstar.parallel.matrix_ways import OneDimension, TwoDimensions, choose_way
 from patrickstar.tensor2d import MeshGroup
 from patrickstar.tensor2d.lines import Line
 from tests.ranks.divided import Model

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.activations.remedies import ActivationRemedies
 from patrickstar.config import parse_config
-from patrickstar.engine.activations import ActivationRemedies
 from patrickstar.runtime import initialize_engine
 from patrickstar.tensor2d import MeshGroup, parallelize
 from tests.bits import assert_same_bits

@@ -10,9 +10,9 @@ from torch import nn
 
 import patrickstar
 from patrickstar import _C, StateError
-from patrickstar.engine import closing
-from patrickstar.engine.open_session import close_open_engine, open_sessions
 from patrickstar.runtime import initialize_engine
+from patrickstar.session import closing
+from patrickstar.session.registry import close_open_engine, open_sessions
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.models import MODELS
@@ -132,7 +132,7 @@ def close_with_failures(failing):
     before = module.layer.weight.detach().clone()
     engine, _ = initialize_engine(lambda: module, 0, make_config("bf16"))
     engine(torch.ones(2, 8))
-    parts = engine._session.closing.teardown._parts
+    parts = engine._session.teardown._parts
     num_parts = len(parts)
     done = []
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from patrickstar.config import MatrixMode, parse_config
-from patrickstar.engine.proof import prove_rewrites
+from patrickstar.parallel.proof import prove_rewrites
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence import fused_loss
 from patrickstar.sequence.survey import Survey

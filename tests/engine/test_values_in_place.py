@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from patrickstar import _C
-from patrickstar.engine import core_setup
 from patrickstar.machine import state_scheme
+from patrickstar.session import core_setup
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import WIDE, short_batch, wide_gpt2
 from tests.engine.test_speculation import (

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from patrickstar import _C
-from patrickstar.engine import core_setup
+from patrickstar.session import core_setup
 from tests.engine.test_equality import WIDE
 from tests.models import Case
 from tests.training import Run, assert_same, least_device_memory, make_config, taken_over, train, visits

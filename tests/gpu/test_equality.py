@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from patrickstar import _C
-from patrickstar.engine import core_setup
+from patrickstar.session import core_setup
 from tests.bits import assert_same_bits
 from tests.engine import test_writes_in_use as in_use
 from tests.engine.test_quantized import TOWER, Tower

@@ -4,10 +4,10 @@ import json
 import pytest
 import torch
 
+from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS, DeviceShares
 from patrickstar.config import LossComputation
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import main
-from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS, DeviceShares
 from patrickstar.planning.leaving import Device
 from patrickstar.planning.machines import H200
 from patrickstar.planning.question import Workload

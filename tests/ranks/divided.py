@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from patrickstar import RankFailure
-from patrickstar.planning.activation_rules import ActivationTier
+from patrickstar.activations.activation_rules import ActivationTier
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence import attention
 from tests import text_models

@@ -4,9 +4,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.engine.core_setup import current_program
 from patrickstar.module.param_ranks import keep_on_rank
 from patrickstar.runtime import initialize_engine
+from patrickstar.session.core_setup import current_program
 from tests.ranks.runs import rank_and_size
 from tests.training import ADAM, make_config
 

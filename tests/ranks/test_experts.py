@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from patrickstar.config import parse_config
-from patrickstar.engine.own_params import check_settings
 from patrickstar.module.param_ranks import keep_on_rank
 from patrickstar.module.preprocess import plan_params
+from patrickstar.session.own_params import check_settings
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.experts import CLIPPING, STEPS, Run, train_experts, train_experts_plain

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from patrickstar.engine import core_setup
 from patrickstar.runtime import initialize_engine
+from patrickstar.session import core_setup
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.models import gpt2

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from patrickstar.planning.activation_rules import ActivationTier
+from patrickstar.activations.activation_rules import ActivationTier
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.divided import LENGTH, Model, Run, checkpointed, go_wrong, train_all, train_own, two_entry_points

@@ -86,14 +86,17 @@ def test_patrickstar_keeps_to_its_rooms():
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ({"module/hooks.py": "from patrickstar.engine.session import Session\n"}, "module is layer 2 and engine is 4"),
-        ({"module/hooks.py": "def late():\n    import patrickstar.engine\n"}, "module is layer 2 and engine is 4"),
+        (
+            {"module/hooks.py": "from patrickstar.session.session import Session\n"},
+            "module is layer 2 and session is 5",
+        ),
+        ({"module/hooks.py": "def late():\n    import patrickstar.engine\n"}, "module is layer 2 and engine is 8"),
         (
             {"module/hooks.py": "if TYPE_CHECKING:\n    from patrickstar import engine\n"},
             "module/hooks.py:2: imports engine",
         ),
         ({"config/root.py": "from patrickstar.ranks import messages\n"}, "config and ranks are siblings in layer 0"),
-        ({"engine/session.py": "from patrickstar import zero\n"}, "zero is a name of users"),
+        ({"session/session.py": "from patrickstar import zero\n"}, "zero is a name of users"),
         ({"loose.py": ""}, "loose is no room"),
         ({"zero.py": "from patrickstar.engine import engine\n", "engine/a.py": "from patrickstar import _C\n"}, None),
         (
@@ -107,6 +110,27 @@ def test_imports_between_rooms(tmp_path, files, complaint):
         path = tmp_path / "patrickstar" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    violations = check_imports.check(tmp_path)
+    assert len(violations) == (complaint is not None)
+    if complaint is not None:
+        assert complaint in violations[0]
+
+
+@pytest.mark.parametrize(
+    ("late", "complaint"),
+    [
+        ("from patrickstar.engine import a\n", "engine.a, engine.b import each other"),
+        ("def late():\n    from patrickstar.engine.a import x\n", "engine.a, engine.b import each other"),
+        ("if TYPE_CHECKING:\n    from patrickstar.engine.a import x\n", "import each other for types"),
+        ("from patrickstar.engine import c\n", None),
+    ],
+)
+def test_import_circles(tmp_path, late, complaint):
+    folder = tmp_path / "patrickstar" / "engine"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("import patrickstar.engine.b\n")
+    (folder / "b.py").write_text(late)
+    (folder / "c.py").write_text("import torch\n")
     violations = check_imports.check(tmp_path)
     assert len(violations) == (complaint is not None)
     if complaint is not None:

@@ -1,7 +1,7 @@
 """The optimizer of ``configure_optimizers``, handed to the engine and back.
 
 Its schedulers, however nested, keep writing into the groups of their own ``torch.optim`` object, which are the engine's
-too ([Note: the user's optimizer], ``patrickstar/engine/optimizer_takeover.py``).
+too (``move_state``, ``patrickstar/engine/optimizer_takeover.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ConfiguredOptimizer:
         """Class, groups and options of the user's optimizer."""
 
     def hand_over(self, hybrid: HybridOptimizer) -> None:
-        """Moves state and groups to ``hybrid``, made from ``taken.groups`` ([Note: the user's optimizer])."""
+        """Moves state and groups to ``hybrid``, made from ``taken.groups`` (``move_state``)."""
         with _C.HostAllocations():
             move_state(self._optimizer, hybrid)
         # Marks step() as called, which it never is; schedulers would otherwise warn about the order.

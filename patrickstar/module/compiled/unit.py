@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.module.chunked_parameter import ChunkedParameter, ChunkedView, ParamHandle, become_view
+from patrickstar.module.chunked_parameter import ChunkedParameter, ChunkedView, become_view
 from patrickstar.module.compiled.door import Door
 from patrickstar.module.observer import Observer, find_tensors
+from patrickstar.module.param_handle import ParamHandle
 
 
 class CompiledUnit:
