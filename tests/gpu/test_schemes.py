@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine import test_disk as disks
-from tests.engine import test_visits as round_trips
+from tests.engine import test_visits as visit_tests
 from tests.engine.test_speculation import on_host
 from tests.gpu.test_equality import MIB, WIDE
 from tests.schemes import Room, check_committed, check_waiting
@@ -24,8 +24,8 @@ def quarter_of_model_data():
 
 ROOM = Room(WIDE, lambda config: quarter_of_model_data(), chunk=4 * MIB, small_chunk=64 * 1024)
 CHUNKS = {"default_chunk_size": MIB}
-IN_TURN = round_trips.visiting(lambda step, chunk: (step + chunk) % 2 == 0, piece_numel=MIB // 4)
-ALL = round_trips.visiting(lambda step, chunk: True, piece_numel=MIB // 4)
+IN_TURN = visit_tests.visiting(lambda step, chunk: (step + chunk) % 2 == 0, piece_numel=MIB // 4)
+ALL = visit_tests.visiting(lambda step, chunk: True, piece_numel=MIB // 4)
 SCARCE = {"8 bits": 320 * MIB, "8 bits without masters": 320 * MIB}  # values leave, and visitors still have room
 
 
@@ -79,9 +79,9 @@ def test_formats_of_states_on_disk(states, tmp_path):
     disks.check_passed_through(run.report)
 
 
-@pytest.mark.parametrize("way", round_trips.WAYS)
+@pytest.mark.parametrize("way", visit_tests.WAYS)
 def test_round_trips(way):
-    config = round_trips.config_of(**round_trips.WAYS[way], **CHUNKS)
+    config = visit_tests.config_of(**visit_tests.WAYS[way], **CHUNKS)
     on_host_alone = train(WIDE, config, steps=3)
     for choose, memory in ((ALL, None), (IN_TURN, SCARCE.get(way, 448 * MIB))):
         run = train(WIDE, config | {"device_memory": memory}, steps=3, before_step=choose)

@@ -266,7 +266,8 @@ def vote(rate=None, seconds=(), updates=(), **flags):
         rates = _C.Rates()
         for name in (*LOWER_IS_SLOWER, *HIGHER_COUNTS):
             setattr(rates, name, rate)
-    return {"can_measure": True, "has_plan": True, "updates": list(updates),            "rates": rates, "compute_seconds": list(seconds), "activations": [], **flags}  # fmt: skip
+    return {"can_measure": True, "has_plan": True, "updates": list(updates),
+            "rates": rates, "compute_seconds": list(seconds), "activations": [], **flags}  # fmt: skip
 
 
 def test_one_rank_agrees_with_itself():
