@@ -494,5 +494,5 @@ def test_updates_that_the_device_makes_for_the_host():
         assert step["visit_seconds"] == pytest.approx(3)
         assert step["downloaded_bytes"] == 6 * GB and step["uploaded_bytes"] == uploaded * GB
         assert step["seconds"] < 10
-    with pytest.raises(ValueError, match="visit"):
+    with pytest.raises(ValueError, match="round trips"):
         there_and_back(rates_of(), _C.Recipe.VISIT)
