@@ -47,12 +47,13 @@ sanitize:  ## the core's tests under ASan and UBSan, then under TSan (tools/sani
 
 CXX_FILES = $(shell find csrc tools -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-lint:  ## ruff, clang-format, and the layers of csrc and patrickstar
+lint:  ## ruff, clang-format, the layers of csrc and patrickstar, and the language of comments and pages
 	$(RUN) --extras lint -- -m ruff check .
 	$(RUN) --extras lint -- -m ruff format --check .
 	$(RUN) --extras lint -- -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(CXX_FILES)
 	$(PYTHON) tools/check_layers.py
 	$(PYTHON) tools/check_imports.py
+	$(PYTHON) tools/check_language.py
 
 format:  ## let ruff and clang-format format the files
 	$(RUN) --extras lint -- -m ruff format .

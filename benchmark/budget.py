@@ -40,19 +40,19 @@ def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[in
     ``timeline`` has the step's accesses in order, ``sizes`` the bytes of each array, ``room_of`` the bytes available to
     arrays at each entry of ``timeline``.
     """
-    retired = {
-        (chunk, kind) for moment in timeline for chunk, kind, mode in moment["accesses"] if mode == _C.AccessMode.RETIRE
+    finalised = {
+        (chunk, kind) for access in timeline for chunk, kind, mode in access["uses"] if mode == _C.ArrayUseMode.FINALISE
     }
-    downloads = sum(sizes[array] for array in retired)
+    downloads = sum(sizes[array] for array in finalised)
     uses: dict[tuple, list[int]] = {}
-    for index, moment in enumerate(timeline):
-        for chunk, kind, mode in moment["accesses"]:
-            if mode != _C.AccessMode.RETIRE:
+    for index, access in enumerate(timeline):
+        for chunk, kind, mode in access["uses"]:
+            if mode != _C.ArrayUseMode.FINALISE:
                 uses.setdefault((chunk, kind), []).append(index)
     resident: set[tuple] = set()
     moved = downloads
-    for index, moment in enumerate(timeline):
-        needed = {(chunk, kind) for chunk, kind, mode in moment["accesses"] if mode != _C.AccessMode.RETIRE}
+    for index, access in enumerate(timeline):
+        needed = {(chunk, kind) for chunk, kind, mode in access["uses"] if mode != _C.ArrayUseMode.FINALISE}
         moved += sum(sizes[array] for array in needed - resident if array[1] == PARAM)
         resident |= needed
 
@@ -64,7 +64,7 @@ def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[in
             if sum(sizes[a] for a in resident) <= room_of[index]:
                 break
             resident.remove(array)
-        resident -= {(chunk, kind) for chunk, kind, mode in moment["accesses"] if mode == _C.AccessMode.RETIRE}
+        resident -= {(chunk, kind) for chunk, kind, mode in access["uses"] if mode == _C.ArrayUseMode.FINALISE}
     return moved
 
 
@@ -96,7 +96,7 @@ def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> d
             for index in range(layout.num_chunks)
             for kind in (PARAM, _C.ArrayKind.GRAD)
         }
-        bound = belady_bytes(timeline, sizes, [device_memory - moment["tide_peak_bytes"] for moment in timeline])
+        bound = belady_bytes(timeline, sizes, [device_memory - access["activation_peak_bytes"] for access in timeline])
     return {
         "device_memory_bytes": device_memory, "step_seconds": statistics.median(seconds[2:]),
         "moved_bytes": (report["uploaded_bytes"] + report["downloaded_bytes"]) // args.steps, "belady_bytes": bound,

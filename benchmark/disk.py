@@ -113,10 +113,10 @@ def _least_host_bytes(shape: GptShape, config: dict[str, Any]) -> int:
         model = shape.build()
     numels = [param.numel() for param in model.parameters()]
     states = {"fp32": _C.StateType.FLOAT32, "bf16": _C.StateType.BFLOAT16}
-    moments = [states.get(config["optimizer"]["states"])] * 2
-    if moments[0] is None:
-        moments = [_C.StateType.SIGNED8, _C.StateType.UNSIGNED8]
-    formats = [_C.StateFormat(_C.StateType.FLOAT32, *moments)] * len(numels)
+    accesses = [states.get(config["optimizer"]["states"])] * 2
+    if accesses[0] is None:
+        accesses = [_C.StateType.SIGNED8, _C.StateType.UNSIGNED8]
+    formats = [_C.StateFormat(_C.StateType.FLOAT32, *accesses)] * len(numels)
     layout = _C.Layout.pack(
         numels, [_C.DType.BFLOAT16] * len(numels), [True] * len(numels), config["default_chunk_size"], states=formats
     )

@@ -27,12 +27,12 @@ from typing import Any
 
 from benchmark.common import gib, provenance, table
 from patrickstar.planning.cluster import LINKS, Cluster
-from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.machines import H200
 from patrickstar.planning.models import model_config
 from patrickstar.planning.planner import Answer, Planner
 from patrickstar.planning.question import Question, Workload
 from patrickstar.planning.setting import Setting
+from patrickstar.planning.sharded_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.tensor2d.cost import Mode
 
 _PAPER = {4: 0.86, 16: 1.41 / 1.38, 36: 1.48, 64: 1.48}
@@ -97,7 +97,7 @@ def _row(gpus: int, link: str, answers: dict[str, Answer]) -> dict[str, Any]:
         ways[key] = {
             "rows": mesh.rows, "columns": mesh.columns, "step_seconds": answer.chosen.step.seconds,
             "computing_seconds": answer.chosen.step.seconds - exchanged.exposed_seconds * _SLOWDOWN,
-            "activation_bytes": answer.chosen.plan.tide_peak_bytes, **dataclasses.asdict(exchanged),
+            "activation_bytes": answer.chosen.plan.activation_peak_bytes, **dataclasses.asdict(exchanged),
         }  # fmt: skip
     base = ways["1D"]["step_seconds"]
     least = max(ways["1D"]["computing_seconds"], ways["1D"]["link_seconds"])

@@ -5,7 +5,7 @@ first run has the whole GPUs, with room for values and states; the second ``--de
 run panels of weights come from chunks on the host, gradients go there, and states are updated there. Each run is in
 fresh processes.
 
-All of a 30 B model must fit two GPUs for this. So moments have 8 bits and updates are made in backward: 6.03 bytes per
+All of a 30 B model must fit two GPUs for this. So accesses have 8 bits and updates are made in backward: 6.03 bytes per
 parameter, 86 GiB on each of two H200s. ``--states`` and ``--speculation`` choose otherwise.
 
 * step: median of the timed steps on rank 0, each from the batch on the host to an idle GPU; all ranks begin together.

@@ -36,9 +36,10 @@ from patrickstar import _C
 GOAL = 1.3
 _STD = 0.02
 _REPORTED = (
-    "num_parameters", "device_budget_bytes", "device_tide_bytes", "host_budget_bytes", "num_chunks", "chunk_numel",
+    "num_parameters", "device_budget_bytes", "device_activation_bytes", "host_budget_bytes", "num_chunks",
+    "chunk_numel",
     "num_device_state_chunks", "num_device_quantized_chunks", "num_evictions", "num_pressure_evictions",
-    "num_prefetch_hits", "num_on_demand_fetches", "stashed_bytes",
+    "num_prefetch_hits", "num_on_demand_fetches", "offloaded_bytes",
 )  # fmt: skip
 _LLAMAS = [name for name, shape in SHAPES.items() if isinstance(shape, LlamaShape)]
 _BUDGET, _RESIDENT = "budget", "resident"
@@ -230,8 +231,8 @@ def _time_steps(system: str, engine: Any, shape: LlamaShape, args: argparse.Name
     reports: list[dict[str, Any]] = []
     num_steps = args.warm_up + args.steps
     while len(seconds) < num_steps:
-        is_late = time.perf_counter() - began > args.most_seconds
-        is_last = is_late or len(seconds) == num_steps - 1
+        is_deferred = time.perf_counter() - began > args.most_seconds
+        is_last = is_deferred or len(seconds) == num_steps - 1
         if is_last:
             engine._session.runtime.start_trace()
         synchronize()
@@ -266,7 +267,7 @@ def _time_steps(system: str, engine: Any, shape: LlamaShape, args: argparse.Name
         "seconds": seconds, "losses": losses, "num_warm_up": num_warm_up,
         "device_peak_bytes": last["device_peak_bytes"], "host_peak_bytes": last["host_peak_bytes"],
         "uploaded_bytes": of_each_step("uploaded_bytes"), "downloaded_bytes": of_each_step("downloaded_bytes"),
-        "stashed_bytes_per_step": of_each_step("stashed_bytes"), "report": last,
+        "offloaded_bytes_per_step": of_each_step("offloaded_bytes"), "report": last,
         "trace": engine._session.runtime.take_trace(),
     }  # fmt: skip
 

@@ -4,8 +4,8 @@ A language model trains on some processes, each with the GPU of its LOCAL_RANK w
 ``Engine.join``. All train four steps after each change.
 
 * seconds: from the first call of ``Engine.resize`` to the last return, over all processes.
-* by phase (``patrickstar.elastic.Phase``): the slowest process in each phase, so the phases may sum to more than the
-  whole; a joining process waits in the first two.
+* by phase (``patrickstar.elastic.ResizePhase``): the slowest process in each phase, so the phases may sum to more than
+  the whole; a joining process waits in the first two.
 * bytes: of shards sent between processes.
 * restart: ``save_checkpoint`` on the old ranks; then, from the start of new processes, their start, imports,
   initialisation and ``load_checkpoint``; the whole is all of it.
@@ -29,7 +29,7 @@ import torch
 from benchmark.common import SHAPES, provenance
 from benchmark.launch import launch, rank_environment
 from benchmark.resize_worker import Job
-from patrickstar.elastic import Phase, serve_rendezvous
+from patrickstar.elastic import ResizePhase, serve_rendezvous
 
 _WORKER = "benchmark.resize_worker"
 _RESTARTS = {"none": (), "up": ("up",), "both": ("up", "down")}
@@ -145,7 +145,7 @@ def _steps(lines: list[dict[str, Any]], when: str) -> list[float]:
 def _resize(lines: list[dict[str, Any]], direction: str) -> dict[str, Any]:
     said = [line for line in lines if line["event"] == "resized" and line["direction"] == direction]
     took_part = said + [line for line in lines if line.get("direction") == "join" and direction == "up"]
-    names = [phase.name.lower() for phase in Phase]
+    names = [phase.name.lower() for phase in ResizePhase]
     return {
         "direction": direction,
         "seconds": max(line["end"] for line in took_part) - min(line["begin"] for line in said),

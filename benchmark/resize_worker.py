@@ -17,7 +17,7 @@ from benchmark.common import SHAPES, token_batch  # noqa: E402
 from benchmark.ranks import EventWriter, RankPlace, work  # noqa: E402
 from benchmark.step_counts import counts, in_words, levels, since  # noqa: E402
 from benchmark.systems.weights import build_meta_model  # noqa: E402
-from patrickstar.elastic import Membership, Phase  # noqa: E402
+from patrickstar.elastic import Membership, ResizePhase  # noqa: E402
 from patrickstar.ranks.passing import prepare_to_pass  # noqa: E402
 from patrickstar.runtime import initialize_engine  # noqa: E402
 
@@ -87,7 +87,7 @@ class _Process:
         """Resizes or joins; returns whether this process is a rank afterwards."""
         phases: list[tuple[str, float]] = []
 
-        def note(phase: Phase) -> None:
+        def note(phase: ResizePhase) -> None:
             phases.append((phase.name.lower(), time.time()))
 
         options: dict[str, Any] = {"rendezvous": self.job.rendezvous, "note_phase": note}

@@ -4,7 +4,7 @@
   all clipping factors near the last; behind: two-phase updates; round trips: the GPU's updates of states that rest on
   the host; in place: parameters whose new value overwrote the old.
 * pressed: chunks evicted because something else needed memory; on demand: chunks uploaded when they were needed;
-  stashed: bytes that activation offload moved off the device;
+  offloaded: bytes that activation offload moved off the device;
   returned: times that PyTorch's allocator released its cache.
 * states: chunks with optimizer states on the device after the step; planned: bytes that the next plan may use there;
   fixed: the part of them that stays throughout; activations: their most memory; peak, reserved: the most memory that
@@ -21,16 +21,17 @@ import torch
 from patrickstar import _C
 
 _COUNTERS = {
-    "early": "num_speculated_updates", "settled": "num_settled_updates", "round trips": "num_updates_visit",
+    "early": "num_speculated_updates", "scale-independent": "num_scale_independent_updates",
+    "round trips": "num_updates_round_trip",
     "in place": "num_values_in_place", "pressed": "num_pressure_evictions", "on demand": "num_on_demand_fetches",
-    "plans": "num_plans", "up": "uploaded_bytes", "down": "downloaded_bytes", "stashed": "stashed_bytes",
+    "plans": "num_plans", "up": "uploaded_bytes", "down": "downloaded_bytes", "offloaded": "offloaded_bytes",
 }  # fmt: skip
 _SUMS = {
     "kept": ("num_updates_host_ahead", "num_updates_host_two_passes_ahead"),
     "behind": ("num_updates_host_two_passes_ahead", "num_updates_host_two_passes"),
 }
 _LEVELS = ("states", "planned", "fixed", "activations", "peak", "reserved")
-_IN_BYTES = ("up", "down", "stashed", *_LEVELS[1:])
+_IN_BYTES = ("up", "down", "offloaded", *_LEVELS[1:])
 
 
 def counts(engine: Any) -> dict[str, int]:
@@ -56,7 +57,7 @@ def levels(engine: Any) -> dict[str, int]:
         "states": engine.report()["num_device_state_chunks"],
         "planned": problem["limit_bytes"] if problem["limit_bytes"] < _C.UNLIMITED else 0,
         "fixed": problem["fixed_bytes"],
-        "activations": max((moment["tide_peak_bytes"] for moment in runtime.timeline()), default=0),
+        "activations": max((access["activation_peak_bytes"] for access in runtime.timeline()), default=0),
     }
     if torch.cuda.is_available():
         found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

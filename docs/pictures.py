@@ -33,8 +33,8 @@ from torch import nn
 
 from patrickstar import _C, StateError, initialize_engine
 from patrickstar.module.preprocess import plan_params
-from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.machines import H200
+from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.uses import trace_uses
 from patrickstar.profiling import ChunkLayers
 from patrickstar.profiling.picture import draw_memory, draw_queues, name_layers
@@ -114,7 +114,7 @@ def run_steps(first: int, last: int, **config: Any) -> TracedStep:
 
 
 def draw_chunks() -> Callable[[Figure], None]:
-    """Tide and chunks under the budget, in a step that follows its plan."""
+    """Activation memory and chunks under the budget, in a step that follows its plan."""
     done = run_steps(6, 11)
 
     def draw(figure: Figure) -> None:
@@ -352,7 +352,7 @@ def _activation_bytes(length: int, size: int) -> int:
     tokens = torch.empty(1, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": tokens, "labels": tokens} if not divisions else divisions[0].inputs(1, model)
     uses = trace_uses(model, params, torch.bfloat16, inputs, H200.gpu, divisions=divisions)
-    return max(use.tide_peak_bytes for use in uses.uses)
+    return max(use.activation_peak_bytes for use in uses.uses)
 
 
 def draw_sequence_memory() -> Callable[[Figure], None]:

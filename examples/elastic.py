@@ -39,9 +39,9 @@ def train(joins: str) -> None:
     model, optimizer = initialize_engine(build, config=config)
     sampler = ElasticSampler(len(data), GLOBAL_BATCH, max_micro_batch=4)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, NUM_STEPS)
-    carried = {"sampler": sampler, "schedule": schedule}
+    user_state = {"sampler": sampler, "schedule": schedule}
     if joins == "yes":
-        model.join(carried=carried)
+        model.join(user_state=user_state)
     for micro_batches in ElasticLoader(data, sampler):
         optimizer.zero_grad()
         losses = []
@@ -58,7 +58,7 @@ def train(joins: str) -> None:
             flush=True,
         )
         if step in NUM_RANKS and NUM_RANKS[step] != sampler.division.num_ranks:
-            resized = model.resize(NUM_RANKS[step], carried=carried)
+            resized = model.resize(NUM_RANKS[step], user_state=user_state)
             if resized.membership is Membership.LEFT:
                 print("this process has left", flush=True)
                 return

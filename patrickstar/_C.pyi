@@ -117,25 +117,25 @@ class QuantType(_Enum):
     INT8: ClassVar[QuantType]
 
 @final
-class Vacate(_Enum):
+class EvictionScope(_Enum):
     """Chunk buffers to evict from the device."""
 
-    VALUES: ClassVar[Vacate]
-    EVERYTHING: ClassVar[Vacate]
+    VALUES: ClassVar[EvictionScope]
+    EVERYTHING: ClassVar[EvictionScope]
 
 @final
 class Mechanism(_Enum):
     """Mechanisms that an ablation can switch off (csrc/common/ablation.h)."""
 
     WHOLE_UPDATES_AHEAD: ClassVar[Mechanism]
-    PARAMETERS_FIRST: ClassVar[Mechanism]
-    SETTLED_VALUES: ClassVar[Mechanism]
-    WAITING_UPDATES: ClassVar[Mechanism]
+    TWO_PHASE_UPDATES: ClassVar[Mechanism]
+    SCALE_INDEPENDENT_VALUES: ClassVar[Mechanism]
+    DEFERRED_UPDATES: ClassVar[Mechanism]
     ORDER_OF_NEED: ClassVar[Mechanism]
-    HOMES_IN_TURN: ClassVar[Mechanism]
-    VISITS: ClassVar[Mechanism]
+    RESTING_TIERS_IN_TURN: ClassVar[Mechanism]
+    ROUND_TRIPS: ClassVar[Mechanism]
     RARE_SIZES: ClassVar[Mechanism]
-    EXACT_SLOTS: ClassVar[Mechanism]
+    EXACT_DEVICE_BUFFERS: ClassVar[Mechanism]
 
 @final
 class Tier(_Enum):
@@ -153,12 +153,12 @@ class Phase(_Enum):
     BACKWARD: ClassVar[Phase]
 
 @final
-class AccessMode(_Enum):
+class ArrayUseMode(_Enum):
     """How an access uses an array."""
 
-    READ: ClassVar[AccessMode]
-    WRITE: ClassVar[AccessMode]
-    RETIRE: ClassVar[AccessMode]
+    READ: ClassVar[ArrayUseMode]
+    WRITE: ClassVar[ArrayUseMode]
+    FINALISE: ClassVar[ArrayUseMode]
 
 @final
 class StatePlacement(_Enum):
@@ -233,7 +233,7 @@ class Track(_Enum):
     DISK_READ: ClassVar[Track]
     DISK_ADAM: ClassVar[Track]
     DISK_WRITE: ClassVar[Track]
-    VISIT: ClassVar[Track]
+    ROUND_TRIP: ClassVar[Track]
 
 @final
 class StallCause(_Enum):
@@ -421,22 +421,22 @@ def working_set_bytes(layout: Layout, module_params: Sequence[Sequence[int]]) ->
     """Least device memory for chunk buffers: the largest module's chunks and a gradient."""
 
 def make_plan(
-    moments: list[dict[str, Any]],
+    accesses: list[dict[str, Any]],
     costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
     *,
     limit_bytes: int,
-    least_tide_bytes: int = 0,
+    least_activation_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
     idle_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
-    visit_costs: Sequence[tuple[int, int, int]] = [],
+    round_trip_costs: Sequence[tuple[int, int, int]] = [],
 ) -> dict[str, Any]:
     """Plans a timeline.
 
     Args:
-        moments: ``{"phase", "accesses": [(chunk, kind, mode)], "tide_peak_bytes"}`` each.
-        costs: ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``.
+        accesses: ``{"phase", "uses": [(chunk, kind, mode)], "activation_peak_bytes"}`` each.
+        costs: ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, finalise_bytes, survives_step)}``.
         idle_bytes: by access, device buffers that idle for another access; or empty.
     """
 
@@ -453,20 +453,20 @@ class DeviceBudget:
     """Device memory available to the planner (csrc/plan/placement.h)."""
 
     limit_bytes: int
-    follows_tide: bool
+    follows_activations: bool
     prefetches_far: bool
     margin_use_ratio: float
     keeps_gradients: bool
     backwards: Backwards
-    gradient_tide_bytes: int
+    gradient_activation_bytes: int
     host_limit_bytes: int
     gradient_room_bytes: int
     def __init__(self) -> None: ...
 
-def gradient_room_bytes(layout: Layout, homes: Sequence[Tier], host_limit_bytes: int) -> int:
+def gradient_room_bytes(layout: Layout, resting_tiers: Sequence[Tier], host_limit_bytes: int) -> int:
     """Host bytes that these resting tiers leave to gradients without a fixed place; UNLIMITED if all have one."""
 
-def visit_costs(layout: Layout) -> list[tuple[int, int, int]]:
+def round_trip_costs(layout: Layout) -> list[tuple[int, int, int]]:
     """By chunk, bytes of a GPU round-trip update: up, down, and the part of up that is skipped if the device has the
     compute value.
     """
@@ -491,19 +491,19 @@ def initial_placement(
     all tiers together are too small.
     """
 
-def later_homes(
+def later_resting_tiers(
     layout: Layout,
-    first_homes: Sequence[Tier],
+    first_resting_tiers: Sequence[Tier],
     states_on_device: Sequence[bool],
     host_limit_bytes: int,
     backwards: Backwards = Backwards.ONE,
 ) -> list[Tier]:
     """Resting tiers by chunk once activation memory is known. Disk states move to the host as far as it has room."""
 
-def bytes_on_host(layout: Layout, homes: Sequence[Tier], backwards: Backwards = Backwards.ONE) -> int:
+def bytes_on_host(layout: Layout, resting_tiers: Sequence[Tier], backwards: Backwards = Backwards.ONE) -> int:
     """Host bytes of chunks with these resting tiers, without the buffer sets of the disk."""
 
-def disk_set_bytes(layout: Layout, homes: Sequence[Tier]) -> int:
+def disk_set_bytes(layout: Layout, resting_tiers: Sequence[Tier]) -> int:
     """Host bytes of the buffer sets through which disk states pass."""
 
 @final
@@ -515,12 +515,12 @@ class Ahead(_Enum):
     """New parameters; states follow after the norm."""
     EVERYTHING: ClassVar[Ahead]
 
-def choose_ahead(layout: Layout, homes: Sequence[Tier], room_bytes: int) -> list[Ahead]:
+def choose_ahead(layout: Layout, resting_tiers: Sequence[Tier], room_bytes: int) -> list[Ahead]:
     """By chunk, the part of its update that ``room_bytes`` of host memory allow before the norm."""
 
 def host_peak_bytes(
     layout: Layout,
-    first_homes: Sequence[Tier],
+    first_resting_tiers: Sequence[Tier],
     states_on_device: Sequence[bool],
     host_limit_bytes: int,
     updates_ahead: bool,
@@ -529,7 +529,7 @@ def host_peak_bytes(
     """Peak host memory that a rank maps (csrc/plan/host_demand.h)."""
 
 def leaving_gradient_bytes(
-    layout: Layout, moments: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
+    layout: Layout, accesses: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
 ) -> int:
     """Bytes of gradients that wait for the norm on the host, for lack of device memory."""
 
@@ -542,7 +542,7 @@ class UseCall(_Enum):
     TOUCH: ClassVar[UseCall]
     END_FORWARD: ClassVar[UseCall]
     ENTER_BACKWARD: ClassVar[UseCall]
-    FOLD: ClassVar[UseCall]
+    ACCUMULATE: ClassVar[UseCall]
 
 def play_uses(
     layout: Layout,
@@ -559,11 +559,11 @@ def play_uses(
         own parameters.
     """
 
-def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:
+def num_device_state_chunks(layout: Layout, accesses: list[dict[str, Any]], budget: DeviceBudget) -> int:
     """Number of chunks, from the first on, with states on the device once activation memory is known."""
 
 def pose_problem(
-    layout: Layout, moments: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
+    layout: Layout, accesses: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
 ) -> dict[str, Any]:
     """The planner's problem for a timeline: the arguments of ``make_plan``."""
 
@@ -574,7 +574,7 @@ class Recipe(_Enum):
     NEVER: ClassVar[Recipe]
     HOST_PROMISED: ClassVar[Recipe]
     """Optimizer-in-backward."""
-    VISIT: ClassVar[Recipe]
+    ROUND_TRIP: ClassVar[Recipe]
     """GPU round trip of states that rest on the host."""
     HOST_AHEAD: ClassVar[Recipe]
     """Speculative, in backward; rolled back if clipping changes the update."""
@@ -607,7 +607,7 @@ class Lane(_Enum):
     DISK_READ: ClassVar[Lane]
     DISK_HOST: ClassVar[Lane]
     DISK_WRITE: ClassVar[Lane]
-    VISIT: ClassVar[Lane]
+    ROUND_TRIP: ClassVar[Lane]
 
 @final
 class UpdateStart(_Enum):
@@ -659,7 +659,7 @@ class Rates:
     def __init__(self) -> None: ...
 
 def simulate(
-    moments: list[dict[str, Any]],
+    accesses: list[dict[str, Any]],
     costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
     plan: dict[str, Any],
     rates: Rates,
@@ -668,14 +668,14 @@ def simulate(
     updates: Sequence[Recipe],
     numels: Sequence[int],
     limit_bytes: int,
-    least_tide_bytes: int = 0,
+    least_activation_bytes: int = 0,
     fixed_bytes: int = 0,
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
     dequantized_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
-    visit_costs: Sequence[tuple[int, int, int]] = [],
+    round_trip_costs: Sequence[tuple[int, int, int]] = [],
     chunk_ranks: Sequence[int] = [],
 ) -> dict[str, Any]:
     """Simulates a plan's steady step.
@@ -690,7 +690,7 @@ def simulate(
     """
 
 def play_program(
-    moments: list[dict[str, Any]],
+    accesses: list[dict[str, Any]],
     costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
     plan: dict[str, Any],
     rates: Rates,
@@ -699,24 +699,24 @@ def play_program(
     updates: Sequence[Recipe],
     numels: Sequence[int],
     limit_bytes: int,
-    least_tide_bytes: int = 0,
+    least_activation_bytes: int = 0,
     fixed_bytes: int = 0,
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
     dequantized_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
-    visit_costs: Sequence[tuple[int, int, int]] = [],
+    round_trip_costs: Sequence[tuple[int, int, int]] = [],
     chunk_ranks: Sequence[int] = [],
 ) -> list[dict[str, Any]]:
     """Instructions of ``simulate``'s step, in issue order.
 
-    Each is ``{"op": str, "lane": Lane, "moment": int | None, "chunk": int | None, "kind": ArrayKind | None, "amount",
+    Each is ``{"op": str, "lane": Lane, "access": int | None, "chunk": int | None, "kind": ArrayKind | None, "amount",
     "begin_seconds", "seconds"}``; amounts are bytes, or parameters for updates.
     """
 
 def choose_plan(
-    moments: list[dict[str, Any]],
+    accesses: list[dict[str, Any]],
     costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
     rates: Rates,
     *,
@@ -724,7 +724,7 @@ def choose_plan(
     updates: Sequence[Recipe],
     numels: Sequence[int],
     limit_bytes: int,
-    least_tide_bytes: int = 0,
+    least_activation_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
     num_ranks: int = 1,
@@ -733,8 +733,8 @@ def choose_plan(
     dequantized_bytes: Sequence[int] = [],
     idle_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
-    visit_costs: Sequence[tuple[int, int, int]] = [],
-    visitor_bytes: int = 0,
+    round_trip_costs: Sequence[tuple[int, int, int]] = [],
+    round_trip_bytes: int = 0,
 ) -> dict[str, Any]:
     """The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips.
 
@@ -745,7 +745,7 @@ def choose_plan(
 
 def choose_step(
     layout: Layout,
-    moments: list[dict[str, Any]],
+    accesses: list[dict[str, Any]],
     states_on_device: Sequence[bool],
     budget: DeviceBudget,
     rates: Rates,
@@ -834,17 +834,17 @@ class DiskOptions:
     def __init__(self) -> None: ...
 
 @final
-class SlotFit(_Enum):
+class DeviceBufferFit(_Enum):
     """Device buffers that serve a request: larger ones too, or exact ones."""
 
-    LOOSE: ClassVar[SlotFit]
-    EXACT: ClassVar[SlotFit]
+    LOOSE: ClassVar[DeviceBufferFit]
+    EXACT: ClassVar[DeviceBufferFit]
 
-class SlotPool:
-    """Pool of device buffers (memory/slot_pool.h), for tests: addresses without memory."""
+class DeviceBufferPool:
+    """Pool of device buffers (memory/device_buffer_pool.h), for tests: addresses without memory."""
 
     def __init__(self, limit_bytes: int, max_waste_ratio: float) -> None: ...
-    def acquire(self, num_bytes: int, fit: SlotFit = SlotFit.LOOSE) -> int:
+    def acquire(self, num_bytes: int, fit: DeviceBufferFit = DeviceBufferFit.LOOSE) -> int:
         """The buffer's address; 0: no room."""
     def release(self, address: int) -> None: ...
     def trim(self, num_bytes: int) -> int: ...
@@ -965,8 +965,8 @@ class Layout:
 
     def chunk(self, chunk: int, /) -> dict[str, Any]:
         """``numel``, ``shard_numel``, ``num_ranks``, ``dtype``, ``trainable``, ``states``, ``quantization``,
-        ``leading_state``, ``params``; and bytes of this rank's shard: ``param_bytes``, ``home_bytes`` (with optimizer
-        states), ``disk_bytes``, ``new_value_bytes`` (least host memory of a speculative update).
+        ``leading_state``, ``params``; and bytes of this rank's shard: ``param_bytes``, ``resting_tier_bytes`` (with
+        optimizer states), ``disk_bytes``, ``new_value_bytes`` (least host memory of a speculative update).
         """
 
 class DelayOptions:
@@ -996,9 +996,9 @@ class DeviceOptions:
     device_limit_bytes: int
     host_limit_bytes: int
     limit_rounding_bytes: int
-    left_by_tide_bytes: int
+    left_by_activations_bytes: int
     """Activation memory that the simulated device lends to gradients; for tests."""
-    follows_tide: bool
+    follows_activations: bool
     """Simulated device, for tests. True: chunk buffers get the memory left by activations at each access. False: the
     memory left at the activation peak, as on CUDA, and device buffers may exceed requests.
     """
@@ -1012,7 +1012,7 @@ class ResidencyOptions:
 
     warmup_payload_ratio: float
     margin_use_ratio: float
-    payload_limit_bytes: int
+    chunk_buffer_limit_bytes: int
     """Limit of on-demand fetches, for tests with little GPU memory."""
     state_placement: StatePlacement
     backwards: Backwards
@@ -1159,7 +1159,7 @@ class GradientHook:
     @property
     def param(self) -> int: ...
     @property
-    def has_folded(self) -> bool: ...
+    def has_accumulated(self) -> bool: ...
 
 @final
 class Collectives:
@@ -1231,12 +1231,12 @@ class Runtime(UseListener):
 
     def read_gradient(self, param: int, values: int, /) -> None: ...
     def write_gradient(self, param: int, values: int, where: Tier, /) -> None: ...
-    def set_visits(self, chunks: Sequence[bool], piece_numel: int = 16777216) -> None:
+    def set_round_trips(self, chunks: Sequence[bool], piece_numel: int = 16777216) -> None:
         """For tests: by chunk, updates by GPU round trip until the next measured plan, in pieces of ``piece_numel``
         elements.
         """
 
-    def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
+    def adopt_timeline(self, accesses: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
         """Plans the first step from an earlier run's ``timeline`` and ``step_times``."""
 
     def make_states(self, chunks: Sequence[int], /) -> None:
@@ -1265,7 +1265,7 @@ class Runtime(UseListener):
     def begin_backward(
         self, expected_groups: Sequence[AdamOptions | LionOptions | SgdOptions] = [], expected_grad_scale: float = 1.0
     ) -> None: ...
-    def fold_gradient(self, param: int, data: int, /) -> None: ...
+    def accumulate_gradient(self, param: int, data: int, /) -> None: ...
     def end_backward(self) -> None: ...
     def keep_joint_backward(self) -> bool:
         """True if another engine's loss gave gradients in this backward; otherwise the backward is ignored."""
@@ -1274,13 +1274,13 @@ class Runtime(UseListener):
     def abort_backward(self) -> int: ...
     def undo_forward(self) -> None: ...
     def meet_ranks(self) -> None: ...
-    def tide_bytes(self) -> int:
+    def activation_bytes(self) -> int:
         """Current activation memory: everything on the device but chunk buffers, PyTorch's cache included."""
 
     def host_room_of_activations(self) -> int:
         """Host bytes still available to activation offload."""
 
-    def take_live_tide_peak(self) -> int:
+    def take_live_activation_peak(self) -> int:
         """Peak activation memory since the last call, PyTorch's cache excluded."""
 
     def keep_absent_activations(self, most_bytes: int, /) -> None:
@@ -1288,15 +1288,15 @@ class Runtime(UseListener):
         activation memory.
         """
 
-    def stash_activation(self, data: int, num_bytes: int, /) -> int:
+    def offload_activation(self, data: int, num_bytes: int, /) -> int:
         """Starts a copy to host memory. Returns a ticket; -1 if the host has no room."""
 
-    def is_stashed(self, ticket: int, /) -> bool: ...
-    def finish_stashing(self, ticket: int, /) -> None: ...
+    def is_offloaded(self, ticket: int, /) -> bool: ...
+    def finish_offloading(self, ticket: int, /) -> None: ...
     def fetch_activation(self, ticket: int, to: int, /) -> None: ...
     def await_activation(self, ticket: int, /) -> None: ...
     def drop_activation(self, ticket: int, /) -> None: ...
-    def vacate_device(self, what: Vacate, /) -> None: ...
+    def evict_all_from_device(self, what: EvictionScope, /) -> None: ...
     def prepare_step(self, left_out: Sequence[int] = []) -> float:
         """Sum of squares of all gradients, parameters ``left_out`` excluded."""
 
@@ -1321,12 +1321,12 @@ class Runtime(UseListener):
     def take_trace(self) -> dict[str, Any] | None:
         """Returns the traced step once; None before it is over. Waits for the updates that it started.
 
-        ``outcome``, ``seconds``, ``optimizer_begin_seconds``, ``device_limit_bytes``; ``moments``, as in ``timeline``:
+        ``outcome``, ``seconds``, ``optimizer_begin_seconds``, ``device_limit_bytes``; ``accesses``, as in ``timeline``:
         ``{"phase", "acquired": [(chunk, kind)], "launched_seconds", "begin_seconds", "seconds", "stalled_seconds",
-        "compute_seconds", "tide_peak_bytes", "tide_bytes", "idle_bytes", "payload_bytes": {kind: int}}``; ``spans``:
-        ``{"track", "cause", "chunk", "kind", "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``;
-        ``samples``: ``{"seconds", "tide_bytes", "idle_bytes", "payload_bytes"}``. Seconds count from the step's first
-        forward.
+        "compute_seconds", "activation_peak_bytes", "activation_bytes", "idle_bytes", "chunk_buffer_bytes": {kind:
+        int}}``; ``spans``: ``{"track", "cause", "chunk", "kind", "num_bytes", "numel", "begin_seconds", "seconds",
+        "owner", "dropped"}``; ``samples``: ``{"seconds", "activation_bytes", "idle_bytes", "chunk_buffer_bytes"}``.
+        Seconds count from the step's first forward.
         """
 
     def start_stall_trace(self) -> None:
@@ -1342,7 +1342,7 @@ class Runtime(UseListener):
     def param_state(self, param: int, /) -> str: ...
     def chunk_state(self, chunk: int, /) -> str: ...
     def is_on_device(self, chunk: int, kind: ArrayKind, /) -> bool: ...
-    def home(self, chunk: int, /) -> Tier:
+    def resting_tier(self, chunk: int, /) -> Tier:
         """Resting tier of the chunk's optimizer states."""
 
     @property
@@ -1767,7 +1767,7 @@ class optim:
         """
 
     @staticmethod
-    def adam_put_open_values(
+    def adam_put_scale_dependent_values(
         isa: str,
         lower: int,
         momentum: optim.StateArray,

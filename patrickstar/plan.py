@@ -67,7 +67,6 @@ from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
-from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
@@ -78,6 +77,7 @@ from patrickstar.planning.prediction import predict_case
 from patrickstar.planning.proposals import LORA_RANK
 from patrickstar.planning.question import DTYPES, Question, Workload, check_precision
 from patrickstar.planning.setting import DoesNotFitError, Setting
+from patrickstar.planning.sharded_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.simulation import predict
 from patrickstar.planning.step_plan import Plan
 from patrickstar.tensor2d.cost import Mode

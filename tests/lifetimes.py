@@ -1,4 +1,4 @@
-"""What a process holds while engines are opened and closed."""
+"""Objects that a process holds while engines are opened and closed."""
 
 import gc
 import os

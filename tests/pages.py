@@ -88,7 +88,7 @@ def run_page(page: Page, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def shows(output: str, excerpt: str) -> bool:
-    """Whether ``output`` has the lines of ``excerpt`` in order. ``…`` stands for any text within a line, and alone for
+    """True if ``output`` has the lines of ``excerpt`` in order. ``…`` stands for any text within a line, and alone for
     any lines.
     """
     patterns = [re.escape(line).replace("…", ".*") + "\n" for line in excerpt.splitlines()]

@@ -153,7 +153,7 @@ def relative_error(run: Run, reference: Run) -> float:
 
 def promised(report: Mapping[str, Any]) -> int:
     """Updates that ran in backward for good."""
-    ways = ("host_promised", "visit", "disk_promised", "device_promised")
+    ways = ("host_promised", "round_trip", "disk_promised", "device_promised")
     return sum(report[f"num_updates_{way}"] for way in ways)
 
 
@@ -167,6 +167,6 @@ def two_passes(report: Mapping[str, Any]) -> int:
     return report["num_updates_host_two_passes_ahead"] + report["num_updates_host_two_passes"]
 
 
-def visits(report: Mapping[str, Any]) -> int:
+def round_trips(report: Mapping[str, Any]) -> int:
     """GPU round-trip updates."""
-    return report["num_updates_visit"]
+    return report["num_updates_round_trip"]

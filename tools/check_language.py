@@ -109,9 +109,7 @@ def _texts(root: Path) -> Iterator[Text]:
             name = file.relative_to(root).as_posix()
             if file.suffix in CODE and name not in EXEMPT and "/." not in name and "results" not in name:
                 source = file.read_text(encoding="utf-8")
-                yield from (
-                    _python_texts(name, source) if file.suffix in (".py", ".pyi") else _blocks(name, source)
-                )
+                yield from (_python_texts(name, source) if file.suffix in (".py", ".pyi") else _blocks(name, source))
     for file in sorted([*(root / "docs").rglob("*.md"), *root.glob("*.md")]):
         name = file.relative_to(root).as_posix()
         if name not in EXEMPT and name != "CHANGE_LOG.md":

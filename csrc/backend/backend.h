@@ -21,14 +21,14 @@ namespace patrickstar {
 
 // On the CPU, every queue but kCompute is a worker thread and device memory is host memory with a limit.
 enum class Queue {
-  kCompute,      // the model. CUDA: the stream of the last follow_compute(); CPU: the calling thread
-  kUpload,       // host to device copies
-  kDownload,     // device to host copies
-  kGather,       // all-gathers of parameters (engine/collectives.h)
-  kScatter,      // reduce-scatters of gradients
-  kVisitUp,      // GPU round-trip updates (engine/visits.h): states host to device
-  kVisitUpdate,  // their updates
-  kVisitDown     // their states device to host
+  kCompute,          // the model. CUDA: the stream of the last follow_compute(); CPU: the calling thread
+  kUpload,           // host to device copies
+  kDownload,         // device to host copies
+  kGather,           // all-gathers of parameters (engine/collectives.h)
+  kScatter,          // reduce-scatters of gradients
+  kRoundTripUp,      // GPU round-trip updates (engine/round_trips.h): states host to device
+  kRoundTripUpdate,  // their updates
+  kRoundTripDown     // their states device to host
 };
 constexpr int kNumQueues = 8;
 
@@ -86,17 +86,17 @@ class Backend : public DeviceAllocator {
   // nothing to undo.
   virtual std::function<void(void* data, int64_t num_bytes)> unpinner() const = 0;
 
-  // True if take_tide_peak() is cheap and has no side effect. On CUDA it resets PyTorch's peak statistics.
-  virtual bool measures_tide_freely() const = 0;
+  // True if take_activation_peak() is cheap and has no side effect. On CUDA it resets PyTorch's peak statistics.
+  virtual bool measures_activation_memory_freely() const = 0;
   // True if device buffers can use memory between activations and give it back within a step. PyTorch's caching
   // allocator would have to map and unmap segments for that, so on CUDA chunk buffers get what the highest activation
   // memory leaves.
-  virtual bool follows_tide() const = 0;
+  virtual bool follows_activations() const = 0;
   // Device memory used by everything but device buffers: now, and the highest since the last call.
-  virtual int64_t tide_bytes() = 0;
-  virtual int64_t take_tide_peak() = 0;
+  virtual int64_t activation_bytes() = 0;
+  virtual int64_t take_activation_peak() = 0;
   // Highest activation memory in use since the last call, without memory that a cache keeps.
-  virtual int64_t take_live_tide_peak() = 0;
+  virtual int64_t take_live_activation_peak() = 0;
   // Highest sum of device buffers and activation memory since reset_peak().
   virtual int64_t peak_bytes() = 0;
   virtual void reset_peak() = 0;
@@ -105,7 +105,7 @@ class Backend : public DeviceAllocator {
   virtual int64_t least_limit_bytes() = 0;
   virtual void reset_least_limit() = 0;
   // Records that `num_bytes` of chunk buffers would have to fit beside the present activation memory.
-  virtual void note_needed_payloads(int64_t num_bytes) = 0;
+  virtual void note_needed_chunk_buffers(int64_t num_bytes) = 0;
 
   // Returns cached free memory to the device. Slow; call it after a failed allocation.
   virtual void reclaim() = 0;
@@ -144,11 +144,11 @@ class QueueGuard {
   Queue queue_;
 };
 
-// `limit_bytes` may be kUnlimited. The simulated device starts with `left_by_tide_bytes` beside the limit that
-// activations have left for gradients (memory/tide_memory.h). With `follows_tide` false it behaves like CUDA. Throws
-// SystemError if the device cannot be used.
-std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes = 0,
-                                          bool follows_tide = true);
+// `limit_bytes` may be kUnlimited. The simulated device starts with `left_by_activations_bytes` beside the limit that
+// activations have left for gradients (memory/activation_memory.h). With `follows_activations` false it behaves like
+// CUDA. Throws SystemError if the device cannot be used.
+std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_activations_bytes = 0,
+                                          bool follows_activations = true);
 #ifdef PATRICKSTAR_WITH_CUDA
 // PyTorch's allocator may reserve up to `rounding_bytes` more than its own limit.
 std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes);

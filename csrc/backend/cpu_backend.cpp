@@ -53,9 +53,9 @@ class SimulatedQueue {
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(int64_t limit_bytes, int64_t left_by_tide_bytes, bool follows_tide)
-      : left_by_tide_bytes_(left_by_tide_bytes),
-        follows_tide_(follows_tide),
+  CpuBackend(int64_t limit_bytes, int64_t left_by_activations_bytes, bool follows_activations)
+      : left_by_activations_bytes_(left_by_activations_bytes),
+        follows_activations_(follows_activations),
         meter_(std::make_shared<DeviceMeter>(limit_bytes)),
         allocator_(std::make_unique<MeteredAllocator>(meter_)) {}
 
@@ -63,36 +63,36 @@ class CpuBackend final : public Backend {
   void shut_down() override { allocator_.reset(); }
 
   void* allocate(int64_t num_bytes) override {
-    if (!meter_->try_add_slot(num_bytes)) return nullptr;
-    return allocate_slot(num_bytes);
+    if (!meter_->try_add_device_buffer(num_bytes)) return nullptr;
+    return allocate_device_buffer(num_bytes);
   }
   void* allocate_over_limit(int64_t num_bytes) override {
     if (meter_->policy_ == LimitPolicy::kEnforce) return nullptr;
-    meter_->add_slot_over_limit(num_bytes);
-    return allocate_slot(num_bytes);
+    meter_->add_device_buffer_over_limit(num_bytes);
+    return allocate_device_buffer(num_bytes);
   }
   void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
     settle(busy.copied);
     settle(busy.computed);
     std::free(pointer);
-    meter_->subtract_slot(num_bytes);
+    meter_->subtract_device_buffer(num_bytes);
   }
 
   bool is_idle(const BusyUntil& busy) override { return is_over(busy.copied) && is_over(busy.computed); }
 
-  void* allocate_of_tide(int64_t num_bytes, BusyUntil&) override {
-    if (lent_tide_bytes_ + num_bytes > left_by_tide_bytes_) return nullptr;
+  void* allocate_for_activations(int64_t num_bytes, BusyUntil&) override {
+    if (lent_activation_bytes_ + num_bytes > left_by_activations_bytes_) return nullptr;
     void* data = allocate_memory(num_bytes);
-    lent_tide_bytes_ += num_bytes;
+    lent_activation_bytes_ += num_bytes;
     return data;
   }
-  void free_of_tide(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
+  void free_for_activations(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
     settle(busy.copied);
     settle(busy.computed);
     std::free(pointer);
-    lent_tide_bytes_ -= num_bytes;
+    lent_activation_bytes_ -= num_bytes;
   }
-  int64_t lent_tide_bytes() override { return lent_tide_bytes_; }
+  int64_t lent_activation_bytes() override { return lent_activation_bytes_; }
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
     run(queue, [=] { std::memcpy(to, from, static_cast<size_t>(num_bytes)); });
@@ -149,16 +149,16 @@ class CpuBackend final : public Backend {
   void reclaim() override {}
   int64_t reclaimable_bytes() const override { return 0; }
 
-  bool measures_tide_freely() const override { return true; }
-  bool follows_tide() const override { return follows_tide_; }
-  int64_t tide_bytes() override { return meter_->tide_; }
-  int64_t take_tide_peak() override { return meter_->tide_peak_.exchange(meter_->tide_); }
-  int64_t take_live_tide_peak() override { return meter_->live_peak_.exchange(meter_->tide_); }
+  bool measures_activation_memory_freely() const override { return true; }
+  bool follows_activations() const override { return follows_activations_; }
+  int64_t activation_bytes() override { return meter_->activation_memory_; }
+  int64_t take_activation_peak() override { return meter_->activation_peak_.exchange(meter_->activation_memory_); }
+  int64_t take_live_activation_peak() override { return meter_->live_peak_.exchange(meter_->activation_memory_); }
   int64_t peak_bytes() override { return meter_->peak_; }
   void reset_peak() override { meter_->peak_ = meter_->in_use(); }
   int64_t least_limit_bytes() override { return meter_->least_limit_; }
   void reset_least_limit() override { meter_->least_limit_ = 0; }
-  void note_needed_payloads(int64_t num_bytes) override { meter_->note_needed_payloads(num_bytes); }
+  void note_needed_chunk_buffers(int64_t num_bytes) override { meter_->note_needed_chunk_buffers(num_bytes); }
 
   int64_t limit_bytes() const override { return meter_->limit_; }
   bool may_exceed_limit() const override { return meter_->limit_ != kUnlimited; }
@@ -176,11 +176,11 @@ class CpuBackend final : public Backend {
     return pointer;
   }
 
-  void* allocate_slot(int64_t num_bytes) {
+  void* allocate_device_buffer(int64_t num_bytes) {
     try {
       return allocate_memory(num_bytes);
     } catch (...) {
-      meter_->subtract_slot(num_bytes);
+      meter_->subtract_device_buffer(num_bytes);
       throw;
     }
   }
@@ -195,9 +195,9 @@ class CpuBackend final : public Backend {
     return nullptr;
   }
 
-  int64_t left_by_tide_bytes_;
-  bool follows_tide_;
-  int64_t lent_tide_bytes_ = 0;
+  int64_t left_by_activations_bytes_;
+  bool follows_activations_;
+  int64_t lent_activation_bytes_ = 0;
   std::shared_ptr<DeviceMeter> meter_;
   std::unique_ptr<MeteredAllocator> allocator_;
   std::array<SimulatedQueue, kNumQueues - 1> workers_;  // of all queues but kCompute
@@ -205,8 +205,9 @@ class CpuBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes, bool follows_tide) {
-  return std::make_unique<CpuBackend>(limit_bytes, left_by_tide_bytes, follows_tide);
+std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_activations_bytes,
+                                          bool follows_activations) {
+  return std::make_unique<CpuBackend>(limit_bytes, left_by_activations_bytes, follows_activations);
 }
 
 std::shared_ptr<void> take_cpu_memory(int64_t num_bytes) {

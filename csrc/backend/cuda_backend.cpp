@@ -16,13 +16,13 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/cuda_activation_memory.h"
 #include "backend/cuda_allocator_limit.h"
 #include "backend/cuda_check.h"
 #include "backend/cuda_delay.h"
 #include "backend/cuda_event_pool.h"
 #include "backend/cuda_pressure.h"
 #include "backend/cuda_stats.h"
-#include "backend/cuda_tide.h"
 
 namespace patrickstar {
 
@@ -31,11 +31,12 @@ namespace {
 // Chunks are evicted on a cache miss when less than this share of the limit is left.
 constexpr double kHeadroomRatio = 0.04;
 // Bytes of a free block that stay for later activations, at most this share of the limit.
-constexpr int64_t kKeptForTide = int64_t{512} << 20;
-constexpr double kKeptForTideRatio = 0.02;
+constexpr int64_t kKeptForActivationMemory = int64_t{512} << 20;
+constexpr double kKeptForActivationMemoryRatio = 0.02;
 
-int64_t kept_for_tide(int64_t limit_bytes) {
-  return std::min(kKeptForTide, static_cast<int64_t>(static_cast<double>(limit_bytes) * kKeptForTideRatio));
+int64_t kept_for_activation_memory(int64_t limit_bytes) {
+  return std::min(kKeptForActivationMemory,
+                  static_cast<int64_t>(static_cast<double>(limit_bytes) * kKeptForActivationMemoryRatio));
 }
 
 struct CudaEvent final : EventState {
@@ -54,7 +55,7 @@ struct CudaMark final : MarkState {
 
 // PyTorch's allocator synchronises with the stream of an allocation when it unmaps an expandable segment, long after
 // the engine is closed. Copy streams are therefore created once per device and never destroyed, like PyTorch's own.
-// kVisitUpdate has the highest priority: its short kernels overtake the rest of a long one.
+// kRoundTripUpdate has the highest priority: its short kernels overtake the rest of a long one.
 cudaStream_t lasting_stream(int device, Queue queue) {
   static std::mutex mutex;
   static std::map<std::pair<int, Queue>, cudaStream_t> streams;
@@ -64,7 +65,7 @@ cudaStream_t lasting_stream(int device, Queue queue) {
   int least = 0;
   int greatest = 0;
   PS_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  const int priority = queue == Queue::kVisitUpdate ? greatest : least;
+  const int priority = queue == Queue::kRoundTripUpdate ? greatest : least;
   PS_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
   return stream;
 }
@@ -85,7 +86,7 @@ class CudaBackend final : public Backend {
         events_(std::make_shared<CudaEventPool>(cudaEventDisableTiming)),
         timed_events_(std::make_shared<CudaEventPool>(cudaEventDefault)),
         segments_(rounding_bytes > 0 ? Segments::kExpandable : Segments::kFixed),
-        tide_regions_(device, kept_for_tide(limit_bytes)),
+        activation_regions_(device, kept_for_activation_memory(limit_bytes)),
         compute_(c10::cuda::getCurrentCUDAStream(device_).stream()) {
     const c10::cuda::CUDAGuard guard(device_);
     size_t free_bytes = 0;
@@ -97,7 +98,7 @@ class CudaBackend final : public Backend {
     allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
     // Memory that PyTorch cached earlier counts towards the limit and can be reclaimed.
     if (taken_bytes(device) > 0) {
-      cached_slot_bytes_ = cuda_bytes(device_).cached;
+      cached_device_buffer_bytes_ = cuda_bytes(device_).cached;
     } else {
       c10::cuda::CUDACachingAllocator::emptyCache();
     }
@@ -119,19 +120,19 @@ class CudaBackend final : public Backend {
   // splits a cached block that a large activation needs in the next step.
   void* allocate(int64_t num_bytes) override {
     const bool fits = cuda_bytes(device_).reserved + num_bytes <= allowed_bytes_;
-    if (!fits && cached_slot_bytes_ < num_bytes) return nullptr;
+    if (!fits && cached_device_buffer_bytes_ < num_bytes) return nullptr;
     const c10::cuda::CUDAGuard guard(device_);
-    const CudaSlotAllocationScope scope;
+    const CudaDeviceBufferAllocationScope scope;
     void* pointer = nullptr;
     try {
       pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes),
                                                                        stream(Queue::kUpload));
     } catch (const c10::OutOfMemoryError&) {
-      cached_slot_bytes_ = 0;
+      cached_device_buffer_bytes_ = 0;
       return nullptr;
     }
-    cached_slot_bytes_ = std::max<int64_t>(cached_slot_bytes_ - num_bytes, 0);
-    slot_bytes_ += num_bytes;
+    cached_device_buffer_bytes_ = std::max<int64_t>(cached_device_buffer_bytes_ - num_bytes, 0);
+    device_buffer_bytes_ += num_bytes;
     // The memory's last user was ordered on the upload stream; the next user may be on any queue.
     wait(Queue::kCompute, record(Queue::kUpload));
     return pointer;
@@ -145,30 +146,30 @@ class CudaBackend final : public Backend {
       c10::cuda::CUDACachingAllocator::raw_delete(pointer);
     } catch (const std::exception&) {  // the device has failed, and its memory with it
     }
-    slot_bytes_ -= num_bytes;
-    cached_slot_bytes_ += num_bytes;
-    least_slot_bytes_ = std::min(least_slot_bytes_, slot_bytes_);
+    device_buffer_bytes_ -= num_bytes;
+    cached_device_buffer_bytes_ += num_bytes;
+    least_device_buffer_bytes_ = std::min(least_device_buffer_bytes_, device_buffer_bytes_);
   }
 
   bool is_idle(const BusyUntil& busy) override { return is_over(busy.copied) && is_over(busy.computed); }
 
-  int64_t lent_tide_bytes() override { return tide_regions_.num_bytes(); }
-  void* allocate_of_tide(int64_t num_bytes, BusyUntil& busy) override {
+  int64_t lent_activation_bytes() override { return activation_regions_.num_bytes(); }
+  void* allocate_for_activations(int64_t num_bytes, BusyUntil& busy) override {
     const c10::cuda::CUDAGuard guard(device_);
-    void* pointer = tide_regions_.allocate(num_bytes, compute_);
+    void* pointer = activation_regions_.allocate(num_bytes, compute_);
     if (pointer != nullptr) busy = {nullptr, record(Queue::kCompute)};
     return pointer;
   }
-  void free_of_tide(void* pointer, int64_t, const BusyUntil& busy) noexcept override {
+  void free_for_activations(void* pointer, int64_t, const BusyUntil& busy) noexcept override {
     try {
       wait(Queue::kCompute, busy.copied);
-      tide_regions_.free(pointer);
+      activation_regions_.free(pointer);
     } catch (const std::exception&) {  // the device has failed, and its memory with it
     }
   }
   void reclaim() override {
     c10::cuda::CUDACachingAllocator::emptyCache();
-    cached_slot_bytes_ = 0;
+    cached_device_buffer_bytes_ = 0;
   }
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
@@ -266,17 +267,17 @@ class CudaBackend final : public Backend {
     };
   }
 
-  bool measures_tide_freely() const override { return false; }
-  bool follows_tide() const override { return false; }
+  bool measures_activation_memory_freely() const override { return false; }
+  bool follows_activations() const override { return false; }
   // Memory that PyTorch reserved beside device buffers, including what its blocks waste.
-  int64_t tide_bytes() override { return cuda_bytes(device_).reserved - slot_bytes_; }
-  int64_t take_tide_peak() override {
+  int64_t activation_bytes() override { return cuda_bytes(device_).reserved - device_buffer_bytes_; }
+  int64_t take_activation_peak() override {
     note_peaks();
-    return std::exchange(tide_peak_, 0);
+    return std::exchange(activation_peak_, 0);
   }
-  int64_t take_live_tide_peak() override {
+  int64_t take_live_activation_peak() override {
     note_peaks();
-    return std::exchange(live_tide_peak_, 0);
+    return std::exchange(live_activation_peak_, 0);
   }
   int64_t peak_bytes() override {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
@@ -289,7 +290,7 @@ class CudaBackend final : public Backend {
   // PyTorch's allocator always enforces the limit, and refused sizes are unknown here.
   int64_t least_limit_bytes() override { return 0; }
   void reset_least_limit() override {}
-  void note_needed_payloads(int64_t) override {}
+  void note_needed_chunk_buffers(int64_t) override {}
 
   int64_t reclaimable_bytes() const override {
     const int64_t fragments = pressure_ ? pressure_->fragment_bytes() : 0;
@@ -318,18 +319,19 @@ class CudaBackend final : public Backend {
   // PyTorch keeps one peak of each kind; this copies and resets it.
   void note_peaks() {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
-    const int64_t slots = std::exchange(least_slot_bytes_, slot_bytes_);
+    const int64_t device_buffers = std::exchange(least_device_buffer_bytes_, device_buffer_bytes_);
     peak_reserved_ = std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
-    tide_peak_ = std::max(tide_peak_, stats.reserved_bytes[kAggregate].peak - slots);
-    const int64_t lent = tide_regions_.take_least_bytes();
-    live_tide_peak_ = std::max(live_tide_peak_, stats.allocated_bytes[kAggregate].peak - slots - lent);
+    activation_peak_ = std::max(activation_peak_, stats.reserved_bytes[kAggregate].peak - device_buffers);
+    const int64_t lent = activation_regions_.take_least_bytes();
+    live_activation_peak_ =
+        std::max(live_activation_peak_, stats.allocated_bytes[kAggregate].peak - device_buffers - lent);
     c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
   }
   c10::DeviceIndex device_;
   std::shared_ptr<CudaEventPool> events_;
   std::shared_ptr<CudaEventPool> timed_events_;  // separate: an event with timing costs the GPU a timestamp
   Segments segments_;
-  CudaTideRegions tide_regions_;
+  CudaActivationRegions activation_regions_;
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
   // Limit of PyTorch's allocator, below limit_bytes_ by the rounding. The allocator then maps whole pages, which may
@@ -337,12 +339,12 @@ class CudaBackend final : public Backend {
   int64_t allowed_bytes_ = 0;
   mutable std::array<std::atomic<cudaStream_t>, kNumQueues> streams_{};  // by queue, without kCompute
   cudaStream_t compute_;                                                 // see follow_compute()
-  int64_t slot_bytes_ = 0;
-  int64_t cached_slot_bytes_ = 0;  // estimate of freed buffers that PyTorch caches for the upload stream
-  int64_t least_slot_bytes_ = 0;   // since the last note_peaks
+  int64_t device_buffer_bytes_ = 0;
+  int64_t cached_device_buffer_bytes_ = 0;  // estimate of freed buffers that PyTorch caches for the upload stream
+  int64_t least_device_buffer_bytes_ = 0;   // since the last note_peaks
   int64_t peak_reserved_ = 0;
-  int64_t tide_peak_ = 0;  // since take_tide_peak()
-  int64_t live_tide_peak_ = 0;
+  int64_t activation_peak_ = 0;  // since take_activation_peak()
+  int64_t live_activation_peak_ = 0;
   std::optional<AllocatorLimit> allocator_limit_;
   std::optional<CudaPressureScope> pressure_;
 };
@@ -352,7 +354,7 @@ class CudaBackend final : public Backend {
 std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   const cudaStream_t stream = lasting_stream(device, Queue::kUpload);
-  const CudaSlotAllocationScope scope;
+  const CudaDeviceBufferAllocationScope scope;
   void* pointer = nullptr;
   try {
     pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), stream);

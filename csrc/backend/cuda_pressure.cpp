@@ -31,7 +31,7 @@ Listener& listener() {
   return instance;
 }
 
-thread_local int slot_allocations = 0;
+thread_local int device_buffer_allocations = 0;
 
 void raise_to(std::atomic<int64_t>& most, int64_t value) {
   int64_t before = most;
@@ -71,7 +71,7 @@ void note_request(const Entry& entry) {
   Listener& target = listener();
   using Action = std::decay_t<Entry>;
   if ((entry.action_ != Action::ALLOC && entry.action_ != Action::OOM) || entry.device_ != target.device) return;
-  if (slot_allocations > 0 || !target.gate.is_open()) return;
+  if (device_buffer_allocations > 0 || !target.gate.is_open()) return;
   const auto size = static_cast<int64_t>(entry.size_);
   raise_to(target.largest_request, size);
 }
@@ -80,7 +80,7 @@ class EvictChunks final : public c10::FreeMemoryCallback {
  public:
   bool Execute() override {
     Listener& target = listener();
-    if (slot_allocations > 0 || !target.gate.is_open()) return false;
+    if (device_buffer_allocations > 0 || !target.gate.is_open()) return false;
     const int64_t needed = segment_bytes(target.largest_request);
     const int64_t headroom = std::max<int64_t>(target.headroom_bytes, needed);
     const int64_t left = left_bytes(target);
@@ -144,8 +144,8 @@ CudaPressureScope::~CudaPressureScope() { listener().gate.set(nullptr); }
 
 int64_t CudaPressureScope::fragment_bytes() const { return std::max<int64_t>(listener().fragments, 0); }
 
-CudaSlotAllocationScope::CudaSlotAllocationScope() { ++slot_allocations; }
-CudaSlotAllocationScope::~CudaSlotAllocationScope() { --slot_allocations; }
+CudaDeviceBufferAllocationScope::CudaDeviceBufferAllocationScope() { ++device_buffer_allocations; }
+CudaDeviceBufferAllocationScope::~CudaDeviceBufferAllocationScope() { --device_buffer_allocations; }
 
 }  // namespace patrickstar
 

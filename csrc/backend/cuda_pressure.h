@@ -31,10 +31,10 @@ class CudaPressureScope {
 };
 
 // Disables the handler while the calling thread allocates device buffers.
-class CudaSlotAllocationScope {
+class CudaDeviceBufferAllocationScope {
  public:
-  CudaSlotAllocationScope();
-  ~CudaSlotAllocationScope();
+  CudaDeviceBufferAllocationScope();
+  ~CudaDeviceBufferAllocationScope();
 };
 
 }  // namespace patrickstar

@@ -19,8 +19,8 @@ class DelayingBackend final : public Backend {
   // Delayed calls.
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
-    const bool crosses_link =
-        queue == Queue::kUpload || queue == Queue::kDownload || queue == Queue::kVisitUp || queue == Queue::kVisitDown;
+    const bool crosses_link = queue == Queue::kUpload || queue == Queue::kDownload || queue == Queue::kRoundTripUp ||
+                              queue == Queue::kRoundTripDown;
     if (crosses_link) inner_->delay(queue, transfer_seconds(num_bytes));
     inner_->copy(queue, to, from, num_bytes);
   }
@@ -42,13 +42,13 @@ class DelayingBackend final : public Backend {
   void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
     inner_->free(pointer, num_bytes, busy);
   }
-  void* allocate_of_tide(int64_t num_bytes, BusyUntil& busy) override {
-    return inner_->allocate_of_tide(num_bytes, busy);
+  void* allocate_for_activations(int64_t num_bytes, BusyUntil& busy) override {
+    return inner_->allocate_for_activations(num_bytes, busy);
   }
-  void free_of_tide(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
-    inner_->free_of_tide(pointer, num_bytes, busy);
+  void free_for_activations(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
+    inner_->free_for_activations(pointer, num_bytes, busy);
   }
-  int64_t lent_tide_bytes() override { return inner_->lent_tide_bytes(); }
+  int64_t lent_activation_bytes() override { return inner_->lent_activation_bytes(); }
   bool is_idle(const BusyUntil& busy) override { return inner_->is_idle(busy); }
   const char* name() const override { return inner_->name(); }
   void shut_down() override { inner_->shut_down(); }
@@ -65,16 +65,16 @@ class DelayingBackend final : public Backend {
   double seconds_between(const Mark& begin, const Mark& end) override { return inner_->seconds_between(begin, end); }
   void pin(void* data, int64_t num_bytes) override { inner_->pin(data, num_bytes); }
   std::function<void(void*, int64_t)> unpinner() const override { return inner_->unpinner(); }
-  bool measures_tide_freely() const override { return inner_->measures_tide_freely(); }
-  bool follows_tide() const override { return inner_->follows_tide(); }
-  int64_t tide_bytes() override { return inner_->tide_bytes(); }
-  int64_t take_tide_peak() override { return inner_->take_tide_peak(); }
-  int64_t take_live_tide_peak() override { return inner_->take_live_tide_peak(); }
+  bool measures_activation_memory_freely() const override { return inner_->measures_activation_memory_freely(); }
+  bool follows_activations() const override { return inner_->follows_activations(); }
+  int64_t activation_bytes() override { return inner_->activation_bytes(); }
+  int64_t take_activation_peak() override { return inner_->take_activation_peak(); }
+  int64_t take_live_activation_peak() override { return inner_->take_live_activation_peak(); }
   int64_t peak_bytes() override { return inner_->peak_bytes(); }
   void reset_peak() override { inner_->reset_peak(); }
   int64_t least_limit_bytes() override { return inner_->least_limit_bytes(); }
   void reset_least_limit() override { inner_->reset_least_limit(); }
-  void note_needed_payloads(int64_t num_bytes) override { inner_->note_needed_payloads(num_bytes); }
+  void note_needed_chunk_buffers(int64_t num_bytes) override { inner_->note_needed_chunk_buffers(num_bytes); }
   void reclaim() override { inner_->reclaim(); }
   int64_t reclaimable_bytes() const override { return inner_->reclaimable_bytes(); }
   int64_t limit_bytes() const override { return inner_->limit_bytes(); }

@@ -83,19 +83,19 @@ std::atomic<c10::DeleterFnPtr> base_deleter{nullptr};
 
 void free_metered(void* data) {
   const Metered metered = metered_table().take(data);
-  if (metered.meter != nullptr) metered.meter->subtract_tide(metered.num_bytes);
+  if (metered.meter != nullptr) metered.meter->subtract_activation_memory(metered.num_bytes);
   base_deleter.load()(data);
 }
 
 }  // namespace
 
 void DeviceMeter::note_peaks() {
-  raise_to(tide_peak_, tide_);
-  raise_to(live_peak_, tide_);
+  raise_to(activation_peak_, activation_memory_);
+  raise_to(live_peak_, activation_memory_);
   raise_to(peak_, in_use());
 }
 
-void DeviceMeter::make_room_for_tide(int64_t num_bytes) {
+void DeviceMeter::make_room_for_activation_memory(int64_t num_bytes) {
   if (limit_ == kUnlimited || in_use() + num_bytes <= limit_) return;
   pressure_.ask(in_use() + num_bytes - limit_);
   const int64_t need = in_use() + num_bytes;
@@ -109,25 +109,25 @@ void DeviceMeter::make_room_for_tide(int64_t num_bytes) {
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
 }
 
-void DeviceMeter::note_needed_payloads(int64_t num_bytes) {
-  const int64_t need = tide_ + num_bytes;
+void DeviceMeter::note_needed_chunk_buffers(int64_t num_bytes) {
+  const int64_t need = activation_memory_ + num_bytes;
   if (policy_ == LimitPolicy::kMeasure && limit_ != kUnlimited && need > limit_) raise_to(least_limit_, need);
 }
 
-void DeviceMeter::add_tide(int64_t num_bytes) {
-  tide_ += num_bytes;
+void DeviceMeter::add_activation_memory(int64_t num_bytes) {
+  activation_memory_ += num_bytes;
   note_peaks();
 }
 
-bool DeviceMeter::try_add_slot(int64_t num_bytes) {
+bool DeviceMeter::try_add_device_buffer(int64_t num_bytes) {
   if (limit_ != kUnlimited && in_use() + num_bytes > limit_) return false;
-  slots_ += num_bytes;
+  device_buffers_ += num_bytes;
   note_peaks();
   return true;
 }
 
-void DeviceMeter::add_slot_over_limit(int64_t num_bytes) {
-  slots_ += num_bytes;
+void DeviceMeter::add_device_buffer_over_limit(int64_t num_bytes) {
+  device_buffers_ += num_bytes;
   raise_to(least_limit_, in_use());
   note_peaks();
 }
@@ -152,11 +152,11 @@ c10::DataPtr MeteredAllocator::allocate(size_t num_bytes) {
   // A forked process (a DataLoader worker) has no engine that could make room.
   if (num_bytes == 0 || host_scopes > 0 || !made_in_.is_here()) return base_->allocate(num_bytes);
   const auto bytes = static_cast<int64_t>(num_bytes);
-  meter_->make_room_for_tide(bytes);
+  meter_->make_room_for_activation_memory(bytes);
   c10::DataPtr memory = base_->allocate(num_bytes);
   if (!memory.compare_exchange_deleter(base_->raw_deleter(), &free_metered)) return memory;  // not plain memory
   metered_table().insert(memory.get(), {bytes, meter_});  // throws before anything is counted
-  meter_->add_tide(bytes);
+  meter_->add_activation_memory(bytes);
   return memory;
 }
 

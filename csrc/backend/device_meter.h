@@ -25,24 +25,24 @@ class DeviceMeter {
 
   // Makes room for an allocation of activations: lets the handler evict chunks, then throws c10::OutOfMemoryError
   // unless the policy is kMeasure.
-  void make_room_for_tide(int64_t num_bytes);
-  void add_tide(int64_t num_bytes);
-  void subtract_tide(int64_t num_bytes) { tide_ -= num_bytes; }
+  void make_room_for_activation_memory(int64_t num_bytes);
+  void add_activation_memory(int64_t num_bytes);
+  void subtract_activation_memory(int64_t num_bytes) { activation_memory_ -= num_bytes; }
 
   // Returns false and adds nothing if the buffer does not fit.
-  bool try_add_slot(int64_t num_bytes);
-  void add_slot_over_limit(int64_t num_bytes);
-  void subtract_slot(int64_t num_bytes) { slots_ -= num_bytes; }
+  bool try_add_device_buffer(int64_t num_bytes);
+  void add_device_buffer_over_limit(int64_t num_bytes);
+  void subtract_device_buffer(int64_t num_bytes) { device_buffers_ -= num_bytes; }
 
   // Records the limit that would be needed if exactly `num_bytes` of device buffers were in use now.
-  void note_needed_payloads(int64_t num_bytes);
+  void note_needed_chunk_buffers(int64_t num_bytes);
 
-  int64_t in_use() const { return tide_ + slots_; }
+  int64_t in_use() const { return activation_memory_ + device_buffers_; }
 
   const int64_t limit_;
-  std::atomic<int64_t> tide_{0};
-  std::atomic<int64_t> slots_{0};
-  std::atomic<int64_t> tide_peak_{0};
+  std::atomic<int64_t> activation_memory_{0};
+  std::atomic<int64_t> device_buffers_{0};
+  std::atomic<int64_t> activation_peak_{0};
   std::atomic<int64_t> live_peak_{0};  // since its own last reset
   std::atomic<int64_t> peak_{0};
   std::atomic<int64_t> least_limit_{0};

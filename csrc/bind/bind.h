@@ -51,18 +51,18 @@ pybind11::dict describe_trace(const StepTrace& trace);
 pybind11::dict describe_stalls(const StepTrace& trace);
 // Arguments of make_plan, timeline aside.
 pybind11::dict describe_problem(const PlanProblem& problem);
-Timeline parse_timeline(const pybind11::list& moments);
+Timeline parse_timeline(const pybind11::list& accesses);
 Plan parse_plan(const pybind11::dict& plan);
-// {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}
+// {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, finalise_bytes, survives_step)}
 using CostMap = std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
 std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline);
-// By chunk: fields of VisitCost.
-using VisitCosts = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
-std::vector<VisitCost> parse_visits(const VisitCosts& costs);
+// By chunk: fields of RoundTripCost.
+using RoundTripCosts = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
+std::vector<RoundTripCost> parse_round_trips(const RoundTripCosts& costs);
 // By access: fields of ActivationCopies (bytes leaving, returning, needed).
-using CopiesByMoment = std::vector<std::array<int64_t, 3>>;
-std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments);
-CopiesByMoment describe_copies(const std::vector<ActivationCopies>& moments);
+using CopiesByAccess = std::vector<std::array<int64_t, 3>>;
+std::vector<ActivationCopies> parse_copies(const CopiesByAccess& accesses);
+CopiesByAccess describe_copies(const std::vector<ActivationCopies>& accesses);
 pybind11::dict describe_step(const SimulatedStep& step);
 
 }  // namespace patrickstar::bind

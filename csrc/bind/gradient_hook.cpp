@@ -26,9 +26,9 @@ void GradientHook::operator()(py::handle param) {
   const auto data = gradient.attr(data_ptr_)().cast<uintptr_t>();
   {
     const py::gil_scoped_release release;
-    runtime_.fold_gradient(param_, reinterpret_cast<const void*>(data));
+    runtime_.accumulate_gradient(param_, reinterpret_cast<const void*>(data));
   }
-  has_folded_ = true;
+  has_accumulated_ = true;
 }
 
 }  // namespace patrickstar::bind

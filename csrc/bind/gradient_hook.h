@@ -23,7 +23,7 @@ class GradientHook {
 
   ParamId param() const { return param_; }
   // True once a gradient was accumulated.
-  bool has_folded() const { return has_folded_; }
+  bool has_accumulated() const { return has_accumulated_; }
 
  private:
   pybind11::object keeper_;  // keeps runtime_ alive
@@ -32,7 +32,7 @@ class GradientHook {
   pybind11::tuple strides_;
   pybind11::object take_;
   pybind11::object rearrange_;
-  bool has_folded_ = false;
+  bool has_accumulated_ = false;
   pybind11::object is_sparse_ = interned("is_sparse");
   pybind11::object stride_ = interned("stride");
   pybind11::object data_ptr_ = interned("data_ptr");

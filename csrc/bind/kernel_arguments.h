@@ -61,10 +61,10 @@ void split(int num_threads, int64_t numel, const Function& fn) {
 struct OpenLog {
   static constexpr int64_t kCapacity = optim::kOpenPiece / 16;
   int64_t count;
-  char data[kCapacity * optim::OpenValues::kBytes];
+  char data[kCapacity * optim::ScaleDependentValues::kBytes];
 
-  optim::OpenValues values() {
-    optim::OpenValues result = optim::OpenValues::in(data, kCapacity);
+  optim::ScaleDependentValues values() {
+    optim::ScaleDependentValues result = optim::ScaleDependentValues::in(data, kCapacity);
     result.count = count;
     return result;
   }

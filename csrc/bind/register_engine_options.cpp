@@ -65,7 +65,7 @@ void register_layout(py::module_& module) {
         result["quantization"] = chunk.quantization;
         result["leading_state"] = chunk.leading_state();
         result["param_bytes"] = chunk.num_bytes(ArrayKind::kParamShard);
-        result["home_bytes"] = home_bytes(chunk);
+        result["resting_tier_bytes"] = resting_tier_bytes(chunk);
         result["new_value_bytes"] = least_new_bytes(self, id);
         result["disk_bytes"] = disk_bytes(chunk);
         result["params"] = chunk.params;
@@ -117,8 +117,8 @@ void register_options(py::module_& module) {
       .def_readwrite("device_limit_bytes", &DeviceOptions::device_limit_bytes)
       .def_readwrite("host_limit_bytes", &DeviceOptions::host_limit_bytes)
       .def_readwrite("limit_rounding_bytes", &DeviceOptions::limit_rounding_bytes)
-      .def_readwrite("left_by_tide_bytes", &DeviceOptions::left_by_tide_bytes)
-      .def_readwrite("follows_tide", &DeviceOptions::follows_tide)
+      .def_readwrite("left_by_activations_bytes", &DeviceOptions::left_by_activations_bytes)
+      .def_readwrite("follows_activations", &DeviceOptions::follows_activations)
       .def_readwrite("host_threads", &DeviceOptions::host_threads)
       .def_readwrite("delays", &DeviceOptions::delays);
   py::class_<ResidencyOptions>(module, "ResidencyOptions",
@@ -126,7 +126,7 @@ void register_options(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("warmup_payload_ratio", &ResidencyOptions::warmup_payload_ratio)
       .def_readwrite("margin_use_ratio", &ResidencyOptions::margin_use_ratio)
-      .def_readwrite("payload_limit_bytes", &ResidencyOptions::payload_limit_bytes)
+      .def_readwrite("chunk_buffer_limit_bytes", &ResidencyOptions::chunk_buffer_limit_bytes)
       .def_readwrite("state_placement", &ResidencyOptions::state_placement)
       .def_readwrite("backwards", &ResidencyOptions::backwards);
   py::class_<EngineOptions>(module, "EngineOptions")
@@ -182,9 +182,9 @@ void register_engine_options(py::module_& module) {
   register_options(module);
   register_group_options(module);
   module.attr("UNLIMITED") = kUnlimited;
-  py::enum_<Vacate>(module, "Vacate", "Chunk buffers to evict from the device (engine/shared_device.h).")
-      .value("VALUES", Vacate::kValues)
-      .value("EVERYTHING", Vacate::kEverything);
+  py::enum_<EvictionScope>(module, "EvictionScope", "Chunk buffers to evict from the device (engine/shared_device.h).")
+      .value("VALUES", EvictionScope::kValues)
+      .value("EVERYTHING", EvictionScope::kEverything);
   module.def("working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
              "Least device memory for chunk buffers: the largest module's chunks and a gradient (plan/placement.h).");
   module.def(

@@ -11,7 +11,7 @@ void register_gradient_hook(py::module_& module) {
            py::arg("param"), py::arg("strides"), py::arg("take"), py::arg("rearrange"))
       .def("__call__", &GradientHook::operator())
       .def_property_readonly("param", &GradientHook::param)
-      .def_property_readonly("has_folded", &GradientHook::has_folded);
+      .def_property_readonly("has_accumulated", &GradientHook::has_accumulated);
 }
 
 }  // namespace patrickstar::bind

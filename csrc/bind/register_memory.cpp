@@ -9,10 +9,10 @@
 #include "backend/device_meter.h"
 #include "bind/bind.h"
 #include "common/check.h"
+#include "memory/device_buffer_pool.h"
 #include "memory/host_arena.h"
 #include "memory/host_mapping.h"
 #include "memory/interleave.h"
-#include "memory/slot_pool.h"
 
 namespace py = pybind11;
 
@@ -74,7 +74,7 @@ class AddressedArena {
       : arena_(std::make_shared<HostBudget>(limit_bytes), std::move(hooks)) {}
 
   HostArena& arena() { return arena_; }
-  uintptr_t keep(HostBlock block) {
+  uintptr_t keep(HostBuffer block) {
     const auto address = reinterpret_cast<uintptr_t>(block.data);
     if (block) blocks_.emplace(address, std::move(block));
     return address;
@@ -83,7 +83,7 @@ class AddressedArena {
 
  private:
   HostArena arena_;
-  std::map<uintptr_t, HostBlock> blocks_;
+  std::map<uintptr_t, HostBuffer> blocks_;
 };
 
 // Hands out addresses without memory.
@@ -109,25 +109,25 @@ class CountedBytes final : public DeviceAllocator {
 };
 
 // For tests.
-class AddressedSlots {
+class AddressedDeviceBuffers {
  public:
-  AddressedSlots(int64_t limit_bytes, double max_waste_ratio)
-      : allocator_(limit_bytes), slots_(allocator_, max_waste_ratio) {}
+  AddressedDeviceBuffers(int64_t limit_bytes, double max_waste_ratio)
+      : allocator_(limit_bytes), device_buffers_(allocator_, max_waste_ratio) {}
 
-  SlotPool& slots() { return slots_; }
+  DeviceBufferPool& device_buffers() { return device_buffers_; }
   int64_t num_allocations() const { return allocator_.num_allocations(); }
-  uintptr_t acquire(int64_t num_bytes, SlotFit fit) {
-    Slot slot = slots_.acquire(num_bytes, fit);
-    const auto address = reinterpret_cast<uintptr_t>(slot.data);
-    if (slot) used_.emplace(address, std::move(slot));
+  uintptr_t acquire(int64_t num_bytes, DeviceBufferFit fit) {
+    DeviceBuffer device_buffer = device_buffers_.acquire(num_bytes, fit);
+    const auto address = reinterpret_cast<uintptr_t>(device_buffer.data);
+    if (device_buffer) used_.emplace(address, std::move(device_buffer));
     return address;
   }
   void release(uintptr_t address) { used_.erase(address); }
 
  private:
   CountedBytes allocator_;
-  SlotPool slots_;
-  std::map<uintptr_t, Slot> used_;
+  DeviceBufferPool device_buffers_;
+  std::map<uintptr_t, DeviceBuffer> used_;
 };
 
 template <typename Result>
@@ -203,22 +203,26 @@ Raises:
       .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
       .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))
       .def_property_readonly("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
-  py::enum_<SlotFit>(module, "SlotFit",
-                     "Device buffers that serve a request: larger ones too, or exact ones (memory/slot_pool.h).")
-      .value("LOOSE", SlotFit::kLoose)
-      .value("EXACT", SlotFit::kExact);
-  py::class_<AddressedSlots>(module, "SlotPool",
-                             "Pool of device buffers (memory/slot_pool.h), for tests: addresses without memory.")
+  py::enum_<DeviceBufferFit>(
+      module, "DeviceBufferFit",
+      "Device buffers that serve a request: larger ones too, or exact ones (memory/device_buffer_pool.h).")
+      .value("LOOSE", DeviceBufferFit::kLoose)
+      .value("EXACT", DeviceBufferFit::kExact);
+  py::class_<AddressedDeviceBuffers>(
+      module, "DeviceBufferPool",
+      "Pool of device buffers (memory/device_buffer_pool.h), for tests: addresses without memory.")
       .def(py::init<int64_t, double>(), py::arg("limit_bytes"), py::arg("max_waste_ratio"))
-      .def("acquire", &AddressedSlots::acquire, py::arg("num_bytes"), py::arg("fit") = SlotFit::kLoose,
+      .def("acquire", &AddressedDeviceBuffers::acquire, py::arg("num_bytes"), py::arg("fit") = DeviceBufferFit::kLoose,
            "The buffer's address; 0: no room.")
-      .def("release", &AddressedSlots::release, py::arg("address"))
+      .def("release", &AddressedDeviceBuffers::release, py::arg("address"))
       .def(
-          "trim", [](AddressedSlots& self, int64_t num_bytes) { return self.slots().trim(num_bytes); },
+          "trim", [](AddressedDeviceBuffers& self, int64_t num_bytes) { return self.device_buffers().trim(num_bytes); },
           py::arg("num_bytes"))
-      .def_property_readonly("num_allocations", &AddressedSlots::num_allocations)
-      .def_property_readonly("used_bytes", [](AddressedSlots& self) { return self.slots().used_bytes(); })
-      .def_property_readonly("idle_bytes", [](AddressedSlots& self) { return self.slots().idle_bytes(); });
+      .def_property_readonly("num_allocations", &AddressedDeviceBuffers::num_allocations)
+      .def_property_readonly("used_bytes",
+                             [](AddressedDeviceBuffers& self) { return self.device_buffers().used_bytes(); })
+      .def_property_readonly("idle_bytes",
+                             [](AddressedDeviceBuffers& self) { return self.device_buffers().idle_bytes(); });
 }
 
 }  // namespace patrickstar::bind

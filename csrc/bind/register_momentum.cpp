@@ -117,7 +117,7 @@ void register_apart(py::module_& module) {
 }
 
 // Speculative updates with scale-independent values (optim/kernels.h).
-void register_settled(py::module_& module) {
+void register_scale_independent(py::module_& module) {
   module.def(
       "momentum_param_between",
       [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
@@ -131,7 +131,7 @@ void register_settled(py::module_& module) {
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           OpenLog& log = pointer<OpenLog>(logs)[piece];
-          optim::OpenValues open = log.values();
+          optim::ScaleDependentValues open = log.values();
           kernels.momentum_param_between(arrays.range(begin, size), scalars, most_grad_scale, &open);
           log.count = open.count;
         });
@@ -193,7 +193,7 @@ void register_momentum_kernels(py::module_& module) {
   register_step(module, "momentum_param", &optim::CpuKernels::momentum_param,
                 "Like momentum_step, but writes param only, in memory apart from grad. Requires a float32 master.");
   register_apart(module);
-  register_settled(module);
+  register_scale_independent(module);
 #ifdef PATRICKSTAR_WITH_CUDA
   register_cuda_step(module);
 #endif

@@ -43,7 +43,7 @@ void register_adam(py::module_& module, const char* name, AdamKernel kernel, con
 }
 
 // Speculative updates with scale-independent values (optim/kernels.h).
-void register_settled_values(py::module_& module) {
+void register_scale_independent_values(py::module_& module) {
   module.def(
       "adam_param_between",
       [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
@@ -58,7 +58,7 @@ void register_settled_values(py::module_& module) {
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           OpenLog& log = pointer<OpenLog>(logs)[piece];
-          optim::OpenValues open = log.values();
+          optim::ScaleDependentValues open = log.values();
           kernels.adam_param_between(arrays.range(begin, size), scalars, most_grad_scale, &open);
           log.count = open.count;
         });
@@ -288,7 +288,7 @@ void register_optim(py::module_& module) {
   register_cpu_kernels(optim_module);
   register_momentum_kernels(optim_module);
   register_cpu_sums(optim_module);
-  register_settled_values(optim_module);
+  register_scale_independent_values(optim_module);
   register_split_masters(optim_module);
   register_values_in_place(optim_module);
 #ifdef PATRICKSTAR_WITH_CUDA

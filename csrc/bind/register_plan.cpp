@@ -6,11 +6,11 @@
 
 #include "bind/bind.h"
 #include "chunk/layout.h"
-#include "plan/homes.h"
 #include "plan/host_demand.h"
 #include "plan/placement.h"
 #include "plan/planner.h"
 #include "plan/played_uses.h"
+#include "plan/resting_tiers.h"
 
 namespace py = pybind11;
 
@@ -42,7 +42,7 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
     const ArrayCost& cost = arrays[index];
     if (cost.num_bytes == 0) continue;
     costs[describe_array(ArrayId::from_index(static_cast<int>(index)))] =
-        py::make_tuple(cost.num_bytes, cost.fetch_bytes, cost.evict_bytes, cost.retire_bytes, cost.survives_step);
+        py::make_tuple(cost.num_bytes, cost.fetch_bytes, cost.evict_bytes, cost.finalise_bytes, cost.survives_step);
   }
   return costs;
 }
@@ -55,29 +55,30 @@ void register_placement(py::module_& module) {
   py::class_<DeviceBudget>(module, "DeviceBudget", "Device memory available to the planner (plan/placement.h).")
       .def(py::init<>())
       .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)
-      .def_readwrite("follows_tide", &DeviceBudget::follows_tide)
+      .def_readwrite("follows_activations", &DeviceBudget::follows_activations)
       .def_readwrite("prefetches_far", &DeviceBudget::prefetches_far)
       .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio)
       .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients)
       .def_readwrite("backwards", &DeviceBudget::backwards)
-      .def_readwrite("gradient_tide_bytes", &DeviceBudget::gradient_tide_bytes)
+      .def_readwrite("gradient_activation_bytes", &DeviceBudget::gradient_activation_bytes)
       .def_readwrite("host_limit_bytes", &DeviceBudget::host_limit_bytes)
       .def_readwrite("gradient_room_bytes", &DeviceBudget::gradient_room_bytes);
-  module.def("gradient_room_bytes", &gradient_room_bytes, py::arg("layout"), py::arg("homes"),
+  module.def("gradient_room_bytes", &gradient_room_bytes, py::arg("layout"), py::arg("resting_tiers"),
              py::arg("host_limit_bytes"),
              "Host bytes that these resting tiers leave to gradients without a fixed place; UNLIMITED if all have one "
-             "(plan/homes.h).");
+             "(plan/resting_tiers.h).");
   module.def(
-      "visit_costs",
+      "round_trip_costs",
       [](const Layout& layout) {
         std::vector<std::tuple<int64_t, int64_t, int64_t>> costs;
-        for (const VisitCost& cost : visit_costs(layout)) {
+        for (const RoundTripCost& cost : round_trip_costs(layout)) {
           costs.emplace_back(cost.up_bytes, cost.down_bytes, cost.value_bytes);
         }
         return costs;
       },
       py::arg("layout"),
-      "By chunk, VisitCost of a GPU round-trip update: bytes up, bytes down, and the part of up that is skipped if the "
+      "By chunk, RoundTripCost of a GPU round-trip update: bytes up, bytes down, and the part of up that is skipped if "
+      "the "
       "device has the compute value.");
   module.def(
       "chunks_that_move_in",
@@ -102,30 +103,32 @@ void register_placement(py::module_& module) {
          int64_t disk_limit_bytes) {
         const InitialPlacement placement =
             initial_placement(layout, host_limit_bytes, device_room_bytes, backwards, disk_limit_bytes);
-        return py::make_tuple(placement.homes, placement.host_bytes, placement.disk_bytes);
+        return py::make_tuple(placement.resting_tiers, placement.host_bytes, placement.disk_bytes);
       },
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
       py::arg("backwards") = Backwards::kOne, py::arg("disk_limit_bytes") = 0,
       "Resting tiers by chunk before activation memory is known, host bytes, disk bytes. More host bytes than the "
-      "limit: all tiers together are too small (plan/homes.h).");
+      "limit: all tiers together are too small (plan/resting_tiers.h).");
   module.def(
-      "later_homes",
-      [](const Layout& layout, const std::vector<Tier>& first_homes, const std::vector<bool>& states_on_device,
+      "later_resting_tiers",
+      [](const Layout& layout, const std::vector<Tier>& first_resting_tiers, const std::vector<bool>& states_on_device,
          int64_t host_limit_bytes, Backwards backwards) {
         const std::vector<uint8_t> on_device(states_on_device.begin(), states_on_device.end());
-        return later_homes(layout, first_homes, on_device, host_limit_bytes, backwards);
+        return later_resting_tiers(layout, first_resting_tiers, on_device, host_limit_bytes, backwards);
       },
-      py::arg("layout"), py::arg("first_homes"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
+      py::arg("layout"), py::arg("first_resting_tiers"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
       py::arg("backwards") = Backwards::kOne,
       "Resting tiers by chunk once activation memory is known. Disk states move to the host as far as it has room "
-      "(plan/homes.h).");
-  module.def("bytes_on_host", &bytes_on_host, py::arg("layout"), py::arg("homes"),
+      "(plan/resting_tiers.h).");
+  module.def("bytes_on_host", &bytes_on_host, py::arg("layout"), py::arg("resting_tiers"),
              py::arg("backwards") = Backwards::kOne,
              "Host bytes of chunks with these resting tiers, without the buffer sets of the disk.");
   module.def(
       "disk_set_bytes",
-      [](const Layout& layout, const std::vector<Tier>& homes) { return disk_sets(layout, homes).num_bytes(); },
-      py::arg("layout"), py::arg("homes"),
+      [](const Layout& layout, const std::vector<Tier>& resting_tiers) {
+        return disk_sets(layout, resting_tiers).num_bytes();
+      },
+      py::arg("layout"), py::arg("resting_tiers"),
       "Host bytes of the buffer sets through which disk states pass (plan/chunk_bytes.h).");
   py::enum_<Ahead>(module, "Ahead", "Part of a chunk's update that runs before the norm is known (plan/host_demand.h).")
       .value("NOTHING", Ahead::kNothing)
@@ -133,21 +136,23 @@ void register_placement(py::module_& module) {
       .value("EVERYTHING", Ahead::kEverything);
   module.def(
       "choose_ahead",
-      [](const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes) {
-        return choose_ahead(new_bytes_on_host(layout, homes), {room_bytes, room_bytes}).chosen;
+      [](const Layout& layout, const std::vector<Tier>& resting_tiers, int64_t room_bytes) {
+        return choose_ahead(new_bytes_on_host(layout, resting_tiers), {room_bytes, room_bytes}).chosen;
       },
-      py::arg("layout"), py::arg("homes"), py::arg("room_bytes"),
+      py::arg("layout"), py::arg("resting_tiers"), py::arg("room_bytes"),
       "By chunk, the part of its update that room_bytes of host memory allow before the norm (plan/host_demand.h).");
   module.def(
       "host_peak_bytes",
-      [](const Layout& layout, const std::vector<Tier>& homes, const std::vector<bool>& states_on_device,
+      [](const Layout& layout, const std::vector<Tier>& resting_tiers, const std::vector<bool>& states_on_device,
          int64_t host_limit_bytes, bool updates_ahead, Backwards backwards) {
-        return host_peak_bytes(layout, homes, {states_on_device.begin(), states_on_device.end()}, host_limit_bytes,
+        return host_peak_bytes(layout, resting_tiers, {states_on_device.begin(), states_on_device.end()},
+                               host_limit_bytes,
                                updates_ahead ? NewValuesAhead::kWhereThereIsRoom : NewValuesAhead::kNever, backwards);
       },
-      py::arg("layout"), py::arg("first_homes"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
+      py::arg("layout"), py::arg("first_resting_tiers"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
       py::arg("updates_ahead"), py::arg("backwards") = Backwards::kOne,
-      "Peak host memory that a rank maps (plan/host_demand.h). first_homes: tiers before activation memory was known; "
+      "Peak host memory that a rank maps (plan/host_demand.h). first_resting_tiers: tiers before activation memory was "
+      "known; "
       "states_on_device: by chunk, now.");
   py::enum_<UseCall>(module, "UseCall", "A call that reports parameter uses (plan/played_uses.h).")
       .value("OPEN_SCOPE", UseCall::kOpenScope)
@@ -155,7 +160,7 @@ void register_placement(py::module_& module) {
       .value("TOUCH", UseCall::kTouch)
       .value("END_FORWARD", UseCall::kEndForward)
       .value("ENTER_BACKWARD", UseCall::kEnterBackward)
-      .value("FOLD", UseCall::kFold);
+      .value("ACCUMULATE", UseCall::kAccumulate);
   module.def(
       "play_uses",
       [](const Layout& layout, const std::vector<bool>& states_on_device, const std::vector<UseTuple>& uses) {
@@ -163,61 +168,60 @@ void register_placement(py::module_& module) {
         for (const auto& [call, params, until, begin, end] : uses)
           calls.push_back({call, params, until.value_or(HoldUntil::kScopeEnd), begin, end});
         const PlayedUses played = play_uses(layout, {states_on_device.begin(), states_on_device.end()}, calls);
-        return py::make_tuple(describe_timeline(played.timeline), played.moment_of, played.waste_bytes);
+        return py::make_tuple(describe_timeline(played.timeline), played.access_of, played.waste_bytes);
       },
       py::arg("layout"), py::arg("states_on_device"), py::arg("uses"),
       "Returns the timeline that an engine would record, by use the current access after it (-1: none), and the most "
       "bytes held at an access beside its own parameters. Uses are (call, params, until, begin, end).");
   module.def(
       "num_device_state_chunks",
-      [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {
-        return num_device_state_chunks(layout, parse_timeline(moments), budget);
+      [](const Layout& layout, const py::list& accesses, const DeviceBudget& budget) {
+        return num_device_state_chunks(layout, parse_timeline(accesses), budget);
       },
-      py::arg("layout"), py::arg("moments"), py::arg("budget"),
+      py::arg("layout"), py::arg("accesses"), py::arg("budget"),
       "Number of chunks, from the first on, with states on the device (plan/placement.h).");
   module.def(
       "leaving_gradient_bytes",
-      [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
+      [](const Layout& layout, const py::list& accesses, const std::vector<bool>& states_on_device,
          const DeviceBudget& budget) {
         const std::vector<uint8_t> on_device(states_on_device.begin(), states_on_device.end());
-        return leaving_gradient_bytes(layout, parse_timeline(moments), on_device, budget);
+        return leaving_gradient_bytes(layout, parse_timeline(accesses), on_device, budget);
       },
-      py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"),
+      py::arg("layout"), py::arg("accesses"), py::arg("states_on_device"), py::arg("budget"),
       "Bytes of gradients that wait for the norm on the host, for lack of device memory (plan/placement.h).");
   module.def(
       "pose_problem",
-      [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
+      [](const Layout& layout, const py::list& accesses, const std::vector<bool>& states_on_device,
          const DeviceBudget& budget) {
-        const Timeline timeline = parse_timeline(moments);
+        const Timeline timeline = parse_timeline(accesses);
         const std::vector<uint8_t> on_device(states_on_device.begin(), states_on_device.end());
         return describe_problem(pose_problem(layout, timeline, on_device, budget));
       },
-      py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"),
+      py::arg("layout"), py::arg("accesses"), py::arg("states_on_device"), py::arg("budget"),
       "The planner's problem for a timeline: the arguments of make_plan (plan/placement.h).");
 }
 
 }  // namespace
 
-// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...]. Optional
+// accesses: [{"phase": Phase, "uses": [(chunk, kind, mode), ...], "activation_peak_bytes": int}, ...]. Optional
 // "ends_phases": number of forwards and backwards that end after the entry.
-Timeline parse_timeline(const py::list& moments) {
+Timeline parse_timeline(const py::list& accesses) {
   Timeline timeline;
-  for (const py::handle& item : moments) {
+  for (const py::handle& item : accesses) {
     const auto fields = py::cast<py::dict>(item);
-    Moment moment;
-    moment.phase = fields["phase"].cast<Phase>();
-    moment.tide_peak_bytes = fields["tide_peak_bytes"].cast<int64_t>();
-    for (const py::handle& access_item : fields["accesses"]) {
-      const auto access = py::cast<py::tuple>(access_item);
-      moment.accesses.push_back(
-          {{access[0].cast<ChunkId>(), access[1].cast<ArrayKind>()}, access[2].cast<AccessMode>()});
+    Access access;
+    access.phase = fields["phase"].cast<Phase>();
+    access.activation_peak_bytes = fields["activation_peak_bytes"].cast<int64_t>();
+    for (const py::handle& use_item : fields["uses"]) {
+      const auto use = py::cast<py::tuple>(use_item);
+      access.uses.push_back({{use[0].cast<ChunkId>(), use[1].cast<ArrayKind>()}, use[2].cast<ArrayUseMode>()});
       // Reads acquire their arrays when the access begins.
-      if (moment.accesses.back().mode == AccessMode::kRead) moment.acquired.push_back(moment.accesses.back().array);
+      if (access.uses.back().mode == ArrayUseMode::kRead) access.acquired.push_back(access.uses.back().array);
     }
-    timeline.moments.push_back(std::move(moment));
+    timeline.accesses.push_back(std::move(access));
     const int64_t num_ended = fields.contains("ends_phases") ? fields["ends_phases"].cast<int64_t>() : 0;
     timeline.phase_ends.insert(timeline.phase_ends.end(), static_cast<size_t>(std::max<int64_t>(num_ended, 0)),
-                               static_cast<int64_t>(timeline.moments.size()));
+                               static_cast<int64_t>(timeline.accesses.size()));
   }
   return timeline;
 }
@@ -226,42 +230,43 @@ py::dict describe_problem(const PlanProblem& problem) {
   py::dict result;
   result["costs"] = describe_costs(problem.arrays);
   result["limit_bytes"] = problem.limit_bytes;
-  result["least_tide_bytes"] = problem.least_tide_bytes;
+  result["least_activation_bytes"] = problem.least_activation_bytes;
   result["fixed_bytes"] = problem.fixed_bytes;
   result["prefetch_bytes"] = problem.prefetch_bytes;
   result["idle_bytes"] = problem.idle_bytes;
   result["gradient_room_bytes"] = problem.gradient_room_bytes;
-  VisitCosts visits;
-  for (const VisitCost& cost : problem.visits) visits.emplace_back(cost.up_bytes, cost.down_bytes, cost.value_bytes);
-  result["visit_costs"] = visits;
+  RoundTripCosts round_trips;
+  for (const RoundTripCost& cost : problem.round_trips)
+    round_trips.emplace_back(cost.up_bytes, cost.down_bytes, cost.value_bytes);
+  result["round_trip_costs"] = round_trips;
   return result;
 }
 
-std::vector<VisitCost> parse_visits(const VisitCosts& costs) {
-  std::vector<VisitCost> result;
+std::vector<RoundTripCost> parse_round_trips(const RoundTripCosts& costs) {
+  std::vector<RoundTripCost> result;
   for (const auto& [up_bytes, down_bytes, value_bytes] : costs) result.push_back({up_bytes, down_bytes, value_bytes});
   return result;
 }
 
-std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments) {
+std::vector<ActivationCopies> parse_copies(const CopiesByAccess& accesses) {
   std::vector<ActivationCopies> result;
-  for (const auto& [leaving, coming, needed] : moments) result.push_back({leaving, coming, needed});
+  for (const auto& [leaving, coming, needed] : accesses) result.push_back({leaving, coming, needed});
   return result;
 }
 
-CopiesByMoment describe_copies(const std::vector<ActivationCopies>& moments) {
-  CopiesByMoment result;
-  for (const ActivationCopies& moment : moments) {
-    result.push_back({moment.leaving_bytes, moment.coming_bytes, moment.needed_bytes});
+CopiesByAccess describe_copies(const std::vector<ActivationCopies>& accesses) {
+  CopiesByAccess result;
+  for (const ActivationCopies& access : accesses) {
+    result.push_back({access.leaving_bytes, access.coming_bytes, access.needed_bytes});
   }
   return result;
 }
 
 Plan parse_plan(const py::dict& fields) {
   Plan plan;
-  for (const py::handle& item : fields["moments"]) {
-    plan.moments.push_back({parse_arrays(item["evict"]), parse_arrays(item["fetch"]), parse_arrays(item["evict_ahead"]),
-                            parse_arrays(item["prefetch"])});
+  for (const py::handle& item : fields["accesses"]) {
+    plan.accesses.push_back({parse_arrays(item["evict"]), parse_arrays(item["fetch"]),
+                             parse_arrays(item["evict_ahead"]), parse_arrays(item["prefetch"])});
   }
   plan.uploaded_bytes = fields["uploaded_bytes"].cast<int64_t>();
   plan.downloaded_bytes = fields["downloaded_bytes"].cast<int64_t>();
@@ -275,48 +280,47 @@ std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timelin
   const auto make = [&arrays](ChunkId chunk) {
     arrays.resize(std::max(arrays.size(), (static_cast<size_t>(chunk) + 1) * kNumArrayKinds));
   };
-  for (const Moment& moment : timeline.moments) {
-    for (const Access& access : moment.accesses) make(access.array.chunk);
+  for (const Access& access : timeline.accesses) {
+    for (const ArrayUse& use : access.uses) make(use.array.chunk);
   }
   for (const auto& [key, cost] : costs) {
     const auto index = static_cast<size_t>(ArrayId{key.first, key.second}.index());
     make(key.first);
-    const auto& [num_bytes, fetch, evict, retire, survives] = cost;
-    arrays[index] = {num_bytes, fetch, evict, retire, survives};
+    const auto& [num_bytes, fetch, evict, finalise, survives] = cost;
+    arrays[index] = {num_bytes, fetch, evict, finalise, survives};
   }
   return arrays;
 }
 
 py::list describe_timeline(const Timeline& timeline) {
-  py::list moments;
-  for (const Moment& moment : timeline.moments) {
-    py::list accesses;
-    for (const Access& access : moment.accesses)
-      accesses.append(py::make_tuple(access.array.chunk, access.array.kind, access.mode));
+  py::list accesses;
+  for (const Access& access : timeline.accesses) {
+    py::list uses;
+    for (const ArrayUse& use : access.uses) uses.append(py::make_tuple(use.array.chunk, use.array.kind, use.mode));
     py::dict fields;
-    fields["phase"] = moment.phase;
-    fields["accesses"] = accesses;
-    fields["tide_peak_bytes"] = moment.tide_peak_bytes;
+    fields["phase"] = access.phase;
+    fields["uses"] = uses;
+    fields["activation_peak_bytes"] = access.activation_peak_bytes;
     const auto& ends = timeline.phase_ends;
-    const auto num_ended = std::count(ends.begin(), ends.end(), static_cast<int64_t>(moments.size()) + 1);
+    const auto num_ended = std::count(ends.begin(), ends.end(), static_cast<int64_t>(accesses.size()) + 1);
     if (num_ended > 0) fields["ends_phases"] = num_ended;
-    moments.append(fields);
+    accesses.append(fields);
   }
-  return moments;
+  return accesses;
 }
 
 py::dict describe_plan(const Plan& plan) {
-  py::list moments;
-  for (const MomentPlan& moment : plan.moments) {
+  py::list accesses;
+  for (const AccessPlan& access : plan.accesses) {
     py::dict fields;
-    fields["evict"] = describe_arrays(moment.evict);
-    fields["fetch"] = describe_arrays(moment.fetch);
-    fields["evict_ahead"] = describe_arrays(moment.evict_ahead);
-    fields["prefetch"] = describe_arrays(moment.prefetch);
-    moments.append(fields);
+    fields["evict"] = describe_arrays(access.evict);
+    fields["fetch"] = describe_arrays(access.fetch);
+    fields["evict_ahead"] = describe_arrays(access.evict_ahead);
+    fields["prefetch"] = describe_arrays(access.prefetch);
+    accesses.append(fields);
   }
   py::dict result;
-  result["moments"] = moments;
+  result["accesses"] = accesses;
   result["uploaded_bytes"] = plan.uploaded_bytes;
   result["downloaded_bytes"] = plan.downloaded_bytes;
   result["least_limit_bytes"] = plan.least_limit_bytes;
@@ -325,32 +329,33 @@ py::dict describe_plan(const Plan& plan) {
 
 void register_plan(py::module_& module) {
   py::enum_<Phase>(module, "Phase").value("FORWARD", Phase::kForward).value("BACKWARD", Phase::kBackward);
-  py::enum_<AccessMode>(module, "AccessMode")
-      .value("READ", AccessMode::kRead)
-      .value("WRITE", AccessMode::kWrite)
-      .value("RETIRE", AccessMode::kRetire);
+  py::enum_<ArrayUseMode>(module, "ArrayUseMode")
+      .value("READ", ArrayUseMode::kRead)
+      .value("WRITE", ArrayUseMode::kWrite)
+      .value("FINALISE", ArrayUseMode::kFinalise);
   module.def(
       "make_plan",
-      [](const py::list& moments, const CostMap& costs, int64_t limit_bytes, int64_t least_tide_bytes,
+      [](const py::list& accesses, const CostMap& costs, int64_t limit_bytes, int64_t least_activation_bytes,
          int64_t fixed_bytes, int64_t prefetch_bytes, std::vector<int64_t> idle_bytes, int64_t gradient_room_bytes,
-         const VisitCosts& visit_costs) {
-        const Timeline timeline = parse_timeline(moments);
+         const RoundTripCosts& round_trip_costs) {
+        const Timeline timeline = parse_timeline(accesses);
         PlanProblem problem;
         problem.timeline = &timeline;
         problem.arrays = parse_costs(costs, timeline);
         problem.limit_bytes = limit_bytes;
-        problem.least_tide_bytes = least_tide_bytes;
+        problem.least_activation_bytes = least_activation_bytes;
         problem.fixed_bytes = fixed_bytes;
         problem.prefetch_bytes = prefetch_bytes;
         problem.idle_bytes = std::move(idle_bytes);
         problem.gradient_room_bytes = gradient_room_bytes;
-        problem.visits = parse_visits(visit_costs);
+        problem.round_trips = parse_round_trips(round_trip_costs);
         return describe_plan(make_plan(problem));
       },
-      py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
-      py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("idle_bytes") = std::vector<int64_t>{},
-      py::arg("gradient_room_bytes") = INT64_MAX, py::arg("visit_costs") = VisitCosts{},
-      "Plans a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}, "
+      py::arg("accesses"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"),
+      py::arg("least_activation_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0,
+      py::arg("idle_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
+      py::arg("round_trip_costs") = RoundTripCosts{},
+      "Plans a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, finalise_bytes, survives_step)}, "
       "arrays of 0 bytes left out. idle_bytes: by access, or empty.");
   register_placement(module);
 }

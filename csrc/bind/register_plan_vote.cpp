@@ -21,7 +21,7 @@ PlanVote parse_vote(const py::dict& fields) {
   if (!fields["rates"].is_none()) {
     vote.times =
         StepTimes{fields["rates"].cast<Rates>(), {fields["compute_seconds"].cast<std::vector<double>>(), {}, {}}};
-    vote.times->shape.activations = parse_copies(fields["activations"].cast<CopiesByMoment>());
+    vote.times->shape.activations = parse_copies(fields["activations"].cast<CopiesByAccess>());
   }
   return vote;
 }
@@ -33,7 +33,7 @@ py::dict describe_vote(const PlanVote& vote) {
   fields["updates"] = vote.updates;
   fields["rates"] = vote.times ? py::cast(vote.times->rates) : py::none();
   fields["compute_seconds"] = vote.times ? vote.times->shape.compute_seconds : std::vector<double>{};
-  fields["activations"] = vote.times ? describe_copies(vote.times->shape.activations) : CopiesByMoment{};
+  fields["activations"] = vote.times ? describe_copies(vote.times->shape.activations) : CopiesByAccess{};
   return fields;
 }
 

@@ -26,8 +26,8 @@ py::dict describe_report(const RuntimeReport& report) {
   py::dict result;
   result["device_budget_bytes"] = report.device_budget_bytes;
   result["device_peak_bytes"] = report.device_peak_bytes;
-  result["device_tide_bytes"] = report.device_tide_bytes;
-  result["device_payload_bytes"] = report.device_payload_bytes;
+  result["device_activation_bytes"] = report.device_activation_bytes;
+  result["device_chunk_buffer_bytes"] = report.device_chunk_buffer_bytes;
   result["host_budget_bytes"] = report.host_budget_bytes;
   result["host_bytes"] = report.host_bytes;
   result["host_peak_bytes"] = report.host_peak_bytes;
@@ -41,13 +41,13 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_pressure_evictions"] = counters.num_pressure_evictions;
   result["num_prefetch_hits"] = counters.num_prefetch_hits;
   result["num_on_demand_fetches"] = counters.num_on_demand_fetches;
-  result["num_moments"] = counters.num_moments;
-  result["num_replayed_moments"] = counters.num_replayed_moments;
+  result["num_accesses"] = counters.num_accesses;
+  result["num_replayed_accesses"] = counters.num_replayed_accesses;
   result["num_plans"] = counters.num_plans;
   result["num_speculated_updates"] = counters.num_speculated_updates;
-  result["num_settled_updates"] = counters.num_settled_updates;
+  result["num_scale_independent_updates"] = counters.num_scale_independent_updates;
   result["num_values_in_place"] = report.num_values_in_place;
-  result["stashed_bytes"] = counters.stashed_bytes;
+  result["offloaded_bytes"] = counters.offloaded_bytes;
   for (size_t recipe = 1; recipe < kNumRecipes; ++recipe) {
     std::string name = kRecipes[recipe].name;
     std::transform(name.begin(), name.end(), name.begin(), [](unsigned char letter) { return std::tolower(letter); });
@@ -92,13 +92,13 @@ py::object describe_times(const std::optional<StepTimes>& times) {
   return result;
 }
 
-void adopt(Runtime& self, const py::list& moments, const py::object& times) {
-  Timeline timeline = parse_timeline(moments);
+void adopt(Runtime& self, const py::list& accesses, const py::object& times) {
+  Timeline timeline = parse_timeline(accesses);
   std::optional<StepTimes> parsed;
   if (!times.is_none()) {
     parsed = {times["rates"].cast<Rates>(),
               {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<Recipe>>(), {}}};
-    parsed->shape.activations = parse_copies(times["activations"].cast<CopiesByMoment>());
+    parsed->shape.activations = parse_copies(times["activations"].cast<CopiesByAccess>());
   }
   without_gil<Call::kDevice>(self,
                              [&](OpenEngine& open) { adopt_timeline(open, std::move(timeline), std::move(parsed)); });
@@ -116,12 +116,12 @@ void plan_anew(OpenEngine& open) {
   open.planner.plan_anew();
 }
 
-void set_visits(OpenEngine& open, const std::vector<bool>& chunks, int64_t piece_numel) {
+void set_round_trips(OpenEngine& open, const std::vector<bool>& chunks, int64_t piece_numel) {
   PS_CHECK(chunks.empty() || static_cast<int>(chunks.size()) == open.layout().num_chunks(), ArgumentError,
-           chunks.size(), " chunks visit the device or do not, of ", open.layout().num_chunks(), "; give all or none");
-  constexpr Recipe kAtHome = recipe_of({Start::kPromised, Tier::kHost, Tier::kHost});
+           chunks.size(), " chunks have a round trip or none, of ", open.layout().num_chunks(), "; give all or none");
+  constexpr Recipe kAtRest = recipe_of({Start::kPromised, Tier::kHost, Tier::kHost});
   std::vector<Recipe> recipes;
-  for (const bool visits : chunks) recipes.push_back(visits ? with_visit(kAtHome) : kAtHome);
+  for (const bool round_trips : chunks) recipes.push_back(round_trips ? with_round_trip(kAtRest) : kAtRest);
   open.updates.follow(std::move(recipes), piece_numel);
 }
 
@@ -132,7 +132,7 @@ std::shared_ptr<KeptRegions> keep_memory(OpenEngine& open) {
 }
 
 void keep_absent_activations(OpenEngine& open, int64_t most_bytes) {
-  open.recorder.note_tide(open.pager.tide_of_running_moment());
+  open.recorder.note_activations(open.pager.activation_memory_of_running_access());
   open.recorder.count_absent(most_bytes);
 }
 
@@ -150,9 +150,9 @@ void register_course(RuntimeClass& runtime) {
       .def("begin_backward", bound<Call::kBeginBackward>(&begin_backward),
            py::arg("expected_groups") = std::vector<GroupOptions>{}, py::arg("expected_grad_scale") = 1.0)
       .def(
-          "fold_gradient",
+          "accumulate_gradient",
           [](Runtime& self, ParamId param, uintptr_t data) {
-            self.fold_gradient(param, reinterpret_cast<const void*>(data));
+            self.accumulate_gradient(param, reinterpret_cast<const void*>(data));
           },
           ReleaseGil())
       .def("end_backward", bound<Call::kEndBackward>(&end_backward))
@@ -166,11 +166,12 @@ void register_course(RuntimeClass& runtime) {
       .def("clear_gradients", bound<Call::kClearGradients>(&clear_gradients))
       .def("forget_plan", bound<Call::kInspect>(&OpenEngine::planner, &StepPlanner::forget_plan))
       .def("plan_anew", bound<Call::kInspect>(&plan_anew))
-      .def("adopt_timeline", &adopt, py::arg("moments"), py::arg("times") = py::none())
+      .def("adopt_timeline", &adopt, py::arg("accesses"), py::arg("times") = py::none())
       .def("make_states", bound<Call::kChangeChunks>(&OpenEngine::unfreezing, &Unfreezing::make_states))
       .def("discard_states", bound<Call::kDevice>(&OpenEngine::unfreezing, &Unfreezing::discard_states))
       .def("train", bound<Call::kChangeChunks>(&train))
-      .def("set_visits", bound<Call::kInspect>(&set_visits), py::arg("chunks"), py::arg("piece_numel") = kVisitingPiece,
+      .def("set_round_trips", bound<Call::kInspect>(&set_round_trips), py::arg("chunks"),
+           py::arg("piece_numel") = kRoundTripPiece,
            "For tests: chunks whose updates are GPU round trips until the next measured plan, in pieces of piece_numel "
            "elements.");
 }
@@ -179,7 +180,7 @@ void register_memory_calls(RuntimeClass& runtime) {
   runtime.def("keep_memory", bound<Call::kInspect>(&keep_memory))
       .def("drop_derivable", bound<Call::kChangeChunks>(&OpenEngine::pager, &Pager::drop_derivable))
       .def("return_cached", bound<Call::kDevice>(+[](OpenEngine& open) {
-             open.memory.slots().trim(INT64_MAX);
+             open.memory.device_buffers().trim(INT64_MAX);
              open.backend().reclaim();
            }))
       .def("copy_on_device", bound<Call::kDevice>(+[](OpenEngine& open, uintptr_t to, uintptr_t from, int64_t bytes) {
@@ -187,24 +188,26 @@ void register_memory_calls(RuntimeClass& runtime) {
                                  bytes);
            }),
            py::arg("to"), py::arg("from_"), py::arg("num_bytes"))
-      .def("vacate_device", bound<Call::kDevice>(+[](OpenEngine& open, Vacate what) {
+      .def("evict_all_from_device", bound<Call::kDevice>(+[](OpenEngine& open, EvictionScope what) {
              open.updates.release_device_memory();
-             open.pager.vacate(what);
+             open.pager.evict_all(what);
            }))
-      .def("tide_bytes", bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().tide_bytes(); }))
-      .def("take_live_tide_peak",
-           bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().take_live_tide_peak(); }))
-      .def("host_room_of_activations", bound<Call::kInspect>(&OpenEngine::stash, &Stash::host_room_bytes))
+      .def("activation_bytes",
+           bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().activation_bytes(); }))
+      .def("take_live_activation_peak",
+           bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().take_live_activation_peak(); }))
+      .def("host_room_of_activations",
+           bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::host_room_bytes))
       .def("keep_absent_activations", bound<Call::kInspect>(&keep_absent_activations))
-      .def("stash_activation", bound<Call::kDevice>(+[](OpenEngine& open, uintptr_t data, int64_t num_bytes) {
-             return open.stash.put(reinterpret_cast<const void*>(data), num_bytes);
+      .def("offload_activation", bound<Call::kDevice>(+[](OpenEngine& open, uintptr_t data, int64_t num_bytes) {
+             return open.offload_store.put(reinterpret_cast<const void*>(data), num_bytes);
            }))
-      .def("is_stashed", bound<Call::kInspect>(&OpenEngine::stash, &Stash::is_over))
-      .def("finish_stashing", bound<Call::kInspect>(&OpenEngine::stash, &Stash::finish))
+      .def("is_offloaded", bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::is_over))
+      .def("finish_offloading", bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::finish))
       .def("fetch_activation", bound<Call::kDevice>(+[](OpenEngine& open, int64_t ticket, uintptr_t to) {
-             open.stash.fetch(ticket, reinterpret_cast<void*>(to));
+             open.offload_store.fetch(ticket, reinterpret_cast<void*>(to));
            }))
-      .def("await_activation", bound<Call::kDevice>(&OpenEngine::stash, &Stash::await))
+      .def("await_activation", bound<Call::kDevice>(&OpenEngine::offload_store, &OffloadStore::await))
       .def("drop_activation", &Runtime::drop_activation, ReleaseGil());
 }
 
@@ -237,7 +240,8 @@ void register_inspection(RuntimeClass& runtime) {
       .def("is_on_device", asked([](OpenEngine& open, ChunkId chunk, ArrayKind kind) {
              return open.memory.store().array({chunk, kind}).on_device;
            }))
-      .def("home", asked([](OpenEngine& open, ChunkId chunk) { return open.memory.store().home(chunk); }),
+      .def("resting_tier",
+           asked([](OpenEngine& open, ChunkId chunk) { return open.memory.store().resting_tier(chunk); }),
            "Resting tier of the chunk's optimizer states.")
       .def("timeline",
            [](Runtime& self) {

@@ -67,7 +67,7 @@ py::tuple set_aside(Runtime& self, const std::vector<RangeTuple>& ranges) {
 
 void discard_arrays(OpenEngine& open, ChunkId chunk) {
   for (int kind = 0; kind < kNumArrayKinds; ++kind) open.memory.discard({chunk, static_cast<ArrayKind>(kind)});
-  open.memory.slots().trim(INT64_MAX);
+  open.memory.device_buffers().trim(INT64_MAX);
 }
 
 }  // namespace
@@ -77,11 +77,11 @@ void register_runtime_values(RuntimeClass& runtime) {
   runtime.def("bind_storage", bound<Call::kInspect>(&bind_storage))
       .def("seal_storage",
            bound<Call::kInspect>(+[](OpenEngine& open, ChunkId chunk) { open.memory.store().storage(chunk).detach(); }))
-      .def("write_values", bound_to_param<Call::kWriteValues>(
-                               +[](OpenEngine& open, ParamId param, ArrayKind kind, uintptr_t values, Tier where) {
-                                 const Tier home = open.memory.store().home(open.layout().placement(param).chunk);
-                                 open.values.write(param, kind, {reinterpret_cast<const float*>(values), where}, home);
-                               }))
+      .def("write_values", bound_to_param<Call::kWriteValues>(+[](OpenEngine& open, ParamId param, ArrayKind kind,
+                                                                  uintptr_t values, Tier where) {
+             const Tier resting_tier = open.memory.store().resting_tier(open.layout().placement(param).chunk);
+             open.values.write(param, kind, {reinterpret_cast<const float*>(values), where}, resting_tier);
+           }))
       .def("read_values",
            bound_to_param<Call::kReadValues>(+[](OpenEngine& open, ParamId param, ArrayKind kind, uintptr_t values) {
              open.values.read(param, kind, reinterpret_cast<float*>(values));

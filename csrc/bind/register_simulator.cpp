@@ -26,7 +26,7 @@ py::dict describe_step(const SimulatedStep& step) {
   result["gather_seconds"] = step.gather_seconds;
   result["scatter_seconds"] = step.scatter_seconds;
   result["host_adam_seconds"] = step.host_adam_seconds;
-  result["visit_seconds"] = step.visit_seconds;
+  result["round_trip_seconds"] = step.round_trip_seconds;
   result["disk_read_seconds"] = step.disk_read_seconds;
   result["disk_write_seconds"] = step.disk_write_seconds;
   result["stall_seconds"] = stalls;
@@ -54,34 +54,41 @@ py::dict describe_choice(const PlanChoice& choice) {
 void register_choice(py::module_& module) {
   module.def(
       "choose_plan",
-      [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
-         std::vector<Recipe> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
-         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations,
+      [](const py::list& accesses, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
+         std::vector<Recipe> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_activation_bytes,
+         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByAccess& activations,
          std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int64_t> idle_bytes,
-         int64_t gradient_room_bytes, const VisitCosts& visit_costs, int64_t visitor_bytes) {
-        const Timeline timeline = parse_timeline(moments);
-        const PlanProblem problem{
-            &timeline,      parse_costs(costs, timeline), limit_bytes,         least_tide_bytes,         fixed_bytes,
-            prefetch_bytes, std::move(idle_bytes),        gradient_room_bytes, parse_visits(visit_costs)};
+         int64_t gradient_room_bytes, const RoundTripCosts& round_trip_costs, int64_t round_trip_bytes) {
+        const Timeline timeline = parse_timeline(accesses);
+        const PlanProblem problem{&timeline,
+                                  parse_costs(costs, timeline),
+                                  limit_bytes,
+                                  least_activation_bytes,
+                                  fixed_bytes,
+                                  prefetch_bytes,
+                                  std::move(idle_bytes),
+                                  gradient_room_bytes,
+                                  parse_round_trips(round_trip_costs)};
         StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           num_ranks,
                         parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
-        return describe_choice(choose_plan(problem, rates, shape, visitor_bytes));
+        return describe_choice(choose_plan(problem, rates, shape, round_trip_bytes));
       },
-      py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
-      py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
+      py::arg("accesses"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
+      py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_activation_bytes") = 0,
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
-      py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
+      py::arg("activations") = CopiesByAccess{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("idle_bytes") = std::vector<int64_t>{},
-      py::arg("gradient_room_bytes") = INT64_MAX, py::arg("visit_costs") = VisitCosts{}, py::arg("visitor_bytes") = 0,
+      py::arg("gradient_room_bytes") = INT64_MAX, py::arg("round_trip_costs") = RoundTripCosts{},
+      py::arg("round_trip_bytes") = 0,
       "The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips "
       "(plan/plan_choice.h).");
   module.def(
       "choose_step",
-      [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
+      [](const Layout& layout, const py::list& accesses, const std::vector<bool>& states_on_device,
          const DeviceBudget& budget, const Rates& rates, std::vector<double> compute_seconds,
-         std::vector<Recipe> updates, UpdateStart start, const CopiesByMoment& activations,
+         std::vector<Recipe> updates, UpdateStart start, const CopiesByAccess& activations,
          std::vector<int64_t> dequantized_bytes) {
-        const Timeline timeline = parse_timeline(moments);
+        const Timeline timeline = parse_timeline(accesses);
         PlanProblem problem =
             pose_problem(layout, timeline, {states_on_device.begin(), states_on_device.end()}, budget);
         StepShape shape;
@@ -91,34 +98,34 @@ void register_choice(py::module_& module) {
         shape.dequantized_bytes = std::move(dequantized_bytes);
         describe_updates(layout, shape);
         const PlanChoice choice =
-            choose_plan(problem, rates, shape, start == UpdateStart::kCommitted ? visitor_bytes(layout) : 0);
+            choose_plan(problem, rates, shape, start == UpdateStart::kCommitted ? round_trip_bytes(layout) : 0);
         problem.prefetch_bytes = choice.prefetch_bytes;
         py::dict result = describe_choice(choice);
         result["problem"] = describe_problem(problem);
         return result;
       },
-      py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"), py::arg("rates"),
+      py::arg("layout"), py::arg("accesses"), py::arg("states_on_device"), py::arg("budget"), py::arg("rates"),
       py::kw_only(), py::arg("compute_seconds"), py::arg("updates"), py::arg("start"),
-      py::arg("activations") = CopiesByMoment{}, py::arg("dequantized_bytes") = std::vector<int64_t>{},
+      py::arg("activations") = CopiesByAccess{}, py::arg("dequantized_bytes") = std::vector<int64_t>{},
       "choose_plan for a layout, as by an engine with these measured times. Returns its result and the problem. GPU "
       "round trips are allowed with optimizer-in-backward only.");
 }
 
-// Per instruction: {"op", "lane", "moment", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None where not
+// Per instruction: {"op", "lane", "access", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None where not
 // applicable.
 py::list describe_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   const PlayedProgram played = play_program(problem, plan, rates, shape);
-  py::object moment = py::none();
+  py::object access = py::none();
   py::list result;
   for (size_t index = 0; index < played.spans.size(); ++index) {
     const Instruction& instruction = played.program.instructions[index];
     const OpRow& row = row_of(instruction.op);
-    if (instruction.op == Op::kBegin) moment = py::int_(instruction.operand);
-    if (instruction.op == Op::kNorm) moment = py::none();
+    if (instruction.op == Op::kBegin) access = py::int_(instruction.operand);
+    if (instruction.op == Op::kNorm) access = py::none();
     py::dict fields;
     fields["op"] = row.name;
     fields["lane"] = row.lane;
-    fields["moment"] = moment;
+    fields["access"] = access;
     fields["chunk"] = row.operand == Operand::kArray || row.operand == Operand::kChunk
                           ? py::object(py::int_(instruction.chunk()))
                           : py::object(py::none());
@@ -136,21 +143,21 @@ template <class Describe>
 void define_played(py::module_& module, const char* name, const Describe& describe, const char* text) {
   module.def(
       name,
-      [describe](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
+      [describe](const py::list& accesses, const CostMap& costs, const py::dict& plan, const Rates& rates,
                  std::vector<double> compute_seconds, std::vector<Recipe> updates, std::vector<int64_t> numels,
-                 int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
-                 const CopiesByMoment& activations, std::vector<int64_t> disk_bytes,
-                 std::vector<int64_t> dequantized_bytes, int64_t gradient_room_bytes, const VisitCosts& visit_costs,
-                 std::vector<int> chunk_ranks) {
-        const Timeline timeline = parse_timeline(moments);
+                 int64_t limit_bytes, int64_t least_activation_bytes, int64_t fixed_bytes, int num_ranks,
+                 const CopiesByAccess& activations, std::vector<int64_t> disk_bytes,
+                 std::vector<int64_t> dequantized_bytes, int64_t gradient_room_bytes,
+                 const RoundTripCosts& round_trip_costs, std::vector<int> chunk_ranks) {
+        const Timeline timeline = parse_timeline(accesses);
         PlanProblem problem;
         problem.timeline = &timeline;
         problem.arrays = parse_costs(costs, timeline);
         problem.limit_bytes = limit_bytes;
-        problem.least_tide_bytes = least_tide_bytes;
+        problem.least_activation_bytes = least_activation_bytes;
         problem.fixed_bytes = fixed_bytes;
         problem.gradient_room_bytes = gradient_room_bytes;
-        problem.visits = parse_visits(visit_costs);
+        problem.round_trips = parse_round_trips(round_trip_costs);
         const StepShape shape{std::move(compute_seconds),
                               std::move(updates),
                               std::move(numels),
@@ -161,12 +168,12 @@ void define_played(py::module_& module, const char* name, const Describe& descri
                               std::move(chunk_ranks)};
         return describe(problem, parse_plan(plan), rates, shape);
       },
-      py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
+      py::arg("accesses"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
-      py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
-      py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
+      py::arg("least_activation_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
+      py::arg("activations") = CopiesByAccess{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
-      py::arg("visit_costs") = VisitCosts{}, py::arg("chunk_ranks") = std::vector<int>{}, text);
+      py::arg("round_trip_costs") = RoundTripCosts{}, py::arg("chunk_ranks") = std::vector<int>{}, text);
 }
 
 void register_recipes(py::module_& module) {
@@ -208,7 +215,7 @@ void register_simulator(py::module_& module) {
       .value("DISK_READ", Lane::kDiskRead)
       .value("DISK_HOST", Lane::kDiskHost)
       .value("DISK_WRITE", Lane::kDiskWrite)
-      .value("VISIT", Lane::kVisit);
+      .value("ROUND_TRIP", Lane::kRoundTrip);
   py::class_<Rates>(module, "Rates", "Rates of a machine (plan/simulator.h).")
       .def(py::init<>())
       .def_readwrite("upload_gbps", &Rates::upload_gbps)
@@ -232,7 +239,7 @@ void register_simulator(py::module_& module) {
         return describe_step(simulate(problem, plan, rates, shape));
       },
       "Simulates a plan's steady step (plan/simulator.h). compute_seconds: by access; updates, numels, disk_bytes, "
-      "dequantized_bytes and visit_costs: by chunk.");
+      "dequantized_bytes and round_trip_costs: by chunk.");
   define_played(module, "play_program", &describe_program,
                 "Instructions of the simulated step in issue order, with their times (plan/ops.h).");
   register_recipes(module);

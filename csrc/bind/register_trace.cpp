@@ -12,28 +12,28 @@ namespace patrickstar::bind {
 namespace {
 
 py::dict describe_memory(const MemorySample& sample) {
-  py::dict payloads;
+  py::dict chunk_buffers;
   for (int kind = 0; kind < kNumArrayKinds; ++kind)
-    payloads[py::cast(static_cast<ArrayKind>(kind))] = sample.payload_bytes[static_cast<size_t>(kind)];
+    chunk_buffers[py::cast(static_cast<ArrayKind>(kind))] = sample.chunk_buffer_bytes[static_cast<size_t>(kind)];
   py::dict fields;
-  fields["tide_bytes"] = sample.tide_bytes;
+  fields["activation_bytes"] = sample.activation_bytes;
   fields["idle_bytes"] = sample.idle_bytes;
-  fields["payload_bytes"] = payloads;
+  fields["chunk_buffer_bytes"] = chunk_buffers;
   return fields;
 }
 
-py::dict describe_moment(const TracedMoment& moment) {
+py::dict describe_access(const TracedAccess& access) {
   py::list acquired;
-  for (ArrayId id : moment.acquired) acquired.append(py::make_tuple(id.chunk, id.kind));
-  py::dict fields = describe_memory(moment.memory);
-  fields["phase"] = moment.phase;
-  fields["tide_peak_bytes"] = moment.tide_peak_bytes;
+  for (ArrayId id : access.acquired) acquired.append(py::make_tuple(id.chunk, id.kind));
+  py::dict fields = describe_memory(access.memory);
+  fields["phase"] = access.phase;
+  fields["activation_peak_bytes"] = access.activation_peak_bytes;
   fields["acquired"] = acquired;
-  fields["launched_seconds"] = moment.launched_seconds;
-  fields["begin_seconds"] = moment.begin_seconds;
-  fields["seconds"] = moment.seconds;
-  fields["stalled_seconds"] = moment.stalled_seconds;
-  fields["compute_seconds"] = moment.seconds - moment.stalled_seconds;
+  fields["launched_seconds"] = access.launched_seconds;
+  fields["begin_seconds"] = access.begin_seconds;
+  fields["seconds"] = access.seconds;
+  fields["stalled_seconds"] = access.stalled_seconds;
+  fields["compute_seconds"] = access.seconds - access.stalled_seconds;
   return fields;
 }
 
@@ -55,8 +55,8 @@ py::dict describe_span(const TracedSpan& span) {
 }  // namespace
 
 py::dict describe_trace(const StepTrace& trace) {
-  py::list moments;
-  for (const TracedMoment& moment : trace.moments) moments.append(describe_moment(moment));
+  py::list accesses;
+  for (const TracedAccess& access : trace.accesses) accesses.append(describe_access(access));
   py::list spans;
   for (const TracedSpan& span : trace.spans) spans.append(describe_span(span));
   py::list samples;
@@ -70,7 +70,7 @@ py::dict describe_trace(const StepTrace& trace) {
   result["seconds"] = trace.seconds;
   result["optimizer_begin_seconds"] = trace.optimizer_begin_seconds;
   result["device_limit_bytes"] = trace.device_limit_bytes;
-  result["moments"] = moments;
+  result["accesses"] = accesses;
   result["spans"] = spans;
   result["samples"] = samples;
   return result;
@@ -102,7 +102,7 @@ void register_trace(py::module_& module) {
       .value("DISK_READ", Track::kDiskRead)
       .value("DISK_ADAM", Track::kDiskAdam)
       .value("DISK_WRITE", Track::kDiskWrite)
-      .value("VISIT", Track::kVisit);
+      .value("ROUND_TRIP", Track::kRoundTrip);
   py::enum_<StallCause>(module, "StallCause", "Cause of a stall of the compute queue (common/tracing.h).")
       .value("NONE", StallCause::kNone)
       .value("UPLOAD", StallCause::kUpload)

@@ -26,14 +26,14 @@ State parse_state(const std::string& name) {
 void register_ablation(py::module_& module) {
   py::enum_<Mechanism>(module, "Mechanism", "Mechanisms that an ablation can switch off (common/ablation.h).")
       .value("WHOLE_UPDATES_AHEAD", Mechanism::kWholeUpdatesAhead)
-      .value("PARAMETERS_FIRST", Mechanism::kParametersFirst)
-      .value("SETTLED_VALUES", Mechanism::kSettledValues)
-      .value("WAITING_UPDATES", Mechanism::kWaitingUpdates)
+      .value("TWO_PHASE_UPDATES", Mechanism::kTwoPhaseUpdates)
+      .value("SCALE_INDEPENDENT_VALUES", Mechanism::kScaleIndependentValues)
+      .value("DEFERRED_UPDATES", Mechanism::kDeferredUpdates)
       .value("ORDER_OF_NEED", Mechanism::kOrderOfNeed)
-      .value("HOMES_IN_TURN", Mechanism::kHomesInTurn)
-      .value("VISITS", Mechanism::kVisits)
+      .value("RESTING_TIERS_IN_TURN", Mechanism::kRestingTiersInTurn)
+      .value("ROUND_TRIPS", Mechanism::kRoundTrips)
       .value("RARE_SIZES", Mechanism::kRareSizes)
-      .value("EXACT_SLOTS", Mechanism::kExactSlots);
+      .value("EXACT_DEVICE_BUFFERS", Mechanism::kExactDeviceBuffers);
   module.def(
       "leave_out",
       [](const std::vector<Mechanism>& mechanisms) {

@@ -45,7 +45,7 @@ void register_values_in_place(py::module_& module) {
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           OpenLog& log = given.logs[piece];
-          optim::OpenValues open = log.values();
+          optim::ScaleDependentValues open = log.values();
           open.capacity = capacity;
           given.kernels.adam_put_values(given.arrays.range(begin, size), given.scalars, most_grad_scale, &open);
           log.count = open.count;
@@ -57,15 +57,15 @@ void register_values_in_place(py::module_& module) {
       py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("param"),
       py::arg("numel"), py::arg("num_threads"), py::arg("logs"), py::arg("most_grad_scale"), py::arg("capacity"));
   module.def(
-      "adam_put_open_values",
+      "adam_put_scale_dependent_values",
       [](const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance, Address grad,
          Address param, int64_t numel, int num_threads, Address logs, const OptionalKey& key,
          const py::kwargs& scalars) {
         const SplitArrays given(isa, lower, momentum, variance, grad, param, numel, logs, key, scalars);
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
-          given.kernels.adam_put_open_values(given.arrays.range(begin, size), given.scalars,
-                                             given.logs[piece].values());
+          given.kernels.adam_put_scale_dependent_values(given.arrays.range(begin, size), given.scalars,
+                                                        given.logs[piece].values());
         });
       },
       "Writes the values that adam_put_values logged.", py::arg("isa"), py::arg("lower"), py::arg("momentum"),

@@ -1,8 +1,8 @@
 // Builds methods of Python's Runtime from a call's rule and a function of the open engine or a part of it. Each method
 // takes the device's lock and runs without the GIL; arguments and results are copied.
 //
-//   .def("tide_bytes", bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().tide_bytes(); }))
-//   .def("is_stashed", bound<Call::kInspect>(&OpenEngine::stash, &Stash::is_over))
+//   .def("activation_bytes", bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().activation_bytes();
+//   })) .def("is_offloaded", bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::is_over))
 #pragma once
 
 #include <pybind11/pybind11.h>

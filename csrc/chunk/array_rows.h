@@ -15,11 +15,11 @@ namespace patrickstar {
 
 // Memory of an array on the tier where its chunk rests.
 enum class ArrayMemory : uint8_t {
-  kNone,     // no such array in this chunk
-  kPassing,  // while the array exists
-  kTide,     // the same, lent by activations if possible ([Note: gradients in the tide], memory/tide_memory.h)
-  kShared,   // the place of ArrayRow::shares_with, which is dead by then
-  kOwn,      // always
+  kNone,              // no such array in this chunk
+  kPassing,           // while the array exists
+  kActivationMemory,  // the same, lent by activations if possible (memory/activation_memory.h)
+  kShared,            // the place of ArrayRow::shares_with, which is dead by then
+  kOwn,               // always
 };
 
 // Source from which a dropped value is made again; kNone: it must not be dropped.

@@ -90,7 +90,7 @@ ChunkStore::ChunkStore(Layout layout, std::vector<std::string> param_names)
       storages_(static_cast<size_t>(layout_.num_chunks())),
       param_states_(static_cast<size_t>(layout_.num_params()), State::kFree),
       uses_(param_states_.size(), 0),
-      homes_(static_cast<size_t>(layout_.num_chunks()), Tier::kHost) {
+      resting_tiers_(static_cast<size_t>(layout_.num_chunks()), Tier::kHost) {
   PS_CHECK(param_names_.size() == param_states_.size(), ArgumentError, param_names_.size(), " names for ",
            param_states_.size(), " parameters");
   for (const ChunkSpec& chunk : layout_.chunks()) counts_.emplace_back(static_cast<int>(chunk.params.size()));

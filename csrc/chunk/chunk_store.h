@@ -3,7 +3,7 @@
 //
 // An array of a chunk is in one of these places:
 //
-//   place                  slot, on_device   block, on_host
+//   place                  device buffer, on_device   block, on_host
 //   nowhere                -                 -
 //   device                 yes               -
 //   uploading              yes, device_ready yes
@@ -29,8 +29,8 @@
 #include "chunk/layout.h"
 #include "common/event.h"
 #include "common/types.h"
+#include "memory/device_buffer_pool.h"
 #include "memory/host_arena.h"
-#include "memory/slot_pool.h"
 
 namespace patrickstar {
 
@@ -91,17 +91,17 @@ class ParamStorage {
 };
 
 struct ArrayRecord {
-  Slot slot;                // device memory, or empty
-  HostBlock block;          // host memory, or empty
-  bool on_device = false;   // the device buffer has the current value, after device_ready
-  bool on_host = false;     // the host buffer has the current value, after host_ready
-  bool on_disk = false;     // the disk has the current value (engine/disk_states.h)
-  Event device_ready;       // end of the upload
-  Event host_ready;         // end of the download, or of the host update
-  Event block_busy_until;   // end of the upload that reads the host buffer
-  int holds = 0;            // running operations that use the device buffer; > 0 prevents eviction
-  bool prefetched = false;  // uploaded ahead and not used yet
-  uint64_t last_use = 0;    // access that used it last; eviction order before the first trace
+  DeviceBuffer device_buffer;    // device memory, or empty
+  HostBuffer block;              // host memory, or empty
+  bool on_device = false;        // the device buffer has the current value, after device_ready
+  bool on_host = false;          // the host buffer has the current value, after host_ready
+  bool on_disk = false;          // the disk has the current value (engine/disk_states.h)
+  Event device_ready;            // end of the upload
+  Event host_ready;              // end of the download, or of the host update
+  Event host_buffer_busy_until;  // end of the upload that reads the host buffer
+  int holds = 0;                 // running operations that use the device buffer; > 0 prevents eviction
+  bool prefetched = false;       // uploaded ahead and not used yet
+  uint64_t last_use = 0;         // access that used it last; eviction order before the first trace
 
   bool exists() const { return on_device || on_host || on_disk; }
   // The only current value is on that tier now.
@@ -149,8 +149,8 @@ class ChunkStore {
   int num_arrays() const { return static_cast<int>(arrays_.size()); }
   int64_t num_bytes(ArrayId id) const { return layout_.num_bytes(id); }
   // Resting tier of the chunk's optimizer states and of the compute value or gradient beside them.
-  Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }
-  void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
+  Tier resting_tier(ChunkId chunk) const { return resting_tiers_[static_cast<size_t>(chunk)]; }
+  void set_resting_tier(ChunkId chunk, Tier tier) { resting_tiers_[static_cast<size_t>(chunk)] = tier; }
   // Optimizer states (or quantised values) lie on one tier; true if that is the device.
   bool has_states_on_device(ChunkId id) const { return array({id, chunk(id).leading_state()}).on_device; }
 
@@ -179,7 +179,7 @@ class ChunkStore {
   std::vector<State> param_states_;
   std::vector<int> uses_;  // by parameter
   std::vector<StateCounts> counts_;
-  std::vector<Tier> homes_;
+  std::vector<Tier> resting_tiers_;
 };
 
 }  // namespace patrickstar

@@ -73,7 +73,7 @@ constexpr ValueRows kMasters{ArrayMemory::kOwn, ArrayMemory::kPassing, Source::k
 constexpr ValueRows kCommitted{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kPassing,
                                ArrayMemory::kPassing};
 constexpr ValueRows kInPlace{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kOwn,
-                             ArrayMemory::kTide};
+                             ArrayMemory::kActivationMemory};
 constexpr ValueRows kStochastic{ArrayMemory::kOwn, ArrayMemory::kOwn, Source::kNone, ArrayMemory::kOwn,
                                 ArrayMemory::kOwn};
 
@@ -86,8 +86,8 @@ const ValueRows& value_rows_of(const ChunkSpec& spec) {
 }
 
 ArrayRows rows_of(const ChunkSpec& spec) {
-  const ArrayKind param = spec.param_home();
-  const ArrayKind gradient = spec.grad_home();
+  const ArrayKind param = spec.param_resting_tier();
+  const ArrayKind gradient = spec.grad_resting_tier();
   ArrayRows rows(param, gradient, spec.is_quantized() ? ArrayKind::kQuantized : param);
   for (int kind = 0; kind < kNumArrayKinds; ++kind) {
     ArrayRow& row = rows[static_cast<ArrayKind>(kind)];

@@ -91,7 +91,7 @@ enum class GradientPlace : uint8_t { kOfParam, kOwn };
 // The optimizer arrays of a trained parameter: each of optimizer_arrays() whose type is not kNone. Code that handles
 // all states of a chunk iterates over kinds().
 //
-//   master      bytes per parameter (float32 moments)      compute value               gradient
+//   master      bytes per parameter (float32 accesses)      compute value               gradient
 //   kFloat32    14; 16 for speculative updates             round(master), droppable    in the value's place
 //   kLowerHalf  12 and gradients in flight; 14 with kOwn   part of the state           own memory until its update
 //   kNone       as kLowerHalf, without the master          the only copy, rounded      own memory until its update
@@ -155,8 +155,8 @@ struct ChunkSpec {
   // Values are all-gathered and gradients reduce-scattered.
   bool is_sharded() const { return sharding.num_ranks > 1; }
   // Arrays that updates read and write, kept from step to step.
-  ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
-  ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
+  ArrayKind param_resting_tier() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
+  ArrayKind grad_resting_tier() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
   // The chunk's values are codes and scales (kQuantized), from which the device makes its compute value at any time.
   // The array has the codes of this rank's shard, then
   //
@@ -222,10 +222,10 @@ class Layout {
   // Elements before this rank's shard.
   int64_t shard_begin(ChunkId id) const { return chunk(id).sharding.rank * chunk(id).shard_numel; }
   ParamShard shard_of(ParamId id) const;
-  ArrayId param_home(ChunkId id) const { return {id, chunk(id).param_home()}; }
-  ArrayId grad_home(ChunkId id) const { return {id, chunk(id).grad_home()}; }
+  ArrayId param_resting_tier(ChunkId id) const { return {id, chunk(id).param_resting_tier()}; }
+  ArrayId grad_resting_tier(ChunkId id) const { return {id, chunk(id).grad_resting_tier()}; }
   // The array with a chunk's values while nothing uses it or updates it, masters aside.
-  ArrayId value_home(ChunkId id) const { return {id, chunk(id).rows.value().kind}; }
+  ArrayId value_resting_tier(ChunkId id) const { return {id, chunk(id).rows.value().kind}; }
   // This rank's shard of a quantised parameter, within its chunk's kQuantized at `array`.
   QuantizedPart quantized_part(ParamId id, void* array) const;
   const ArrayRow& row(ArrayId array) const { return chunk(array.chunk).rows[array.kind]; }

@@ -7,7 +7,7 @@
 // [Note: order of ranks] The mean over ranks is, for each element, ((x0 + x1) + x2 ...) * (1 / size) in binary32,
 // rounded once to the element's type. Its bits do not depend on the shard boundaries, the network or the backend.
 //
-//   communicator->all_gather(slot, shard_bytes);
+//   communicator->all_gather(device buffer, shard_bytes);
 //   communicator->reduce_scatter_mean(gradients, shard, scratch, shard_numel, DType::kBFloat16);
 //   communicator->exchange({{next, mine, num_bytes}}, {{before, theirs, num_bytes}});
 #pragma once

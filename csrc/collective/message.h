@@ -3,10 +3,10 @@
 // A reader throws StateError if kind, size or count differ from the expected ones, or if bytes are missing or left. A
 // message of another call or version is thus never misread. Any thread.
 //
-//   const std::string message = MessageWriter().add(int64_t{3}).add(tides).str();
-//   MessageReader reader(message, "the ranks' tides");
+//   const std::string message = MessageWriter().add(int64_t{3}).add(activation memory).str();
+//   MessageReader reader(message, "the ranks' activation memory");
 //   const auto count = reader.next<int64_t>();
-//   const auto tides = reader.next_list<int64_t>();
+//   const auto activation memory = reader.next_list<int64_t>();
 //   reader.finish();
 #pragma once
 

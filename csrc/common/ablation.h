@@ -9,14 +9,14 @@ namespace patrickstar {
 
 enum class Mechanism : uint8_t {
   kWholeUpdatesAhead,  // speculative updates of all states (Ahead::kEverything)
-  kParametersFirst,    // two-phase updates and Ahead::kParam
-  kSettledValues,
-  kWaitingUpdates,
+  kTwoPhaseUpdates,    // two-phase updates and Ahead::kParam
+  kScaleIndependentValues,
+  kDeferredUpdates,
   kOrderOfNeed,
-  kHomesInTurn,
-  kVisits,
+  kRestingTiersInTurn,
+  kRoundTrips,
   kRareSizes,
-  kExactSlots,
+  kExactDeviceBuffers,
 };
 
 // One bit per mechanism, for the process. Read when a step is planned and when an update runs.

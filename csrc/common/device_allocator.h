@@ -21,12 +21,12 @@ class DeviceAllocator {
   // True if the next writer of the memory would not have to wait.
   virtual bool is_idle(const BusyUntil& busy) = 0;
 
-  // Gradients in memory that activations have left (memory/tide_memory.h); it still counts as activation memory. Null
-  // if too little is left. Ready for the compute queue; other queues wait for `busy`.
-  virtual void* allocate_of_tide(int64_t, BusyUntil& /*busy*/) { return nullptr; }
-  virtual void free_of_tide(void*, int64_t, const BusyUntil&) noexcept {}
+  // Gradients in memory that activations have left (memory/activation_memory.h); it still counts as activation memory.
+  // Null if too little is left. Ready for the compute queue; other queues wait for `busy`.
+  virtual void* allocate_for_activations(int64_t, BusyUntil& /*busy*/) { return nullptr; }
+  virtual void free_for_activations(void*, int64_t, const BusyUntil&) noexcept {}
   // Bytes withheld from activations: buffers in use and the unused rest of their regions.
-  virtual int64_t lent_tide_bytes() { return 0; }
+  virtual int64_t lent_activation_bytes() { return 0; }
 };
 
 }  // namespace patrickstar

@@ -11,27 +11,27 @@
 
 namespace patrickstar {
 
-enum class AccessMode : uint8_t {
-  kRead,    // the value must be on the device
-  kWrite,   // a device buffer is needed; the first write creates it
-  kRetire,  // the device buffer is not needed any more
+enum class ArrayUseMode : uint8_t {
+  kRead,      // the value must be on the device
+  kWrite,     // a device buffer is needed; the first write creates it
+  kFinalise,  // the device buffer is not needed any more
 };
 
-struct Access {
+struct ArrayUse {
   ArrayId array;
-  AccessMode mode;
+  ArrayUseMode mode;
 };
 
 enum class Phase : uint8_t { kForward, kBackward };
 
-struct Moment {
+struct Access {
   Phase phase = Phase::kForward;
   std::vector<ArrayId> acquired;  // arrays acquired at its begin, sorted: identifies it in a replay
-  std::vector<Access> accesses;   // all accesses, `acquired` first
-  int64_t tide_peak_bytes = 0;
+  std::vector<ArrayUse> uses;     // all accesses, `acquired` first
+  int64_t activation_peak_bytes = 0;
 };
 
-// Offloaded activations that leave the device or return to it during an access (engine/stash.h).
+// Offloaded activations that leave the device or return to it during an access (engine/offload_store.h).
 struct ActivationCopies {
   int64_t leaving_bytes = 0;  // to the host, after the access has computed
   int64_t coming_bytes = 0;   // to the device, after the previous access has computed
@@ -39,7 +39,7 @@ struct ActivationCopies {
 };
 
 struct Timeline {
-  std::vector<Moment> moments;
+  std::vector<Access> accesses;
   // By phase (one forward or one backward), in order: the number of accesses at its end. Empty: unknown.
   std::vector<int64_t> phase_ends;
 };

@@ -49,7 +49,7 @@ enum class Track : uint8_t {
   kDiskRead,    // the worker that reads states from the disk
   kDiskAdam,    // the worker that updates states from the disk
   kDiskWrite,   // the worker that writes states to the disk
-  kVisit,       // GPU round-trip updates
+  kRoundTrip,   // GPU round-trip updates
 };
 
 constexpr int kNumTracks = 13;
@@ -137,12 +137,12 @@ class Tracer {
   bool is_on() const { return on_; }
 
   // Begins an access; later stalls belong to it.
-  void begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
-    if (on_) observe([&] { do_begin_moment(phase, acquired); });
+  void begin_access(Phase phase, const std::vector<ArrayId>& acquired) {
+    if (on_) observe([&] { do_begin_access(phase, acquired); });
   }
   // The access has its arrays; memory samples count for it from here on.
-  void settle_moment() {
-    if (on_) observe([&] { do_settle_moment(); });
+  void settle_access() {
+    if (on_) observe([&] { do_settle_access(); });
   }
   // Records the device memory after a change.
   void sample_memory() {
@@ -165,8 +165,8 @@ class Tracer {
   }
   // Drops the trace of the running step.
   virtual void give_up() = 0;
-  virtual void do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) = 0;
-  virtual void do_settle_moment() = 0;
+  virtual void do_begin_access(Phase phase, const std::vector<ArrayId>& acquired) = 0;
+  virtual void do_settle_access() = 0;
   virtual void do_sample_memory() = 0;
   virtual void begin_span(const SpanLabel& label) = 0;
   virtual void end_span(Track track) = 0;

@@ -39,16 +39,16 @@ void AccessTracker::acquire(const std::vector<ParamId>& params) {
 }
 
 void AccessTracker::bring(const std::vector<ArrayId>& arrays) {
-  const bool is_moment = step_.is_recorded();
+  const bool is_access = step_.is_recorded();
   const Phase phase = step_.is(StepState::kBackward) ? Phase::kBackward : Phase::kForward;
-  if (is_moment) turns_.follow_plan(phase, arrays);
-  is_moment ? pager_.begin_moment(phase, arrays) : pager_.begin_untracked_use();
-  const bool is_planned = is_moment && pager_.replays();
+  if (is_access) turns_.follow_plan(phase, arrays);
+  is_access ? pager_.begin_access(phase, arrays) : pager_.begin_untracked_use();
+  const bool is_planned = is_access && pager_.replays();
   for (ArrayId id : arrays) {
     if (!is_planned && pager_.needs_gather(id)) turns_.need(id.chunk);
     pager_.bring(id);
   }
-  if (is_moment) pager_.settle_moment();
+  if (is_access) pager_.settle_access();
 }
 
 void AccessTracker::release(const std::vector<ParamId>& params, Phase phase) {
@@ -60,11 +60,11 @@ void AccessTracker::release(const std::vector<ParamId>& params, Phase phase) {
   }
 }
 
-void AccessTracker::retire(const std::vector<ParamId>& params) {
+void AccessTracker::finalise(const std::vector<ParamId>& params) {
   ChunkId last = -1;
   for (ParamId param : params) {
     const ChunkId chunk = store_.layout().placement(param).chunk;
-    if (chunk != std::exchange(last, chunk)) gradients_.retire_if_complete(chunk);
+    if (chunk != std::exchange(last, chunk)) gradients_.finalise_if_complete(chunk);
   }
 }
 

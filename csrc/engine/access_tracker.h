@@ -29,7 +29,7 @@ class AccessTracker final : public UseHolds {
  protected:
   void acquire(const std::vector<ParamId>& params) override;
   void release(const std::vector<ParamId>& params, Phase phase) override;
-  void retire(const std::vector<ParamId>& params) override;
+  void finalise(const std::vector<ParamId>& params) override;
   bool is_in_use(ParamId param) const override { return store_.uses(param) > 0; }
 
  private:

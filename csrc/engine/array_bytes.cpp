@@ -12,7 +12,7 @@ void ArrayBytes::write(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_
     record.set_on_host();
     return;
   }
-  enqueue_to_slot(id, offset_bytes, from.data, num_bytes);
+  enqueue_to_device_buffer(id, offset_bytes, from.data, num_bytes);
   memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
   if (record.holds == 0 || !record.on_host) {
     record.set_on_device();
@@ -22,10 +22,10 @@ void ArrayBytes::write(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_
   copy_to_host(static_cast<char*>(record.block.data) + offset_bytes, from, num_bytes);
 }
 
-void ArrayBytes::enqueue_to_slot(ArrayId id, int64_t offset_bytes, const void* from, int64_t num_bytes) {
+void ArrayBytes::enqueue_to_device_buffer(ArrayId id, int64_t offset_bytes, const void* from, int64_t num_bytes) {
   memory_.await_on_device(id);
   if (num_bytes == 0) return;
-  memory_.backend().copy(Queue::kCompute, static_cast<char*>(memory_.array(id).slot.data) + offset_bytes, from,
+  memory_.backend().copy(Queue::kCompute, static_cast<char*>(memory_.array(id).device_buffer.data) + offset_bytes, from,
                          num_bytes);
 }
 
@@ -38,8 +38,8 @@ void ArrayBytes::read(ArrayId id, int64_t offset_bytes, void* to, int64_t num_by
   }
   memory_.await_on_device(id);
   memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
-  memory_.backend().copy(Queue::kDownload, to, static_cast<const char*>(memory_.array(id).slot.data) + offset_bytes,
-                         num_bytes);
+  memory_.backend().copy(Queue::kDownload, to,
+                         static_cast<const char*>(memory_.array(id).device_buffer.data) + offset_bytes, num_bytes);
   memory_.backend().synchronize(memory_.backend().record(Queue::kDownload));
 }
 

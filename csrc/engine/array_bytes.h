@@ -26,7 +26,7 @@ class ArrayBytes {
   // `to` is host memory.
   void read(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes);
   // Writes the device buffer alone and ignores other copies. Enqueued, not awaited.
-  void enqueue_to_slot(ArrayId id, int64_t offset_bytes, const void* from, int64_t num_bytes);
+  void enqueue_to_device_buffer(ArrayId id, int64_t offset_bytes, const void* from, int64_t num_bytes);
   void copy_to_host(void* to, ParamBytes from, int64_t num_bytes);
 
  private:

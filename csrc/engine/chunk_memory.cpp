@@ -12,7 +12,7 @@ namespace {
 
 // Share by which a reused device buffer may exceed the request, on CUDA: PyTorch's allocator rounds requests up and
 // caches freed memory anyway. Not measured.
-constexpr double kSlotWaste = 0.125;
+constexpr double kDeviceBufferWaste = 0.125;
 
 // Producer of an array's value in host memory: downloads for gradients, host updates for all else.
 StallCause maker_on_host(ArrayId id) {
@@ -27,11 +27,11 @@ ChunkMemory::ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::s
                          std::shared_ptr<const optim::ComputeFormat> format,
                          const std::vector<std::vector<int64_t>>& shapes)
     : device_(device),
-      slots_(device.backend(), device.backend().follows_tide() ? 0.0 : kSlotWaste),
-      tide_memory_(device.backend()),
+      device_buffers_(device.backend(), device.backend().follows_activations() ? 0.0 : kDeviceBufferWaste),
+      activation_memory_(device.backend()),
       arena_(device.make_arena()),
       store_(std::move(layout), std::move(param_names)),
-      tracer_(device.backend(), store_, slots_),
+      tracer_(device.backend(), store_, device_buffers_),
       format_(std::move(format)),
       shapes_(shapes) {
   if (!has_format()) return;
@@ -48,34 +48,35 @@ ChunkMemory::ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::s
 
 void ChunkMemory::upload(ArrayId id) {
   ArrayRecord& record = array(id);
-  PS_CHECK(record.on_host && record.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
-  record.device_ready = upload_to(id, record.slot.data, record.slot);
+  PS_CHECK(record.on_host && record.device_buffer, StateError, store_.describe(id),
+           " has nothing to upload or no device buffer");
+  record.device_ready = upload_to(id, record.device_buffer.data, record.device_buffer);
   // Gathered values were formatted on the device.
   const bool is_formatted = id.kind == ArrayKind::kParam && !is_whole(id) && present(Queue::kUpload, id.chunk);
   if (is_formatted) record.device_ready = backend().record(Queue::kUpload);
-  record.slot.busy = {record.device_ready, nullptr};
+  record.device_buffer.busy = {record.device_ready, nullptr};
   record.on_device = true;
 }
 
-Event ChunkMemory::upload_to(ArrayId id, void* to, const Slot& slot) {
+Event ChunkMemory::upload_to(ArrayId id, void* to, const DeviceBuffer& device_buffer) {
   ArrayRecord& record = array(id);
   const int64_t num_bytes = store_.num_bytes(id);
   QueueGuard uploads(backend(), Queue::kUpload);
-  await_slot(Queue::kUpload, slot);
+  await_device_buffer(Queue::kUpload, device_buffer);
   {
     // If a host update still makes the array (backend.waits_on_host), this thread waits, and so does compute.
     const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
     backend().wait(Queue::kUpload, record.host_ready);
     // The states' write to disk (DiskStates) precedes this upload, whose event replaces the write's event.
-    if (record.on_disk) backend().wait(Queue::kUpload, record.block_busy_until);
+    if (record.on_disk) backend().wait(Queue::kUpload, record.host_buffer_busy_until);
   }
   {
     const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
     backend().copy(Queue::kUpload, to, record.block.data, num_bytes);
   }
-  record.block_busy_until = uploads.record();
+  record.host_buffer_busy_until = uploads.record();
   counters_.uploaded_bytes += num_bytes;
-  return record.block_busy_until;
+  return record.host_buffer_busy_until;
 }
 
 void ChunkMemory::download(ArrayId id) {
@@ -87,18 +88,18 @@ void ChunkMemory::download(ArrayId id) {
   backend().wait(Queue::kDownload, backend().record(Queue::kCompute));
   // The host buffer may still be read: by the last update of states if it belongs to the gradient alone, or by another
   // chunk's transfers if it is lent (DiskStates).
-  for (const Event& event : {record.block_busy_until, record.host_ready}) {
+  for (const Event& event : {record.host_buffer_busy_until, record.host_ready}) {
     if (event == nullptr) continue;
     const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostUpdate, id});
     backend().wait(Queue::kDownload, event);
   }
   {
     const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
-    backend().copy(Queue::kDownload, record.block.data, record.slot.data, num_bytes);
+    backend().copy(Queue::kDownload, record.block.data, record.device_buffer.data, num_bytes);
   }
   record.host_ready = downloads.record();
-  record.block_busy_until = nullptr;
-  record.slot.busy.copied = record.host_ready;
+  record.host_buffer_busy_until = nullptr;
+  record.device_buffer.busy.copied = record.host_ready;
   record.on_host = true;
   counters_.downloaded_bytes += num_bytes;
 }
@@ -119,14 +120,14 @@ void ChunkMemory::await_on_host(ArrayId id) {
   // An accumulated gradient sum is read by its update, all else by uploads.
   const bool is_sum = id.kind == ArrayKind::kGradSum;
   await(record.host_ready, maker_on_host(id), id);
-  await(record.block_busy_until, is_sum ? StallCause::kHostUpdate : StallCause::kUpload, id);
+  await(record.host_buffer_busy_until, is_sum ? StallCause::kHostUpdate : StallCause::kUpload, id);
   record.host_ready = nullptr;
-  record.block_busy_until = nullptr;
+  record.host_buffer_busy_until = nullptr;
 }
 
 void ChunkMemory::settle_block(ArrayId id) {
   ArrayRecord& record = array(id);
-  for (Event* event : {&record.host_ready, &record.block_busy_until}) {
+  for (Event* event : {&record.host_ready, &record.host_buffer_busy_until}) {
     if (*event == nullptr) continue;
     const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
     backend().settle(std::exchange(*event, nullptr));
@@ -139,26 +140,26 @@ void ChunkMemory::await(const Event& event, StallCause cause, ArrayId id) {
   backend().synchronize(event);
 }
 
-void ChunkMemory::await_slot(Queue queue, const Slot& slot) {
+void ChunkMemory::await_device_buffer(Queue queue, const DeviceBuffer& device_buffer) {
   std::optional<TraceScope> stall;
   if (queue == Queue::kCompute) stall.emplace(tracer_, SpanLabel{Track::kStall, StallCause::kRoom});
-  backend().wait(queue, slot.busy.copied);
-  backend().wait(queue, slot.busy.computed);
+  backend().wait(queue, device_buffer.busy.copied);
+  backend().wait(queue, device_buffer.busy.computed);
 }
 
 void ChunkMemory::leave_device(ArrayId id) {
   ArrayRecord& record = array(id);
-  if (!record.slot) return;
+  if (!record.device_buffer) return;
   if (id.kind == ArrayKind::kParam && store_.storage(id.chunk)) store_.storage(id.chunk).detach();
-  record.slot.busy.computed = backend().record(Queue::kCompute);
-  record.slot.reset();
+  record.device_buffer.busy.computed = backend().record(Queue::kCompute);
+  record.device_buffer.reset();
   record.device_ready = nullptr;
   record.on_device = false;
   record.prefetched = false;
   tracer_.sample_memory();
 }
 
-void ChunkMemory::drop_block(ArrayId id) {
+void ChunkMemory::drop_host_buffer(ArrayId id) {
   ArrayRecord& record = array(id);
   if (!record.block) return;
   settle_block(id);
@@ -166,36 +167,36 @@ void ChunkMemory::drop_block(ArrayId id) {
   record.on_host = false;
 }
 
-void ChunkMemory::drop_slot(ArrayId id) {
+void ChunkMemory::drop_device_buffer(ArrayId id) {
   leave_device(id);
-  if (is_whole(id)) drop_block(id);
+  if (is_whole(id)) drop_host_buffer(id);
 }
 
 void ChunkMemory::discard(ArrayId id) {
   leave_device(id);
-  drop_block(id);
+  drop_host_buffer(id);
 }
 
 void ChunkMemory::attach(ChunkId chunk) {
-  if (store_.storage(chunk)) store_.storage(chunk).attach(array({chunk, ArrayKind::kParam}).slot.data);
+  if (store_.storage(chunk)) store_.storage(chunk).attach(array({chunk, ArrayKind::kParam}).device_buffer.data);
 }
 
 void ChunkMemory::copy_on_device(ArrayId id, void* to) {
   await_on_device(id);
-  backend().copy(Queue::kCompute, to, array(id).slot.data, store_.num_bytes(id));
+  backend().copy(Queue::kCompute, to, array(id).device_buffer.data, store_.num_bytes(id));
 }
 
 void ChunkMemory::cast_on_device(ChunkId chunk, void* to) {
   const ArrayId master{chunk, ArrayKind::kMaster};
   const ChunkSpec& spec = store_.chunk(chunk);
   await_on_device(master);
-  device_compute().cast_from_float(static_cast<const float*>(array(master).slot.data), to, spec.dtype,
+  device_compute().cast_from_float(static_cast<const float*>(array(master).device_buffer.data), to, spec.dtype,
                                    spec.shard_numel);
 }
 
 void ChunkMemory::cast_on_host(ChunkId chunk, void* to) {
   const ChunkSpec& spec = store_.chunk(chunk);
-  const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, layout().param_home(chunk)});
+  const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, layout().param_resting_tier(chunk)});
   host_compute().cast_from_float(static_cast<const float*>(array({chunk, ArrayKind::kMaster}).block.data), to,
                                  spec.dtype, spec.shard_numel);
 }
@@ -223,7 +224,7 @@ void ChunkMemory::present_param(Queue queue, ParamId param) {
   const Placement& placement = layout().placement(param);
   const ChunkSpec& spec = store_.chunk(placement.chunk);
   if (!has_format() || !spec.trainable) return;
-  char* const chunk = static_cast<char*>(array({placement.chunk, ArrayKind::kParam}).slot.data);
+  char* const chunk = static_cast<char*>(array({placement.chunk, ArrayKind::kParam}).device_buffer.data);
   void* const values = chunk + placement.offset * element_size(spec.dtype);
   const std::vector<int64_t>& shape = shapes_[static_cast<size_t>(param)];
   backend().enqueue(queue, [this, &shape, values, dtype = spec.dtype] { format_->round(shape, dtype, values); });

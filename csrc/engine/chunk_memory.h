@@ -20,9 +20,9 @@
 #include "backend/backend.h"
 #include "chunk/chunk_store.h"
 #include "engine/shared_device.h"
+#include "memory/activation_memory.h"
+#include "memory/device_buffer_pool.h"
 #include "memory/host_arena.h"
-#include "memory/slot_pool.h"
-#include "memory/tide_memory.h"
 #include "optim/compute.h"
 #include "optim/compute_format.h"
 #include "plan/recipe.h"
@@ -42,16 +42,16 @@ struct Counters {
   int64_t num_on_demand_fetches = 0;   // arrays brought to the device at their use
   int64_t gathered_bytes = 0;          // received from other ranks by all-gathers of values
   int64_t scattered_bytes = 0;         // received from other ranks by reduce-scatters of gradients
-  int64_t num_moments = 0;
-  int64_t num_replayed_moments = 0;  // accesses that matched the plan
+  int64_t num_accesses = 0;
+  int64_t num_replayed_accesses = 0;  // accesses that matched the plan
   int64_t num_plans = 0;
   int64_t num_steps = 0;
   int64_t num_skipped_steps = 0;
-  int64_t num_speculated_updates = 0;  // chunk updates started on the host before the norm was known
-  int64_t num_settled_updates = 0;     // speculative updates computed for a range of clipping coefficients
-  RecipeCounts updates{};              // chunk updates, by recipe
-  int64_t stashed_bytes = 0;           // activations copied to the host
-  int64_t disk_read_bytes = 0;         // optimizer states
+  int64_t num_speculated_updates = 0;         // chunk updates started on the host before the norm was known
+  int64_t num_scale_independent_updates = 0;  // speculative updates computed for a range of clipping coefficients
+  RecipeCounts updates{};                     // chunk updates, by recipe
+  int64_t offloaded_bytes = 0;                // activations copied to the host
+  int64_t disk_read_bytes = 0;                // optimizer states
   int64_t disk_written_bytes = 0;
 
   void count_update(Recipe recipe) { ++updates[static_cast<size_t>(recipe)]; }
@@ -70,8 +70,8 @@ class ChunkMemory {
   optim::HostCompute& host_compute() { return device_.host_compute(); }
   optim::Compute& device_compute() { return device_.device_compute(); }
   quant::HostCompute& host_quantizer() { return device_.host_quantizer(); }
-  SlotPool& slots() { return slots_; }
-  TideMemory& tide_memory() { return tide_memory_; }
+  DeviceBufferPool& device_buffers() { return device_buffers_; }
+  ActivationMemory& activation_memory() { return activation_memory_; }
   HostArena& arena() { return *arena_; }
   ChunkStore& store() { return store_; }
   const ChunkStore& store() const { return store_; }
@@ -83,9 +83,9 @@ class ChunkMemory {
 
   void upload(ArrayId id);
   void download(ArrayId id);
-  // Copies the host buffer to `to`, which lies in `slot`, a buffer of another array. Returns the event that completes
-  // it.
-  Event upload_to(ArrayId id, void* to, const Slot& slot);
+  // Copies the host buffer to `to`, which lies in `device_buffer`, a buffer of another array. Returns the event that
+  // completes it.
+  Event upload_to(ArrayId id, void* to, const DeviceBuffer& device_buffer);
 
   // Later work of the compute queue sees the array's value in its device buffer.
   void await_on_device(ArrayId id);
@@ -94,15 +94,15 @@ class ChunkMemory {
   // Returns when nothing uses the host buffer, whatever became of its value; the buffer may then be freed.
   void settle_block(ArrayId id);
   // Later work of `queue` may write the device buffer, after all that reads or writes its old content.
-  void await_slot(Queue queue, const Slot& slot);
+  void await_device_buffer(Queue queue, const DeviceBuffer& device_buffer);
 
   // Frees the device buffer, which compute enqueued so far may use. The value must exist elsewhere, be derivable, or be
   // dead. The buffer's `busy` events cover a running transfer; the compute queue does not wait for it.
   void leave_device(ArrayId id);
   // Frees the host buffer. The value must be on the device or dead.
-  void drop_block(ArrayId id);
-  // leave_device(), and drop_block() if is_whole().
-  void drop_slot(ArrayId id);
+  void drop_host_buffer(ArrayId id);
+  // leave_device(), and drop_host_buffer() if is_whole().
+  void drop_device_buffer(ArrayId id);
   void discard(ArrayId id);
   void attach(ChunkId chunk);
 
@@ -132,8 +132,8 @@ class ChunkMemory {
   void await(const Event& event, StallCause cause, ArrayId id);
 
   SharedDevice& device_;
-  SlotPool slots_;
-  TideMemory tide_memory_;
+  DeviceBufferPool device_buffers_;
+  ActivationMemory activation_memory_;
   const std::unique_ptr<HostArena> arena_;
   ChunkStore store_;
   StepTracer tracer_;

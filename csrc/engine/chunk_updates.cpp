@@ -21,7 +21,7 @@ ChunkUpdates::ChunkUpdates(const UpdateParts& parts)
       jobs_(parts.jobs),
       early_(parts.early),
       states_(parts.states),
-      visits_(parts.pager) {}
+      round_trips_(parts.pager) {}
 
 void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
@@ -32,8 +32,8 @@ void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& gro
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
   for (ArrayId id : used) pager_.bring(id);
   const int64_t scratch_bytes = matrices_.scratch_bytes(chunk);
-  Slot scratch = scratch_bytes > 0 ? pager_.take_slot(scratch_bytes, used.front()) : Slot();
-  memory_.await_slot(Queue::kCompute, scratch);
+  DeviceBuffer scratch = scratch_bytes > 0 ? pager_.take_device_buffer(scratch_bytes, used.front()) : DeviceBuffer();
+  memory_.await_device_buffer(Queue::kCompute, scratch);
   UpdateTarget target = open_target(chunk, /*on_device=*/true);
   target.scratch = scratch.data;
   std::vector<optim::UpdateJob> jobs;
@@ -55,8 +55,8 @@ void ChunkUpdates::on_device(ChunkId chunk, const std::vector<GroupOptions>& gro
 }
 
 // A parameter without a gradient gets its value from the master, which a round trip does not do.
-bool ChunkUpdates::can_visit(ChunkId chunk) const {
-  if (disk_.is_home_of(chunk)) return false;
+bool ChunkUpdates::can_round_trip(ChunkId chunk) const {
+  if (disk_.is_resting_tier_of(chunk)) return false;
   const ArrayId grad = arrays_.grad_of(chunk);
   if (gradients_.source(chunk) != grad.kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
   const std::vector<ParamId>& params = store_.chunk(chunk).params;
@@ -64,66 +64,66 @@ bool ChunkUpdates::can_visit(ChunkId chunk) const {
   return !arrays_.derives_value(chunk) || std::all_of(params.begin(), params.end(), has_gradient);
 }
 
-void ChunkUpdates::by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+void ChunkUpdates::by_round_trip(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   const ChunkSpec& spec = store_.chunk(chunk);
   const ArrayId param_id = arrays_.param_of(chunk);
   ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
   ArrayRecord& param = memory_.array(param_id);
   const ScopedHold hold(grad);
-  Visit visit;
-  visit.chunk = chunk;
-  visit.grad = grad.slot.data;
+  RoundTrip round_trip;
+  round_trip.chunk = chunk;
+  round_trip.grad = grad.device_buffer.data;
   const bool is_computed = !spec.is_sharded();  // a reduce-scatter made the gradient of a sharded chunk
-  visit.grad_ready = is_computed ? memory_.backend().record(Queue::kCompute) : grad.device_ready;
+  round_trip.grad_ready = is_computed ? memory_.backend().record(Queue::kCompute) : grad.device_ready;
   for (ArrayKind kind : spec.state_kinds()) {
     const ArrayRecord& state = memory_.array({chunk, kind});
-    visit.after.push_back(state.host_ready);
-    visit.after.push_back(state.block_busy_until);
+    round_trip.after.push_back(state.host_ready);
+    round_trip.after.push_back(state.host_buffer_busy_until);
   }
   const bool derives = arrays_.derives_value(chunk);
   if (!derives) {
-    arrays_.bring_value_to_host(chunk, visit.after);
+    arrays_.bring_value_to_host(chunk, round_trip.after);
     if (param.on_device) {
-      visit.value = param.slot.data;
-      visit.value_ready = param.device_ready;
+      round_trip.value = param.device_buffer.data;
+      round_trip.value_ready = param.device_ready;
     }
   } else {
     memory_.discard(param_id);
-    pager_.ensure_block(param_id);
+    pager_.ensure_host_buffer(param_id);
   }
   if (param_id.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
-  visit.param = param.block.data;
+  round_trip.param = param.block.data;
   UpdateTarget target{};
-  target.grad = visit.grad;
+  target.grad = round_trip.grad;
   target.grad_dtype = spec.dtype;
-  target.param = visit.param;
-  jobs_.add(chunk, target, groups, grad_scale, visit.jobs);
+  target.param = round_trip.param;
+  jobs_.add(chunk, target, groups, grad_scale, round_trip.jobs);
   states_.move(chunk, UpdateState::kBegun);
-  const VisitEvents events = visits_.update(visit);
+  const RoundTripEvents events = round_trips_.update(round_trip);
   states_.move(chunk, UpdateState::kMade);
   for (ArrayKind kind : spec.state_kinds()) {
     ArrayRecord& state = memory_.array({chunk, kind});
     state.host_ready = events.down;
-    state.block_busy_until = nullptr;
+    state.host_buffer_busy_until = nullptr;
   }
   param.host_ready = events.down;
-  param.block_busy_until = nullptr;
-  if (visit.value != nullptr) param.slot.busy.copied = events.used;
-  grad.slot.busy.copied = events.used;
+  param.host_buffer_busy_until = nullptr;
+  if (round_trip.value != nullptr) param.device_buffer.busy.copied = events.used;
+  grad.device_buffer.busy.copied = events.used;
   jobs_.count_step(chunk);
   memory_.discard(arrays_.grad_of(chunk));
-  if (!derives) memory_.drop_slot(param_id);
+  if (!derives) memory_.drop_device_buffer(param_id);
   param.set_on_host();
   arrays_.note_new_values(chunk);
 }
 
-std::optional<std::vector<HostBlock>> ChunkUpdates::new_params(const std::vector<ChunkId>& chunks) {
-  if (!speculation_.allows_passes() || disk_.is_home_of(chunks.front())) return std::nullopt;
-  if (is_left_out(Mechanism::kParametersFirst)) return std::nullopt;
+std::optional<std::vector<HostBuffer>> ChunkUpdates::new_params(const std::vector<ChunkId>& chunks) {
+  if (!speculation_.allows_passes() || disk_.is_resting_tier_of(chunks.front())) return std::nullopt;
+  if (is_left_out(Mechanism::kTwoPhaseUpdates)) return std::nullopt;
   const bool any_in_place = std::any_of(chunks.begin(), chunks.end(),
                                         [this](ChunkId chunk) { return store_.chunk(chunk).puts_values_in_place(); });
   if (any_in_place) return std::nullopt;
-  std::vector<HostBlock> blocks(chunks.size());
+  std::vector<HostBuffer> blocks(chunks.size());
   for (size_t i = 0; i < chunks.size(); ++i) {
     if (gradients_.source(chunks[i]) != arrays_.grad_of(chunks[i]).kind) continue;
     blocks[i] = speculation_.try_allocate_param(store_.num_bytes(arrays_.param_of(chunks[i])));
@@ -135,7 +135,7 @@ std::optional<std::vector<HostBlock>> ChunkUpdates::new_params(const std::vector
 Passes ChunkUpdates::on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
                              float grad_scale) {
   Prepared prepared = prepare_on_host(chunks, passes, groups, grad_scale);
-  const bool on_disk = disk_.is_home_of(chunks.front());
+  const bool on_disk = disk_.is_resting_tier_of(chunks.front());
   const Event done = (on_disk ? disk_updates_ : host_updates_).submit(std::move(prepared.update));
   for (size_t i = 0; i < chunks.size(); ++i) {
     const ChunkId chunk = chunks[i];
@@ -161,7 +161,7 @@ ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>&
   if (passes == Passes::kTwo) prepared.params = new_params(chunks);
   update.chunk = chunks.front();
   // Updates with states on the disk pass through sets of memory in turn.
-  update.turn = disk_.is_home_of(chunks.front()) ? Turn::kInOrder : Turn::kOfNeed;
+  update.turn = disk_.is_resting_tier_of(chunks.front()) ? Turn::kInOrder : Turn::kOfNeed;
   for (size_t i = 0; i < chunks.size(); ++i) {
     const ChunkId chunk = chunks[i];
     const ArrayId grad{chunk, gradients_.source(chunk)};
@@ -170,7 +170,7 @@ ChunkUpdates::Prepared ChunkUpdates::prepare_on_host(const std::vector<ChunkId>&
     update.after.push_back(memory_.array(grad).host_ready);
     if (!arrays_.derives_value(chunk)) arrays_.bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
-    target.scratch = matrices_.host_scratch(disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost);
+    target.scratch = matrices_.host_scratch(disk_.is_resting_tier_of(chunk) ? Tier::kDisk : Tier::kHost);
     if (prepared.params && (*prepared.params)[i]) {
       target.param = (*prepared.params)[i].data;
       target.place = ParamPlace::kNew;
@@ -195,14 +195,14 @@ void ChunkUpdates::note_on_host(const Prepared& prepared, ChunkId chunk, const U
     memory_.array({chunk, kind}).set_on_host();
   }
   if (gradients_.source(chunk) == ArrayKind::kGradSum) {
-    memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
+    memory_.array({chunk, ArrayKind::kGradSum}).host_buffer_busy_until = done;
   } else if (target.place == ParamPlace::kOwn) {
     arrays_.leave_gradient(chunk, done);
   }
 }
 
 void ChunkUpdates::bring_states_to_host(ChunkId chunk, HostUpdate& update) {
-  const bool on_disk = disk_.is_home_of(chunk);
+  const bool on_disk = disk_.is_resting_tier_of(chunk);
   if (on_disk) disk_.fetch(chunk);
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
@@ -212,7 +212,7 @@ void ChunkUpdates::bring_states_to_host(ChunkId chunk, HostUpdate& update) {
       continue;
     }
     const ArrayRecord& record = memory_.array(id);
-    update.after.push_back(record.block_busy_until);
+    update.after.push_back(record.host_buffer_busy_until);
     if (record.host_ready != nullptr) update.states.push_back(record.host_ready);
   }
 }
@@ -226,7 +226,7 @@ UpdateTarget ChunkUpdates::open_target(ChunkId chunk, bool on_device) {
   target.on_device = on_device;
   target.place = is_own && arrays_.derives_value(chunk) ? ParamPlace::kGradient : ParamPlace::kOwn;
   target.grad_dtype = is_own ? store_.chunk(chunk).dtype : DType::kFloat32;
-  target.grad = on_device ? record.slot.data : record.block.data;
+  target.grad = on_device ? record.device_buffer.data : record.block.data;
   if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
   if (target.place == ParamPlace::kGradient) {
     memory_.discard(param);
@@ -243,13 +243,13 @@ void* ChunkUpdates::own_place(ArrayId param, bool on_device) {
   const bool derives = arrays_.derives_value(param.chunk);
   if (on_device && (!derives || record.on_device)) return pager_.open_for_write(param);
   if (on_device) {
-    memory_.drop_block(param);
-    pager_.ensure_slot(param);
-    memory_.await_slot(Queue::kCompute, record.slot);
-    return record.slot.data;
+    memory_.drop_host_buffer(param);
+    pager_.ensure_device_buffer(param);
+    memory_.await_device_buffer(Queue::kCompute, record.device_buffer);
+    return record.device_buffer.data;
   }
-  memory_.drop_slot(param);
-  pager_.ensure_block(param);
+  memory_.drop_device_buffer(param);
+  pager_.ensure_host_buffer(param);
   if (derives) memory_.await_on_host(param);  // otherwise the update waits
   return record.block.data;
 }
@@ -261,7 +261,7 @@ void ChunkUpdates::close_target(ChunkId chunk, const UpdateTarget& target) {
   ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
   const bool in_gradient = target.place == ParamPlace::kGradient;
   if (in_gradient && target.on_device) {
-    param.slot = std::exchange(grad.slot, {});
+    param.device_buffer = std::exchange(grad.device_buffer, {});
     param.device_ready = std::exchange(grad.device_ready, nullptr);
     grad.on_device = false;
   } else if (in_gradient) {

@@ -1,5 +1,5 @@
 // The final update of a chunk, which is never rolled back: where its optimizer states are, or on the device by a round
-// trip (engine/visits.h).
+// trip (engine/round_trips.h).
 //
 //   chunk_updates.on_device(chunk, groups, grad_scale);
 //   chunk_updates.on_host({chunk, next}, groups, grad_scale);
@@ -14,11 +14,11 @@
 #include "engine/early_updates.h"
 #include "engine/gradients.h"
 #include "engine/pager.h"
+#include "engine/round_trips.h"
 #include "engine/speculation.h"
 #include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
 #include "engine/update_states.h"
-#include "engine/visits.h"
 
 namespace patrickstar {
 
@@ -45,25 +45,25 @@ class ChunkUpdates {
   // memory allow it; returns the number of phases.
   Passes on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
                  float grad_scale);
-  // Round-trip update of the chunk on the device (engine/visits.h).
-  bool can_visit(ChunkId chunk) const;
-  void by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  Visits& visits() { return visits_; }
+  // Round-trip update of the chunk on the device (engine/round_trips.h).
+  bool can_round_trip(ChunkId chunk) const;
+  void by_round_trip(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  RoundTrips& round_trips() { return round_trips_; }
 
  private:
   // All memory and jobs of one update on the host, allocated before it begins.
   struct Prepared {
     HostUpdate update;
-    std::vector<UpdateTarget> targets;             // by chunk
-    std::optional<std::vector<HostBlock>> params;  // new_params(); empty: a one-phase update
-    StatesPass rest;                               // phase two, if there is one
+    std::vector<UpdateTarget> targets;              // by chunk
+    std::optional<std::vector<HostBuffer>> params;  // new_params(); empty: a one-phase update
+    StatesPass rest;                                // phase two, if there is one
   };
 
   Prepared prepare_on_host(const std::vector<ChunkId>& chunks, Passes passes, const std::vector<GroupOptions>& groups,
                            float grad_scale);
   // Memory for the chunks' new parameters beside their gradients; nothing if it is short for one of them. A chunk whose
   // gradient is an accumulated sum needs none.
-  std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
+  std::optional<std::vector<HostBuffer>> new_params(const std::vector<ChunkId>& chunks);
   // Brings all states of the chunk to host memory and makes missing ones as zeros. `update` gets events to wait for
   // where the states come from the disk.
   void bring_states_to_host(ChunkId chunk, HostUpdate& update);
@@ -87,7 +87,7 @@ class ChunkUpdates {
   UpdateJobs& jobs_;
   EarlyUpdates& early_;
   UpdateStates& states_;
-  Visits visits_;
+  RoundTrips round_trips_;
 };
 
 }  // namespace patrickstar

@@ -19,7 +19,7 @@ ParamValues part(ParamValues values, const ParamShard& shard) {
 
 }  // namespace
 
-void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
+void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier resting_tier) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ChunkSpec& spec = layout.chunk(chunk);
@@ -27,19 +27,19 @@ void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier 
   PS_CHECK(!in_use || !spec.is_quantized(), StateError, store_.param_name(param),
            " is quantised, and cannot be written while a module that uses it runs; write it between steps");
   if (spec.is_quantized()) return write_quantized(param, values);
-  write_own(param, kind, part(values, layout.shard_of(param)), home);
+  write_own(param, kind, part(values, layout.shard_of(param)), resting_tier);
   if (in_use) replace_in_use(param, values);
 }
 
-void ChunkValues::write_own(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
+void ChunkValues::write_own(ParamId param, ArrayKind kind, ParamValues values, Tier resting_tier) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
   const ChunkSpec& spec = layout.chunk(chunk);
-  if (!spec.trainable) return write_cast(param, layout.param_home(chunk), values);
-  if (spec.is_in_split(kind)) return write_split(param, kind, values, home);
-  if (kind == ArrayKind::kMaster && !spec.states.has(kind)) return write_bare(param, values, home);
-  pager_.ensure_state({chunk, kind}, home);
+  if (!spec.trainable) return write_cast(param, layout.param_resting_tier(chunk), values);
+  if (spec.is_in_split(kind)) return write_split(param, kind, values, resting_tier);
+  if (kind == ArrayKind::kMaster && !spec.states.has(kind)) return write_bare(param, values, resting_tier);
+  pager_.ensure_state({chunk, kind}, resting_tier);
   if (spec.states.of(kind) != StateType::kFloat32) return write_compressed(param, kind, values);
   bytes_.write({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
   if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
@@ -58,8 +58,9 @@ void ChunkValues::replace_in_use(ParamId param, ParamValues values) {
     const int64_t numel = std::min(kPieceNumel, total - begin);
     bytes_.copy_to_host(staged.data(), {values.data + begin, values.where}, float_bytes(numel));
     memory_.host_compute().cast_from_float(staged.data(), rounded.data(), dtype, numel);
-    bytes_.enqueue_to_slot({placement.chunk, ArrayKind::kParam}, (placement.offset + begin) * element_size(dtype),
-                           rounded.data(), numel * element_size(dtype));
+    bytes_.enqueue_to_device_buffer({placement.chunk, ArrayKind::kParam},
+                                    (placement.offset + begin) * element_size(dtype), rounded.data(),
+                                    numel * element_size(dtype));
     memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
   }
   memory_.present_param(Queue::kCompute, param);
@@ -73,30 +74,30 @@ void ChunkValues::write_quantized(ParamId param, ParamValues values) {
 }
 
 // Moves the compute value to the tier of the leading state and drops other copies. A value in use stays where it is.
-void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
+void ChunkValues::make_kept_param(ChunkId chunk, Tier resting_tier) {
   if (is_in_use(chunk)) return;
-  const ArrayId param = store_.layout().param_home(chunk);
+  const ArrayId param = store_.layout().param_resting_tier(chunk);
   const ChunkSpec& spec = store_.chunk(chunk);
   if (memory_.array({chunk, spec.leading_state()}).exists()) {
-    home = store_.has_states_on_device(chunk) ? Tier::kDevice : Tier::kHost;
+    resting_tier = store_.has_states_on_device(chunk) ? Tier::kDevice : Tier::kHost;
   }
-  pager_.ensure_state({chunk, spec.leading_state()}, home);
-  if (spec.is_in_split(ArrayKind::kVariance)) pager_.ensure_state({chunk, ArrayKind::kVariance}, home);
-  pager_.ensure_state(param, home);
+  pager_.ensure_state({chunk, spec.leading_state()}, resting_tier);
+  if (spec.is_in_split(ArrayKind::kVariance)) pager_.ensure_state({chunk, ArrayKind::kVariance}, resting_tier);
+  pager_.ensure_state(param, resting_tier);
   if (spec.is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
-  if (home == Tier::kDevice) {
+  if (resting_tier == Tier::kDevice) {
     pager_.bring(param);
-    memory_.drop_block(param);
+    memory_.drop_host_buffer(param);
   } else {
     pager_.bring_to_host(param);
-    memory_.drop_slot(param);
+    memory_.drop_device_buffer(param);
   }
 }
 
-void ChunkValues::make_stored(ArrayId id, Tier home) {
+void ChunkValues::make_stored(ArrayId id, Tier resting_tier) {
   const bool derives = store_.chunk(id.chunk).rows.param().source == Source::kMaster;
-  if (!derives) make_kept_param(id.chunk, home);
-  if (id != store_.layout().param_home(id.chunk)) pager_.ensure_state(id, home);
+  if (!derives) make_kept_param(id.chunk, resting_tier);
+  if (id != store_.layout().param_resting_tier(id.chunk)) pager_.ensure_state(id, resting_tier);
   if (derives && id.kind == ArrayKind::kMaster) discard_compute_values(id.chunk);
 }
 
@@ -106,7 +107,7 @@ void ChunkValues::write_stored(ArrayId id, int64_t offset_bytes, ParamBytes from
     if (num_bytes > 0) bytes_.write(id, offset_bytes, from, num_bytes);
     return;
   }
-  bytes_.enqueue_to_slot(id, offset_bytes, from.data, num_bytes);
+  bytes_.enqueue_to_device_buffer(id, offset_bytes, from.data, num_bytes);
   record.set_on_device();
 }
 
@@ -115,7 +116,7 @@ bool ChunkValues::is_in_use(ChunkId chunk) const { return memory_.array({chunk, 
 // A chunk in use keeps its device buffer: replace_in_use() writes the new values there.
 void ChunkValues::discard_compute_values(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
-  is_in_use(chunk) ? memory_.drop_block(param) : memory_.discard(param);
+  is_in_use(chunk) ? memory_.drop_host_buffer(param) : memory_.discard(param);
   if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParamShard});
 }
 
@@ -125,12 +126,12 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
   const DType dtype = layout.chunk(id.chunk).dtype;
   ArrayRecord& record = memory_.array(id);
   const bool in_use = is_in_use(id.chunk);
-  const bool holds_slot = in_use && id.kind == ArrayKind::kParam;
-  if (holds_slot && !record.on_host) return;  // replace_in_use() writes it
+  const bool holds_device_buffer = in_use && id.kind == ArrayKind::kParam;
+  if (holds_device_buffer && !record.on_host) return;  // replace_in_use() writes it
   if (record.exists()) {
     pager_.bring_to_host(id);
   } else {
-    pager_.ensure_block(id);
+    pager_.ensure_host_buffer(id);
   }
   if (shard.numel > 0) {
     char* const data = static_cast<char*>(record.block.data) + shard.offset * element_size(dtype);
@@ -147,10 +148,10 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
       memory_.host_compute().cast_from_float(from, data + begin * element_size(dtype), dtype, numel);
     }
   }
-  if (holds_slot) return;
-  memory_.drop_slot(id);
+  if (holds_device_buffer) return;
+  memory_.drop_device_buffer(id);
   record.set_on_host();
-  if (!store_.chunk(id.chunk).trainable && store_.home(id.chunk) == Tier::kDevice) settle_on_device(id);
+  if (!store_.chunk(id.chunk).trainable && store_.resting_tier(id.chunk) == Tier::kDevice) settle_on_device(id);
   if (id.kind == ArrayKind::kParamShard && !in_use) memory_.discard({id.chunk, ArrayKind::kParam});
 }
 
@@ -159,7 +160,7 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
 void ChunkValues::settle_on_device(ArrayId id) {
   if (store_.chunk(id.chunk).is_sharded()) return;
   pager_.bring(id);
-  memory_.drop_block(id);
+  memory_.drop_host_buffer(id);
 }
 
 void ChunkValues::read(ParamId param, ArrayKind kind, float* values) {
@@ -174,7 +175,7 @@ void ChunkValues::read_own(ParamId param, ArrayKind kind, float* values) {
   PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, store_.param_name(param), " is frozen and has no ",
            array_kind_name(kind));
   if (layout.chunk(layout.placement(param).chunk).is_quantized()) return quantized_.read(param, values);
-  read_cast(param, layout.param_home(layout.placement(param).chunk), values);
+  read_cast(param, layout.param_resting_tier(layout.placement(param).chunk), values);
 }
 
 void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
@@ -183,7 +184,7 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   const ParamShard shard = layout.shard_of(param);
   if (shard.numel == 0) return;
   if (kind == ArrayKind::kMaster && !layout.chunk(id.chunk).states.has(kind)) {
-    read_cast(param, layout.param_home(id.chunk), values);
+    read_cast(param, layout.param_resting_tier(id.chunk), values);
   } else if (!memory_.array(id).exists()) {  // a state before the first step
     std::memset(values, 0, static_cast<size_t>(float_bytes(shard.numel)));
   } else if (layout.chunk(id.chunk).is_in_split(kind)) {
@@ -247,7 +248,7 @@ void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues va
   pager_.bring_to_host(id);
   bytes_.copy_to_host(static_cast<float*>(memory_.array(id).block.data) + shard.offset, {values.data, values.where},
                       float_bytes(shard.numel));
-  memory_.drop_slot(id);
+  memory_.drop_device_buffer(id);
   memory_.array(id).set_on_host();
 }
 

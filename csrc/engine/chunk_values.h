@@ -31,10 +31,10 @@ class ChunkValues {
         quantized_(pager) {}
 
   // Writes all ranks' values of a parameter; `values` may be freed afterwards. For a frozen parameter, kMaster means
-  // its compute value. A missing state is made on tier `home`. While operations use the chunk, its device buffer gets
-  // the new values at once. Throws StateError if a quantised chunk is in use, and ArgumentError for values that are not
-  // finite and are to be quantised.
-  void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
+  // its compute value. A missing state is made on tier `resting_tier`. While operations use the chunk, its device
+  // buffer gets the new values at once. Throws StateError if a quantised chunk is in use, and ArgumentError for values
+  // that are not finite and are to be quantised.
+  void write(ParamId param, ArrayKind kind, ParamValues values, Tier resting_tier);
   // Reads all ranks' values to host memory `values`; all ranks must call it in the same order. A state that was never
   // made reads as zeros. Throws ArgumentError for a state of a frozen parameter.
   void read(ParamId param, ArrayKind kind, float* values);
@@ -43,9 +43,9 @@ class ChunkValues {
   // Rounds the master to the compute dtype, since a frozen parameter had no other value. Called when its training
   // begins.
   void round_master(ParamId param);
-  // Makes an array of a trained chunk on the tier of the chunk's states, or on `home` if it has none; writes its bytes
-  // as stored (`StoredRange`). On the device, bytes are complete in the order of the compute queue.
-  void make_stored(ArrayId id, Tier home);
+  // Makes an array of a trained chunk on the tier of the chunk's states, or on `resting_tier` if it has none; writes
+  // its bytes as stored (`StoredRange`). On the device, bytes are complete in the order of the compute queue.
+  void make_stored(ArrayId id, Tier resting_tier);
   void write_stored(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes);
   // The parameter's gradient as the step will use it, in the chunk's array `source`. All ranks must call these in the
   // same order.
@@ -57,15 +57,15 @@ class ChunkValues {
   // `values`: the whole parameter.
   void replace_in_use(ParamId param, ParamValues values);
   // The functions below write this rank's part alone.
-  void write_own(ParamId param, ArrayKind kind, ParamValues values, Tier home);
+  void write_own(ParamId param, ArrayKind kind, ParamValues values, Tier resting_tier);
   // Split masters, and variances beside them (optim/kernels.h), staged through host memory piece by piece.
-  void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home);
+  void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier resting_tier);
   void split_in_place(ChunkId chunk, const ParamShard& shard, ParamValues values);
   void read_split(ParamId param, ArrayKind kind, float* values);
   // Parameters without a master.
-  void write_bare(ParamId param, ParamValues values, Tier home);
+  void write_bare(ParamId param, ParamValues values, Tier resting_tier);
   // Makes the compute value of a chunk whose states include it, on the tier of its leading state.
-  void make_kept_param(ChunkId chunk, Tier home);
+  void make_kept_param(ChunkId chunk, Tier resting_tier);
   // States of fewer bytes (optim/kernels.h), piece by piece.
   void write_compressed(ParamId param, ArrayKind kind, ParamValues values);
   void read_compressed(ParamId param, ArrayKind kind, float* values);

@@ -29,12 +29,12 @@ int64_t half_bytes(int64_t numel) { return numel * static_cast<int64_t>(sizeof(u
 
 }  // namespace
 
-void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
+void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values, Tier resting_tier) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
-  make_kept_param(chunk, home);
-  const bool is_on_host = !memory_.array(layout.param_home(chunk)).on_device;
+  make_kept_param(chunk, resting_tier);
+  const bool is_on_host = !memory_.array(layout.param_resting_tier(chunk)).on_device;
   if (kind == ArrayKind::kMaster && is_on_host) return split_in_place(chunk, shard, values);
   const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
   SplitPiece piece(shard.numel);
@@ -51,7 +51,8 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
       }
     } else {
       memory_.host_compute().split_master(piece.values.data(), piece.param.data(), piece.lower.data(), signs, numel);
-      bytes_.write(layout.param_home(chunk), half_bytes(first), {piece.param.data(), Tier::kHost}, half_bytes(numel));
+      bytes_.write(layout.param_resting_tier(chunk), half_bytes(first), {piece.param.data(), Tier::kHost},
+                   half_bytes(numel));
       bytes_.write({chunk, ArrayKind::kMaster}, half_bytes(first), {piece.lower.data(), Tier::kHost},
                    half_bytes(numel));
     }
@@ -69,7 +70,7 @@ void ChunkValues::split_in_place(ChunkId chunk, const ParamShard& shard, ParamVa
     return memory_.array(id).block.data;
   };
   const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
-  uint16_t* param = static_cast<uint16_t*>(place(layout.chunk(chunk).param_home())) + shard.offset;
+  uint16_t* param = static_cast<uint16_t*>(place(layout.chunk(chunk).param_resting_tier())) + shard.offset;
   uint16_t* lower = static_cast<uint16_t*>(place(ArrayKind::kMaster)) + shard.offset;
   float* variance = lends_sign ? static_cast<float*>(place(ArrayKind::kVariance)) + shard.offset : nullptr;
   const bool is_staged = values.where == Tier::kDevice;
@@ -102,24 +103,24 @@ void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
       for (int64_t i = 0; i < numel; ++i) values[begin + i] = std::fabs(piece.variance[static_cast<size_t>(i)]);
       continue;
     }
-    bytes_.read(layout.param_home(chunk), half_bytes(first), piece.param.data(), half_bytes(numel));
+    bytes_.read(layout.param_resting_tier(chunk), half_bytes(first), piece.param.data(), half_bytes(numel));
     bytes_.read({chunk, ArrayKind::kMaster}, half_bytes(first), piece.lower.data(), half_bytes(numel));
     memory_.host_compute().join_master(piece.param.data(), piece.lower.data(), signs, values + begin, numel);
   }
 }
 
-void ChunkValues::write_bare(ParamId param, ParamValues values, Tier home) {
+void ChunkValues::write_bare(ParamId param, ParamValues values, Tier resting_tier) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
   const DType dtype = layout.chunk(chunk).dtype;
-  make_kept_param(chunk, home);
+  make_kept_param(chunk, resting_tier);
   SplitPiece piece(shard.numel);
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
     bytes_.copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
     memory_.host_compute().cast_from_float(piece.values.data(), piece.param.data(), dtype, numel);
-    bytes_.write(layout.param_home(chunk), half_bytes(shard.offset + begin), {piece.param.data(), Tier::kHost},
+    bytes_.write(layout.param_resting_tier(chunk), half_bytes(shard.offset + begin), {piece.param.data(), Tier::kHost},
                  half_bytes(numel));
   }
 }

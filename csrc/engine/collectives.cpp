@@ -18,22 +18,22 @@ namespace {
 // Equal for equal sequences of accesses.
 uint64_t fingerprint(const Timeline& timeline) {
   Fingerprint result;
-  for (const Moment& moment : timeline.moments) {
-    result.add(static_cast<int64_t>(moment.phase));
-    result.add(static_cast<int64_t>(moment.acquired.size()));
-    for (ArrayId id : moment.acquired) result.add(id.index());
-    result.add(static_cast<int64_t>(moment.accesses.size()));
-    for (const Access& access : moment.accesses) {
-      result.add(access.array.index() * 4 + static_cast<int64_t>(access.mode));
+  for (const Access& access : timeline.accesses) {
+    result.add(static_cast<int64_t>(access.phase));
+    result.add(static_cast<int64_t>(access.acquired.size()));
+    for (ArrayId id : access.acquired) result.add(id.index());
+    result.add(static_cast<int64_t>(access.uses.size()));
+    for (const ArrayUse& use : access.uses) {
+      result.add(use.array.index() * 4 + static_cast<int64_t>(use.mode));
     }
   }
   return result.value();
 }
 
-std::vector<int64_t> tides_of(const Timeline& timeline) {
-  std::vector<int64_t> tides;
-  for (const Moment& moment : timeline.moments) tides.push_back(moment.tide_peak_bytes);
-  return tides;
+std::vector<int64_t> activation_levels_of(const Timeline& timeline) {
+  std::vector<int64_t> activation_levels;
+  for (const Access& access : timeline.accesses) activation_levels.push_back(access.activation_peak_bytes);
+  return activation_levels;
 }
 
 std::string hexadecimal(uint64_t value) {
@@ -66,9 +66,9 @@ ChunkRequest unpacked_request(const std::string& message, int num_chunks) {
 std::string packed(const StepSummary& summary) {
   return MessageWriter()
       .add(summary.fingerprint)
-      .add(summary.tides)
+      .add(summary.activation_levels)
       .add(static_cast<uint8_t>(summary.follows_plan))
-      .add(summary.planned_tides)
+      .add(summary.planned_activation_levels)
       .add(summary.note)
       .str();
 }
@@ -77,15 +77,17 @@ StepSummary unpacked_summary(const std::string& message) {
   MessageReader reader(message, "how the step went");
   StepSummary summary;
   summary.fingerprint = reader.next<uint64_t>();
-  summary.tides = reader.next_list<int64_t>();
+  summary.activation_levels = reader.next_list<int64_t>();
   const auto follows = reader.next<uint8_t>();
-  summary.planned_tides = reader.next_list<int64_t>();
+  summary.planned_activation_levels = reader.next_list<int64_t>();
   summary.note = reader.next_text();
   reader.finish();
   reader.check(follows <= 1, "no truth value");
   summary.follows_plan = follows == 1;
-  for (int64_t tide : summary.tides) reader.check(tide >= 0, "a tide below 0");
-  for (int64_t tide : summary.planned_tides) reader.check(tide >= 0, "a tide below 0");
+  for (int64_t activation_memory : summary.activation_levels)
+    reader.check(activation_memory >= 0, "activation memory below 0");
+  for (int64_t activation_memory : summary.planned_activation_levels)
+    reader.check(activation_memory >= 0, "activation memory below 0");
   return summary;
 }
 
@@ -198,38 +200,43 @@ bool Collectives::any_over_ranks(std::vector<uint8_t>& flags, BackwardEnd mine) 
   return false;
 }
 
-StepAgreement Collectives::agree_on(Timeline& timeline, std::vector<int64_t>* planned_tides, const std::string& note) {
+StepAgreement Collectives::agree_on(Timeline& timeline, std::vector<int64_t>* planned_activation_levels,
+                                    const std::string& note) {
   StepAgreement agreement;
   if (num_ranks_ == 1) {
     agreement.notes = {note};
     return agreement;
   }
-  const size_t num_moments = timeline.moments.size();
+  const size_t num_accesses = timeline.accesses.size();
   const uint64_t mine = fingerprint(timeline);
   std::vector<StepSummary> all;
   int64_t highest = 0;
   bool alike = true;
-  bool all_follow = planned_tides != nullptr;
-  const StepSummary summary{mine, tides_of(timeline), planned_tides != nullptr,
-                            planned_tides != nullptr ? *planned_tides : std::vector<int64_t>(), note};
+  bool all_follow = planned_activation_levels != nullptr;
+  const StepSummary summary{mine, activation_levels_of(timeline), planned_activation_levels != nullptr,
+                            planned_activation_levels != nullptr ? *planned_activation_levels : std::vector<int64_t>(),
+                            note};
   for (const std::string& message : exchange("how the step went", packed(summary))) {
     all.push_back(unpacked_summary(message));
     const StepSummary& theirs = all.back();
     agreement.notes.push_back(theirs.note);
-    alike = alike && theirs.fingerprint == mine && theirs.tides.size() == num_moments;
-    all_follow = all_follow && theirs.follows_plan && theirs.planned_tides.size() == planned_tides->size();
-    for (int64_t tide : theirs.tides) highest = std::max(highest, tide);
+    alike = alike && theirs.fingerprint == mine && theirs.activation_levels.size() == num_accesses;
+    all_follow = all_follow && theirs.follows_plan &&
+                 theirs.planned_activation_levels.size() == planned_activation_levels->size();
+    for (int64_t activation_memory : theirs.activation_levels) highest = std::max(highest, activation_memory);
   }
-  if (!alike && timeline.moments.empty()) timeline.moments.emplace_back();  // it holds the maximum
-  for (size_t t = 0; t < timeline.moments.size(); ++t) {
-    int64_t& tide = timeline.moments[t].tide_peak_bytes;
-    if (!alike) tide = highest;
-    for (size_t rank = 0; alike && rank < all.size(); ++rank) tide = std::max(tide, all[rank].tides[t]);
+  if (!alike && timeline.accesses.empty()) timeline.accesses.emplace_back();  // it holds the maximum
+  for (size_t t = 0; t < timeline.accesses.size(); ++t) {
+    int64_t& activation_memory = timeline.accesses[t].activation_peak_bytes;
+    if (!alike) activation_memory = highest;
+    for (size_t rank = 0; alike && rank < all.size(); ++rank)
+      activation_memory = std::max(activation_memory, all[rank].activation_levels[t]);
   }
   if (alike) return agreement;
   agreement.ways = all_follow ? StepAgreement::Ways::kAsPlanned : StepAgreement::Ways::kApart;
-  for (size_t t = 0; all_follow && t < planned_tides->size(); ++t) {
-    for (const StepSummary& theirs : all) (*planned_tides)[t] = std::max((*planned_tides)[t], theirs.planned_tides[t]);
+  for (size_t t = 0; all_follow && t < planned_activation_levels->size(); ++t) {
+    for (const StepSummary& theirs : all)
+      (*planned_activation_levels)[t] = std::max((*planned_activation_levels)[t], theirs.planned_activation_levels[t]);
   }
   return agreement;
 }

@@ -63,10 +63,10 @@ std::string packed(const ChunkRequest& request);
 ChunkRequest unpacked_request(const std::string& message, int num_chunks);
 
 struct StepSummary {
-  uint64_t fingerprint = 0;            // of the sequence of accesses
-  std::vector<int64_t> tides;          // peak activation memory by access, bytes
-  bool follows_plan = false;           // to the end of the step
-  std::vector<int64_t> planned_tides;  // by planned access; empty if this rank left the plan
+  uint64_t fingerprint = 0;                        // of the sequence of accesses
+  std::vector<int64_t> activation_levels;          // peak activation memory by access, bytes
+  bool follows_plan = false;                       // to the end of the step
+  std::vector<int64_t> planned_activation_levels;  // by planned access; empty if this rank left the plan
   std::string note;
 };
 std::string packed(const StepSummary& summary);
@@ -112,9 +112,10 @@ class Collectives {
   // exchange.
   bool any_over_ranks(std::vector<uint8_t>& flags, BackwardEnd mine);
   // Raises the activation memory of each access in `timeline` to the maximum over ranks. If accesses differ between
-  // ranks, all get the overall maximum. Raises `planned_tides` as well (null: this rank left the plan), if all ranks
-  // followed the plan. Distributes each rank's note. One exchange.
-  StepAgreement agree_on(Timeline& timeline, std::vector<int64_t>* planned_tides, const std::string& note = {});
+  // ranks, all get the overall maximum. Raises `planned_activation_levels` as well (null: this rank left the plan), if
+  // all ranks followed the plan. Distributes each rank's note. One exchange.
+  StepAgreement agree_on(Timeline& timeline, std::vector<int64_t>* planned_activation_levels,
+                         const std::string& note = {});
 
  private:
   int num_ranks_ = 1;

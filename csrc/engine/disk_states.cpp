@@ -25,22 +25,22 @@ DiskStates::~DiskStates() = default;
 
 void DiskStates::open() {
   const Layout& layout = memory_.layout();
-  std::vector<Tier> homes;
+  std::vector<Tier> resting_tiers;
   extents_.resize(static_cast<size_t>(layout.num_chunks()));
   int64_t end = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    homes.push_back(memory_.store().home(chunk));
-    if (!is_home_of(chunk)) continue;
+    resting_tiers.push_back(memory_.store().resting_tier(chunk));
+    if (!is_resting_tier_of(chunk)) continue;
     for (ArrayKind kind : layout.chunk(chunk).state_kinds()) {
       extents_[static_cast<size_t>(chunk)][index_of(kind)].offset = end;
       end += DiskFile::round_up(layout.num_bytes({chunk, kind}));
     }
   }
-  const DiskSets needed = disk_sets(layout, homes);
+  const DiskSets needed = disk_sets(layout, resting_tiers);
   if (needed.count == 0) return;
   sets_.resize(static_cast<size_t>(needed.count));
   std::vector<int64_t> sizes;
-  std::vector<HostBlock*> places;
+  std::vector<HostBuffer*> places;
   for (Set& set : sets_) {
     for (size_t i = 0; i < optimizer_arrays().size(); ++i) {
       if (needed.block_bytes[i] == 0) continue;
@@ -48,7 +48,7 @@ void DiskStates::open() {
       places.push_back(&set.blocks[i]);
     }
   }
-  std::vector<HostBlock> blocks = memory_.arena().reserve(sizes);
+  std::vector<HostBuffer> blocks = memory_.arena().reserve(sizes);
   std::vector<MemoryRange> ranges;
   for (size_t i = 0; i < blocks.size(); ++i) {
     memory_.arena().prepare(blocks[i]);
@@ -80,14 +80,14 @@ void DiskStates::fetch(ChunkId chunk) { fetched(chunk); }
 DiskStates::Set& DiskStates::fetched(ChunkId chunk) {
   Set* set = find(chunk);
   if (set == nullptr) {
-    set = &vacate_one();
+    set = &evict_one();
     lend(*set, chunk);
   }
   set->last_use = ++clock_;
   return *set;
 }
 
-DiskStates::Set& DiskStates::vacate_one() {
+DiskStates::Set& DiskStates::evict_one() {
   Set& oldest = *std::min_element(sets_.begin(), sets_.end(), [](const Set& a, const Set& b) {
     return std::make_pair(a.use, a.last_use) < std::make_pair(b.use, b.last_use);
   });
@@ -103,14 +103,14 @@ void DiskStates::take_back(Set& set) {
     ArrayRecord& record = memory_.array({set.chunk, kind});
     set.blocks[index_of(kind)] = std::move(record.block);
     set.busy.push_back(std::exchange(record.host_ready, nullptr));
-    set.busy.push_back(std::exchange(record.block_busy_until, nullptr));
+    set.busy.push_back(std::exchange(record.host_buffer_busy_until, nullptr));
     record.on_host = false;
   }
   set.chunk = -1;
   set.use = Use::kFree;
 }
 
-DiskStates::Piece DiskStates::piece(ArrayId id, const HostBlock& block) {
+DiskStates::Piece DiskStates::piece(ArrayId id, const HostBuffer& block) {
   Extent& extent = extents_[static_cast<size_t>(id.chunk)][index_of(id.kind)];
   return {id, {block.data, extent.offset, DiskFile::round_up(memory_.layout().num_bytes(id))}, &extent};
 }
@@ -188,7 +188,7 @@ void DiskStates::store(ChunkId chunk) {
     if (!record.on_host || record.on_disk) continue;
     pieces.push_back(piece({chunk, kind}, record.block));
     after.push_back(record.host_ready);
-    after.push_back(record.block_busy_until);
+    after.push_back(record.host_buffer_busy_until);
   }
   if (pieces.empty()) return;
   const Passage passage = prepare(DiskDirection::kWrite, std::move(pieces));
@@ -205,7 +205,7 @@ void DiskStates::store(ChunkId chunk) {
   for (const Piece& piece : passage.pieces) {
     ArrayRecord& record = memory_.array(piece.id);
     record.on_disk = true;
-    record.block_busy_until = written;
+    record.host_buffer_busy_until = written;
     piece.extent->written = written;
   }
 }
@@ -221,7 +221,7 @@ void DiskStates::store_updated(ChunkId chunk) {
   if (Set* set = find(chunk)) set->use = Use::kLent;
   const auto found = std::find(order_.begin(), order_.end(), chunk);
   const auto ahead = static_cast<std::ptrdiff_t>(sets_.size());
-  if (order_.end() - found > ahead && is_home_of(found[ahead])) fetched(found[ahead]).use = Use::kExpected;
+  if (order_.end() - found > ahead && is_resting_tier_of(found[ahead])) fetched(found[ahead]).use = Use::kExpected;
 }
 
 void DiskStates::expect_updates() {
@@ -234,7 +234,7 @@ void DiskStates::expect_updates() {
     if (Set* set = find(order_[i])) set->use = Use::kExpected;
   }
   for (size_t i = 0; i < count; ++i) {
-    if (is_home_of(order_[i])) fetched(order_[i]).use = Use::kExpected;
+    if (is_resting_tier_of(order_[i])) fetched(order_[i]).use = Use::kExpected;
   }
 }
 
@@ -250,7 +250,7 @@ void DiskStates::forget(ChunkId chunk) {
   for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).on_disk = false;
 }
 
-void DiskStates::move_to_host(ChunkId chunk, std::vector<HostBlock> blocks) {
+void DiskStates::move_to_host(ChunkId chunk, std::vector<HostBuffer> blocks) {
   fetch(chunk);
   std::vector<ArrayKind> made;  // the others are made in the first step
   auto block = blocks.begin();
@@ -270,7 +270,7 @@ void DiskStates::move_to_host(ChunkId chunk, std::vector<HostBlock> blocks) {
   block = blocks.begin();
   for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).block = std::move(*block++);
   for (ArrayKind kind : made) memory_.array({chunk, kind}).set_on_host();
-  memory_.store().set_home(chunk, Tier::kHost);
+  memory_.store().set_resting_tier(chunk, Tier::kHost);
 }
 
 template <typename Task>

@@ -1,9 +1,9 @@
 // Optimizer states that rest on a disk, and their way through host memory.
 //
 // A step uses each chunk's states once, in the same order in every step. For such a cycle, Belady's rule keeps a fixed
-// part in memory and streams the rest. So placement assigns each chunk to one tier (plan/homes.h). Chunks that rest on
-// the disk are the last ones of a forward: backward makes their gradients first and forward needs their values last,
-// which leaves the most time for disk transfers.
+// part in memory and streams the rest. So placement assigns each chunk to one tier (plan/resting_tiers.h). Chunks that
+// rest on the disk are the last ones of a forward: backward makes their gradients first and forward needs their values
+// last, which leaves the most time for disk transfers.
 //
 // States pass through `sets`: host memory for the states of one chunk each, kNumDiskSets of them. A set's buffers lie
 // in the records of the chunk that has the set, so other code sees states in host memory. One set is read, another
@@ -15,7 +15,7 @@
 //
 // A set passes to its next chunk while transfers and updates of the last one still run. host_ready of the new records
 // completes when those are over, even if nothing is read. So every writer of a buffer (read, update or download) waits
-// for host_ready and block_busy_until.
+// for host_ready and host_buffer_busy_until.
 //
 // Each chunk has fixed extents of the file from open() on. Reads are checked against the CRC-32C of the last write,
 // which stays in memory. A failed transfer throws DiskError from every wait for the states, and from check() before the
@@ -57,7 +57,7 @@ class DiskStates {
   // Waits for running transfers, ignores their failures, and frees all memory.
   void close();
 
-  bool is_home_of(ChunkId chunk) const { return memory_.store().home(chunk) == Tier::kDisk; }
+  bool is_resting_tier_of(ChunkId chunk) const { return memory_.store().resting_tier(chunk) == Tier::kDisk; }
   // Gives all of the chunk's states buffers in host memory, and starts reading those that exist.
   void fetch(ChunkId chunk);
   void store(ChunkId chunk);
@@ -71,7 +71,7 @@ class DiskStates {
   // The chunk's states no longer rest here: they were moved or dropped. Takes back its buffers.
   void forget(ChunkId chunk);
   // Moves the chunk's resting tier to the host, into `blocks`: one per state.
-  void move_to_host(ChunkId chunk, std::vector<HostBlock> blocks);
+  void move_to_host(ChunkId chunk, std::vector<HostBuffer> blocks);
   // Throws the first DiskError of any transfer.
   void check();
 
@@ -86,7 +86,7 @@ class DiskStates {
     kExpected,  // a chunk has it and its update is to come: evicted last
   };
   struct Set {
-    std::array<HostBlock, 3> blocks;  // by optimizer_arrays(), while the set is free
+    std::array<HostBuffer, 3> blocks;  // by optimizer_arrays(), while the set is free
     Use use = Use::kFree;
     ChunkId chunk = -1;       // that has the set
     std::vector<Event> busy;  // of earlier chunks, that may still use the memory
@@ -110,12 +110,12 @@ class DiskStates {
   };
 
   StateKinds states_of(ChunkId chunk) const { return memory_.layout().chunk(chunk).state_kinds(); }
-  Piece piece(ArrayId id, const HostBlock& block);
+  Piece piece(ArrayId id, const HostBuffer& block);
   Set* find(ChunkId chunk);
   // The chunk's set; it gets one if it has none.
   Set& fetched(ChunkId chunk);
   // Frees the least recently used set and returns it.
-  Set& vacate_one();
+  Set& evict_one();
   void take_back(Set& set);
   void lend(Set& set, ChunkId chunk);
   Passage prepare(DiskDirection direction, std::vector<Piece> pieces);

@@ -32,8 +32,8 @@ void EarlyUpdates::start(ChunkId chunk, Passes passes) {
     return;
   }
   NewValues values = speculation_.try_allocate(new_bytes(store_.layout(), chunk), passes);
-  if (!values.param || (!values.has_states() && is_left_out(Mechanism::kParametersFirst))) return;
-  values.is_settled = scales.is_exact();
+  if (!values.param || (!values.has_states() && is_left_out(Mechanism::kTwoPhaseUpdates))) return;
+  values.is_scale_independent = scales.is_exact();
   UpdateTarget target{};
   target.grad = record.block.data;
   target.grad_dtype = spec.dtype;
@@ -41,14 +41,14 @@ void EarlyUpdates::start(ChunkId chunk, Passes passes) {
   target.apart = values.has_states() ? &values : nullptr;
   HostUpdate update;
   update.turn = Turn::kOfNeed;
-  update.pass = values.has_states() ? Pass::kWhole : values.is_settled ? Pass::kParam : Pass::kBetween;
+  update.pass = values.has_states() ? Pass::kWhole : values.is_scale_independent ? Pass::kParam : Pass::kBetween;
   update.after.push_back(record.host_ready);
   arrays_.await_states(chunk, update.after);
   update.restores = jobs_.restores(chunk, target);
   update.carries = jobs_.carries(chunk, values);
   jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
   for (optim::UpdateJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
-  if (!values.is_settled) speculation_.keep_open(chunk, update.jobs);
+  if (!values.is_scale_independent) speculation_.keep_open(chunk, update.jobs);
   speculation_.start(chunk, std::move(update), std::move(values));
   ++memory_.counters().num_speculated_updates;
 }
@@ -58,12 +58,12 @@ bool EarlyUpdates::put_values(ChunkId chunk, const std::vector<GroupOptions>& gr
   const ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
   // A later use in this step needs the old values.
   const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
-  if (!speculation_.has_open_memory() || !param.on_host || !is_dead) return false;
+  if (!speculation_.has_scale_dependent_memory() || !param.on_host || !is_dead) return false;
   HostUpdate update;
   update.turn = Turn::kOfNeed;
   update.pass = Pass::kPut;
   arrays_.bring_value_to_host(chunk, update.after);
-  memory_.drop_slot(arrays_.param_of(chunk));
+  memory_.drop_device_buffer(arrays_.param_of(chunk));
   if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   update.after.push_back(grad.host_ready);
   arrays_.await_states(chunk, update.after);
@@ -78,12 +78,12 @@ bool EarlyUpdates::put_values(ChunkId chunk, const std::vector<GroupOptions>& gr
   }
   speculation_.begin_open(chunk, update.jobs);
   NewValues values;
-  values.is_settled = scales.is_exact();
+  values.is_scale_independent = scales.is_exact();
   values.place = &param;
   values.put = update.jobs;
   speculation_.start(chunk, std::move(update), std::move(values));
   param.host_ready = nullptr;
-  param.block_busy_until = nullptr;
+  param.host_buffer_busy_until = nullptr;
   param.on_host = false;
   ++num_put_;
   return true;
@@ -155,7 +155,7 @@ void EarlyUpdates::take_over_params(ChunkId chunk, const std::vector<GroupOption
   jobs_.add(chunk, target, groups, grad_scale, jobs);
   StatesPass rest = make_pass({chunk}, jobs);
   Event done = started.done;
-  if (!started.is_settled) {
+  if (!started.is_scale_independent) {
     HostUpdate open;
     open.chunk = chunk;
     open.pass = Pass::kOpen;
@@ -164,7 +164,7 @@ void EarlyUpdates::take_over_params(ChunkId chunk, const std::vector<GroupOption
     speculation_.keep_open(chunk, open.jobs);
     open.after = {started.done};
     done = host_updates_.submit(std::move(open));
-    ++memory_.counters().num_settled_updates;
+    ++memory_.counters().num_scale_independent_updates;
   }
   NewValues values = speculation_.take(chunk);
   states_.move(chunk, UpdateState::kStatesBehind);
@@ -175,7 +175,7 @@ void EarlyUpdates::take_over_params(ChunkId chunk, const std::vector<GroupOption
   take_over_param(chunk, std::move(values.param), done);
 }
 
-void EarlyUpdates::take_over_param(ChunkId chunk, HostBlock block, const Event& done) {
+void EarlyUpdates::take_over_param(ChunkId chunk, HostBuffer block, const Event& done) {
   ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
   param.block = std::move(block);
   param.host_ready = done;
@@ -208,13 +208,13 @@ void EarlyUpdates::take_over_in_place(ChunkId chunk, const std::vector<GroupOpti
   rest.update->after.push_back(param.host_ready);
   memory_.array(arrays_.grad_of(chunk)).on_host = false;
   add(std::move(rest));
-  if (!speculation_.take(chunk).is_settled) ++memory_.counters().num_settled_updates;
+  if (!speculation_.take(chunk).is_scale_independent) ++memory_.counters().num_scale_independent_updates;
   jobs_.count_step(chunk);
   arrays_.note_new_values(chunk);
 }
 
 bool EarlyUpdates::start_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
-  if (!store_.chunk(chunk).puts_values_in_place() || disk_.is_home_of(chunk)) return false;
+  if (!store_.chunk(chunk).puts_values_in_place() || disk_.is_resting_tier_of(chunk)) return false;
   if (!speculation_.allows_passes()) return false;
   if (gradients_.source(chunk) != arrays_.grad_of(chunk).kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
   return put_values(chunk, groups, {grad_scale, grad_scale});
@@ -245,10 +245,10 @@ void EarlyUpdates::submit_states_passes() {
       states_.move(chunk, UpdateState::kMade);
       arrays_.set_states_ready(chunk, done);
       ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
-      if (sum.block) sum.block_busy_until = done;
+      if (sum.block) sum.host_buffer_busy_until = done;
       if (arrays_.has_gradient_place(chunk)) arrays_.leave_gradient(chunk, done);
     }
-    for (HostBlock& block : pass.gradients) speculation_.free_after(std::move(block), done);
+    for (HostBuffer& block : pass.gradients) speculation_.free_after(std::move(block), done);
   }
 }
 

@@ -6,7 +6,7 @@
 //   begin_step(groups, grad_scale) true if the step is the expected one; otherwise speculative updates are rolled back
 //   take_over(chunk, ...)          makes the new values the chunk's values
 //   make_pass(), add(pass), end_step()
-//                                  phase two of two-phase updates ([Note: parameters first], engine/update_jobs.h)
+//                                  phase two of two-phase updates ([Note: two-phase updates], engine/update_jobs.h)
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -28,7 +28,7 @@ namespace patrickstar {
 struct StatesPass {
   std::vector<ChunkId> chunks;
   std::shared_ptr<HostUpdate> update;
-  std::vector<HostBlock> gradients;  // freed after it, unless they have reserved memory
+  std::vector<HostBuffer> gradients;  // freed after it, unless they have reserved memory
 };
 
 class EarlyUpdates {
@@ -71,7 +71,7 @@ class EarlyUpdates {
   // Enqueues the scale-dependent values, and phase two behind them.
   void take_over_params(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void take_over_in_place(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  void take_over_param(ChunkId chunk, HostBlock block, const Event& done);
+  void take_over_param(ChunkId chunk, HostBuffer block, const Event& done);
 
   Pager& pager_;
   ChunkMemory& memory_;

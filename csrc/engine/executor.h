@@ -20,7 +20,7 @@ class Executor {
   // `part`: this rank's shard if `id` is all-gathered, otherwise `id`. `staging`: device memory into which codes of a
   // quantised chunk are uploaded from the host; freed in the order of the upload queue after dequantisation. Empty if
   // no codes are uploaded.
-  void bring(ArrayId id, ArrayId part, const Emitted& arrival, Slot staging);
+  void bring(ArrayId id, ArrayId part, const Emitted& arrival, DeviceBuffer staging);
 
  private:
   // A value on its way to the device: a whole array, or this rank's part of an all-gathered one.
@@ -29,7 +29,7 @@ class Executor {
     ArrayId part;
     char* place;  // of `part`, in the array's device buffer
     Event ready;  // completes the value; null: in the order of the compute queue
-    Slot staging;
+    DeviceBuffer staging;
   };
 
   void fetch(Coming& coming);

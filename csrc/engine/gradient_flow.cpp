@@ -31,10 +31,10 @@ GradientFlow::GradientFlow(Pager& pager, Gradients& gradients, Updates& updates,
       collectives_(collectives),
       step_(step),
       statistics_(pager, collectives),
-      in_slot_(static_cast<size_t>(store_.layout().num_params()), 0),
+      in_device_buffer_(static_cast<size_t>(store_.layout().num_params()), 0),
       progress_(static_cast<size_t>(store_.num_chunks())) {
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
-    progress(chunk).expected_folds = static_cast<int>(store_.chunk(chunk).params.size());
+    progress(chunk).expected_accumulations = static_cast<int>(store_.chunk(chunk).params.size());
   }
 }
 
@@ -46,7 +46,7 @@ void GradientFlow::begin_backward() {
   ++num_backwards_;
   any_rank_has_own_ = false;
   for (ChunkProgress& chunk : progress_) {
-    chunk.folds = 0;
+    chunk.accumulations = 0;
     chunk.complete = false;
     chunk.scattered = false;
     chunk.done_order = 0;
@@ -54,7 +54,7 @@ void GradientFlow::begin_backward() {
   num_done_ = 0;
 }
 
-void GradientFlow::fold(ParamId param, const void* data) {
+void GradientFlow::accumulate(ParamId param, const void* data) {
   const Placement place = store_.layout().placement(param);
   const ChunkSpec& chunk = store_.chunk(place.chunk);
   const ArrayId grad{place.chunk, ArrayKind::kGrad};
@@ -66,33 +66,34 @@ void GradientFlow::fold(ParamId param, const void* data) {
            " gets a gradient, but its chunk has no optimizer states yet; set requires_grad before the forward begins");
   ArrayRecord& record = memory_.array(grad);
   if (!record.on_device) updates_.cancel(place.chunk);
-  if (!accumulates_) pager_.put_into_tide(grad);  // with several micro-batches it stays for another forward
+  if (!accumulates_)
+    pager_.put_into_activation_memory(grad);  // with several micro-batches it stays for another forward
   ScopedHold hold(record);
   void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
   hold.release();
-  recorder_.add({grad, AccessMode::kWrite});
+  recorder_.add({grad, ArrayUseMode::kWrite});
   const int64_t numel = store_.layout().param(param).numel;
-  if (is_in_slot(param)) {
+  if (is_in_device_buffer(param)) {
     memory_.device_compute().add(target, data, chunk.dtype, numel);
   } else {
     memory_.backend().copy(Queue::kCompute, target, data, numel * element_size(chunk.dtype));
   }
-  in_slot_[static_cast<size_t>(param)] = 1;
+  in_device_buffer_[static_cast<size_t>(param)] = 1;
   gradients_.set_in_grad(param, true);
   statistics_.forget(place.chunk);
   if (store_.uses(param) == 0) store_.move_param(param, State::kHoldAfterBwd);
   ChunkProgress& chunk_progress = progress(place.chunk);
-  chunk_progress.complete = ++chunk_progress.folds == chunk_progress.expected_folds;
-  retire_if_complete(place.chunk);
+  chunk_progress.complete = ++chunk_progress.accumulations == chunk_progress.expected_accumulations;
+  finalise_if_complete(place.chunk);
 }
 
-void GradientFlow::retire_if_complete(ChunkId chunk) {
+void GradientFlow::finalise_if_complete(ChunkId chunk) {
   if (!store_.is_dead(chunk)) return;
   if (store_.chunk(chunk).is_sharded()) note_done(chunk);
-  if (progress(chunk).complete) retire(chunk);
+  if (progress(chunk).complete) finalise(chunk);
 }
 
-void GradientFlow::retire(ChunkId chunk) {
+void GradientFlow::finalise(ChunkId chunk) {
   progress(chunk).complete = false;  // finalised once
   if (!memory_.array({chunk, ArrayKind::kGrad}).exists()) return;
   if (store_.chunk(chunk).is_sharded()) {
@@ -103,27 +104,27 @@ void GradientFlow::retire(ChunkId chunk) {
   if (!statistics_.has(chunk) && !accumulates_) {
     statistics_.compute({chunk, gradients_.source(chunk)}, gradients_.in_chunk(chunk));
   }
-  carry_out(retirement_of(chunk, Extent::kComplete));
+  carry_out(finalisation_of(chunk, Extent::kComplete));
 }
 
 // The value is dead unless another micro-batch or a later use is expected.
-Retirement GradientFlow::retirement_of(ChunkId chunk, Extent extent) {
+Finalisation GradientFlow::finalisation_of(ChunkId chunk, Extent extent) {
   const ArrayId param{chunk, ArrayKind::kParam};
-  Retirement retired;
-  retired.chunk = chunk;
-  retired.sharing = store_.chunk(chunk).is_sharded() ? Sharing::kShared : Sharing::kOwn;
-  retired.is_last = !accumulates_ && extent == Extent::kComplete;
-  retired.update = updates_.early_recipe(chunk);
-  retired.value_is_dead = !accumulates_ && store_.is_dead(chunk) && memory_.array(param).holds == 0 &&
-                          pager_.next_use(param) == NextUse::kNever;
-  retired.value_is_taken = retired.sharing == Sharing::kOwn && !memory_.is_derivable(param);
-  retired.leaves = !store_.has_states_on_device(chunk);
-  return retired;
+  Finalisation finalised;
+  finalised.chunk = chunk;
+  finalised.sharing = store_.chunk(chunk).is_sharded() ? Sharing::kShared : Sharing::kOwn;
+  finalised.is_last = !accumulates_ && extent == Extent::kComplete;
+  finalised.update = updates_.early_recipe(chunk);
+  finalised.value_is_dead = !accumulates_ && store_.is_dead(chunk) && memory_.array(param).holds == 0 &&
+                            pager_.next_use(param) == NextUse::kNever;
+  finalised.value_is_taken = finalised.sharing == Sharing::kOwn && !memory_.is_derivable(param);
+  finalised.leaves = !store_.has_states_on_device(chunk);
+  return finalised;
 }
 
-void GradientFlow::carry_out(const Retirement& retired) {
-  const ChunkId chunk = retired.chunk;
-  for (const Instruction& instruction : retirement(retired)) {
+void GradientFlow::carry_out(const Finalisation& finalised) {
+  const ChunkId chunk = finalised.chunk;
+  for (const Instruction& instruction : finalisation(finalised)) {
     switch (instruction.op) {
       case Op::kFree:
         ArrayId::from_index(instruction.operand).kind == ArrayKind::kParam ? free_value(chunk) : free_whole(chunk);
@@ -132,7 +133,8 @@ void GradientFlow::carry_out(const Retirement& retired) {
         scatter_mean(chunk);
         break;
       case Op::kToHost:
-        if (!pager_.push_out(home_of(chunk))) return;  // no room on the host: updated on the device after the norm
+        if (!pager_.push_out(resting_tier_of(chunk)))
+          return;  // no room on the host: updated on the device after the norm
         break;
       case Op::kAwaitRoom:  // part of pager_.push_out()
         break;
@@ -140,15 +142,17 @@ void GradientFlow::carry_out(const Retirement& retired) {
         updates_.start_early(instruction.op, chunk);
     }
   }
-  if (retired.sharing == Sharing::kShared) return;
+  if (finalised.sharing == Sharing::kShared) return;
   // With optimizer-in-backward on the device, the new parameter may not take the gradient's memory.
-  const bool has_ended = !memory_.is_derivable({chunk, ArrayKind::kParam}) && !memory_.array(home_of(chunk)).exists();
-  if (retired.leaves || (retired.is_last && has_ended)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
+  const bool has_ended =
+      !memory_.is_derivable({chunk, ArrayKind::kParam}) && !memory_.array(resting_tier_of(chunk)).exists();
+  if (finalised.leaves || (finalised.is_last && has_ended))
+    recorder_.add({{chunk, ArrayKind::kGrad}, ArrayUseMode::kFinalise});
 }
 
 // Frees the value for the gradient to take its memory; if the value is part of a master, on the device alone.
 void GradientFlow::free_value(ChunkId chunk) {
-  const ArrayId param = store_.layout().param_home(chunk);
+  const ArrayId param = store_.layout().param_resting_tier(chunk);
   if (store_.chunk(chunk).is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   if (memory_.is_derivable(param)) return memory_.discard(param);
   if (memory_.array(param).on_host) memory_.leave_device(param);
@@ -158,7 +162,7 @@ void GradientFlow::free_value(ChunkId chunk) {
 void GradientFlow::free_whole(ChunkId chunk) {
   if (!store_.chunk(chunk).is_sharded()) return;
   memory_.discard({chunk, ArrayKind::kGrad});
-  for (ParamId id : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(id)] = 0;
+  for (ParamId id : store_.chunk(chunk).params) in_device_buffer_[static_cast<size_t>(id)] = 0;
 }
 
 void GradientFlow::complete_backward() {
@@ -169,10 +173,10 @@ void GradientFlow::complete_backward() {
       if (store_.param_state(param) != State::kFree) store_.move_param(param, State::kHoldAfterBwd);
     }
     ChunkProgress& chunk_progress = progress(chunk);
-    if (chunk_progress.folds == 0) continue;
-    chunk_progress.expected_folds = chunk_progress.folds;
+    if (chunk_progress.accumulations == 0) continue;
+    chunk_progress.expected_accumulations = chunk_progress.accumulations;
     // it had more gradients in the backward before
-    if (!store_.chunk(chunk).is_sharded() && !grad.on_host) retire(chunk);
+    if (!store_.chunk(chunk).is_sharded() && !grad.on_host) finalise(chunk);
   }
   if (store_.layout().has_other_ranks()) record_done();
 }
@@ -224,25 +228,25 @@ void GradientFlow::forget(ChunkId chunk) {
 
 void GradientFlow::discard_gradients(ChunkId chunk) {
   const ArrayId whole{chunk, ArrayKind::kGrad};
-  const ArrayId home = home_of(chunk);
+  const ArrayId resting_tier = resting_tier_of(chunk);
   // Reserved memory of the gradient stays, since an update may still read it.
-  const ArrayRecord& record = memory_.array(home);
-  const bool has_place = store_.layout().row(home).on_host == ArrayMemory::kOwn;
-  const bool is_idle = has_place && record.block && !record.on_host && !record.slot;
-  if (whole != home || !is_idle) memory_.discard(whole);
-  if (!is_idle) memory_.discard(home);
-  for (ParamId param : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(param)] = 0;
+  const ArrayRecord& record = memory_.array(resting_tier);
+  const bool has_place = store_.layout().row(resting_tier).on_host == ArrayMemory::kOwn;
+  const bool is_idle = has_place && record.block && !record.on_host && !record.device_buffer;
+  if (whole != resting_tier || !is_idle) memory_.discard(whole);
+  if (!is_idle) memory_.discard(resting_tier);
+  for (ParamId param : store_.chunk(chunk).params) in_device_buffer_[static_cast<size_t>(param)] = 0;
 }
 
 void GradientFlow::add_to_sums() {
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
-    if (memory_.array(home_of(chunk)).exists()) add_to_sum(chunk);
+    if (memory_.array(resting_tier_of(chunk)).exists()) add_to_sum(chunk);
   }
 }
 
 void GradientFlow::add_to_sum(ChunkId chunk) {
   updates_.cancel(chunk);
-  const ArrayId grad = home_of(chunk);
+  const ArrayId grad = resting_tier_of(chunk);
   const ArrayId sum{chunk, ArrayKind::kGradSum};
   ArrayRecord& grad_record = memory_.array(grad);
   ArrayRecord& sum_record = memory_.array(sum);
@@ -255,14 +259,14 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
     pager_.open_for_write(sum);
   } else {
     pager_.bring_to_host(grad);
-    pager_.ensure_block(sum);
+    pager_.ensure_host_buffer(sum);
     memory_.await_on_host(sum);
   }
   std::optional<TraceScope> stall;
   if (!on_device) stall.emplace(memory_.tracer(), SpanLabel{Track::kStall, StallCause::kHostWork, sum});
   optim::Compute& compute = on_device ? memory_.device_compute() : memory_.host_compute();
-  const void* from = on_device ? grad_record.slot.data : grad_record.block.data;
-  auto* to = static_cast<float*>(on_device ? sum_record.slot.data : sum_record.block.data);
+  const void* from = on_device ? grad_record.device_buffer.data : grad_record.block.data;
+  auto* to = static_cast<float*>(on_device ? sum_record.device_buffer.data : sum_record.block.data);
   for (ParamId param : spec.params) {
     if (!gradients_.in_grad(param)) continue;
     const bool has_sum = gradients_.in_sum(param);

@@ -41,8 +41,8 @@ class GradientFlow {
   void begin_backward();
   // `data`: device pointer to the parameter's gradient, in the chunk's dtype and the parameter's memory order. It may
   // be freed after the call, in the order of the compute queue.
-  void fold(ParamId param, const void* data);
-  void retire_if_complete(ChunkId chunk);
+  void accumulate(ParamId param, const void* data);
+  void finalise_if_complete(ChunkId chunk);
   // Autograd is done: finalises the gradients that are complete.
   void complete_backward();
   // With several ranks, after their phases: reduce-scatters the remaining gradients. Returns false, and does nothing,
@@ -84,13 +84,13 @@ class GradientFlow {
     kPartial,  // more gradients of this rank may follow in this backward, so no update begins
   };
   struct ChunkProgress {
-    int folds = 0;           // gradients accumulated in this backward
-    int expected_folds = 0;  // as in the backward before
+    int accumulations = 0;           // gradients accumulated in this backward
+    int expected_accumulations = 0;  // as in the backward before
     bool complete = false;
     bool scattered = false;  // in this backward
-    // When the chunk was complete and its values dead, as known at the end of a backward. done_moment: the recorder's
+    // When the chunk was complete and its values dead, as known at the end of a backward. done_access: the recorder's
     // access. done_order: position among chunks; 0: not yet.
-    int64_t done_moment = -1;
+    int64_t done_access = -1;
     int64_t done_order = 0;
   };
 
@@ -99,12 +99,12 @@ class GradientFlow {
   void scatter_planned();
   void scatter(ChunkId chunk, Extent extent);
   bool is_complete_here(ChunkId chunk) const;
-  void retire(ChunkId chunk);
+  void finalise(ChunkId chunk);
   void note_needed_to_scatter(ChunkId chunk);
   void fill_missing(ChunkId chunk);
   void enqueue_mean(ChunkId chunk, void* sum, bool again);
-  Retirement retirement_of(ChunkId chunk, Extent extent);
-  void carry_out(const Retirement& retired);
+  Finalisation finalisation_of(ChunkId chunk, Extent extent);
+  void carry_out(const Finalisation& finalised);
   void free_value(ChunkId chunk);
   void free_whole(ChunkId chunk);
   void scatter_mean(ChunkId chunk);
@@ -113,8 +113,8 @@ class GradientFlow {
   void add_to_sums();
   void add_to_sum(ChunkId chunk);
   ChunkProgress& progress(ChunkId chunk) { return progress_[static_cast<size_t>(chunk)]; }
-  bool is_in_slot(ParamId param) const { return in_slot_[static_cast<size_t>(param)] != 0; }
-  ArrayId home_of(ChunkId chunk) const { return store_.layout().grad_home(chunk); }
+  bool is_in_device_buffer(ParamId param) const { return in_device_buffer_[static_cast<size_t>(param)] != 0; }
+  ArrayId resting_tier_of(ChunkId chunk) const { return store_.layout().grad_resting_tier(chunk); }
 
   Pager& pager_;
   ChunkMemory& memory_;
@@ -125,7 +125,7 @@ class GradientFlow {
   Collectives& collectives_;
   const Step& step_;
   GradientStatistics statistics_;
-  std::vector<uint8_t> in_slot_;  // by parameter: kGrad has its gradient
+  std::vector<uint8_t> in_device_buffer_;  // by parameter: kGrad has its gradient
   std::vector<ChunkProgress> progress_;
   std::vector<ChunkId> complete_here_;
   // on any rank, the last backward gave gradients to parameters that no other rank shares

@@ -10,8 +10,8 @@ namespace patrickstar {
 
 void GradientFlow::note_done(ChunkId chunk) {
   ChunkProgress& chunk_progress = progress(chunk);
-  if (chunk_progress.folds == 0) return;
-  chunk_progress.done_moment = recorder_.position();
+  if (chunk_progress.accumulations == 0) return;
+  chunk_progress.done_access = recorder_.position();
   chunk_progress.done_order = ++num_done_;
 }
 
@@ -24,7 +24,7 @@ void GradientFlow::record_done() {
   std::sort(done.begin(), done.end(),
             [this](ChunkId a, ChunkId b) { return progress(a).done_order < progress(b).done_order; });
   for (ChunkId chunk : done) {
-    recorder_.add_at(progress(chunk).done_moment, {{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
+    recorder_.add_at(progress(chunk).done_access, {{chunk, ArrayKind::kGrad}, ArrayUseMode::kFinalise});
   }
 }
 
@@ -61,11 +61,11 @@ void GradientFlow::note_needed_to_scatter(ChunkId chunk) {
   int64_t held_bytes = 0;
   for (int index = 0; index < store_.num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    if (memory_.array(id).slot && memory_.array(id).holds > 0) held_bytes += store_.num_bytes(id);
+    if (memory_.array(id).device_buffer && memory_.array(id).holds > 0) held_bytes += store_.num_bytes(id);
   }
   const int64_t grad_bytes = store_.num_bytes({chunk, ArrayKind::kGrad});
-  memory_.backend().note_needed_payloads(held_bytes + 2 * grad_bytes +
-                                         store_.num_bytes({chunk, ArrayKind::kGradShard}));
+  memory_.backend().note_needed_chunk_buffers(held_bytes + 2 * grad_bytes +
+                                              store_.num_bytes({chunk, ArrayKind::kGradShard}));
 }
 
 // Writes zeros for parameters without a gradient here; other ranks may have one.
@@ -76,14 +76,14 @@ void GradientFlow::fill_missing(ChunkId chunk) {
   void* data = pager_.open_for_write(grad);
   if (fresh) return memory_.backend().fill_zero(Queue::kCompute, data, spec.num_bytes(grad.kind));
   for (ParamId param : spec.params) {
-    if (is_in_slot(param)) continue;
+    if (is_in_device_buffer(param)) continue;
     const int64_t begin = store_.layout().placement(param).offset * element_size(spec.dtype);
     memory_.backend().fill_zero(Queue::kCompute, static_cast<char*>(data) + begin,
                                 store_.layout().param(param).numel * element_size(spec.dtype));
   }
 }
 
-void GradientFlow::scatter(ChunkId chunk, Extent extent) { carry_out(retirement_of(chunk, extent)); }
+void GradientFlow::scatter(ChunkId chunk, Extent extent) { carry_out(finalisation_of(chunk, extent)); }
 
 void GradientFlow::scatter_mean(ChunkId chunk) {
   const ArrayId shard{chunk, ArrayKind::kGradShard};
@@ -104,19 +104,20 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
   Backend& backend = memory_.backend();
   ArrayRecord& grad_record = memory_.array(grad);
   ArrayRecord& shard_record = memory_.array(shard);
-  Slot scratch = pager_.take_slot(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
+  DeviceBuffer scratch =
+      pager_.take_device_buffer(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
   void* more = static_cast<char*>(scratch.data) + spec.num_bytes(grad.kind);
   statistics_.prepare_device();
   collectives_.note_scatter(chunk);
-  memory_.await_slot(Queue::kScatter, scratch);
-  memory_.await_slot(Queue::kScatter, shard_record.slot);
+  memory_.await_device_buffer(Queue::kScatter, scratch);
+  memory_.await_device_buffer(Queue::kScatter, shard_record.device_buffer);
   backend.wait(Queue::kScatter, backend.record(Queue::kCompute));
   const int64_t others_bytes = spec.num_bytes(grad.kind) - spec.num_bytes(shard.kind);
   {
     const TraceScope span(memory_.tracer(), {Track::kScatter, StallCause::kNone, grad, others_bytes});
     backend.enqueue(Queue::kScatter,
-                    [&group = collectives_.scatter_group(), whole = grad_record.slot.data, to = again ? more : sum,
-                     scratch = scratch.data, numel = spec.shard_numel,
+                    [&group = collectives_.scatter_group(), whole = grad_record.device_buffer.data,
+                     to = again ? more : sum, scratch = scratch.data, numel = spec.shard_numel,
                      dtype = spec.dtype] { group.reduce_scatter_mean(whole, to, scratch, numel, dtype); });
   }
   if (again) {
@@ -127,8 +128,8 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
   memory_.counters().scattered_bytes += others_bytes;
   last_scatter_ = backend.record(Queue::kScatter);
   shard_record.device_ready = last_scatter_;
-  shard_record.slot.busy = {last_scatter_, nullptr};
-  grad_record.slot.busy.copied = last_scatter_;
+  shard_record.device_buffer.busy = {last_scatter_, nullptr};
+  grad_record.device_buffer.busy.copied = last_scatter_;
   scratch.busy = {last_scatter_, nullptr};
 }
 

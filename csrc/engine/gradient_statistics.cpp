@@ -49,8 +49,8 @@ void GradientStatistics::prepare_device() {
   const auto range_bytes = num_ranges * static_cast<int64_t>(sizeof(optim::PartialsRange));
   const auto sum_bytes = num_ranges * static_cast<int64_t>(sizeof(optim::WideSum));
   const auto partial_bytes = num_partials_ * static_cast<int64_t>(sizeof(double));
-  device_partials_ =
-      memory_.slots().acquire(partial_bytes + range_bytes + sum_bytes, SlotFit::kExact, OverLimit::kAllow);
+  device_partials_ = memory_.device_buffers().acquire(partial_bytes + range_bytes + sum_bytes, DeviceBufferFit::kExact,
+                                                      OverLimit::kAllow);
   memory_.backend().copy(Queue::kCompute, device_arrays().ranges, ranges_.data(), range_bytes);
 }
 
@@ -91,7 +91,7 @@ void GradientStatistics::compute(ArrayId source, const std::vector<ParamId>& par
   std::optional<TraceScope> stall;
   if (!on_device) stall.emplace(memory_.tracer(), SpanLabel{Track::kStall, StallCause::kHostWork, source});
   optim::Compute& compute = on_device ? memory_.device_compute() : memory_.host_compute();
-  const void* data = on_device ? record.slot.data : record.block.data;
+  const void* data = on_device ? record.device_buffer.data : record.block.data;
   for (const Part& part : parts(params, data, dtype, partials(on_device ? Tier::kDevice : Tier::kHost))) {
     compute.sum_squares(part.data, dtype, part.numel, part.partials);
   }

@@ -66,7 +66,8 @@ class GradientStatistics {
   std::vector<optim::PartialsRange> ranges_;  // by parameter: its partial sums of this rank
   int64_t num_partials_ = 0;
   std::vector<double> partials_;  // on the host; allocated at the first use
-  Slot device_partials_;  // partial sums on the device, ranges_, sums per parameter; empty on the simulated device
+  DeviceBuffer
+      device_partials_;  // partial sums on the device, ranges_, sums per parameter; empty on the simulated device
 };
 
 }  // namespace patrickstar

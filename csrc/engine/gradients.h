@@ -30,7 +30,7 @@ class Gradients {
   // kGradSum with several micro-batches; otherwise the array in which the chunk's gradients stay.
   ArrayKind source(ChunkId chunk) const {
     const bool sums = store_.array({chunk, ArrayKind::kGradSum}).exists();
-    return sums ? ArrayKind::kGradSum : store_.chunk(chunk).grad_home();
+    return sums ? ArrayKind::kGradSum : store_.chunk(chunk).grad_resting_tier();
   }
 
   // A gradient of the running or last micro-batch, in kGrad or kGradShard.

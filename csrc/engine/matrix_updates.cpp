@@ -50,7 +50,7 @@ bool MatrixUpdates::has_any(ChunkId chunk) const {
 
 void* MatrixUpdates::host_scratch(Tier states) {
   if (is_empty()) return nullptr;
-  HostBlock& block = states == Tier::kDisk ? scratch_.back() : scratch_.front();
+  HostBuffer& block = states == Tier::kDisk ? scratch_.back() : scratch_.front();
   memory_.arena().prepare(block);
   return block.data;
 }

@@ -38,7 +38,7 @@ class MatrixUpdates {
   const std::shared_ptr<const optim::MatrixRule> rule_;
   const std::vector<std::vector<int64_t>>& shapes_;
   int64_t largest_numel_ = 0;
-  std::vector<HostBlock> scratch_;  // of the host's queue and, if there is a disk, of the disk's queue
+  std::vector<HostBuffer> scratch_;  // of the host's queue and, if there is a disk, of the disk's queue
 };
 
 }  // namespace patrickstar

@@ -71,7 +71,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       speculation(memory.layout().num_chunks(), update_states, memory.arena(), host_updates, device->backend(),
                   speculation_mode(options, memory.layout()), reserved_gradient_bytes(memory.layout())),
       pager(memory, disk, speculation, recorder, *collectives, step),
-      stash(pager, speculation, recorder),
+      offload_store(pager, speculation, recorder),
       gradients(memory.store()),
       matrices(memory, this->options.matrix_rule, this->options.param_shapes,
                options.disk.limit_bytes > 0 ? Tier::kDisk : Tier::kHost),
@@ -107,15 +107,15 @@ void OpenEngine::shut_down() {
   EveryStep steps;
   steps.then([this] { tracker.abandon_all(); })
       .then([this] { updates.drop_step(); })
-      .then([this] { stash.drop_all(); })
+      .then([this] { offload_store.drop_all(); })
       .then([this] { speculation.release_memory(); })
       .then([this] { updates.release_device_memory(); })
       .then([this] { disk.close(); });
   for (int index = 0; index < memory.store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    steps.then([&] { memory.leave_device(id); }).then([&] { memory.drop_block(id); });
+    steps.then([&] { memory.leave_device(id); }).then([&] { memory.drop_host_buffer(id); });
   }
-  steps.then([this] { memory.slots().trim(INT64_MAX); })
+  steps.then([this] { memory.device_buffers().trim(INT64_MAX); })
       .then([this] { memory.arena().release_reserved(); })
       .then([this] { memory.arena().trim(); })
       .rethrow();

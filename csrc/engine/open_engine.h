@@ -29,11 +29,11 @@
 #include "engine/disk_states.h"
 #include "engine/gradient_flow.h"
 #include "engine/matrix_updates.h"
+#include "engine/offload_store.h"
 #include "engine/pager.h"
 #include "engine/rank_turns.h"
 #include "engine/residency.h"
 #include "engine/shared_device.h"
-#include "engine/stash.h"
 #include "engine/step_planner.h"
 #include "engine/step_state.h"
 #include "engine/unfreezing.h"
@@ -95,7 +95,7 @@ struct OpenEngine {
   UpdateStates update_states;
   Speculation speculation;
   Pager pager;
-  Stash stash;
+  OffloadStore offload_store;
   Gradients gradients;
   MatrixUpdates matrices;
   Updates updates;

@@ -31,18 +31,19 @@ bool Pager::prefetch(ArrayId id) {
   const bool gathers = memory_.is_whole(id) && (!array.on_host || outlives);
   const ArrayRecord& source = gathers ? memory_.array({id.chunk, ArrayKind::kParamShard}) : array;
   if (source.on_host && memory_.backend().waits_on_host(source.host_ready)) return false;
-  if (!array.slot) {
+  if (!array.device_buffer) {
     const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, id});
-    array.slot = acquire(store().num_bytes(id));
+    array.device_buffer = acquire(store().num_bytes(id));
   }
   memory_.tracer().sample_memory();
   // Activations exceed the trace, or device buffers exceed their contents. A later access may have room, and the use
   // makes room itself.
-  if (!array.slot) return !gathers;
+  if (!array.device_buffer) return !gathers;
   if (gathers) {
     gather(id.chunk);
   } else {
-    Slot staging = needs_staging(id) ? acquire(store().num_bytes({id.chunk, ArrayKind::kQuantized})) : Slot();
+    DeviceBuffer staging =
+        needs_staging(id) ? acquire(store().num_bytes({id.chunk, ArrayKind::kQuantized})) : DeviceBuffer();
     if (needs_staging(id) && !staging) {
       memory_.leave_device(id);
       return true;
@@ -61,7 +62,7 @@ bool Pager::needs_gather(ArrayId id) const {
 void Pager::bring(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   array.last_use = static_cast<uint64_t>(clock_);
-  if (moment_is_planned_ && has_outlived_plan(id)) {
+  if (access_is_planned_ && has_outlived_plan(id)) {
     gather_in_turn(id);
   } else if (array.on_device) {
     memory_.counters().num_prefetch_hits += array.prefetched ? 1 : 0;
@@ -71,7 +72,7 @@ void Pager::bring(ArrayId id) {
     if (memory_.is_whole(id) && !array.on_host) {
       gather_in_turn(id);
     } else {
-      ensure_slot(id);
+      ensure_device_buffer(id);
       arrive(id, take_staging(id), Issue::kNow);
     }
   }
@@ -80,7 +81,7 @@ void Pager::bring(ArrayId id) {
   if (id.kind == ArrayKind::kParam) memory_.attach(id.chunk);
 }
 
-void Pager::arrive(ArrayId id, Slot staging, Issue issue) {
+void Pager::arrive(ArrayId id, DeviceBuffer staging, Issue issue) {
   const ArrayId part = part_of(id);
   const Origin origin = origin_of(part);
   const Sharing sharing = part == id ? Sharing::kOwn : Sharing::kShared;
@@ -106,7 +107,7 @@ Origin Pager::origin_of(ArrayId part) {
   }
   const ArrayRecord& master = memory_.array({part.chunk, ArrayKind::kMaster});
   PS_CHECK(from == Source::kMaster && master.exists(), StateError, store().describe(part), " has no value");
-  if (!master.on_device && !reserve_block(part)) bring({part.chunk, ArrayKind::kMaster});
+  if (!master.on_device && !reserve_host_buffer(part)) bring({part.chunk, ArrayKind::kMaster});
   if (master.on_device) return Origin::kDevice;
   bring_to_host(part);
   return Origin::kHost;
@@ -117,10 +118,10 @@ bool Pager::needs_staging(ArrayId id) const {
          !memory_.array({id.chunk, ArrayKind::kQuantized}).on_device;
 }
 
-Slot Pager::take_staging(ArrayId id) {
+DeviceBuffer Pager::take_staging(ArrayId id) {
   if (!needs_staging(id)) return {};
   const ArrayId quantized{id.chunk, ArrayKind::kQuantized};
-  return take_slot(store().num_bytes(quantized), quantized);
+  return take_device_buffer(store().num_bytes(quantized), quantized);
 }
 
 void Pager::gather(ChunkId chunk) {
@@ -129,10 +130,10 @@ void Pager::gather(ChunkId chunk) {
   const ScopedHold hold(array);
   const bool is_in_use = take_outlived(id);
   if (is_in_use) {  // the all-gather writes the buffer again while operations may read it
-    memory_.drop_block(id);
-    if (array.slot) array.slot.busy = {array.device_ready, memory_.backend().record(Queue::kCompute)};
+    memory_.drop_host_buffer(id);
+    if (array.device_buffer) array.device_buffer.busy = {array.device_ready, memory_.backend().record(Queue::kCompute)};
   }
-  ensure_slot(id);
+  ensure_device_buffer(id);
   arrive(id, take_staging(part_of(id)), Issue::kNow);
   // Until it is formatted, the buffer has raw values.
   if (is_in_use && memory_.has_format()) memory_.await_on_device(id);
@@ -142,45 +143,47 @@ void* Pager::open_for_write(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   array.last_use = static_cast<uint64_t>(clock_);
   if (!array.on_device) {
-    ensure_slot(id);
+    ensure_device_buffer(id);
     if (array.on_host) {
       memory_.upload(id);
     } else {
-      memory_.await_slot(Queue::kCompute, array.slot);
+      memory_.await_device_buffer(Queue::kCompute, array.device_buffer);
     }
   }
   memory_.await_on_device(id);
   // The host's copy, if any, becomes stale.
-  memory_.drop_block(id);
+  memory_.drop_host_buffer(id);
   array.set_on_device();
-  return array.slot.data;
+  return array.device_buffer.data;
 }
 
-void Pager::ensure_slot(ArrayId id) {
+void Pager::ensure_device_buffer(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
-  if (array.slot) return;
-  // An exact fit for what stays (memory/slot_pool.h).
-  array.slot = take_slot(store().num_bytes(id), id, is_placed_on_device(id) ? SlotFit::kExact : SlotFit::kLoose);
+  if (array.device_buffer) return;
+  // An exact fit for what stays (memory/device_buffer_pool.h).
+  array.device_buffer = take_device_buffer(store().num_bytes(id), id,
+                                           is_placed_on_device(id) ? DeviceBufferFit::kExact : DeviceBufferFit::kLoose);
   memory_.tracer().sample_memory();
 }
 
-void Pager::put_into_tide(ArrayId grad) {
+void Pager::put_into_activation_memory(ArrayId grad) {
   ArrayRecord& array = memory_.array(grad);
-  if (array.slot || layout().row(grad).on_device != ArrayMemory::kTide) return;
-  if (store().has_states_on_device(grad.chunk)) array.slot = memory_.tide_memory().acquire(store().num_bytes(grad));
+  if (array.device_buffer || layout().row(grad).on_device != ArrayMemory::kActivationMemory) return;
+  if (store().has_states_on_device(grad.chunk))
+    array.device_buffer = memory_.activation_memory().acquire(store().num_bytes(grad));
 }
 
 void Pager::ensure_state(ArrayId id, Tier tier) {
   ArrayRecord& array = memory_.array(id);
   if (array.exists()) return;
   if (tier == Tier::kDevice) {
-    ensure_slot(id);
-    memory_.await_slot(Queue::kCompute, array.slot);
-    memory_.backend().fill_zero(Queue::kCompute, array.slot.data, store().num_bytes(id));
+    ensure_device_buffer(id);
+    memory_.await_device_buffer(Queue::kCompute, array.device_buffer);
+    memory_.backend().fill_zero(Queue::kCompute, array.device_buffer.data, store().num_bytes(id));
     array.set_on_device();
     return;
   }
-  ensure_block(id);
+  ensure_host_buffer(id);
   memory_.await_on_host(id);
   if (!array.block.zeroed) memory_.clear_block(id);
   array.set_on_host();
@@ -192,7 +195,7 @@ void Pager::bring_to_host(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   if (is_on_disk(id)) disk_.fetch(id.chunk);
   if (!array.on_host && array.on_device) {
-    ensure_block(id);
+    ensure_host_buffer(id);
     memory_.download(id);
   }
   if (!array.on_host) {
@@ -200,7 +203,7 @@ void Pager::bring_to_host(ArrayId id) {
     PS_CHECK(layout().row(id).source == Source::kMaster && memory_.array(master).exists(), StateError,
              store().describe(id), " has no value");
     bring_to_host(master);
-    ensure_block(id);
+    ensure_host_buffer(id);
     memory_.cast_on_host(id.chunk, array.block.data);
     array.on_host = true;
   }
@@ -217,15 +220,15 @@ bool Pager::push_out(ArrayId id, HostRoom room) {
 bool Pager::copy_to_host(ArrayId id, HostRoom room) {
   const ArrayRecord& array = memory_.array(id);
   if (array.on_host) return true;
-  if (!reserve_value_of(id, room) || !reserve_rest_of(id, room) || !reserve_block(id, room)) return false;
+  if (!reserve_value_of(id, room) || !reserve_rest_of(id, room) || !reserve_host_buffer(id, room)) return false;
   if (!array.on_host) memory_.download(id);  // otherwise it was read from the disk
   return true;
 }
 
-bool Pager::reserve_block(ArrayId id, HostRoom room) {
+bool Pager::reserve_host_buffer(ArrayId id, HostRoom room) {
   ArrayRecord& array = memory_.array(id);
   if (is_on_disk(id)) disk_.fetch(id.chunk);
-  if (!array.block) array.block = try_allocate_block(id, room);
+  if (!array.block) array.block = try_allocate_host_buffer(id, room);
   if (array.block) memory_.arena().prepare(array.block);
   return static_cast<bool>(array.block);
 }
@@ -235,7 +238,7 @@ bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
   const ArrayRow& value = store().chunk(id.chunk).rows.param();
   const bool is_made_of_it = id.kind == ArrayKind::kMaster && value.source == Source::kMaster;
   if (!is_made_of_it || memory_.array({id.chunk, value.shares_with}).block) return true;
-  return reserve_block({id.chunk, value.kind}, room);
+  return reserve_host_buffer({id.chunk, value.kind}, room);
 }
 
 // An update happens where the chunk's leading state is. Before the leading state leaves the device, the host must have
@@ -243,7 +246,8 @@ bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
 // rest on the host have reserved room for all.
 bool Pager::reserve_rest_of(ArrayId id, HostRoom room) {
   const ChunkSpec& spec = store().chunk(id.chunk);
-  if (!spec.trainable || store().home(id.chunk) != Tier::kDevice || id.kind != spec.leading_state()) return true;
+  if (!spec.trainable || store().resting_tier(id.chunk) != Tier::kDevice || id.kind != spec.leading_state())
+    return true;
   std::vector<ArrayId> rest;
   for (const ArrayRow& row : spec.rows) {
     const ArrayId other{id.chunk, row.kind};
@@ -251,38 +255,38 @@ bool Pager::reserve_rest_of(ArrayId id, HostRoom room) {
     if (lasts && other != id && !memory_.array(other).block) rest.push_back(other);
   }
   for (size_t i = 0; i < rest.size(); ++i) {
-    if (reserve_block(rest[i], room)) continue;
-    for (size_t reserved = 0; reserved < i; ++reserved) memory_.drop_block(rest[reserved]);
+    if (reserve_host_buffer(rest[i], room)) continue;
+    for (size_t reserved = 0; reserved < i; ++reserved) memory_.drop_host_buffer(rest[reserved]);
     return false;
   }
   return true;
 }
 
 void Pager::send_to_host(ArrayId id) {
-  ensure_block(id);
+  ensure_host_buffer(id);
   push_out(id);
 }
 
-void Pager::ensure_block(ArrayId id) {
-  PS_CHECK(reserve_block(id), MemoryBudgetError, "host memory: ", store().describe(id), " needs ",
+void Pager::ensure_host_buffer(ArrayId id) {
+  PS_CHECK(reserve_host_buffer(id), MemoryBudgetError, "host memory: ", store().describe(id), " needs ",
            store().num_bytes(id), " bytes more, ", memory_.arena().used_bytes(), " of ", memory_.arena().limit_bytes(),
-           " are in use and ", promised_host_bytes(),
+           " are in use and ", reserved_host_bytes(),
            " set aside; raise host_memory, or give the device more of the model with ", "device_memory");
 }
 
-HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
+HostBuffer Pager::try_allocate_host_buffer(ArrayId id, HostRoom room) {
   // A gradient that keeps its memory until its update may take memory of an earlier one, or waits for it.
   const bool waits = store().chunk(id.chunk).keeps_param();
   if (waits) speculation_.free_completed();
-  HostBlock block = try_allocate_beside_promises(id);
+  HostBuffer block = try_allocate_beside_reservations(id);
   if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
   if (waits) {
     const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate, id});
-    while (!block && speculation_.await_free()) block = try_allocate_beside_promises(id);
+    while (!block && speculation_.await_free()) block = try_allocate_beside_reservations(id);
     if (block) return block;
   }
   speculation_.release_memory();
-  return try_allocate_beside_promises(id);
+  return try_allocate_beside_reservations(id);
 }
 
 }  // namespace patrickstar

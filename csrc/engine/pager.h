@@ -9,7 +9,7 @@
 // - optimizer states placed on the device leave last, a chunk's leading state (ChunkSpec::leading_state) after the
 //   others
 //
-// [Note: homes on the host] For chunks that rest on the host, host memory is reserved for each of their arrays.
+// [Note: resting tiers on the host] For chunks that rest on the host, host memory is reserved for each of their arrays.
 // Anything else that comes down from the device is a best-effort allocation: an array of a chunk that rests on the
 // device, or a second array in the place of a reserved one. It gets only memory that no reservation needs. So an update
 // always finds its memory, and an array without host memory stays on the device. Frozen chunks that leave the host keep
@@ -19,9 +19,9 @@
 // A caller brings the arrays of an access one by one (engine/access_tracker.h), since with several ranks some of them
 // need an all-gather. The caller advances the plan to the access first (engine/rank_turns.h).
 //
-//   pager.begin_moment(phase, arrays);
+//   pager.begin_access(phase, arrays);
 //   for (ArrayId id : arrays) pager.bring(id);
-//   pager.settle_moment();
+//   pager.settle_access();
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -49,12 +49,12 @@ enum class HostRoom : uint8_t {
 
 // Purpose of the room that is made on the device.
 enum class RoomFor : uint8_t {
-  kSlot,
-  kLimit,        // a device buffer that has memory, but exceeds payload_limit_bytes_
+  kDeviceBuffer,
+  kLimit,        // a device buffer that has memory, but exceeds chunk_buffer_limit_bytes_
   kActivations,  // activations: gradients in activation memory leave as well
 };
 
-class Pager final : public Tenant {
+class Pager final : public MemoryClient {
  public:
   Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder, Collectives& collectives,
         const Step& step);
@@ -68,13 +68,13 @@ class Pager final : public Tenant {
   DiskStates& disk() { return disk_; }
 
   // Records an access with `acquired` (sorted param arrays), and carries out the plan's evictions for it.
-  void begin_moment(Phase phase, const std::vector<ArrayId>& acquired);
+  void begin_access(Phase phase, const std::vector<ArrayId>& acquired);
   // The arrays of the access are on the device: starts the plan's prefetches.
-  void settle_moment();
+  void settle_access();
   // Uses outside of a training step (evaluation, the user's own access) are not recorded.
   void begin_untracked_use() {
     ++clock_;
-    moment_is_planned_ = false;
+    access_is_planned_ = false;
   }
 
   // Brings the value to the device (by upload, derivation or all-gather); the compute queue waits for it.
@@ -88,22 +88,23 @@ class Pager final : public Tenant {
   bool push_out(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   // push_out(), but throws without room. host_ready completes with the copy.
   void send_to_host(ArrayId id);
-  void ensure_block(ArrayId id);
-  void ensure_slot(ArrayId id);
-  // Puts a gradient that waits on the device into memory that activations have left, if there is some (`TideMemory`).
-  void put_into_tide(ArrayId grad);
+  void ensure_host_buffer(ArrayId id);
+  void ensure_device_buffer(ArrayId id);
+  // Puts a gradient that waits on the device into memory that activations have left, if there is some
+  // (`ActivationMemory`).
+  void put_into_activation_memory(ArrayId grad);
   // A device buffer for something that is no array, making room for it. `what`: for the error message.
-  Slot take_slot(int64_t num_bytes, ArrayId what, SlotFit fit = SlotFit::kLoose);
-  // take_slot(), but evicts compute values alone; an empty buffer if that is not enough.
-  Slot try_take_slot(int64_t num_bytes);
+  DeviceBuffer take_device_buffer(int64_t num_bytes, ArrayId what, DeviceBufferFit fit = DeviceBufferFit::kLoose);
+  // take_device_buffer(), but evicts compute values alone; an empty buffer if that is not enough.
+  DeviceBuffer try_take_device_buffer(int64_t num_bytes);
   // Prepared host memory for something that is no array, also from speculative updates; empty if reservations need it.
-  HostBlock try_allocate_guest(int64_t num_bytes);
+  HostBuffer try_allocate_best_effort(int64_t num_bytes);
   // Prepared host memory for something that rests on the host from now on; takes nothing from speculative updates.
-  HostBlock try_allocate_home(int64_t num_bytes);
+  HostBuffer try_allocate_resting_tier(int64_t num_bytes);
   // Bytes that best-effort allocations may take, if contiguous.
-  int64_t guest_room_bytes() const;
+  int64_t best_effort_room_bytes() const;
   // Reserved bytes for arrays without a host buffer, of chunks that rest on the host or keep their place there.
-  int64_t promised_host_bytes() const;
+  int64_t reserved_host_bytes() const;
   // The frozen chunk's values leave the host and may come back. Speculative updates may use their place meanwhile,
   // best-effort allocations may not.
   void keep_place(ChunkId chunk) { keeps_place_[static_cast<size_t>(chunk)] = 1; }
@@ -118,12 +119,15 @@ class Pager final : public Tenant {
   // others.
   void gather(ChunkId chunk);
 
-  // The next step's plan. set_payload_limit() bounds chunk buffers on the device, whatever activations take (warm-up).
+  // The next step's plan. set_chunk_buffer_limit() bounds chunk buffers on the device, whatever activations take
+  // (warm-up).
   void set_plan(Plan plan, NextUse next_use);
-  void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
+  void set_chunk_buffer_limit(int64_t chunk_buffer_limit_bytes) {
+    chunk_buffer_limit_bytes_ = chunk_buffer_limit_bytes;
+  }
   void restart_replay();
   // With several ranks: this rank's part in the next planned access, which its own model leaves out.
-  void skip_moment();
+  void skip_access();
   // With several ranks: enqueues the first `most` of the planned all-gathers that found no room.
   void gather_postponed(size_t most = SIZE_MAX);
   // Fetches on demand for the rest of the step. All ranks must call it at the same position of the plan.
@@ -134,7 +138,7 @@ class Pager final : public Tenant {
   // True while the running step has followed its plan, on all ranks.
   bool replays() const { return replay_.is_running(); }
   // Peak activation memory since the running access began; the planned one while a replay makes measuring needless.
-  int64_t tide_of_running_moment();
+  int64_t activation_memory_of_running_access();
   int64_t next_use(ArrayId id) const { return replay_.next_use(id, recorder_.position()); }
 
   // Fetches the value before its use, if there is room. False if it is too early: the host still makes the value, or an
@@ -142,29 +146,31 @@ class Pager final : public Tenant {
   bool prefetch(ArrayId id);
 
   // Evicts all that can leave.
-  void vacate(Vacate what);
+  void evict_all(EvictionScope what);
   // Frees values that can be made again from other arrays or ranks.
   void drop_derivable();
 
   int64_t trim(int64_t num_bytes) override;
-  int64_t give_up(int64_t num_bytes, Vacate what) override;
+  int64_t give_up(int64_t num_bytes, EvictionScope what) override;
   bool is_running() const override { return step_.is_running(); }
   int64_t state_bytes() const override;
   int64_t value_bytes() const override;
 
  private:
-  bool measures_tide() const { return !replays() || memory_.device().backend().measures_tide_freely(); }
+  bool measures_activation_memory() const {
+    return !replays() || memory_.device().backend().measures_activation_memory_freely();
+  }
   void begin_planned();
   void settle_planned();
   // Brings the value into the array's device buffer. `staging`: take_staging() of its part.
-  void arrive(ArrayId id, Slot staging, Issue issue);
+  void arrive(ArrayId id, DeviceBuffer staging, Issue issue);
   // This rank's shard of a value that needs an all-gather; otherwise `id`.
   ArrayId part_of(ArrayId id) const;
   // Source of the part; a missing source is brought first. Throws StateError if there is none.
   Origin origin_of(ArrayId part);
   // Staging memory for codes of a quantised chunk (Executor::bring).
   bool needs_staging(ArrayId id) const;
-  Slot take_staging(ArrayId id);
+  DeviceBuffer take_staging(ArrayId id);
   // With several ranks, in a replay: enqueues postponed all-gathers, up to the chunk's.
   void gather_in_turn(ArrayId id);
   // With several ranks: the plan has evicted values that an operation of this rank still holds. They count as absent
@@ -173,15 +179,15 @@ class Pager final : public Tenant {
   bool take_outlived(ArrayId id);
   void drop_outlived();
   // Also takes memory from other engines.
-  Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose);
+  DeviceBuffer acquire(int64_t num_bytes, DeviceBufferFit fit = DeviceBufferFit::kLoose);
   // A host buffer for `id`, or for the compute value that the host alone can make once `id` is there. False: no room.
-  bool reserve_block(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
+  bool reserve_host_buffer(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   bool reserve_value_of(ArrayId id, HostRoom room);
   // If `id` is a leading state: host buffers for all other arrays that the update needs.
   bool reserve_rest_of(ArrayId id, HostRoom room);
-  HostBlock try_allocate_block(ArrayId id, HostRoom room);
-  HostBlock try_allocate_beside_promises(ArrayId id);
-  HostBlock try_allocate_in_room(int64_t num_bytes, int64_t spare);
+  HostBuffer try_allocate_host_buffer(ArrayId id, HostRoom room);
+  HostBuffer try_allocate_beside_reservations(ArrayId id);
+  HostBuffer try_allocate_in_room(int64_t num_bytes, int64_t spare);
   bool is_promised(ArrayId id) const;
   // A state that rests on the disk; a set of DiskStates lends it host memory.
   bool is_on_disk(ArrayId id) const;
@@ -196,7 +202,7 @@ class Pager final : public Tenant {
   bool copy_to_host(ArrayId id, HostRoom room);
   void evict_as_planned(ArrayId id);
   // Evicts one array, in the pager's order of eviction. False if nothing can leave into such room.
-  bool evict_one(Vacate what, HostRoom room, RoomFor room_for = RoomFor::kSlot);
+  bool evict_one(EvictionScope what, HostRoom room, RoomFor room_for = RoomFor::kDeviceBuffer);
 
   ChunkMemory& memory_;
   DiskStates& disk_;
@@ -205,11 +211,11 @@ class Pager final : public Tenant {
   Executor executor_;
   const Step& step_;
   PlanReplay replay_;
-  bool moment_is_planned_ = false;    // the running access is a planned one
+  bool access_is_planned_ = false;    // the running access is a planned one
   std::vector<ArrayId> postponed_;    // prefetches that came too early
   std::vector<ArrayId> outlived_;     // has_outlived_plan()
   std::vector<uint8_t> keeps_place_;  // by chunk: keep_place()
-  int64_t payload_limit_bytes_ = INT64_MAX;
+  int64_t chunk_buffer_limit_bytes_ = INT64_MAX;
   int64_t clock_ = 0;  // accesses so far, over all steps; for least recent use
 };
 

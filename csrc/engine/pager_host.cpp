@@ -4,26 +4,26 @@
 
 namespace patrickstar {
 
-// Reserved memory is left to reservations ([Note: homes on the host]) while any is open. The spare bytes serve
+// Reserved memory is left to reservations ([Note: resting tiers on the host]) while any is open. The spare bytes serve
 // short-lived arrays: a gradient whose parameters are still used, or a frozen value being written.
-HostBlock Pager::try_allocate_beside_promises(ArrayId id) {
+HostBuffer Pager::try_allocate_beside_reservations(ArrayId id) {
   const int64_t num_bytes = store().num_bytes(id);
   if (is_promised(id)) return memory_.arena().try_allocate(num_bytes);
-  const bool takes_spare = store().home(id.chunk) != Tier::kDevice || !store().chunk(id.chunk).trainable;
+  const bool takes_spare = store().resting_tier(id.chunk) != Tier::kDevice || !store().chunk(id.chunk).trainable;
   return try_allocate_in_room(num_bytes, takes_spare ? 0 : spare_bytes(layout()));
 }
 
-HostBlock Pager::try_allocate_in_room(int64_t num_bytes, int64_t spare) {
+HostBuffer Pager::try_allocate_in_room(int64_t num_bytes, int64_t spare) {
   HostArena& arena = memory_.arena();
-  const int64_t promised = promised_host_bytes();
+  const int64_t promised = reserved_host_bytes();
   if (num_bytes > arena.free_bytes() - promised - spare) return {};
   return promised == 0 ? arena.try_allocate(num_bytes) : arena.try_allocate_unreserved(num_bytes);
 }
 
-HostBlock Pager::try_allocate_guest(int64_t num_bytes) {
+HostBuffer Pager::try_allocate_best_effort(int64_t num_bytes) {
   const int64_t spare = spare_bytes(layout());
   speculation_.free_completed();
-  HostBlock block = try_allocate_in_room(num_bytes, spare);
+  HostBuffer block = try_allocate_in_room(num_bytes, spare);
   if (!block) {
     speculation_.release_memory();
     block = try_allocate_in_room(num_bytes, spare);
@@ -32,33 +32,33 @@ HostBlock Pager::try_allocate_guest(int64_t num_bytes) {
   return block;
 }
 
-HostBlock Pager::try_allocate_home(int64_t num_bytes) {
+HostBuffer Pager::try_allocate_resting_tier(int64_t num_bytes) {
   speculation_.free_completed();
-  HostBlock block = try_allocate_in_room(num_bytes, spare_bytes(layout()));
+  HostBuffer block = try_allocate_in_room(num_bytes, spare_bytes(layout()));
   if (block) memory_.arena().prepare(block);
   return block;
 }
 
-int64_t Pager::guest_room_bytes() const {
-  return memory_.arena().free_bytes() - promised_host_bytes() - spare_bytes(layout());
+int64_t Pager::best_effort_room_bytes() const {
+  return memory_.arena().free_bytes() - reserved_host_bytes() - spare_bytes(layout());
 }
 
 bool Pager::is_promised(ArrayId id) const {
-  const bool has_home = store().home(id.chunk) != Tier::kDevice || keeps_place(id.chunk);
-  if (!has_home || is_on_disk(id) || memory_.array(id).block) return false;
+  const bool has_resting_tier = store().resting_tier(id.chunk) != Tier::kDevice || keeps_place(id.chunk);
+  if (!has_resting_tier || is_on_disk(id) || memory_.array(id).block) return false;
   if (is_optimizer_state(id.kind)) return true;  // also of a chunk that is about to be trained
   const ArrayRow& row = layout().row(id);
   return row.has_place_on_host() && !memory_.array({id.chunk, row.shares_with}).block;
 }
 
-bool Pager::is_on_disk(ArrayId id) const { return is_optimizer_state(id.kind) && disk_.is_home_of(id.chunk); }
+bool Pager::is_on_disk(ArrayId id) const { return is_optimizer_state(id.kind) && disk_.is_resting_tier_of(id.chunk); }
 
 bool Pager::is_placed_on_device(ArrayId id) const {
   if (is_optimizer_state(id.kind) || id.kind == ArrayKind::kQuantized) return true;
   return layout().row(id).on_device == ArrayMemory::kOwn && store().has_states_on_device(id.chunk);
 }
 
-int64_t Pager::promised_host_bytes() const {
+int64_t Pager::reserved_host_bytes() const {
   int64_t bytes = 0;
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     bytes += store().chunk(chunk).rows.num_bytes([&](const ArrayRow& row) {

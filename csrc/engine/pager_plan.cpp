@@ -6,30 +6,30 @@
 
 namespace patrickstar {
 
-void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
+void Pager::begin_access(Phase phase, const std::vector<ArrayId>& acquired) {
   ++clock_;
-  ++memory_.counters().num_moments;
-  memory_.tracer().begin_moment(phase, acquired);
-  recorder_.begin_moment(phase, acquired, tide_of_running_moment());
-  moment_is_planned_ = replay_.is_running() && replay_.is_next(phase, acquired);
-  if (moment_is_planned_) {
-    ++memory_.counters().num_replayed_moments;
+  ++memory_.counters().num_accesses;
+  memory_.tracer().begin_access(phase, acquired);
+  recorder_.begin_access(phase, acquired, activation_memory_of_running_access());
+  access_is_planned_ = replay_.is_running() && replay_.is_next(phase, acquired);
+  if (access_is_planned_) {
+    ++memory_.counters().num_replayed_accesses;
     begin_planned();
   } else if (replay_.is_running()) {
     layout().has_other_ranks() ? replay_.note_between() : leave_plan();
   }
 }
 
-void Pager::settle_moment() {
-  if (moment_is_planned_) settle_planned();
+void Pager::settle_access() {
+  if (access_is_planned_) settle_planned();
   // Arrays evicted above do not count as activation memory of this access.
-  if (measures_tide()) memory_.device().take_tide_peak(*this);
-  memory_.tracer().settle_moment();
+  if (measures_activation_memory()) memory_.device().take_activation_peak(*this);
+  memory_.tracer().settle_access();
 }
 
-void Pager::skip_moment() {
+void Pager::skip_access() {
   replay_.note_skipped();
-  const std::vector<ArrayId> acquired = replay_.next_moment().acquired;
+  const std::vector<ArrayId> acquired = replay_.next_access().acquired;
   begin_planned();
   for (ArrayId id : acquired) {
     if (needs_gather(id) || has_outlived_plan(id)) gather_in_turn(id);
@@ -44,7 +44,7 @@ void Pager::begin_planned() {
 }
 
 void Pager::settle_planned() {
-  const MomentPlan& planned = replay_.current();
+  const AccessPlan& planned = replay_.current();
   for (ArrayId id : planned.evict_ahead) evict_as_planned(id);
   postponed_.insert(postponed_.end(), planned.prefetch.begin(), planned.prefetch.end());
   // In order: a later one must not take the link or the device buffer of an earlier one.
@@ -53,9 +53,10 @@ void Pager::settle_planned() {
   postponed_.erase(postponed_.begin(), first_left);
 }
 
-int64_t Pager::tide_of_running_moment() {
-  const int64_t peak = measures_tide() ? memory_.device().take_tide_peak(*this) : replay_.planned_tide();
-  replay_.note_tide(peak);
+int64_t Pager::activation_memory_of_running_access() {
+  const int64_t peak =
+      measures_activation_memory() ? memory_.device().take_activation_peak(*this) : replay_.planned_activation_memory();
+  replay_.note_activations(peak);
   return peak;
 }
 
@@ -72,7 +73,7 @@ void Pager::restart_replay() {
   // All ranks begin with the same values, whatever an evaluation has left on this one.
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     const ArrayId id{chunk, ArrayKind::kParam};
-    if (memory_.is_whole(id) && (is_evictable(id) || !memory_.array(id).slot)) memory_.drop_slot(id);
+    if (memory_.is_whole(id) && (is_evictable(id) || !memory_.array(id).device_buffer)) memory_.drop_device_buffer(id);
   }
 }
 
@@ -109,10 +110,10 @@ void Pager::evict_as_planned(ArrayId id) {
     evict(id, HostRoom::kFree);
   } else if (array.holds > 0) {
     outlived_.push_back(id);
-  } else if (!array.slot) {
-    memory_.drop_block(id);
+  } else if (!array.device_buffer) {
+    memory_.drop_host_buffer(id);
   } else if (is_evictable(id)) {
-    memory_.drop_slot(id);
+    memory_.drop_device_buffer(id);
     ++memory_.counters().num_evictions;
   }
 }
@@ -131,7 +132,7 @@ bool Pager::take_outlived(ArrayId id) {
 void Pager::drop_outlived() {
   const auto is_over = [this](ArrayId id) {
     if (memory_.array(id).holds > 0) return false;
-    memory_.drop_slot(id);
+    memory_.drop_device_buffer(id);
     return true;
   };
   outlived_.erase(std::remove_if(outlived_.begin(), outlived_.end(), is_over), outlived_.end());

@@ -20,70 +20,75 @@ constexpr int64_t kLeadingStateFarness = -1;
 
 }  // namespace
 
-Slot Pager::acquire(int64_t num_bytes, SlotFit fit) {
-  Slot slot = memory_.slots().acquire(num_bytes, fit);
-  if (slot || memory_.device().take_from_others(*this, num_bytes, Vacate::kValues) == 0) return slot;
-  return memory_.slots().acquire(num_bytes, fit);
+DeviceBuffer Pager::acquire(int64_t num_bytes, DeviceBufferFit fit) {
+  DeviceBuffer device_buffer = memory_.device_buffers().acquire(num_bytes, fit);
+  if (device_buffer || memory_.device().take_from_others(*this, num_bytes, EvictionScope::kValues) == 0)
+    return device_buffer;
+  return memory_.device_buffers().acquire(num_bytes, fit);
 }
 
-Slot Pager::take_slot(int64_t num_bytes, ArrayId what, SlotFit fit) {
-  SlotPool& slots = memory_.slots();
+DeviceBuffer Pager::take_device_buffer(int64_t num_bytes, ArrayId what, DeviceBufferFit fit) {
+  DeviceBufferPool& device_buffers = memory_.device_buffers();
   Backend& backend = memory_.backend();
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, what});
-  // Exceeding payload_limit_bytes_ is no shortage yet, so speculative updates keep their memory.
-  while (slots.used_bytes() + num_bytes > payload_limit_bytes_ &&
-         evict_one(Vacate::kEverything, HostRoom::kFree, RoomFor::kLimit)) {
+  // Exceeding chunk_buffer_limit_bytes_ is no shortage yet, so speculative updates keep their memory.
+  while (device_buffers.used_bytes() + num_bytes > chunk_buffer_limit_bytes_ &&
+         evict_one(EvictionScope::kEverything, HostRoom::kFree, RoomFor::kLimit)) {
   }
-  Slot slot = acquire(num_bytes, fit);
-  while (!slot && evict_one(Vacate::kEverything, HostRoom::kFree)) slot = slots.acquire(num_bytes, fit);
-  if (!slot && backend.reclaimable_bytes() >= num_bytes) {
+  DeviceBuffer device_buffer = acquire(num_bytes, fit);
+  while (!device_buffer && evict_one(EvictionScope::kEverything, HostRoom::kFree))
+    device_buffer = device_buffers.acquire(num_bytes, fit);
+  if (!device_buffer && backend.reclaimable_bytes() >= num_bytes) {
     backend.reclaim();
-    slot = slots.acquire(num_bytes, fit);
+    device_buffer = device_buffers.acquire(num_bytes, fit);
   }
-  while (!slot && evict_one(Vacate::kEverything, HostRoom::kOfUpdatesAhead)) slot = slots.acquire(num_bytes, fit);
-  if (!slot) {
-    memory_.device().take_from_others(*this, num_bytes, Vacate::kEverything);
+  while (!device_buffer && evict_one(EvictionScope::kEverything, HostRoom::kOfUpdatesAhead))
+    device_buffer = device_buffers.acquire(num_bytes, fit);
+  if (!device_buffer) {
+    memory_.device().take_from_others(*this, num_bytes, EvictionScope::kEverything);
     backend.reclaim();
-    slot = slots.acquire(num_bytes, fit);
+    device_buffer = device_buffers.acquire(num_bytes, fit);
   }
   // Chunks in use and activations together exceed the limit. The backend's policy decides: the first step measures the
   // need, later steps fail with an error that names it.
-  if (!slot) slot = slots.acquire(num_bytes, fit, OverLimit::kAllow);
-  PS_CHECK(slot, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
-           slots.used_bytes(), " bytes of chunks are in use and ", backend.tide_bytes(), " bytes of activations, of ",
-           backend.limit_bytes(), "; raise device_memory or lower the batch size");
-  return slot;
+  if (!device_buffer) device_buffer = device_buffers.acquire(num_bytes, fit, OverLimit::kAllow);
+  PS_CHECK(device_buffer, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
+           device_buffers.used_bytes(), " bytes of chunks are in use and ", backend.activation_bytes(),
+           " bytes of activations, of ", backend.limit_bytes(), "; raise device_memory or lower the batch size");
+  return device_buffer;
 }
 
-Slot Pager::try_take_slot(int64_t num_bytes) {
+DeviceBuffer Pager::try_take_device_buffer(int64_t num_bytes) {
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
-  Slot slot = acquire(num_bytes);
-  while (!slot && evict_one(Vacate::kValues, HostRoom::kFree)) slot = memory_.slots().acquire(num_bytes);
-  return slot;
+  DeviceBuffer device_buffer = acquire(num_bytes);
+  while (!device_buffer && evict_one(EvictionScope::kValues, HostRoom::kFree))
+    device_buffer = memory_.device_buffers().acquire(num_bytes);
+  return device_buffer;
 }
 
 bool Pager::is_evictable(ArrayId id) const {
   const ArrayRecord& array = memory_.array(id);
-  return array.slot && array.on_device && array.holds == 0;
+  return array.device_buffer && array.on_device && array.holds == 0;
 }
 
 // Skips arrays whose copy would find no room on the host before sorting, since a full device runs this for each buffer.
-bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
-  const auto num_moments = static_cast<int64_t>(plan().moments.size());
-  const int64_t guest_room = room == HostRoom::kFree ? memory_.arena().free_bytes() - promised_host_bytes() : INT64_MAX;
+bool Pager::evict_one(EvictionScope what, HostRoom room, RoomFor room_for) {
+  const auto num_accesses = static_cast<int64_t>(plan().accesses.size());
+  const int64_t best_effort_room =
+      room == HostRoom::kFree ? memory_.arena().free_bytes() - reserved_host_bytes() : INT64_MAX;
   std::vector<Victim> victims;
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
     const bool is_state = is_placed_on_device(id);
-    if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
+    if (!is_evictable(id) || (is_state && what == EvictionScope::kValues)) continue;
     const ArrayRecord& array = memory_.array(id);
-    if (room_for != RoomFor::kActivations && array.slot.belongs_to(memory_.tide_memory())) continue;
+    if (room_for != RoomFor::kActivations && array.device_buffer.belongs_to(memory_.activation_memory())) continue;
     const bool dirty = !array.on_host && !can_be_had_again(id);
     // Such copies are made only for lack of memory; see evict().
     if (dirty && room_for == RoomFor::kLimit && store().chunk(id.chunk).is_sharded() && replays()) continue;
-    if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
+    if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > best_effort_room) continue;
     int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
-    if (dirty) farness = std::min(farness, num_moments);
+    if (dirty) farness = std::min(farness, num_accesses);
     const bool leads = id.kind == store().chunk(id.chunk).leading_state();
     if (is_state) farness = leads ? kLeadingStateFarness : kStateFarness;
     victims.push_back({id, farness, array.last_use});
@@ -100,54 +105,54 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
 // then copies whole values and whole gradients to its host, and fetches values from there until the plan evicts them.
 //
 // Lack of memory alone is a reason for such copies, RoomFor::kLimit is not. Device buffers exceed their contents
-// (memory/slot_pool.h), so in a full plan nearly every new buffer exceeds the limit slightly. The copies would take the
-// host memory of complete gradients. A planned all-gather that finds no room waits for a later access, in order
-// ([Note: the same order on every rank]).
+// (memory/device_buffer_pool.h), so in a full plan nearly every new buffer exceeds the limit slightly. The copies would
+// take the host memory of complete gradients. A planned all-gather that finds no room waits for a later access, in
+// order ([Note: the same order on every rank]).
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   const bool is_elsewhere = can_be_had_again(id) || memory_.array(id).on_host;
   for (const Instruction& instruction : departure(id.index(), is_elsewhere ? Copy::kElsewhere : Copy::kOnly)) {
     if (instruction.op == Op::kEvict && !copy_to_host(id, room)) return false;
-    if (instruction.op == Op::kFree) can_be_had_again(id) ? memory_.drop_slot(id) : memory_.leave_device(id);
+    if (instruction.op == Op::kFree) can_be_had_again(id) ? memory_.drop_device_buffer(id) : memory_.leave_device(id);
   }
   ++memory_.counters().num_evictions;
   return true;
 }
 
-void Pager::vacate(Vacate what) {
+void Pager::evict_all(EvictionScope what) {
   memory_.device().take_from_others(*this, INT64_MAX, what);
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    if (what == Vacate::kEverything || !is_placed_on_device(id)) evict(id, HostRoom::kOfUpdatesAhead);
+    if (what == EvictionScope::kEverything || !is_placed_on_device(id)) evict(id, HostRoom::kOfUpdatesAhead);
   }
-  memory_.slots().trim(INT64_MAX);
+  memory_.device_buffers().trim(INT64_MAX);
   memory_.backend().reclaim();
 }
 
 void Pager::drop_derivable() {
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    if (!is_placed_on_device(id) && is_evictable(id) && can_be_had_again(id)) memory_.drop_slot(id);
+    if (!is_placed_on_device(id) && is_evictable(id) && can_be_had_again(id)) memory_.drop_device_buffer(id);
   }
-  memory_.slots().trim(INT64_MAX);
+  memory_.device_buffers().trim(INT64_MAX);
 }
 
 int64_t Pager::trim(int64_t num_bytes) {
-  const int64_t freed = memory_.slots().trim(num_bytes);
+  const int64_t freed = memory_.device_buffers().trim(num_bytes);
   memory_.tracer().sample_memory();
   return freed;
 }
 
-int64_t Pager::give_up(int64_t num_bytes, Vacate what) {
+int64_t Pager::give_up(int64_t num_bytes, EvictionScope what) {
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
   const auto leaves = [&](HostRoom room) { return evict_one(what, room, RoomFor::kActivations); };
   int64_t freed = 0;
-  int64_t lent = memory_.tide_memory().lent_bytes();
+  int64_t lent = memory_.activation_memory().lent_bytes();
   while (freed < num_bytes && (leaves(HostRoom::kFree) || leaves(HostRoom::kOfUpdatesAhead))) {
     ++memory_.counters().num_pressure_evictions;
-    freed += lent - memory_.tide_memory().lent_bytes();
-    lent = memory_.tide_memory().lent_bytes();
-    freed += memory_.slots().trim(num_bytes - freed);
+    freed += lent - memory_.activation_memory().lent_bytes();
+    lent = memory_.activation_memory().lent_bytes();
+    freed += memory_.device_buffers().trim(num_bytes - freed);
   }
   memory_.tracer().sample_memory();
   return freed;
@@ -157,7 +162,7 @@ int64_t Pager::state_bytes() const {
   int64_t bytes = 0;
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    if (is_placed_on_device(id)) bytes += memory_.array(id).slot.num_bytes;
+    if (is_placed_on_device(id)) bytes += memory_.array(id).device_buffer.num_bytes;
   }
   return bytes;
 }

@@ -15,10 +15,10 @@ void PlanReplay::restart(const Timeline& timeline) {
   course_ = has_plan() ? Course::kExact : Course::kNone;
   timeline_ = &timeline;
   next_ = phase_begin_ = 0;
-  phase_end_ = static_cast<int64_t>(timeline.moments.size());
+  phase_end_ = static_cast<int64_t>(timeline.accesses.size());
   num_phases_ = next_scatter_ = 0;
   scatters_.clear();
-  tides_.assign(has_plan() ? timeline.moments.size() : 0, 0);
+  activation_levels_.assign(has_plan() ? timeline.accesses.size() : 0, 0);
 }
 
 void PlanReplay::end_step() {
@@ -26,13 +26,13 @@ void PlanReplay::end_step() {
 }
 
 bool PlanReplay::begin_phase(Phase phase, const Layout& layout) {
-  const std::vector<Moment>& moments = timeline_->moments;
+  const std::vector<Access>& accesses = timeline_->accesses;
   if (num_phases_ == 0) {
-    for (size_t t = 0; t < moments.size(); ++t) {
-      for (const Access& access : moments[t].accesses) {
-        const bool is_scatter = access.mode == AccessMode::kRetire && access.array.kind == ArrayKind::kGrad;
-        if (is_scatter && layout.chunk(access.array.chunk).is_sharded())
-          scatters_.push_back({static_cast<int64_t>(t), access.array.chunk});
+    for (size_t t = 0; t < accesses.size(); ++t) {
+      for (const ArrayUse& use : accesses[t].uses) {
+        const bool is_scatter = use.mode == ArrayUseMode::kFinalise && use.array.kind == ArrayKind::kGrad;
+        if (is_scatter && layout.chunk(use.array.chunk).is_sharded())
+          scatters_.push_back({static_cast<int64_t>(t), use.array.chunk});
       }
     }
   }
@@ -41,18 +41,18 @@ bool PlanReplay::begin_phase(Phase phase, const Layout& layout) {
     if (num_phases_ >= timeline_->phase_ends.size()) return false;
     phase_end_ = std::max(next_, timeline_->phase_ends[num_phases_]);
   } else {
-    const auto first = moments.begin() + next_;
+    const auto first = accesses.begin() + next_;
     const auto end =
-        std::find_if(first, moments.end(), [phase](const Moment& moment) { return moment.phase != phase; });
+        std::find_if(first, accesses.end(), [phase](const Access& access) { return access.phase != phase; });
     if (first == end) return false;
-    phase_end_ = end - moments.begin();
+    phase_end_ = end - accesses.begin();
   }
   ++num_phases_;
-  return next_ == phase_end_ || next_moment().phase == phase;
+  return next_ == phase_end_ || next_access().phase == phase;
 }
 
-bool PlanReplay::matches(int64_t moment, Phase phase, const std::vector<ArrayId>& acquired) const {
-  const Moment& planned = timeline_->moments[static_cast<size_t>(moment)];
+bool PlanReplay::matches(int64_t access, Phase phase, const std::vector<ArrayId>& acquired) const {
+  const Access& planned = timeline_->accesses[static_cast<size_t>(access)];
   return planned.phase == phase && planned.acquired == acquired;
 }
 
@@ -62,7 +62,7 @@ bool PlanReplay::is_next(Phase phase, const std::vector<ArrayId>& acquired) cons
 
 // An access that repeats an earlier one of this phase counts as between planned ones. A later planned access with the
 // same arrays more likely belongs to another layer. An access that repeats none is the model's next layer.
-PlanReplay::Place PlanReplay::find(Phase phase, const std::vector<ArrayId>& acquired, bool is_there) const {
+PlanReplay::Position PlanReplay::find(Phase phase, const std::vector<ArrayId>& acquired, bool is_there) const {
   if (is_next(phase, acquired)) return {Fit::kNext, next_};
   const auto find_in = [&](int64_t begin, int64_t end) {
     while (begin < end && !matches(begin, phase, acquired)) ++begin;
@@ -81,19 +81,19 @@ void PlanReplay::note_skipped() {
 std::optional<ChunkId> PlanReplay::due_scatter() const {
   if (!is_running() || next_scatter_ == scatters_.size()) return std::nullopt;
   const Scatter& scatter = scatters_[next_scatter_];
-  if (scatter.moment > position()) return std::nullopt;
+  if (scatter.access > position()) return std::nullopt;
   return scatter.chunk;
 }
 
-void PlanReplay::note_tide(int64_t num_bytes) {
+void PlanReplay::note_activations(int64_t num_bytes) {
   if (!is_running() || position() < 0) return;
-  int64_t& tide = tides_[static_cast<size_t>(position())];
-  tide = std::max(tide, num_bytes);
+  int64_t& activation_memory = activation_levels_[static_cast<size_t>(position())];
+  activation_memory = std::max(activation_memory, num_bytes);
 }
 
-int64_t PlanReplay::planned_tide() const {
+int64_t PlanReplay::planned_activation_memory() const {
   if (position() < 0) return 0;
-  return timeline_->moments[static_cast<size_t>(position())].tide_peak_bytes;
+  return timeline_->accesses[static_cast<size_t>(position())].activation_peak_bytes;
 }
 
 }  // namespace patrickstar

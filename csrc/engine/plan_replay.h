@@ -46,9 +46,9 @@ class PlanReplay {
     kNone,      // there is no plan, or the step has left it
   };
   enum class Fit : uint8_t { kNext, kLater, kBetween, kNone };
-  struct Place {
+  struct Position {
     Fit fit = Fit::kNone;
-    int64_t moment = -1;  // the planned access, for kNext and kLater
+    int64_t access = -1;  // the planned access, for kNext and kLater
   };
 
   // An empty plan ends a replay in the middle of a step.
@@ -59,7 +59,7 @@ class PlanReplay {
   void end_step();
 
   const Plan& plan() const { return plan_; }
-  bool has_plan() const { return !plan_.moments.empty(); }
+  bool has_plan() const { return !plan_.accesses.empty(); }
   Course course() const { return course_; }
   // True while the running step has followed its plan.
   bool is_running() const {
@@ -73,14 +73,14 @@ class PlanReplay {
   // Index of the planned access after the running phase; the number of all accesses before the first phase.
   int64_t phase_end() const { return phase_end_; }
   // Fit of an access of the running phase. `is_there`: it needs no all-gather.
-  Place find(Phase phase, const std::vector<ArrayId>& acquired, bool is_there) const;
+  Position find(Phase phase, const std::vector<ArrayId>& acquired, bool is_there) const;
   bool is_next(Phase phase, const std::vector<ArrayId>& acquired) const;
   // The next planned access begins, whether the model uses it or leaves it out.
   void advance() { ++next_; }
   void note_skipped();
   void note_between() { course_ = Course::kVarying; }
-  const Moment& next_moment() const { return timeline_->moments[static_cast<size_t>(next_)]; }
-  const MomentPlan& current() const { return plan_.moments[static_cast<size_t>(position())]; }
+  const Access& next_access() const { return timeline_->accesses[static_cast<size_t>(next_)]; }
+  const AccessPlan& current() const { return plan_.accesses[static_cast<size_t>(position())]; }
 
   // The next reduce-scatter that is due at the running access. Call pop_scatter() before the next one.
   std::optional<ChunkId> due_scatter() const;
@@ -92,24 +92,24 @@ class PlanReplay {
   bool knows_uses() const { return !next_use_.empty(); }
 
   // Activation memory since the last planned access began.
-  void note_tide(int64_t num_bytes);
-  int64_t planned_tide() const;
+  void note_activations(int64_t num_bytes);
+  int64_t planned_activation_memory() const;
   // By planned access: peak activation memory in the running step.
-  const std::vector<int64_t>& tides() const { return tides_; }
+  const std::vector<int64_t>& activation_levels() const { return activation_levels_; }
 
  private:
   struct Scatter {
-    int64_t moment;
+    int64_t access;
     ChunkId chunk;
   };
-  bool matches(int64_t moment, Phase phase, const std::vector<ArrayId>& acquired) const;
+  bool matches(int64_t access, Phase phase, const std::vector<ArrayId>& acquired) const;
 
   Plan plan_;
   NextUse next_use_;
   Course course_ = Course::kNone;
   const Timeline* timeline_ = nullptr;  // of the running step's plan
   std::vector<Scatter> scatters_;       // in order
-  std::vector<int64_t> tides_;
+  std::vector<int64_t> activation_levels_;
   int64_t next_ = 0;
   int64_t phase_begin_ = 0;
   int64_t phase_end_ = 0;

@@ -9,10 +9,10 @@
 namespace patrickstar {
 
 void QuantizedValues::write(ParamId param, const float* values) {
-  const ArrayId id = layout().value_home(layout().placement(param).chunk);
+  const ArrayId id = layout().value_resting_tier(layout().placement(param).chunk);
   if (is_written_[static_cast<size_t>(param)] != 0 && has(param, values)) return;
   ArrayRecord& record = memory_.array(id);
-  if (!record.block) is_guest_[static_cast<size_t>(id.chunk)] = 1;
+  if (!record.block) is_best_effort_[static_cast<size_t>(id.chunk)] = 1;
   if (record.exists()) {
     pager_.bring_to_host(id);
   } else {
@@ -35,9 +35,9 @@ void QuantizedValues::settle(ArrayId id) {
   const std::vector<ParamId>& params = memory_.store().chunk(id.chunk).params;
   const bool is_complete = std::all_of(params.begin(), params.end(),
                                        [this](ParamId param) { return is_written_[static_cast<size_t>(param)] != 0; });
-  if (memory_.store().home(id.chunk) == Tier::kHost || !is_complete) return;
+  if (memory_.store().resting_tier(id.chunk) == Tier::kHost || !is_complete) return;
   pager_.bring(id);
-  if (std::exchange(is_guest_[static_cast<size_t>(id.chunk)], 0) != 0) memory_.drop_block(id);
+  if (std::exchange(is_best_effort_[static_cast<size_t>(id.chunk)], 0) != 0) memory_.drop_host_buffer(id);
 }
 
 bool QuantizedValues::has(ParamId param, const float* values) {
@@ -54,7 +54,7 @@ bool QuantizedValues::has(ParamId param, const float* values) {
 }
 
 void QuantizedValues::read(ParamId param, float* values) {
-  const ArrayId id = layout().value_home(layout().placement(param).chunk);
+  const ArrayId id = layout().value_resting_tier(layout().placement(param).chunk);
   const DType dtype = layout().param(param).dtype;
   const ArrayRecord& record = memory_.array(id);
   PS_CHECK(record.exists(), StateError, memory_.store().describe(id), " has no value");
@@ -67,7 +67,7 @@ void QuantizedValues::read(ParamId param, float* values) {
     quantized = copy.data();
     memory_.await_on_device(id);
     memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
-    memory_.backend().copy(Queue::kDownload, quantized, record.slot.data, layout().num_bytes(id));
+    memory_.backend().copy(Queue::kDownload, quantized, record.device_buffer.data, layout().num_bytes(id));
     memory_.backend().synchronize(memory_.backend().record(Queue::kDownload));
   }
   const QuantizedPart part = layout().quantized_part(param, quantized);

@@ -19,7 +19,7 @@ class QuantizedValues {
       : pager_(pager),
         memory_(pager.memory()),
         is_written_(static_cast<size_t>(pager.layout().num_params()), 0),
-        is_guest_(static_cast<size_t>(pager.layout().num_chunks()), 0) {}
+        is_best_effort_(static_cast<size_t>(pager.layout().num_chunks()), 0) {}
 
   // `values`: the whole parameter, in host memory. Throws ArgumentError for values that are not finite.
   void write(ParamId param, const float* values);
@@ -33,8 +33,8 @@ class QuantizedValues {
 
   Pager& pager_;
   ChunkMemory& memory_;
-  std::vector<uint8_t> is_written_;  // by parameter
-  std::vector<uint8_t> is_guest_;    // by chunk: on the host only while it is written
+  std::vector<uint8_t> is_written_;      // by parameter
+  std::vector<uint8_t> is_best_effort_;  // by chunk: on the host only while it is written
 };
 
 }  // namespace patrickstar

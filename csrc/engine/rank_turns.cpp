@@ -22,11 +22,11 @@ void RankTurns::follow_plan(Phase phase, const std::vector<ArrayId>& acquired) {
   if (!has_others() || !pager_.replays()) return;
   bool is_there = true;
   for (ArrayId id : acquired) is_there = is_there && !pager_.needs_gather(id);
-  const PlanReplay::Place place = pager_.replay().find(phase, acquired, is_there);
+  const PlanReplay::Position place = pager_.replay().find(phase, acquired, is_there);
   switch (place.fit) {
     case PlanReplay::Fit::kNext:
     case PlanReplay::Fit::kLater:
-      skip_until(place.moment);
+      skip_until(place.access);
       gradients_.scatter_due();
       break;
     case PlanReplay::Fit::kBetween:
@@ -40,7 +40,7 @@ void RankTurns::follow_plan(Phase phase, const std::vector<ArrayId>& acquired) {
 void RankTurns::skip_until(int64_t end) {
   while (pager_.replay().position() + 1 < end) {
     gradients_.scatter_due();
-    pager_.skip_moment();
+    pager_.skip_access();
   }
 }
 

@@ -20,7 +20,7 @@ constexpr int kMostDoublings = 5;
 // Steps after the first whose activation memory is checked again, and the least share of the device for which states
 // then move in. In the first step, PyTorch's cache holds memory that no plan accounts for. Moving states cancels that
 // step's speculative updates. Not measured.
-constexpr int kLooks = 4;
+constexpr int kRechecks = 4;
 constexpr double kWorthMoving = 0.02;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
@@ -39,11 +39,11 @@ int64_t Residency::limit_within_slack() const {
 }
 
 // Bound on chunk buffers before activation memory is known.
-int64_t Residency::warmup_payload_limit() const {
+int64_t Residency::warmup_chunk_buffer_limit() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   int64_t limit = share(device_limit(), options_.warmup_payload_ratio);
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (store().home(chunk) == Tier::kDevice) limit += held_bytes(layout(), chunk, options_.backwards);
+    if (store().resting_tier(chunk) == Tier::kDevice) limit += held_bytes(layout(), chunk, options_.backwards);
   }
   return limit;
 }
@@ -83,21 +83,21 @@ void Residency::place_initially(int64_t working_set_bytes) {
   const InitialPlacement placement = initial_placement(layout(), host_limit, room, options_.backwards, disk_limit);
   if (!all_on_device) check_fits(placement, room);
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    store().set_home(chunk, placement.homes[static_cast<size_t>(chunk)]);
+    store().set_resting_tier(chunk, placement.resting_tiers[static_cast<size_t>(chunk)]);
   }
-  first_homes_ = placement.homes;
-  reserve_homes_on_host();
+  first_resting_tiers_ = placement.resting_tiers;
+  reserve_resting_tiers_on_host();
   pager_.disk().open();
-  pager_.set_payload_limit(warmup_payload_limit());
+  pager_.set_chunk_buffer_limit(warmup_chunk_buffer_limit());
 }
 
-Tier Residency::home_of_new_states(ChunkId chunk) const {
-  return device_limit() == kUnlimited ? store().home(chunk) : Tier::kHost;
+Tier Residency::resting_tier_of_new_states(ChunkId chunk) const {
+  return device_limit() == kUnlimited ? store().resting_tier(chunk) : Tier::kHost;
 }
 
 // Arrays are reserved in the order of first use (memory/host_arena.h): masters when parameters move in, momentum and
 // variance in the first step.
-void Residency::reserve_homes_on_host() {
+void Residency::reserve_resting_tiers_on_host() {
   std::vector<ArrayId> arrays;
   std::vector<int64_t> sizes;
   const auto in_order = [](const ArrayRows& rows) {
@@ -107,36 +107,36 @@ void Residency::reserve_homes_on_host() {
   for (size_t i = 0; i < 5; ++i) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
       const ArrayRow& row = *in_order(layout().chunk(chunk).rows)[i];
-      const Tier home = store().home(chunk);
-      if (row.on_host != ArrayMemory::kOwn || home == Tier::kDevice) continue;
-      if (home == Tier::kDisk && is_optimizer_state(row.kind)) continue;
+      const Tier resting_tier = store().resting_tier(chunk);
+      if (row.on_host != ArrayMemory::kOwn || resting_tier == Tier::kDevice) continue;
+      if (resting_tier == Tier::kDisk && is_optimizer_state(row.kind)) continue;
       arrays.push_back({chunk, row.kind});
       sizes.push_back(row.num_bytes);
     }
   }
-  std::vector<HostBlock> blocks = memory_.arena().reserve(sizes);
+  std::vector<HostBuffer> blocks = memory_.arena().reserve(sizes);
   for (size_t i = 0; i < arrays.size(); ++i) memory_.array(arrays[i]).block = std::move(blocks[i]);
 }
 
-void Residency::place_in_margin(const Timeline& step) {
+void Residency::place_in_headroom(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
-  pager_.set_payload_limit(options_.payload_limit_bytes);
-  fill_margin(step);
+  pager_.set_chunk_buffer_limit(options_.chunk_buffer_limit_bytes);
+  fill_headroom(step);
 }
 
-void Residency::fill_margin(const Timeline& step) {
+void Residency::fill_headroom(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
   for (ChunkId chunk : chunks_that_move_in(step)) move_states_to_device(chunk);
   memory_.arena().trim();
-  bring_home_from_disk();
+  bring_resting_tier_from_disk();
 }
 
 // Moves states from the disk into host memory that other states have left for the device.
-void Residency::bring_home_from_disk() {
-  for (ChunkId chunk : home_from_disk(layout(), homes(), pager_.guest_room_bytes())) {
-    std::vector<HostBlock> blocks;
+void Residency::bring_resting_tier_from_disk() {
+  for (ChunkId chunk : resting_tier_from_disk(layout(), resting_tiers(), pager_.best_effort_room_bytes())) {
+    std::vector<HostBuffer> blocks;
     for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
-      blocks.push_back(pager_.try_allocate_home(layout().num_bytes({chunk, kind})));
+      blocks.push_back(pager_.try_allocate_resting_tier(layout().num_bytes({chunk, kind})));
       if (!blocks.back()) return;
     }
     pager_.disk().move_to_host(chunk, std::move(blocks));
@@ -148,9 +148,9 @@ std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const 
   return patrickstar::chunks_that_move_in(layout(), count, states_on_device());
 }
 
-std::vector<Tier> Residency::homes() const {
+std::vector<Tier> Residency::resting_tiers() const {
   std::vector<Tier> result;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) result.push_back(store().home(chunk));
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) result.push_back(store().resting_tier(chunk));
   return result;
 }
 
@@ -163,8 +163,8 @@ std::vector<uint8_t> Residency::states_on_device() const {
 }
 
 bool Residency::is_settling() {
-  if (num_looks_ == kLooks) return false;
-  ++num_looks_;
+  if (num_rechecks_ == kRechecks) return false;
+  ++num_rechecks_;
   return true;
 }
 
@@ -178,7 +178,7 @@ bool Residency::has_room_for_more(const Timeline& step) const {
 bool Residency::any_away() const {
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
     const bool has_states = placed_bytes(layout().chunk(chunk)) > 0;
-    if (store().home(chunk) == Tier::kDevice && has_states && !store().has_states_on_device(chunk)) return true;
+    if (store().resting_tier(chunk) == Tier::kDevice && has_states && !store().has_states_on_device(chunk)) return true;
   }
   return false;
 }
@@ -200,32 +200,32 @@ void Residency::move_states_to_device(ChunkId chunk) {
     leave_host(chunk);
     return;
   }
-  const bool was_on_disk = store().home(chunk) == Tier::kDisk;
+  const bool was_on_disk = store().resting_tier(chunk) == Tier::kDisk;
   if (was_on_disk) pager_.disk().fetch(chunk);
   for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
     if (record.on_device) {
-      if (!was_on_disk) memory_.drop_block(id);  // the buffer into which the state would have left
+      if (!was_on_disk) memory_.drop_host_buffer(id);  // the buffer into which the state would have left
       continue;
     }
     if (record.exists()) {
       const ScopedHold hold(record);
       pager_.bring(id);
     }
-    if (!was_on_disk) memory_.drop_block(id);  // also the reserved buffer of a state that is not made yet
+    if (!was_on_disk) memory_.drop_host_buffer(id);  // also the reserved buffer of a state that is not made yet
   }
   if (was_on_disk) pager_.disk().forget(chunk);
-  const ArrayId param = layout().param_home(chunk);
+  const ArrayId param = layout().param_resting_tier(chunk);
   if (layout().chunk(chunk).keeps_param() && memory_.array(param).exists()) pager_.bring(param);
-  memory_.drop_block(param);
-  const ArrayId grad = layout().grad_home(chunk);
-  if (layout().row(grad).on_host == ArrayMemory::kOwn && !memory_.array(grad).on_host) memory_.drop_block(grad);
-  store().set_home(chunk, Tier::kDevice);
+  memory_.drop_host_buffer(param);
+  const ArrayId grad = layout().grad_resting_tier(chunk);
+  if (layout().row(grad).on_host == ArrayMemory::kOwn && !memory_.array(grad).on_host) memory_.drop_host_buffer(grad);
+  store().set_resting_tier(chunk, Tier::kDevice);
 }
 
 bool Residency::leave_to_device(const Plan& plan) {
-  if (num_looks_ < kLooks) return false;
+  if (num_rechecks_ < kRechecks) return false;
   if (!layout().has_other_ranks()) leave_frozen_to_device(plan);
   if (!std::exchange(has_left_host_, false)) return false;
   memory_.arena().trim();
@@ -234,47 +234,47 @@ bool Residency::leave_to_device(const Plan& plan) {
 
 void Residency::leave_frozen_to_device(const Plan& plan) {
   std::vector<uint8_t> leaves(static_cast<size_t>(store().num_arrays()), 0);
-  for (const MomentPlan& moment : plan.moments) {
-    for (ArrayId id : moment.evict) leaves[static_cast<size_t>(id.index())] = 1;
-    for (ArrayId id : moment.evict_ahead) leaves[static_cast<size_t>(id.index())] = 1;
+  for (const AccessPlan& access : plan.accesses) {
+    for (ArrayId id : access.evict) leaves[static_cast<size_t>(id.index())] = 1;
+    for (ArrayId id : access.evict_ahead) leaves[static_cast<size_t>(id.index())] = 1;
   }
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
     const ArrayId id{chunk, ArrayKind::kParam};
     const ArrayRecord& record = memory_.array(id);
-    const bool lies_twice = layout().value_home(chunk) == id && record.on_device && record.on_host;
-    if (layout().chunk(chunk).trainable || !lies_twice || store().home(chunk) == Tier::kDevice) continue;
+    const bool lies_twice = layout().value_resting_tier(chunk) == id && record.on_device && record.on_host;
+    if (layout().chunk(chunk).trainable || !lies_twice || store().resting_tier(chunk) == Tier::kDevice) continue;
     if (leaves[static_cast<size_t>(id.index())] != 0) continue;
     leave_host(chunk);
   }
 }
 
 void Residency::leave_host(ChunkId chunk) {
-  if (store().home(chunk) == Tier::kHost) pager_.keep_place(chunk);
-  memory_.drop_block(layout().value_home(chunk));
-  store().set_home(chunk, Tier::kDevice);
+  if (store().resting_tier(chunk) == Tier::kHost) pager_.keep_place(chunk);
+  memory_.drop_host_buffer(layout().value_resting_tier(chunk));
+  store().set_resting_tier(chunk, Tier::kDevice);
   has_left_host_ = true;
 }
 
-void Residency::limit_payloads(const Timeline& last) {
-  const bool bounded = !memory_.backend().follows_tide() && device_limit() != kUnlimited;
-  const int64_t ample = bounded ? limit_within_slack() - highest_tide(last) : kUnlimited;
-  pager_.set_payload_limit(std::min(ample, options_.payload_limit_bytes));
-  memory_.slots().set_ample_bytes(bounded ? ample : 0);
+void Residency::limit_chunk_buffers(const Timeline& last) {
+  const bool bounded = !memory_.backend().follows_activations() && device_limit() != kUnlimited;
+  const int64_t ample = bounded ? limit_within_slack() - highest_activation_memory(last) : kUnlimited;
+  pager_.set_chunk_buffer_limit(std::min(ample, options_.chunk_buffer_limit_bytes));
+  memory_.device_buffers().set_ample_bytes(bounded ? ample : 0);
 }
 
 DeviceBudget Residency::device_budget() const {
   DeviceBudget budget;
   budget.limit_bytes = limit_within_slack();
-  budget.follows_tide = memory_.backend().follows_tide();
-  budget.prefetches_far = !budget.follows_tide || memory_.device().options().delays.simulates_link();
+  budget.follows_activations = memory_.backend().follows_activations();
+  budget.prefetches_far = !budget.follows_activations || memory_.device().options().delays.simulates_link();
   budget.margin_use_ratio = options_.margin_use_ratio;
   budget.keeps_gradients = options_.keeps_gradients;
   budget.backwards = options_.backwards;
-  budget.gradient_tide_bytes = memory_.tide_memory().room_bytes();
+  budget.gradient_activation_bytes = memory_.activation_memory().room_bytes();
   const HostArena& arena = memory_.arena();
   const int64_t host_limit = arena.free_bytes() + arena.used_bytes();
   if (options_.updates_take_memory) budget.host_limit_bytes = host_limit;
-  budget.gradient_room_bytes = gradient_room_bytes(layout(), homes(), host_limit);
+  budget.gradient_room_bytes = gradient_room_bytes(layout(), resting_tiers(), host_limit);
   return budget;
 }
 
@@ -292,12 +292,12 @@ int64_t Residency::leaving_gradient_bytes(const Timeline& last) const {
 int64_t Residency::predicted_host_peak_bytes() const {
   std::vector<uint8_t> on_device;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    on_device.push_back(store().home(chunk) == Tier::kDevice);
+    on_device.push_back(store().resting_tier(chunk) == Tier::kDevice);
   }
   const HostArena& arena = memory_.arena();
   const int64_t limit = arena.free_bytes() + arena.used_bytes();  // of this engine
   const auto ahead = options_.updates_take_memory ? NewValuesAhead::kWhereThereIsRoom : NewValuesAhead::kNever;
-  return host_peak_bytes(layout(), first_homes_, on_device, limit, ahead, options_.backwards);
+  return host_peak_bytes(layout(), first_resting_tiers_, on_device, limit, ahead, options_.backwards);
 }
 
 PlanProblem Residency::plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const {

@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "engine/pager.h"
-#include "plan/homes.h"
 #include "plan/placement.h"
 #include "plan/planner.h"
+#include "plan/resting_tiers.h"
 
 namespace patrickstar {
 
@@ -32,7 +32,7 @@ enum class StatePlacement : uint8_t {
 struct ResidencyOptions {
   double warmup_payload_ratio = 0.1;  // share of the device limit for chunk buffers in the warm-up; not measured
   double margin_use_ratio = 1.0;
-  int64_t payload_limit_bytes = kUnlimited;  // for values fetched on demand, whatever activations leave (tests)
+  int64_t chunk_buffer_limit_bytes = kUnlimited;  // for values fetched on demand, whatever activations leave (tests)
   StatePlacement state_placement = StatePlacement::kHybrid;
   bool keeps_gradients = true;      // DeviceBudget::keeps_gradients
   bool updates_take_memory = true;  // speculative updates: DeviceBudget::host_limit_bytes
@@ -48,19 +48,19 @@ class Residency {
   // hold the model beside `working_set_bytes` on the device.
   void place_initially(int64_t working_set_bytes);
   // Moves states into the device memory that a step's activations leave.
-  void place_in_margin(const Timeline& step);
-  // place_in_margin() with more states than before: existing ones stay, others move in beside them.
-  void fill_margin(const Timeline& step);
+  void place_in_headroom(const Timeline& step);
+  // place_in_headroom() with more states than before: existing ones stay, others move in beside them.
+  void fill_headroom(const Timeline& step);
   // True for a few steps after the first: PyTorch's allocator and fragments distort the first step's activation memory
-  // (see kLooks). Call it once per step; the same on all ranks.
+  // (see kRechecks). Call it once per step; the same on all ranks.
   bool is_settling();
-  // True if fill_margin() would move in enough to be worth it, and no states have left the device under pressure.
+  // True if fill_headroom() would move in enough to be worth it, and no states have left the device under pressure.
   bool has_room_for_more(const Timeline& step) const;
   // True if states that left under pressure should return now. The delay grows with each return, so that batches with
   // an occasional need for the room do not move states back and forth. Call it once per step.
   bool is_time_to_return();
   // Resting tier for the states of a newly trained chunk: the device if it is unlimited, otherwise the host.
-  Tier home_of_new_states(ChunkId chunk) const;
+  Tier resting_tier_of_new_states(ChunkId chunk) const;
   void move_states_to_device(ChunkId chunk);
   // Call after a step that followed `plan`, which is also the next step's plan. Frozen values that the plan keeps on
   // the device throughout rest there from now on, without a host copy. If one must leave later (another plan,
@@ -68,7 +68,7 @@ class Residency {
   // is_settling(), no values move. Returns true if the host has gained room since the last call.
   bool leave_to_device(const Plan& plan);
   // After a step: bounds chunk buffers in the next one, also after a plan miss.
-  void limit_payloads(const Timeline& last);
+  void limit_chunk_buffers(const Timeline& last);
   // `states_on_device`: by chunk, as all ranks agree.
   PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
   // Bytes of gradients that will not fit on the device during a step like `last`, with states where they are now
@@ -86,15 +86,15 @@ class Residency {
   int64_t device_limit() const { return memory_.device().options().device_limit_bytes; }
   int64_t limit_within_slack() const;
   DeviceBudget device_budget() const;
-  int64_t warmup_payload_limit() const;
-  void reserve_homes_on_host();
-  void bring_home_from_disk();
+  int64_t warmup_chunk_buffer_limit() const;
+  void reserve_resting_tiers_on_host();
+  void bring_resting_tier_from_disk();
   void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;
   // For states that stay: leaves room for other engines' values.
   DeviceBudget budget_for_states() const;
   std::vector<ChunkId> chunks_that_move_in(const Timeline& step) const;
   // By chunk.
-  std::vector<Tier> homes() const;
+  std::vector<Tier> resting_tiers() const;
   std::vector<uint8_t> states_on_device() const;
   // True if states are off the device because of pressure.
   bool any_away() const;
@@ -105,9 +105,9 @@ class Residency {
   Pager& pager_;
   ChunkMemory& memory_;
   ResidencyOptions options_;
-  std::vector<Tier> first_homes_;  // by chunk
-  int num_looks_ = 0;              // steps after the first that is_settling() allowed
-  int steps_away_ = 0;             // since states left the device
+  std::vector<Tier> first_resting_tiers_;  // by chunk
+  int num_rechecks_ = 0;                   // steps after the first that is_settling() allowed
+  int steps_away_ = 0;                     // since states left the device
   int num_returns_ = 0;
   bool has_left_host_ = false;  // frozen values or codes left host memory that is not trimmed yet
 };

@@ -87,12 +87,14 @@ void Runtime::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& p
   enter(Call::kUse, CallChunks::of(params))->tracker.enter_backward(begin, end, params);
 }
 
-void Runtime::fold_gradient(ParamId param, const void* data) { enter(Call::kFold)->flow.fold(param, data); }
+void Runtime::accumulate_gradient(ParamId param, const void* data) {
+  enter(Call::kAccumulate)->flow.accumulate(param, data);
+}
 
-void Runtime::drop_activation(Stash::Ticket ticket) {
+void Runtime::drop_activation(OffloadStore::Ticket ticket) {
   if (!made_in_.is_here()) return;
   const std::lock_guard<SharedDevice::Lock> lock(*lock_);
-  if (open_) open_->stash.drop(ticket);
+  if (open_) open_->offload_store.drop(ticket);
 }
 
 }  // namespace patrickstar

@@ -57,9 +57,9 @@ class Runtime final : public UseListener {
   Tick tick() override;
   Tick touch(const std::vector<ParamId>& params) override;
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) override;
-  void fold_gradient(ParamId param, const void* data);
-  // Releases an activation in host memory (engine/stash.h). Any thread, also after close().
-  void drop_activation(Stash::Ticket ticket);
+  void accumulate_gradient(ParamId param, const void* data);
+  // Releases an activation in host memory (engine/offload_store.h). Any thread, also after close().
+  void drop_activation(OffloadStore::Ticket ticket);
 
  private:
   void check_process() const;

@@ -80,7 +80,7 @@ Rule rule_of(Call call) {
               E::kValuesRestored};
     case Call::kBeginBackward:
       return {kBetweenCalls, "a second backward", O::kAfterCompute, H::kTransientEnd, C::kRefuse, E::kValuesRestored};
-    case Call::kFold:
+    case Call::kAccumulate:
       return {kAnyState, "a gradient came"};
     case Call::kEndBackward:
       return {{S::kBackward}, "a backward was to end", O::kAfterCompute, H::kAllEnd};

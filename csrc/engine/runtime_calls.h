@@ -26,7 +26,7 @@ enum class Call : uint8_t {
   kUndoForward,
   kUse,
   kBeginBackward,
-  kFold,
+  kAccumulate,
   kEndBackward,
   kAbort,  // an exception left a forward or a backward
   kPrepareStep,

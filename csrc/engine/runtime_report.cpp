@@ -6,8 +6,8 @@ RuntimeReport report_of(OpenEngine& open) {
   RuntimeReport report;
   report.device_budget_bytes = open.backend().limit_bytes();
   report.device_peak_bytes = open.backend().peak_bytes();
-  report.device_tide_bytes = open.backend().tide_bytes();
-  report.device_payload_bytes = open.memory.slots().used_bytes();
+  report.device_activation_bytes = open.backend().activation_bytes();
+  report.device_chunk_buffer_bytes = open.memory.device_buffers().used_bytes();
   report.host_budget_bytes = open.memory.arena().limit_bytes();
   report.host_bytes = open.memory.arena().mapped_bytes();
   report.host_peak_bytes = open.memory.arena().peak_mapped_bytes();
@@ -23,7 +23,7 @@ RuntimeReport report_of(OpenEngine& open) {
     int& count =
         open.layout().chunk(chunk).is_quantized() ? report.num_device_quantized_chunks : report.num_device_state_chunks;
     count += open.memory.store().has_states_on_device(chunk) ? 1 : 0;
-    report.num_disk_chunks += open.disk.is_home_of(chunk) ? 1 : 0;
+    report.num_disk_chunks += open.disk.is_resting_tier_of(chunk) ? 1 : 0;
   }
   report.planned_uploaded_bytes = open.pager.plan().uploaded_bytes;
   report.planned_downloaded_bytes = open.pager.plan().downloaded_bytes;

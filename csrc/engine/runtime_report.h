@@ -13,8 +13,8 @@ namespace patrickstar {
 struct RuntimeReport {
   int64_t device_budget_bytes = 0;
   int64_t device_peak_bytes = 0;
-  int64_t device_tide_bytes = 0;
-  int64_t device_payload_bytes = 0;
+  int64_t device_activation_bytes = 0;
+  int64_t device_chunk_buffer_bytes = 0;
   int64_t host_budget_bytes = 0;
   int64_t host_bytes = 0;
   int64_t host_peak_bytes = 0;

@@ -9,7 +9,7 @@ namespace {
 
 // Explained in scale_forecast.h. None of these is measured.
 constexpr size_t kNumChanges = 4;
-constexpr double kCaution = 1.5;
+constexpr double kForecastCaution = 1.5;
 constexpr double kLeastChange = 0.005;
 const double kFirstChange = std::log(1.5);
 const double kMostChange = std::log(4.0);
@@ -21,7 +21,7 @@ ScaleBounds ScaleForecast::next(double full_scale) const {
   if (!acted) return {full_scale, full_scale};
   double change = last_.size() == 1 ? kFirstChange : 0;
   for (size_t i = 1; i < last_.size(); ++i) change = std::max(change, std::abs(last_[i] - last_[i - 1]));
-  change = std::clamp(kCaution * change, kLeastChange, kMostChange);
+  change = std::clamp(kForecastCaution * change, kLeastChange, kMostChange);
   const auto scale = [&](double ratio) { return ratio < 0 ? full_scale * std::exp(ratio) : full_scale; };
   return {scale(last_.back() - change), scale(last_.back() + change)};
 }

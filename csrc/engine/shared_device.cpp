@@ -22,7 +22,7 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   PS_CHECK(options.cuda_device < 0, ArgumentError,
            "this build of PatrickStar has no CUDA part; build it with a CUDA "
            "PyTorch and nvcc (python -m patrickstar.env says what is missing)");
-  return make_cpu_backend(options.device_limit_bytes, options.left_by_tide_bytes, options.follows_tide);
+  return make_cpu_backend(options.device_limit_bytes, options.left_by_activations_bytes, options.follows_activations);
 }
 
 std::unique_ptr<optim::Compute> make_device_compute(const DeviceOptions& options) {
@@ -128,44 +128,45 @@ std::unique_ptr<HostArena> SharedDevice::make_arena() {
   return std::make_unique<HostArena>(host_budget_, std::move(hooks));
 }
 
-void SharedDevice::join(Tenant& tenant) { tenants_.push_back({&tenant}); }
+void SharedDevice::join(MemoryClient& memory_client) { memory_clients_.push_back({&memory_client}); }
 
-void SharedDevice::leave(Tenant& tenant) {
-  tenants_.erase(std::remove_if(tenants_.begin(), tenants_.end(),
-                                [&tenant](const Joined& joined) { return joined.tenant == &tenant; }),
-                 tenants_.end());
+void SharedDevice::leave(MemoryClient& memory_client) {
+  memory_clients_.erase(
+      std::remove_if(memory_clients_.begin(), memory_clients_.end(),
+                     [&memory_client](const Joined& joined) { return joined.memory_client == &memory_client; }),
+      memory_clients_.end());
 }
 
-OthersBytes SharedDevice::others_bytes(const Tenant& asking) const {
+OthersBytes SharedDevice::others_bytes(const MemoryClient& asking) const {
   OthersBytes bytes;
-  for (const Joined& joined : tenants_) {
-    if (joined.tenant == &asking) continue;
-    bytes.states += joined.tenant->state_bytes();
-    bytes.values += joined.tenant->value_bytes();
+  for (const Joined& joined : memory_clients_) {
+    if (joined.memory_client == &asking) continue;
+    bytes.states += joined.memory_client->state_bytes();
+    bytes.values += joined.memory_client->value_bytes();
   }
   return bytes;
 }
 
-int64_t SharedDevice::take_from_others(const Tenant& asking, int64_t num_bytes, Vacate what) {
+int64_t SharedDevice::take_from_others(const MemoryClient& asking, int64_t num_bytes, EvictionScope what) {
   int64_t freed = 0;
   for (const bool running : {false, true}) {
-    for (const Joined& joined : tenants_) {
-      Tenant& tenant = *joined.tenant;
-      if (&tenant == &asking || tenant.is_running() != running) continue;
-      freed += tenant.trim(num_bytes - freed);
-      if (freed < num_bytes) freed += tenant.give_up(num_bytes - freed, what);
+    for (const Joined& joined : memory_clients_) {
+      MemoryClient& memory_client = *joined.memory_client;
+      if (&memory_client == &asking || memory_client.is_running() != running) continue;
+      freed += memory_client.trim(num_bytes - freed);
+      if (freed < num_bytes) freed += memory_client.give_up(num_bytes - freed, what);
       if (freed >= num_bytes) return freed;
     }
   }
   return freed;
 }
 
-int64_t SharedDevice::take_tide_peak(const Tenant& reader) {
-  const int64_t peak = backend_->take_tide_peak();
+int64_t SharedDevice::take_activation_peak(const MemoryClient& reader) {
+  const int64_t peak = backend_->take_activation_peak();
   int64_t highest = peak;
-  for (Joined& joined : tenants_) {
-    joined.tide_peak = std::max(joined.tide_peak, peak);
-    if (joined.tenant == &reader) highest = std::exchange(joined.tide_peak, 0);
+  for (Joined& joined : memory_clients_) {
+    joined.activation_peak = std::max(joined.activation_peak, peak);
+    if (joined.memory_client == &reader) highest = std::exchange(joined.activation_peak, 0);
   }
   return highest;
 }
@@ -176,17 +177,17 @@ int64_t SharedDevice::release_device_memory(int64_t num_bytes) {
   const std::unique_lock<Lock> lock(*lock_, std::chrono::milliseconds(50));
   if (!lock.owns_lock()) return 0;
   int64_t freed = 0;
-  for (const Joined& joined : tenants_) freed += joined.tenant->trim(num_bytes - freed);
+  for (const Joined& joined : memory_clients_) freed += joined.memory_client->trim(num_bytes - freed);
   for (const bool running : {false, true}) {
-    for (const Joined& joined : tenants_) {
-      const Vacate what = running ? Vacate::kEverything : Vacate::kValues;
-      if (freed < num_bytes && joined.tenant->is_running() == running) {
-        freed += joined.tenant->give_up(num_bytes - freed, what);
+    for (const Joined& joined : memory_clients_) {
+      const EvictionScope what = running ? EvictionScope::kEverything : EvictionScope::kValues;
+      if (freed < num_bytes && joined.memory_client->is_running() == running) {
+        freed += joined.memory_client->give_up(num_bytes - freed, what);
       }
     }
   }
-  for (const Joined& joined : tenants_) {
-    if (freed < num_bytes) freed += joined.tenant->give_up(num_bytes - freed, Vacate::kEverything);
+  for (const Joined& joined : memory_clients_) {
+    if (freed < num_bytes) freed += joined.memory_client->give_up(num_bytes - freed, EvictionScope::kEverything);
   }
   return freed;
 }

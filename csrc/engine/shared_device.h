@@ -37,26 +37,26 @@ struct DeviceOptions {
   int cuda_device = -1;  // -1: the simulated device
   int64_t device_limit_bytes = kUnlimited;
   int64_t host_limit_bytes = kUnlimited;
-  int64_t limit_rounding_bytes = 0;  // bytes that PyTorch's CUDA allocator may take beyond its limit
-  int64_t left_by_tide_bytes = 0;    // simulated device (make_cpu_backend), for tests
-  bool follows_tide = true;          // simulated device, for tests; false: as on CUDA (Backend::follows_tide)
+  int64_t limit_rounding_bytes = 0;       // bytes that PyTorch's CUDA allocator may take beyond its limit
+  int64_t left_by_activations_bytes = 0;  // simulated device (make_cpu_backend), for tests
+  bool follows_activations = true;  // simulated device, for tests; false: as on CUDA (Backend::follows_activations)
   HostThreadOptions host_threads;
   DelayOptions delays;
 };
 
 // Arrays that leave when memory is taken from an engine.
-enum class Vacate : uint8_t {
+enum class EvictionScope : uint8_t {
   kValues,      // compute values and gradients, which come and go anyway
   kEverything,  // optimizer states as well, which then stay on the host
 };
 
-class Tenant {
+class MemoryClient {
  public:
-  virtual ~Tenant() = default;
+  virtual ~MemoryClient() = default;
   // Returns idle device buffers to the device. Both calls return the bytes they freed.
   virtual int64_t trim(int64_t num_bytes) = 0;
   // Evicts arrays, those with the farthest next use first.
-  virtual int64_t give_up(int64_t num_bytes, Vacate what) = 0;
+  virtual int64_t give_up(int64_t num_bytes, EvictionScope what) = 0;
   virtual bool is_running() const = 0;
   // Bytes of its optimizer states on the device, and of the compute values of all its chunks.
   virtual int64_t state_bytes() const = 0;
@@ -107,20 +107,20 @@ class SharedDevice final : public PressureHandler {
   // NUMA nodes over which pages are interleaved; none: pages lie where they are first touched.
   const std::vector<int>& interleaved_nodes() const { return interleaved_nodes_; }
 
-  void join(Tenant& tenant);
-  void leave(Tenant& tenant);
-  OthersBytes others_bytes(const Tenant& asking) const;
+  void join(MemoryClient& memory_client);
+  void leave(MemoryClient& memory_client);
+  OthersBytes others_bytes(const MemoryClient& asking) const;
   // Frees room in other engines, idle ones first. Returns the bytes freed.
-  int64_t take_from_others(const Tenant& asking, int64_t num_bytes, Vacate what);
+  int64_t take_from_others(const MemoryClient& asking, int64_t num_bytes, EvictionScope what);
   // Peak activation memory since this engine's last call.
-  int64_t take_tide_peak(const Tenant& reader);
+  int64_t take_activation_peak(const MemoryClient& reader);
 
   int64_t release_device_memory(int64_t num_bytes) override;
 
  private:
   struct Joined {
-    Tenant* tenant;
-    int64_t tide_peak = 0;  // seen by other engines' calls since its own
+    MemoryClient* memory_client;
+    int64_t activation_peak = 0;  // seen by other engines' calls since its own
   };
 
   void check_same(const DeviceOptions& options) const;
@@ -137,7 +137,7 @@ class SharedDevice final : public PressureHandler {
   const std::unique_ptr<quant::Compute> cuda_quantizer_;  // null on the simulated device
   const std::vector<int> interleaved_nodes_;
   const std::shared_ptr<HostBudget> host_budget_;
-  std::vector<Joined> tenants_;
+  std::vector<Joined> memory_clients_;
 };
 
 }  // namespace patrickstar

@@ -98,10 +98,10 @@ void Speculation::reserve(std::vector<int64_t> blocks) {
   arena_.prepare_ahead();
 }
 
-HostBlock Speculation::try_allocate_param(int64_t num_bytes) {
+HostBuffer Speculation::try_allocate_param(int64_t num_bytes) {
   if (!allows_passes()) return {};
   free_completed();
-  return allows(num_bytes) ? arena_.try_allocate_prepared(num_bytes) : HostBlock{};
+  return allows(num_bytes) ? arena_.try_allocate_prepared(num_bytes) : HostBuffer{};
 }
 
 NewValues Speculation::try_allocate(const NewBytes& size, Passes passes) {
@@ -112,7 +112,7 @@ NewValues Speculation::try_allocate(const NewBytes& size, Passes passes) {
   if (!values.param || !everything) return values;
   for (int64_t num_bytes : size.states) values.states.push_back(arena_.try_allocate_prepared(num_bytes));
   const bool complete = std::all_of(values.states.begin(), values.states.end(),
-                                    [](const HostBlock& block) { return static_cast<bool>(block); });
+                                    [](const HostBuffer& block) { return static_cast<bool>(block); });
   if (!complete) values.states.clear();
   return values;
 }
@@ -126,7 +126,7 @@ void Speculation::prepare_open() {
 void Speculation::free_open() {
   if (open_.is_empty()) return;
   Event after;
-  for (HostBlock& block : open_.give_back(after)) free_after(std::move(block), after);
+  for (HostBuffer& block : open_.give_back(after)) free_after(std::move(block), after);
 }
 
 void Speculation::start(ChunkId chunk, HostUpdate update, NewValues values) {
@@ -184,7 +184,7 @@ void Speculation::cancel_all() {
   for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(pending_.size()); ++chunk) cancel(chunk);
 }
 
-void Speculation::free_after(HostBlock block, const Event& after) noexcept {
+void Speculation::free_after(HostBuffer block, const Event& after) noexcept {
   if (!block) return;
   try {
     leaving_.emplace_back(after, std::move(block));

@@ -9,7 +9,7 @@
 //
 //   memory per parameter   what is computed before the norm (16-bit training)
 //   14 bytes               everything
-//   2 bytes                parameters; states follow behind the step ([Note: parameters first], engine/update_jobs.h)
+//   2 bytes                parameters; states follow behind the step ([Note: two-phase updates], engine/update_jobs.h)
 //   less                   parameters in place, if masters are split and the gradient has memory of its own; only
 //                          scale-dependent values take memory (optim/kernels.h). A rollback writes the old parameters
 //
@@ -32,7 +32,7 @@
 #include <vector>
 
 #include "common/types.h"
-#include "engine/open_memory.h"
+#include "engine/scale_dependent_memory.h"
 #include "engine/scale_forecast.h"
 #include "engine/update_jobs.h"
 #include "engine/update_states.h"
@@ -80,13 +80,13 @@ class Speculation {
   // to be made.
   bool allows_passes() const { return is_on() && !chosen_.empty(); }
   // Memory for the new parameters of a chunk; empty if there is none, or before choose().
-  HostBlock try_allocate_param(int64_t num_bytes);
+  HostBuffer try_allocate_param(int64_t num_bytes);
   // Memory for as many of a chunk's new values as are computed early; empty as above.
   NewValues try_allocate(const NewBytes& size, Passes passes);
   void start(ChunkId chunk, HostUpdate update, NewValues values);
   // Before a backward, after choose(): memory for scale-dependent values, if there can be any.
   void prepare_open();
-  bool has_open_memory() const { return !open_.is_empty(); }
+  bool has_scale_dependent_memory() const { return !open_.is_empty(); }
   int64_t num_values_in_place() const { return open_.num_in_place(); }
   // Assigns places for the scale-dependent values of a chunk's jobs.
   void keep_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.keep(chunk, jobs); }
@@ -100,7 +100,7 @@ class Speculation {
   // Cancels the chunk's update or rolls it back; returns when nothing of it runs.
   void cancel(ChunkId chunk);
   void cancel_all();
-  void free_after(HostBlock block, const Event& after) noexcept;
+  void free_after(HostBuffer block, const Event& after) noexcept;
   // Frees host buffers of completed updates.
   void free_completed();
   // Waits until a buffer of free_after() is free. False if none is pending.
@@ -136,8 +136,8 @@ class Speculation {
   int64_t chosen_numel_ = 0;      // of chosen chunks
   int64_t apart_bytes_ = 0;       // of chosen chunks' new parameters, unless in place
   bool any_in_place_ = false;
-  OpenMemory open_;
-  std::vector<std::pair<Event, HostBlock>> leaving_;
+  ScaleDependentMemory open_;
+  std::vector<std::pair<Event, HostBuffer>> leaving_;
   std::vector<GroupOptions> groups_;
   ScaleBounds scales_;
   bool active_ = false;

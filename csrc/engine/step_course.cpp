@@ -33,11 +33,11 @@ bool is_frozen(const Layout& layout) {
   return std::none_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) { return chunk.trainable; });
 }
 
-// The timeline with each activation memory raised to `tides`.
-Timeline with_tides(Timeline timeline, const std::vector<int64_t>& tides) {
-  for (size_t t = 0; t < tides.size(); ++t) {
-    int64_t& peak = timeline.moments[t].tide_peak_bytes;
-    peak = std::max(peak, tides[t]);
+// The timeline with each activation memory raised to `activation_levels`.
+Timeline with_activation_levels(Timeline timeline, const std::vector<int64_t>& activation_levels) {
+  for (size_t t = 0; t < activation_levels.size(); ++t) {
+    int64_t& peak = timeline.accesses[t].activation_peak_bytes;
+    peak = std::max(peak, activation_levels[t]);
   }
   return timeline;
 }
@@ -69,10 +69,10 @@ void check_least_limit(OpenEngine& open, const char* what) {
            open.updates.num_committed() > 0 ? "" : ". Nothing was updated");
 }
 
-void fill_margin(OpenEngine& open, const Timeline& step) {
+void fill_headroom(OpenEngine& open, const Timeline& step) {
   if (open.updates.num_committed() > 0) return;  // updates are under way; states stay on the host
   open.updates.cancel_all();
-  open.residency.fill_margin(step);
+  open.residency.fill_headroom(step);
   open.updates.forget_choice();
 }
 
@@ -81,10 +81,10 @@ void fill_margin(OpenEngine& open, const Timeline& step) {
 void place_states(OpenEngine& open, const Timeline& step) {
   if (open.placing == StatesPlacing::kOfUnfrozen) {
     open.placing = StatesPlacing::kDone;
-    return fill_margin(open, step);
+    return fill_headroom(open, step);
   }
   open.updates.cancel_all();
-  open.residency.place_in_margin(step);
+  open.residency.place_in_headroom(step);
 }
 
 void leave_to_gradients(OpenEngine& open) {
@@ -109,14 +109,14 @@ void end_gradients(OpenEngine& open) {
 void finish_step(OpenEngine& open, StepOutcome outcome) {
   end_gradients(open);
   // With several ranks, one without accesses still takes part in all decisions.
-  const bool any_moment = open.recorder.position() >= 0;
-  if (!any_moment && !open.layout().has_other_ranks()) return open.memory.tracer().abandon();
+  const bool any_access = open.recorder.position() >= 0;
+  if (!any_access && !open.layout().has_other_ranks()) return open.memory.tracer().abandon();
   const bool first = open.placing == StatesPlacing::kFirst;
   Timeline previous = open.recorder.last();
   const PlanReplay::Course course = open.pager.replay().course();
-  const bool is_exact = any_moment && (!open.pager.replays() || course == PlanReplay::Course::kExact);
-  std::vector<int64_t> planned_tides = open.pager.replay().tides();
-  std::vector<int64_t>* const followed = open.pager.replays() ? &planned_tides : nullptr;
+  const bool is_exact = any_access && (!open.pager.replays() || course == PlanReplay::Course::kExact);
+  std::vector<int64_t> planned_activation_levels = open.pager.replay().activation_levels();
+  std::vector<int64_t>* const followed = open.pager.replays() ? &planned_activation_levels : nullptr;
   open.pager.replay().end_step();
   // The optimizer's own accesses are not counted: no activations live then, and on CUDA its device buffers for
   // optimizer states would count as activation memory.
@@ -135,10 +135,11 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
     votes.push_back(unpacked_vote(note, static_cast<size_t>(open.layout().num_chunks())));
   }
   const PlanVote all = agreed(votes);
-  if (agreement.ways == StepAgreement::Ways::kAsPlanned) last = with_tides(previous, planned_tides);
+  if (agreement.ways == StepAgreement::Ways::kAsPlanned)
+    last = with_activation_levels(previous, planned_activation_levels);
   open.recorder.set_last(std::move(last));
   is_exact ? open.memory.tracer().end_step(open.recorder.last(), outcome) : open.memory.tracer().abandon();
-  open.residency.limit_payloads(open.recorder.last());
+  open.residency.limit_chunk_buffers(open.recorder.last());
   if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // the same on all ranks
   const bool holds = open.planner.end_step(previous, all);
   if (!holds) leave_to_gradients(open);  // activation memory may have risen
@@ -157,14 +158,14 @@ void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt) {
   const bool first = attempt == Attempt::kFirst || attempt == Attempt::kOnly;
   const bool begins_step = open.recorder.position() < 0 && !open.pager.replays();
   if (tracking == Tracking::kTraining && begins_step && first) {
-    open.device->take_tide_peak(open.pager);
+    open.device->take_activation_peak(open.pager);
     open.pager.restart_replay();
     open.memory.arena().release_reused();
     open.memory.arena().prepare_ahead();  // for momentum and variance, during the first step
     open.planner.begin_step();
     open.memory.tracer().begin_step();
   }
-  if (!first) open.device->take_tide_peak(open.pager);
+  if (!first) open.device->take_activation_peak(open.pager);
   if (tracking == Tracking::kTraining) {
     open.recorder.begin_forward();
     open.turns.begin_forward(attempt == Attempt::kOnly ? CallSharing::kShared : CallSharing::kOwn);
@@ -232,7 +233,7 @@ void end_backward(OpenEngine& open) {
 bool keep_joint_backward(OpenEngine& open) {
   if (open.flow.keep_backward()) return true;
   if (is_frozen(open.layout())) {
-    open.recorder.note_tide(open.pager.tide_of_running_moment());
+    open.recorder.note_activations(open.pager.activation_memory_of_running_access());
     finish_step(open, StepOutcome::kSkipped);
   }
   settle(open);
@@ -259,7 +260,7 @@ double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
   std::sort(left_out.begin(), left_out.end());
   open.memory.tracer().begin_optimizer();
   const double sum = open.flow.sum_of_squares(left_out);
-  open.recorder.note_tide(open.pager.tide_of_running_moment());
+  open.recorder.note_activations(open.pager.activation_memory_of_running_access());
   const bool is_time_to_return = open.residency.is_time_to_return();
   if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return sum;
   if (open.placing != StatesPlacing::kDone) {
@@ -269,9 +270,9 @@ double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
   } else if (open.residency.is_settling()) {
     Timeline timeline = open.recorder.running();
     open.collectives->agree_on(timeline, nullptr);
-    if (open.residency.has_room_for_more(timeline)) fill_margin(open, timeline);
+    if (open.residency.has_room_for_more(timeline)) fill_headroom(open, timeline);
   } else if (is_time_to_return) {
-    fill_margin(open, open.recorder.running());
+    fill_headroom(open, open.recorder.running());
   }
   return sum;
 }
@@ -329,8 +330,8 @@ void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes
   PS_CHECK(open.placing == StatesPlacing::kFirst && open.recorder.position() < 0, StateError,
            "a plan is adopted before the first step only");
   open.recorder.set_last(std::move(timeline));
-  open.residency.place_in_margin(open.recorder.last());
-  open.residency.limit_payloads(open.recorder.last());
+  open.residency.place_in_headroom(open.recorder.last());
+  open.residency.limit_chunk_buffers(open.recorder.last());
   open.planner.adopt(std::move(times));
 }
 

@@ -1,7 +1,7 @@
 // The course of a step. Each call has a rule (engine/runtime_calls.h).
 //
 //   begin_forward  open_scope/touch/close_scope ...  end_forward
-//   begin_backward enter_backward/fold ...           end_backward
+//   begin_backward enter_backward/accumulate ...           end_backward
 //   prepare_step   apply_step or skip_step
 //
 // Guarded by the engine's lock.

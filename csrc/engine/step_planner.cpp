@@ -15,44 +15,44 @@ namespace {
 // values were not measured.
 constexpr int64_t kStepsUntilAgain = 8;
 
-bool same_access(const Access& a, const Access& b) { return a.array == b.array && a.mode == b.mode; }
+bool same_use(const ArrayUse& a, const ArrayUse& b) { return a.array == b.array && a.mode == b.mode; }
 
-bool same_accesses(const Moment& x, const Moment& y) {
-  return std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(), same_access);
+bool same_uses(const Access& x, const Access& y) {
+  return std::equal(x.uses.begin(), x.uses.end(), y.uses.begin(), y.uses.end(), same_use);
 }
 
 // Equal accesses, except for gradients that leave the device.
-bool same_uses(const Moment& x, const Moment& y) {
+bool same_needed_uses(const Access& x, const Access& y) {
   const auto next_use = [](auto from, auto end) {
-    return std::find_if(from, end, [](const Access& access) { return access.mode != AccessMode::kRetire; });
+    return std::find_if(from, end, [](const ArrayUse& use) { return use.mode != ArrayUseMode::kFinalise; });
   };
-  auto of_x = next_use(x.accesses.begin(), x.accesses.end());
-  auto of_y = next_use(y.accesses.begin(), y.accesses.end());
-  while (of_x != x.accesses.end() && of_y != y.accesses.end()) {
-    if (!same_access(*of_x, *of_y)) return false;
-    of_x = next_use(of_x + 1, x.accesses.end());
-    of_y = next_use(of_y + 1, y.accesses.end());
+  auto of_x = next_use(x.uses.begin(), x.uses.end());
+  auto of_y = next_use(y.uses.begin(), y.uses.end());
+  while (of_x != x.uses.end() && of_y != y.uses.end()) {
+    if (!same_use(*of_x, *of_y)) return false;
+    of_x = next_use(of_x + 1, x.uses.end());
+    of_y = next_use(of_y + 1, y.uses.end());
   }
-  return of_x == x.accesses.end() && of_y == y.accesses.end();
+  return of_x == x.uses.end() && of_y == y.uses.end();
 }
 
-template <class SameAccesses>
-bool same_moments(const Timeline& a, const Timeline& b, const SameAccesses& same) {
-  return std::equal(a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(),
-                    [&same](const Moment& x, const Moment& y) {
+template <class SameUses>
+bool same_accesses(const Timeline& a, const Timeline& b, const SameUses& same) {
+  return std::equal(a.accesses.begin(), a.accesses.end(), b.accesses.begin(), b.accesses.end(),
+                    [&same](const Access& x, const Access& y) {
                       return x.phase == y.phase && x.acquired == y.acquired && same(x, y);
                     });
 }
 
 // A plan holds for accesses that differ in activation memory alone.
-bool same_structure(const Timeline& a, const Timeline& b) { return same_moments(a, b, same_accesses); }
+bool same_structure(const Timeline& a, const Timeline& b) { return same_accesses(a, b, same_uses); }
 
 // Times hold while the model makes the same accesses.
-bool same_way(const Timeline& a, const Timeline& b) { return same_moments(a, b, same_uses); }
+bool same_way(const Timeline& a, const Timeline& b) { return same_accesses(a, b, same_needed_uses); }
 
-bool tide_rose(const Timeline& before, const Timeline& now) {
-  for (size_t t = 0; t < now.moments.size(); ++t) {
-    if (now.moments[t].tide_peak_bytes > before.moments[t].tide_peak_bytes) return true;
+bool activation_memory_rose(const Timeline& before, const Timeline& now) {
+  for (size_t t = 0; t < now.accesses.size(); ++t) {
+    if (now.accesses[t].activation_peak_bytes > before.accesses[t].activation_peak_bytes) return true;
   }
   return false;
 }
@@ -79,7 +79,7 @@ void StepPlanner::begin_step() {
 PlanVote StepPlanner::vote(const Timeline& previous, StepWay way) {
   const bool alike = way == StepWay::kAsBefore || same_way(previous, recorder_.last());
   measure(alike);
-  return {can_measure(alike), !pager_.plan().moments.empty(), earliest_recipes(), own_times_};
+  return {can_measure(alike), !pager_.plan().accesses.empty(), earliest_recipes(), own_times_};
 }
 
 bool StepPlanner::can_measure(bool alike) const {
@@ -118,7 +118,8 @@ bool StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
     times_ = agreed.times;
   }
   const bool holds = agreed.has_plan && !agreed.times && same_structure(previous, recorder_.last()) &&
-                     !tide_rose(previous, recorder_.last()) && !(times_ && planned_updates_ != agreed_updates_);
+                     !activation_memory_rose(previous, recorder_.last()) &&
+                     !(times_ && planned_updates_ != agreed_updates_);
   if (!holds) make_next_plan();
   return holds;
 }
@@ -136,7 +137,7 @@ void StepPlanner::adopt(std::optional<StepTimes> times) {
       const bool on_host = known.states == Tier::kHost && seen.states == Tier::kHost;
       const bool may_start = on_host && known.start == Start::kAfterNorm && starts_in_backward(seen);
       if (!may_start) then[chunk] = now[chunk];
-      then[chunk] = without_visit(then[chunk]);  // round trips are chosen anew
+      then[chunk] = without_round_trip(then[chunk]);  // round trips are chosen anew
     }
     times_ = std::move(times);
   }
@@ -159,7 +160,7 @@ PlanProblem StepPlanner::untimed_problem() const {
     const auto chunk = static_cast<ChunkId>(states_on_device.size());
     // The resting tier of quantised values follows from agreed facts as well.
     const bool is_quantized = store_.chunk(chunk).is_quantized();
-    states_on_device.push_back(is_quantized ? store_.home(chunk) == Tier::kDevice
+    states_on_device.push_back(is_quantized ? store_.resting_tier(chunk) == Tier::kDevice
                                             : row_of(recipe).states == Tier::kDevice);
   }
   return residency_.plan_problem(recorder_.last(), states_on_device);
@@ -168,7 +169,7 @@ PlanProblem StepPlanner::untimed_problem() const {
 PlanProblem StepPlanner::problem() const {
   PlanProblem problem = untimed_problem();
   if (predicted_) problem.prefetch_bytes = prefetch_bytes_;
-  problem.fixed_bytes += visitor_bytes_;
+  problem.fixed_bytes += round_trip_bytes_;
   return problem;
 }
 
@@ -185,19 +186,19 @@ void StepPlanner::make_next_plan() {
   predicted_.reset();
   Plan plan;
   std::vector<Recipe> recipes;
-  visitor_bytes_ = 0;
+  round_trip_bytes_ = 0;
   if (times_) {
     StepShape& shape = times_->shape;
     if (num_steps_ > 0) shape.updates = agreed_updates_;
     planned_updates_ = shape.updates;
     describe_updates(store_.layout(), shape);
-    const bool may_visit = updates_.may_visit() && !gradients_.accumulates();
-    const int64_t visitors = !may_visit ? 0 : visitor_bytes(store_.layout());
-    PlanChoice choice = choose_plan(untimed, times_->rates, shape, visitors);
+    const bool may_round_trip = updates_.may_round_trip() && !gradients_.accumulates();
+    const int64_t round_trip_buffers = !may_round_trip ? 0 : round_trip_bytes(store_.layout());
+    PlanChoice choice = choose_plan(untimed, times_->rates, shape, round_trip_buffers);
     plan = std::move(choice.plan);
     recipes = choice.recipes;
     shape.updates = std::move(choice.recipes);
-    visitor_bytes_ = any_visits(recipes) ? visitors : 0;
+    round_trip_bytes_ = any_round_trips(recipes) ? round_trip_buffers : 0;
     prefetch_bytes_ = choice.prefetch_bytes;
     predicted_ = choice.predicted;
   } else {

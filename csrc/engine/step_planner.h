@@ -99,7 +99,7 @@ class StepPlanner {
   std::optional<StepTimes> times_;          // of all ranks
   std::optional<SimulatedStep> predicted_;  // of the present plan
   int64_t prefetch_bytes_ = 0;              // of the present plan, if it was chosen by times
-  int64_t visitor_bytes_ = 0;               // device bytes for round-trip updates of the present plan
+  int64_t round_trip_bytes_ = 0;            // device bytes for round-trip updates of the present plan
 };
 
 }  // namespace patrickstar

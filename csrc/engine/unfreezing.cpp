@@ -66,7 +66,8 @@ void Unfreezing::train(const std::vector<ParamId>& params) {
   }
   for (ParamId param : params) {
     const ChunkId chunk = layout().placement(param).chunk;
-    if (!layout().chunk(chunk).trainable) memory_.store().set_home(chunk, residency_.home_of_new_states(chunk));
+    if (!layout().chunk(chunk).trainable)
+      memory_.store().set_resting_tier(chunk, residency_.resting_tier_of_new_states(chunk));
     memory_.store().train(chunk);
   }
   gradients_.cover_trainable();
@@ -85,15 +86,15 @@ void Unfreezing::check_device(const Layout& then) const {
 }
 
 int64_t Unfreezing::free_host_bytes() const {
-  return memory_.arena().free_bytes() - pager_.promised_host_bytes() - spare_bytes(layout());
+  return memory_.arena().free_bytes() - pager_.reserved_host_bytes() - spare_bytes(layout());
 }
 
 void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chunks) {
   int64_t needed = 0;
   for (ChunkId chunk : chunks) {
-    if (residency_.home_of_new_states(chunk) != Tier::kHost) continue;
-    needed += home_bytes(then.chunk(chunk)) - then.chunk(chunk).num_bytes(ArrayKind::kParamShard);
-    const ArrayId param = layout().param_home(chunk);
+    if (residency_.resting_tier_of_new_states(chunk) != Tier::kHost) continue;
+    needed += resting_tier_bytes(then.chunk(chunk)) - then.chunk(chunk).num_bytes(ArrayKind::kParamShard);
+    const ArrayId param = layout().param_resting_tier(chunk);
     if (!memory_.array(param).block && !pager_.keeps_place(chunk)) needed += layout().num_bytes(param);
   }
   if (needed > free_host_bytes()) updates_.release_host_memory();
@@ -106,17 +107,17 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
 
 void Unfreezing::make_states_of(ChunkId chunk) {
   const ChunkSpec& spec = layout().chunk(chunk);
-  const ArrayId param = layout().param_home(chunk);
+  const ArrayId param = layout().param_resting_tier(chunk);
   const ArrayId master{chunk, ArrayKind::kMaster};
-  const Tier home = residency_.home_of_new_states(chunk);
+  const Tier resting_tier = residency_.resting_tier_of_new_states(chunk);
   if (!spec.keeps_param()) {
     pager_.bring_to_host(param);
     pager_.ensure_state(master, Tier::kHost);
     memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,
                                          static_cast<float*>(memory_.array(master).block.data), spec.shard_numel);
   }
-  for (ArrayKind kind : spec.state_kinds()) pager_.ensure_state({chunk, kind}, home);
-  if (home == Tier::kDevice) residency_.move_states_to_device(chunk);
+  for (ArrayKind kind : spec.state_kinds()) pager_.ensure_state({chunk, kind}, resting_tier);
+  if (resting_tier == Tier::kDevice) residency_.move_states_to_device(chunk);
 }
 
 }  // namespace patrickstar

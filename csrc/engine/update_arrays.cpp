@@ -20,7 +20,7 @@ bool UpdateArrays::belongs_on_device(ChunkId chunk) const {
   const StateKinds kinds = store_.chunk(chunk).state_kinds();
   return std::any_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
     const ArrayRecord& state = memory_.array({chunk, kind});
-    return state.on_device || (!state.exists() && store_.home(chunk) == Tier::kDevice);
+    return state.on_device || (!state.exists() && store_.resting_tier(chunk) == Tier::kDevice);
   });
 }
 
@@ -42,7 +42,7 @@ void UpdateArrays::bring_value_to_host(ChunkId chunk, std::vector<Event>& events
   ArrayRecord& param = memory_.array(id);
   if (!param.on_host) pager_.bring_to_host(id);
   events.push_back(param.host_ready);
-  events.push_back(param.block_busy_until);
+  events.push_back(param.host_buffer_busy_until);
 }
 
 void UpdateArrays::discard_values(ChunkId chunk) {
@@ -59,7 +59,7 @@ void UpdateArrays::note_new_values(ChunkId chunk) {
   }
 }
 
-HostBlock UpdateArrays::take_gradient(ChunkId chunk) {
+HostBuffer UpdateArrays::take_gradient(ChunkId chunk) {
   ArrayRecord& grad = memory_.array(grad_of(chunk));
   grad.host_ready = nullptr;
   grad.on_host = false;
@@ -71,7 +71,7 @@ void UpdateArrays::leave_gradient(ChunkId chunk, const Event& done) {
   ArrayRecord& grad = memory_.array(grad_of(chunk));
   grad.on_host = false;
   grad.host_ready = nullptr;
-  grad.block_busy_until = done;
+  grad.host_buffer_busy_until = done;
 }
 
 }  // namespace patrickstar

@@ -14,8 +14,8 @@ class UpdateArrays {
  public:
   UpdateArrays(Pager& pager, Speculation& speculation);
 
-  ArrayId param_of(ChunkId chunk) const { return store_.layout().param_home(chunk); }
-  ArrayId grad_of(ChunkId chunk) const { return store_.layout().grad_home(chunk); }
+  ArrayId param_of(ChunkId chunk) const { return store_.layout().param_resting_tier(chunk); }
+  ArrayId grad_of(ChunkId chunk) const { return store_.layout().grad_resting_tier(chunk); }
 
   // The value is rounded from the master, so value and gradient may take each other's memory.
   bool derives_value(ChunkId chunk) const { return memory_.is_derivable(param_of(chunk)); }
@@ -41,7 +41,7 @@ class UpdateArrays {
   void discard_values(ChunkId chunk);
   void note_new_values(ChunkId chunk);
 
-  HostBlock take_gradient(ChunkId chunk);
+  HostBuffer take_gradient(ChunkId chunk);
   // Frees the gradient's host buffer once `done` is complete; reserved memory stays with the gradient.
   void leave_gradient(ChunkId chunk, const Event& done);
 

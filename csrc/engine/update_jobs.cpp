@@ -60,7 +60,7 @@ std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& tar
   if (layout.chunk(chunk).rows.param().source != Source::kMaster) return {};
   const DType dtype = layout.chunk(chunk).dtype;
   const ArrayRecord& master = store_.array({chunk, ArrayKind::kMaster});
-  const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
+  const auto* from = static_cast<const float*>(target.on_device ? master.device_buffer.data : master.block.data);
   std::vector<Restore> result;
   for (ParamId param : layout.chunk(chunk).params) {
     const ParamShard shard = layout.shard_of(param);
@@ -96,7 +96,7 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
   const ChunkSpec& spec = layout.chunk(chunk);
   const auto array = [&](ArrayKind kind) {
     const ArrayRecord& record = store_.array({chunk, kind});
-    return static_cast<char*>(target.on_device ? record.slot.data : record.block.data);
+    return static_cast<char*>(target.on_device ? record.device_buffer.data : record.block.data);
   };
   const auto state = [&](ArrayKind kind, int64_t offset) { return spec.state_place(kind, array(kind), offset); };
   const auto new_state = [&](ArrayKind kind, int64_t offset) {
@@ -207,7 +207,7 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
     case Pass::kPut:
       return compute_.put_values(update.jobs);
     case Pass::kPutOpen:
-      return compute_.put_open_values(update.jobs);
+      return compute_.put_scale_dependent_values(update.jobs);
     case Pass::kPutStates:
       return compute_.put_states(update.jobs);
     case Pass::kTakeBack:

@@ -33,9 +33,9 @@ namespace patrickstar {
 
 // New values of a chunk in separate memory: all of them, or its parameters alone.
 struct NewValues {
-  std::vector<HostBlock> states;  // of ChunkSpec::state_kinds(), or none
-  HostBlock param;
-  bool is_settled = true;  // false: some parameters are scale-dependent
+  std::vector<HostBuffer> states;  // of ChunkSpec::state_kinds(), or none
+  HostBuffer param;
+  bool is_scale_independent = true;  // false: some parameters are scale-dependent
   Event done;
   // For an in-place update (optim/kernels.h): the record of the parameters, which have no value until the step, and the
   // jobs that wrote the new ones.
@@ -46,7 +46,7 @@ struct NewValues {
   bool are_in_place() const { return place != nullptr; }
 };
 
-// [Note: parameters first] The next forward waits for the new compute values alone. A two-phase update on the host
+// [Note: two-phase updates] The next forward waits for the new compute values alone. A two-phase update on the host
 // writes them in phase one: 16 bytes of memory traffic per parameter in 16-bit training. Phase two updates the states
 // from the same inputs (26 bytes), beside later work; a one-phase update takes 28. The gradient stays until phase two
 // is complete. Both phases round alike, so the value is that of the new master to the last bit.

@@ -3,7 +3,7 @@
 //   kIdle          not begun
 //   kAhead         speculative: runs before the norm is known, and can be rolled back (engine/speculation.h)
 //   kBegun         cannot be rolled back, and is not launched yet
-//   kStatesBehind  phase one is launched, phase two is not ([Note: parameters first], engine/update_jobs.h)
+//   kStatesBehind  phase one is launched, phase two is not ([Note: two-phase updates], engine/update_jobs.h)
 //   kMade          launched, or complete
 //
 // All or nothing: an update allocates everything that it needs before it begins, and nothing after its launch throws.

@@ -43,7 +43,7 @@ void Updates::expect(const std::vector<GroupOptions>& groups, double full_scale)
 }
 
 bool Updates::settles_values() const {
-  if (is_left_out(Mechanism::kSettledValues)) return false;
+  if (is_left_out(Mechanism::kScaleIndependentValues)) return false;
   const std::vector<ChunkSpec>& chunks = store_.layout().chunks();
   return !speculation_.is_committing() && std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
     return chunk.trainable && chunk.dtype != DType::kFloat32;
@@ -60,7 +60,7 @@ void Updates::choose_chunks() {
   std::vector<Tier> states;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const Tier on = arrays_.has_states(chunk, Tier::kHost) ? Tier::kHost : Tier::kDevice;
-    states.push_back(disk_.is_home_of(chunk) ? Tier::kDisk : on);
+    states.push_back(disk_.is_resting_tier_of(chunk) ? Tier::kDisk : on);
   }
   const bool any = std::find(states.begin(), states.end(), Tier::kHost) != states.end();
   if (!any) return;
@@ -74,7 +74,7 @@ void Updates::choose_chunks() {
 
 Recipe Updates::earliest(ChunkId chunk, UpdateStart start) const {
   const ChunkSpec& spec = store_.chunk(chunk);
-  const Tier off_device = disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost;
+  const Tier off_device = disk_.is_resting_tier_of(chunk) ? Tier::kDisk : Tier::kHost;
   const Tier states = store_.has_states_on_device(chunk) ? Tier::kDevice : off_device;
   const bool is_exact = speculation_.expected_scales().is_exact();
   const Recipe recipe = earliest_recipe({spec.trainable, spec.dtype, states, speculation_.ahead(chunk), unit_of(chunk)},
@@ -91,16 +91,16 @@ Passes Updates::passes_after_norm(ChunkId chunk) const { return row_of(after_nor
 
 void Updates::follow(std::vector<Recipe> recipes, int64_t piece_numel) {
   planned_ = std::move(recipes);
-  if (!any_visits(planned_)) chunk_updates_.visits().leave_room();
-  chunk_updates_.visits().set_piece_numel(piece_numel);
+  if (!any_round_trips(planned_)) chunk_updates_.round_trips().leave_room();
+  chunk_updates_.round_trips().set_piece_numel(piece_numel);
 }
 
 Recipe Updates::early_recipe(ChunkId chunk) {
   const Recipe chosen = recipe(chunk);
-  if (!is_visit(row_of(chosen))) return chosen;
+  if (!is_round_trip(row_of(chosen))) return chosen;
   const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
-  const bool visits = is_dead && chunk_updates_.can_visit(chunk) && chunk_updates_.visits().take_room();
-  return visits ? chosen : without_visit(chosen);
+  const bool round_trips = is_dead && chunk_updates_.can_round_trip(chunk) && chunk_updates_.round_trips().take_room();
+  return round_trips ? chosen : without_round_trip(chosen);
 }
 
 void Updates::start_early(Op op, ChunkId chunk) {
@@ -115,7 +115,7 @@ void Updates::start_early(Op op, ChunkId chunk) {
       return;
     case Op::kLoad:  // parts of other updates
     case Op::kStore:
-    case Op::kVisitDown:
+    case Op::kRoundTripDown:
       return;
     default:
       return commit(op, chunk);
@@ -134,12 +134,12 @@ void Updates::commit(Op op, ChunkId chunk) {
   if (op == Op::kUpdateDevice && arrays_.has_states(chunk, Tier::kDevice)) {
     chunk_updates_.on_device(chunk, speculation_.expected_groups(), scale);
     note_made({Start::kPromised, Tier::kDevice, Tier::kDevice});
-  } else if (op == Op::kVisitUp && grad.on_device) {
-    chunk_updates_.by_visit(chunk, speculation_.expected_groups(), scale);
+  } else if (op == Op::kRoundTripUp && grad.on_device) {
+    chunk_updates_.by_round_trip(chunk, speculation_.expected_groups(), scale);
     note_made({Start::kPromised, Tier::kHost, Tier::kDevice});
   } else if (op != Op::kUpdateDevice && arrays_.has_states(chunk, Tier::kHost) && grad.on_host) {
     chunk_updates_.on_host({chunk}, Passes::kOne, speculation_.expected_groups(), scale);
-    note_made({Start::kPromised, disk_.is_home_of(chunk) ? Tier::kDisk : Tier::kHost, Tier::kHost});
+    note_made({Start::kPromised, disk_.is_resting_tier_of(chunk) ? Tier::kDisk : Tier::kHost, Tier::kHost});
   }
 }
 
@@ -190,7 +190,7 @@ void Updates::fetch_gradients() {
     if (grad.kind == ArrayKind::kGradSum || record.on_device || !record.on_host) continue;
     if (!gradients_.has_any(chunk) || !arrays_.has_states(chunk, Tier::kDevice)) continue;
     pager_.prefetch(grad);
-    if (!record.slot) return;
+    if (!record.device_buffer) return;
   }
 }
 
@@ -221,7 +221,7 @@ void Updates::submit_what_is_left() noexcept {
 }
 
 void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected) {
-  LateUpdates late;
+  DeferredUpdates late;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     if (!gradients_.has_any(chunk) || states_.is_made(chunk)) continue;
     if (as_expected && early_.has(chunk)) {
@@ -235,13 +235,13 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
       note_made({Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo});
     } else {
       // Downloads of all chunks start before the first update waits for one.
-      (disk_.is_home_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
+      (disk_.is_resting_tier_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
     }
   }
-  apply_late(late, groups, grad_scale);
+  apply_deferred(late, groups, grad_scale);
 }
 
-void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale) {
+void Updates::apply_deferred(const DeferredUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ChunkId> batch;
   int64_t numel = 0;
   const auto apply_batch = [&] {

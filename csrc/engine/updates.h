@@ -7,7 +7,7 @@
 // gradient the parameter and its count stay. New compute values take the gradients' memory, on the tier of the update.
 //
 // Updates on the host continue after apply() has returned, in the order in which the next forward needs the chunks. If
-// there is memory for it they are two-phase ([Note: parameters first], engine/update_jobs.h), with phase two in the
+// there is memory for it they are two-phase ([Note: two-phase updates], engine/update_jobs.h), with phase two in the
 // order of the next backward. Host buffers carry the event of their update. Guarded by the engine's lock.
 #pragma once
 
@@ -19,11 +19,11 @@
 #include "engine/early_updates.h"
 #include "engine/gradients.h"
 #include "engine/pager.h"
+#include "engine/round_trips.h"
 #include "engine/scale_forecast.h"
 #include "engine/speculation.h"
 #include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
-#include "engine/visits.h"
 #include "plan/ops.h"
 #include "plan/recipe.h"
 
@@ -62,10 +62,10 @@ class Updates {
 
   // Recipes of a plan, by chunk; empty: the earliest possible ones. Round trips go in pieces of `piece_numel` elements,
   // whole kStateBlocks.
-  void follow(std::vector<Recipe> recipes, int64_t piece_numel = kVisitingPiece);
-  // False if no update may be a round trip (engine/visits.h).
-  bool may_visit() const {
-    return speculation_.is_committing() && matrices_.is_empty() && !is_left_out(Mechanism::kVisits);
+  void follow(std::vector<Recipe> recipes, int64_t piece_numel = kRoundTripPiece);
+  // False if no update may be a round trip (engine/round_trips.h).
+  bool may_round_trip() const {
+    return speculation_.is_committing() && matrices_.is_empty() && !is_left_out(Mechanism::kRoundTrips);
   }
   // The earliest start of updates on the host in a step of one backward.
   UpdateStart earliest_start() const {
@@ -103,11 +103,11 @@ class Updates {
   void restore_values(ChunkId chunk) { early_.restore_values(chunk); }
   void restore_values() { early_.restore_values(); }
   void release_host_memory() { speculation_.release_memory(); }
-  void release_device_memory() { chunk_updates_.visits().leave_room(); }
+  void release_device_memory() { chunk_updates_.round_trips().leave_room(); }
 
  private:
   // Deferred updates: chunks that wait for the norm, by the tier of their states.
-  struct LateUpdates {
+  struct DeferredUpdates {
     std::vector<ChunkId> on_host;
     std::vector<ChunkId> on_disk;
   };
@@ -123,7 +123,7 @@ class Updates {
   bool settles_values() const;
   void choose_chunks();
   void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
-  void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
+  void apply_deferred(const DeferredUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
   void commit(Op op, ChunkId chunk);
   const char* how_committed() const;
   void note_made(const UpdateWay& way);

@@ -136,7 +136,8 @@ void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<
       if (staging == nullptr) staging = std::make_unique<Staging>(*this, files);
       memory_.await_on_device(id);
       memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
-      const char* const from = static_cast<const char*>(memory_.array(id).slot.data) + float_bytes(shard.offset);
+      const char* const from =
+          static_cast<const char*>(memory_.array(id).device_buffer.data) + float_bytes(shard.offset);
       staging->add(from + float_bytes(range.begin - shard.begin), copy_of(range, nullptr));
     } else {
       if (i == 0 || !same_array(range, ranges[i - 1])) {
@@ -172,7 +173,8 @@ void ValueRanges::write(const std::vector<ValueRange>& ranges, const std::vector
     if (!is_direct) {
       copy_in(pieces, files);
       const ChunkId chunk = memory_.layout().placement(first.param).chunk;
-      values_.write(first.param, first.kind, {values.data() - shard.begin, Tier::kHost}, memory_.store().home(chunk));
+      values_.write(first.param, first.kind, {values.data() - shard.begin, Tier::kHost},
+                    memory_.store().resting_tier(chunk));
     }
     begin = end;
   }
@@ -192,7 +194,7 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
   for (const ValueRange& range : ranges) {
     const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
     const bool is_there = is_plain(range) && memory_.array(id).on_host && range.begin < range.end &&
-                          memory_.store().home(id.chunk) != Tier::kDisk;
+                          memory_.store().resting_tier(id.chunk) != Tier::kDisk;
     if (!is_there) {
       elsewhere.push_back(range);
       places.emplace_back(nullptr, reinterpret_cast<char*>(range.at));
@@ -209,7 +211,7 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
     const ArrayId id = ArrayId::from_index(index);
     spans.count(index) > 0 ? memory_.leave_device(id) : memory_.discard(id);
   }
-  const auto abandon = [](HostBlock& block) {  // its region keeps the memory
+  const auto abandon = [](HostBuffer& block) {  // its region keeps the memory
     block.num_bytes = 0;
     return static_cast<char*>(std::exchange(block.data, nullptr));
   };
@@ -217,7 +219,7 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
     ArrayRecord& record = memory_.array(span.id);
     memory_.settle_block(span.id);
     const int64_t num_bytes = span.end - span.begin;
-    HostBlock target;
+    HostBuffer target;
     // Moves an array if at least a quarter of its buffer becomes free. Not measured.
     if (num_bytes < record.block.num_bytes / 4 * 3) target = memory_.arena().try_allocate_prepared(num_bytes);
     record.on_host = false;
@@ -248,7 +250,7 @@ std::vector<ArrayId> ValueRanges::stored_arrays(ParamId param) const {
   const ChunkSpec& spec = layout.chunk(chunk);
   if (!spec.trainable || spec.puts_values_in_place()) return {};
   std::vector<ArrayId> arrays;
-  if (spec.rows.param().source == Source::kNone) arrays.push_back(layout.param_home(chunk));
+  if (spec.rows.param().source == Source::kNone) arrays.push_back(layout.param_resting_tier(chunk));
   for (ArrayKind kind : spec.state_kinds()) {
     if (is_8_bit(spec.states.of(kind))) return {};
     arrays.push_back({chunk, kind});
@@ -260,7 +262,7 @@ std::vector<int64_t> ValueRanges::stored_bytes(ParamId param) const {
   std::vector<int64_t> result;
   for (ArrayId id : stored_arrays(param)) {
     const ChunkSpec& spec = memory_.layout().chunk(id.chunk);
-    const bool is_value = id.kind == spec.param_home();
+    const bool is_value = id.kind == spec.param_resting_tier();
     result.push_back(is_value ? element_size(spec.dtype) : state_offset(spec.states.of(id.kind), 1));
   }
   return result;
@@ -280,7 +282,7 @@ std::vector<const void*> ValueRanges::stored_on_device(ParamId param) {
   std::vector<const void*> result;
   for (ArrayId id : stored_arrays(param)) {
     memory_.await_on_device(id);
-    const auto* const data = static_cast<const char*>(memory_.array(id).slot.data);
+    const auto* const data = static_cast<const char*>(memory_.array(id).device_buffer.data);
     result.push_back(data + shard.offset * bytes[result.size()]);
   }
   return result;
@@ -301,8 +303,8 @@ void ValueRanges::write_stored(ParamId param, const std::vector<StoredRange>& ra
              " elements are given of a part of ", shard.numel);
   }
   const ChunkId chunk = memory_.layout().placement(param).chunk;
-  const Tier home = memory_.store().home(chunk);
-  for (const ArrayId id : arrays) values_.make_stored(id, home);
+  const Tier resting_tier = memory_.store().resting_tier(chunk);
+  for (const ArrayId id : arrays) values_.make_stored(id, resting_tier);
   for (const StoredRange& range : ranges) {
     const int64_t size = bytes[static_cast<size_t>(range.array)];
     values_.write_stored(arrays[static_cast<size_t>(range.array)], (shard.offset + range.begin - shard.begin) * size,
@@ -320,7 +322,7 @@ bool ValueRanges::is_plain(const ValueRange& range) const {
 char* ValueRanges::readable(const ValueRange& range) {
   const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
   if (!is_plain(range) || !memory_.array(id).exists()) return nullptr;
-  if (memory_.store().home(id.chunk) == Tier::kDisk) return nullptr;  // buffers are lent to it
+  if (memory_.store().resting_tier(id.chunk) == Tier::kDisk) return nullptr;  // buffers are lent to it
   if (memory_.array(id).on_device && !memory_.array(id).on_host) return nullptr;
   pager_.bring_to_host(id);
   return static_cast<char*>(memory_.array(id).block.data) + float_bytes(shard_of(range).offset);
@@ -328,14 +330,14 @@ char* ValueRanges::readable(const ValueRange& range) {
 
 char* ValueRanges::writable_on_host(const ValueRange& range) {
   const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
-  if (!is_plain(range) || memory_.store().home(id.chunk) != Tier::kHost) return nullptr;
+  if (!is_plain(range) || memory_.store().resting_tier(id.chunk) != Tier::kHost) return nullptr;
   pager_.ensure_state(id, Tier::kHost);
   if (memory_.array(id).on_device) return nullptr;
   pager_.bring_to_host(id);
   memory_.array(id).set_on_host();
   if (id.kind == ArrayKind::kMaster) {
     memory_.discard({id.chunk, ArrayKind::kParam});
-    memory_.discard(memory_.layout().param_home(id.chunk));
+    memory_.discard(memory_.layout().param_resting_tier(id.chunk));
   }
   return static_cast<char*>(memory_.array(id).block.data) + float_bytes(shard_of(range).offset);
 }

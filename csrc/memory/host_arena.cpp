@@ -57,13 +57,13 @@ int64_t HostArena::most_region_bytes(int64_t total_bytes) {
   return round_up(total_bytes, kPage) + 2 * total_bytes / kMaxRegionBytes * kPage;
 }
 
-std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_bytes) {
+std::vector<HostBuffer> HostArena::reserve(const std::vector<int64_t>& block_bytes) {
   int64_t total = 0;
   for (int64_t bytes : block_bytes) total += round_up(bytes, kBlockAlignment);
   PS_CHECK(total <= unreserved_bytes(), MemoryBudgetError, "the chunks need ", total,
            " bytes of host memory, the limit is ", limit_bytes(),
            budget_->mapped_bytes > mapped_bytes_ ? " for all engines of this process" : "", "; raise host_memory");
-  std::vector<HostBlock> blocks;
+  std::vector<HostBuffer> blocks;
   for (size_t begin = 0; begin < block_bytes.size();) {
     Region* region = reuse_region(round_up(block_bytes[begin], kBlockAlignment), 0);
     const int64_t most_bytes = region == nullptr ? kMaxRegionBytes : region->num_bytes;
@@ -111,7 +111,7 @@ void HostArena::release_reused() {
   preparer_->submit([rest = std::exchange(reused_, nullptr)]() mutable { rest.reset(); });
 }
 
-void HostArena::prepare(HostBlock& block) {
+void HostArena::prepare(HostBuffer& block) {
   if (block.prepared) return;
   prepare(region_of(block.data));
   block.prepared = true;
@@ -179,8 +179,8 @@ void HostArena::release_reserved() {
   erase_unmapped();
 }
 
-HostBlock HostArena::allocate(int64_t num_bytes) {
-  HostBlock block = try_allocate(num_bytes);
+HostBuffer HostArena::allocate(int64_t num_bytes) {
+  HostBuffer block = try_allocate(num_bytes);
   PS_CHECK(block, MemoryBudgetError, "host memory: ", num_bytes, " bytes more are needed, ", budget_->mapped_bytes,
            " of ", limit_bytes(),
            " are taken; raise host_memory, or give the device more of the "
@@ -188,25 +188,25 @@ HostBlock HostArena::allocate(int64_t num_bytes) {
   return block;
 }
 
-HostBlock HostArena::try_allocate(int64_t num_bytes) {
-  HostBlock block = find_block(num_bytes, Search::kPrepared);
+HostBuffer HostArena::try_allocate(int64_t num_bytes) {
+  HostBuffer block = find_block(num_bytes, Search::kPrepared);
   if (!block) block = find_block(num_bytes, Search::kUnprepared);
   if (!block) block = allocate_in_new_region(num_bytes);
   return block;
 }
 
-HostBlock HostArena::try_allocate_unreserved(int64_t num_bytes) {
-  HostBlock block = find_block(num_bytes, Search::kPreparedOnDemand);
+HostBuffer HostArena::try_allocate_unreserved(int64_t num_bytes) {
+  HostBuffer block = find_block(num_bytes, Search::kPreparedOnDemand);
   return block ? std::move(block) : allocate_in_new_region(num_bytes);
 }
 
-HostBlock HostArena::try_allocate_prepared(int64_t num_bytes) {
+HostBuffer HostArena::try_allocate_prepared(int64_t num_bytes) {
   if (!hooks_.prepare) return try_allocate(num_bytes);
   add_prepared();
   return find_block(num_bytes, Search::kPrepared);
 }
 
-HostBlock HostArena::allocate_in_new_region(int64_t num_bytes) {
+HostBuffer HostArena::allocate_in_new_region(int64_t num_bytes) {
   if (most_region_bytes(num_bytes) > unreserved_bytes()) return {};
   Region& region = add_region(num_bytes, Region::Origin::kOnDemand);
   prepare(region);
@@ -214,7 +214,7 @@ HostBlock HostArena::allocate_in_new_region(int64_t num_bytes) {
 }
 
 // Best fit.
-HostBlock HostArena::find_block(int64_t num_bytes, Search search) {
+HostBuffer HostArena::find_block(int64_t num_bytes, Search search) {
   const int64_t size = round_up(num_bytes, kBlockAlignment);
   Region* best = nullptr;
   FreeRanges::iterator best_range;
@@ -233,7 +233,7 @@ HostBlock HostArena::find_block(int64_t num_bytes, Search search) {
   return take(*best, best_range, num_bytes);
 }
 
-HostBlock HostArena::take(Region& region, FreeRanges::iterator range, int64_t num_bytes) {
+HostBuffer HostArena::take(Region& region, FreeRanges::iterator range, int64_t num_bytes) {
   const int64_t size = round_up(num_bytes, kBlockAlignment);
   const int64_t offset = range->first;
   const int64_t left = range->second - size;

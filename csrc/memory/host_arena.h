@@ -12,7 +12,7 @@
 // lock.
 //
 //   HostArena arena(std::make_shared<HostBudget>(/*limit_bytes=*/8 << 30), {});
-//   HostBlock block = arena.allocate(1 << 20);   // throws MemoryBudgetError over the limit
+//   HostBuffer block = arena.allocate(1 << 20);   // throws MemoryBudgetError over the limit
 #pragma once
 
 #include <atomic>
@@ -31,23 +31,23 @@ namespace patrickstar {
 class HostArena;
 
 // Owned memory of an arena, or null. The owner must not destroy it while anything uses its memory.
-class HostBlock {
+class HostBuffer {
  public:
-  HostBlock() = default;
-  HostBlock(HostArena& arena, void* data, int64_t num_bytes, bool zeroed, bool prepared)
+  HostBuffer() = default;
+  HostBuffer(HostArena& arena, void* data, int64_t num_bytes, bool zeroed, bool prepared)
       : data(data), num_bytes(num_bytes), zeroed(zeroed), prepared(prepared), arena_(&arena) {}
-  ~HostBlock() { reset(); }
-  HostBlock(HostBlock&& other) noexcept { swap(other); }
-  HostBlock& operator=(HostBlock&& other) noexcept {
-    HostBlock(std::move(other)).swap(*this);
+  ~HostBuffer() { reset(); }
+  HostBuffer(HostBuffer&& other) noexcept { swap(other); }
+  HostBuffer& operator=(HostBuffer&& other) noexcept {
+    HostBuffer(std::move(other)).swap(*this);
     return *this;
   }
-  HostBlock(const HostBlock&) = delete;
-  HostBlock& operator=(const HostBlock&) = delete;
+  HostBuffer(const HostBuffer&) = delete;
+  HostBuffer& operator=(const HostBuffer&) = delete;
 
   explicit operator bool() const { return data != nullptr; }
   void reset();
-  void swap(HostBlock& other) noexcept {
+  void swap(HostBuffer& other) noexcept {
     std::swap(data, other.data);
     std::swap(num_bytes, other.num_bytes);
     std::swap(zeroed, other.zeroed);
@@ -127,10 +127,10 @@ class HostArena {
   // Maps blocks of these sizes without preparing them. A reserved block has its place from the beginning, so other
   // allocations cannot fragment it away. Room of dropped blocks stays reserved for later allocations. Throws
   // MemoryBudgetError over the limit.
-  std::vector<HostBlock> reserve(const std::vector<int64_t>& block_bytes);
+  std::vector<HostBuffer> reserve(const std::vector<int64_t>& block_bytes);
   // Required before the first use of a reserved block; waits if the arena's thread is preparing its region. Rethrows
   // RegionHooks::prepare.
-  void prepare(HostBlock& block);
+  void prepare(HostBuffer& block);
   // Bytes that may still be reserved.
   int64_t unreserved_bytes() const { return budget_->unreserved_bytes(); }
   // Bytes that this arena may still hand out, fragmentation aside.
@@ -147,13 +147,13 @@ class HostArena {
   // Unmaps reserved regions that were never prepared and have no block.
   void release_reserved();
 
-  HostBlock allocate(int64_t num_bytes);
+  HostBuffer allocate(int64_t num_bytes);
   // Returns an empty block instead of throwing.
-  HostBlock try_allocate(int64_t num_bytes);
+  HostBuffer try_allocate(int64_t num_bytes);
   // The same, from memory that was never reserved.
-  HostBlock try_allocate_unreserved(int64_t num_bytes);
+  HostBuffer try_allocate_unreserved(int64_t num_bytes);
   // Like try_allocate(), but empty also if memory would have to be prepared first.
-  HostBlock try_allocate_prepared(int64_t num_bytes);
+  HostBuffer try_allocate_prepared(int64_t num_bytes);
   // Unmaps prepared regions without blocks.
   void trim();
 
@@ -164,7 +164,7 @@ class HostArena {
   void reset_peak() { peak_mapped_bytes_ = mapped_bytes_; }
 
  private:
-  friend class HostBlock;
+  friend class HostBuffer;
 
   using FreeRanges = std::map<int64_t, int64_t>;
   using FreeNode = FreeRanges::node_type;
@@ -199,10 +199,10 @@ class HostArena {
   static bool finish_ahead(Region& region);
   // Adopts regions that the arena's thread has prepared.
   void add_prepared();
-  HostBlock find_block(int64_t num_bytes, Search search);
-  HostBlock take(Region& region, FreeRanges::iterator range, int64_t num_bytes);
+  HostBuffer find_block(int64_t num_bytes, Search search);
+  HostBuffer take(Region& region, FreeRanges::iterator range, int64_t num_bytes);
   static void put(Region& region, FreeNode node, int64_t offset, int64_t size);
-  HostBlock allocate_in_new_region(int64_t num_bytes);
+  HostBuffer allocate_in_new_region(int64_t num_bytes);
   Region& region_of(const void* data);
   void free(void* data, int64_t num_bytes) noexcept;
   void note_mapped(int64_t num_bytes);
@@ -222,7 +222,7 @@ class HostArena {
   std::unique_ptr<WorkQueue> preparer_;
 };
 
-inline void HostBlock::reset() {
+inline void HostBuffer::reset() {
   if (data != nullptr) arena_->free(std::exchange(data, nullptr), std::exchange(num_bytes, 0));
 }
 

@@ -257,9 +257,9 @@ PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore
           PS_INLINE { update_param<decltype(lane), kParam, Master>(r, c, i, param_store, states); });
 }
 
-// Parameters at both ends of the gradients' scale ([Note: settled values]). Exact roots and quotients would cost as
-// much time as memory access, so the processor's approximations are used and widened by more than their errors and
-// later roundings. A value is scale-dependent if the bounds of its denominator are not of ordinary size.
+// Parameters at both ends of the gradients' scale ([Note: scale-independent values]). Exact roots and quotients would
+// cost as much time as memory access, so the processor's approximations are used and widened by more than their errors
+// and later roundings. A value is scale-dependent if the bounds of its denominator are not of ordinary size.
 constexpr float kLeastSquare = 0x1p-120f;
 constexpr float kLeastDenominator = 0x1p-100f;
 constexpr float kMostDenominator = 0x1p100f;
@@ -300,13 +300,13 @@ struct BetweenScales {
   AdamRange r;
   const float most_grad_scale;
   const ParamStore param_store;
-  const OpenValues open;
+  const ScaleDependentValues open;
   int64_t range_begin = 0;  // first element of `r` in the piece
   int64_t count = 0;
   bool is_full = false;
   StatesUnwritten at_least, at_most;
 
-  BetweenScales(const AdamRange& range, float most, ParamStore store, const OpenValues& to)
+  BetweenScales(const AdamRange& range, float most, ParamStore store, const ScaleDependentValues& to)
       : r(range), most_grad_scale(most), param_store(store), open(to) {}
 
   template <class V>
@@ -366,7 +366,7 @@ constexpr int64_t kExpandedPiece = 4 * kStateBlock;
 
 template <DType kHalf>
 inline void run_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                        ParamStore param_store, OpenValues* open) {
+                        ParamStore param_store, ScaleDependentValues* open) {
   BetweenScales<kHalf> steps(range, most_grad_scale, param_store, *open);
   const bool whole = range.momentum_type == StateType::kFloat32 && range.variance_type == StateType::kFloat32;
   if (whole) {
@@ -390,13 +390,13 @@ inline void run_between(const AdamRange& range, const AdamScalars& scalars, floa
       between_loop(steps, scalars);
     }
   }
-  open->count = steps.is_full ? OpenValues::kAll : steps.count;
+  open->count = steps.is_full ? ScaleDependentValues::kAll : steps.count;
 }
 
 // adam_loop's result for open value `k` and the following lanes.
 template <class V, DType kHalf>
-inline __attribute__((always_inline)) typename V::Float open_param(const OpenValues& open, const AdamConstants<V>& c,
-                                                                   int64_t k) {
+inline __attribute__((always_inline)) typename V::Float open_param(const ScaleDependentValues& open,
+                                                                   const AdamConstants<V>& c, int64_t k) {
   const auto p = V::load(open.master + k);
   const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kHalf>(open.grad, k), c.grad_scale));
   const auto m = V::load(open.momentum + k);
@@ -410,8 +410,8 @@ inline __attribute__((always_inline)) typename V::Float open_param(const OpenVal
 constexpr int64_t kOpenAhead = 128;
 
 template <DType kHalf>
-PS_LOOP open_loop(const AdamRange& range, const AdamScalars& scalars, const OpenValues& values) {
-  const OpenValues open = values;
+PS_LOOP open_loop(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& values) {
+  const ScaleDependentValues open = values;
   auto* const param = static_cast<uint16_t*>(range.param);
   const int64_t last = open.count - 1;
   for_range(0, open.count, [&](auto lane, int64_t k) {

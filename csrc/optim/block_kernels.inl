@@ -472,8 +472,9 @@ inline void with_half(DType dtype, const Body& body) {
   body(Tag<DType::kFloat16>());
 }
 
-void adam_param_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, OpenValues* open) {
-  open->count = OpenValues::kAll;
+void adam_param_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
+                        ScaleDependentValues* open) {
+  open->count = ScaleDependentValues::kAll;
   if (scalars.weight_decay != 0) return;
   with_ieee_arithmetic([&] {
     with_half(range.param_dtype, [&](auto half) {
@@ -483,8 +484,8 @@ void adam_param_between(const AdamRange& range, const AdamScalars& scalars, floa
   Vector::end_stream();
 }
 
-void adam_param_open(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open) {
-  if (open.count == OpenValues::kAll) return adam_param(range, scalars);
+void adam_param_open(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open) {
+  if (open.count == ScaleDependentValues::kAll) return adam_param(range, scalars);
   with_ieee_arithmetic(
       [&] { with_half(range.param_dtype, [&](auto half) { open_loop<half.value>(range, scalars, open); }); });
 }

@@ -10,7 +10,7 @@
 #include "common/thread_pool.h"
 #include "optim/kernels.h"
 #include "optim/matrix_rule.h"
-#include "optim/open_store.h"
+#include "optim/scale_dependent_store.h"
 #include "optim/wide_sum.h"
 
 namespace patrickstar::optim {
@@ -21,11 +21,11 @@ using StepScalars = std::variant<AdamScalars, MomentumScalars, MatrixScalars>;
 struct UpdateJob {
   AdamRange range;
   StepScalars scalars;
-  // upper bound of grad_scale: [Note: settled values]
+  // upper bound of grad_scale: [Note: scale-independent values]
   float most_grad_scale = 0;
-  float least_grad_scale = 0;  // lower bound with which [Note: values in place] were computed
-  OpenValues* open = nullptr;  // one entry per piece of kOpenPiece elements
-  OpenStore* store = nullptr;  // memory of the open values
+  float least_grad_scale = 0;            // lower bound with which [Note: values in place] were computed
+  ScaleDependentValues* open = nullptr;  // one entry per piece of kOpenPiece elements
+  ScaleDependentStore* store = nullptr;  // memory of the open values
 };
 
 // Elements `begin` to `end` of a range. With 8-bit states, `begin` must be a multiple of kStateBlock.
@@ -55,7 +55,7 @@ class HostCompute : public Compute {
  public:
   // Computes only the new parameters, with the bits of update().
   virtual void update_param(const std::vector<UpdateJob>& jobs) = 0;
-  // [Note: settled values]: the parameters that are equal for all scales up to `most_grad_scale`, then the
+  // [Note: scale-independent values]: the parameters that are equal for all scales up to `most_grad_scale`, then the
   // scale-dependent ones, which `store` keeps.
   virtual void update_param_between(const std::vector<UpdateJob>& jobs) = 0;
   virtual void update_param_open(const std::vector<UpdateJob>& jobs) = 0;
@@ -63,7 +63,7 @@ class HostCompute : public Compute {
   // scale-dependent ones, states. take_values_back() restores the old parameters instead of the last two. put_states()
   // throws StateError if its parameters differ from those in place.
   virtual void put_values(const std::vector<UpdateJob>& jobs) = 0;
-  virtual void put_open_values(const std::vector<UpdateJob>& jobs) = 0;
+  virtual void put_scale_dependent_values(const std::vector<UpdateJob>& jobs) = 0;
   virtual void put_states(const std::vector<UpdateJob>& jobs) = 0;
   virtual void take_values_back(const std::vector<UpdateJob>& jobs) = 0;
   // [Note: split masters]; `variance` is null if it is not float32.

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kSquaresLanes) squares(const void* x, int64_t 
     __syncthreads();
   }
 }
-static_assert(kSquaresLanes == 64, "the fold in squares() takes two warps");
+static_assert(kSquaresLanes == 64, "the accumulate in squares() takes two warps");
 
 // One thread block per range, thread l for lane l, in the order of `WideSum`.
 __global__ void __launch_bounds__(kSumLanes)

@@ -34,10 +34,11 @@ float* scales_at(float* scales, int64_t index) { return scales == nullptr ? null
 class OpenScratch {
  public:
   // None if the memory cannot be allocated.
-  std::optional<OpenValues> values() {
-    if (memory_ == nullptr) memory_.reset(new (std::nothrow) char[static_cast<size_t>(kCapacity * OpenValues::kBytes)]);
+  std::optional<ScaleDependentValues> values() {
+    if (memory_ == nullptr)
+      memory_.reset(new (std::nothrow) char[static_cast<size_t>(kCapacity * ScaleDependentValues::kBytes)]);
     if (memory_ == nullptr) return std::nullopt;
-    return OpenValues::in(memory_.get(), kCapacity);
+    return ScaleDependentValues::in(memory_.get(), kCapacity);
   }
 
  private:
@@ -50,8 +51,9 @@ template <typename Scalars>
 struct RuleKernels {
   void (*step)(const AdamRange& range, const Scalars& scalars);
   void (*param)(const AdamRange& range, const Scalars& scalars);
-  void (*param_between)(const AdamRange& range, const Scalars& scalars, float most_grad_scale, OpenValues* open);
-  void (*param_open)(const AdamRange& range, const Scalars& scalars, const OpenValues& open);
+  void (*param_between)(const AdamRange& range, const Scalars& scalars, float most_grad_scale,
+                        ScaleDependentValues* open);
+  void (*param_open)(const AdamRange& range, const Scalars& scalars, const ScaleDependentValues& open);
 };
 
 class PoolCompute final : public HostCompute {
@@ -73,21 +75,21 @@ class PoolCompute final : public HostCompute {
     begin_open(jobs);
     run(jobs, kOpenPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
       static thread_local OpenScratch scratch;
-      OpenValues* kept = job.open + first / kOpenPiece;
+      ScaleDependentValues* kept = job.open + first / kOpenPiece;
       for_pieces(range, [&](const AdamRange& piece) {
-        std::optional<OpenValues> open = scratch.values();
+        std::optional<ScaleDependentValues> open = scratch.values();
         if (open) {
           with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
             kernels.param_between(piece, scalars, job.most_grad_scale, &*open);
           });
         }
-        *kept++ = open ? job.store->keep(*open) : OpenValues{OpenValues::kAll};
+        *kept++ = open ? job.store->keep(*open) : ScaleDependentValues{ScaleDependentValues::kAll};
       });
     });
   }
   void update_param_open(const std::vector<UpdateJob>& jobs) override {
     run(jobs, kOpenPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
-      const OpenValues* kept = job.open + first / kOpenPiece;
+      const ScaleDependentValues* kept = job.open + first / kOpenPiece;
       for_pieces(range, [&](const AdamRange& piece) {
         with_kernels(job.scalars,
                      [&](const auto& kernels, const auto& scalars) { kernels.param_open(piece, scalars, *kept); });
@@ -97,29 +99,29 @@ class PoolCompute final : public HostCompute {
   }
   void put_values(const std::vector<UpdateJob>& jobs) override {
     begin_open(jobs);
-    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, OpenValues& kept) {
+    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, ScaleDependentValues& kept) {
       static thread_local OpenScratch scratch;
       const auto& scalars = std::get<AdamScalars>(job.scalars);
-      std::optional<OpenValues> open = scratch.values();
-      kept = {OpenValues::kAll};
+      std::optional<ScaleDependentValues> open = scratch.values();
+      kept = {ScaleDependentValues::kAll};
       if (!open) return;
       kernels_.adam_put_values(piece, scalars, job.most_grad_scale, &*open);
       kept = job.store->keep(*open);
-      if (kept.count != OpenValues::kAll) {
+      if (kept.count != ScaleDependentValues::kAll) {
         job.store->note_in_place(piece.numel - kept.count);
-      } else if (open->count != OpenValues::kAll) {  // no room in the store
+      } else if (open->count != ScaleDependentValues::kAll) {  // no room in the store
         kernels_.adam_take_values_back(piece, scalars, *open);
       }
     });
   }
-  void put_open_values(const std::vector<UpdateJob>& jobs) override {
-    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, const OpenValues& kept) {
-      kernels_.adam_put_open_values(piece, std::get<AdamScalars>(job.scalars), kept);
+  void put_scale_dependent_values(const std::vector<UpdateJob>& jobs) override {
+    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, const ScaleDependentValues& kept) {
+      kernels_.adam_put_scale_dependent_values(piece, std::get<AdamScalars>(job.scalars), kept);
     });
   }
   void put_states(const std::vector<UpdateJob>& jobs) override {
     std::atomic<int64_t> wrong{0};
-    for_pieces_of(jobs, [&](const AdamRange& piece, const UpdateJob& job, const OpenValues& kept) {
+    for_pieces_of(jobs, [&](const AdamRange& piece, const UpdateJob& job, const ScaleDependentValues& kept) {
       wrong += kernels_.adam_put_states(piece, std::get<AdamScalars>(job.scalars), job.least_grad_scale, kept);
     });
     PS_CHECK(wrong == 0, StateError, wrong.load(),
@@ -127,7 +129,7 @@ class PoolCompute final : public HostCompute {
              "was written, or fails; go on from the last checkpoint");
   }
   void take_values_back(const std::vector<UpdateJob>& jobs) override {
-    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, const OpenValues& kept) {
+    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, const ScaleDependentValues& kept) {
       kernels_.adam_take_values_back(piece, std::get<AdamScalars>(job.scalars), kept);
     });
   }
@@ -238,7 +240,7 @@ class PoolCompute final : public HostCompute {
   template <typename Function>
   void for_pieces_of(const std::vector<UpdateJob>& jobs, const Function& function) {
     run(jobs, kOpenPiece, [&](const AdamRange& range, const UpdateJob& job, int64_t first) {
-      OpenValues* kept = job.open + first / kOpenPiece;
+      ScaleDependentValues* kept = job.open + first / kOpenPiece;
       for_pieces(range, [&](const AdamRange& piece) { function(piece, job, *kept++); });
     });
   }

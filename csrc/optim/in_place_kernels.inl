@@ -94,7 +94,7 @@ struct ScalesBetween {
 // is full; the vector's elements are then unchanged.
 template <class V, class Master, class Scales>
 inline __attribute__((always_inline)) bool put_values_at(const InPlaceTile& t, const InPlaceConstants<V>& c,
-                                                         const Scales& scales, int64_t i, OpenValues& open) {
+                                                         const Scales& scales, int64_t i, ScaleDependentValues& open) {
   const auto stored_v = V::load(t.variance + i);
   const auto v = Master::template variance<V>(stored_v);
   const auto distance = master_distance<V, Master>(t.lower + i, stored_v);
@@ -140,10 +140,10 @@ inline __attribute__((always_inline)) bool put_values_at(const InPlaceTile& t, c
 
 template <class Master, class Scales>
 __attribute__((noinline)) int64_t put_values_tile(const InPlaceTile& tile, const AdamScalars& scalars,
-                                                  float most_grad_scale, OpenValues& to) {
+                                                  float most_grad_scale, ScaleDependentValues& to) {
   const InPlaceTile t = tile;
   const Scales scales{most_grad_scale};
-  OpenValues open = to;
+  ScaleDependentValues open = to;
   int64_t i = 0;
   bool has_room = true;
   const InPlaceConstants<Vector> c(scalars);
@@ -162,7 +162,7 @@ __attribute__((noinline)) int64_t put_values_tile(const InPlaceTile& tile, const
 
 // Iterates over the open values of a piece, tile by tile.
 struct OpenCursor {
-  const OpenValues& open;
+  const ScaleDependentValues& open;
   int64_t next = 0;
 
   // Old masters from element `first` of the piece on: those found, or the open values' recorded ones.
@@ -230,7 +230,7 @@ struct InPlaceTiles {
 };
 
 template <class Master>
-PS_LOOP take_back(const AdamRange& range, int64_t end, const AdamScalars& scalars, const OpenValues& open) {
+PS_LOOP take_back(const AdamRange& range, int64_t end, const AdamScalars& scalars, const ScaleDependentValues& open) {
   InPlaceTiles tiles(range);
   OpenCursor cursor{open};
   const InPlaceConstants<Vector> c(scalars);
@@ -245,7 +245,8 @@ PS_LOOP take_back(const AdamRange& range, int64_t end, const AdamScalars& scalar
 }
 
 template <class Master, class Scales>
-inline void put_values(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, OpenValues* open) {
+inline void put_values(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
+                       ScaleDependentValues* open) {
   InPlaceTiles tiles(range);
   open->count = 0;
   for (int64_t begin = 0; begin < range.numel; begin += kStateBlock) {
@@ -253,7 +254,7 @@ inline void put_values(const AdamRange& range, const AdamScalars& scalars, float
     const int64_t done = put_values_tile<Master, Scales>(tile, scalars, most_grad_scale, *open);
     if (done == tile.numel) continue;
     take_back<Master>(range, begin + done, scalars, *open);
-    open->count = OpenValues::kAll;
+    open->count = ScaleDependentValues::kAll;
     return;
   }
 }
@@ -261,7 +262,7 @@ inline void put_values(const AdamRange& range, const AdamScalars& scalars, float
 // Returns the number of new parameters that differ from those in place.
 template <class Master>
 __attribute__((noinline)) int64_t put_states(const AdamRange& range, const AdamScalars& scalars,
-                                             const AdamScalars& found_by, const OpenValues& open) {
+                                             const AdamScalars& found_by, const ScaleDependentValues& open) {
   InPlaceTiles tiles(range);
   OpenCursor cursor{open};
   const InPlaceConstants<Vector> found_c(found_by);
@@ -305,8 +306,9 @@ inline void with_split(const AdamRange& range, const Body& body) {
   });
 }
 
-void adam_put_values(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, OpenValues* open) {
-  open->count = OpenValues::kAll;
+void adam_put_values(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
+                     ScaleDependentValues* open) {
+  open->count = ScaleDependentValues::kAll;
   if (scalars.weight_decay != 0) return;
   with_split(range, [&](auto split) {
     using Master = decltype(split);
@@ -318,8 +320,9 @@ void adam_put_values(const AdamRange& range, const AdamScalars& scalars, float m
   });
 }
 
-void adam_put_open_values(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open) {
-  if (open.count == OpenValues::kAll) return adam(range, scalars);
+void adam_put_scale_dependent_values(const AdamRange& range, const AdamScalars& scalars,
+                                     const ScaleDependentValues& open) {
+  if (open.count == ScaleDependentValues::kAll) return adam(range, scalars);
   with_split(range, [&](auto split) {
     auto* const param = static_cast<uint16_t*>(range.param);
     for_range(0, open.count, [&](auto lane, int64_t k) {
@@ -333,8 +336,8 @@ void adam_put_open_values(const AdamRange& range, const AdamScalars& scalars, co
 }
 
 int64_t adam_put_states(const AdamRange& range, const AdamScalars& scalars, float least_grad_scale,
-                        const OpenValues& open) {
-  if (open.count == OpenValues::kAll) return 0;
+                        const ScaleDependentValues& open) {
+  if (open.count == ScaleDependentValues::kAll) return 0;
   AdamScalars found_by = scalars;
   found_by.grad_scale = least_grad_scale;
   int64_t wrong = 0;
@@ -342,7 +345,7 @@ int64_t adam_put_states(const AdamRange& range, const AdamScalars& scalars, floa
   return wrong;
 }
 
-void adam_take_values_back(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open) {
-  if (open.count == OpenValues::kAll) return;
+void adam_take_values_back(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open) {
+  if (open.count == ScaleDependentValues::kAll) return;
   with_split(range, [&](auto split) { take_back<decltype(split)>(range, range.numel, scalars, open); });
 }

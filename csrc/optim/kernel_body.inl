@@ -183,7 +183,7 @@ constexpr CpuKernels table(const char* isa) {
                     adam_param_between,
                     adam_param_open,
                     adam_put_values,
-                    adam_put_open_values,
+                    adam_put_scale_dependent_values,
                     adam_put_states,
                     adam_take_values_back,
                     split_master,

@@ -52,9 +52,9 @@ namespace patrickstar::optim {
 constexpr int64_t kSquaresBlock = 4096;
 constexpr int64_t kSquaresLanes = 64;
 
-// [Note: settled values] The gradients' scale contains the clipping coefficient, which is unknown until all gradients
-// are there. A 16-bit parameter is nearly always the same for all scales near the last one, because a step changes it
-// by a small part of its last place.
+// [Note: scale-independent values] The gradients' scale contains the clipping coefficient, which is unknown until all
+// gradients are there. A 16-bit parameter is nearly always the same for all scales near the last one, because a step
+// changes it by a small part of its last place.
 //
 // Every operation of an update is monotonic in each operand, rounding included. Bounds 0 <= least <= most of the scale
 // therefore give bounds of g, m, v and p by the same operations. v is least and most at the ends of the scale, m at
@@ -67,8 +67,8 @@ constexpr int64_t kSquaresLanes = 64;
 // values differs between processors. With Adam's weight_decay every value is scale-dependent, because the L2 term may
 // change the sign of g. Optimizers without a variance compute both ends exactly and allow it.
 //
-// `OpenValues` lists the scale-dependent values of a piece of at most kOpenPiece elements. Parameters and gradients are
-// 16-bit.
+// `ScaleDependentValues` lists the scale-dependent values of a piece of at most kOpenPiece elements. Parameters and
+// gradients are 16-bit.
 //
 // [Note: values in place] In-place speculative updates of split masters. The next forward needs only the new parameter,
 // so it may replace the old one before the gradients' scale is known. Lower half, moments and gradient stay unchanged,
@@ -81,12 +81,12 @@ constexpr int64_t kSquaresLanes = 64;
 //
 // The search fails only for an update about as large as the parameter or larger, whose rounding has lost the old value.
 // Every value is therefore checked before it is replaced. If the search would fail, or if the value is scale-dependent,
-// the old parameter stays and the value joins `OpenValues`. At a learning rate of 1e-4 that is at most one value in a
-// hundred. States are updated later from the masters found, and must lead to the parameters in place. An update that
-// turns out to differ is rolled back. All bits are those of adam. Requires weight_decay 0 for Adam and bfloat16
-// gradients.
+// the old parameter stays and the value joins `ScaleDependentValues`. At a learning rate of 1e-4 that is at most one
+// value in a hundred. States are updated later from the masters found, and must lead to the parameters in place. An
+// update that turns out to differ is rolled back. All bits are those of adam. Requires weight_decay 0 for Adam and
+// bfloat16 gradients.
 constexpr int64_t kOpenPiece = 1 << 16;
-struct OpenValues {
+struct ScaleDependentValues {
   static constexpr int64_t kAll = -1;
   static constexpr int64_t kBytes = 16;  // per value
   int64_t count = 0;                     // kAll: more values than capacity
@@ -98,7 +98,7 @@ struct OpenValues {
   uint16_t* index = nullptr;  // index in the piece
 
   // Uses `capacity * kBytes` bytes at `data`.
-  static OpenValues in(void* data, int64_t capacity) {
+  static ScaleDependentValues in(void* data, int64_t capacity) {
     auto* floats = static_cast<float*>(data);
     auto* halves = reinterpret_cast<uint16_t*>(floats + 3 * capacity);
     return {0, capacity, floats, floats + capacity, floats + 2 * capacity, halves, halves + capacity};
@@ -230,25 +230,27 @@ struct CpuKernels {
   void (*adam)(const AdamRange& range, const AdamScalars& scalars);
   // Stores only `param`, with adam's bits; `param` must be apart from all other arrays.
   void (*adam_param)(const AdamRange& range, const AdamScalars& scalars);
-  // [Note: settled values], at most kOpenPiece elements: stores the parameters that are equal for each grad_scale from
-  // that of `scalars` to `most_grad_scale`, and lists the others in `open`. `grad` and `param` have the same 16-bit
-  // dtype.
+  // [Note: scale-independent values], at most kOpenPiece elements: stores the parameters that are equal for each
+  // grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `open`. `grad` and `param` have the
+  // same 16-bit dtype.
   void (*adam_param_between)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                             OpenValues* open);
+                             ScaleDependentValues* open);
   // The values in `open`, with the known scale.
-  void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
+  void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open);
   // [Note: values in place], at most kOpenPiece elements of a split master: replaces the parameters that are equal for
   // each grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `open`. If `open` overflows
   // (kAll), nothing is changed.
-  void (*adam_put_values)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, OpenValues* open);
+  void (*adam_put_values)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
+                          ScaleDependentValues* open);
   // The values in `open`, with the known scale; with kAll the whole update.
-  void (*adam_put_open_values)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
+  void (*adam_put_scale_dependent_values)(const AdamRange& range, const AdamScalars& scalars,
+                                          const ScaleDependentValues& open);
   // Then the states, unless `open` is kAll. `least_grad_scale` is that of adam_put_values. Returns the number of
   // elements whose new parameter differs from the one in place: 0, unless memory was changed in between.
   int64_t (*adam_put_states)(const AdamRange& range, const AdamScalars& scalars, float least_grad_scale,
-                             const OpenValues& open);
+                             const ScaleDependentValues& open);
   // Instead of the last two: restores `param` as it was before adam_put_values with these `scalars`.
-  void (*adam_take_values_back)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
+  void (*adam_take_values_back)(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open);
   // [Note: split masters]: splits all masters except NaNs without loss; keeps |variance[i]|. `variance` is null if it
   // is not float32.
   void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);
@@ -274,8 +276,8 @@ struct CpuKernels {
   void (*momentum_step)(const AdamRange& range, const MomentumScalars& scalars);
   void (*momentum_param)(const AdamRange& range, const MomentumScalars& scalars);
   void (*momentum_param_between)(const AdamRange& range, const MomentumScalars& scalars, float most_grad_scale,
-                                 OpenValues* open);
-  void (*momentum_param_open)(const AdamRange& range, const MomentumScalars& scalars, const OpenValues& open);
+                                 ScaleDependentValues* open);
+  void (*momentum_param_open)(const AdamRange& range, const MomentumScalars& scalars, const ScaleDependentValues& open);
 };
 
 // The table of chosen_isa() (common/isa.h).

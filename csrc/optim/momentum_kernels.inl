@@ -110,7 +110,7 @@ void momentum_param(const AdamRange& range, const MomentumScalars& scalars) {
 }
 
 // True if the value is scale-independent. A NaN never is.
-inline bool is_settled(uint16_t least, uint16_t most, uint16_t infinity) {
+inline bool is_scale_independent(uint16_t least, uint16_t most, uint16_t infinity) {
   return least == most && (least & 0x7fff) <= infinity;
 }
 
@@ -124,7 +124,7 @@ inline void run_momentum_tile(UpdateTile<MomentumScalars> update, const AdamRang
 }
 
 void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, float most_grad_scale,
-                            OpenValues* open) {
+                            ScaleDependentValues* open) {
   const UpdateTile<MomentumScalars> update = choose_momentum_tile(scalars.rule, r);
   const uint16_t infinity = r.param_dtype == DType::kBFloat16 ? 0x7f80 : 0x7c00;
   MomentumScalars at_most = scalars;
@@ -147,7 +147,7 @@ void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, 
       run_momentum_tile(update, r, i, numel, old, unused, param + i, scalars);
       run_momentum_tile(update, r, i, numel, old, unused, most, at_most);
       for (int64_t k = 0; k < numel; ++k) {
-        if (is_settled(param[i + k], most[k], infinity)) continue;
+        if (is_scale_independent(param[i + k], most[k], infinity)) continue;
         if (count == open->capacity) {
           is_full = true;
           break;
@@ -161,11 +161,11 @@ void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, 
       }
     }
   });
-  open->count = is_full ? OpenValues::kAll : count;
+  open->count = is_full ? ScaleDependentValues::kAll : count;
 }
 
-void momentum_param_open(const AdamRange& r, const MomentumScalars& scalars, const OpenValues& open) {
-  if (open.count == OpenValues::kAll) return momentum_param(r, scalars);
+void momentum_param_open(const AdamRange& r, const MomentumScalars& scalars, const ScaleDependentValues& open) {
+  if (open.count == ScaleDependentValues::kAll) return momentum_param(r, scalars);
   AdamRange side_by_side = r;
   side_by_side.master = open.master;
   side_by_side.grad = open.grad;

@@ -22,7 +22,7 @@ int64_t optimizer_bytes(const ChunkSpec& chunk) {
       [](const ArrayRow& row) { return row.on_host == ArrayMemory::kOwn && is_optimizer_state(row.kind); });
 }
 
-int64_t home_bytes(const ChunkSpec& chunk) {
+int64_t resting_tier_bytes(const ChunkSpec& chunk) {
   return chunk.rows.num_bytes([](const ArrayRow& row) { return row.on_host == ArrayMemory::kOwn; });
 }
 
@@ -36,8 +36,8 @@ int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
 }
 
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
-  const int64_t home = home_bytes(layout.chunk(chunk));
-  return backwards == Backwards::kSeveral ? home + accumulation_bytes(layout, chunk) : home;
+  const int64_t resting_tier = resting_tier_bytes(layout.chunk(chunk));
+  return backwards == Backwards::kSeveral ? resting_tier + accumulation_bytes(layout, chunk) : resting_tier;
 }
 
 int64_t placed_bytes(const ChunkSpec& chunk) {
@@ -48,7 +48,7 @@ int64_t spare_bytes(const Layout& layout) {
   int64_t total = 0;
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    total += home_bytes(chunk);
+    total += resting_tier_bytes(chunk);
     const int count = chunk.rows.gradient().on_host == ArrayMemory::kPassing ? 2 : 1;
     largest = std::max(largest, count * chunk.rows.value().num_bytes);
   }
@@ -84,37 +84,38 @@ void DiskSets::serve(const ChunkSpec& chunk) {
   }
 }
 
-DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes) {
+DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& resting_tiers) {
   DiskSets sets;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (homes[static_cast<size_t>(chunk)] == Tier::kDisk) sets.serve(layout.chunk(chunk));
+    if (resting_tiers[static_cast<size_t>(chunk)] == Tier::kDisk) sets.serve(layout.chunk(chunk));
   }
   return sets;
 }
 
 int64_t least_new_bytes(const Layout& layout, ChunkId chunk) {
   const ChunkSpec& spec = layout.chunk(chunk);
-  if (spec.puts_values_in_place()) return spec.shard_numel / kElementsPerOpenValue * optim::OpenValues::kBytes;
-  return layout.num_bytes(layout.param_home(chunk));
+  if (spec.puts_values_in_place())
+    return spec.shard_numel / kElementsPerOpenValue * optim::ScaleDependentValues::kBytes;
+  return layout.num_bytes(layout.param_resting_tier(chunk));
 }
 
-int64_t visiting_piece_bytes(const Layout& layout) {
+int64_t round_trip_piece_bytes(const Layout& layout) {
   constexpr int64_t kArrays = 7;  // data and scales of three states, and the compute value; each starts aligned
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     if (!chunk.trainable) continue;
-    const int64_t numel = std::min(chunk.shard_numel, kVisitingPiece);
-    int64_t bytes = numel * element_size(chunk.dtype) + kArrays * kVisitorAlignment;
+    const int64_t numel = std::min(chunk.shard_numel, kRoundTripPiece);
+    int64_t bytes = numel * element_size(chunk.dtype) + kArrays * kRoundTripAlignment;
     for (ArrayKind kind : chunk.state_kinds()) bytes += state_bytes(chunk.states.of(kind), numel);
     largest = std::max(largest, bytes);
   }
   return largest;
 }
 
-int64_t visitor_bytes(const Layout& layout) { return kNumVisitors * visiting_piece_bytes(layout); }
+int64_t round_trip_bytes(const Layout& layout) { return kNumRoundTripBuffers * round_trip_piece_bytes(layout); }
 
-std::vector<VisitCost> visit_costs(const Layout& layout) {
-  std::vector<VisitCost> costs;
+std::vector<RoundTripCost> round_trip_costs(const Layout& layout) {
+  std::vector<RoundTripCost> costs;
   for (const ChunkSpec& chunk : layout.chunks()) {
     const int64_t states = optimizer_bytes(chunk);
     const ArrayRow& value = chunk.rows.param();

@@ -14,7 +14,7 @@ namespace patrickstar {
 // Bytes of a chunk's optimizer states; and of everything it keeps on its resting tier, which adds the compute copy (or
 // the gradient in its place).
 int64_t optimizer_bytes(const ChunkSpec& chunk);
-int64_t home_bytes(const ChunkSpec& chunk);
+int64_t resting_tier_bytes(const ChunkSpec& chunk);
 // Bytes on the tier of its states, gradients aside: states; the compute value where it is part of the master; codes and
 // scales of a quantised chunk.
 int64_t placed_bytes(const ChunkSpec& chunk);
@@ -27,7 +27,7 @@ enum class Backwards : uint8_t {
 // Extra bytes of gradient accumulation, in whole pages: the float32 sum, and a gradient that cannot take its
 // parameters' place because another forward follows. 0 for a frozen chunk.
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk);
-// home_bytes() plus accumulation_bytes() where `backwards` is kSeveral.
+// resting_tier_bytes() plus accumulation_bytes() where `backwards` is kSeveral.
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards);
 
 // Host memory kept free beside the chunks: one gradient whose parameters are still in use, and page rounding. Two
@@ -51,7 +51,7 @@ struct DiskSets {
 };
 // One is being read, one updated, one written.
 constexpr int kNumDiskSets = 3;
-DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes);
+DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& resting_tiers);
 
 // Host memory that speculative updates leave to downloading gradients, in largest gradients. Not measured.
 constexpr int kNumReservedGradients = 4;
@@ -61,15 +61,15 @@ int64_t reserved_gradient_bytes(const Layout& layout);
 // of scale-dependent ones.
 int64_t least_new_bytes(const Layout& layout, ChunkId chunk);
 
-// A GPU round-trip update (engine/visits.h) moves pieces of kVisitingPiece elements; kNumVisitors pieces are in flight.
-// Pieces of 128 MiB and twice as many in flight gained nothing (docs/log.md).
-constexpr int64_t kVisitingPiece = int64_t{1} << 24;
-constexpr int kNumVisitors = 4;
-constexpr int64_t kVisitorAlignment = 256;  // of each array in a piece
+// A GPU round-trip update (engine/round_trips.h) moves pieces of kRoundTripPiece elements; kNumRoundTripBuffers pieces
+// are in flight. Pieces of 128 MiB and twice as many in flight gained nothing (docs/log.md).
+constexpr int64_t kRoundTripPiece = int64_t{1} << 24;
+constexpr int kNumRoundTripBuffers = 4;
+constexpr int64_t kRoundTripAlignment = 256;  // of each array in a piece
 // Device bytes of one piece with its compute value, and of all pieces in flight; 0 where no chunk has states.
-int64_t visiting_piece_bytes(const Layout& layout);
-int64_t visitor_bytes(const Layout& layout);
+int64_t round_trip_piece_bytes(const Layout& layout);
+int64_t round_trip_bytes(const Layout& layout);
 
-std::vector<VisitCost> visit_costs(const Layout& layout);
+std::vector<RoundTripCost> round_trip_costs(const Layout& layout);
 
 }  // namespace patrickstar

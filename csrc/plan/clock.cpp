@@ -17,7 +17,8 @@ bool is_param(int array) { return ArrayId::from_index(array).kind == ArrayKind::
 int64_t largest_room(const PlanProblem& problem) {
   if (problem.limit_bytes == INT64_MAX) return INT64_MAX;
   int64_t lowest = INT64_MAX;
-  for (size_t t = 0; t < problem.timeline->moments.size(); ++t) lowest = std::min(lowest, tide(problem, t));
+  for (size_t t = 0; t < problem.timeline->accesses.size(); ++t)
+    lowest = std::min(lowest, activation_memory(problem, t));
   return std::max<int64_t>(problem.limit_bytes - problem.fixed_bytes - lowest, 0);
 }
 
@@ -53,11 +54,11 @@ SimulatedStep Clock::play_step() {
 }
 
 std::vector<double> Clock::under_way() const {
-  std::vector<double> result{compute_end_,    upload_end_.at, download_end_,  host_adam_end_,
-                             gather_end_.at,  scatter_end_,   disk_read_end_, disk_adam_end_,
-                             disk_write_end_, visit_up_end_,  visit_down_end_};
+  std::vector<double> result{compute_end_,    upload_end_.at,     download_end_,       host_adam_end_,
+                             gather_end_.at,  scatter_end_,       disk_read_end_,      disk_adam_end_,
+                             disk_write_end_, round_trip_up_end_, round_trip_down_end_};
   result.insert(result.end(), sets_free_.begin(), sets_free_.end());
-  result.insert(result.end(), visitors_end_.begin(), visitors_end_.end());
+  result.insert(result.end(), round_trip_buffers_end_.begin(), round_trip_buffers_end_.end());
   for (const ArrayTimes& record : arrays_) {
     result.push_back(record.on_host_at.at);
     if (record.on_device) result.push_back(record.on_device_at.at);
@@ -73,7 +74,7 @@ void Clock::issue(size_t index) {
   if (instruction.issue == Issue::kAhead && row_of(instruction.op).operand == Operand::kChunk) {
     const ChunkId chunk = instruction.operand;
     const int grad = ArrayId{chunk, ArrayKind::kGrad}.index();
-    const int64_t gradient_bytes = instruction.op == Op::kUpdateHost ? cost(grad).retire_bytes : 0;
+    const int64_t gradient_bytes = instruction.op == Op::kUpdateHost ? cost(grad).finalise_bytes : 0;
     early_updates_.push_back({index, chunk, times(grad).on_host_at.at, gradient_bytes});
     waiting_gradient_bytes_ += gradient_bytes;
   } else {
@@ -83,16 +84,16 @@ void Clock::issue(size_t index) {
 
 Busy Clock::run(const Instruction& instruction) {
   const int operand = instruction.operand;
-  const auto moment = static_cast<size_t>(operand);
+  const auto access = static_cast<size_t>(operand);
   switch (instruction.op) {
     case Op::kBegin:
-      return begin_moment(moment);
+      return begin_access(access);
     case Op::kRecall:
-      return recall(shape_.activations[moment]);
+      return recall(shape_.activations[access]);
     case Op::kCompute:
-      return compute(moment);
+      return compute(access);
     case Op::kOffload:
-      return offload(shape_.activations[moment]);
+      return offload(shape_.activations[access]);
     case Op::kAllocate:
       // All ranks all-gather in one order (Pager::gather_in_turn), so postponed fetches go before this one.
       if (instruction.issue == Issue::kNow && is_param(operand) && is_sharded(operand)) await(operand);
@@ -113,10 +114,10 @@ Busy Clock::run(const Instruction& instruction) {
     case Op::kScatter:
       return scatter(operand);
     case Op::kAwaitRoom:
-      await_gradient_room(cost(operand).retire_bytes);
+      await_gradient_room(cost(operand).finalise_bytes);
       break;
     case Op::kToHost:
-      return download(operand, cost(operand).retire_bytes, std::max(times(operand).busy_until, launch_.at));
+      return download(operand, cost(operand).finalise_bytes, std::max(times(operand).busy_until, launch_.at));
     case Op::kInherit:
       return inherit(operand);
     case Op::kFree:
@@ -137,20 +138,20 @@ Busy Clock::run(const Instruction& instruction) {
       return update_from_disk(operand);
     case Op::kStore:
       return store(operand);
-    case Op::kVisitUp:
-      return visit_up(operand);
-    case Op::kVisitDown:
-      return visit_down(operand);
+    case Op::kRoundTripUp:
+      return round_trip_up(operand);
+    case Op::kRoundTripDown:
+      return round_trip_down(operand);
   }
   return {launch_.at, launch_.at};
 }
 
-Busy Clock::begin_moment(size_t t) {
+Busy Clock::begin_access(size_t t) {
   if (compute_end_ - rates_.launch_ahead_seconds > launch_.at)
     launch_ = {compute_end_ - rates_.launch_ahead_seconds, kOnLaunch};
-  const std::vector<Moment>& moments = problem_.timeline->moments;
+  const std::vector<Access>& accesses = problem_.timeline->accesses;
   const bool begins_backward =
-      moments[t].phase == Phase::kBackward && (t == 0 || moments[t - 1].phase == Phase::kForward);
+      accesses[t].phase == Phase::kBackward && (t == 0 || accesses[t - 1].phase == Phase::kForward);
   if (begins_backward) backward_begin_ = launch_.at;
   return {launch_.at, launch_.at};
 }
@@ -158,10 +159,10 @@ Busy Clock::begin_moment(size_t t) {
 Busy Clock::compute(size_t t) {
   issue_postponed();
   wait(launch_);
-  for (const Access& access : problem_.timeline->moments[t].accesses) {
-    if (access.mode != AccessMode::kRetire) wait(times(access.array.index()).on_device_at);
+  for (const ArrayUse& use : problem_.timeline->accesses[t].uses) {
+    if (use.mode != ArrayUseMode::kFinalise) wait(times(use.array.index()).on_device_at);
   }
-  step_.peak_bytes = std::max(step_.peak_bytes, used_bytes_ + problem_.fixed_bytes + tide(problem_, t));
+  step_.peak_bytes = std::max(step_.peak_bytes, used_bytes_ + problem_.fixed_bytes + activation_memory(problem_, t));
   compute_end_ += shape_.compute_seconds[t];
   return {compute_end_ - shape_.compute_seconds[t], compute_end_};
 }
@@ -201,7 +202,7 @@ Busy Clock::offload(const ActivationCopies& copies) {
 // Like Pager::settle_planned: a fetch whose value is not made yet holds back the fetches after it.
 void Clock::issue_postponed() {
   const auto is_made = [this](const ArrayTimes& array) {
-    return array.is_visitor || array.on_host_at.at <= launch_.at;
+    return array.is_round_trip_buffer || array.on_host_at.at <= launch_.at;
   };
   while (!postponed_.empty() && is_made(times(at(postponed_.front()).operand))) {
     issue(postponed_.front());
@@ -245,11 +246,11 @@ Busy Clock::allocate(int array) {
 // The launching thread waits for host updates. Dequantisation runs on the upload queue.
 Busy Clock::fetch(int array) {
   ArrayTimes& record = times(array);
-  if (!record.is_visitor) launch_ = later(launch_, record.on_host_at);
+  if (!record.is_round_trip_buffer) launch_ = later(launch_, record.on_host_at);
   const When begin = later(later(launch_, record.on_device_at), record.on_host_at);
   const double alone = transfer_seconds(cost(array).fetch_bytes, rates_.upload_gbps);
   const double begins = std::max(upload_end_.at, begin.at);
-  const double seconds = shared_seconds(begins, alone, visit_up_end_) + dequantize_seconds(array);
+  const double seconds = shared_seconds(begins, alone, round_trip_up_end_) + dequantize_seconds(array);
   const Busy busy = enqueue(upload_end_, begin, seconds, kOnUpload);
   record.on_device_at = upload_end_;
   step_.upload_seconds += seconds;
@@ -260,7 +261,7 @@ Busy Clock::fetch(int array) {
 // The compute queue casts this rank's shard into its place in the whole array.
 Busy Clock::cast(int array) {
   ArrayTimes& record = times(array);
-  if (!record.is_visitor) launch_ = later(launch_, record.on_host_at);
+  if (!record.is_round_trip_buffer) launch_ = later(launch_, record.on_host_at);
   wait(later(launch_, record.on_device_at));
   record.on_device_at = {compute_end_, kOnCollective};
   return {compute_end_, compute_end_};
@@ -299,7 +300,7 @@ Busy Clock::scatter(int array) {
 Busy Clock::download(int array, int64_t num_bytes, double ready) {
   const double alone = transfer_seconds(num_bytes, rates_.download_gbps);
   const double begin = std::max({download_end_, compute_end_, ready});
-  download_end_ = begin + shared_seconds(begin, alone, visit_down_end_);
+  download_end_ = begin + shared_seconds(begin, alone, round_trip_down_end_);
   times(array).on_host_at = {download_end_, kOnMemory};
   times(array).busy_until = download_end_;
   step_.download_seconds += alone;

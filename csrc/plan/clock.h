@@ -77,10 +77,11 @@ class Clock {
  private:
   struct ArrayTimes {
     bool on_device = false;
-    When on_device_at;        // end of its upload
-    When on_host_at;          // end of the work that makes the host copy
-    double busy_until = 0;    // end of copies and collectives that read it on the device
-    bool is_visitor = false;  // a round-trip update made it: uploads wait for it, the launching thread does not
+    When on_device_at;      // end of its upload
+    When on_host_at;        // end of the work that makes the host copy
+    double busy_until = 0;  // end of copies and collectives that read it on the device
+    bool is_round_trip_buffer =
+        false;  // a round-trip update made it: uploads wait for it, the launching thread does not
   };
 
   struct EarlyUpdate {
@@ -92,8 +93,8 @@ class Clock {
 
   void issue(size_t index);
   Busy run(const Instruction& instruction);
-  Busy begin_moment(size_t moment);
-  Busy compute(size_t moment);
+  Busy begin_access(size_t access);
+  Busy compute(size_t access);
   Busy recall(const ActivationCopies& copies);
   Busy offload(const ActivationCopies& copies);
   Busy norm();
@@ -125,8 +126,8 @@ class Clock {
   Busy load(ChunkId chunk);
   Busy update_from_disk(ChunkId chunk);
   Busy store(ChunkId chunk);
-  Busy visit_up(ChunkId chunk);
-  Busy visit_down(ChunkId chunk);
+  Busy round_trip_up(ChunkId chunk);
+  Busy round_trip_down(ChunkId chunk);
   void wait(When when);
   double dequantize_seconds(int array) const;
   double transfer_seconds(int64_t num_bytes, double gbps) const;
@@ -165,10 +166,10 @@ class Clock {
   double disk_read_end_ = 0;
   double disk_adam_end_ = 0;
   double disk_write_end_ = 0;
-  double visit_up_end_ = 0;
-  double visit_down_end_ = 0;
-  std::array<double, kNumVisitors> visitors_end_{};  // next to be used first
-  std::array<double, kNumDiskSets> sets_free_{};     // next to be used first
+  double round_trip_up_end_ = 0;
+  double round_trip_down_end_ = 0;
+  std::array<double, kNumRoundTripBuffers> round_trip_buffers_end_{};  // next to be used first
+  std::array<double, kNumDiskSets> sets_free_{};                       // next to be used first
   When upload_end_{0, kOnUpload};
   When gather_end_{0, kOnCollective};
   SimulatedStep step_;

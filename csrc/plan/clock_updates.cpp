@@ -41,7 +41,7 @@ Busy Clock::run_host_adam(ChunkId chunk, double begin, double share) {
 Busy Clock::update_on_host(ChunkId chunk, double begin, double share) {
   const Busy busy = run_host_adam(chunk, begin, share);
   param(chunk).on_host_at = {host_adam_end_, kOnHostUpdate};
-  param(chunk).is_visitor = false;
+  param(chunk).is_round_trip_buffer = false;
   return busy;
 }
 
@@ -102,33 +102,34 @@ Busy Clock::store(ChunkId chunk) {
 }
 
 // The device's update time counts as part of the way up.
-Busy Clock::visit_up(ChunkId chunk) {
-  const VisitCost& costs = problem_.visits[static_cast<size_t>(chunk)];
+Busy Clock::round_trip_up(ChunkId chunk) {
+  const RoundTripCost& costs = problem_.round_trips[static_cast<size_t>(chunk)];
   const int64_t num_bytes = costs.up_bytes - (param(chunk).on_device ? costs.value_bytes : 0);
   const double alone = static_cast<double>(num_bytes) / (rates_.upload_gbps * 1e9);
-  const double begin = std::max({compute_end_, grad(chunk).busy_until, visit_up_end_, visitors_end_.front()});
-  visit_up_end_ = begin + shared_seconds(begin, alone, upload_end_.at);
-  visit_up_end_ += static_cast<double>(numel(chunk)) / rates_.device_adam_params_per_second;
+  const double begin =
+      std::max({compute_end_, grad(chunk).busy_until, round_trip_up_end_, round_trip_buffers_end_.front()});
+  round_trip_up_end_ = begin + shared_seconds(begin, alone, upload_end_.at);
+  round_trip_up_end_ += static_cast<double>(numel(chunk)) / rates_.device_adam_params_per_second;
   const double down = static_cast<double>(costs.down_bytes) / (rates_.download_gbps * 1e9);
-  step_.visit_seconds += std::max(alone, down);
+  step_.round_trip_seconds += std::max(alone, down);
   step_.uploaded_bytes += num_bytes;
-  return {begin, visit_up_end_};
+  return {begin, round_trip_up_end_};
 }
 
-Busy Clock::visit_down(ChunkId chunk) {
-  const int64_t num_bytes = problem_.visits[static_cast<size_t>(chunk)].down_bytes;
-  const double begin = std::max(visit_down_end_, visit_up_end_);
+Busy Clock::round_trip_down(ChunkId chunk) {
+  const int64_t num_bytes = problem_.round_trips[static_cast<size_t>(chunk)].down_bytes;
+  const double begin = std::max(round_trip_down_end_, round_trip_up_end_);
   const double alone = static_cast<double>(num_bytes) / (rates_.download_gbps * 1e9);
-  visit_down_end_ = begin + shared_seconds(begin, alone, download_end_);
-  std::rotate(visitors_end_.begin(), visitors_end_.begin() + 1, visitors_end_.end());
-  visitors_end_.back() = visit_down_end_;
+  round_trip_down_end_ = begin + shared_seconds(begin, alone, download_end_);
+  std::rotate(round_trip_buffers_end_.begin(), round_trip_buffers_end_.begin() + 1, round_trip_buffers_end_.end());
+  round_trip_buffers_end_.back() = round_trip_down_end_;
   step_.downloaded_bytes += num_bytes;
-  param(chunk).on_host_at = {visit_down_end_, kOnHostUpdate};
-  param(chunk).is_visitor = true;
+  param(chunk).on_host_at = {round_trip_down_end_, kOnHostUpdate};
+  param(chunk).is_round_trip_buffer = true;
   // a shard is updated in an array of its own
-  if (!shape_.is_sharded(chunk)) param(chunk).busy_until = visit_down_end_;
-  grad(chunk).busy_until = visit_down_end_;
-  return {begin, visit_down_end_};
+  if (!shape_.is_sharded(chunk)) param(chunk).busy_until = round_trip_down_end_;
+  grad(chunk).busy_until = round_trip_down_end_;
+  return {begin, round_trip_down_end_};
 }
 
 }  // namespace patrickstar

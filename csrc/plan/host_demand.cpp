@@ -41,7 +41,7 @@ AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room) {
     return true;
   };
   choice.chosen.assign(sizes.size(), Ahead::kNothing);
-  if (is_left_out(Mechanism::kParametersFirst)) {
+  if (is_left_out(Mechanism::kTwoPhaseUpdates)) {
     for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
       std::vector<int64_t> blocks = sizes[chunk].states;
       blocks.push_back(sizes[chunk].param);
@@ -61,10 +61,11 @@ AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room) {
   return choice;
 }
 
-int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_homes,
+int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_resting_tiers,
                         const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes, NewValuesAhead ahead,
                         Backwards backwards) {
-  const std::vector<Tier> homes = later_homes(layout, first_homes, states_on_device, host_limit_bytes, Backwards::kOne);
+  const std::vector<Tier> resting_tiers =
+      later_resting_tiers(layout, first_resting_tiers, states_on_device, host_limit_bytes, Backwards::kOne);
   int64_t mapped = 0;    // for all resting chunks
   int64_t left = 0;      // of `mapped`, freed by states that moved to the device
   int64_t returned = 0;  // states that moved from the disk to the host
@@ -72,25 +73,25 @@ int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_hom
   int64_t largest = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
-    const Tier first = first_homes[static_cast<size_t>(chunk)];
+    const Tier first = first_resting_tiers[static_cast<size_t>(chunk)];
     if (first == Tier::kDevice) continue;
     const bool on_disk = first == Tier::kDisk;
-    const int64_t bytes = on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : home_bytes(spec);
+    const int64_t bytes = on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : resting_tier_bytes(spec);
     mapped += bytes;
     if (states_on_device[static_cast<size_t>(chunk)] != 0) left += bytes;
-    if (on_disk && homes[static_cast<size_t>(chunk)] == Tier::kHost) returned += optimizer_bytes(spec);
+    if (on_disk && resting_tiers[static_cast<size_t>(chunk)] == Tier::kHost) returned += optimizer_bytes(spec);
     if (backwards == Backwards::kSeveral) accumulated += accumulation_bytes(layout, chunk);
     if (spec.trainable) largest = std::max(largest, spec.rows.gradient().num_bytes);
   }
   if (mapped == 0) return 0;
   const int64_t in_places_left = std::min(returned, left);
   left -= in_places_left;
-  mapped += disk_sets(layout, first_homes).num_bytes() + returned - in_places_left;
+  mapped += disk_sets(layout, first_resting_tiers).num_bytes() + returned - in_places_left;
   int64_t peak = mapped + accumulated + largest + HostArena::most_rounding_bytes(mapped);
   if (ahead == NewValuesAhead::kWhereThereIsRoom && backwards == Backwards::kOne) {
     const int64_t reserved = reserved_gradient_bytes(layout);
     const AheadRoom room{host_limit_bytes - mapped + left - reserved, left};
-    const AheadChoice choice = choose_ahead(new_bytes_on_host(layout, homes), room);
+    const AheadChoice choice = choose_ahead(new_bytes_on_host(layout, resting_tiers), room);
     peak += std::accumulate(choice.blocks.begin(), choice.blocks.end(), int64_t{0}) + reserved;
   }
   return std::min(peak, host_limit_bytes);

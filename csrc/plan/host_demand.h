@@ -6,7 +6,7 @@
 
 #include "chunk/layout.h"
 #include "common/types.h"
-#include "plan/homes.h"
+#include "plan/resting_tiers.h"
 
 namespace patrickstar {
 
@@ -38,14 +38,14 @@ AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room);
 
 enum class NewValuesAhead : uint8_t { kNever, kWhereThereIsRoom };
 
-// Most host memory that will be mapped. `first_homes`: tiers before activation memory was known; `states_on_device`: by
-// chunk, now. Mapped memory is reused and never shrinks, so the peak is a sum of:
+// Most host memory that will be mapped. `first_resting_tiers`: tiers before activation memory was known;
+// `states_on_device`: by chunk, now. Mapped memory is reused and never shrinks, so the peak is a sum of:
 // - places of all chunks that ever rested on the host, also if states or frozen values then moved to the device;
 // - new values of speculative updates, beyond what moved states have freed;
 // - gradients in flight, and gradients with their sums where several backwards make a step.
 //
 // Chunks evicted from the device under pressure come on top, within the limit.
-int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_homes,
+int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_resting_tiers,
                         const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes, NewValuesAhead ahead,
                         Backwards backwards);
 

@@ -42,12 +42,12 @@ enum class Op : uint8_t {
   kLoad,
   kUpdateDisk,
   kStore,
-  kVisitUp,
-  kVisitDown,
+  kRoundTripUp,
+  kRoundTripDown,
 };
 constexpr size_t kNumOps = 26;
 
-enum class Operand : uint8_t { kMoment, kArray, kChunk, kNone };
+enum class Operand : uint8_t { kAccess, kArray, kChunk, kNone };
 
 // The queue or worker that is busy with an instruction.
 enum class Lane : uint8_t {
@@ -61,24 +61,24 @@ enum class Lane : uint8_t {
   kDiskRead,
   kDiskHost,  // updates chunks whose states are on the disk
   kDiskWrite,
-  kVisit,
+  kRoundTrip,
 };
 
 // Size of an instruction: bytes moved, or parameters updated.
 enum class Amount : uint8_t {
   kNone,
-  kFetched,    // ArrayCost::fetch_bytes
-  kEvicted,    // ArrayCost::evict_bytes
-  kRetired,    // ArrayCost::retire_bytes
-  kMemory,     // of the array
-  kOthers,     // other ranks' parts of the array
-  kRead,       // read by dequantisation
-  kComing,     // activations that return
-  kLeaving,    // activations that leave
-  kParams,     // of the chunk
-  kDisk,       // states of the chunk
-  kVisitUp,    // VisitCost::up_bytes
-  kVisitDown,  // VisitCost::down_bytes
+  kFetched,        // ArrayCost::fetch_bytes
+  kEvicted,        // ArrayCost::evict_bytes
+  kFinalised,      // ArrayCost::finalise_bytes
+  kMemory,         // of the array
+  kOthers,         // other ranks' parts of the array
+  kRead,           // read by dequantisation
+  kComing,         // activations that return
+  kLeaving,        // activations that leave
+  kParams,         // of the chunk
+  kDisk,           // states of the chunk
+  kRoundTripUp,    // RoundTripCost::up_bytes
+  kRoundTripDown,  // RoundTripCost::down_bytes
 };
 
 struct OpRow {
@@ -89,10 +89,10 @@ struct OpRow {
 };
 
 constexpr std::array<OpRow, kNumOps> kOps{{
-    {"begin", Operand::kMoment, Lane::kLaunch, Amount::kNone},
-    {"recall", Operand::kMoment, Lane::kUpload, Amount::kComing},  // activations return
-    {"compute", Operand::kMoment, Lane::kCompute, Amount::kNone},
-    {"offload", Operand::kMoment, Lane::kDownload, Amount::kLeaving},  // activations leave
+    {"begin", Operand::kAccess, Lane::kLaunch, Amount::kNone},
+    {"recall", Operand::kAccess, Lane::kUpload, Amount::kComing},  // activations return
+    {"compute", Operand::kAccess, Lane::kCompute, Amount::kNone},
+    {"offload", Operand::kAccess, Lane::kDownload, Amount::kLeaving},  // activations leave
     {"allocate", Operand::kArray, Lane::kLaunch, Amount::kMemory},
     {"fetch", Operand::kArray, Lane::kUpload, Amount::kFetched},  // dequantisation included
     {"cast", Operand::kArray, Lane::kCompute, Amount::kNone},     // cast or copy of a value on the device
@@ -101,9 +101,9 @@ constexpr std::array<OpRow, kNumOps> kOps{{
     {"await", Operand::kArray, Lane::kLaunch, Amount::kNone},  // a value fetched ahead is needed
     {"evict", Operand::kArray, Lane::kDownload, Amount::kEvicted},
     {"scatter", Operand::kArray, Lane::kScatter, Amount::kOthers},
-    {"await_room", Operand::kArray, Lane::kLaunch, Amount::kRetired},  // host memory for a gradient
-    {"to_host", Operand::kArray, Lane::kDownload, Amount::kRetired},   // a gradient, to the tier of its update
-    {"inherit", Operand::kArray, Lane::kLaunch, Amount::kMemory},      // a new parameter takes its gradient's memory
+    {"await_room", Operand::kArray, Lane::kLaunch, Amount::kFinalised},  // host memory for a gradient
+    {"to_host", Operand::kArray, Lane::kDownload, Amount::kFinalised},   // a gradient, to the tier of its update
+    {"inherit", Operand::kArray, Lane::kLaunch, Amount::kMemory},        // a new parameter takes its gradient's memory
     {"free", Operand::kArray, Lane::kLaunch, Amount::kMemory},
     {"norm", Operand::kNone, Lane::kCompute, Amount::kNone},
     {"update_host", Operand::kChunk, Lane::kHost, Amount::kParams},
@@ -113,8 +113,8 @@ constexpr std::array<OpRow, kNumOps> kOps{{
     {"load", Operand::kChunk, Lane::kDiskRead, Amount::kDisk},
     {"update_disk", Operand::kChunk, Lane::kDiskHost, Amount::kParams},
     {"store", Operand::kChunk, Lane::kDiskWrite, Amount::kDisk},
-    {"visit_up", Operand::kChunk, Lane::kVisit, Amount::kVisitUp},  // device update included
-    {"visit_down", Operand::kChunk, Lane::kVisit, Amount::kVisitDown},
+    {"round_trip_up", Operand::kChunk, Lane::kRoundTrip, Amount::kRoundTripUp},  // device update included
+    {"round_trip_down", Operand::kChunk, Lane::kRoundTrip, Amount::kRoundTripDown},
 }};
 constexpr const OpRow& row_of(Op op) { return kOps[static_cast<size_t>(op)]; }
 
@@ -183,7 +183,7 @@ inline Emitted departure(int array, Copy copy) {
   return result;
 }
 
-struct Retirement {
+struct Finalisation {
   ChunkId chunk = -1;
   Recipe update = Recipe::kNever;
   Sharing sharing = Sharing::kOwn;
@@ -207,37 +207,37 @@ inline void add_update(ChunkId chunk, const RecipeRow& row, Issue issue, Emitted
   }
 }
 
-inline Emitted retirement(const Retirement& retired) {
-  const RecipeRow& row = row_of(retired.update);
-  const int param = ArrayId{retired.chunk, ArrayKind::kParam}.index();
-  const int grad = ArrayId{retired.chunk, ArrayKind::kGrad}.index();
-  const bool is_shared = retired.sharing == Sharing::kShared;
-  const bool visits = is_visit(row) && retired.is_last;
-  const bool is_taken = visits && retired.value_is_taken;
+inline Emitted finalisation(const Finalisation& finalised) {
+  const RecipeRow& row = row_of(finalised.update);
+  const int param = ArrayId{finalised.chunk, ArrayKind::kParam}.index();
+  const int grad = ArrayId{finalised.chunk, ArrayKind::kGrad}.index();
+  const bool is_shared = finalised.sharing == Sharing::kShared;
+  const bool round_trips = is_round_trip(row) && finalised.is_last;
+  const bool is_taken = round_trips && finalised.value_is_taken;
   Emitted result;
-  if (retired.value_is_dead && !is_taken) result.add(Op::kFree, param);
-  if (visits) {
+  if (finalised.value_is_dead && !is_taken) result.add(Op::kFree, param);
+  if (round_trips) {
     if (is_shared) result.add(Op::kScatter, grad);
-    result.add(Op::kVisitUp, retired.chunk);
-    result.add(Op::kVisitDown, retired.chunk);
-    if (retired.value_is_dead && is_taken) result.add(Op::kFree, param);
+    result.add(Op::kRoundTripUp, finalised.chunk);
+    result.add(Op::kRoundTripDown, finalised.chunk);
+    if (finalised.value_is_dead && is_taken) result.add(Op::kFree, param);
     result.add(Op::kFree, grad);
     return result;
   }
-  const bool starts = starts_in_backward(row) && retired.is_last;
+  const bool starts = starts_in_backward(row) && finalised.is_last;
   if (starts && row.states == Tier::kHost && row.passes == Passes::kOne) result.add(Op::kAwaitRoom, grad);
   if (is_shared) {
     result.add(Op::kScatter, grad);
     result.add(Op::kFree, grad);  // the shard is downloaded from memory of its own
   }
-  if (retired.leaves) result.add(Op::kToHost, grad);
-  if (retired.leaves && !is_shared) result.add(Op::kFree, grad);
-  if (starts) add_update(retired.chunk, row, Issue::kAhead, result);
+  if (finalised.leaves) result.add(Op::kToHost, grad);
+  if (finalised.leaves && !is_shared) result.add(Op::kFree, grad);
+  if (starts) add_update(finalised.chunk, row, Issue::kAhead, result);
   return result;
 }
 
 // An update that starts after the norm.
-inline Emitted late_update(ChunkId chunk, Recipe recipe) {
+inline Emitted deferred_update(ChunkId chunk, Recipe recipe) {
   Emitted result;
   if (row_of(recipe).start == Start::kAfterNorm) add_update(chunk, row_of(recipe), Issue::kNow, result);
   return result;

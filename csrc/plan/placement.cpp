@@ -5,7 +5,7 @@
 
 #include "common/ablation.h"
 #include "common/check.h"
-#include "memory/slot_pool.h"
+#include "memory/device_buffer_pool.h"
 
 namespace patrickstar {
 
@@ -13,9 +13,9 @@ namespace {
 
 // Most chunks that may be prefetched at a time. Not measured by itself.
 constexpr int64_t kPrefetchedChunks = 16;
-// Share of the headroom lost to device buffers larger than their arrays (kMostSlotWaste), where buffers do not follow
-// activation memory. Never more than usual_prefetch_bytes(). Not measured by itself.
-constexpr double kSlotWasteShare = 0.05;
+// Share of the headroom lost to device buffers larger than their arrays (kMostDeviceBufferWaste), where buffers do not
+// follow activation memory. Never more than usual_prefetch_bytes(). Not measured by itself.
+constexpr double kDeviceBufferWasteShare = 0.05;
 // Device room, beside activation memory, for the states of the first chunks when all others' stay on the host. A rule
 // that admitted one chunk more was predicted 1.042 x faster on two GPUs and was not
 // (benchmark/results/h200-one-program.txt). kBoundaryChunks and kBoundarySlack: not measured.
@@ -57,12 +57,12 @@ int64_t largest_quantized_bytes(const Layout& layout) {
   return largest;
 }
 
-int64_t largest_moment_bytes(const Layout& layout, const Timeline& timeline) {
+int64_t largest_access_bytes(const Layout& layout, const Timeline& timeline) {
   int64_t largest = 0;
-  for (const Moment& moment : timeline.moments) {
+  for (const Access& access : timeline.accesses) {
     int64_t bytes = 0;
-    for (const Access& access : moment.accesses) {
-      if (access.mode != AccessMode::kRetire) bytes += layout.num_bytes(access.array);
+    for (const ArrayUse& use : access.uses) {
+      if (use.mode != ArrayUseMode::kFinalise) bytes += layout.num_bytes(use.array);
     }
     largest = std::max(largest, bytes);
   }
@@ -72,8 +72,8 @@ int64_t largest_moment_bytes(const Layout& layout, const Timeline& timeline) {
 // Backward ends with the chunks that the next forward begins with. With their states on the device, the forward does
 // not wait for their download, host update and upload.
 int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limit_bytes) {
-  const int64_t left = limit_bytes - highest_tide(step);
-  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(layout, step) - kBoundarySlack);
+  const int64_t left = limit_bytes - highest_activation_memory(step);
+  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_access_bytes(layout, step) - kBoundarySlack);
   int count = 0;
   while (count < std::min(kBoundaryChunks, layout.num_chunks())) {
     const ChunkSpec& chunk = layout.chunk(count);
@@ -87,10 +87,10 @@ int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limi
 // Half the room that no access needs, up to kPrefetchedChunks. Not used on the simulated device, where a fetch takes as
 // long as a copy.
 int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
-  const int64_t room = problem.limit_bytes - problem.fixed_bytes - highest_tide(*problem.timeline);
+  const int64_t room = problem.limit_bytes - problem.fixed_bytes - highest_activation_memory(*problem.timeline);
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kParam));
-  const int64_t spare = room - largest_moment_bytes(layout, *problem.timeline);
+  const int64_t spare = room - largest_access_bytes(layout, *problem.timeline);
   return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
@@ -107,47 +107,48 @@ int64_t rare_above(const Layout& layout) {
   for (const ChunkSpec& chunk : layout.chunks()) sizes.push_back(chunk.num_bytes(ArrayKind::kParam));
   if (sizes.empty()) return INT64_MAX;
   std::sort(sizes.begin(), sizes.end());
-  const int64_t served = sizes[sizes.size() / 2] + share(sizes[sizes.size() / 2], kMostSlotWaste);
+  const int64_t served = sizes[sizes.size() / 2] + share(sizes[sizes.size() / 2], kMostDeviceBufferWaste);
   const auto num_larger = sizes.end() - std::upper_bound(sizes.begin(), sizes.end(), served);
   return static_cast<double>(num_larger) <= kRareShare * static_cast<double>(sizes.size()) ? served : INT64_MAX;
 }
 
-// By access: device buffers of rare sizes that idle until the access that needs most of them (memory/slot_pool.h), at
-// most half the access's free room. Empty if no size is rare.
-std::vector<int64_t> idle_slot_bytes(const Layout& layout, const PlanProblem& problem) {
+// By access: device buffers of rare sizes that idle until the access that needs most of them
+// (memory/device_buffer_pool.h), at most half the access's free room. Empty if no size is rare.
+std::vector<int64_t> idle_device_buffer_bytes(const Layout& layout, const PlanProblem& problem) {
   const int64_t above = rare_above(layout);
-  const std::vector<Moment>& moments = problem.timeline->moments;
-  std::vector<int64_t> rare(moments.size(), 0);
-  std::vector<int64_t> idle(moments.size(), 0);
-  for (size_t t = 0; t < moments.size(); ++t) {
+  const std::vector<Access>& accesses = problem.timeline->accesses;
+  std::vector<int64_t> rare(accesses.size(), 0);
+  std::vector<int64_t> idle(accesses.size(), 0);
+  for (size_t t = 0; t < accesses.size(); ++t) {
     std::set<int> needed;
     idle[t] = room_bytes(problem, t);
-    for (const Access& access : moments[t].accesses) {
-      if (access.mode == AccessMode::kRetire || !needed.insert(access.array.index()).second) continue;
-      const int64_t bytes = problem.arrays[static_cast<size_t>(access.array.index())].num_bytes;
+    for (const ArrayUse& use : accesses[t].uses) {
+      if (use.mode == ArrayUseMode::kFinalise || !needed.insert(use.array.index()).second) continue;
+      const int64_t bytes = problem.arrays[static_cast<size_t>(use.array.index())].num_bytes;
       rare[t] += bytes > above ? bytes : 0;
       idle[t] -= bytes;
     }
   }
   const int64_t most = rare.empty() ? 0 : *std::max_element(rare.begin(), rare.end());
   if (most == 0) return {};
-  for (size_t t = 0; t < moments.size(); ++t) {
+  for (size_t t = 0; t < accesses.size(); ++t) {
     idle[t] = std::clamp(idle[t] / 2, int64_t{0}, most - rare[t]);
   }
   return idle;
 }
 
-// The first gradients that wait on the device take no room of their own ([Note: gradients in the tide]).
-void put_gradients_into_tide(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
-                             const DeviceBudget& budget, PlanProblem& problem) {
-  int64_t left = budget.keeps_gradients ? budget.gradient_tide_bytes : 0;
+// The first gradients that wait on the device take no room of their own ([Note: gradients in activation memory]).
+void put_gradients_into_activation_memory(const Layout& layout, const Timeline& step,
+                                          const std::vector<uint8_t>& states_on_device, const DeviceBudget& budget,
+                                          PlanProblem& problem) {
+  int64_t left = budget.keeps_gradients ? budget.gradient_activation_bytes : 0;
   if (left == 0) return;
-  for (const Moment& moment : step.moments) {
-    for (const Access& access : moment.accesses) {
-      const bool waits = layout.row(access.array).on_device == ArrayMemory::kTide &&
-                         access.mode == AccessMode::kWrite &&
-                         states_on_device[static_cast<size_t>(access.array.chunk)] != 0;
-      int64_t& bytes = problem.arrays[static_cast<size_t>(access.array.index())].num_bytes;
+  for (const Access& access : step.accesses) {
+    for (const ArrayUse& use : access.uses) {
+      const bool waits = layout.row(use.array).on_device == ArrayMemory::kActivationMemory &&
+                         use.mode == ArrayUseMode::kWrite &&
+                         states_on_device[static_cast<size_t>(use.array.chunk)] != 0;
+      int64_t& bytes = problem.arrays[static_cast<size_t>(use.array.index())].num_bytes;
       if (!waits || bytes == 0 || bytes > left) continue;
       left -= bytes;
       bytes = 0;
@@ -162,10 +163,10 @@ enum class Beside : uint8_t {
   kNothing,    // gradients leave the device as well
 };
 
-// Number of chunks, from the first on, whose states fit `margin_bytes` times margin_use_ratio.
-int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes, Beside beside) {
-  int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
-  int64_t in_tide = budget.gradient_tide_bytes;
+// Number of chunks, from the first on, whose states fit `headroom_bytes` times margin_use_ratio.
+int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t headroom_bytes, Beside beside) {
+  int64_t usable = share(std::max<int64_t>(headroom_bytes, 0), budget.margin_use_ratio);
+  int64_t in_activation_memory = budget.gradient_activation_bytes;
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     usable -= lasting_bytes(chunk);
@@ -174,15 +175,15 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
       const ArrayRow& param = chunk.rows.param();
       const bool reserves = gradient.on_device == ArrayMemory::kOwn || (budget.keeps_gradients && chunk.is_sharded());
       // The compute value is part of the states here, and the gradient does not take its place.
-      const bool is_apart = gradient.on_device == ArrayMemory::kTide;
+      const bool is_apart = gradient.on_device == ArrayMemory::kActivationMemory;
       const bool waits = beside == Beside::kAllValues ? is_apart : beside == Beside::kGradients;
       const bool value = beside != Beside::kAllValues && is_apart;
       const bool shard =
           chunk.is_sharded() && param.on_device == ArrayMemory::kOwn;  // on one rank it counts among the values
       if (reserves || (budget.keeps_gradients && waits)) {
-        const int64_t without_slot = reserves ? 0 : std::min(gradient.num_bytes, in_tide);
-        in_tide -= without_slot;
-        usable -= gradient.num_bytes - without_slot;
+        const int64_t without_device_buffer = reserves ? 0 : std::min(gradient.num_bytes, in_activation_memory);
+        in_activation_memory -= without_device_buffer;
+        usable -= gradient.num_bytes - without_device_buffer;
       }
       if (value || shard) usable -= param.num_bytes;
     }
@@ -205,7 +206,7 @@ UpdatesAhead updates_ahead(const Layout& layout, const Timeline& step, const Dev
   std::fill_n(on_device.begin(), count, uint8_t{1});
   int64_t room = budget.host_limit_bytes - reserved_gradient_bytes(layout);
   room -= leaving_gradient_bytes(layout, step, on_device, budget);
-  for (ChunkId chunk = count; chunk < layout.num_chunks(); ++chunk) room -= home_bytes(layout.chunk(chunk));
+  for (ChunkId chunk = count; chunk < layout.num_chunks(); ++chunk) room -= resting_tier_bytes(layout.chunk(chunk));
   UpdatesAhead ahead;
   for (ChunkId chunk = count; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
@@ -223,9 +224,9 @@ bool is_enough(const UpdatesAhead& ahead) {
 
 }  // namespace
 
-int64_t highest_tide(const Timeline& timeline) {
+int64_t highest_activation_memory(const Timeline& timeline) {
   int64_t highest = 0;
-  for (const Moment& moment : timeline.moments) highest = std::max(highest, moment.tide_peak_bytes);
+  for (const Access& access : timeline.accesses) highest = std::max(highest, access.activation_peak_bytes);
   return highest;
 }
 
@@ -243,22 +244,21 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
   std::set<int> waiting;
   int64_t gradients = 0;
   int64_t leaving = 0;
-  for (const Moment& moment : step.moments) {
+  for (const Access& access : step.accesses) {
     int64_t others = 0;  // arrays that this access needs
     std::set<int> needed;
-    for (const Access& access : moment.accesses) {
-      if (access.mode == AccessMode::kRetire || !needed.insert(access.array.index()).second) continue;
-      const bool waits = access.array.kind == ArrayKind::kGrad &&
-                         layout.row(access.array).on_device != ArrayMemory::kOwn &&
-                         states_on_device[static_cast<size_t>(access.array.chunk)] != 0;
+    for (const ArrayUse& use : access.uses) {
+      if (use.mode == ArrayUseMode::kFinalise || !needed.insert(use.array.index()).second) continue;
+      const bool waits = use.array.kind == ArrayKind::kGrad && layout.row(use.array).on_device != ArrayMemory::kOwn &&
+                         states_on_device[static_cast<size_t>(use.array.chunk)] != 0;
       if (!waits) {
-        others += layout.num_bytes(access.array);
-      } else if (waiting.insert(access.array.index()).second) {
-        gradients += layout.num_bytes(access.array);
+        others += layout.num_bytes(use.array);
+      } else if (waiting.insert(use.array.index()).second) {
+        gradients += layout.num_bytes(use.array);
       }
     }
-    const int64_t in_slots = std::max<int64_t>(gradients - budget.gradient_tide_bytes, 0);
-    leaving = std::max(leaving, states + in_slots + others + moment.tide_peak_bytes - limit_bytes);
+    const int64_t in_device_buffers = std::max<int64_t>(gradients - budget.gradient_activation_bytes, 0);
+    leaving = std::max(leaving, states + in_device_buffers + others + access.activation_peak_bytes - limit_bytes);
   }
   return std::min(leaving, gradients);
 }
@@ -305,9 +305,9 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     problem.fixed_bytes += on_device ? placed : 0;
     if (!spec.trainable) continue;
     const ArrayRow& grad = spec.rows[ArrayKind::kGrad];
-    const bool retires = !on_device || param.source == Source::kMaster;
+    const bool finalises = !on_device || param.source == Source::kMaster;
     problem.arrays[static_cast<size_t>(ArrayId{chunk, grad.kind}.index())] = {
-        bytes_beside(grad), grad.num_bytes, grad.num_bytes, retires ? value.num_bytes : 0, false};
+        bytes_beside(grad), grad.num_bytes, grad.num_bytes, finalises ? value.num_bytes : 0, false};
     const bool shard_waits =
         spec.is_sharded() && budget.keeps_gradients && spec.rows.gradient().on_device != ArrayMemory::kOwn;
     if (on_device && shard_waits) problem.fixed_bytes += value.num_bytes;
@@ -315,22 +315,22 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
       problem.fixed_bytes += spec.num_bytes(ArrayKind::kGradSum);
     }
   }
-  put_gradients_into_tide(layout, last, states_on_device, budget, problem);
+  put_gradients_into_activation_memory(layout, last, states_on_device, budget, problem);
   problem.gradient_room_bytes = budget.gradient_room_bytes;
-  problem.visits = visit_costs(layout);
+  problem.round_trips = round_trip_costs(layout);
   problem.fixed_bytes += scatter_bytes(layout);
   if (stages) problem.fixed_bytes += kStagings * largest_quantized_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;
-  if (!budget.follows_tide) problem.least_tide_bytes = highest_tide(last);
+  if (!budget.follows_activations) problem.least_activation_bytes = highest_activation_memory(last);
   problem.limit_bytes = budget.limit_bytes;
-  if (!budget.follows_tide) problem.idle_bytes = idle_slot_bytes(layout, problem);
+  if (!budget.follows_activations) problem.idle_bytes = idle_device_buffer_bytes(layout, problem);
   if (budget.prefetches_far) problem.prefetch_bytes = prefetch_bytes(layout, problem);
   return problem;
 }
 
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {
   if (budget.limit_bytes == INT64_MAX) return layout.num_chunks();
-  int64_t margin = budget.limit_bytes - highest_tide(step) - scatter_bytes(layout);
+  int64_t headroom = budget.limit_bytes - highest_activation_memory(step) - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
   int64_t own_values = 0;  // of chunks that no other rank shares
@@ -351,10 +351,11 @@ int num_device_state_chunks(const Layout& layout, const Timeline& step, const De
   // All-gathers are faster than uploads, so values of shared chunks need no more room than prefetches.
   if (layout.has_other_ranks()) values = own_values + std::min(values - own_values, kPrefetchedChunks * largest);
   const int64_t prefetched = usual_prefetch_bytes(layout, values);
-  if (!budget.follows_tide) margin -= std::min(share(std::max<int64_t>(margin, 0), kSlotWasteShare), prefetched);
+  if (!budget.follows_activations)
+    headroom -= std::min(share(std::max<int64_t>(headroom, 0), kDeviceBufferWasteShare), prefetched);
   const int64_t gradients = 2 * largest_trained;  // in flight; the others take their parameters' place
-  const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Beside::kAllValues);
-  const int64_t without_values = margin - prefetched - gradients;  // values are fetched on demand
+  const int count = num_state_chunks_within(layout, budget, headroom - values - gradients, Beside::kAllValues);
+  const int64_t without_values = headroom - prefetched - gradients;  // values are fetched on demand
   const int beside = num_state_chunks_within(layout, budget, without_values, Beside::kGradients);
   const int most = num_state_chunks_within(layout, budget, without_values, Beside::kNothing);
   // States may displace gradients only if that lets enough host updates start in backward; no more states than that
@@ -371,7 +372,7 @@ int num_device_state_chunks(const Layout& layout, const Timeline& step, const De
     ahead = updates_ahead(layout, step, budget, enough);
   }
   const int chosen = enough == count || is_enough(ahead) ? enough : std::max(count, beside);
-  return budget.follows_tide ? chosen : std::max(chosen, num_boundary_chunks(layout, step, budget.limit_bytes));
+  return budget.follows_activations ? chosen : std::max(chosen, num_boundary_chunks(layout, step, budget.limit_bytes));
 }
 
 int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params) {

@@ -1,5 +1,5 @@
-// Which chunks keep optimizer states on the device once activation memory is known (before that: plan/homes.h), and the
-// resulting problem for the planner. Pure functions of sizes and the timeline, so plans need no device.
+// Which chunks keep optimizer states on the device once activation memory is known (before that: plan/resting_tiers.h),
+// and the resulting problem for the planner. Pure functions of sizes and the timeline, so plans need no device.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,17 @@ constexpr int64_t kFixedSegmentSlack = int64_t{60} << 20;
 constexpr double kFixedSegmentSlackRatio = 0.15;
 
 struct DeviceBudget {
-  int64_t limit_bytes = INT64_MAX;  // for everything, the allocator's rounding excluded
-  bool follows_tide = false;        // Backend::follows_tide
-  bool prefetches_far = true;       // transfers take time that compute can hide
-  double margin_use_ratio = 1.0;    // share of num_device_state_chunks()'s headroom
-  bool keeps_gradients = true;      // gradients wait on the device for the step if their chunk's states are there
+  int64_t limit_bytes = INT64_MAX;   // for everything, the allocator's rounding excluded
+  bool follows_activations = false;  // Backend::follows_activations
+  bool prefetches_far = true;        // transfers take time that compute can hide
+  double margin_use_ratio = 1.0;     // share of num_device_state_chunks()'s headroom
+  bool keeps_gradients = true;       // gradients wait on the device for the step if their chunk's states are there
   Backwards backwards = Backwards::kOne;
-  // One rank: bytes of waiting gradients that lie in activation memory ([Note: gradients in the tide]).
-  int64_t gradient_tide_bytes = 0;
+  // One rank: bytes of waiting gradients that lie in activation memory ([Note: gradients in activation memory]).
+  int64_t gradient_activation_bytes = 0;
   // For host chunks and for new compute values of speculative updates; unlimited if there are none.
   int64_t host_limit_bytes = INT64_MAX;
-  // Host memory for gradients without a fixed place, as homes.h has it.
+  // Host memory for gradients without a fixed place, as resting_tiers.h has it.
   int64_t gradient_room_bytes = INT64_MAX;
 };
 
@@ -59,7 +59,7 @@ std::vector<ChunkId> chunks_that_move_in(const Layout& layout, int count, const 
 PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::vector<uint8_t>& states_on_device,
                          const DeviceBudget& budget);
 
-int64_t highest_tide(const Timeline& timeline);
+int64_t highest_activation_memory(const Timeline& timeline);
 
 // Least device memory for chunk buffers: the chunks of the largest module, its largest gradient chunk, reduce-scatter
 // buffers, and the codes of a quantised chunk. `module_params`: the parameters that each module owns.

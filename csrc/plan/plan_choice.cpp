@@ -15,18 +15,18 @@ namespace {
 
 // Plans are compared on a machine whose transfers, collectives and updates take this much longer. Steps jitter, and one
 // late fetch delays everything after it, while bytes and room hidden by compute cost nothing. Not measured by itself.
-constexpr double kCaution = 1.5;
+constexpr double kPredictionCaution = 1.5;
 
 Rates cautious(Rates rates) {
-  rates.upload_gbps /= kCaution;
-  rates.download_gbps /= kCaution;
-  rates.transfer_latency_seconds *= kCaution;
-  rates.gather_gbps /= kCaution;
-  rates.scatter_gbps /= kCaution;
-  rates.collective_latency_seconds *= kCaution;
-  rates.host_adam_params_per_second /= kCaution;
-  rates.disk_read_gbps /= kCaution;
-  rates.disk_write_gbps /= kCaution;
+  rates.upload_gbps /= kPredictionCaution;
+  rates.download_gbps /= kPredictionCaution;
+  rates.transfer_latency_seconds *= kPredictionCaution;
+  rates.gather_gbps /= kPredictionCaution;
+  rates.scatter_gbps /= kPredictionCaution;
+  rates.collective_latency_seconds *= kPredictionCaution;
+  rates.host_adam_params_per_second /= kPredictionCaution;
+  rates.disk_read_gbps /= kPredictionCaution;
+  rates.disk_write_gbps /= kPredictionCaution;
   return rates;
 }
 
@@ -39,15 +39,15 @@ int64_t largest_fetch_bytes(const PlanProblem& problem) {
 }
 
 // Room that no access needs, at most the size of all arrays.
-int64_t spare_bytes(const PlanProblem& problem) {
+int64_t device_spare_bytes(const PlanProblem& problem) {
   int64_t spare = 0;
   for (const ArrayCost& cost : problem.arrays) spare += cost.num_bytes;
-  for (size_t t = 0; t < problem.timeline->moments.size(); ++t) {
+  for (size_t t = 0; t < problem.timeline->accesses.size(); ++t) {
     std::set<int> needed;
     int64_t left = room_bytes(problem, t);
-    for (const Access& access : problem.timeline->moments[t].accesses) {
-      if (access.mode == AccessMode::kRetire || !needed.insert(access.array.index()).second) continue;
-      left -= problem.arrays[static_cast<size_t>(access.array.index())].num_bytes;
+    for (const ArrayUse& use : problem.timeline->accesses[t].uses) {
+      if (use.mode == ArrayUseMode::kFinalise || !needed.insert(use.array.index()).second) continue;
+      left -= problem.arrays[static_cast<size_t>(use.array.index())].num_bytes;
     }
     spare = std::min(spare, left);
   }
@@ -116,15 +116,15 @@ Predicted choose_room(PlanProblem problem, const std::vector<RoomPlan>& plans, c
                            [&rank](const Predicted& a, const Predicted& b) { return rank(a) < rank(b); });
 }
 
-// Defers the speculative updates of the chunks from `first_late` on.
-std::vector<Recipe> delayed_updates(std::vector<Recipe> recipes, ChunkId first_late) {
-  std::transform(recipes.begin() + first_late, recipes.end(), recipes.begin() + first_late, &made_late);
+// Defers the speculative updates of the chunks from `first_deferred` on.
+std::vector<Recipe> delayed_updates(std::vector<Recipe> recipes, ChunkId first_deferred) {
+  std::transform(recipes.begin() + first_deferred, recipes.end(), recipes.begin() + first_deferred, &made_deferred);
   return recipes;
 }
 
-// A simulated step whose updates from `first_late` on are deferred.
+// A simulated step whose updates from `first_deferred` on are deferred.
 struct Delayed {
-  ChunkId first_late = 0;
+  ChunkId first_deferred = 0;
   StepShape shape;
   Program program;
   double seconds = 0;
@@ -142,24 +142,25 @@ std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, 
   std::vector<Delayed> played;
   for (size_t part = kParts + 1; part-- > 0;) {
     const size_t kept = (in_two_passes.size() * part + kParts - 1) / kParts;
-    const ChunkId first_late = kept == in_two_passes.size() ? num_chunks : in_two_passes[kept];
-    if (!played.empty() && played.back().first_late == first_late) continue;
+    const ChunkId first_deferred = kept == in_two_passes.size() ? num_chunks : in_two_passes[kept];
+    if (!played.empty() && played.back().first_deferred == first_deferred) continue;
     StepShape shape = earliest;
-    shape.updates = delayed_updates(std::move(shape.updates), first_late);
+    shape.updates = delayed_updates(std::move(shape.updates), first_deferred);
     Program program = compile(problem, plan, shape);
     const double seconds = play(problem, program, rates, shape).seconds;
-    played.push_back({first_late, std::move(shape), std::move(program), seconds});
+    played.push_back({first_deferred, std::move(shape), std::move(program), seconds});
   }
   return played;
 }
 
 // Returns the shortest step's split point. Of equally short steps, the shortest under caution wins, then the one with
 // fewest deferred updates.
-ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates& rates, const StepShape& earliest) {
-  if (is_left_out(Mechanism::kWaitingUpdates)) return static_cast<ChunkId>(earliest.updates.size());
+ChunkId choose_first_deferred(PlanProblem problem, const RoomPlan& with, const Rates& rates,
+                              const StepShape& earliest) {
+  if (is_left_out(Mechanism::kDeferredUpdates)) return static_cast<ChunkId>(earliest.updates.size());
   problem.prefetch_bytes = with.prefetch_bytes;
   const std::vector<Delayed> played = play_delayed(problem, with.plan, rates, earliest);
-  if (played.size() == 1) return played.front().first_late;
+  if (played.size() == 1) return played.front().first_deferred;
   double least = played.front().seconds;
   for (const Delayed& step : played) least = std::min(least, step.seconds);
   const Rates slower_rates = cautious(rates);
@@ -172,16 +173,16 @@ ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates
     best = &step;
     best_seconds = seconds;
   }
-  return best->first_late;
+  return best->first_deferred;
 }
 
 // At most this many of kParts go to the GPU. Not measured.
-constexpr int kMostVisiting = 12;
+constexpr int kMostRoundTrip = 12;
 // Share of the step that round trips must save to be chosen. Not measured.
-constexpr double kWorthVisiting = 0.02;
+constexpr double kWorthRoundTrip = 0.02;
 
 // Turns `part` of kParts of the optimizer-in-backward parameters on the host into round trips, evenly spread.
-std::vector<Recipe> spread_visits(const StepShape& shape, int part) {
+std::vector<Recipe> spread_round_trips(const StepShape& shape, int part) {
   std::vector<Recipe> recipes = shape.updates;
   double due = 0;
   for (size_t chunk = 0; chunk < recipes.size(); ++chunk) {
@@ -191,22 +192,22 @@ std::vector<Recipe> spread_visits(const StepShape& shape, int part) {
     due += numel * part / kParts;
     if (due < numel / 2) continue;
     due -= numel;
-    recipes[chunk] = with_visit(recipes[chunk]);
+    recipes[chunk] = with_round_trip(recipes[chunk]);
   }
   return recipes;
 }
 
 // Nothing if round trips save too little or do not fit the device. `without`: the best step without round trips.
-std::optional<PlanChoice> choose_visits(PlanProblem problem, const Predicted& without, const Rates& rates,
-                                        StepShape shape, int64_t visitor_bytes) {
-  const double worth = without.step.seconds * (1 - kWorthVisiting);
-  problem.fixed_bytes += visitor_bytes;
+std::optional<PlanChoice> choose_round_trips(PlanProblem problem, const Predicted& without, const Rates& rates,
+                                             StepShape shape, int64_t round_trip_bytes) {
+  const double worth = without.step.seconds * (1 - kWorthRoundTrip);
+  problem.fixed_bytes += round_trip_bytes;
   problem.prefetch_bytes = without.with->prefetch_bytes;
   double least = worth;
-  const StepShape at_home = shape;
+  const StepShape at_rest = shape;
   std::vector<Recipe> best;
-  for (int part = 1; part <= kMostVisiting; ++part) {
-    shape.updates = spread_visits(at_home, part);
+  for (int part = 1; part <= kMostRoundTrip; ++part) {
+    shape.updates = spread_round_trips(at_rest, part);
     const double seconds = play(problem, compile(problem, without.with->plan, shape), rates, shape).seconds;
     if (seconds >= least) continue;
     least = seconds * (1 - kPredictionTolerance);
@@ -224,7 +225,7 @@ std::optional<PlanChoice> choose_visits(PlanProblem problem, const Predicted& wi
 }  // namespace
 
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
-  const int64_t spare = spare_bytes(problem);
+  const int64_t spare = device_spare_bytes(problem);
   const int64_t chunk = largest_fetch_bytes(problem);
   std::set<int64_t> rooms{0, problem.prefetch_bytes};
   if (chunk > 0) {
@@ -234,25 +235,26 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
   return {rooms.begin(), rooms.end()};
 }
 
-PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes) {
+PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t round_trip_bytes) {
   check_step(problem, rates, shape);
-  PS_CHECK(visitor_bytes == 0 || problem.visits.size() == shape.updates.size(), ArgumentError,
-           "GPU round trips are allowed, and their bytes are given for ", problem.visits.size(), " of ",
+  PS_CHECK(round_trip_bytes == 0 || problem.round_trips.size() == shape.updates.size(), ArgumentError,
+           "GPU round trips are allowed, and their bytes are given for ", problem.round_trips.size(), " of ",
            shape.updates.size(), " chunks; give one entry per chunk");
   std::vector<RoomPlan> plans = plans_by_room(problem);
   StepShape chosen = shape;
-  auto first_late = static_cast<ChunkId>(shape.updates.size());
+  auto first_deferred = static_cast<ChunkId>(shape.updates.size());
   Predicted predicted = choose_room(problem, plans, rates, chosen);
   for (int round = 0; round < kRounds; ++round) {
-    const ChunkId next = choose_first_late(problem, *predicted.with, rates, shape);
-    if (next == first_late) break;
-    first_late = next;
-    chosen.updates = delayed_updates(shape.updates, first_late);
+    const ChunkId next = choose_first_deferred(problem, *predicted.with, rates, shape);
+    if (next == first_deferred) break;
+    first_deferred = next;
+    chosen.updates = delayed_updates(shape.updates, first_deferred);
     predicted = choose_room(problem, plans, rates, chosen);
   }
-  if (visitor_bytes > 0) {
-    std::optional<PlanChoice> with_visits = choose_visits(problem, predicted, rates, chosen, visitor_bytes);
-    if (with_visits) return *std::move(with_visits);
+  if (round_trip_bytes > 0) {
+    std::optional<PlanChoice> with_round_trips =
+        choose_round_trips(problem, predicted, rates, chosen, round_trip_bytes);
+    if (with_round_trips) return *std::move(with_round_trips);
   }
   RoomPlan& with = plans[static_cast<size_t>(predicted.with - plans.data())];
   return {std::move(with.plan), with.prefetch_bytes, predicted.step, std::move(chosen.updates)};

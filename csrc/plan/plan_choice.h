@@ -1,5 +1,5 @@
 // Chooses a plan by simulated step time: how much device room prefetches get, which host updates start in backward, and
-// which run as GPU round trips (engine/visits.h).
+// which run as GPU round trips (engine/round_trips.h).
 //
 // Prefetch room. More room starts transfers earlier but keeps less on the device, so more bytes move. The simulator
 // plays one plan per candidate room. The ranking:
@@ -46,8 +46,8 @@ struct PlanChoice {
 // and problem.prefetch_bytes.
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem);
 
-// `shape.updates`: the earliest recipes that fit memory. `predicted` is at measured rates. `visitor_bytes`: device
+// `shape.updates`: the earliest recipes that fit memory. `predicted` is at measured rates. `round_trip_bytes`: device
 // memory of round trips; 0: none allowed. Throws ArgumentError as simulate() does.
-PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes = 0);
+PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t round_trip_bytes = 0);
 
 }  // namespace patrickstar

@@ -71,7 +71,7 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
   for (Recipe recipe : vote.updates) {
     reader.check(static_cast<size_t>(recipe) < kNumRecipes, "an update by no known recipe");
   }
-  reader.check(activations.empty() || activations.size() == compute_seconds.size(), "activations of other moments");
+  reader.check(activations.empty() || activations.size() == compute_seconds.size(), "activations of other accesses");
   if (rates.empty()) return vote;
   vote.times = StepTimes{rates.front(), {compute_seconds, {}, {}}};
   vote.times->shape.activations = activations;

@@ -1,9 +1,9 @@
 // Votes: what each rank saw of a step, and the common values that all ranks plan with.
 //
 // Ranks all-gather in the order of their plans, so all ranks must make the same plan. Nothing that a single rank saw
-// may enter a plan: step times, memory found for speculative updates, whether the step can be traced. Each rank puts these into a vote. Votes travel with the exchange that ends every step
-// (Collectives::agree_on), and plans use agreed(): the slowest rank, since the step of all ranks is as long as the
-// slowest one's.
+// may enter a plan: step times, memory found for speculative updates, whether the step can be traced. Each rank puts
+// these into a vote. Votes travel with the exchange that ends every step (Collectives::agree_on), and plans use
+// agreed(): the slowest rank, since the step of all ranks is as long as the slowest one's.
 //
 //   std::string message = packed(vote);
 //   PlanVote all = agreed({unpacked_vote(messages[0], num_chunks), unpacked_vote(messages[1], num_chunks)});

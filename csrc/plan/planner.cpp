@@ -20,7 +20,7 @@ class Sweep {
   std::set<int> survivors() const;
 
  private:
-  void run_moment(size_t t);
+  void run_access(size_t t);
   void hoist_fetches();
   bool needs_write(size_t t, ArrayId id) const;
   void plan_prefetch(size_t t, const std::set<int>& in_use);
@@ -31,7 +31,9 @@ class Sweep {
   std::vector<std::pair<int64_t, int>> victims(size_t t, const std::set<int>& keep) const;
 
   int64_t room(size_t t) const;  // without room set aside for prefetches
-  int64_t tide(size_t t) const { return std::max(moments_[t].tide_peak_bytes, problem_.least_tide_bytes); }
+  int64_t activation_memory(size_t t) const {
+    return std::max(accesses_[t].activation_peak_bytes, problem_.least_activation_bytes);
+  }
   int64_t next_use(int array, size_t t) const;
   const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
   int64_t missing_bytes(const std::set<int>& arrays) const;
@@ -39,7 +41,7 @@ class Sweep {
   void remove(int array);
 
   const PlanProblem& problem_;
-  const std::vector<Moment>& moments_;
+  const std::vector<Access>& accesses_;
   std::vector<std::vector<int64_t>> uses_;
   std::vector<std::set<int>> needed_;  // by access: arrays read or written
   std::set<int> resident_;
@@ -49,69 +51,73 @@ class Sweep {
 };
 
 Sweep::Sweep(const PlanProblem& problem, const std::set<int>& resident_at_start)
-    : problem_(problem), moments_(problem.timeline->moments), uses_(problem.arrays.size()), needed_(moments_.size()) {
-  for (size_t t = 0; t < moments_.size(); ++t) {
-    for (const Access& access : moments_[t].accesses) {
-      if (access.mode == AccessMode::kRetire) continue;
-      if (needed_[t].insert(access.array.index()).second) {
-        uses_[static_cast<size_t>(access.array.index())].push_back(static_cast<int64_t>(t));
+    : problem_(problem),
+      accesses_(problem.timeline->accesses),
+      uses_(problem.arrays.size()),
+      needed_(accesses_.size()) {
+  for (size_t t = 0; t < accesses_.size(); ++t) {
+    for (const ArrayUse& use : accesses_[t].uses) {
+      if (use.mode == ArrayUseMode::kFinalise) continue;
+      if (needed_[t].insert(use.array.index()).second) {
+        uses_[static_cast<size_t>(use.array.index())].push_back(static_cast<int64_t>(t));
       }
     }
   }
   for (int array : resident_at_start) add(array);
-  plan_.moments.resize(moments_.size());
-  for (size_t t = 0; t < moments_.size(); ++t) run_moment(t);
+  plan_.accesses.resize(accesses_.size());
+  for (size_t t = 0; t < accesses_.size(); ++t) run_access(t);
   if (problem_.prefetch_bytes > 0) hoist_fetches();
 }
 
-void Sweep::run_moment(size_t t) {
+void Sweep::run_access(size_t t) {
   const std::set<int>& needed = needed_[t];
-  MomentPlan& plan = plan_.moments[t];
+  AccessPlan& plan = plan_.accesses[t];
   int64_t in_use_bytes = 0;
   for (int array : needed) in_use_bytes += cost(array).num_bytes;
-  plan_.least_limit_bytes = std::max(plan_.least_limit_bytes, problem_.fixed_bytes + in_use_bytes + tide(t));
+  plan_.least_limit_bytes =
+      std::max(plan_.least_limit_bytes, problem_.fixed_bytes + in_use_bytes + activation_memory(t));
 
   // If an access does not fit even alone, everything else is evicted and the runtime reports the shortage.
   std::vector<int> chosen;
   choose_victims(t, missing_bytes(needed), needed, chosen);
   evict(chosen, plan.evict);
-  for (const Access& access : moments_[t].accesses) {
-    const int array = access.array.index();
-    if (access.mode == AccessMode::kRetire || resident_.count(array)) continue;
+  for (const ArrayUse& use : accesses_[t].uses) {
+    const int array = use.array.index();
+    if (use.mode == ArrayUseMode::kFinalise || resident_.count(array)) continue;
     const bool created =
-        access.mode == AccessMode::kWrite && uses_[static_cast<size_t>(array)].front() == static_cast<int64_t>(t);
+        use.mode == ArrayUseMode::kWrite && uses_[static_cast<size_t>(array)].front() == static_cast<int64_t>(t);
     if (!created) {
-      plan.fetch.push_back(access.array);
+      plan.fetch.push_back(use.array);
       plan_.uploaded_bytes += cost(array).fetch_bytes;
     }
     add(array);
   }
   occupied_.push_back(resident_bytes_);
-  for (const Access& access : moments_[t].accesses) {
-    const int array = access.array.index();
-    if (access.mode != AccessMode::kRetire) continue;
-    plan_.downloaded_bytes += cost(array).retire_bytes;
+  for (const ArrayUse& use : accesses_[t].uses) {
+    const int array = use.array.index();
+    if (use.mode != ArrayUseMode::kFinalise) continue;
+    plan_.downloaded_bytes += cost(array).finalise_bytes;
     if (resident_.count(array)) remove(array);
   }
-  if (problem_.prefetch_bytes == 0 && t + 1 < moments_.size()) plan_prefetch(t, needed);
+  if (problem_.prefetch_bytes == 0 && t + 1 < accesses_.size()) plan_prefetch(t, needed);
 }
 
 bool Sweep::needs_write(size_t t, ArrayId id) const {
-  const auto& accesses = moments_[t].accesses;
-  return std::any_of(accesses.begin(), accesses.end(),
-                     [id](const Access& access) { return access.array == id && access.mode == AccessMode::kWrite; });
+  const auto& uses = accesses_[t].uses;
+  return std::any_of(uses.begin(), uses.end(),
+                     [id](const ArrayUse& use) { return use.array == id && use.mode == ArrayUseMode::kWrite; });
 }
 
 // Moves each fetch to the earliest access from which its array fits until it is needed, earliest need first. Arrays
 // that are written (a gradient evicted half-accumulated) may not exist earlier and stay.
 void Sweep::hoist_fetches() {
-  std::vector<int64_t> ahead(moments_.size(), 0);  // by access: bytes fetched for later ones
-  for (size_t t = 0; t < moments_.size(); ++t) {
+  std::vector<int64_t> ahead(accesses_.size(), 0);  // by access: bytes fetched for later ones
+  for (size_t t = 0; t < accesses_.size(); ++t) {
     std::vector<ArrayId> left;
-    for (ArrayId id : plan_.moments[t].fetch) {
+    for (ArrayId id : plan_.accesses[t].fetch) {
       const int64_t bytes = cost(id.index()).num_bytes;
       const auto fits = [&](size_t s) {
-        const auto& evicted = plan_.moments[s].evict;
+        const auto& evicted = plan_.accesses[s].evict;
         return ahead[s] + bytes <= problem_.prefetch_bytes &&
                occupied_[s] + ahead[s] + bytes <= room_bytes(problem_, s) && !needed_[s].count(id.index()) &&
                std::find(evicted.begin(), evicted.end(), id) == evicted.end();
@@ -122,18 +128,18 @@ void Sweep::hoist_fetches() {
         left.push_back(id);
         continue;
       }
-      plan_.moments[start].prefetch.push_back(id);
+      plan_.accesses[start].prefetch.push_back(id);
       for (size_t s = start; s < t; ++s) ahead[s] += bytes;
     }
-    plan_.moments[t].fetch = std::move(left);
+    plan_.accesses[t].fetch = std::move(left);
   }
 }
 
 void Sweep::plan_prefetch(size_t t, const std::set<int>& in_use) {
   std::set<int> wanted;
-  for (const Access& access : moments_[t + 1].accesses) {
-    const int array = access.array.index();
-    if (access.mode == AccessMode::kRead && !resident_.count(array)) wanted.insert(array);
+  for (const ArrayUse& use : accesses_[t + 1].uses) {
+    const int array = use.array.index();
+    if (use.mode == ArrayUseMode::kRead && !resident_.count(array)) wanted.insert(array);
   }
   if (wanted.empty()) return;
   const std::set<int>& next = needed_[t + 1];
@@ -147,7 +153,7 @@ void Sweep::plan_prefetch(size_t t, const std::set<int>& in_use) {
   choose_victims(t + 1, missing_bytes(next), next, chosen_later);
   const std::set<int> later(chosen_later.begin(), chosen_later.end());
   if (!std::all_of(chosen.begin(), chosen.end(), [&](int array) { return later.count(array) > 0; })) return;
-  MomentPlan& plan = plan_.moments[t];
+  AccessPlan& plan = plan_.accesses[t];
   evict(chosen, plan.evict_ahead);
   for (int array : wanted) {
     plan.prefetch.push_back(ArrayId::from_index(array));
@@ -199,9 +205,9 @@ int64_t Sweep::next_use(int array, size_t t) const {
   const auto& uses = uses_[static_cast<size_t>(array)];
   const auto found = std::upper_bound(uses.begin(), uses.end(), static_cast<int64_t>(t));
   if (found != uses.end()) return *found;
-  if (cost(array).evict_bytes > 0) return static_cast<int64_t>(moments_.size());  // the optimizer reads it
+  if (cost(array).evict_bytes > 0) return static_cast<int64_t>(accesses_.size());  // the optimizer reads it
   if (!cost(array).survives_step || uses.empty()) return INT64_MAX;
-  return static_cast<int64_t>(moments_.size()) + uses.front();
+  return static_cast<int64_t>(accesses_.size()) + uses.front();
 }
 
 int64_t Sweep::missing_bytes(const std::set<int>& arrays) const {
@@ -230,17 +236,18 @@ std::set<int> Sweep::survivors() const {
 
 }  // namespace
 
-int64_t room_bytes(const PlanProblem& problem, size_t moment) {
+int64_t room_bytes(const PlanProblem& problem, size_t access) {
   if (problem.limit_bytes == INT64_MAX) return INT64_MAX;
-  const int64_t tide = std::max(problem.timeline->moments[moment].tide_peak_bytes, problem.least_tide_bytes);
-  const int64_t idle = problem.idle_bytes.empty() ? 0 : problem.idle_bytes[moment];
-  return problem.limit_bytes - problem.fixed_bytes - tide - idle;
+  const int64_t activation_memory =
+      std::max(problem.timeline->accesses[access].activation_peak_bytes, problem.least_activation_bytes);
+  const int64_t idle = problem.idle_bytes.empty() ? 0 : problem.idle_bytes[access];
+  return problem.limit_bytes - problem.fixed_bytes - activation_memory - idle;
 }
 
 uint64_t fingerprint(const Plan& plan) {
   Fingerprint result;
-  for (const MomentPlan& moment : plan.moments) {
-    for (const auto* arrays : {&moment.evict, &moment.fetch, &moment.evict_ahead, &moment.prefetch}) {
+  for (const AccessPlan& access : plan.accesses) {
+    for (const auto* arrays : {&access.evict, &access.fetch, &access.evict_ahead, &access.prefetch}) {
       result.add(static_cast<int64_t>(arrays->size()));
       for (ArrayId id : *arrays) result.add(id.index());
     }

@@ -9,7 +9,7 @@
 // Fetches then start as early as that room allows, earliest need first.
 //
 //   Plan plan = make_plan(problem);
-//   plan.moments[t].evict   // at the start of access t, before its fetches
+//   plan.accesses[t].evict   // at the start of access t, before its fetches
 //
 // No shared state; any thread may call it.
 #pragma once
@@ -27,13 +27,13 @@ namespace patrickstar {
 struct ArrayCost {
   int64_t num_bytes = 0;       // device memory while resident
   int64_t fetch_bytes = 0;     // to bring it back; 0: derived on the device
-  int64_t evict_bytes = 0;     // to evict it early; 0: clean. A dirty array is needed until the timeline retires it.
-  int64_t retire_bytes = 0;    // when the timeline retires it
+  int64_t evict_bytes = 0;     // to evict it early; 0: clean. A dirty array is needed until the timeline finalises it.
+  int64_t finalise_bytes = 0;  // when the timeline finalises it
   bool survives_step = false;  // a device copy is still valid in the next step
 };
 
-// Bytes of a GPU round-trip update (engine/visits.h): the states, and the compute value where it is part of them.
-struct VisitCost {
+// Bytes of a GPU round-trip update (engine/round_trips.h): the states, and the compute value where it is part of them.
+struct RoundTripCost {
   int64_t up_bytes = 0;
   int64_t down_bytes = 0;   // includes the new compute value
   int64_t value_bytes = 0;  // part of up_bytes that is skipped when the device has the value
@@ -41,19 +41,19 @@ struct VisitCost {
 
 struct PlanProblem {
   const Timeline* timeline = nullptr;
-  std::vector<ArrayCost> arrays;    // by ArrayId::index()
-  int64_t limit_bytes = INT64_MAX;  // activation memory and chunk buffers together
-  int64_t least_tide_bytes = 0;     // lower bound of activation memory at every access
-  int64_t fixed_bytes = 0;          // chunk buffers that never leave the device
-  int64_t prefetch_bytes = 0;       // reserved for fetches ahead of their use
-  // By access, or empty: buffers that idle for another access because of their rare size (memory/slot_pool.h).
+  std::vector<ArrayCost> arrays;       // by ArrayId::index()
+  int64_t limit_bytes = INT64_MAX;     // activation memory and chunk buffers together
+  int64_t least_activation_bytes = 0;  // lower bound of activation memory at every access
+  int64_t fixed_bytes = 0;             // chunk buffers that never leave the device
+  int64_t prefetch_bytes = 0;          // reserved for fetches ahead of their use
+  // By access, or empty: buffers that idle for another access because of their rare size (memory/device_buffer_pool.h).
   std::vector<int64_t> idle_bytes;
   // Host memory for gradients that have memory there only until their update.
   int64_t gradient_room_bytes = INT64_MAX;
-  std::vector<VisitCost> visits;  // by chunk; empty: no round trips
+  std::vector<RoundTripCost> round_trips;  // by chunk; empty: no round trips
 };
 
-struct MomentPlan {
+struct AccessPlan {
   std::vector<ArrayId> evict;        // before the fetches of this access
   std::vector<ArrayId> fetch;        // needed now, not on the device
   std::vector<ArrayId> evict_ahead;  // after the fetches, for the prefetches
@@ -61,7 +61,7 @@ struct MomentPlan {
 };
 
 struct Plan {
-  std::vector<MomentPlan> moments;
+  std::vector<AccessPlan> accesses;
   int64_t uploaded_bytes = 0;     // per step, in the steady state
   int64_t downloaded_bytes = 0;   // per step, in the steady state
   int64_t least_limit_bytes = 0;  // smallest limit_bytes that fits every access
@@ -72,6 +72,6 @@ Plan make_plan(const PlanProblem& problem);
 uint64_t fingerprint(const Plan& plan);
 
 // Bytes that chunk buffers may take at an access, prefetches included; INT64_MAX if unlimited.
-int64_t room_bytes(const PlanProblem& problem, size_t moment);
+int64_t room_bytes(const PlanProblem& problem, size_t access);
 
 }  // namespace patrickstar

@@ -19,23 +19,23 @@ class UsePlayer final : public UseHolds {
  protected:
   void acquire(const std::vector<ParamId>& params) override;
   void release(const std::vector<ParamId>& params, Phase phase) override;
-  void retire(const std::vector<ParamId>& params) override;
+  void finalise(const std::vector<ParamId>& params) override;
   bool is_in_use(ParamId param) const override { return num_uses_[static_cast<size_t>(param)] > 0; }
 
  private:
   struct ChunkState {
     bool leaves = false;  // its gradient leaves the device when complete
     bool has_gradient = false;
-    bool is_retired = false;
+    bool is_finalised = false;
     int num_holds = 0;
-    int folds_left = 0;
+    int accumulations_left = 0;
     int num_alive = 0;  // parameters whose values are still needed
   };
 
   void play(const ParamUse& use);
-  void fold(ParamId param);
-  void retire_if_complete(ChunkId id);
-  void retire(ChunkId id);
+  void accumulate(ParamId param);
+  void finalise_if_complete(ChunkId id);
+  void finalise(ChunkId id);
   void set_alive(ParamId param, bool is_alive);
 
   ChunkId chunk_of(ParamId param) const { return layout_.placement(param).chunk; }
@@ -71,18 +71,18 @@ UsePlayer::UsePlayer(const Layout& layout, const std::vector<uint8_t>& states_on
     }
   }
   for (const ParamUse& use : uses) {
-    if (use.call == UseCall::kFold) ++chunk(chunk_of(use.params.front())).folds_left;
+    if (use.call == UseCall::kAccumulate) ++chunk(chunk_of(use.params.front())).accumulations_left;
   }
 }
 
 PlayedUses UsePlayer::play(const std::vector<ParamUse>& uses) {
   for (const ParamUse& use : uses) {
     play(use);
-    played_.moment_of.push_back(recorder_.position());
+    played_.access_of.push_back(recorder_.position());
   }
   release_all();
   for (ChunkId id = 0; id < layout_.num_chunks(); ++id) {
-    if (chunk(id).has_gradient) retire(id);
+    if (chunk(id).has_gradient) finalise(id);
   }
   played_.timeline = recorder_.running();
   return std::move(played_);
@@ -106,8 +106,8 @@ void UsePlayer::play(const ParamUse& use) {
     case UseCall::kEnterBackward:
       enter_backward(use.begin, use.end, use.params);
       break;
-    case UseCall::kFold:
-      fold(use.params.front());
+    case UseCall::kAccumulate:
+      accumulate(use.params.front());
       break;
   }
 }
@@ -132,7 +132,7 @@ void UsePlayer::acquire(const std::vector<ParamId>& params) {
   }
   for (ParamId param : asked) waste -= bytes_[static_cast<size_t>(param)];
   played_.waste_bytes = std::max(played_.waste_bytes, waste);
-  recorder_.begin_moment(phase_, std::move(acquired), /*tide_peak=*/0);
+  recorder_.begin_access(phase_, std::move(acquired), /*activation_peak=*/0);
 }
 
 void UsePlayer::release(const std::vector<ParamId>& params, Phase phase) {
@@ -143,27 +143,27 @@ void UsePlayer::release(const std::vector<ParamId>& params, Phase phase) {
   }
 }
 
-void UsePlayer::retire(const std::vector<ParamId>& params) {
-  for (ParamId param : params) retire_if_complete(chunk_of(param));
+void UsePlayer::finalise(const std::vector<ParamId>& params) {
+  for (ParamId param : params) finalise_if_complete(chunk_of(param));
 }
 
-void UsePlayer::fold(ParamId param) {
+void UsePlayer::accumulate(ParamId param) {
   const ChunkId id = chunk_of(param);
   chunk(id).has_gradient = true;
-  --chunk(id).folds_left;
-  recorder_.add({{id, ArrayKind::kGrad}, AccessMode::kWrite});
+  --chunk(id).accumulations_left;
+  recorder_.add({{id, ArrayKind::kGrad}, ArrayUseMode::kWrite});
   if (!is_in_use(param)) set_alive(param, false);
-  retire_if_complete(id);
+  finalise_if_complete(id);
 }
 
-void UsePlayer::retire_if_complete(ChunkId id) {
+void UsePlayer::finalise_if_complete(ChunkId id) {
   const ChunkState& state = chunk(id);
-  if (state.has_gradient && state.folds_left == 0 && state.num_alive == 0) retire(id);
+  if (state.has_gradient && state.accumulations_left == 0 && state.num_alive == 0) finalise(id);
 }
 
-void UsePlayer::retire(ChunkId id) {
-  if (std::exchange(chunk(id).is_retired, true)) return;
-  if (chunk(id).leaves) recorder_.add({{id, ArrayKind::kGrad}, AccessMode::kRetire});
+void UsePlayer::finalise(ChunkId id) {
+  if (std::exchange(chunk(id).is_finalised, true)) return;
+  if (chunk(id).leaves) recorder_.add({{id, ArrayKind::kGrad}, ArrayUseMode::kFinalise});
 }
 
 void UsePlayer::set_alive(ParamId param, bool is_alive) {

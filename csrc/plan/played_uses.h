@@ -17,7 +17,7 @@ enum class UseCall : uint8_t {
   kTouch,
   kEndForward,
   kEnterBackward,
-  kFold,  // autograd delivers a parameter's gradient
+  kAccumulate,  // autograd delivers a parameter's gradient
 };
 
 struct ParamUse {
@@ -30,7 +30,7 @@ struct ParamUse {
 
 struct PlayedUses {
   Timeline timeline;
-  std::vector<int64_t> moment_of;  // by use: access that is current after it; -1: none yet
+  std::vector<int64_t> access_of;  // by use: access that is current after it; -1: none yet
   int64_t waste_bytes = 0;         // most bytes held at an access beside the parameters it needs
 };
 

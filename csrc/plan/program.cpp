@@ -27,13 +27,13 @@ class Compiler {
 
   void emit(Op op, int operand, Issue issue = Issue::kNow) { program_.instructions.push_back({op, issue, operand}); }
   void carry_out(const Emitted& emitted);
-  void emit_moment(size_t moment);
-  void emit_uses(size_t moment);
+  void emit_access(size_t access);
+  void emit_uses(size_t access);
   void emit_need(int array);
   void emit_bring(int array, Issue issue);
   void emit_evict(int array);
-  void emit_retirements(size_t moment);
-  void emit_retire(ChunkId chunk, size_t moment);
+  void emit_finalisations(size_t access);
+  void emit_finalise(ChunkId chunk, size_t access);
   void emit_end();
   void emit_device_update(ChunkId chunk);
   void emit_room_for(int array);
@@ -54,9 +54,9 @@ class Compiler {
 
 Compiler::Compiler(const PlanProblem& problem, const Plan& plan, const StepShape& shape)
     : problem_(problem), plan_(plan), shape_(shape), arrays_(problem.arrays.size()) {
-  for (size_t t = 0; t < problem.timeline->moments.size(); ++t) {
-    for (const Access& access : problem.timeline->moments[t].accesses) {
-      if (access.mode != AccessMode::kRetire) state(access.array.index()).last_use = t;
+  for (size_t t = 0; t < problem.timeline->accesses.size(); ++t) {
+    for (const ArrayUse& use : problem.timeline->accesses[t].uses) {
+      if (use.mode != ArrayUseMode::kFinalise) state(use.array.index()).last_use = t;
     }
   }
 }
@@ -68,39 +68,39 @@ const Program& Compiler::step() {
   for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
     if (state(array).on_device) program_.resident.push_back(array);
   }
-  for (size_t t = 0; t < plan_.moments.size(); ++t) emit_moment(t);
+  for (size_t t = 0; t < plan_.accesses.size(); ++t) emit_access(t);
   emit_end();
   return program_;
 }
 
-// The order of Pager::begin_moment, compute, GradientFlow::retire.
-void Compiler::emit_moment(size_t t) {
-  const MomentPlan& planned = plan_.moments[t];
-  const auto moment = static_cast<int>(t);
-  emit(Op::kBegin, moment);
+// The order of Pager::begin_access, compute, GradientFlow::finalise.
+void Compiler::emit_access(size_t t) {
+  const AccessPlan& planned = plan_.accesses[t];
+  const auto access = static_cast<int>(t);
+  emit(Op::kBegin, access);
   for (ArrayId id : planned.evict) emit_evict(id.index());
-  for (const Access& access : problem_.timeline->moments[t].accesses) {
-    if (access.mode == AccessMode::kRead) emit_need(access.array.index());
+  for (const ArrayUse& use : problem_.timeline->accesses[t].uses) {
+    if (use.mode == ArrayUseMode::kRead) emit_need(use.array.index());
   }
   for (ArrayId id : planned.evict_ahead) emit_evict(id.index());
   for (ArrayId id : planned.prefetch) {
     if (!state(id.index()).on_device) emit_bring(id.index(), Issue::kAhead);
   }
   const ActivationCopies copies = shape_.activations.empty() ? ActivationCopies{} : shape_.activations[t];
-  if (copies.coming_bytes > 0 || copies.needed_bytes > 0) emit(Op::kRecall, moment);
+  if (copies.coming_bytes > 0 || copies.needed_bytes > 0) emit(Op::kRecall, access);
   emit_uses(t);
-  emit(Op::kCompute, moment);
-  if (copies.leaving_bytes > 0) emit(Op::kOffload, moment);
-  emit_retirements(t);
+  emit(Op::kCompute, access);
+  if (copies.leaving_bytes > 0) emit(Op::kOffload, access);
+  emit_finalisations(t);
 }
 
 // Memory for arrays that the access writes; evicted partial gradients are fetched.
 void Compiler::emit_uses(size_t t) {
-  const std::vector<ArrayId>& fetched = plan_.moments[t].fetch;
-  for (const Access& access : problem_.timeline->moments[t].accesses) {
-    const int array = access.array.index();
-    if (access.mode != AccessMode::kWrite || state(array).on_device) continue;
-    if (std::find(fetched.begin(), fetched.end(), access.array) != fetched.end()) {
+  const std::vector<ArrayId>& fetched = plan_.accesses[t].fetch;
+  for (const ArrayUse& use : problem_.timeline->accesses[t].uses) {
+    const int array = use.array.index();
+    if (use.mode != ArrayUseMode::kWrite || state(array).on_device) continue;
+    if (std::find(fetched.begin(), fetched.end(), use.array) != fetched.end()) {
       emit_bring(array, Issue::kNow);
     } else {
       allocate(array);
@@ -148,33 +148,34 @@ void Compiler::carry_out(const Emitted& emitted) {
   }
 }
 
-// A gradient whose update runs in backward on the device stays there, so the timeline need not retire it.
-void Compiler::emit_retirements(size_t t) {
+// A gradient whose update runs in backward on the device stays there, so the timeline need not finalise it.
+void Compiler::emit_finalisations(size_t t) {
   std::vector<ChunkId> stay;
-  for (const Access& access : problem_.timeline->moments[t].accesses) {
-    const ChunkId chunk = access.array.chunk;
-    if (access.mode == AccessMode::kRetire) emit_retire(chunk, t);
+  for (const ArrayUse& use : problem_.timeline->accesses[t].uses) {
+    const ChunkId chunk = use.array.chunk;
+    if (use.mode == ArrayUseMode::kFinalise) emit_finalise(chunk, t);
     const RecipeRow& row = recipe(chunk);
     if (row.start != Start::kPromised || row.states != Tier::kDevice || shape_.is_sharded(chunk)) continue;
-    const bool is_complete = access.mode == AccessMode::kWrite && state(access.array.index()).last_use == t;
+    const bool is_complete = use.mode == ArrayUseMode::kWrite && state(use.array.index()).last_use == t;
     if (is_complete && state(param_of(chunk)).last_use <= t) stay.push_back(chunk);
   }
   std::sort(stay.begin(), stay.end());  // release order of a module's parameters
-  for (ChunkId chunk : stay) emit_retire(chunk, t);
+  for (ChunkId chunk : stay) emit_finalise(chunk, t);
 }
 
-void Compiler::emit_retire(ChunkId chunk, size_t moment) {
+void Compiler::emit_finalise(ChunkId chunk, size_t access) {
   const int grad = grad_of(chunk);
   const int param = param_of(chunk);
-  Retirement retired;
-  retired.chunk = chunk;
-  retired.update = shape_.updates[static_cast<size_t>(chunk)];
-  retired.sharing = shape_.is_sharded(chunk) ? Sharing::kShared : Sharing::kOwn;
-  retired.value_is_dead = state(param).on_device && state(param).last_use <= moment;
-  retired.value_is_taken = is_visit(recipe(chunk)) && problem_.visits[static_cast<size_t>(chunk)].value_bytes > 0;
-  retired.leaves = cost(grad).retire_bytes > 0;
-  if (state(grad).on_device) return carry_out(retirement(retired));
-  if (retired.value_is_dead) free(param);
+  Finalisation finalised;
+  finalised.chunk = chunk;
+  finalised.update = shape_.updates[static_cast<size_t>(chunk)];
+  finalised.sharing = shape_.is_sharded(chunk) ? Sharing::kShared : Sharing::kOwn;
+  finalised.value_is_dead = state(param).on_device && state(param).last_use <= access;
+  finalised.value_is_taken =
+      is_round_trip(recipe(chunk)) && problem_.round_trips[static_cast<size_t>(chunk)].value_bytes > 0;
+  finalised.leaves = cost(grad).finalise_bytes > 0;
+  if (state(grad).on_device) return carry_out(finalisation(finalised));
+  if (finalised.value_is_dead) free(param);
 }
 
 // Values updated on the host are no longer on the device.
@@ -190,7 +191,7 @@ void Compiler::emit_end() {
     free(grad);
   }
   for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) {
-    carry_out(late_update(chunk, shape_.updates[static_cast<size_t>(chunk)]));
+    carry_out(deferred_update(chunk, shape_.updates[static_cast<size_t>(chunk)]));
   }
   // Phase two of two-phase updates, in the order of the next backward.
   for (ChunkId chunk = num_chunks - 1; chunk >= 0; --chunk) {
@@ -226,8 +227,8 @@ void Compiler::emit_device_update(ChunkId chunk) {
 // Frees room between two steps, beside activation memory. Values that the next step needs last leave first.
 void Compiler::emit_room_for(int array) {
   if (problem_.limit_bytes == INT64_MAX) return;
-  const int64_t most =
-      problem_.limit_bytes - problem_.fixed_bytes - tide(problem_, plan_.moments.size() - 1) - cost(array).num_bytes;
+  const int64_t most = problem_.limit_bytes - problem_.fixed_bytes -
+                       activation_memory(problem_, plan_.accesses.size() - 1) - cost(array).num_bytes;
   for (auto chunk = static_cast<ChunkId>(shape_.updates.size()); chunk-- > 0 && used_bytes_ > most;) {
     const bool is_copy = recipe(chunk).states != Tier::kDevice;
     if (is_copy && state(param_of(chunk)).on_device) free(param_of(chunk));
@@ -266,8 +267,8 @@ int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, co
       return problem.arrays[index].fetch_bytes;
     case Amount::kEvicted:
       return problem.arrays[index].evict_bytes;
-    case Amount::kRetired:
-      return problem.arrays[index].retire_bytes;
+    case Amount::kFinalised:
+      return problem.arrays[index].finalise_bytes;
     case Amount::kMemory:
       return problem.arrays[index].num_bytes;
     case Amount::kOthers:
@@ -282,16 +283,16 @@ int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, co
       return shape.numels[index];
     case Amount::kDisk:
       return shape.disk_bytes[index];
-    case Amount::kVisitUp:
-      return problem.visits[index].up_bytes;
-    case Amount::kVisitDown:
-      return problem.visits[index].down_bytes;
+    case Amount::kRoundTripUp:
+      return problem.round_trips[index].up_bytes;
+    case Amount::kRoundTripDown:
+      return problem.round_trips[index].down_bytes;
   }
   return 0;
 }
 
-int64_t tide(const PlanProblem& problem, size_t moment) {
-  return std::max(problem.timeline->moments[moment].tide_peak_bytes, problem.least_tide_bytes);
+int64_t activation_memory(const PlanProblem& problem, size_t access) {
+  return std::max(problem.timeline->accesses[access].activation_peak_bytes, problem.least_activation_bytes);
 }
 
 int64_t others_bytes(const ArrayCost& cost, int num_ranks) { return cost.num_bytes / num_ranks * (num_ranks - 1); }

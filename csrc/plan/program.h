@@ -29,7 +29,7 @@ Program compile(const PlanProblem& problem, const Plan& plan, const StepShape& s
 int64_t amount_of(const Instruction& instruction, const PlanProblem& problem, const StepShape& shape);
 
 // Activation memory of an access, as plans count it.
-int64_t tide(const PlanProblem& problem, size_t moment);
+int64_t activation_memory(const PlanProblem& problem, size_t access);
 // Bytes that an all-gather receives, or a reduce-scatter sends.
 int64_t others_bytes(const ArrayCost& cost, int num_ranks);
 // Bytes that dequantisation reads and writes; 0 for values that are not made of codes.

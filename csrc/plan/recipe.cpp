@@ -4,15 +4,15 @@
 
 namespace patrickstar {
 
-bool any_visits(const std::vector<Recipe>& recipes) {
-  return std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_visit(row_of(recipe)); });
+bool any_round_trips(const std::vector<Recipe>& recipes) {
+  return std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_round_trip(row_of(recipe)); });
 }
 
-Recipe with_visit(Recipe recipe) { return recipe == Recipe::kHostPromised ? Recipe::kVisit : recipe; }
+Recipe with_round_trip(Recipe recipe) { return recipe == Recipe::kHostPromised ? Recipe::kRoundTrip : recipe; }
 
-Recipe without_visit(Recipe recipe) { return is_visit(row_of(recipe)) ? Recipe::kHostPromised : recipe; }
+Recipe without_round_trip(Recipe recipe) { return is_round_trip(row_of(recipe)) ? Recipe::kHostPromised : recipe; }
 
-Recipe made_late(Recipe recipe) { return row_of(recipe).start == Start::kAhead ? Recipe::kHost : recipe; }
+Recipe made_deferred(Recipe recipe) { return row_of(recipe).start == Start::kAhead ? Recipe::kHost : recipe; }
 
 Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit) {
   if (row_of(planned).states != row_of(possible).states) return possible;

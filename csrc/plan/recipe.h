@@ -47,7 +47,7 @@ struct UpdateWay {
 enum class Recipe : uint8_t {
   kNever,  // frozen
   kHostPromised,
-  kVisit,  // GPU round trip: states go up and come back (engine/visits.h)
+  kRoundTrip,  // GPU round trip: states go up and come back (engine/round_trips.h)
   kHostAhead,
   kHostTwoPassesAhead,
   kHostTwoPasses,
@@ -66,7 +66,7 @@ struct RecipeRow : UpdateWay {
 constexpr std::array<RecipeRow, kNumRecipes> kRecipes{{
     {{Start::kNever, Tier::kHost, Tier::kHost, Passes::kOne}, "NEVER"},
     {{Start::kPromised, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST_PROMISED"},
-    {{Start::kPromised, Tier::kHost, Tier::kDevice, Passes::kOne}, "VISIT"},
+    {{Start::kPromised, Tier::kHost, Tier::kDevice, Passes::kOne}, "ROUND_TRIP"},
     {{Start::kAhead, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST_AHEAD"},
     {{Start::kAhead, Tier::kHost, Tier::kHost, Passes::kTwo}, "HOST_TWO_PASSES_AHEAD"},
     {{Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo}, "HOST_TWO_PASSES"},
@@ -86,18 +86,18 @@ constexpr Recipe recipe_of(const UpdateWay& way) {
 constexpr bool starts_in_backward(const RecipeRow& row) {
   return row.start == Start::kPromised || row.start == Start::kAhead;
 }
-constexpr bool is_visit(const RecipeRow& row) { return row.states == Tier::kHost && row.updater == Tier::kDevice; }
+constexpr bool is_round_trip(const RecipeRow& row) { return row.states == Tier::kHost && row.updater == Tier::kDevice; }
 
-bool any_visits(const std::vector<Recipe>& recipes);
+bool any_round_trips(const std::vector<Recipe>& recipes);
 // Switches a host optimizer-in-backward update to a round trip, and back; other recipes stay.
-Recipe with_visit(Recipe recipe);
-Recipe without_visit(Recipe recipe);
+Recipe with_round_trip(Recipe recipe);
+Recipe without_round_trip(Recipe recipe);
 // Elements (may be cut anywhere) or whole matrices (optim/matrix_rule.h).
 enum class UpdateUnit : uint8_t { kElement, kMatrix };
 
 // Whole matrices are updated in one pass on the tier of their states, and never rolled back.
 constexpr bool suits_matrices(const RecipeRow& row) {
-  return row.start != Start::kAhead && row.passes == Passes::kOne && !is_visit(row);
+  return row.start != Start::kAhead && row.passes == Passes::kOne && !is_round_trip(row);
 }
 
 // The later of two. `possible` if states moved since `planned` was chosen, or if matrices do not allow the later one.
@@ -105,7 +105,7 @@ Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit);
 // For a chunk whose update did not start in backward, or must not.
 Recipe after_norm(Recipe recipe);
 // Defers a speculative update: after the norm, in one pass (choose_plan, plan/plan_choice.h).
-Recipe made_late(Recipe recipe);
+Recipe made_deferred(Recipe recipe);
 
 // Earliest update start that a step allows.
 enum class UpdateStart : uint8_t {

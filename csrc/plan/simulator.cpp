@@ -22,9 +22,9 @@ bool are_same(const std::vector<double>& before, const std::vector<double>& now)
 }
 
 void check_plan(const PlanProblem& problem, const Plan& plan) {
-  const size_t num_moments = problem.timeline->moments.size();
-  PS_CHECK(plan.moments.size() == num_moments, ArgumentError, "the timeline has ", num_moments,
-           " moments and the plan ", plan.moments.size(), "; give one of each per moment");
+  const size_t num_accesses = problem.timeline->accesses.size();
+  PS_CHECK(plan.accesses.size() == num_accesses, ArgumentError, "the timeline has ", num_accesses,
+           " accesses and the plan ", plan.accesses.size(), "; give one of each per access");
 }
 
 SimulatedStep play_until_steady(Clock& clock) {
@@ -67,12 +67,12 @@ void describe_updates(const Layout& layout, StepShape& shape) {
 }
 
 void check_step(const PlanProblem& problem, const Rates& rates, const StepShape& shape) {
-  const size_t num_moments = problem.timeline->moments.size();
-  PS_CHECK(shape.compute_seconds.size() == num_moments, ArgumentError, "the timeline has ", num_moments,
-           " moments and the times ", shape.compute_seconds.size(), "; give one of each per moment");
-  PS_CHECK(shape.activations.empty() || shape.activations.size() == num_moments, ArgumentError, "the timeline has ",
-           num_moments, " moments and activations are copied in ", shape.activations.size(),
-           "; give one of each per moment");
+  const size_t num_accesses = problem.timeline->accesses.size();
+  PS_CHECK(shape.compute_seconds.size() == num_accesses, ArgumentError, "the timeline has ", num_accesses,
+           " accesses and the times ", shape.compute_seconds.size(), "; give one of each per access");
+  PS_CHECK(shape.activations.empty() || shape.activations.size() == num_accesses, ArgumentError, "the timeline has ",
+           num_accesses, " accesses and activations are copied in ", shape.activations.size(),
+           "; give one of each per access");
   PS_CHECK(
       shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
       ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
@@ -80,8 +80,8 @@ void check_step(const PlanProblem& problem, const Rates& rates, const StepShape&
   PS_CHECK(shape.chunk_ranks.empty() || shape.chunk_ranks.size() == shape.updates.size(), ArgumentError,
            "ranks that share a chunk are known of ", shape.chunk_ranks.size(), " chunks of ", shape.updates.size(),
            "; give those of each chunk, or none");
-  PS_CHECK(!any_visits(shape.updates) || problem.visits.size() == shape.updates.size(), ArgumentError,
-           "updates are GPU round trips, and their bytes are given for ", problem.visits.size(), " of ",
+  PS_CHECK(!any_round_trips(shape.updates) || problem.round_trips.size() == shape.updates.size(), ArgumentError,
+           "updates are GPU round trips, and their bytes are given for ", problem.round_trips.size(), " of ",
            shape.updates.size(), " chunks; give one entry per chunk");
   PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&
                rates.device_adam_params_per_second > 0,

@@ -70,7 +70,7 @@ struct SimulatedStep {
   double gather_seconds = 0;
   double scatter_seconds = 0;
   double host_adam_seconds = 0;
-  double visit_seconds = 0;  // transfers of round trips, the slower direction
+  double round_trip_seconds = 0;  // transfers of round trips, the slower direction
   double disk_read_seconds = 0;
   double disk_write_seconds = 0;
   std::array<double, kNumShortages> stall_seconds{};  // of the compute queue

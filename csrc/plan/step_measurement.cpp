@@ -102,7 +102,7 @@ bool is_simulated_stall(const TracedSpan& span) {
 
 double synchronize_seconds(const StepTrace& trace) {
   double seconds = trace.seconds - trace.optimizer_begin_seconds;
-  if (!trace.moments.empty()) seconds += trace.moments.front().begin_seconds;
+  if (!trace.accesses.empty()) seconds += trace.accesses.front().begin_seconds;
   for (const TracedSpan& span : trace.spans) {
     if (span.begin_seconds < trace.optimizer_begin_seconds) continue;
     if (span.label.track == Track::kDeviceAdam || is_simulated_stall(span)) seconds -= seconds_of(span);
@@ -113,8 +113,8 @@ double synchronize_seconds(const StepTrace& trace) {
 // How far the calling thread ran ahead of the device at most.
 double launch_ahead_seconds(const StepTrace& trace) {
   double ahead = 0;
-  for (const TracedMoment& moment : trace.moments)
-    ahead = std::max(ahead, moment.begin_seconds - moment.launched_seconds);
+  for (const TracedAccess& access : trace.accesses)
+    ahead = std::max(ahead, access.begin_seconds - access.launched_seconds);
   return ahead;
 }
 
@@ -138,9 +138,9 @@ Rates measured_rates(const StepTrace& trace) {
 std::vector<double> measured_compute_seconds(const StepTrace& trace) {
   std::vector<double> begins;
   std::vector<double> seconds;
-  for (const TracedMoment& moment : trace.moments) {
-    begins.push_back(moment.begin_seconds);
-    seconds.push_back(moment.seconds);
+  for (const TracedAccess& access : trace.accesses) {
+    begins.push_back(access.begin_seconds);
+    seconds.push_back(access.seconds);
   }
   for (const TracedSpan& span : trace.spans) {
     if (!is_simulated_stall(span) || span.begin_seconds >= trace.optimizer_begin_seconds) continue;

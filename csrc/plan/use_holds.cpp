@@ -64,7 +64,7 @@ void UseHolds::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& 
   const std::vector<Hold> over(std::make_move_iterator(first_over), std::make_move_iterator(backward_.end()));
   backward_.erase(first_over, backward_.end());
   release(over);
-  for (const Hold& held : over) retire(held.params);
+  for (const Hold& held : over) finalise(held.params);
   acquire(params);
   backward_.push_back(std::move(hold));
 }
@@ -74,7 +74,7 @@ void UseHolds::release_all() {
   while (!scopes_.empty()) close_scope();
   const std::vector<Hold> over = std::exchange(backward_, {});
   release(over);
-  for (const Hold& held : over) retire(held.params);
+  for (const Hold& held : over) finalise(held.params);
 }
 
 void UseHolds::abandon_all() {

@@ -60,7 +60,7 @@ class UseHolds {
   // One use of each parameter, which began in `phase`, is over.
   virtual void release(const std::vector<ParamId>& params, Phase phase) = 0;
   // Backward uses are over. Gradients that are complete and waited for them can be finalised.
-  virtual void retire(const std::vector<ParamId>& params) = 0;
+  virtual void finalise(const std::vector<ParamId>& params) = 0;
   virtual bool is_in_use(ParamId param) const = 0;
 
  private:

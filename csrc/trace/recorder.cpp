@@ -5,10 +5,10 @@
 
 namespace patrickstar {
 
-void Recorder::note_tide(int64_t tide_peak) {
-  if (running_.moments.empty()) return;
-  int64_t& peak = running_.moments.back().tide_peak_bytes;
-  peak = std::max(peak, tide_peak);
+void Recorder::note_activations(int64_t activation_peak) {
+  if (running_.accesses.empty()) return;
+  int64_t& peak = running_.accesses.back().activation_peak_bytes;
+  peak = std::max(peak, activation_peak);
 }
 
 void Recorder::note_absent(int64_t num_bytes) {
@@ -25,42 +25,42 @@ void Recorder::note_copies(const ActivationCopies& more) {
 }
 
 void Recorder::count_absent(int64_t most_bytes) {
-  for (size_t t = 0; t < running_.moments.size(); ++t) {
-    int64_t& peak = running_.moments[t].tide_peak_bytes;
+  for (size_t t = 0; t < running_.accesses.size(); ++t) {
+    int64_t& peak = running_.accesses[t].activation_peak_bytes;
     peak = std::max(peak, std::min(peak + absent_[t], most_bytes));
   }
 }
 
 void Recorder::undo_forward() {
-  running_.moments.resize(std::min(forward_begin_, running_.moments.size()));
-  absent_.resize(running_.moments.size());
-  copies_.resize(running_.moments.size());
+  running_.accesses.resize(std::min(forward_begin_, running_.accesses.size()));
+  absent_.resize(running_.accesses.size());
+  copies_.resize(running_.accesses.size());
 }
 
-void Recorder::begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak) {
-  note_tide(tide_peak);
-  Moment moment;
-  moment.phase = phase;
-  for (ArrayId array : acquired) moment.accesses.push_back({array, AccessMode::kRead});
-  moment.acquired = std::move(acquired);
-  running_.moments.push_back(std::move(moment));
+void Recorder::begin_access(Phase phase, std::vector<ArrayId> acquired, int64_t activation_peak) {
+  note_activations(activation_peak);
+  Access access;
+  access.phase = phase;
+  for (ArrayId array : acquired) access.uses.push_back({array, ArrayUseMode::kRead});
+  access.acquired = std::move(acquired);
+  running_.accesses.push_back(std::move(access));
   absent_.push_back(absent_bytes_);
   copies_.emplace_back();
 }
 
-void Recorder::add(Access access) { add_at(position(), access); }
+void Recorder::add(ArrayUse use) { add_at(position(), use); }
 
-void Recorder::add_at(int64_t position, Access access) {
+void Recorder::add_at(int64_t position, ArrayUse use) {
   if (position < 0) return;
-  auto& accesses = running_.moments[static_cast<size_t>(position)].accesses;
-  const bool known = std::any_of(accesses.begin(), accesses.end(), [&](const Access& other) {
-    return other.array == access.array && other.mode == access.mode;
+  auto& uses = running_.accesses[static_cast<size_t>(position)].uses;
+  const bool known = std::any_of(uses.begin(), uses.end(), [&](const ArrayUse& other) {
+    return other.array == use.array && other.mode == use.mode;
   });
-  if (!known) accesses.push_back(access);
+  if (!known) uses.push_back(use);
 }
 
 void Recorder::finish_step() {
-  if (running_.moments.empty()) return;
+  if (running_.accesses.empty()) return;
   last_ = std::move(running_);
   running_ = {};
   absent_.clear();
@@ -85,10 +85,10 @@ void Recorder::abandon_step() {
 }
 
 NextUse::NextUse(const Timeline& timeline, int num_arrays) : uses_(static_cast<size_t>(num_arrays)) {
-  for (size_t t = 0; t < timeline.moments.size(); ++t) {
-    for (const Access& access : timeline.moments[t].accesses) {
-      if (access.mode == AccessMode::kRetire) continue;
-      auto& uses = uses_[static_cast<size_t>(access.array.index())];
+  for (size_t t = 0; t < timeline.accesses.size(); ++t) {
+    for (const ArrayUse& use : timeline.accesses[t].uses) {
+      if (use.mode == ArrayUseMode::kFinalise) continue;
+      auto& uses = uses_[static_cast<size_t>(use.array.index())];
       if (uses.empty() || uses.back() != static_cast<int64_t>(t)) uses.push_back(static_cast<int64_t>(t));
     }
   }

@@ -1,8 +1,8 @@
 // Records the timeline of the running step, and keeps the last complete one. Guarded by the runtime's lock.
 //
-//   recorder.begin_moment(Phase::kForward, acquired, activation_peak_of_the_previous_access);
-//   recorder.add({grad, AccessMode::kWrite});
-//   recorder.note_tide(tide_peak);   // of the running access
+//   recorder.begin_access(Phase::kForward, acquired, activation_peak_of_the_previous_access);
+//   recorder.add({grad, ArrayUseMode::kWrite});
+//   recorder.note_activations(activation_peak);   // of the running access
 //   recorder.finish_step();          // the recording becomes last()
 #pragma once
 
@@ -16,19 +16,19 @@ namespace patrickstar {
 
 class Recorder {
  public:
-  // `tide_peak`: most activation memory since the previous access began.
-  void begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak);
-  void begin_forward() { forward_begin_ = running_.moments.size(); }
+  // `activation_peak`: most activation memory since the previous access began.
+  void begin_access(Phase phase, std::vector<ArrayId> acquired, int64_t activation_peak);
+  void begin_forward() { forward_begin_ = running_.accesses.size(); }
   // Call at the end of a forward or a backward.
-  void end_phase() { running_.phase_ends.push_back(static_cast<int64_t>(running_.moments.size())); }
+  void end_phase() { running_.phase_ends.push_back(static_cast<int64_t>(running_.accesses.size())); }
   // Forgets the running forward.
   void undo_forward();
   // Ignored before the first access.
-  void add(Access access);
+  void add(ArrayUse use);
   // `position`: index of an access of the running step.
-  void add_at(int64_t position, Access access);
+  void add_at(int64_t position, ArrayUse use);
   // Lower bound of activation memory during the running access.
-  void note_tide(int64_t tide_peak);
+  void note_activations(int64_t activation_peak);
   // Bytes of activations offloaded from now on.
   void note_absent(int64_t num_bytes);
   // Adds to the running access's activation copies.
@@ -47,7 +47,7 @@ class Recorder {
   const Timeline& last() const { return last_; }
   const Timeline& running() const { return running_; }
   // Index of the running access; -1 before the first.
-  int64_t position() const { return static_cast<int64_t>(running_.moments.size()) - 1; }
+  int64_t position() const { return static_cast<int64_t>(running_.accesses.size()) - 1; }
 
  private:
   Timeline running_;

@@ -21,8 +21,8 @@ Queue queue_of(Track track) {
       return Queue::kGather;
     case Track::kScatter:
       return Queue::kScatter;
-    case Track::kVisit:
-      return Queue::kVisitUpdate;
+    case Track::kRoundTrip:
+      return Queue::kRoundTripUpdate;
     default:
       return Queue::kCompute;
   }
@@ -30,9 +30,9 @@ Queue queue_of(Track track) {
 
 }  // namespace
 
-int64_t MemorySample::slot_bytes() const {
+int64_t MemorySample::device_buffer_bytes() const {
   int64_t total = idle_bytes;
-  for (int64_t bytes : payload_bytes) total += bytes;
+  for (int64_t bytes : chunk_buffer_bytes) total += bytes;
   return total;
 }
 
@@ -42,19 +42,19 @@ void StepTracer::clear() {
   open_stalls_ = 0;
   spans_.clear();
   host_spans_.clear();
-  moments_.clear();
+  accesses_.clear();
   samples_.clear();
 }
 
 void StepTracer::arm() {
-  if (stage_ == Stage::kTracing) return;
-  if (stage_ != Stage::kArmed) clear();
-  stage_ = Stage::kArmed;
+  if (stage_ == TraceState::kTracing) return;
+  if (stage_ != TraceState::kArmed) clear();
+  stage_ = TraceState::kArmed;
 }
 
 void StepTracer::begin_step() {
-  if (stage_ != Stage::kArmed) return;
-  stage_ = Stage::kTracing;
+  if (stage_ != TraceState::kArmed) return;
+  stage_ = TraceState::kTracing;
   origin_ = backend_.mark(Queue::kCompute);
   backend_.seconds_between(origin_, origin_);  // drains the queue
   host_origin_ = TraceClock::now();
@@ -71,25 +71,26 @@ void StepTracer::end_step(const Timeline& timeline, StepOutcome outcome) {
   if (!on_) return;
   end_ = backend_.mark(Queue::kCompute);
   on_ = false;
-  stage_ = Stage::kComplete;
+  stage_ = TraceState::kComplete;
   if (optimizer_ == nullptr) optimizer_sample_ = samples_.size();
   outcome_ = outcome;
-  const size_t known = std::min(moments_.size(), timeline.moments.size());
-  for (size_t t = 0; t < known; ++t) moments_[t].moment.tide_peak_bytes = timeline.moments[t].tide_peak_bytes;
+  const size_t known = std::min(accesses_.size(), timeline.accesses.size());
+  for (size_t t = 0; t < known; ++t)
+    accesses_[t].access.activation_peak_bytes = timeline.accesses[t].activation_peak_bytes;
 }
 
 void StepTracer::abandon() {
-  if (stage_ == Stage::kTracing) give_up();
+  if (stage_ == TraceState::kTracing) give_up();
 }
 
 void StepTracer::give_up() {
   clear();
-  stage_ = Stage::kArmed;
+  stage_ = TraceState::kArmed;
 }
 
 std::shared_ptr<HostSpan> StepTracer::open_host_span(const SpanLabel& label,
                                                      std::shared_ptr<const std::atomic<bool>> dropped) {
-  if (stage_ != Stage::kArmed && stage_ != Stage::kTracing) return nullptr;
+  if (stage_ != TraceState::kArmed && stage_ != TraceState::kTracing) return nullptr;
   std::shared_ptr<HostSpan> span;
   observe([&] {
     auto made = std::make_shared<HostSpan>();
@@ -99,18 +100,18 @@ std::shared_ptr<HostSpan> StepTracer::open_host_span(const SpanLabel& label,
   return span;
 }
 
-void StepTracer::do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
-  OpenMoment moment;
-  moment.moment.phase = phase;
-  moment.moment.acquired = acquired;
-  moment.launched = TraceClock::now();
-  moment.begin = backend_.mark(Queue::kCompute);
-  moment.begin_sample = moment.settled_sample = samples_.size();
-  moments_.push_back(std::move(moment));
+void StepTracer::do_begin_access(Phase phase, const std::vector<ArrayId>& acquired) {
+  OpenAccess access;
+  access.access.phase = phase;
+  access.access.acquired = acquired;
+  access.launched = TraceClock::now();
+  access.begin = backend_.mark(Queue::kCompute);
+  access.begin_sample = access.scale_independent_sample = samples_.size();
+  accesses_.push_back(std::move(access));
 }
 
-void StepTracer::do_settle_moment() {
-  moments_.back().settled_sample = samples_.size();
+void StepTracer::do_settle_access() {
+  accesses_.back().scale_independent_sample = samples_.size();
   do_sample_memory();
 }
 
@@ -118,17 +119,17 @@ void StepTracer::do_sample_memory() {
   MemorySample sample;
   for (int index = 0; index < store_.num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    sample.payload_bytes[static_cast<size_t>(id.kind)] += store_.array(id).slot.num_bytes;
+    sample.chunk_buffer_bytes[static_cast<size_t>(id.kind)] += store_.array(id).device_buffer.num_bytes;
   }
-  sample.idle_bytes = slots_.idle_bytes();
-  sample.tide_bytes = backend_.tide_bytes();
+  sample.idle_bytes = device_buffers_.idle_bytes();
+  sample.activation_bytes = backend_.activation_bytes();
   samples_.push_back({sample, backend_.mark(Queue::kCompute)});
 }
 
 void StepTracer::begin_span(const SpanLabel& label) {
   if (label.track == Track::kStall && open_stalls_++ > 0) return;
   running_[static_cast<size_t>(label.track)] = spans_.size();
-  spans_.push_back({label, nullptr, nullptr, moments_.size()});
+  spans_.push_back({label, nullptr, nullptr, accesses_.size()});
   spans_.back().begin = backend_.mark(queue_of(label.track));  // after the vector grew
 }
 
@@ -139,7 +140,7 @@ void StepTracer::end_span(Track track) {
 }
 
 std::optional<StepTrace> StepTracer::take() {
-  if (stage_ != Stage::kComplete) return std::nullopt;
+  if (stage_ != TraceState::kComplete) return std::nullopt;
   StepTrace trace;
   trace.outcome = outcome_;
   trace.seconds = seconds_at(end_);
@@ -149,43 +150,46 @@ std::optional<StepTrace> StepTracer::take() {
     open.sample.seconds = seconds_at(open.mark);
     trace.samples.push_back(open.sample);
   }
-  resolve_moments(trace);
+  resolve_accesses(trace);
   resolve_spans(trace);
   resolve_host_spans(trace);
   clear();
-  stage_ = Stage::kOff;
+  stage_ = TraceState::kOff;
   return trace;
 }
 
-void StepTracer::resolve_moments(StepTrace& trace) {
-  for (size_t t = 0; t < moments_.size(); ++t) {
-    const OpenMoment& open = moments_[t];
-    const bool last = t + 1 == moments_.size();
-    TracedMoment moment = open.moment;
-    moment.launched_seconds = seconds_at(open.launched);
-    moment.begin_seconds = seconds_at(open.begin);
-    const double end = last ? trace.optimizer_begin_seconds : seconds_at(moments_[t + 1].begin);
-    moment.seconds = end - moment.begin_seconds;
-    size_t end_sample = last ? optimizer_sample_ : moments_[t + 1].begin_sample;
-    moment.memory = memory_at_high_tide(
-        {trace.samples.begin() + static_cast<std::ptrdiff_t>(open.settled_sample),
-         trace.samples.begin() + static_cast<std::ptrdiff_t>(std::max(end_sample, open.settled_sample))},
-        moment.tide_peak_bytes);
-    trace.moments.push_back(std::move(moment));
+void StepTracer::resolve_accesses(StepTrace& trace) {
+  for (size_t t = 0; t < accesses_.size(); ++t) {
+    const OpenAccess& open = accesses_[t];
+    const bool last = t + 1 == accesses_.size();
+    TracedAccess access = open.access;
+    access.launched_seconds = seconds_at(open.launched);
+    access.begin_seconds = seconds_at(open.begin);
+    const double end = last ? trace.optimizer_begin_seconds : seconds_at(accesses_[t + 1].begin);
+    access.seconds = end - access.begin_seconds;
+    size_t end_sample = last ? optimizer_sample_ : accesses_[t + 1].begin_sample;
+    access.memory = memory_at_high_activation_memory(
+        {trace.samples.begin() + static_cast<std::ptrdiff_t>(open.scale_independent_sample),
+         trace.samples.begin() + static_cast<std::ptrdiff_t>(std::max(end_sample, open.scale_independent_sample))},
+        access.activation_peak_bytes);
+    trace.accesses.push_back(std::move(access));
   }
 }
 
-MemorySample StepTracer::memory_at_high_tide(const std::vector<MemorySample>& samples, int64_t tide_peak_bytes) const {
+MemorySample StepTracer::memory_at_high_activation_memory(const std::vector<MemorySample>& samples,
+                                                          int64_t activation_peak_bytes) const {
   if (samples.empty()) return {};  // an exception ended the access before its arrays were there
-  if (!backend_.follows_tide()) {
-    return *std::max_element(samples.begin(), samples.end(),
-                             [](const MemorySample& a, const MemorySample& b) { return a.tide_bytes < b.tide_bytes; });
+  if (!backend_.follows_activations()) {
+    return *std::max_element(samples.begin(), samples.end(), [](const MemorySample& a, const MemorySample& b) {
+      return a.activation_bytes < b.activation_bytes;
+    });
   }
   MemorySample least =
       *std::min_element(samples.begin(), samples.end(), [](const MemorySample& a, const MemorySample& b) {
-        return std::make_pair(a.slot_bytes(), a.idle_bytes) < std::make_pair(b.slot_bytes(), b.idle_bytes);
+        return std::make_pair(a.device_buffer_bytes(), a.idle_bytes) <
+               std::make_pair(b.device_buffer_bytes(), b.idle_bytes);
       });
-  least.tide_bytes = tide_peak_bytes;
+  least.activation_bytes = activation_peak_bytes;
   return least;
 }
 
@@ -199,8 +203,8 @@ void StepTracer::resolve_spans(StepTrace& trace) {
     const double seconds = span.end_seconds - span.begin_seconds;
     if (open.label.track == Track::kStall) {
       if (seconds < kLeastStallSeconds) continue;
-      const bool in_moment = open.moment > 0 && span.begin_seconds < trace.optimizer_begin_seconds;
-      if (in_moment) trace.moments[open.moment - 1].stalled_seconds += seconds;
+      const bool in_access = open.access > 0 && span.begin_seconds < trace.optimizer_begin_seconds;
+      if (in_access) trace.accesses[open.access - 1].stalled_seconds += seconds;
     }
     trace.spans.push_back(span);
   }

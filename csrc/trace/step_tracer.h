@@ -26,7 +26,7 @@
 #include "chunk/chunk_store.h"
 #include "common/timeline.h"
 #include "common/tracing.h"
-#include "memory/slot_pool.h"
+#include "memory/device_buffer_pool.h"
 
 namespace patrickstar {
 
@@ -49,23 +49,23 @@ struct TracedSpan {
 // Device memory: buffers by array kind, idle buffers, and activations.
 struct MemorySample {
   double seconds = 0;
-  int64_t tide_bytes = 0;
+  int64_t activation_bytes = 0;
   int64_t idle_bytes = 0;
-  std::array<int64_t, kNumArrayKinds> payload_bytes = {};
+  std::array<int64_t, kNumArrayKinds> chunk_buffer_bytes = {};
 
-  int64_t slot_bytes() const;
+  int64_t device_buffer_bytes() const;
 };
 
-struct TracedMoment {
+struct TracedAccess {
   Phase phase = Phase::kForward;
   std::vector<ArrayId> acquired;
   double launched_seconds = 0;  // when the calling thread got there, ahead of the device
   double begin_seconds = 0;
-  double seconds = 0;           // until the next access, or the optimizer's step
-  double stalled_seconds = 0;   // part of `seconds`
-  int64_t tide_peak_bytes = 0;  // as in the step's timeline
-  // Memory at the peak of activations. If buffers follow activation memory (Backend::follows_tide): the peak, and the
-  // fewest buffer bytes during the access. Otherwise a sampled instant.
+  double seconds = 0;                 // until the next access, or the optimizer's step
+  double stalled_seconds = 0;         // part of `seconds`
+  int64_t activation_peak_bytes = 0;  // as in the step's timeline
+  // Memory at the peak of activations. If buffers follow activation memory (Backend::follows_activations): the peak,
+  // and the fewest buffer bytes during the access. Otherwise a sampled instant.
   MemorySample memory;
 };
 
@@ -74,15 +74,15 @@ struct StepTrace {
   double seconds = 0;
   double optimizer_begin_seconds = 0;
   int64_t device_limit_bytes = kUnlimited;
-  std::vector<TracedMoment> moments;  // as in the step's timeline
-  std::vector<TracedSpan> spans;      // by begin, on each track
-  std::vector<MemorySample> samples;  // taken when buffers change hands
+  std::vector<TracedAccess> accesses;  // as in the step's timeline
+  std::vector<TracedSpan> spans;       // by begin, on each track
+  std::vector<MemorySample> samples;   // taken when buffers change hands
 };
 
 class StepTracer final : public Tracer {
  public:
-  StepTracer(Backend& backend, const ChunkStore& store, const SlotPool& slots)
-      : backend_(backend), store_(store), slots_(slots) {}
+  StepTracer(Backend& backend, const ChunkStore& store, const DeviceBufferPool& device_buffers)
+      : backend_(backend), store_(store), device_buffers_(device_buffers) {}
 
   // Forgets a trace that was not taken.
   void arm();
@@ -93,7 +93,7 @@ class StepTracer final : public Tracer {
   // Gives up the traced step; the next one is traced instead.
   void abandon();
   // The traced step is over and not taken yet.
-  bool is_complete() const { return stage_ == Stage::kComplete; }
+  bool is_complete() const { return stage_ == TraceState::kComplete; }
   // Returns the trace once; nothing before the step is over. Waits for the work that the step started.
   std::optional<StepTrace> take();
 
@@ -102,20 +102,20 @@ class StepTracer final : public Tracer {
 
  protected:
   void give_up() override;
-  void do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) override;
-  void do_settle_moment() override;
+  void do_begin_access(Phase phase, const std::vector<ArrayId>& acquired) override;
+  void do_settle_access() override;
   void do_sample_memory() override;
   void begin_span(const SpanLabel& label) override;
   void end_span(Track track) override;
 
  private:
-  enum class Stage : uint8_t { kOff, kArmed, kTracing, kComplete };
+  enum class TraceState : uint8_t { kOff, kArmed, kTracing, kComplete };
 
   struct OpenSpan {
     SpanLabel label;
     Mark begin;
     Mark end;
-    size_t moment;  // number of accesses begun before it
+    size_t access;  // number of accesses begun before it
   };
   struct OpenHostSpan {
     SpanLabel label;
@@ -123,12 +123,12 @@ class StepTracer final : public Tracer {
     std::shared_ptr<const std::atomic<bool>> dropped;
     SpanOwner owner;
   };
-  struct OpenMoment {
-    TracedMoment moment;
+  struct OpenAccess {
+    TracedAccess access;
     TraceClock::time_point launched = {};
     Mark begin;
-    size_t begin_sample = 0;    // index of the first sample after its begin
-    size_t settled_sample = 0;  // index of the first sample after its arrays were there
+    size_t begin_sample = 0;              // index of the first sample after its begin
+    size_t scale_independent_sample = 0;  // index of the first sample after its arrays were there
   };
   struct OpenSample {
     MemorySample sample;
@@ -142,13 +142,14 @@ class StepTracer final : public Tracer {
   }
   void resolve_spans(StepTrace& trace);
   void resolve_host_spans(StepTrace& trace);
-  void resolve_moments(StepTrace& trace);
-  MemorySample memory_at_high_tide(const std::vector<MemorySample>& samples, int64_t tide_peak_bytes) const;
+  void resolve_accesses(StepTrace& trace);
+  MemorySample memory_at_high_activation_memory(const std::vector<MemorySample>& samples,
+                                                int64_t activation_peak_bytes) const;
 
   Backend& backend_;
   const ChunkStore& store_;
-  const SlotPool& slots_;
-  Stage stage_ = Stage::kOff;
+  const DeviceBufferPool& device_buffers_;
+  TraceState stage_ = TraceState::kOff;
   Mark origin_;
   TraceClock::time_point host_origin_ = {};
   Mark optimizer_;
@@ -159,7 +160,7 @@ class StepTracer final : public Tracer {
   std::array<size_t, kNumTracks> running_ = {};  // by track: index of the last span begun
   int open_stalls_ = 0;
   std::vector<OpenHostSpan> host_spans_;
-  std::vector<OpenMoment> moments_;
+  std::vector<OpenAccess> accesses_;
   std::vector<OpenSample> samples_;
 };
 

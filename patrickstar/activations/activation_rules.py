@@ -1,6 +1,6 @@
 """Limits of activation offload and selective recomputation, shared by the engine and the planner.
 
-The engine applies them (``ActivationStash``, ``KeptAttention``); patrickstar/planning/leaving.py simulates them.
+The engine applies them (``OffloadStore``, ``SelectiveAttention``); patrickstar/planning/leaving.py simulates them.
 """
 
 from __future__ import annotations

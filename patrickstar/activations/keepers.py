@@ -11,17 +11,17 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
-from patrickstar.activations.kept_attention import KeptAttention
 from patrickstar.activations.layer_activations import LayerActivations
-from patrickstar.activations.stashed_activations import ActivationStash
+from patrickstar.activations.offloaded_activations import OffloadStore
+from patrickstar.activations.selective_attention import SelectiveAttention
 from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
 from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
 from patrickstar.module.chunked_parameter import ChunkedParameter
 
 
-def keeper_of_activations(
+def activation_offloader(
     module: nn.Module, section: ActivationsConfig, runtime: _C.Runtime, device: torch.device, chunk_bytes: int
-) -> ActivationKeeper:
+) -> ActivationOffloader:
     """The context of training forwards of ``module``, whose parameters are in chunks.
 
     Args:
@@ -34,18 +34,18 @@ def keeper_of_activations(
     if section.offload is ActivationOffload.NEVER:
         return StayingActivations(LayerActivations(module, None, None))
     params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
-    stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
+    offload_store = OffloadStore(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
     attention = None
     if section.keep_attention is not KeepAttention.NEVER:
         least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else LEAST_ATTENTION_TOKENS
-        attention = KeptAttention(stash, least_tokens)
-    layers = LayerActivations(module, stash, attention)
+        attention = SelectiveAttention(offload_store, least_tokens)
+    layers = LayerActivations(module, offload_store, attention)
     if section.offload is ActivationOffload.ALWAYS:
-        return AllActivations(stash, layers)
-    return CheckpointedActivations(module, stash, layers)
+        return AllActivations(offload_store, layers)
+    return CheckpointedActivations(module, offload_store, layers)
 
 
-class ActivationKeeper(Protocol):
+class ActivationOffloader(Protocol):
     """Decides which forwards keep activations in the offload memory."""
 
     layers: LayerActivations
@@ -75,7 +75,7 @@ class StayingActivations:
         self.layers = layers
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """See :class:`ActivationKeeper`."""
+        """See :class:`ActivationOffloader`."""
         return self.layers.running()
 
     def forget(self) -> None:
@@ -91,50 +91,50 @@ class StayingActivations:
 class AllActivations:
     """Lets every tensor leave that autograd saves."""
 
-    def __init__(self, stash: ActivationStash, layers: LayerActivations):
-        self._stash = stash
+    def __init__(self, offload_store: OffloadStore, layers: LayerActivations):
+        self._offload_store = offload_store
         self.layers = layers
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """See :class:`ActivationKeeper`."""
-        with self._stash.keeping(), self.layers.running():
+        """See :class:`ActivationOffloader`."""
+        with self._offload_store.keeping(), self.layers.running():
             yield
 
     def forget(self) -> None:
-        """See :class:`ActivationKeeper`."""
-        self._stash.forget()
+        """See :class:`ActivationOffloader`."""
+        self._offload_store.forget()
 
     def end_backward(self) -> None:
-        """See :class:`ActivationKeeper`."""
-        self._stash.end_backward()
+        """See :class:`ActivationOffloader`."""
+        self._offload_store.end_backward()
 
     def finish(self) -> None:
-        """See :class:`ActivationKeeper`."""
-        self._stash.finish()
+        """See :class:`ActivationOffloader`."""
+        self._offload_store.finish()
 
 
 class CheckpointedActivations:
     """Lets activations of a Hugging Face model leave only while it checkpoints layers. Otherwise they are too many."""
 
-    def __init__(self, module: nn.Module, stash: ActivationStash, layers: LayerActivations):
+    def __init__(self, module: nn.Module, offload_store: OffloadStore, layers: LayerActivations):
         self.layers = layers
         self._checkpointable = checkpointable_modules(module)
-        self._all = AllActivations(stash, layers)
+        self._all = AllActivations(offload_store, layers)
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """See :class:`ActivationKeeper`. Follows the model's present checkpointing."""
+        """See :class:`ActivationOffloader`. Follows the model's present checkpointing."""
         checkpoints = any(map(is_checkpointing, self._checkpointable))
         return self._all.keeping() if checkpoints else contextlib.nullcontext()
 
     def forget(self) -> None:
-        """See :class:`ActivationKeeper`."""
+        """See :class:`ActivationOffloader`."""
         self._all.forget()
 
     def end_backward(self) -> None:
-        """See :class:`ActivationKeeper`."""
+        """See :class:`ActivationOffloader`."""
         self._all.end_backward()
 
     def finish(self) -> None:
-        """See :class:`ActivationKeeper`."""
+        """See :class:`ActivationOffloader`."""
         self._all.finish()

@@ -1,6 +1,6 @@
 """The activation tier of each checkpointed layer between its forward and its backward.
 
-layers = LayerActivations(module, stash, attention)
+layers = LayerActivations(module, offload store, attention)
 layers.choose({"model.layers.0": ActivationTier.KEEP, "model.layers.7": ActivationTier.OFFLOAD})
 with layers.running():
     loss = module(...)
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from patrickstar.activations.activation_rules import ActivationTier
-from patrickstar.activations.kept_attention import KeptAttention
-from patrickstar.activations.stashed_activations import ActivationStash
+from patrickstar.activations.offloaded_activations import OffloadStore
+from patrickstar.activations.selective_attention import SelectiveAttention
 from patrickstar.module.checkpointed_layers import (
     checkpointable_modules,
     is_checkpointing,
@@ -51,13 +51,13 @@ class LayerActivations:
 
     Args:
         module: the model.
-        stash: of the engine; None: no activation may leave the device.
+        offload store: of the engine; None: no activation may leave the device.
         attention: selective recomputation for recomputed layers; None: attention is recomputed too.
     """
 
-    def __init__(self, module: nn.Module, stash: ActivationStash | None, attention: KeptAttention | None):
+    def __init__(self, module: nn.Module, offload_store: OffloadStore | None, attention: SelectiveAttention | None):
         self._module = module
-        self._stash = stash
+        self._offload_store = offload_store
         self._attention = attention
         self._checkpointable = checkpointable_modules(module)
         self._chosen: dict[nn.Module, ActivationTier] = {}  # without RECOMPUTE
@@ -88,10 +88,10 @@ class LayerActivations:
         self._chosen, self._around = chosen, around
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps a training forward, within the stash's ``keeping``."""
+        """Wraps a training forward, within the offload store's ``keeping``."""
         before, self._now = self._now, {} if _obstacle_around(self._around) else self._chosen
-        if self._now != before and self._stash is not None:
-            self._stash.working.start_anew()
+        if self._now != before and self._offload_store is not None:
+            self._offload_store.working.start_anew()
         layers = self._now if self._attention is None else self._checkpointable
         return replaced_checkpoints(layers, functools.partial(self._run, _hooks_on_saved_tensors()))
 
@@ -100,7 +100,7 @@ class LayerActivations:
     ) -> Any:
         tier = None if torch.compiler.is_compiling() else self._now.get(layer)
         if tier is not None and hooks == _hooks_on_saved_tensors() and not _own_obstacle(layer, function.keywords):
-            with contextlib.nullcontext() if self._stash is None else self._stash.resting(tier):
+            with contextlib.nullcontext() if self._offload_store is None else self._offload_store.resting(tier):
                 return call(*args, **kwargs)
         if self._attention is not None:
             return self._attention.checkpoint(layer, function, call, *args, **kwargs)
@@ -108,7 +108,7 @@ class LayerActivations:
 
     def _obstacle(self, layer: nn.Module | None, tier: ActivationTier) -> str:
         """Why ``layer`` cannot have ``tier``, with the remedy; empty if it can."""
-        if tier is ActivationTier.OFFLOAD and self._stash is None:
+        if tier is ActivationTier.OFFLOAD and self._offload_store is None:
             return 'nothing may leave the device; set "activations": {"offload": "auto"}'
         if layer is None or not _is_layer(layer):
             return "the model has no GradientCheckpointingLayer of that name; take one of named_modules()"

@@ -38,7 +38,7 @@ class ChangedActivations:
 
 def check_activations(module: nn.Module, section: ActivationsConfig) -> None:
     """Raises ValueError if ``module`` cannot be changed as ``section`` says; changes nothing."""
-    if section.loss is LossComputation.FUSED and not _has_divided_loss(module):
+    if section.loss is LossComputation.FUSED and not _has_sharded_loss(module):
         check_fusable(_language_model(module))
     if section.tile_tokens:
         find_tileable(module)
@@ -47,7 +47,7 @@ def check_activations(module: nn.Module, section: ActivationsConfig) -> None:
 def change_activations(module: nn.Module, section: ActivationsConfig, num_ranks: int) -> ChangedActivations:
     """Changes the module as ``section`` says, which was checked; ``num_ranks`` compute with it."""
     undo: list[Callable[[], None]] = []
-    if section.loss is LossComputation.FUSED and not _has_divided_loss(module):
+    if section.loss is LossComputation.FUSED and not _has_sharded_loss(module):
         undo.append(fuse_loss(_language_model(module), num_ranks).restore)
     if section.tile_tokens:
         tiled = tile_modules(module, section.tile_tokens)
@@ -69,7 +69,7 @@ class ActivationRemedies:
         self._section = section
         self._layers = checkpointable_modules(module)
         self._changes: list[str] = []  # changes of the module
-        may_fuse = section.loss is LossComputation.WHOLE and not _has_divided_loss(module)
+        may_fuse = section.loss is LossComputation.WHOLE and not _has_sharded_loss(module)
         if may_fuse and _can_fuse(module):
             self._changes.append('a loss that does not make all logits at once ("activations": {"loss": "fused"})')
         if not section.tile_tokens and _can_tile(module):
@@ -111,7 +111,7 @@ def _takes(check: Callable[[], object]) -> bool:
     return True
 
 
-def _has_divided_loss(module: nn.Module) -> bool:
+def _has_sharded_loss(module: nn.Module) -> bool:
     """True if tensor parallelism shards the head's logits over rows and columns of the mesh.
 
     ``CrossEntropy2D`` then computes the loss without making whole logits. ``"fused"`` changes nothing: computing the

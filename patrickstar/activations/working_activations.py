@@ -26,7 +26,7 @@ class WorkingBytes:
 
     Attributes:
         held_bytes: kept activations on the device.
-        beyond_bytes: their part that autograd did not save itself (:meth:`ActivationStash.keep`).
+        beyond_bytes: their part that autograd did not save itself (:meth:`OffloadStore.keep`).
         absent_bytes: kept activations only on the host, because the device had no room.
         seen: the measurement that holds for this step; None: no measurement.
     """
@@ -89,10 +89,10 @@ class WorkingBytes:
             self._is_measuring = True
         is_of_interest = self._is_measuring and self.held_bytes + self.absent_bytes > self._least_held
         if is_of_interest or self._held_before is not None:
-            tide = self._runtime.take_live_tide_peak()
+            activation_memory = self._runtime.take_live_activation_peak()
             if self._held_before is not None:
-                self._highest_whole = max(self._highest_whole, tide + self.absent_bytes)
-                self._most_working = max(self._most_working, tide - self._held_before)
+                self._highest_whole = max(self._highest_whole, activation_memory + self.absent_bytes)
+                self._most_working = max(self._most_working, activation_memory - self._held_before)
         self._held_before = self.held_bytes if is_of_interest else None
 
 

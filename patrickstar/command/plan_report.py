@@ -35,8 +35,8 @@ def answer_lines(answer: Answer) -> list[str]:
     setting, num_chunks = question.setting, len(case.plan.chunks)
     stalls = ", ".join(f"{name.replace('_', ' ')} {s * 1e3:.0f} ms" for name, s in step.stall_seconds.items())
     early = f"{case.num_speculated_chunks} are updated during backward"
-    if case.num_parameters_first:
-        early += f", of {case.num_parameters_first} of them the parameters, and the states behind the step"
+    if case.num_two_phase_updates:
+        early += f", of {case.num_two_phase_updates} of them the parameters, and the states in phase two the step"
     lines = [
         f"{answer.num_params / 1e9:.2f} B parameters{_trained(answer)} on {question.machine.name} "
         f"({question.machine.source})",
@@ -46,9 +46,9 @@ def answer_lines(answer: Answer) -> list[str]:
         *_attention_lines(answer),
         *_mesh_lines(answer),
         f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
-        f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
+        f"{show_size(case.plan.activation_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
-        *_stash_lines(case),
+        *_offload_store_lines(case),
         *_disk_lines(case),
         f"least that works, all optimizer states {_below(setting)}: device_memory "
         f"{enough_size(case.least_device_bytes)}, host_memory {enough_size(case.least_host_bytes)} "
@@ -96,7 +96,8 @@ def length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[
             continue
         length, step = one.question.workload.length, one.chosen.step
         lines.append(
-            f"{size:17}   {length:9,}   {show_size(one.chosen.plan.tide_peak_bytes):>11}   {step.seconds:>8.3f} s "
+            f"{size:17}   {length:9,}   {show_size(one.chosen.plan.activation_peak_bytes):>11}   "
+            f"{step.seconds:>8.3f} s "
             f"{one.tokens_per_second:9,.0f}"
         )
     return lines if found else []
@@ -141,13 +142,13 @@ def _quantized_lines(case: Case) -> list[str]:
     return [kept] if num_chunks else []
 
 
-def _stash_lines(case: Case) -> list[str]:
+def _offload_store_lines(case: Case) -> list[str]:
     lines = []
-    if case.stashed_bytes:
-        stashed = show_size(case.stashed_bytes)
-        lines.append(f"activations that leave the device: {stashed}, on the host until their backward")
-    if case.kept_attention:
-        lines.append(f"attention of checkpointed layers: {case.kept_attention} calls are kept for backward")
+    if case.offloaded_bytes:
+        offloaded = show_size(case.offloaded_bytes)
+        lines.append(f"activations that leave the device: {offloaded}, on the host until their backward")
+    if case.selective_attention:
+        lines.append(f"attention of checkpointed layers: {case.selective_attention} calls are kept for backward")
     return lines
 
 
@@ -246,7 +247,7 @@ def length_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
     return {
         "fits": True,
         "seq_len": found.question.workload.length,
-        "tide_peak_bytes": found.chosen.plan.tide_peak_bytes,
+        "activation_peak_bytes": found.chosen.plan.activation_peak_bytes,
         "step_seconds": found.chosen.step.seconds,
         "tokens_per_second": found.tokens_per_second,
     }
@@ -315,10 +316,10 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "disk_read_bytes": step.disk_read_bytes,
         "disk_written_bytes": step.disk_written_bytes,
         "num_speculated_chunks": case.num_speculated_chunks,
-        "num_parameters_first": case.num_parameters_first,
-        "tide_peak_bytes": case.plan.tide_peak_bytes,
-        "stashed_bytes": case.stashed_bytes,
-        "kept_attention": case.kept_attention,
+        "num_two_phase_updates": case.num_two_phase_updates,
+        "activation_peak_bytes": case.plan.activation_peak_bytes,
+        "offloaded_bytes": case.offloaded_bytes,
+        "selective_attention": case.selective_attention,
         "device_peak_bytes": step.peak_bytes,
         "host_bytes": case.host_bytes,
         "host_peak_bytes": case.host_peak_bytes,

@@ -24,7 +24,7 @@ class InnerTensorParallelConfig(with_other_keys("tensor_parallel.tp"), Section):
     """The section ``tensor_parallel.tp``: sizes and groups of DeepSpeed's tensor parallelism."""
 
     tp_size: Annotated[
-        AtLeast1, mapped("tensor_parallel.columns", "layers are divided over a mesh of one row and so many columns")
+        AtLeast1, mapped("tensor_parallel.columns", "layers are sharded over a mesh of one row and so many columns")
     ] = 1
     """Ranks over which each layer is sharded."""
 
@@ -49,7 +49,7 @@ class TensorParallelConfig(with_other_keys("tensor_parallel"), Section):
     """
     autotp_size: Annotated[
         AtLeast0,
-        mapped("tensor_parallel.columns", "layers are divided over a mesh of one row and so many columns; 0 is 1"),
+        mapped("tensor_parallel.columns", "layers are sharded over a mesh of one row and so many columns; 0 is 1"),
     ] = 0
     """Ranks over which each layer is sharded; 0: tensor parallelism is off."""
     tp: InnerTensorParallelConfig = Field(default_factory=InnerTensorParallelConfig)

@@ -18,11 +18,11 @@ from patrickstar.deepspeed.counts import Counts
 from patrickstar.deepspeed.param_attributes import put_attributes, take_attributes
 from patrickstar.deepspeed.saving import SavingEngine
 from patrickstar.elastic.phases import Membership, Resized
-from patrickstar.elastic.sampler import OfTide
+from patrickstar.elastic.sampler import ForActivations
 from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.monitor import MonitorOptions, Phase
-from patrickstar.resize.plan import Carried
+from patrickstar.resize.plan import UserState
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.session import Session
 
@@ -262,7 +262,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
 
     # Other ranks.
 
-    def resize(self, num_ranks: int, *, carried: Mapping[str, Carried] | None = None, **options: Any) -> Resized:
+    def resize(self, num_ranks: int, *, user_state: Mapping[str, UserState] | None = None, **options: Any) -> Resized:
         """:meth:`patrickstar.engine.engine.Engine.resize`. ``train_batch_size`` and the micro-batch are constant, and
         ``gradient_accumulation_steps`` follows. The schedule and the engine's counts are user state of the resize.
 
@@ -271,18 +271,18 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         """
         self._check_resizable("resize")
         with deferred_signals():  # the engine and its counts change together
-            resized = super().resize(num_ranks, carried=self._carried(carried), **options)
+            resized = super().resize(num_ranks, user_state=self._user_state(user_state), **options)
             if resized.membership is Membership.RANK:
                 self._follow_ranks()
         return resized
 
-    def join(self, *, carried: Mapping[str, Carried] | None = None, **options: Any) -> Resized:
+    def join(self, *, user_state: Mapping[str, UserState] | None = None, **options: Any) -> Resized:
         """:meth:`patrickstar.engine.engine.Engine.join`, with the conditions of :meth:`resize`. A joining process
         writes no metrics; with ``PATRICKSTAR_ELASTIC_JOINS`` 1 it opens no file for them.
         """
         self._check_resizable("join")
         with deferred_signals():
-            resized = super().join(carried=self._carried(carried), **options)
+            resized = super().join(user_state=self._user_state(user_state), **options)
             self._monitor.close()  # rank 0 writes the metrics
             self._follow_ranks()
         return resized
@@ -296,17 +296,17 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
                 "was made for; leave training_data out, and take batches from patrickstar.elastic.ElasticLoader"
             )
 
-    def _carried(self, carried: Mapping[str, Carried] | None) -> dict[str, Carried]:
-        if any(isinstance(item, OfTide) and item.measured_micro_batch for item in (carried or {}).values()):
+    def _user_state(self, user_state: Mapping[str, UserState] | None) -> dict[str, UserState]:
+        if any(isinstance(item, ForActivations) and item.measured_micro_batch for item in (user_state or {}).values()):
             raise ValueError(
-                "MicroBatches.BY_TIDE with an engine that counts micro-batches of train_micro_batch_size_per_gpu; give "
-                "the sampler MicroBatches.AT_MOST, or use initialize_engine"
+                "MicroBatches.BY_ACTIVATIONS with an engine that counts micro-batches of "
+                "train_micro_batch_size_per_gpu; give the sampler MicroBatches.AT_MOST, or use initialize_engine"
             )
         counts = Counts(self, self.train_batch_size(), self._micro_batch_size)
-        own: dict[str, Carried] = {counts.name: counts}
+        own: dict[str, UserState] = {counts.name: counts}
         if self._saved_scheduler() is not None:
             own["patrickstar.initialize's lr_scheduler"] = self.lr_scheduler
-        return {**(carried or {}), **own}
+        return {**(user_state or {}), **own}
 
     def _follow_ranks(self) -> None:
         self._monitor.change_ranks(self.world_size)

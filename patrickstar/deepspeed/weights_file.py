@@ -47,7 +47,7 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
         StateError: the model is tensor-parallel.
     """
     session.check_whole()
-    _check_undivided(session)
+    _check_unsharded(session)
     check_shared(session, "save_16bit_model")
     peers = RankPeers(session)
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
@@ -79,7 +79,7 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
 def read_16bit_weights(session: Session, *, with_frozen: bool) -> dict[str, torch.Tensor] | None:
     """The module's ``state_dict`` in 16 bits, on the first rank's CPU; None on the others. All ranks must call it."""
     session.check_whole()
-    _check_undivided(session)
+    _check_unsharded(session)
     check_shared(session, "reading 16-bit weights")
     is_first = session.ranks.control.rank == 0
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
@@ -95,7 +95,7 @@ def read_16bit_weights(session: Session, *, with_frozen: bool) -> dict[str, torc
     return values if is_first else None
 
 
-def _check_undivided(session: Session) -> None:
+def _check_unsharded(session: Session) -> None:
     if session.matrices.names is not None:
         raise _C.StateError(
             "with tensor_parallel this rank has blocks of the model's weights; write whole ones with "

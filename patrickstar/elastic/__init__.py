@@ -10,7 +10,7 @@ from patrickstar.elastic.batches import (
     learning_rate_factor,
 )
 from patrickstar.elastic.orders import Order, OrderKind, Orders, Outcome, OutcomeKind, RunReport
-from patrickstar.elastic.phases import Membership, Phase, Resized
+from patrickstar.elastic.phases import Membership, Resized, ResizePhase
 from patrickstar.elastic.rendezvous import Rendezvous, ResizeError, serve_rendezvous
 from patrickstar.elastic.run import ElasticRun, Next
 from patrickstar.elastic.sampler import ElasticLoader, ElasticSampler
@@ -30,7 +30,7 @@ __all__ = [
     "Orders",
     "Outcome",
     "OutcomeKind",
-    "Phase",
+    "ResizePhase",
     "Rendezvous",
     "ResizeError",
     "Resized",

@@ -49,9 +49,9 @@ class MicroBatches(enum.Enum):
     """Choice of the micro-batch size among divisors of a rank's part of the global batch."""
 
     AT_MOST = "the largest of at most max_micro_batch samples"
-    BY_TIDE = (
-        "the same until the first resize; from then on the largest that the tide of the step before it, as measured, "
-        "and device_memory allow"
+    BY_ACTIVATIONS = (
+        "the same until the first resize; from then on the largest that device_memory allows by the measured "
+        "activation memory of the step before it"
     )
 
 

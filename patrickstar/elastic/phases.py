@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 
-class Phase(enum.Enum):
+class ResizePhase(enum.Enum):
     """Phases of a resize. Until the end of :attr:`DECIDE` old ranks keep all their data, and a failure of a joining
     process leaves them unchanged. From :attr:`CLOSE` on a failure ends all ranks, with an error.
     """

@@ -86,8 +86,8 @@ class ElasticRun:
     """A rank's part of a run whose number of ranks can change; see the module's docstring.
 
     The constructor of a process with ``PATRICKSTAR_ELASTIC_JOINS`` 1 joins the run. Another process continues from the
-    checkpoint, if there is one; a sampler in ``carried`` gets its ranks. Construct it after the optimizer, its schedule
-    and the sampler, before the first step.
+    checkpoint, if there is one; a sampler in ``user_state`` gets its ranks. Construct it after the optimizer, its
+    schedule and the sampler, before the first step.
 
     Args:
         engine: from ``initialize_engine``.
@@ -109,7 +109,7 @@ class ElasticRun:
     def __init__(
         self,
         engine: ElasticEngine,
-        carried: Mapping[str, Any],
+        user_state: Mapping[str, Any],
         *,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_seconds: float = 600.0,
@@ -121,10 +121,10 @@ class ElasticRun:
             raise ValueError(
                 f"look_seconds is {look_seconds:g} and checkpoint_seconds {checkpoint_seconds:g}; give more than 0"
             )
-        if _OWN_NAME in carried:
+        if _OWN_NAME in user_state:
             raise ValueError(f"carried has a {_OWN_NAME!r}, the name of the run's own state; give it another name")
         self._engine = engine
-        self._carried = {**carried, _OWN_NAME: self}
+        self._user_state = {**user_state, _OWN_NAME: self}
         self._checkpoint = None if checkpoint is None else os.fspath(checkpoint)
         self._checkpoint_seconds = checkpoint_seconds
         self._look_seconds = look_seconds
@@ -152,10 +152,10 @@ class ElasticRun:
             prepare_to_pass(engine.device)
         if joins:
             own = {name: value for name, value in self._options.items() if name == "folder"}
-            self._place(engine.join(carried=self._carried, rendezvous=self._meeting, **own))
+            self._place(engine.join(user_state=self._user_state, rendezvous=self._meeting, **own))
         else:
             self._load()
-            for item in carried.values():
+            for item in user_state.values():
                 if isinstance(item, OfRanks):
                     item.set_ranks(self.rank, self.num_ranks)
         if self._meeting is not None and self._board is not None and self.rank == 0:
@@ -261,7 +261,7 @@ class ElasticRun:
             resized = self._engine.resize(
                 order.num_ranks,
                 leaving=order.leaving,
-                carried=self._carried,
+                user_state=self._user_state,
                 rendezvous=self._meeting,
                 **self._options,
             )
@@ -308,19 +308,19 @@ class ElasticRun:
         if self._checkpoint is None or self._saved_steps == self.num_steps:
             return
         self._saved_steps = self.num_steps
-        states = {name: item.state_dict() for name, item in self._carried.items()}
+        states = {name: item.state_dict() for name, item in self._user_state.items()}
         self._engine.save_checkpoint(self._checkpoint, client_state=states)
 
     def _load(self) -> None:
         if self._checkpoint is None or not Path(self._checkpoint, "latest").is_file():
             return
         _, states = self._engine.load_checkpoint(self._checkpoint)
-        missing = sorted(self._carried.keys() - states.keys())
+        missing = sorted(self._user_state.keys() - states.keys())
         if missing:
             raise ValueError(
                 f"the checkpoint in {self._checkpoint} has no state of {', '.join(missing)}; it is of another script: "
                 "give another folder"
             )
-        for name, item in self._carried.items():
+        for name, item in self._user_state.items():
             item.load_state_dict(states[name])
         self._next_look = self.num_steps + 1

@@ -41,7 +41,7 @@ class OfOneRun(Protocol):
 
 
 @runtime_checkable
-class OfTide(Protocol):
+class ForActivations(Protocol):
     """User state that sizes micro-batches by memory, such as ``patrickstar.elastic.ElasticSampler``."""
 
     measured_micro_batch: int | None
@@ -115,8 +115,8 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def measured_micro_batch(self) -> int | None:
-        """Samples of this rank's micro-batches, with :attr:`MicroBatches.BY_TIDE`; else None."""
-        return self.division.micro_batch if self.micro_batches is MicroBatches.BY_TIDE else None
+        """Samples of this rank's micro-batches, with :attr:`MicroBatches.BY_ACTIVATIONS`; else None."""
+        return self.division.micro_batch if self.micro_batches is MicroBatches.BY_ACTIVATIONS else None
 
     def allow_micro_batch(self, most: int) -> None:
         """Sets how many samples fit, from the next :meth:`set_ranks` on."""

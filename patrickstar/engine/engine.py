@@ -11,7 +11,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
-from patrickstar.elastic.phases import Phase, Resized
+from patrickstar.elastic.phases import Resized, ResizePhase
 from patrickstar.elastic.published import DEFAULT_FOLDER
 from patrickstar.elastic.rendezvous import Rendezvous
 from patrickstar.engine.module_face import ModuleFace
@@ -19,7 +19,7 @@ from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 from patrickstar.resize.joining import join_session
-from patrickstar.resize.plan import Carried, ResizeOptions
+from patrickstar.resize.plan import ResizeOptions, UserState
 from patrickstar.resize.resizing import resize_session
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.session.closing import abandon_session, close_session, discard_session
@@ -247,16 +247,16 @@ class Engine(ModuleFace):
         num_ranks: int,
         *,
         leaving: Sequence[int] | None = None,
-        carried: Mapping[str, Carried] | None = None,
+        user_state: Mapping[str, UserState] | None = None,
         rendezvous: Rendezvous | str | None = None,
         folder: str = DEFAULT_FOLDER,
         timeout_seconds: float | None = None,
-        note_phase: Callable[[Phase], None] = lambda phase: None,
+        note_phase: Callable[[ResizePhase], None] = lambda phase: None,
     ) -> Resized:
         """Continues with another number of ranks, between two steps and without a checkpoint (docs/guides/elastic.md).
 
         All ranks call it with the same arguments. As many further processes as the new number needs call :meth:`join`.
-        Parameters, moments, step counts, loss scale and this process's random numbers keep their bits.
+        Parameters, accesses, step counts, loss scale and this process's random numbers keep their bits.
 
         Args:
             num_ranks: the new number.
@@ -278,18 +278,18 @@ class Engine(ModuleFace):
             ValueError: ranks cannot be assigned this way, or the timeout is too long.
         """
         default = min(self.rank_timeout_seconds / 2, 60.0)
-        options = ResizeOptions.of(default, rendezvous, carried, folder, timeout_seconds, note_phase)
+        options = ResizeOptions.of(default, rendezvous, user_state, folder, timeout_seconds, note_phase)
         with deferred_signals() as signals, signals.allowed():
             return resize_session(self._session, num_ranks, leaving, options)
 
     def join(
         self,
         *,
-        carried: Mapping[str, Carried] | None = None,
+        user_state: Mapping[str, UserState] | None = None,
         rendezvous: Rendezvous | str | None = None,
         folder: str = DEFAULT_FOLDER,
         timeout_seconds: float | None = None,
-        note_phase: Callable[[Phase], None] = lambda phase: None,
+        note_phase: Callable[[ResizePhase], None] = lambda phase: None,
     ) -> Resized:
         """Makes this process one of the ranks that call :meth:`resize`, with their values, step, learning rates and
         loss scale, and rank 0's random numbers. The engine was made on one rank, of the same model with the same
@@ -310,7 +310,7 @@ class Engine(ModuleFace):
             ValueError: the timeout exceeds ``rank_timeout_seconds``.
         """
         default = self.rank_timeout_seconds
-        options = ResizeOptions.of(default, rendezvous, carried, folder, timeout_seconds, note_phase)
+        options = ResizeOptions.of(default, rendezvous, user_state, folder, timeout_seconds, note_phase)
         with deferred_signals() as signals, signals.allowed():
             return join_session(self._session, options)
 

@@ -112,7 +112,7 @@ class ModuleFace(nn.Module):
         """Full tensors under the module's original names: parameters in float32 on the CPU, buffers as they are.
 
         Frozen parameters have their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
-        must call it; names and tensors are those before sharding, parameters first.
+        must call it; names and tensors are those before sharding, two-phase updates.
         """
         check_shared(self._session, "state_dict")
         with self._session.guard("state_dict"):

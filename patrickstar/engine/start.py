@@ -22,8 +22,8 @@ from patrickstar.module.preprocess import ModelSource, build_module
 from patrickstar.module.quantization import is_quantized
 from patrickstar.optimizer.groups import ModelParameters, make_groups
 from patrickstar.parallel.axes import mesh_of
-from patrickstar.parallel.divided_matrices import Matrices, make_matrices
 from patrickstar.parallel.proof import prove_rewrites
+from patrickstar.parallel.sharded_matrices import Matrices, make_matrices
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, join_ranks
 from patrickstar.ranks.mesh import Axis, MeshRanks
@@ -73,10 +73,10 @@ def start_session(
             survey = Survey()
             if ranks.context.rank == ranks.members[0]:
                 survey = prove_rewrites(built.module, config, matrices.mode_for(built.module))
-            divided = matrices.divide(built.module)
+            sharded = matrices.divide(built.module)
             deferred = DeferredInit.of(built.module)
             options = rule_of(config.optimizer.type).options
-            groups = make_groups(built.module, model_parameters, _replaced(divided, deferred), options=options)
+            groups = make_groups(built.module, model_parameters, _replaced(sharded, deferred), options=options)
             in_groups = {param for group in groups for param in group["params"]}
             _check_module(built.module, config, matrices)
             check_settings(built.module, config, len(ranks.members))
@@ -119,12 +119,12 @@ def _check_module(module: nn.Module, config: Config, matrices: Matrices) -> None
 
 
 def _replaced(
-    divided: Mapping[nn.Parameter, nn.Parameter], deferred: DeferredInit | None
+    sharded: Mapping[nn.Parameter, nn.Parameter], deferred: DeferredInit | None
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Maps the module's former parameters to their final replacements, through sharding and deferred initialisation."""
     if deferred is None:
-        return divided
-    return {**deferred.replaced, **{old: deferred.replaced.get(new, new) for old, new in divided.items()}}
+        return sharded
+    return {**deferred.replaced, **{old: deferred.replaced.get(new, new) for old, new in sharded.items()}}
 
 
 @contextlib.contextmanager

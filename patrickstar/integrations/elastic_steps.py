@@ -18,7 +18,7 @@ class StepBatches(list[Any]):
 
 class StepLoader(DataLoader[Any]):
     """The Trainer's data loader: yields an epoch's steps as :class:`StepBatches`. Steps are loaded on demand, so each
-    is divided over the present ranks.
+    is sharded over the present ranks.
 
     Args:
         dataset: with as many samples as the sampler.

@@ -43,7 +43,7 @@ from patrickstar.integrations.weights import (
     adapter_state,
     export_into,
     exports_as_it_is,
-    has_divided_matrices,
+    has_sharded_matrices,
     load_adapter,
     load_into,
 )
@@ -297,7 +297,7 @@ class PatrickStarTrainerMixin:
                 self._save(folder, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_adapted and not has_divided_matrices(self.engine):
+        if self._is_adapted and not has_sharded_matrices(self.engine):
             state = self.optimizer.state_dict()
             if self.args.should_save:
                 torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
@@ -332,7 +332,7 @@ class PatrickStarTrainerMixin:
         )
 
     def _load_weights(self, folder: str, load_otherwise: Any) -> None:
-        if self._is_adapted and self.accelerator.has_engine and has_divided_matrices(self.engine):
+        if self._is_adapted and self.accelerator.has_engine and has_sharded_matrices(self.engine):
             load_adapter(self.engine, folder)
         elif self._is_adapted or not weight_files(folder):
             load_otherwise(folder)

@@ -98,7 +98,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
     return LoadedKeys(missing, [name for name in values if name not in targets])
 
 
-def has_divided_matrices(engine: Engine) -> bool:
+def has_sharded_matrices(engine: Engine) -> bool:
     """True if the engine's module is tensor-parallel."""
     return engine._session.matrices.names is not None
 
@@ -151,7 +151,7 @@ class _HeldTensor(NamedTuple):
 
 
 def _held_tensors(engine: Engine) -> dict[str, _HeldTensor]:
-    if has_divided_matrices(engine):
+    if has_sharded_matrices(engine):
         held = {}
         for shard in whole_shards(engine._session):
             probe = torch.empty(shard.shape, dtype=shard.dtype, device="meta")

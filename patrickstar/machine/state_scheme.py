@@ -31,7 +31,7 @@ class StateScheme:
     gradient: _C.GradientPlace = _C.GradientPlace.OF_PARAM
 
     def format_of(self, compute_dtype: torch.dtype, *, keeps_float32: bool) -> _C.StateFormat:
-        """Returns the format of one parameter; ``keeps_float32``: its moments are not stored in 8 bits."""
+        """Returns the format of one parameter; ``keeps_float32``: its accesses are not stored in 8 bits."""
         types = _C.StateType
         is_16_bit = compute_dtype is torch.bfloat16
         master = self.master if is_16_bit else types.FLOAT32
@@ -72,8 +72,9 @@ def choose_layout(
     """Returns the layout with the states of the configuration.
 
     Masters are split and gradients get memory of their own, at the same number of bytes, under two conditions: updates
-    begin in backward, and the host lacks room for new parameters beside the old ones. New parameters can then replace the old ones ([Note:
-    values in place]). No value's bits depend on it. Applies to Adam with float32 states and one rank.
+    begin in backward, and the host lacks room for new parameters beside the old ones. New parameters can then replace
+    the old ones ([Note: values in place]). No value's bits depend on it. Applies to Adam with float32 states and one
+    rank.
 
     Args:
         make: returns the layout of a scheme.
@@ -105,7 +106,7 @@ def lacks_room_ahead(layout: _C.Layout, *, device_bytes: int, host_bytes: int) -
     full of states.
     """
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    home = sum(chunk["home_bytes"] for chunk in chunks)
+    resting_tier = sum(chunk["resting_tier_bytes"] for chunk in chunks)
     values = sum(chunk["param_bytes"] for chunk in chunks if chunk["trainable"])
-    on_host = max(home - int(_STATES_SHARE * device_bytes), 0)
-    return on_host + values * on_host // max(home, 1) + _C.reserved_gradient_bytes(layout) > host_bytes
+    on_host = max(resting_tier - int(_STATES_SHARE * device_bytes), 0)
+    return on_host + values * on_host // max(resting_tier, 1) + _C.reserved_gradient_bytes(layout) > host_bytes

@@ -144,7 +144,7 @@ class AdoptedParams:
         chunks = range(len(self._chunks))
         if self.layout.num_ranks > 1:
             return list(chunks)
-        return sorted(chunks, key=lambda chunk: self.runtime.home(chunk) == _C.Tier.DEVICE)
+        return sorted(chunks, key=lambda chunk: self.runtime.resting_tier(chunk) == _C.Tier.DEVICE)
 
     def release(self) -> None:
         """Makes ordinary parameters of the original dtype and device, chunk by chunk.
@@ -206,7 +206,7 @@ class AdoptedParams:
             self.runtime.release_chunk(chunk)
         self._taken.clear()
 
-    def vacate(self) -> list[FormerHandle]:
+    def evict_all(self) -> list[FormerHandle]:
         """Frees all chunks before :meth:`take_over` with another layout.
 
         Parameters become ordinary ones that keep their shapes and have no memory. All parameters must have been taken.
@@ -228,10 +228,10 @@ class AdoptedParams:
         return former
 
     def take_over(self, former: Sequence[FormerHandle], fill: Callable[[], None]) -> None:
-        """Makes the parameters that :meth:`vacate` left views of these chunks.
+        """Makes the parameters that :meth:`evict_all` left views of these chunks.
 
         Args:
-            former: the result of :meth:`vacate`.
+            former: the result of :meth:`evict_all`.
             fill: writes the values of all parameters into this runtime.
         """
         self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]

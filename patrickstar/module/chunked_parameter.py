@@ -240,7 +240,7 @@ def become_ordinary(param: nn.Parameter, values: torch.Tensor) -> None:
     param.data = values
 
 
-def folded_gradient(param: nn.Parameter) -> torch.Tensor | None:
+def accumulated_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """Takes ``param``'s gradient away from autograd."""
     with _DisableTorchFunction():
         grad = _GRAD_GET(param)
@@ -259,7 +259,7 @@ def make_gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientH
     """A hook that accumulates the finished gradient of ``param`` into its chunk."""
     handle = param._patrickstar
     return _C.GradientHook(
-        runtime=runtime, param=handle.id, strides=handle.stride, take=folded_gradient, rearrange=_rearrange
+        runtime=runtime, param=handle.id, strides=handle.stride, take=accumulated_gradient, rearrange=_rearrange
     )
 
 

@@ -47,9 +47,9 @@ _ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU,
     nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
 )  # fmt: skip
-_DIVIDED = (Linear2D, ColumnLinear1D, RowLinear1D, Narrow2D, Widen2D, AdaptedParts, GivenProduct)
+_SHARDED = (Linear2D, ColumnLinear1D, RowLinear1D, Narrow2D, Widen2D, AdaptedParts, GivenProduct)
 """Tensor-parallel layers: each rank has as many tokens of a tile, and gets its own tokens back in order."""
-_TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, *_DIVIDED, *_ACTIVATIONS)
+_TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, *_SHARDED, *_ACTIVATIONS)
 
 
 class TiledForward:

@@ -8,8 +8,8 @@ from torch import nn
 
 from patrickstar.config import Config
 from patrickstar.parallel.calls import Calls
-from patrickstar.parallel.divided_matrices import Matrices
-from patrickstar.parallel.divided_sequences import DividedSequences
+from patrickstar.parallel.sharded_matrices import Matrices
+from patrickstar.parallel.sharded_sequences import ShardedSequences
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.sequence.survey import Survey
 
@@ -36,11 +36,11 @@ def make_calls(
     num_steps: Callable[[], int],
     survey: Survey,
 ) -> Calls:
-    """The calls of an engine with ``config``. Collective over all ranks; arguments as in ``DividedSequences``.
+    """The calls of an engine with ``config``. Collective over all ranks; arguments as in ``ShardedSequences``.
 
     Raises:
         ValueError: the model's calls cannot be sharded.
     """
     if config.sequence_parallel.size > 1:
-        return DividedSequences(module, config, mesh, meet, num_steps, matrices.calls(meet), survey)
+        return ShardedSequences(module, config, mesh, meet, num_steps, matrices.calls(meet), survey)
     return matrices.calls(meet)

@@ -18,7 +18,7 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 
 
 @dataclasses.dataclass
-class Call:
+class ModuleCall:
     """One call of the module on this rank: its inputs, and the function for its output."""
 
     args: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Calls(Protocol):
     repeats_forwards: bool
     """True if a forward that ran out of memory can be run again. False if other ranks wait for it in the middle."""
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Call]:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[ModuleCall]:
         """Wraps the user's call of the module, before its arguments are on the device."""
         ...
 
@@ -56,13 +56,13 @@ class OwnCalls:
     ranks_per_call = 1
     repeats_forwards = True
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Call]:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[ModuleCall]:
         """The call with unchanged inputs."""
-        return contextlib.nullcontext(Call(args, kwargs))
+        return contextlib.nullcontext(ModuleCall(args, kwargs))
 
-    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Call:
+    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> ModuleCall:
         """This rank's part of a call with ``batch`` samples: all of it."""
-        return Call(args, kwargs)
+        return ModuleCall(args, kwargs)
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns ``tensor``."""

@@ -28,8 +28,8 @@ from patrickstar.config import Config, LossComputation, MatrixMode, SequenceMode
 from patrickstar.module.specimen import copy_specimen, take_specimen
 from patrickstar.parallel.axes import make_calls, mesh_of
 from patrickstar.parallel.computed import Computed, differences, gradient_of, gradients_of
-from patrickstar.parallel.divided_matrices import make_matrices
-from patrickstar.parallel.divided_values import DividedNames
+from patrickstar.parallel.sharded_matrices import make_matrices
+from patrickstar.parallel.sharded_values import ShardedNames
 from patrickstar.parallel.tile_proof import prove_tiles
 from patrickstar.parallel.trial_batch import cut_vocabulary, has_loss, trial_batches, with_another_first_token
 from patrickstar.ranks.distributed import RankGroups
@@ -54,7 +54,7 @@ class Rewrite(enum.Enum):
 
 _SHOWN_AS = {
     Rewrite.SEQUENCES: "sequences that ranks share",
-    Rewrite.MATRICES: "matrices divided over ranks",
+    Rewrite.MATRICES: "matrices sharded over ranks",
     Rewrite.TILES: "modules computed in tiles",
     Rewrite.LOSS: "the fused loss",
 }
@@ -241,7 +241,7 @@ def _compute_on_rank(
     return Computed(loss.item(), other.item(), _whole_gradients(module, matrices.names))
 
 
-def _whole_gradients(module: nn.Module, names: DividedNames | None) -> dict[str, torch.Tensor]:
+def _whole_gradients(module: nn.Module, names: ShardedNames | None) -> dict[str, torch.Tensor]:
     """Gradients by the names before sharding. Collective over all ranks."""
     if names is None:
         return gradients_of(module)

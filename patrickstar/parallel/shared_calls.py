@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.parallel.calls import Call, OwnCalls, check_same_batch
+from patrickstar.parallel.calls import ModuleCall, OwnCalls, check_same_batch
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.tensor2d import MeshGroup, divide_activation, divide_batch
 
@@ -22,7 +22,7 @@ class SharedCalls(OwnCalls):
     repeats_forwards = False
 
     def __init__(self, mesh: MeshRanks):
-        self._ranks = mesh.everybody
+        self._ranks = mesh.world_group
         self._sharing = [
             tuple(self._ranks.members[rank] for rank in part) for part in mesh.mesh.division(Axis.ROWS, Axis.COLUMNS)
         ]
@@ -30,11 +30,11 @@ class SharedCalls(OwnCalls):
         self._is_inside = False
 
     @contextlib.contextmanager
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ModuleCall]:
         """Wraps one call; checks that all ranks have the same batch. Nested calls pass unchanged."""
         tokens = None if self._is_inside else _tokens_of(args, kwargs)
         if tokens is None:
-            yield Call(args, kwargs)
+            yield ModuleCall(args, kwargs)
             return
         check_same_batch(self._ranks, self._sharing, tokens, "share matrices")
         self._is_inside = True
@@ -55,11 +55,11 @@ class RowCalls(SharedCalls):
         super().__init__(mesh)
         self._group = group
 
-    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Call:
+    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> ModuleCall:
         """The samples of this rank's row."""
         mine = [self._samples("", value, batch) for value in args]
         named = {name: self._samples(name, value, batch) for name, value in kwargs.items()}
-        return Call(tuple(mine), named, self._whole_logits)
+        return ModuleCall(tuple(mine), named, self._whole_logits)
 
     def _samples(self, name: str, value: Any, batch: int) -> Any:
         if isinstance(value, torch.Tensor) and name == "inputs_embeds":

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.sequence.divided_labels import IGNORED, has_token_labels
 from patrickstar.sequence.hugging_face import find_model
+from patrickstar.sequence.sharded_labels import IGNORED, has_token_labels
 
 _NUM_PADDED = 3
 _MOST_WORDS = 2**10

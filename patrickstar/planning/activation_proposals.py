@@ -70,12 +70,12 @@ def host_memory_for_activations(planner: Planner, question: Question, case: Case
         there = planner.answer(ample.question).chosen
     except DoesNotFitError:
         return
-    if there.stashed_bytes <= (0 if case is None else case.stashed_bytes):
+    if there.offloaded_bytes <= (0 if case is None else case.offloaded_bytes):
         return
     for held_bytes in sorted((there.least_host_bytes, there.host_bytes, there.host_peak_bytes)):
-        if held_bytes + there.stashed_bytes > question.setting.host_bytes:
+        if held_bytes + there.offloaded_bytes > question.setting.host_bytes:
             yield more_host_memory(
-                question, held_bytes + there.stashed_bytes, "for activations between forward and backward"
+                question, held_bytes + there.offloaded_bytes, "for activations between forward and backward"
             )
 
 

@@ -14,7 +14,6 @@ from patrickstar.planning.activation_proposals import (
     host_memory_for_activations,
     tiles,
 )
-from patrickstar.planning.divided import CannotDivideError
 from patrickstar.planning.planner import Answer, Planner
 from patrickstar.planning.proposals import (
     Proposal,
@@ -31,6 +30,7 @@ from patrickstar.planning.proposals import (
 )
 from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError
+from patrickstar.planning.sharded import CannotDivideError
 from patrickstar.sizes import size_in_words
 from patrickstar.tensor2d.cost import Mode
 
@@ -161,7 +161,7 @@ def _host_memory(answer: Answer) -> Iterator[Proposal]:
     trained = sum(chunk.shard_numel for chunk in case.plan.chunks if chunk.trainable)
     is_all_ahead = case.num_speculated_chunks + case.num_device_state_chunks >= _num_trainable(answer)
     wanted = [] if is_all_ahead else [(2, "for all updates to begin in backward")]
-    if not is_all_ahead or case.num_parameters_first:
+    if not is_all_ahead or case.num_two_phase_updates:
         wanted.append((14, "for updates to be whole in backward"))
     for bytes_each, what in wanted:
         num_bytes = size_in_words(case.least_host_bytes + bytes_each * trained + 2**30)

@@ -1,8 +1,8 @@
 """Simulates activation offload and selective recomputation in a plan: activation memory after offloading.
 
-The rules are those of patrickstar/activations/stashed_activations.py, the limits those of activation_rules.py. When the
-first step's activation memory exceeds its share of the device, the oldest kept tensors are offloaded and return shortly
-before use. On CUDA freed memory stays with PyTorch, so the highest value so far counts.
+The rules are those of patrickstar/activations/offloaded_activations.py, the limits those of activation_rules.py. When
+the first step's activation memory exceeds its share of the device, the oldest kept tensors are offloaded and return
+shortly before use. On CUDA freed memory stays with PyTorch, so the highest value so far counts.
 
 Later steps keep what fits beside the first step's largest need (:class:`DeviceShares`); plans then assume that it had
 stayed from the start. Results of attention are kept where there is room. A trace lists kept, used and released tensors
@@ -131,7 +131,7 @@ class _Kept:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
+class LinkedDevice:
     """A device with its limits and free host memory."""
 
     shares: DeviceShares
@@ -142,7 +142,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tides:
+class ActivationLevels:
     """Activation memory of a step with offload."""
 
     peaks: tuple[int, ...]
@@ -180,7 +180,7 @@ class Copies:
         return self.leaving, self.coming, self.needed
 
 
-def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -> Tides:
+def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: LinkedDevice) -> ActivationLevels:
     """Returns the activation memory of consecutive ``groups`` of spans with offload.
 
     Args:
@@ -200,7 +200,7 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -
                 played.meet(span.event)
             alive = span.peak_bytes - played.absent_bytes
             peak = max(peak, alive)
-            played.note_tide(alive + static_bytes)
+            played.note_activations(alive + static_bytes)
         peaks.append(peak)
         saved.append(played.saved_seconds - seconds_before)
         copies.append(played.copies)
@@ -209,7 +209,7 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -
         most = seen.highest_bytes - static_bytes
         whole = (max(span.peak_bytes for span in spans) for spans in groups)
         peaks = [max(peak, min(high, most)) for peak, high in zip(peaks, whole, strict=True)]
-    return Tides(tuple(peaks), played.most_away_bytes, seen, tuple(saved), played.kept_calls, tuple(copies))
+    return ActivationLevels(tuple(peaks), played.most_away_bytes, seen, tuple(saved), played.kept_calls, tuple(copies))
 
 
 class _Held:
@@ -250,7 +250,7 @@ class _Held:
 class _Played:
     """State of each kept tensor: on the device, leaving, on the host, or returning."""
 
-    def __init__(self, static_bytes: int, device: Device, events: Sequence[KeptEvent]):
+    def __init__(self, static_bytes: int, device: LinkedDevice, events: Sequence[KeptEvent]):
         self.absent_bytes = 0
         self.most_away_bytes = 0
         self.highest_whole = static_bytes  # activation memory without offload
@@ -301,7 +301,7 @@ class _Played:
             self._in_use.take(event.number)
             self._room_bytes += self._on_host.take(event.number)
 
-    def note_tide(self, num_bytes: int) -> None:
+    def note_activations(self, num_bytes: int) -> None:
         """Records the present activation memory."""
         self._highest = max(self._highest, num_bytes)
         self.highest_whole = max(self.highest_whole, num_bytes + self.absent_bytes)

@@ -9,22 +9,22 @@ from patrickstar import _C
 from patrickstar.profiling import PlayedInstruction
 
 
-def listing_lines(instructions: Sequence[PlayedInstruction], moments: Sequence[dict[str, Any]]) -> list[str]:
+def listing_lines(instructions: Sequence[PlayedInstruction], accesses: Sequence[dict[str, Any]]) -> list[str]:
     """Returns a table by access. Instructions of the launching thread without bytes are omitted.
 
     Args:
         instructions: of one step.
-        moments: accesses of its timeline.
+        accesses: accesses of its timeline.
     """
     norm = next(one for one in instructions if one.op == "norm")
     lines = [
-        f"program of a step: {len(moments)} moments, {len(instructions)} instructions; the norm is known after "
+        f"program of a step: {len(accesses)} accesses, {len(instructions)} instructions; the norm is known after "
         f"{norm.end_seconds:.3f} s by prediction",
         f"{'begin ms':>12} {'takes ms':>10}  {'lane':10} instruction",
     ]
     for one in instructions:
-        if one.op == "begin" and one.moment is not None:
-            lines.append(f"moment {one.moment}, {moments[one.moment]['phase'].name.lower()}")
+        if one.op == "begin" and one.access is not None:
+            lines.append(f"access {one.access}, {accesses[one.access]['phase'].name.lower()}")
         elif one.op == "norm":
             lines.append("end of the step")
         if one.lane == _C.Lane.LAUNCH and one.amount == 0:

@@ -13,7 +13,7 @@ MARGIN_RATIO = 0.05
 
 def most_samples(
     layout: _C.Layout,
-    moments: Sequence[Mapping[str, Any]],
+    accesses: Sequence[Mapping[str, Any]],
     *,
     samples: int,
     upto: int,
@@ -29,7 +29,7 @@ def most_samples(
 
     Args:
         layout: the future chunks.
-        moments: accesses of the measured step (``Runtime.timeline``).
+        accesses: accesses of the measured step (``Runtime.timeline``).
         samples: of a measured micro-batch, which fits; the result is at least as large.
         upto: upper limit of the result.
         limit_bytes: device bytes for chunk buffers and activations (``limit_bytes`` of ``Runtime.plan_problem``).
@@ -42,17 +42,20 @@ def most_samples(
     """
     if samples < 1:
         raise ValueError(f"samples is {samples}; give those of a micro-batch that was measured, at least 1")
-    known = {chunk for moment in moments for chunk, *_ in moment["accesses"]}
+    known = {chunk for access in accesses for chunk, *_ in access["uses"]}
     if upto <= samples or limit_bytes >= _C.UNLIMITED or not known or max(known) >= layout.num_chunks:
         return max(min(samples, upto), 1)
-    homes, _, _ = _C.initial_placement(layout, host_bytes, limit_bytes, backwards, disk_bytes)
-    on_device = [home == _C.Tier.DEVICE for home in homes]
+    resting_tiers, _, _ = _C.initial_placement(layout, host_bytes, limit_bytes, backwards, disk_bytes)
+    on_device = [resting_tier == _C.Tier.DEVICE for resting_tier in resting_tiers]
     budget = _C.DeviceBudget()
     budget.limit_bytes, budget.backwards = limit_bytes, backwards
     enough = int(limit_bytes * (1 - MARGIN_RATIO))
 
     def fit(count: int) -> bool:
-        risen = [{**moment, "tide_peak_bytes": -(-moment["tide_peak_bytes"] * count // samples)} for moment in moments]
+        risen = [
+            {**access, "activation_peak_bytes": -(-access["activation_peak_bytes"] * count // samples)}
+            for access in accesses
+        ]
         problem = _C.pose_problem(layout, risen, on_device, budget)
         return _C.make_plan(risen, **problem)["least_limit_bytes"] <= enough
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.planning.divided import PlannedDivision
-from patrickstar.planning.divided_matrices import PlannedMatrices, SharedMatrices
 from patrickstar.planning.known_models import KNOWN_MODELS, OTHER_NAMES
+from patrickstar.planning.sharded import PlannedDivision
+from patrickstar.planning.sharded_matrices import PlannedMatrices, SharedMatrices
 from patrickstar.sequence.choice import Links
 
 _VOCAB = 50304
@@ -155,10 +155,10 @@ def build_model(
         enable_checkpointing(module)
     num_params = sum(param.numel() for param in module.parameters())
     num_trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
-    divided = None if matrices is None else PlannedMatrices(module, batch, length, matrices)
+    sharded = None if matrices is None else PlannedMatrices(module, batch, length, matrices)
     if prepare is not None:
         prepare(module)
-    batch_here = batch if divided is None else divided.batch
+    batch_here = batch if sharded is None else sharded.batch
     tokens, division = torch.empty(batch_here, length, dtype=torch.long, device="meta"), None
     inputs = {"input_ids": tokens, "labels": tokens}
     if shared is not None and shared.size > 1:
@@ -176,7 +176,7 @@ def build_model(
         num_positions=None if is_made_for_length else num_positions,
         most_tokens=most_tokens,
         division=division,
-        matrices=divided,
+        matrices=sharded,
     )
 
 

@@ -11,11 +11,11 @@ from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Speculation, States
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
-from patrickstar.planning.divided_matrices import PlannedMatrices
 from patrickstar.planning.models import PlannedModel, build_model
 from patrickstar.planning.prediction import Case, Predictor
 from patrickstar.planning.question import DTYPES, Question
 from patrickstar.planning.setting import DoesNotFitError, Setting
+from patrickstar.planning.sharded_matrices import PlannedMatrices
 from patrickstar.planning.shortest_step import ShortestStep, shortest_cases
 from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sequence.choice import Choice

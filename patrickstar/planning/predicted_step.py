@@ -53,7 +53,7 @@ class Prediction:
     """From the disk, per rank and step."""
     disk_written_bytes: int = 0
     """To the disk, per rank and step."""
-    visit_seconds: float = 0.0
+    round_trip_seconds: float = 0.0
     """Link time of GPU round-trip updates."""
     host_memory_seconds: float = 0.0
     """Time of transfers and updates at the host's memory bandwidth, if ranks share it; 0: not counted."""

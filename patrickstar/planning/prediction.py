@@ -10,7 +10,7 @@ from patrickstar import _C
 from patrickstar.activations.activation_rules import DeviceShares
 from patrickstar.config import ActivationOffload, OptimizerType, Speculation
 from patrickstar.planning.cluster import Cluster
-from patrickstar.planning.leaving import Device, Tides
+from patrickstar.planning.leaving import ActivationLevels, LinkedDevice
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.setting import DoesNotFitError, Setting
@@ -40,7 +40,7 @@ class Case:
     """Chunks with codes and scales on the device."""
     num_speculated_chunks: int
     """Chunks whose updates start during backward."""
-    num_parameters_first: int
+    num_two_phase_updates: int
     """Chunks among them with two-phase updates, because memory suffices for their parameters only."""
     num_disk_chunks: int
     """Chunks with optimizer states on the disk."""
@@ -54,9 +54,9 @@ class Case:
     """
     least_host_bytes: int
     """Least ``host_memory`` that works with all states on the host or on the disk."""
-    stashed_bytes: int
+    offloaded_bytes: int
     """Offloaded activations on the host, beside :attr:`host_bytes`."""
-    kept_attention: int
+    selective_attention: int
     """Attention calls of checkpointed layers whose results are kept for backward."""
     waste_bytes: int
     """Highest unused bytes in an access's chunks, beside the parameters that it needs."""
@@ -102,9 +102,9 @@ class Predictor:
             )
         self._uses, self.layout, self._machine, self._cluster = uses, layout, machine, cluster
         self.chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-        self._timelines: dict[tuple[Device | None, Device | None, tuple[bool, ...]], TimedTimeline] = {}
+        self._timelines: dict[tuple[LinkedDevice | None, LinkedDevice | None, tuple[bool, ...]], TimedTimeline] = {}
         self._accesses: dict[tuple[bool, ...], Accesses] = {}
-        self._leaving: dict[Device, Tides] = {}
+        self._leaving: dict[LinkedDevice, ActivationLevels] = {}
         self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
         self._least: dict[tuple[Setting, int], int] = {}
 
@@ -112,9 +112,9 @@ class Predictor:
         """Device bytes of activations and of the largest access's chunks, with all states on the host and the
         activation offload of this ``device_memory``. Exceeds ``device_memory`` if the model does not fit.
         """
-        moments = self._timeline(self._first_device(setting), self._nowhere).moments
-        problem = _C.pose_problem(self.layout, moments, self._nowhere, self.device_budget(setting))
-        return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
+        accesses = self._timeline(self._first_device(setting), self._nowhere).accesses
+        problem = _C.pose_problem(self.layout, accesses, self._nowhere, self.device_budget(setting))
+        return int(_C.make_plan(accesses, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
 
     def least_device_bytes(self, setting: Setting) -> int:
         """Least ``device_memory`` with all states on the host. With activation offload it is up to 1 % too high, never
@@ -144,28 +144,28 @@ class Predictor:
             least = max(self.least_device_bytes(setting), setting.device_bytes + 1)
             raise DoesNotFitError(
                 f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest "
-                f"moment's chunks; give at least {enough_size(least)}",
+                f"access's chunks; give at least {enough_size(least)}",
                 least_device_bytes=least,
             )
         first, on_device = self._place(setting, budget)
-        homes = _C.later_homes(layout, first, on_device, setting.host_bytes, setting.backwards)
-        on_disk = [home == _C.Tier.DISK for home in homes]
-        host_bytes = _C.bytes_on_host(layout, homes, setting.backwards) + _C.disk_set_bytes(layout, first)
-        budget.gradient_room_bytes = _C.gradient_room_bytes(layout, homes, setting.host_bytes)
+        resting_tiers = _C.later_resting_tiers(layout, first, on_device, setting.host_bytes, setting.backwards)
+        on_disk = [resting_tier == _C.Tier.DISK for resting_tier in resting_tiers]
+        host_bytes = _C.bytes_on_host(layout, resting_tiers, setting.backwards) + _C.disk_set_bytes(layout, first)
+        budget.gradient_room_bytes = _C.gradient_room_bytes(layout, resting_tiers, setting.host_bytes)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         later = self._later_device(setting, room)
         timed = self._timeline(self._first_device(setting), on_device, later)
         timed = _slowed(timed, self._cluster.slowdown(self._machine))
-        stashed_bytes = 0 if later is None else self._tides(later).away_bytes
-        room -= stashed_bytes + _C.leaving_gradient_bytes(layout, timed.moments, on_device, budget)
+        offloaded_bytes = 0 if later is None else self._activation_levels(later).away_bytes
+        room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
-        ahead = _C.choose_ahead(layout, homes, room if setting.updates_take_memory else 0)
+        ahead = _C.choose_ahead(layout, resting_tiers, room if setting.updates_take_memory else 0)
         rates = self._update_rates(setting.optimizer, on_device)
 
         def play(scale: _C.ExpectedScale) -> Plan:
             updates = [
-                _C.earliest_recipe(chunk["trainable"], chunk["dtype"], home, setting.update_start, part, scale)
-                for chunk, home, part in zip(chunks, homes, ahead, strict=True)
+                _C.earliest_recipe(chunk["trainable"], chunk["dtype"], resting_tier, setting.update_start, part, scale)
+                for chunk, resting_tier, part in zip(chunks, resting_tiers, ahead, strict=True)
             ]
             choose = functools.partial(
                 choose_plan, layout, timed, on_device, on_disk, budget, updates, setting.update_start
@@ -193,11 +193,11 @@ class Predictor:
                 chunk.quantization != "NONE" and chunk.states_on_device for chunk in planned
             ),
             num_speculated_chunks=sum(_starts_in_backward(name) for name in plan.times.updates),
-            num_parameters_first=plan.times.updates.count(_C.Recipe.HOST_TWO_PASSES_AHEAD.name),
+            num_two_phase_updates=plan.times.updates.count(_C.Recipe.HOST_TWO_PASSES_AHEAD.name),
             num_disk_chunks=sum(on_disk),
             disk_bytes=sum(chunk.disk_bytes for chunk in planned),
             host_bytes=host_bytes,
-            host_peak_bytes=_with_guests(
+            host_peak_bytes=_with_joiners(
                 _C.host_peak_bytes(
                     layout,
                     first,
@@ -206,11 +206,11 @@ class Predictor:
                     updates_ahead=setting.updates_take_memory,
                     backwards=setting.backwards,
                 ),
-                stashed_bytes,
+                offloaded_bytes,
                 setting.host_bytes,
             ),
-            stashed_bytes=stashed_bytes,
-            kept_attention=0 if later is None else self._tides(later).kept_calls,
+            offloaded_bytes=offloaded_bytes,
+            selective_attention=0 if later is None else self._activation_levels(later).kept_calls,
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
             step=step_of(plan),
@@ -220,13 +220,13 @@ class Predictor:
 
     def num_state_chunks(self, setting: Setting, budget: _C.DeviceBudget) -> int:
         """Number of leading chunks whose states an engine with this budget keeps on the device."""
-        moments = self._timeline(self._first_device(setting), self._nowhere).moments
-        return _C.num_device_state_chunks(self.layout, moments, budget)
+        accesses = self._timeline(self._first_device(setting), self._nowhere).accesses
+        return _C.num_device_state_chunks(self.layout, accesses, budget)
 
     def away_bytes(self, setting: Setting) -> int:
         """Highest bytes of offloaded activations if all of ``host_memory`` is free for them."""
         later = self._later_device(setting, setting.host_bytes)
-        return 0 if later is None else self._tides(later).away_bytes
+        return 0 if later is None else self._activation_levels(later).away_bytes
 
     def _update_rates(self, rule: OptimizerType, on_device: Sequence[bool]) -> UpdateRates:
         sides = [[c for c, at in zip(self.chunks, on_device, strict=True) if at == side] for side in (False, True)]
@@ -236,7 +236,9 @@ class Predictor:
     def _nowhere(self) -> list[bool]:
         return [False] * len(self.chunks)
 
-    def _timeline(self, first: Device | None, on_device: Sequence[bool], later: Device | None = None) -> TimedTimeline:
+    def _timeline(
+        self, first: LinkedDevice | None, on_device: Sequence[bool], later: LinkedDevice | None = None
+    ) -> TimedTimeline:
         """``first``: the device of the first step's activation offload; None: no offload. ``later``: the same of later
         steps, which may keep attention and save time.
         """
@@ -247,11 +249,13 @@ class Predictor:
                 self._accesses[places] = play_accesses(self._uses, self.layout, on_device)
             uses = self._uses
             if first is not None or later is not None:
-                uses = uses.with_tides(*(None if device is None else self._tides(device) for device in (first, later)))
+                uses = uses.with_activation_levels(
+                    *(None if device is None else self._activation_levels(device) for device in (first, later))
+                )
             self._timelines[key] = self._accesses[places].timed(uses)
         return self._timelines[key]
 
-    def _tides(self, device: Device) -> Tides:
+    def _activation_levels(self, device: LinkedDevice) -> ActivationLevels:
         """Activation memory with offload."""
         if device not in self._leaving:
             self._leaving[device] = self._uses.leaving(device)
@@ -263,27 +267,27 @@ class Predictor:
             setting.offload is ActivationOffload.AUTO and self._uses.checkpoints
         )
 
-    def _first_device(self, setting: Setting) -> Device | None:
+    def _first_device(self, setting: Setting) -> LinkedDevice | None:
         """The device of the first step's offload, for which the plan is made; None if nothing is offloaded."""
         if not self._may_leave(setting):
             return None
         device = self._device_at_first(setting)
-        return device if self._tides(device).away_bytes else None
+        return device if self._activation_levels(device).away_bytes else None
 
     def _first_room(self, setting: Setting) -> int:
         """Host bytes beside the chunks' initial placement."""
         _, host_bytes, _ = self._initial_placement(setting)
         return max(setting.host_bytes - host_bytes, 0)
 
-    def _later_device(self, setting: Setting, room: int) -> Device | None:
+    def _later_device(self, setting: Setting, room: int) -> LinkedDevice | None:
         """The device of later steps, with the first step's measurements and ``room`` bytes of free host memory."""
         if not self._may_leave(setting):
             return None
         first = self._device_at_first(setting)
-        return dataclasses.replace(first, room_bytes=max(room, 0), seen=self._tides(first).seen)
+        return dataclasses.replace(first, room_bytes=max(room, 0), seen=self._activation_levels(first).seen)
 
-    def _device_at_first(self, setting: Setting) -> Device:
-        return Device(
+    def _device_at_first(self, setting: Setting) -> LinkedDevice:
+        return LinkedDevice(
             shares=DeviceShares(setting.device_bytes, self._largest_module_bytes), room_bytes=self._first_room(setting)
         )
 
@@ -331,7 +335,7 @@ class Predictor:
                 least_host_bytes=least,
             )
         count = self.num_state_chunks(setting, budget) if setting.hybrid_adam else 0
-        on_device = [home == _C.Tier.DEVICE for home in first]
+        on_device = [resting_tier == _C.Tier.DEVICE for resting_tier in first]
         moved_in = set(_C.chunks_that_move_in(self.layout, count, on_device))
         return first, [at or index in moved_in for index, at in enumerate(on_device)]
 
@@ -345,6 +349,6 @@ def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
     return dataclasses.replace(timed, seconds=[seconds * slowdown for seconds in timed.seconds])
 
 
-def _with_guests(peak_bytes: int, stashed_bytes: int, limit_bytes: int) -> int:
+def _with_joiners(peak_bytes: int, offloaded_bytes: int, limit_bytes: int) -> int:
     """The host's peak with activations, which take room from speculative updates."""
-    return min(peak_bytes + stashed_bytes, max(peak_bytes, limit_bytes))
+    return min(peak_bytes + offloaded_bytes, max(peak_bytes, limit_bytes))

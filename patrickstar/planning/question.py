@@ -11,10 +11,10 @@ from torch import nn
 from patrickstar.config import LossComputation, QuantizationType
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
-from patrickstar.planning.divided_matrices import MatrixMesh, SharedMatrices
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import SharedSequences
 from patrickstar.planning.setting import Setting
+from patrickstar.planning.sharded_matrices import MatrixMesh, SharedMatrices
 from patrickstar.sequence.choice import Links
 from patrickstar.sequence.fused_loss import fuse_loss
 

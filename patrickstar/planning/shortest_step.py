@@ -125,7 +125,7 @@ class ShortestStep:
         if not setting.updates_take_memory:
             return None
         on_host = [chunk for chunk in self._predictor.chunks[count:] if chunk["trainable"]]
-        states = sum(chunk["home_bytes"] - chunk["param_bytes"] for chunk in on_host[:num_whole])
+        states = sum(chunk["resting_tier_bytes"] - chunk["param_bytes"] for chunk in on_host[:num_whole])
         num_bytes = size_in_words(self._bytes_ahead(count) + self._predictor.away_bytes(setting) + states)
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
@@ -133,5 +133,5 @@ class ShortestStep:
         """Host bytes of the chunks from ``first`` on, with new compute values beside the old ones."""
         rest = self._predictor.chunks[first:]
         new_values = sum(chunk["new_value_bytes"] for chunk in rest if chunk["trainable"])
-        homes = sum(chunk["home_bytes"] for chunk in rest)
-        return _C.reserved_gradient_bytes(self._predictor.layout) + homes + new_values
+        resting_tiers = sum(chunk["resting_tier_bytes"] for chunk in rest)
+        return _C.reserved_gradient_bytes(self._predictor.layout) + resting_tiers + new_values

@@ -68,7 +68,7 @@ def _step_arguments(
     """Returns the arguments of ``_C.simulate`` and ``_C.play_program``."""
     problem = {key: value for key, value in plan.problem.items() if key not in ("prefetch_bytes", "idle_bytes")}
     return {
-        "moments": plan.timeline,
+        "accesses": plan.timeline,
         "plan": plan.as_core(),
         "rates": rates,
         "compute_seconds": list(compute_seconds),
@@ -141,7 +141,7 @@ def choose_plan(
     activations = [copies.as_core() for copies in timed.copies]
     choice = _C.choose_step(
         layout,
-        timed.moments,
+        timed.accesses,
         on_device,
         budget,
         rates,
@@ -159,7 +159,7 @@ def choose_plan(
     }
     return plan_of(
         layout,
-        timed.moments,
+        timed.accesses,
         on_device,
         choice["problem"],
         choice["plan"],

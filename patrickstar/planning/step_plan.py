@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.sizes import show_size
 
-VERSION = 7
+VERSION = 8
 _FORMAT = "patrickstar.plan"
 
 
@@ -80,9 +80,9 @@ class Plan:
     """Prediction of the step with these times."""
 
     @property
-    def tide_peak_bytes(self) -> int:
+    def activation_peak_bytes(self) -> int:
         """Highest activation memory of the step."""
-        return max((moment["tide_peak_bytes"] for moment in self.timeline), default=0)
+        return max((access["activation_peak_bytes"] for access in self.timeline), default=0)
 
     @property
     def num_ranks(self) -> int:
@@ -92,7 +92,7 @@ class Plan:
     def as_core(self) -> dict[str, Any]:
         """Returns the plan as ``_C.simulate`` takes it."""
         return {
-            "moments": self.steps,
+            "accesses": self.steps,
             "uploaded_bytes": self.uploaded_bytes,
             "downloaded_bytes": self.downloaded_bytes,
             "least_limit_bytes": self.least_limit_bytes,
@@ -137,7 +137,7 @@ class Plan:
             "format": _FORMAT,
             "version": VERSION,
             **dataclasses.asdict(self),
-            "timeline": [_plain_moment(moment) for moment in self.timeline],
+            "timeline": [_plain_access(access) for access in self.timeline],
             "steps": [{key: _plain_arrays(arrays) for key, arrays in step.items()} for step in self.steps],
             "problem": {**self.problem, "costs": [[*_plain(id), *cost] for id, cost in self.problem["costs"].items()]},
         }
@@ -179,7 +179,7 @@ class Plan:
             times, prediction = fields.pop("times"), fields.pop("prediction")
             plan = cls(
                 chunks=tuple(PlannedChunk(**chunk) for chunk in fields.pop("chunks")),
-                timeline=[_core_moment(moment) for moment in fields.pop("timeline")],
+                timeline=[_core_access(access) for access in fields.pop("timeline")],
                 steps=[{key: _core_arrays(arrays) for key, arrays in step.items()} for step in fields.pop("steps")],
                 problem=_core_problem(fields.pop("problem")),
                 times=None if times is None else StepTimes(**times),
@@ -193,10 +193,10 @@ class Plan:
         return plan
 
     def _check_chunks(self) -> None:
-        for moment in self.timeline:
-            for chunk, _kind, _mode in moment["accesses"]:
+        for access in self.timeline:
+            for chunk, _kind, _mode in access["uses"]:
                 if not 0 <= chunk < len(self.chunks):
-                    raise IndexError(f"a moment uses chunk {chunk} of {len(self.chunks)}")
+                    raise IndexError(f"an access uses chunk {chunk} of {len(self.chunks)}")
 
     def _check_times(self) -> None:
         if self.times is None:
@@ -204,31 +204,33 @@ class Plan:
         self.times.as_core()
         given = (len(self.times.compute_seconds), len(self.times.updates))
         if given != (len(self.timeline), len(self.chunks)):
-            raise IndexError(f"times of {given[0]} moments and {given[1]} chunks")
+            raise IndexError(f"times of {given[0]} accesses and {given[1]} chunks")
         if len(self.times.activations) not in (0, len(self.timeline)):
-            raise IndexError(f"activations of {len(self.times.activations)} moments")
+            raise IndexError(f"activations of {len(self.times.activations)} accesses")
 
     def __str__(self) -> str:
         """A table: one line per run of accesses without transfers, one per access with transfers."""
         resident = sum(chunk.states_on_device for chunk in self.chunks)
         lines = [
-            f"plan of {len(self.timeline)} moments over {len(self.chunks)} chunks "
+            f"plan of {len(self.timeline)} accesses over {len(self.chunks)} chunks "
             f"({resident} with optimizer states on the device)",
-            f"per step {show_size(self.uploaded_bytes)} up, {show_size(self.downloaded_bytes)} down; tide up to "
-            f"{show_size(self.tide_peak_bytes)}; fits from {show_size(self.least_limit_bytes)} on",
+            f"per step {show_size(self.uploaded_bytes)} up, {show_size(self.downloaded_bytes)} down; "
+            f"activation memory up to {show_size(self.activation_peak_bytes)}; "
+            f"fits from {show_size(self.least_limit_bytes)} on",
             *([self.prediction.roofline_line()] if self.prediction is not None else []),
-            f"{'moment':>8}  {'phase':8}  {'tide MiB':>9}  uses | evicts | fetches | prefetches",
+            f"{'access':>8}  {'phase':8}  {'activations MiB':>15}  uses | evicts | fetches | prefetches",
         ]
-        for index, (moment, step) in enumerate(zip(self.timeline, self.steps, strict=True)):
-            uses = [(c, k) for c, k, mode in moment["accesses"] if mode != _C.AccessMode.RETIRE]
+        for index, (access, step) in enumerate(zip(self.timeline, self.steps, strict=True)):
+            uses = [(c, k) for c, k, mode in access["uses"] if mode != _C.ArrayUseMode.FINALISE]
             moved = [
                 _names([*step["evict"], *step["evict_ahead"]]),
                 _names(step["fetch"]),
                 _names(step["prefetch"]),
             ]
-            tide = moment["tide_peak_bytes"] / 2**20
+            activation_memory = access["activation_peak_bytes"] / 2**20
             lines.append(
-                f"{index:8}  {moment['phase'].name.lower():8}  {tide:9.1f}  " + " | ".join([_names(uses), *moved])
+                f"{index:8}  {access['phase'].name.lower():8}  {activation_memory:15.1f}  "
+                + " | ".join([_names(uses), *moved])
             )
         return "\n".join(lines)
 
@@ -252,7 +254,7 @@ def plan_of(
     return Plan(
         chunks=planned_chunks(layout, states_on_device, states_on_disk),
         timeline=timeline,
-        steps=plan["moments"],
+        steps=plan["accesses"],
         problem=problem,
         uploaded_bytes=plan["uploaded_bytes"],
         downloaded_bytes=plan["downloaded_bytes"],
@@ -284,7 +286,7 @@ def planned_chunks(
 
 def timeline_to_json(timeline: list[dict[str, Any]]) -> str:
     """Returns the accesses of a step as text for :func:`timeline_from_json`."""
-    return json.dumps([_plain_moment(moment) for moment in timeline])
+    return json.dumps([_plain_access(access) for access in timeline])
 
 
 def timeline_from_json(text: str, num_chunks: int) -> list[dict[str, Any]]:
@@ -294,12 +296,12 @@ def timeline_from_json(text: str, num_chunks: int) -> list[dict[str, Any]]:
         ValueError: the text is for another layout or damaged.
     """
     try:
-        timeline = [_core_moment(moment) for moment in json.loads(text)]
+        timeline = [_core_access(access) for access in json.loads(text)]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"the moments of a step are damaged: {type(error).__name__} {error}") from error
-    used = {chunk for moment in timeline for chunk, _, _ in moment["accesses"]}
+        raise ValueError(f"the accesses of a step are damaged: {type(error).__name__} {error}") from error
+    used = {chunk for access in timeline for chunk, _, _ in access["uses"]}
     if not used <= set(range(num_chunks)):
-        raise ValueError(f"the moments of a step use chunks of 0 to {max(used)}, there are {num_chunks}")
+        raise ValueError(f"the accesses of a step use chunks of 0 to {max(used)}, there are {num_chunks}")
     return timeline
 
 
@@ -315,10 +317,10 @@ def _plain_arrays(arrays: Sequence[tuple[int, _C.ArrayKind]]) -> list[list[Any]]
     return [_plain(array) for array in arrays]
 
 
-def _plain_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
-    accesses = [[chunk, kind.name, mode.name] for chunk, kind, mode in moment["accesses"]]
-    plain = {"phase": moment["phase"].name, "accesses": accesses, "tide_peak_bytes": moment["tide_peak_bytes"]}
-    return plain | _phase_ends(moment)
+def _plain_access(access: Mapping[str, Any]) -> dict[str, Any]:
+    uses = [[chunk, kind.name, mode.name] for chunk, kind, mode in access["uses"]]
+    plain = {"phase": access["phase"].name, "uses": uses, "activation_peak_bytes": access["activation_peak_bytes"]}
+    return plain | _phase_ends(access)
 
 
 def _core(array: Sequence[Any]) -> tuple[int, _C.ArrayKind]:
@@ -333,18 +335,18 @@ def _core_problem(problem: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **problem,
         "costs": {_core(cost): tuple(cost[2:]) for cost in problem["costs"]},
-        "visit_costs": [tuple(cost) for cost in problem["visit_costs"]],
+        "round_trip_costs": [tuple(cost) for cost in problem["round_trip_costs"]],
     }
 
 
-def _core_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
+def _core_access(access: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "phase": _C.Phase.__members__[moment["phase"]],
-        "accesses": [(*_core(access), _C.AccessMode.__members__[access[2]]) for access in moment["accesses"]],
-        "tide_peak_bytes": int(moment["tide_peak_bytes"]),
-    } | _phase_ends(moment)
+        "phase": _C.Phase.__members__[access["phase"]],
+        "uses": [(*_core(use), _C.ArrayUseMode.__members__[use[2]]) for use in access["uses"]],
+        "activation_peak_bytes": int(access["activation_peak_bytes"]),
+    } | _phase_ends(access)
 
 
-def _phase_ends(moment: Mapping[str, Any]) -> dict[str, int]:
+def _phase_ends(access: Mapping[str, Any]) -> dict[str, int]:
     """The number of phases finished after the access, if any."""
-    return {"ends_phases": int(moment["ends_phases"])} if "ends_phases" in moment else {}
+    return {"ends_phases": int(access["ends_phases"])} if "ends_phases" in access else {}

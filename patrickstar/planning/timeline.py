@@ -19,7 +19,7 @@ from patrickstar.planning.uses import StepUses
 class TimedTimeline:
     """A timeline with the device time of each access."""
 
-    moments: list[dict[str, Any]]
+    accesses: list[dict[str, Any]]
     """The accesses of the step in order, each a dict as ``_C.make_plan`` takes it."""
     seconds: list[float]
     """Device time of each access, without waits."""
@@ -29,34 +29,34 @@ class TimedTimeline:
     """Copies of activations, by access."""
 
     @property
-    def tide_peak_bytes(self) -> int:
+    def activation_peak_bytes(self) -> int:
         """Highest activation memory of the step."""
-        return max((moment["tide_peak_bytes"] for moment in self.moments), default=0)
+        return max((access["activation_peak_bytes"] for access in self.accesses), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Accesses:
     """The accesses of a step without activation memory and times."""
 
-    moments: list[dict[str, Any]]
-    """The accesses in order, as :attr:`TimedTimeline.moments`, without activation memory."""
-    moment_of: list[int]
+    accesses: list[dict[str, Any]]
+    """The accesses in order, as :attr:`TimedTimeline.accesses`, without activation memory."""
+    access_of: list[int]
     """By use, the access that follows it; -1: before the first access."""
     waste_bytes: int
     """See :attr:`TimedTimeline.waste_bytes`."""
 
     def timed(self, uses: StepUses) -> TimedTimeline:
         """Adds activation memory, times and copies of ``uses``, which must make the same calls of the core."""
-        peaks, seconds = [0] * len(self.moments), [0.0] * len(self.moments)
-        copies = [Copies() for _ in self.moments]
-        for use, moment in zip(uses.uses, self.moment_of, strict=True):
-            if moment >= 0:
-                peaks[moment] = max(peaks[moment], use.tide_peak_bytes + uses.static_bytes)
-                copies[moment].add(use.copies)
-            if self.moments:
-                seconds[max(moment, 0)] += use.seconds
-        moments = [moment | {"tide_peak_bytes": peak} for moment, peak in zip(self.moments, peaks, strict=True)]
-        return TimedTimeline(moments, seconds, self.waste_bytes, copies)
+        peaks, seconds = [0] * len(self.accesses), [0.0] * len(self.accesses)
+        copies = [Copies() for _ in self.accesses]
+        for use, access in zip(uses.uses, self.access_of, strict=True):
+            if access >= 0:
+                peaks[access] = max(peaks[access], use.activation_peak_bytes + uses.static_bytes)
+                copies[access].add(use.copies)
+            if self.accesses:
+                seconds[max(access, 0)] += use.seconds
+        accesses = [access | {"activation_peak_bytes": peak} for access, peak in zip(self.accesses, peaks, strict=True)]
+        return TimedTimeline(accesses, seconds, self.waste_bytes, copies)
 
 
 def play_accesses(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> Accesses:

@@ -21,21 +21,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from patrickstar import _C
 from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
 from patrickstar.module.checkpointed_layers import is_checkpointing
-from patrickstar.module.chunked_parameter import become_chunked, become_tied, folded_gradient
+from patrickstar.module.chunked_parameter import accumulated_gradient, become_chunked, become_tied
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_handle import ParamHandle
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams, owned_params
-from patrickstar.planning.divided import PlannedDivision
-from patrickstar.planning.divided_matrices import PlannedMatrices
 from patrickstar.planning.leaving import (
+    ActivationLevels,
     Copies,
-    Device,
     KeptEvent,
     KeptTensors,
+    LinkedDevice,
     Span,
-    Tides,
     leave,
 )
 from patrickstar.planning.machines import Gpu
@@ -48,6 +46,8 @@ from patrickstar.planning.operation_costs import (
     OperationCosts,
     tensors_in,
 )
+from patrickstar.planning.sharded import PlannedDivision
+from patrickstar.planning.sharded_matrices import PlannedMatrices
 from patrickstar.sequence.tiling import equal_tiles_once
 
 _ALLOCATION_ROUNDING = 512  # bytes, in PyTorch's CUDA allocator
@@ -67,7 +67,7 @@ class Use:
     copies: Copies = dataclasses.field(default_factory=Copies)
 
     @property
-    def tide_peak_bytes(self) -> int:
+    def activation_peak_bytes(self) -> int:
         """Highest activation memory until the next use."""
         return max(span.peak_bytes for span in self.spans)
 
@@ -88,16 +88,16 @@ class StepUses:
     checkpoints: bool = False
     """True if layers of a Hugging Face model are recomputed in backward."""
 
-    def leaving(self, device: Device) -> Tides:
+    def leaving(self, device: LinkedDevice) -> ActivationLevels:
         """Returns the activation memory with offload."""
         return leave([use.spans for use in self.uses], self.static_bytes, device)
 
-    def with_tides(self, first: Tides | None, later: Tides | None) -> StepUses:
+    def with_activation_levels(self, first: ActivationLevels | None, later: ActivationLevels | None) -> StepUses:
         """Returns the uses with the ``first`` step's peaks of activation memory, and with the copies and savings of
         ``later`` steps. None: no offload.
         """
         count = len(self.uses)
-        peaks = [use.tide_peak_bytes for use in self.uses] if first is None else first.peaks
+        peaks = [use.activation_peak_bytes for use in self.uses] if first is None else first.peaks
         saved = (0.0,) * count if later is None else later.saved_seconds
         copies = (Copies(),) * count if later is None else later.copies
         uses = [
@@ -286,7 +286,7 @@ def trace_uses(
     for index, spec in enumerate(params.chunked):
         _adopt(spec, index, observer)
         if spec.trained:
-            spec.param.register_post_accumulate_grad_hook(functools.partial(_fold, recorder, got_gradient))
+            spec.param.register_post_accumulate_grad_hook(functools.partial(_accumulate, recorder, got_gradient))
         else:
             got_gradient.add(index)
     hooks = ModuleHooks(module, observer)
@@ -363,8 +363,8 @@ def _adopt(spec: ChunkedSpec, index: int, observer: Observer) -> None:
         become_tied(tied, view, handle)
 
 
-def _fold(recorder: UseRecorder, got_gradient: set[int], param: nn.Parameter) -> None:
-    folded_gradient(param)
+def _accumulate(recorder: UseRecorder, got_gradient: set[int], param: nn.Parameter) -> None:
+    accumulated_gradient(param)
     index = param._patrickstar.id
     got_gradient.add(index)
-    recorder.uses.append(Use(_C.UseCall.FOLD, [index]))
+    recorder.uses.append(Use(_C.UseCall.ACCUMULATE, [index]))

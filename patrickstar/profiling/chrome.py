@@ -24,7 +24,7 @@ _PID = 1
     _DISK_READ,
     _DISK_ADAM,
     _DISK_WRITE,
-    _VISIT,
+    _ROUND_TRIP,
 ) = range(1, 12)
 _ROWS = {
     _COMPUTE: "compute",
@@ -37,7 +37,7 @@ _ROWS = {
     _DISK_READ: "disk reads",
     _DISK_ADAM: "Adam of states on disk",
     _DISK_WRITE: "disk writes",
-    _VISIT: "visits of states",
+    _ROUND_TRIP: "visits of states",
 }
 _WHERE_USED = (
     _GATHER,
@@ -45,7 +45,7 @@ _WHERE_USED = (
     _DISK_READ,
     _DISK_ADAM,
     _DISK_WRITE,
-    _VISIT,
+    _ROUND_TRIP,
 )  # rows shown only if used: several ranks, a disk, GPU round-trip updates
 _ROW_OF = {
     _C.Track.STALL: _COMPUTE,  # nested in the accesses, which are longer
@@ -60,7 +60,7 @@ _ROW_OF = {
     _C.Track.DISK_READ: _DISK_READ,
     _C.Track.DISK_ADAM: _DISK_ADAM,
     _C.Track.DISK_WRITE: _DISK_WRITE,
-    _C.Track.VISIT: _VISIT,
+    _C.Track.ROUND_TRIP: _ROUND_TRIP,
 }
 _TRANSFERS = (
     *(_C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.GATHER, _C.Track.SCATTER),
@@ -83,12 +83,12 @@ def chrome_trace(trace: dict[str, Any], step: int, layers: ChunkLayers) -> dict[
             continue
         events.append(_name("thread_name", row, name))
         events.append({"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": row, "args": {"sort_index": row}})
-    for index, (moment, names) in enumerate(zip(trace["moments"], layers.of_moments(trace["moments"]), strict=True)):
-        events.append(_moment(index, moment, names))
+    for index, (access, names) in enumerate(zip(trace["accesses"], layers.of_accesses(trace["accesses"]), strict=True)):
+        events.append(_access(index, access, names))
     begin, end = trace["optimizer_begin_seconds"], trace["seconds"]
     skipped = trace["outcome"] == _C.StepOutcome.SKIPPED
     name = "optimizer step (skipped)" if skipped else "optimizer step"
-    events.append(_complete(name, "moment", _COMPUTE, begin, end - begin, {}))
+    events.append(_complete(name, "access", _COMPUTE, begin, end - begin, {}))
     events += [_span(span) for span in trace["spans"]]
     for sample in trace["samples"]:
         events.append(_counter("device memory", sample["seconds"], _bands(sample)))
@@ -98,18 +98,18 @@ def chrome_trace(trace: dict[str, Any], step: int, layers: ChunkLayers) -> dict[
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "seconds": end}}
 
 
-def _moment(index: int, moment: dict[str, Any], layers: tuple[str, ...]) -> Event:
-    chunks = [chunk for chunk, _ in moment["acquired"]]
+def _access(index: int, access: dict[str, Any], layers: tuple[str, ...]) -> Event:
+    chunks = [chunk for chunk, _ in access["acquired"]]
     args = {
-        "moment": index,
+        "access": index,
         "layers": list(layers),
         "chunks": chunks,
-        "compute_ms": moment["compute_seconds"] * 1e3,
-        "stalled_ms": moment["stalled_seconds"] * 1e3,
-        "tide_peak_bytes": moment["tide_peak_bytes"],
+        "compute_ms": access["compute_seconds"] * 1e3,
+        "stalled_ms": access["stalled_seconds"] * 1e3,
+        "activation_peak_bytes": access["activation_peak_bytes"],
     }
-    name = f"{moment['phase'].name.lower()} {index}: {short_names(layers) or 'no layer'}"
-    return _complete(name, "moment", _COMPUTE, moment["begin_seconds"], moment["seconds"], args)
+    name = f"{access['phase'].name.lower()} {index}: {short_names(layers) or 'no layer'}"
+    return _complete(name, "access", _COMPUTE, access["begin_seconds"], access["seconds"], args)
 
 
 def _span(span: dict[str, Any]) -> Event:
@@ -138,8 +138,8 @@ def _span(span: dict[str, Any]) -> Event:
 
 
 def _bands(sample: dict[str, Any]) -> dict[str, int]:
-    bands = {kind.name.lower(): num_bytes for kind, num_bytes in sample["payload_bytes"].items()}
-    return {**bands, "idle slots": sample["idle_bytes"], "tide": sample["tide_bytes"]}
+    bands = {kind.name.lower(): num_bytes for kind, num_bytes in sample["chunk_buffer_bytes"].items()}
+    return {**bands, "idle buffers": sample["idle_bytes"], "activations": sample["activation_bytes"]}
 
 
 def _microseconds(seconds: float) -> float:

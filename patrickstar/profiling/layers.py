@@ -33,17 +33,17 @@ class ChunkLayers:
     def __init__(self, params_of_chunks: Sequence[Sequence[str]]):
         self._layers = [tuple(dict.fromkeys(map(layer_of, names))) for names in params_of_chunks]
 
-    def of_moments(self, moments: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    def of_accesses(self, accesses: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         """Returns, for each traced access, the layers that may have run in it, in order of registration; mostly one.
 
         A chunk of small parameters (biases, norms) belongs to many layers; neighbouring accesses narrow them down. A
         norm usually runs before the rest of its layer in forward and after it in backward. If that layer does not fit,
         the layer on the other side is used.
         """
-        found = [self._of_chunks([chunk for chunk, _ in moment["acquired"]]) for moment in moments]
+        found = [self._of_chunks([chunk for chunk, _ in access["acquired"]]) for access in accesses]
         narrowed = list(found)
         for index, layers in enumerate(found):
-            way = 1 if moments[index]["phase"] == _C.Phase.FORWARD else -1
+            way = 1 if accesses[index]["phase"] == _C.Phase.FORWARD else -1
             rest, before = (_only(found, near) for near in (index + way, index - way))
             if len(layers) > 1 and rest in layers:
                 narrowed[index] = (rest,)

@@ -33,8 +33,8 @@ _COLORS = {
     "param_shard": "#a9c9db",
     "grad_shard": "#ecc791",
     "quantized": "#8d9b6a",
-    "idle slots": "#d9d9d9",
-    "tide": "#9fd3c7",
+    "idle buffers": "#d9d9d9",
+    "activations": "#9fd3c7",
 }
 _BUDGET_COLOR = "#c0392b"
 _COMPUTE_COLOR = "#8fa396"
@@ -51,7 +51,7 @@ _QUEUES = {
     "disk reads": ((_C.Track.DISK_READ,), "#7aa6c2"),
     "Adam of states on disk": ((_C.Track.DISK_ADAM,), "#4e5d94"),
     "disk writes": ((_C.Track.DISK_WRITE,), "#e0a458"),
-    "visits of states": ((_C.Track.VISIT,), "#7aa6c2"),
+    "visits of states": ((_C.Track.ROUND_TRIP,), "#7aa6c2"),
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _LABELS_PER_INCH = 4.5
@@ -77,13 +77,13 @@ def draw(trace: dict[str, Any], step: int, path: Path, layers: ChunkLayers) -> N
 def memory_bands(trace: dict[str, Any]) -> dict[str, list[int]]:
     """Returns bytes by owner for each access, in stacking order."""
     bands: dict[str, list[int]] = {name: [] for name in _COLORS}
-    for moment in trace["moments"]:
-        payloads = moment["payload_bytes"]
-        bands["optimizer states"].append(sum(payloads[kind] for kind in _STATES))
+    for access in trace["accesses"]:
+        chunk_buffers = access["chunk_buffer_bytes"]
+        bands["optimizer states"].append(sum(chunk_buffers[kind] for kind in _STATES))
         for kind in _VALUES:
-            bands[kind.name.lower()].append(payloads[kind])
-        bands["idle slots"].append(moment["idle_bytes"])
-        bands["tide"].append(moment["tide_bytes"])
+            bands[kind.name.lower()].append(chunk_buffers[kind])
+        bands["idle buffers"].append(access["idle_bytes"])
+        bands["activations"].append(access["activation_bytes"])
     return bands
 
 
@@ -91,12 +91,12 @@ def layer_spans(trace: dict[str, Any], layers: ChunkLayers) -> list[tuple[str, f
     """Returns (label, begin, end) in milliseconds for each run of accesses with the same layers, within forward or
     backward.
     """
-    moments = trace["moments"]
-    labels = map(short_names, layers.of_moments(moments))
-    named = [(moment["phase"], label, moment) for moment, label in zip(moments, labels, strict=True)]
+    accesses = trace["accesses"]
+    labels = map(short_names, layers.of_accesses(accesses))
+    named = [(access["phase"], label, access) for access, label in zip(accesses, labels, strict=True)]
     spans = []
     for (_, label), group in itertools.groupby(named, lambda entry: entry[:2]):
-        together = [moment for *_, moment in group]
+        together = [access for *_, access in group]
         end = together[-1]["begin_seconds"] + together[-1]["seconds"]
         spans.append((label, together[0]["begin_seconds"] * 1e3, end * 1e3))
     return spans
@@ -123,7 +123,7 @@ def draw_memory(axes: Axes, trace: dict[str, Any]) -> None:
     unit, size = next((unit, size) for unit, size in _UNITS if highest >= size)
     shown = {name: [value / size for value in values] for name, values in bands.items() if any(values)}
     if shown:
-        edges = [moment["begin_seconds"] * 1e3 for moment in trace["moments"]]
+        edges = [access["begin_seconds"] * 1e3 for access in trace["accesses"]]
         axes.stackplot(
             [*edges, trace["optimizer_begin_seconds"] * 1e3],
             *([*values, values[-1]] for values in shown.values()),
@@ -143,7 +143,7 @@ def draw_memory(axes: Axes, trace: dict[str, Any]) -> None:
 def draw_queues(axes: Axes, trace: dict[str, Any]) -> None:
     """Draws the work of each queue, one row per queue, compute at the top."""
     rows = ["compute"]
-    axes.broken_barh([_bar(moment) for moment in trace["moments"]], (-0.4, 0.8), color=_COMPUTE_COLOR, linewidth=0)
+    axes.broken_barh([_bar(access) for access in trace["accesses"]], (-0.4, 0.8), color=_COMPUTE_COLOR, linewidth=0)
     optimizer = (trace["optimizer_begin_seconds"] * 1e3, (trace["seconds"] - trace["optimizer_begin_seconds"]) * 1e3)
     axes.broken_barh([optimizer], (-0.4, 0.8), color=_COMPUTE_COLOR, linewidth=0, label="compute")
     for cause, name in CAUSES.items():
@@ -182,9 +182,9 @@ def _ink() -> str:
 
 
 def _mark_backward(axes: Axes, trace: dict[str, Any]) -> None:
-    for before, moment in itertools.pairwise(trace["moments"]):
-        if before["phase"] != moment["phase"]:
-            begin = moment["begin_seconds"] * 1e3
+    for before, access in itertools.pairwise(trace["accesses"]):
+        if before["phase"] != access["phase"]:
+            begin = access["begin_seconds"] * 1e3
             axes.axvline(begin, color=_ink(), linestyle=":", linewidth=1)
-            name = moment["phase"].name.lower()
+            name = access["phase"].name.lower()
             axes.text(begin, 0.985, f" {name}", transform=axes.get_xaxis_transform(), va="top", fontsize=9)

@@ -27,7 +27,7 @@ _TRACKS = {
     _C.Lane.DISK_READ: _C.Track.DISK_READ,
     _C.Lane.DISK_HOST: _C.Track.DISK_ADAM,
     _C.Lane.DISK_WRITE: _C.Track.DISK_WRITE,
-    _C.Lane.VISIT: _C.Track.VISIT,
+    _C.Lane.ROUND_TRIP: _C.Track.ROUND_TRIP,
 }
 _Place = tuple[_C.Track, int]
 _TRACKS_OF_OPS = {"update_host_states": _C.Track.HOST_STATES, "update_device": _C.Track.DEVICE_ADAM}
@@ -45,7 +45,7 @@ class PlayedInstruction:
     """Name of its row in csrc/plan/ops.h."""
     lane: _C.Lane
     """Queue or worker that executes it from ``begin_seconds`` on."""
-    moment: int | None
+    access: int | None
     """Access in which it is issued; None: after the norm of all gradients."""
     chunk: int | None
     kind: _C.ArrayKind | None
@@ -119,7 +119,7 @@ class Comparison:
         if self.first is None:
             return f"no instruction differs from its prediction by more than {_TOLERANCE:.0%}"
         one = self.first.instruction
-        where = "after the norm" if one.moment is None else f"moment {one.moment}"
+        where = "after the norm" if one.access is None else f"access {one.access}"
         return (
             f"first that differs by more than {_TOLERANCE:.0%}: {one.name} ({where}), predicted "
             f"{one.seconds * 1e3:.3f} ms, traced {self.first.traced_seconds * 1e3:.3f} ms"
@@ -144,9 +144,9 @@ def compare(trace: dict[str, Any], instructions: Sequence[PlayedInstruction]) ->
     compared: dict[int, Compared] = {}
     for index, one in enumerate(merged):
         place = _place(one)
-        if one.op == "compute" and one.moment is not None and one.moment < len(trace["moments"]):
-            moment = trace["moments"][one.moment]
-            compared[index] = Compared(one, moment["begin_seconds"], moment["seconds"] - moment["stalled_seconds"])
+        if one.op == "compute" and one.access is not None and one.access < len(trace["accesses"]):
+            access = trace["accesses"][one.access]
+            compared[index] = Compared(one, access["begin_seconds"], access["seconds"] - access["stalled_seconds"])
         elif place is not None:
             turns[place].append(index)
     for place, indices in turns.items():

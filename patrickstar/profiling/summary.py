@@ -42,7 +42,7 @@ class Summary:
     """Applied or skipped."""
     seconds: float
     """From the first forward to the end of the optimizer's step."""
-    num_moments: int
+    num_accesses: int
     """Accesses of forward and backward."""
     stalled: dict[str, float]
     """Waiting time of the compute queue by cause; causes that did not occur are absent."""
@@ -62,9 +62,9 @@ class Summary:
     """Phase two of two-phase updates: the states."""
     device_adam: Work
     """Updates on the device; part of ``compute_seconds``."""
-    visits: Work
+    round_trips: Work
     """GPU round-trip updates."""
-    late_seconds: float
+    deferred_seconds: float
     """Part of ``host_adam`` after the step's end."""
     dropped_seconds: float
     """Part of ``host_adam`` spent on speculative updates whose result was not used."""
@@ -97,14 +97,14 @@ class Summary:
         causes = sorted(self.stalled.items(), key=lambda item: -item[1])
         by_cause = "".join(f", {name} {show_seconds(value)}" for name, value in causes)
         adam = f"{self.host_adam.amount / 1e9:.3f} Gparam in {show_seconds(self.host_adam.seconds)}, "
-        adam += f"{self.host_adam.rate:.2f} Gparam/s, {show_seconds(self.late_seconds)} of it after the step's end"
+        adam += f"{self.host_adam.rate:.2f} Gparam/s, {show_seconds(self.deferred_seconds)} of it after the step's end"
         if self.dropped_seconds > 0:
             adam += f", {show_seconds(self.dropped_seconds)} for nothing"
         busy = ", ".join(f"{name} {show_seconds(value)}" for name, value in self.roofline.items() if value > 0)
         ratio = self.seconds / max(self.roofline[self.bound], 1e-12)
         lines = [
             f"step {step}: {show_seconds(self.seconds)}{outcome}",
-            f"  compute      {show_seconds(self.compute_seconds)}, {self.num_moments} moments; "
+            f"  compute      {show_seconds(self.compute_seconds)}, {self.num_accesses} accesses; "
             f"the last {show_seconds(self.optimizer_seconds)} of the step are the optimizer's",
             f"  stalled      {show_seconds(sum(self.stalled.values()))}{by_cause}",
             f"  upload       {_transfer(self.upload)}",
@@ -114,7 +114,7 @@ class Summary:
             *self._states_lines(),
             f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {show_seconds(self.device_adam.seconds)}, "
             f"{self.device_adam.rate:.2f} Gparam/s",
-            *self._visit_lines(),
+            *self._round_trip_lines(),
             f"  roofline     bound by {self.bound}, the step takes {ratio:.2f} x as long: {busy}",
         ]
         return "\n".join(lines) + "\n"
@@ -125,11 +125,11 @@ class Summary:
         states = f"{self.host_states.amount / 1e9:.3f} Gparam in {show_seconds(self.host_states.seconds)}"
         return [f"  host states  {states}, behind their parameters"]
 
-    def _visit_lines(self) -> list[str]:
-        if self.visits.amount == 0:
+    def _round_trip_lines(self) -> list[str]:
+        if self.round_trips.amount == 0:
             return []
-        visits = f"{self.visits.amount / 1e9:.3f} Gparam in {show_seconds(self.visits.seconds)}"
-        return [f"  visits       {visits}, updates of the host's on the device"]
+        round_trips = f"{self.round_trips.amount / 1e9:.3f} Gparam in {show_seconds(self.round_trips.seconds)}"
+        return [f"  visits       {round_trips}, updates of the host's on the device"]
 
     def _collective_lines(self) -> list[str]:
         if self.gather.amount == self.scatter.amount == 0:
@@ -150,7 +150,7 @@ def summarize(trace: dict[str, Any]) -> Summary:
     return Summary(
         outcome=trace["outcome"],
         seconds=trace["seconds"],
-        num_moments=len(trace["moments"]),
+        num_accesses=len(trace["accesses"]),
         stalled=stalled,
         optimizer_seconds=trace["seconds"] - trace["optimizer_begin_seconds"],
         upload=_work(on_track[_C.Track.UPLOAD], "num_bytes"),
@@ -160,8 +160,8 @@ def summarize(trace: dict[str, Any]) -> Summary:
         host_adam=_work(host_adam, "numel"),
         host_states=_work(on_track[_C.Track.HOST_STATES], "numel"),
         device_adam=_work(on_track[_C.Track.DEVICE_ADAM], "numel"),
-        visits=_work(on_track[_C.Track.VISIT], "numel"),
-        late_seconds=sum(max(seconds, 0.0) for seconds in late),
+        round_trips=_work(on_track[_C.Track.ROUND_TRIP], "numel"),
+        deferred_seconds=sum(max(seconds, 0.0) for seconds in late),
         dropped_seconds=sum(span["seconds"] for span in host_adam if span["dropped"]),
     )
 

@@ -46,7 +46,7 @@ class ChunkRanks:
         """The ranks that differ from this one only in ``axes``. All ranks of the mesh must call it at the same point.
         On GPUs only the communicators that chunks need are opened.
         """
-        ranks, some = mesh.everybody, mesh.along(*axes)
+        ranks, some = mesh.world_group, mesh.along(*axes)
         if some.members == ranks.members:
             return cls.all_of(ranks)
         found = cls(

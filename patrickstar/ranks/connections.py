@@ -205,11 +205,13 @@ class Connections:
         some ranks of the world take no part.
         """
         timeout = datetime.timedelta(seconds=self._timeout_seconds)
-        everybody = len(self._members) == self.context.world_size
-        options = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": not everybody}
+        world_group = len(self._members) == self.context.world_size
+        options = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": not world_group}
         try:
             with gloo_on_loopback(os.environ.get("MASTER_ADDR", "")):
-                made = {part: dist.new_group(list(part), **options) for part in (division if everybody else [members])}
+                made = {
+                    part: dist.new_group(list(part), **options) for part in (division if world_group else [members])
+                }
         except RuntimeError as error:
             raise _C.RankFailure(
                 f"rank {self.context.rank} could not connect to the others ({first_line(error)}); where ranks are on "

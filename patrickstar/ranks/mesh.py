@@ -141,7 +141,7 @@ def _factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
 class SomeRanks:
     """Ranks that differ from this one only in certain mesh dimensions, itself included ([Note: groups of an axis])."""
 
-    everybody: RankGroups
+    world_group: RankGroups
     members: tuple[int, ...]
     """Ascending; `rank` is the index in it."""
 
@@ -158,13 +158,13 @@ class SomeRanks:
     @property
     def context(self) -> DistributedContext:
         """This process's rank in the run."""
-        return self.everybody.context
+        return self.world_group.context
 
     def open_communicator(self, what: str) -> _C.collective.Communicator:
         """A communicator of the members, by :meth:`RankGroups.open_communicator`: all ranks of the mesh must call it at
         the same point.
         """
-        return self.everybody.open_communicator(what, self.members)
+        return self.world_group.open_communicator(what, self.members)
 
     def divide(self, num_neighbours: int) -> tuple[SomeRanks, SomeRanks]:
         """Splits one mesh dimension into two: groups of ``num_neighbours`` consecutive members, and members with the
@@ -179,8 +179,8 @@ class SomeRanks:
             )
         first = self.rank // num_neighbours * num_neighbours
         return (
-            SomeRanks(self.everybody, self.members[first : first + num_neighbours]),
-            SomeRanks(self.everybody, self.members[self.rank % num_neighbours :: num_neighbours]),
+            SomeRanks(self.world_group, self.members[first : first + num_neighbours]),
+            SomeRanks(self.world_group, self.members[self.rank % num_neighbours :: num_neighbours]),
         )
 
 
@@ -188,18 +188,18 @@ class MeshRanks:
     """The ranks of a run as a mesh ([Note: groups of an axis]).
 
     Attributes:
-        everybody: the groups of all ranks; their owner closes them.
+        world_group: the groups of all ranks; their owner closes them.
         mesh: the mesh of these ranks.
 
     Raises:
         ValueError: the mesh has another number of ranks.
     """
 
-    def __init__(self, everybody: RankGroups, mesh: Mesh):
-        mesh.check(len(everybody.members))
-        self.everybody = everybody
+    def __init__(self, world_group: RankGroups, mesh: Mesh):
+        mesh.check(len(world_group.members))
+        self.world_group = world_group
         self.mesh = mesh
-        self._rank = everybody.members.index(everybody.context.rank)
+        self._rank = world_group.members.index(world_group.context.rank)
 
     @property
     def coordinates(self) -> dict[Axis, int]:
@@ -213,7 +213,7 @@ class MeshRanks:
             ValueError: there is no such axis.
         """
         found = self.mesh.sharing(self._rank, *_axes(axes))
-        return SomeRanks(self.everybody, tuple(self.everybody.members[rank] for rank in found))
+        return SomeRanks(self.world_group, tuple(self.world_group.members[rank] for rank in found))
 
 
 def _axes(names: Sequence[Axis | str]) -> list[Axis]:

@@ -155,7 +155,7 @@ def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """A process's rank in a new world, and the store of that world."""
 
     rank: int
@@ -170,7 +170,7 @@ class Place:
     """The store's key: 32 bytes."""
 
 
-def move_to_world(place: Place, timeout_seconds: float) -> None:
+def move_to_world(place: RankPlace, timeout_seconds: float) -> None:
     """Leaves the current world, whose groups must be closed, so that the next `open_ranks` uses ``place``. Sets the
     environment as torchrun would, since libraries read it. An existing ``torch.distributed`` ends with all its groups.
 

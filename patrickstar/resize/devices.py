@@ -251,7 +251,7 @@ def pass_on(
     if not on_devices.has_any(moves):
         return None
     limit = options.timeout_seconds
-    if not plan.guests:
+    if not plan.joiners:
         communicator = session.ranks.scatter
         sources = {old: old for old in range(plan.num_old)}
         targets = {new: _given(old) for new, old in enumerate(plan.former)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from patrickstar import _C
-from patrickstar.elastic.phases import Phase, Resized
+from patrickstar.elastic.phases import Resized, ResizePhase
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.resize_folder import is_token
 from patrickstar.ranks.addresses import AllowedHosts, split_address
@@ -16,8 +16,8 @@ from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.failures import first_line, is_interrupt
 from patrickstar.resize.devices import DeviceShards, pass_on, prepare_to_receive
 from patrickstar.resize.plan import REFUSAL, ResizeKeys, ResizeOptions, ResizePlan, description
-from patrickstar.resize.resizing import change, check_carried, check_supported
-from patrickstar.resize.shards import Held, Shards, check_state, reached_state
+from patrickstar.resize.resizing import change, check_supported, check_user_state
+from patrickstar.resize.shards import HeldShards, Shards, check_state, reached_state
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.session import Session
 from patrickstar.state.save_load import check_between_steps
@@ -56,24 +56,24 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
     meeting = options.meeting_place()
     allowed = AllowedHosts.around(meeting.host)
     prepare_to_receive(session)
-    options.note_phase(Phase.GATHER)
-    number = meeting.arrive(description(session, options.carried))
+    options.note_phase(ResizePhase.GATHER)
+    number = meeting.arrive(description(session, options.user_state))
     with contextlib.ExitStack() as until_joined:
         with meeting.beating(number), contextlib.ExitStack() as unless_joined:
-            options.note_phase(Phase.PUBLISH)
+            options.note_phase(ResizePhase.PUBLISH)
             invitation = read_invitation(meeting.invitation(number, options.timeout_seconds), number, allowed)
             plan, keys = invitation.plan, invitation.plan.keys(options)
             rank = plan.new_rank(None, number)
             assert rank is not None
-            options.note_phase(Phase.CHECK)
+            options.note_phase(ResizePhase.CHECK)
             prepared = _prepare(session, invitation, keys, number, options, unless_joined, meeting)
             until_joined.enter_context(deferred_signals())  # until the change is over, as in resize_session
             meeting.answer(number, None)
-            options.note_phase(Phase.DECIDE)
+            options.note_phase(ResizePhase.DECIDE)
             if meeting.decision(plan.token, options.timeout_seconds) is Decision.STAY:
                 raise ResizeError("this process did not join: the ranks that train gave the resize up")
             unless_joined.pop_all()
-        held = Held(prepared.shards, prepared.on_devices, None, rank)
+        held = HeldShards(prepared.shards, prepared.on_devices, None, rank)
         return change(
             session, plan, keys, prepared.shards, held, rank, options, prepared.connected, state=prepared.state
         )
@@ -100,7 +100,7 @@ def _prepare(
     rank = plan.new_rank(None, number)
     assert rank is not None
     try:
-        check_carried(options.carried, len(plan.former))
+        check_user_state(options.user_state, len(plan.former))
         shards = Shards(session, plan, rank, options.folder, keys.files)
         unless_joined.callback(shards.remove_reached, rank)
         on_devices = shards.on_devices(None, rank)
@@ -109,7 +109,7 @@ def _prepare(
             unless_joined.callback(connected.close)
         shards.files.reach(rank, invitation.addresses, limit)
         state = reached_state(shards.files.folder, keys.files, rank, invitation.addresses[0], limit)
-        check_state(state, options.carried)
+        check_state(state, options.user_state)
     except BaseException as error:
         problem = f"{type(error).__name__}: {first_line(error)}"
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -170,9 +170,9 @@ def _check_names(fields: Mapping[str, Any]) -> None:
 
 def _check_ranks(plan: ResizePlan, number: int) -> None:
     joining = plan.former.count(None)
-    if len(plan.hosts) != len(plan.former) or joining != len(plan.guests) or number not in plan.guests:
+    if len(plan.hosts) != len(plan.former) or joining != len(plan.joiners) or number not in plan.joiners:
         raise ValueError(
-            f"{len(plan.former)} ranks, of which {joining} join: {plan.guests}, on {len(plan.hosts)} hosts"
+            f"{len(plan.former)} ranks, of which {joining} join: {plan.joiners}, on {len(plan.hosts)} hosts"
         )
     staying = [old for old in plan.former if old is not None]
     if len(set(staying)) != len(staying) or any(old >= plan.num_old for old in staying):
@@ -199,7 +199,7 @@ _CHECKS: dict[str, _Check] = {
     "token": is_token,
     "num_old": _is_number(1, _MOST_RANKS),
     "former": _list_of(_or_none(_is_number(0, _MOST_RANKS)), _MOST_RANKS),
-    "guests": _list_of(_is_number(1), _MOST_RANKS),
+    "joiners": _list_of(_is_number(1), _MOST_RANKS),
     "hosts": _list_of(_is_text, _MOST_RANKS),
     "host": _is_text,
     "port": _is_number(1, 2**16 - 1),

@@ -12,7 +12,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import Config
-from patrickstar.elastic.sampler import OfTide
+from patrickstar.elastic.sampler import ForActivations
 from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.host_memory import available_bytes, budget_within, reserve_bytes, usable_bytes
 from patrickstar.machine.state_scheme import state_scheme
@@ -38,7 +38,7 @@ def check_room(session: Session, num_ranks: int) -> None:
     if config.device_memory is None or config.host_memory is None or on_disk is None:
         return
     layout = layout_for(session, num_ranks)
-    needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
+    needed = sum(layout.chunk(chunk)["resting_tier_bytes"] for chunk in range(layout.num_chunks))
     there = config.device_memory + config.host_memory + on_disk
     disk = f" and disk_memory.size ({on_disk})" if on_disk else ""
     if needed > there:
@@ -136,7 +136,7 @@ def check_expected_room(session: Session, staying: Sequence[MemoryFacts], ending
     layout, on_disk = layout_for(session, len(staying)), _disk_bytes(session.config)
     if on_disk is None:
         return
-    needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
+    needed = sum(layout.chunk(chunk)["resting_tier_bytes"] for chunk in range(layout.num_chunks))
     for rank, budgets in enumerate(expected_budgets(session.config, staying, ending)):
         if needed > budgets.device_bytes + budgets.host_bytes + on_disk:
             raise _C.MemoryBudgetError(
@@ -179,21 +179,25 @@ def check_copies(facts: Sequence[MemoryFacts], copied_bytes: Sequence[int]) -> N
             )
 
 
-def allowed_micro_batches(session: Session, num_ranks: int, carried: Mapping[str, Any]) -> dict[str, int]:
+def allowed_micro_batches(session: Session, num_ranks: int, user_state: Mapping[str, Any]) -> dict[str, int]:
     """Largest micro-batch on ``num_ranks`` ranks, by name of each user state that asks for it.
 
     Computed from the last step on this rank; empty before the first step.
     """
-    moments = session.runtime.timeline()
-    asking = {name: item for name, item in carried.items() if isinstance(item, OfTide) and item.measured_micro_batch}
-    if not moments or not asking:
+    accesses = session.runtime.timeline()
+    asking = {
+        name: item
+        for name, item in user_state.items()
+        if isinstance(item, ForActivations) and item.measured_micro_batch
+    }
+    if not accesses or not asking:
         return {}
     layout, host_bytes = layout_for(session, num_ranks), session.runtime.report()["host_budget_bytes"]
     limit_bytes = session.runtime.plan_problem()["limit_bytes"]
     return {
         name: most_samples(
             layout,
-            moments,
+            accesses,
             samples=item.measured_micro_batch,
             upto=item.global_batch // num_ranks,
             limit_bytes=limit_bytes,

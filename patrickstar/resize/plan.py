@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from patrickstar import _C
 from patrickstar.config import Config
-from patrickstar.elastic.phases import Phase
+from patrickstar.elastic.phases import ResizePhase
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, CONNECT_SECONDS, Rendezvous, ResizeError, run_secret_at
 from patrickstar.elastic.transfers import own_address
 from patrickstar.planning.step_plan import timeline_to_json
@@ -20,7 +20,7 @@ from patrickstar.ranks.addresses import LOOPBACK, split_address
 from patrickstar.ranks.failures import is_interrupt
 from patrickstar.ranks.passing import PassingPlace
 from patrickstar.ranks.run_secret import RunSecret
-from patrickstar.ranks.world import Place
+from patrickstar.ranks.world import RankPlace
 from patrickstar.ranks.world_store import serve_world
 from patrickstar.resize.memory import MemoryFacts
 from patrickstar.session.rank_sync import failed_ranks
@@ -32,7 +32,7 @@ MEMORY = "memory"
 """Key of a joining process's :class:`MemoryFacts`."""
 
 
-class Carried(Protocol):
+class UserState(Protocol):
     """User state that joining processes take over: a scheduler, a sampler, any state of plain values and tensors."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,28 +47,28 @@ class ResizeOptions:
     """Arguments that old ranks and joining processes pass alike."""
 
     rendezvous: Rendezvous | str | None
-    carried: Mapping[str, Carried]
+    user_state: Mapping[str, UserState]
     folder: str
     """Parent of this process's folder for the resize; other processes do not know its name."""
     timeout_seconds: float
     """Limit of each wait."""
-    note_phase: Callable[[Phase], None]
+    note_phase: Callable[[ResizePhase], None]
 
     @classmethod
     def of(
         cls,
         default_seconds: float,
         rendezvous: Rendezvous | str | None,
-        carried: Mapping[str, Carried] | None,
+        user_state: Mapping[str, UserState] | None,
         folder: str,
         timeout_seconds: float | None,
-        note_phase: Callable[[Phase], None],
+        note_phase: Callable[[ResizePhase], None],
     ) -> ResizeOptions:
         """Options from the arguments of ``Engine.resize`` and ``Engine.join``."""
         seconds = default_seconds if timeout_seconds is None else timeout_seconds
         return cls(
             rendezvous=rendezvous,
-            carried=dict(carried or {}),
+            user_state=dict(user_state or {}),
             folder=folder,
             timeout_seconds=seconds,
             note_phase=note_phase,
@@ -115,7 +115,7 @@ class ResizePlan:
     token: str
     num_old: int
     former: list[int | None]
-    guests: list[int]
+    joiners: list[int]
     """Rendezvous numbers of joining processes, in the order of their new ranks."""
     hosts: list[str]
     """By new rank."""
@@ -147,17 +147,17 @@ class ResizePlan:
         """
         return ResizeKeys.of(self.token, RunSecret.from_hex(self.secret) if self.secret else options.run_secret())
 
-    def new_rank(self, old: int | None, guest: int | None = None) -> int | None:
+    def new_rank(self, old: int | None, joiner: int | None = None) -> int | None:
         """New rank of an old rank or of a joining process; None: it leaves."""
-        if guest is not None:
+        if joiner is not None:
             joining = [rank for rank, former in enumerate(self.former) if former is None]
-            return joining[self.guests.index(guest)]
+            return joining[self.joiners.index(joiner)]
         return self.former.index(old) if old in self.former else None
 
-    def place(self, rank: int, keys: ResizeKeys) -> Place:
-        """Place of a new rank in the new world."""
+    def place(self, rank: int, keys: ResizeKeys) -> RankPlace:
+        """RankPlace of a new rank in the new world."""
         here = [index for index, host in enumerate(self.hosts) if host == self.hosts[rank]]
-        return Place(
+        return RankPlace(
             rank=rank,
             world_size=len(self.former),
             local_rank=here.index(rank),
@@ -167,10 +167,10 @@ class ResizePlan:
             key=keys.store,
         )
 
-    def passing_place(self, keys: ResizeKeys, old: int | None, guest: int | None = None) -> PassingPlace:
-        """Place of a process in the transfer between devices: new ranks in order, then leaving ranks."""
+    def passing_place(self, keys: ResizeKeys, old: int | None, joiner: int | None = None) -> PassingPlace:
+        """RankPlace of a process in the transfer between devices: new ranks in order, then leaving ranks."""
         size = len(self.former) + len(self._leaving)
-        rank = self._passing_rank(old, guest)
+        rank = self._passing_rank(old, joiner)
         return PassingPlace(rank=rank, size=size, host=self.host, port=self.port, key=keys.store)
 
     @property
@@ -178,8 +178,8 @@ class ResizePlan:
         """Rank in :meth:`passing_place` by old rank."""
         return {old: self._passing_rank(old) for old in range(self.num_old)}
 
-    def _passing_rank(self, old: int | None, guest: int | None = None) -> int:
-        rank = self.new_rank(old, guest)
+    def _passing_rank(self, old: int | None, joiner: int | None = None) -> int:
+        rank = self.new_rank(old, joiner)
         return len(self.former) + self._leaving.index(old) if rank is None else rank
 
     @property
@@ -195,7 +195,7 @@ class ResizePlan:
 def make_plan(
     session: Session,
     former: list[int | None],
-    guests: Mapping[int, Mapping[str, Any]],
+    joiners: Mapping[int, Mapping[str, Any]],
     options: ResizeOptions,
     micro_batches: dict[str, int],
 ) -> ResizePlan:
@@ -209,20 +209,20 @@ def make_plan(
         micro_batches: limits that all ranks allow.
     """
     here = socket.gethostname()
-    joining = iter([said["host"] for said in guests.values()])
+    joining = iter([said["host"] for said in joiners.values()])
     hosts = [here if rank is not None else next(joining) for rank in former]
     host = LOOPBACK if set(hosts) == {here} else own_address(options.towards())
     token = uuid.uuid4().hex
-    secret = options.run_secret() if guests else RunSecret.random()
+    secret = options.run_secret() if joiners else RunSecret.random()
     key = ResizeKeys.of(token, secret).store
     port = serve_world(host, key, session.config.rank_timeout_seconds) if len(former) > 1 else 0
     trained = [spec.trained for spec in session.params_now().chunked]
     return ResizePlan(
         token=token,
-        secret="" if guests else secret.hex(),
+        secret="" if joiners else secret.hex(),
         num_old=len(session.ranks.members),
         former=former,
-        guests=list(guests),
+        joiners=list(joiners),
         hosts=hosts,
         host=host,
         port=port,
@@ -231,7 +231,7 @@ def make_plan(
         chunk_numel=session.chunk_numel,
         step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
         num_chunks=session.layout.num_chunks,
-        timeline=timeline_to_json(moments) if (moments := session.runtime.timeline()) else "",
+        timeline=timeline_to_json(accesses) if (accesses := session.runtime.timeline()) else "",
     )
 
 
@@ -241,7 +241,7 @@ def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:
     return None if steps is None else max(steps * num_old // num_new, 1)
 
 
-def description(session: Session, carried: Mapping[str, Carried]) -> dict[str, Any]:
+def description(session: Session, user_state: Mapping[str, UserState]) -> dict[str, Any]:
     """A process's host and memory, and facts that must agree on all processes."""
     of_each = ("profile", "plan", "plan_cache", "gradient_accumulation_steps")  # may differ between processes
     shared = session.config.model_copy(update=dict.fromkeys(of_each))
@@ -253,14 +253,16 @@ def description(session: Session, carried: Mapping[str, Carried]) -> dict[str, A
         MEMORY: dataclasses.asdict(MemoryFacts.of(session)),
         "the configuration": repr(shared),
         "the model's parameters, in order,": "; ".join(chunked + managed),
-        "what is carried": repr(sorted(carried)),
+        "what is carried": repr(sorted(user_state)),
     }
 
 
-def check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carried: Mapping[str, Carried]) -> None:
+def check_joiners(
+    session: Session, joiners: Mapping[int, Mapping[str, Any]], user_state: Mapping[str, UserState]
+) -> None:
     """Raises ResizeError if a joining process differs from this one."""
-    own = description(session, carried)
-    for number, said in guests.items():
+    own = description(session, user_state)
+    for number, said in joiners.items():
         for what in own.keys() - {"host", MEMORY}:
             if said[what] != own[what]:
                 raise ResizeError(

@@ -1,7 +1,7 @@
 """Another number of ranks for an engine that goes on training: ``Engine.resize``, and the change that joiners share.
 
-All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision (``Rendezvous.decide``) no
-engine is changed. Old ranks publish copies of the parts that others need. Each receiver checks that they are in its
+All processes go through the phases of ``patrickstar.elastic.ResizePhase``. Before the decision (``Rendezvous.decide``)
+no engine is changed. Old ranks publish copies of the parts that others need. Each receiver checks that they are in its
 folder, or fetches them. After the decision each rank sets aside the parts that it keeps and closes its core, because a
 core is built for a number of ranks. It reopens with the new ranks. The module, its ``Parameter`` objects, the engine,
 the optimizer and random number generators stay. A joining process starts with its own single-rank engine, whose values
@@ -23,14 +23,14 @@ from typing import Any
 
 from patrickstar import _C
 from patrickstar.elastic.movement import assign_ranks
-from patrickstar.elastic.phases import Membership, Phase, Resized
+from patrickstar.elastic.phases import Membership, Resized, ResizePhase
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
 from patrickstar.elastic.transfers import FileServer
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.parallel.axes import mesh_of
-from patrickstar.parallel.divided_matrices import make_matrices
+from patrickstar.parallel.sharded_matrices import make_matrices
 from patrickstar.planning.step_plan import timeline_from_json
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -52,19 +52,27 @@ from patrickstar.resize.memory import (
 from patrickstar.resize.plan import (
     MEMORY,
     REFUSAL,
-    Carried,
     ResizeKeys,
     ResizeOptions,
     ResizePlan,
+    UserState,
     all_or_none,
-    check_guests,
+    check_joiners,
     make_plan,
     together,
 )
-from patrickstar.resize.shards import Held, Shards, choose_params, managed_states, publish, take_state, write_state
+from patrickstar.resize.shards import (
+    HeldShards,
+    Shards,
+    choose_params,
+    managed_states,
+    publish,
+    take_state,
+    write_state,
+)
 from patrickstar.session.closing import abandon_session
 from patrickstar.session.interrupts import deferred_signals
-from patrickstar.session.lifecycle import reopen, vacate
+from patrickstar.session.lifecycle import evict_all, reopen
 from patrickstar.session.own_params import check_shared
 from patrickstar.session.rank_sync import check_same_config, common_budgets
 from patrickstar.session.registry import open_sessions
@@ -85,17 +93,17 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
     ranks = session.ranks
     control, is_leader = ranks.control, ranks.control.rank == 0
     with contextlib.ExitStack() as until_changed:
-        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.carried)}"
+        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.user_state)}"
         ranks.check_agreement("the resize", said)
         former = assign_ranks(len(ranks.members), num_ranks, leaving)
         num_joining = former.count(None)
         meeting: Rendezvous | None = None
         plan: ResizePlan | None = None
         with all_or_none(session, "the resize was not begun"):
-            options.note_phase(Phase.GATHER)
-            check_carried(options.carried, num_ranks)
+            options.note_phase(ResizePhase.GATHER)
+            check_user_state(options.user_state, num_ranks)
             check_room(session, num_ranks)
-            allowed = allowed_micro_batches(session, num_ranks, options.carried)
+            allowed = allowed_micro_batches(session, num_ranks, options.user_state)
         allowed = least_of_all(together(session, json.dumps(allowed)))
         session.runtime.drop_derivable()  # makes room for arriving values
         facts = _shared_facts(session)
@@ -104,20 +112,20 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             if num_joining > 0:
                 options.run_secret()  # fails early on a rank without the secret
             if is_leader:
-                guests: dict[int, dict[str, Any]] = {}
+                joiners: dict[int, dict[str, Any]] = {}
                 if num_joining > 0:
                     meeting = options.meeting_place()
-                    guests = meeting.gather(num_joining, options.timeout_seconds)
+                    joiners = meeting.gather(num_joining, options.timeout_seconds)
                     try:
-                        check_guests(session, guests, options.carried)
-                        _check_memory(session, _staying(former, facts, guests), former, facts)
+                        check_joiners(session, joiners, options.user_state)
+                        _check_memory(session, _staying(former, facts, joiners), former, facts)
                     except (ResizeError, _C.MemoryBudgetError) as error:
-                        _send_away(meeting, guests, str(error))
+                        _send_away(meeting, joiners, str(error))
                         raise
                 else:
                     _check_memory(session, _staying(former, facts, {}), former, facts)
-                plan = make_plan(session, former, guests, options, allowed)
-                rooms = device_rooms(facts, _staying(former, facts, guests))
+                plan = make_plan(session, former, joiners, options, allowed)
+                rooms = device_rooms(facts, _staying(former, facts, joiners))
                 plan = dataclasses.replace(plan, on_device=choose_params(session, plan, on_device, rooms))
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
@@ -131,28 +139,28 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         is_decided = False
         try:
             with all_or_none(session, "shards were not published"):
-                options.note_phase(Phase.PUBLISH)
+                options.note_phase(ResizePhase.PUBLISH)
                 check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
                 publish(session, shards, control.rank)
                 if is_leader:
-                    write_state(session, shards.state_path, options.carried)
+                    write_state(session, shards.state_path, options.user_state)
             server = shards.serve(options, control.rank)
             told = together(session, server.address if server is not None else "")
             addresses = [address.decode() for address in told]
             with all_or_none(session, "not all that is needed is there"):
-                options.note_phase(Phase.CHECK)
+                options.note_phase(ResizePhase.CHECK)
                 if is_leader and meeting is not None:
-                    for number in plan.guests:
+                    for number in plan.joiners:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
                 place = plan.passing_place(keys, control.rank)
                 connected = pass_on(session, plan, shards.moves, on_devices, place, options)
                 if new is not None:
                     shards.files.reach(new, addresses, options.timeout_seconds)
                 if is_leader and meeting is not None:
-                    meeting.answers(plan.guests, options.timeout_seconds)
+                    meeting.answers(plan.joiners, options.timeout_seconds)
                 until_changed.enter_context(deferred_signals())
 
-            options.note_phase(Phase.DECIDE)
+            options.note_phase(ResizePhase.DECIDE)
             with all_or_none(session, "the resize was given up"):
                 if meeting is not None:
                     meeting.decide(plan.token, Decision.RESIZE)
@@ -166,19 +174,19 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 if meeting is not None:
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
-                        _send_away(meeting, plan.guests, "the ranks that train gave the resize up")
+                        _send_away(meeting, plan.joiners, "the ranks that train gave the resize up")
                 shards.remove()  # on every rank, since the leader may be gone
             if server is not None:
                 server.close()
         if new is None and server is not None:
             shards.remove_given(control.rank, server)
-        held = Held(shards, on_devices, control.rank, new)
+        held = HeldShards(shards, on_devices, control.rank, new)
         return change(session, plan, keys, shards, held, new, options, connected)
 
 
-def _send_away(meeting: Rendezvous, guests: Iterable[int], why: str) -> None:
+def _send_away(meeting: Rendezvous, joiners: Iterable[int], why: str) -> None:
     """Tells waiting processes that no invitation follows. An invited process waits for the decision."""
-    for number in guests:
+    for number in joiners:
         meeting.invite(number, {REFUSAL: why})
 
 
@@ -195,10 +203,10 @@ def _shared_facts(session: Session) -> list[MemoryFacts]:
 
 
 def _staying(
-    former: Sequence[int | None], facts: Sequence[MemoryFacts], guests: Mapping[int, Mapping[str, Any]]
+    former: Sequence[int | None], facts: Sequence[MemoryFacts], joiners: Mapping[int, Mapping[str, Any]]
 ) -> list[MemoryFacts]:
     """Memory facts by new rank."""
-    joining = iter([MemoryFacts(**said[MEMORY]) for said in guests.values()])
+    joining = iter([MemoryFacts(**said[MEMORY]) for said in joiners.values()])
     return [next(joining) if old is None else facts[old] for old in former]
 
 
@@ -227,9 +235,9 @@ def check_supported(session: Session, call: str) -> None:
         raise _C.StateError(f"{call} of a compiled module is not supported yet; save a checkpoint, or do not compile")
 
 
-def check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
+def check_user_state(user_state: Mapping[str, UserState], num_ranks: int) -> None:
     """Raises ValueError if a user state cannot be shared by ``num_ranks``."""
-    for item in carried.values():
+    for item in user_state.values():
         if isinstance(item, OfRanks):
             item.check_ranks(num_ranks)
 
@@ -239,7 +247,7 @@ def change(
     plan: ResizePlan,
     keys: ResizeKeys,
     shards: Shards,
-    held: Held,
+    held: HeldShards,
     new: int | None,
     options: ResizeOptions,
     connected: ChunkCommunicators | None,
@@ -259,9 +267,9 @@ def change(
         state: for a joining process, the leader's.
     """
     try:
-        options.note_phase(Phase.CLOSE)
+        options.note_phase(ResizePhase.CLOSE)
         managed = managed_states(session) if state is None else state["managed"]
-        vacated = vacate(session, lambda: held.set_aside(session))
+        all_evicted = evict_all(session, lambda: held.set_aside(session))
         total = shards.num_bytes(shards.moves)
         if new is None:
             session.closed = True  # without a core
@@ -269,7 +277,7 @@ def change(
                 membership=Membership.LEFT, rank=-1, num_ranks=len(plan.former), received_bytes=0, total_bytes=total
             )
 
-        options.note_phase(Phase.OPEN)
+        options.note_phase(ResizePhase.OPEN)
         was = session.ranks.context
         update = {"gradient_accumulation_steps": plan.accumulation}
         config = session.config = session.config.model_copy(update=update)
@@ -285,13 +293,13 @@ def change(
             mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
             chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
             here = ranks.context
-            held_bytes = _held_on_host(ranks, vacated.memory.num_bytes)
+            held_bytes = _held_on_host(ranks, all_evicted.memory.num_bytes)
             mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks, held_bytes)
             budgets = common_budgets(ranks, mine)
             matrices = make_matrices(config, mesh)
             check_same_model(ranks, session.plan_of_params)
 
-            options.note_phase(Phase.BUILD)
+            options.note_phase(ResizePhase.BUILD)
             reopen(
                 session,
                 mesh,
@@ -299,7 +307,7 @@ def change(
                 matrices,
                 budgets,
                 plan.chunk_numel,
-                vacated,
+                all_evicted,
                 functools.partial(_expect, session, plan),
                 lambda: held.fill(session),
             )
@@ -310,14 +318,14 @@ def change(
                 if states:
                     session.states.set_optimizer_state(param.param, states)
             if state is not None:
-                take_state(session, state, options.carried)
+                take_state(session, state, options.user_state)
             for name, most in plan.micro_batches.items():
-                options.carried[name].allow_micro_batch(most)
-            for item in options.carried.values():
+                options.user_state[name].allow_micro_batch(most)
+            for item in options.user_state.values():
                 if isinstance(item, OfRanks):
                     item.set_ranks(new, len(plan.former))
 
-            options.note_phase(Phase.CONFIRM)
+            options.note_phase(ResizePhase.CONFIRM)
             ranks.meet()
             shards.remove()
     except BaseException as error:

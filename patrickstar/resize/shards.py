@@ -27,7 +27,7 @@ from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.private_files import create_private, open_private
 from patrickstar.resize.devices import DeviceShards, stored_bytes, those_with_room
-from patrickstar.resize.plan import Carried, ResizeOptions, ResizePlan
+from patrickstar.resize.plan import ResizeOptions, ResizePlan, UserState
 from patrickstar.session.session import Session
 
 STATE_NAME = "state"
@@ -116,7 +116,7 @@ class Shards:
         self.files.folder.remove(file.name for file in files if server.has_given(file.name, str(file.target)))
 
 
-class Held:
+class HeldShards:
     """Sources of this process's new shards: parts that it keeps, and files of other processes."""
 
     def __init__(self, shards: Shards, on_device: DeviceShards, old: int | None, new: int | None):
@@ -230,7 +230,7 @@ def managed_states(session: Session) -> list[dict[str, Any]]:
     return [dict(session.states.optimizer_state(managed.param) or {}) for managed in session.managed.params]
 
 
-def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) -> None:
+def write_state(session: Session, path: Path, user_state: Mapping[str, UserState]) -> None:
     """Writes the leader's state file with mode 0600.
 
     Raises:
@@ -244,7 +244,7 @@ def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) ->
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in session.optimizer.read_groups()],
         "managed": managed_states(session),
         "rng": rng_states(session.device),
-        "carried": {name: item.state_dict() for name, item in carried.items()},
+        "user_state": {name: item.state_dict() for name, item in user_state.items()},
     }
     with os.fdopen(create_private(path), "wb") as file:
         write_plain_state(file, state, "the state that goes along with a resize")
@@ -265,14 +265,14 @@ def reached_state(folder: ResizeFolder, key: bytes, new: int, address: str, time
         return read_plain_state(file, "the state that goes along with a resize")
 
 
-def check_state(state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
+def check_state(state: dict[str, Any], user_state: Mapping[str, UserState]) -> None:
     """Raises ValueError if a user state could not take over the leader's."""
-    for name, item in carried.items():
+    for name, item in user_state.items():
         if isinstance(item, OfOneRun):
-            item.check_state(state["carried"][name])
+            item.check_state(state["user_state"][name])
 
 
-def take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
+def take_state(session: Session, state: dict[str, Any], user_state: Mapping[str, UserState]) -> None:
     """Sets the leader's state, except for parameters that stay with PyTorch (:func:`managed_states`)."""
     session.num_steps = state["num_steps"]
     session.outcome = type(session.outcome)(**state["outcome"])
@@ -280,6 +280,6 @@ def take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Ca
         session.scaler.set_state(**state["scaler"])
     for group, saved in zip(session.optimizer.read_groups(), state["groups"], strict=True):
         group.update(saved)
-    for name, item in carried.items():
-        item.load_state_dict(state["carried"][name])
+    for name, item in user_state.items():
+        item.load_state_dict(state["user_state"][name])
     set_rng_states(state["rng"], session.device)

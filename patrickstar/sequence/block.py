@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from patrickstar.sequence.dropout import Dropout
-from patrickstar.sequence.kernel_choice import Device, Kernel, Question, choose
+from patrickstar.sequence.kernel_choice import AttentionDevice, Kernel, Question, choose
 from patrickstar.sequence.kernels import KERNELS, Scoring, sum_dtype, token_major
 from patrickstar.sequence.layout import Slice
 from patrickstar.sequence.masking import Cover, Masking
@@ -251,7 +251,7 @@ def _joined(first: Block, last: Block, masking: Masking) -> Block:
 
 def _pieces(q: torch.Tensor, v: torch.Tensor, block: Block, rule: Rule) -> Iterator[tuple[Block, Kernel]]:
     """Pieces that one kernel call each computes, with their kernels."""
-    device = Device.of(q)
+    device = AttentionDevice.of(q)
 
     def kernel_of(piece: Block) -> Kernel:
         lengths = piece.at[0].length, piece.at[1].length

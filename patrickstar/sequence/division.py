@@ -77,7 +77,7 @@ class WholeSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: SequenceGroup | HybridGroup) -> torch.Tensor:
         """``part`` has one element."""
-        parts = everybodys(part.detach().reshape(1), group)
+        parts = gathered_parts(part.detach().reshape(1), group)
         total = torch.zeros_like(part)  # no view: it may be changed in place
         for other in parts:
             total += other.reshape(part.shape)
@@ -98,7 +98,7 @@ class WholeTokens(torch.autograd.Function):
     ) -> torch.Tensor:
         """``tensor`` has this rank's tokens along ``dim``."""
         ctx.group, ctx.division, ctx.dim = group, division, dim
-        return division.whole(everybodys(tensor, group), dim)
+        return division.whole(gathered_parts(tensor, group), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
@@ -123,7 +123,7 @@ class LikeWholeTokens(torch.autograd.Function):
     ) -> torch.Tensor:
         """``tensor`` has this rank's tokens along ``dim``."""
         ctx.division, ctx.dim = division, dim
-        return division.whole(everybodys(tensor, group), dim)
+        return division.whole(gathered_parts(tensor, group), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
@@ -131,7 +131,7 @@ class LikeWholeTokens(torch.autograd.Function):
         return ctx.division.local(grad, 0.0, ctx.dim), None, None, None
 
 
-def everybodys(tensor: torch.Tensor, group: SequenceGroup | HybridGroup) -> list[torch.Tensor]:
+def gathered_parts(tensor: torch.Tensor, group: SequenceGroup | HybridGroup) -> list[torch.Tensor]:
     """All-gathers tensors of equal shape; the result is ordered by rank."""
     return exchanged([tensor] * group.size, group)
 

@@ -2,8 +2,8 @@
 
 A call gets this rank's tokens of every tensor, and their positions in the whole sequence
 (:mod:`patrickstar.sequence.positions`). Attention goes through transformers' ``AttentionInterface`` and finds the call
-in the mask (:mod:`patrickstar.sequence.divided_attention`). Labels and loss are those of the whole batch
-(:mod:`patrickstar.sequence.divided_labels`).
+in the mask (:mod:`patrickstar.sequence.sharded_attention`). Labels and loss are those of the whole batch
+(:mod:`patrickstar.sequence.sharded_labels`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from torch import nn
 
 from patrickstar.sequence.choice import Attended, choose_mode
-from patrickstar.sequence.divided_attention import (
-    ATTENTION,
-    DividedCall,
-    LayerNames,
-    noting_layers,
-    register_attention,
-    running,
-)
-from patrickstar.sequence.divided_labels import IGNORED, DividedLoss, counted_labels, give_a_target, share_of_targets
 from patrickstar.sequence.division import Division, WholeSum
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode
 from patrickstar.sequence.masking import KeyPadding
 from patrickstar.sequence.positions import TellPositions
+from patrickstar.sequence.sharded_attention import (
+    ATTENTION,
+    LayerNames,
+    ShardedCall,
+    noting_layers,
+    register_attention,
+    running,
+)
+from patrickstar.sequence.sharded_labels import IGNORED, ShardedLoss, counted_labels, give_a_target, share_of_targets
 from patrickstar.sequence.survey import Survey, check_reached
 from patrickstar.sequence.token_scores import gather_scores, has_scores
 from patrickstar.sequence.ulysses import query_heads
@@ -42,7 +42,7 @@ _FILLS = {"labels": IGNORED, "shift_labels": IGNORED}
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
 
 
-class DividedModel:
+class ShardedModel:
     """A Hugging Face model whose calls are sharded over the ranks of ``group``.
 
     Args:
@@ -85,7 +85,7 @@ class DividedModel:
         self._layers = LayerNames(model)
         self._known = set(inspect.signature(model.forward).parameters)
         self._replaced = model.config._attn_implementation
-        self._loss = DividedLoss(model)
+        self._loss = ShardedLoss(model)
         self._told = TellPositions(model, self._positions)
         register_attention()
         model.set_attn_implementation(ATTENTION)
@@ -115,7 +115,7 @@ class DividedModel:
         counted = counted_labels(self._model, kwargs)
         return {**kwargs, "num_items_in_batch": counted["num_items_in_batch"]} if counted else kwargs
 
-    def divide(self, kwargs: dict[str, Any]) -> DividedArguments:
+    def divide(self, kwargs: dict[str, Any]) -> ShardedArguments:
         """This rank's shard of a call's arguments.
 
         Raises:
@@ -144,7 +144,7 @@ class DividedModel:
             give_a_target(result)
         if "use_cache" in self._known:
             result["use_cache"] = False
-        call = DividedCall(
+        call = ShardedCall(
             group=self._group,
             division=division,
             documents=documents,
@@ -154,10 +154,10 @@ class DividedModel:
             positions=_local("position_ids", positions, division),
         )
         num_scored = length if kwargs.get("shift_labels") is not None else length - 1
-        return DividedArguments(result, call, share, num_scored)
+        return ShardedArguments(result, call, share, num_scored)
 
     @contextlib.contextmanager
-    def running(self, arguments: DividedArguments) -> Iterator[None]:
+    def running(self, arguments: ShardedArguments) -> Iterator[None]:
         """Context around the forward of a sharded call.
 
         Raises:
@@ -167,7 +167,7 @@ class DividedModel:
             yield
         check_reached(self._model, self._attending, reached)
 
-    def combine(self, output: Any, arguments: DividedArguments) -> Any:
+    def combine(self, output: Any, arguments: ShardedArguments) -> Any:
         """The output with the loss of the whole batch. Token scores, which some models return instead of logits, are
         all-gathered; other outputs stay this rank's tokens.
         """
@@ -177,7 +177,7 @@ class DividedModel:
         loss = output[0] if is_tuple else output.loss
         if has_scores(output):
             gather_scores(output, self._group, arguments.division, arguments.num_scored)
-        elif self._loss.num_calls == 0:  # the model averaged its tokens' losses itself (`DividedLoss`)
+        elif self._loss.num_calls == 0:  # the model averaged its tokens' losses itself (`ShardedLoss`)
             loss = loss * arguments.share.to(loss.device, loss.dtype)
         whole = WholeSum.apply(loss, self._group)
         if is_tuple:
@@ -196,11 +196,11 @@ class DividedModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedArguments:
+class ShardedArguments:
     """This rank's arguments of one call."""
 
     kwargs: dict[str, Any]
-    call: DividedCall
+    call: ShardedCall
     """The call's state for attention."""
     share: torch.Tensor | None
     """This rank's fraction of the whole batch's targets; None without labels."""

@@ -27,7 +27,7 @@ class Kernel(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class AttentionDevice:
     """Facts about the device that computes a block.
 
     Attributes:
@@ -44,13 +44,13 @@ class Device:
     enabled: frozenset[Kernel]
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Device:
+    def of(tensor: torch.Tensor) -> AttentionDevice:
         """The device of ``tensor``."""
         if tensor.device.type == "cpu":
-            return Device("cpu", (0, 0), 0, frozenset({Kernel.HOST}))
+            return AttentionDevice("cpu", (0, 0), 0, frozenset({Kernel.HOST}))
         if tensor.device.type != "cuda" or torch.version.hip:
-            return Device(tensor.device.type, (0, 0), 0, frozenset())
-        return Device(
+            return AttentionDevice(tensor.device.type, (0, 0), 0, frozenset())
+        return AttentionDevice(
             "cuda",
             torch.cuda.get_device_capability(tensor.device),
             torch.backends.cudnn.version() or 0,
@@ -91,7 +91,7 @@ class Question:
     dropout_p: float
 
 
-def choose(device: Device, question: Question) -> Kernel:
+def choose(device: AttentionDevice, question: Question) -> Kernel:
     """The fastest kernel that can compute the block.
 
     cuDNN is fastest on Hopper and not used elsewhere. Masks need memory-efficient attention. Dropout ([Note: dropout by
@@ -106,7 +106,7 @@ def choose(device: Device, question: Question) -> Kernel:
     return Kernel.PLAIN
 
 
-def _cudnn_can(device: Device, question: Question) -> bool:
+def _cudnn_can(device: AttentionDevice, question: Question) -> bool:
     return (
         device.capability[0] == 9
         and device.cudnn >= _CUDNN_VERSION
@@ -117,7 +117,7 @@ def _cudnn_can(device: Device, question: Question) -> bool:
     )
 
 
-def _flash_can(device: Device, question: Question) -> bool:
+def _flash_can(device: AttentionDevice, question: Question) -> bool:
     width = question.head_dims[0]
     # Backward of wide heads needs the shared memory of data centre GPUs.
     widest = 256 if device.capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 192
@@ -131,7 +131,7 @@ def _flash_can(device: Device, question: Question) -> bool:
     )
 
 
-def _efficient_can(device: Device, question: Question) -> bool:
+def _efficient_can(device: AttentionDevice, question: Question) -> bool:
     dtypes = (torch.float16, torch.float32) if device.capability < (8, 0) else (*_HALF, torch.float32)
     alignment = 4 if question.dtype is torch.float32 else 8
     return (
@@ -141,11 +141,11 @@ def _efficient_can(device: Device, question: Question) -> bool:
     )
 
 
-def _host_can(_device: Device, question: Question) -> bool:
+def _host_can(_device: AttentionDevice, question: Question) -> bool:
     return question.cover is not Cover.SOME and question.head_dims[0] == question.head_dims[1]
 
 
-_CAN: dict[Kernel, Callable[[Device, Question], bool]] = {
+_CAN: dict[Kernel, Callable[[AttentionDevice, Question], bool]] = {
     Kernel.CUDNN: _cudnn_can,
     Kernel.FLASH: _flash_can,
     Kernel.EFFICIENT: _efficient_can,

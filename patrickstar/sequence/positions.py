@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from patrickstar.sequence.divided_attention import running_call
+from patrickstar.sequence.sharded_attention import running_call
 
 Call = Callable[[dict[str, Any]], torch.Tensor]
 """Calls a model with some arguments; returns its output per token, [batch, tokens, ...]."""

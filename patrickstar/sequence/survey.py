@@ -1,7 +1,7 @@
 """Survey of a Hugging Face model before its sequences are sharded, made by calling a small copy.
 
 survey = survey_model(model, batch)     # of a copy of some of its layers, with whole sequences
-divided = DividedModel(..., survey=survey)
+divided = ShardedModel(..., survey=survey)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.sequence.divided_attention import ATTENTION, noting_layers, register_attention
 from patrickstar.sequence.positions import Numbering, Positions, find_positions
+from patrickstar.sequence.sharded_attention import ATTENTION, noting_layers, register_attention
 
 _SHOWN = 3
 

@@ -41,7 +41,7 @@ class Core:
 
 
 @dataclasses.dataclass(frozen=True)
-class Vacated:
+class AllEvicted:
     """State that a session keeps between two cores."""
 
     params: list[FormerHandle]
@@ -187,7 +187,7 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
         runtime.plan(),
         StepTimes.of_core(times) if times is not None else None,
         Prediction(**predicted) if predicted is not None else None,
-        [runtime.home(chunk) == _C.Tier.DISK for chunk in range(layout.num_chunks)],
+        [runtime.resting_tier(chunk) == _C.Tier.DISK for chunk in range(layout.num_chunks)],
     )
 
 

@@ -52,13 +52,13 @@ def explain_lack_of_memory(
     Args:
         error: from PyTorch.
         module: whose forward failed.
-        report: the runtime's at that moment.
+        report: the runtime's at that access.
         remedies: settings that reduce activation memory.
         once: whole sentences on why the forward is not run again; empty: it was.
     """
     if not hasattr(error, "add_note"):  # Python 3.10
         return
-    activations, values = report["device_tide_bytes"], report["device_payload_bytes"]
+    activations, values = report["device_activation_bytes"], report["device_chunk_buffer_bytes"]
     budget, asked = report["device_budget_bytes"], _asked_bytes(str(error))
     place = _innermost_module(error, module)
     where = f" in {place}" if place else ""

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
-from patrickstar.activations.keepers import ActivationKeeper
+from patrickstar.activations.keepers import ActivationOffloader
 from patrickstar.module.observer import Observer
 from patrickstar.parallel.calls import Calls
 from patrickstar.session.error_texts import first_sentence
@@ -60,7 +60,7 @@ class Forwards:
         thread: OneThread,
         repeatable: RepeatableForwards,
         calls: Calls,
-        activations: ActivationKeeper,
+        activations: ActivationOffloader,
         explain: Callable[[torch.OutOfMemoryError, str], None],
         inputs: InputsInPlace,
     ):
@@ -123,7 +123,7 @@ class Forwards:
         try:
             if not self._calls.repeats_forwards:
                 return self._run_once(call, signals, tracking, _C.Attempt.ONLY)
-            for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
+            for what in (_C.EvictionScope.VALUES, _C.EvictionScope.EVERYTHING):
                 try:
                     return self._run_once(call, signals, tracking, attempt)
                 except torch.OutOfMemoryError as error:
@@ -138,7 +138,7 @@ class Forwards:
                 self._activations.forget()
                 self._runtime.undo_forward()
                 start.undo_writes()
-                self._runtime.vacate_device(what)
+                self._runtime.evict_all_from_device(what)
                 attempt = _C.Attempt.AGAIN
             return self._run_once(call, signals, tracking, _C.Attempt.LAST)
         except BaseException:

@@ -19,7 +19,7 @@ from patrickstar.session.error_texts import explain_failed_backward
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.registry import open_sessions
 from patrickstar.session.session import Session
-from patrickstar.session.step_state import Stage
+from patrickstar.session.step_state import StepStage
 
 logger = logging.getLogger("patrickstar")
 
@@ -64,7 +64,7 @@ def run_backward(session: Session, loss: torch.Tensor, kwargs: dict[str, Any]) -
 def _keep(session: Session, scale: float) -> None:
     """Keeps the gradients of a backward, scaled by ``scale``, for the step."""
     session.gradients.keep(scale)
-    session.course.note(Stage.BACKWARDED)
+    session.course.note(StepStage.BACKWARDED)
 
 
 def _abort(sessions: Sequence[Session]) -> int:

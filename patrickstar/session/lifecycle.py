@@ -1,7 +1,8 @@
 """Opening of a session, and its change to other ranks: core, parameters in chunks, parts in the module.
 
-Order: :func:`make_session`, then the parameters move into chunks, then :func:`complete`. A resize calls :func:`vacate`
-and :func:`reopen`. Whatever fails after :func:`make_session`, ``closing.abandon_session`` restores the module.
+Order: :func:`make_session`, then the parameters move into chunks, then :func:`complete`. A resize calls
+:func:`evict_all` and :func:`reopen`. Whatever fails after :func:`make_session`, ``closing.abandon_session`` restores
+the module.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from patrickstar.machine.budgets import Budgets
 from patrickstar.module.adoption import AdoptedParams
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
-from patrickstar.parallel.divided_matrices import Matrices
+from patrickstar.parallel.sharded_matrices import Matrices
 from patrickstar.planning.step_plan import Plan
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.mesh import MeshRanks
-from patrickstar.session.core_setup import Vacated, build_core
+from patrickstar.session.core_setup import AllEvicted, build_core
 from patrickstar.session.kept_plan import adopt_plan
 from patrickstar.session.quiet_log import NoRunLog
 from patrickstar.session.registry import note_open_session
@@ -98,7 +99,7 @@ def complete(session: Session, saved_plan: Plan | None) -> None:
         adopt_plan(session.runtime, saved_plan)
 
 
-def vacate(session: Session, set_aside: Callable[[], _C.KeptRegions]) -> Vacated:
+def evict_all(session: Session, set_aside: Callable[[], _C.KeptRegions]) -> AllEvicted:
     """Closes the core and everything that depends on the present ranks. Collective over all ranks.
 
     The module's parameters have no memory until :func:`reopen`.
@@ -110,11 +111,11 @@ def vacate(session: Session, set_aside: Callable[[], _C.KeptRegions]) -> Vacated
     session.kept_plan.close()
     session.plan_of_params = session.params_now()
     memory = set_aside()
-    former = session.params.vacate()
+    former = session.params.evict_all()
     segments = session.core.segments.keep()
     session.teardown.close()
     session.ranks.close()
-    return Vacated(former, memory, segments)
+    return AllEvicted(former, memory, segments)
 
 
 def reopen(
@@ -124,21 +125,21 @@ def reopen(
     matrices: Matrices,
     budgets: Budgets,
     chunk_numel: int,
-    vacated: Vacated,
+    all_evicted: AllEvicted,
     expect: Callable[[], None],
     fill: Callable[[], None],
 ) -> None:
-    """Opens a core with other ranks after :func:`vacate`. Collective over the new ranks.
+    """Opens a core with other ranks after :func:`evict_all`. Collective over the new ranks.
 
     Args:
         expect: gives the new core the accesses of the coming step, so that states get their tiers before they arrive.
         fill: writes the values of all parameters.
     """
     session.set_ranks(mesh, chunk_ranks, matrices)
-    _open_core(session, budgets, chunk_numel, None, vacated.memory)
-    vacated.segments.close()
+    _open_core(session, budgets, chunk_numel, None, all_evicted.memory)
+    all_evicted.segments.close()
     expect()
-    session.params.take_over(vacated.params, fill)
+    session.params.take_over(all_evicted.params, fill)
     complete(session, None)
     session.course.end()
     session.optimizer.tell_groups()

@@ -1,7 +1,7 @@
 """The optimizer step: one decision from the gradients' norm, then its update.
 
 If host memory or a disk fails during the update, some chunks are updated and each of them completely
-(``csrc/engine/update_progress.h``). The next call finishes the same decision and skips these chunks. Until then
+(``csrc/engine/update_states.h``). The next call finishes the same decision and skips these chunks. Until then
 ``Wholeness`` refuses every other use of the parameters. If no chunk was updated, the step counts as not called. If an
 update fails within a chunk, or in PyTorch's own optimizer, the state is mixed.
 """

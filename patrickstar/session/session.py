@@ -19,7 +19,7 @@ from patrickstar.module.adoption import AdoptedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import SortedParams, plan_params
 from patrickstar.parallel.calls import Calls, OwnCalls
-from patrickstar.parallel.divided_matrices import Matrices
+from patrickstar.parallel.sharded_matrices import Matrices
 from patrickstar.planning.step_plan import Plan
 from patrickstar.profiling import ChunkLayers
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -31,7 +31,7 @@ from patrickstar.session.kept_plan import NoKeptPlan
 from patrickstar.session.one_thread import OneThread
 from patrickstar.session.parts import Parts
 from patrickstar.session.quiet_log import NoRunLog
-from patrickstar.session.step_state import Decision, OptimizerLink, Stage, StepCourse, StepOutcome
+from patrickstar.session.step_state import Decision, OptimizerLink, StepCourse, StepOutcome, StepStage
 from patrickstar.session.teardown import Teardown
 from patrickstar.session.wholeness import Wholeness
 
@@ -110,7 +110,7 @@ class Session:
 
     def set_ranks(self, mesh: MeshRanks, chunk_ranks: ChunkRanks, matrices: Matrices) -> None:
         """Sets the ranks that train together, the ranks that share chunks with this one, and the matrices' sharding."""
-        self.mesh, self.ranks = mesh, mesh.everybody
+        self.mesh, self.ranks = mesh, mesh.world_group
         self.chunk_ranks, self.matrices = chunk_ranks, matrices
 
     def set_core(self, core: Core, params: AdoptedParams, observer: Observer) -> None:
@@ -126,7 +126,7 @@ class Session:
         self.kept_plan, self.layer_activations = parts.kept_plan, parts.layer_activations
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> StepStage:
         """The last finished call of the running step."""
         return self.course.stage
 

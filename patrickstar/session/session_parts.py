@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from patrickstar.activations.keepers import ActivationKeeper, keeper_of_activations
+from patrickstar.activations.keepers import ActivationOffloader, activation_offloader
 from patrickstar.activations.remedies import ActivationRemedies, change_activations
 from patrickstar.config import rule_of
 from patrickstar.module.adoption import MovedRest
@@ -95,7 +95,7 @@ class _Running:
     buffers: BufferSync
     managed: ManagedParams
     calls: Calls
-    activations: ActivationKeeper
+    activations: ActivationOffloader
     forwards: Forwards
 
 
@@ -115,7 +115,7 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
     meet, num_steps = runtime.meet_ranks, lambda: session.num_steps
     calls = make_calls(module, config, session.mesh, session.matrices, meet, num_steps, session.survey)
     undo.callback(calls.close)
-    activations = keeper_of_activations(module, config.activations, runtime, device, largest_module_bytes)
+    activations = activation_offloader(module, config.activations, runtime, device, largest_module_bytes)
     undo.callback(activations.finish)
 
     def explain(error: torch.OutOfMemoryError, once: str) -> None:

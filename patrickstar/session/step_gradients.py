@@ -45,7 +45,7 @@ class StepGradients:
         self._left_out = list(left_out)
         self._total = total
         num_ranks = ranks.size
-        by_mean = config.sequence_parallel.size  # see DividedSequences
+        by_mean = config.sequence_parallel.size  # see ShardedSequences
         self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else by_mean
         """Factor of gradients in chunks, which hold the ranks' mean.
 

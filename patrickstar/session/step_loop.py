@@ -17,7 +17,7 @@ from patrickstar.session.kept_plan import Inputs
 from patrickstar.session.losses import check_loss, has_forwards_in_backward, no_gradients_came
 from patrickstar.session.optimizer_step import give_up_step, run_step
 from patrickstar.session.session import Session
-from patrickstar.session.step_state import Stage
+from patrickstar.session.step_state import StepStage
 from patrickstar.session.wholeness import State
 
 
@@ -58,7 +58,7 @@ class StepLoop:
                 parts.buffers.run()
                 session.kept_plan.begin_forward(inputs)
                 result = parts.forwards.run(call, signals, _C.Tracking.TRAINING)
-                session.course.note(Stage.FORWARDED)
+                session.course.note(StepStage.FORWARDED)
                 session.run_log.note_forward(inputs)
                 return result
 
@@ -67,8 +67,8 @@ class StepLoop:
         """Scales ``loss`` and runs its backward; gradients end up in chunks. ``kwargs``: of ``Tensor.backward``."""
         session = self._session
         session.check_whole()
-        comes_first = session.stage is not Stage.FORWARDED and has_forwards_in_backward(loss, session.has_param)
-        check_loss(loss, has_forward=comes_first or session.stage is not Stage.IDLE)
+        comes_first = session.stage is not StepStage.FORWARDED and has_forwards_in_backward(loss, session.has_param)
+        check_loss(loss, has_forward=comes_first or session.stage is not StepStage.IDLE)
         check_no_compiled_autograd()
         if comes_first:
             self.forward(lambda: None)

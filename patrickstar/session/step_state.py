@@ -16,7 +16,7 @@ from typing import Any
 from patrickstar.optimizer.core_options import CoreOptions
 
 
-class Stage(enum.Enum):
+class StepStage(enum.Enum):
     """The last call of a step."""
 
     IDLE = "before the first forward of a step"
@@ -28,26 +28,26 @@ class StepCourse:
     """The stage of one engine, and the thread that made the last call."""
 
     def __init__(self) -> None:
-        self.stage = Stage.IDLE
+        self.stage = StepStage.IDLE
         self._thread = 0
 
-    def note(self, stage: Stage) -> None:
+    def note(self, stage: StepStage) -> None:
         """Records a forward or backward that finished on this thread."""
         self.stage, self._thread = stage, threading.get_ident()
 
     def end(self) -> None:
         """Records that the step is over, or dropped."""
-        self.stage = Stage.IDLE
+        self.stage = StepStage.IDLE
 
     def forget_gradients(self) -> None:
         """Records dropped gradients. A forward that waits for its backward stays."""
-        if self.stage is Stage.BACKWARDED:
+        if self.stage is StepStage.BACKWARDED:
             self.end()
 
     @property
     def is_here(self) -> bool:
         """True between a forward and its step, if this thread made the last call."""
-        return self.stage is not Stage.IDLE and self._thread == threading.get_ident()
+        return self.stage is not StepStage.IDLE and self._thread == threading.get_ident()
 
 
 @dataclasses.dataclass(frozen=True)

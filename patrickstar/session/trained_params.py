@@ -80,7 +80,7 @@ class TrainedParams:
     def attach(self) -> None:
         """Installs hooks on parameters that are trained at first, and on untrained ones that require grad."""
         for param in self._first:
-            self._fold_gradients_of(param)
+            self._accumulate_gradients_of(param)
         self._drop_gradients_of(spec for spec in self._untrained if spec.param.requires_grad)
 
     def remove(self) -> None:
@@ -91,7 +91,7 @@ class TrainedParams:
 
     def got_gradient(self) -> set[int]:
         """Ids of parameters in chunks that ever got a gradient."""
-        return {hook.param for hook in self._gradient_hooks if hook.has_folded}
+        return {hook.param for hook in self._gradient_hooks if hook.has_accumulated}
 
     def drop_left_gradients(self) -> None:
         """Drops gradients that an interrupted backward left in ``.grad``, where autograd would add to them."""
@@ -170,13 +170,13 @@ class TrainedParams:
             self._layout.train(chunk)
         for spec in chunked:
             spec.param._patrickstar.trainable = True
-            self._fold_gradients_of(spec.param)
+            self._accumulate_gradients_of(spec.param)
         self._managed.train({spec.param for spec in specs if isinstance(spec, ManagedParam)})
         new = {spec.param for spec in specs}
         self._untrained = [spec for spec in self._untrained if spec.param not in new]
         self._asking = [spec for spec in self._untrained if spec.param.requires_grad]
 
-    def _fold_gradients_of(self, param: nn.Parameter) -> None:
+    def _accumulate_gradients_of(self, param: nn.Parameter) -> None:
         if param in self._handles:
             self._handles.pop(param).remove()
         drop_gradient(param)

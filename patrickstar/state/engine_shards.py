@@ -43,7 +43,7 @@ class EngineSource:
         for name, param in self._params:
             if step_count(self._session, param) > 0:
                 for kind in state_kinds(self._session):
-                    read = functools.partial(self._read_moment, param, kind)
+                    read = functools.partial(self._read_access, param, kind)
                     yield from self._held(name, kind, param, _state_dtype(param), read)
         for name, state in rng_states(self._session.device).items():
             yield _shard(f"rank{self._rank}.{name}", "rng", state.shape, state.dtype, lambda state=state: state)
@@ -82,7 +82,7 @@ class EngineSource:
             return _flat(param.detach().as_subclass(torch.Tensor), dtype)
         return self._read_array(param._patrickstar, _C.ArrayKind.MASTER, dtype)
 
-    def _read_moment(self, param: nn.Parameter, kind: Kind) -> torch.Tensor:
+    def _read_access(self, param: nn.Parameter, kind: Kind) -> torch.Tensor:
         if isinstance(param, ChunkedParameter):
             return self._read_array(param._patrickstar, _array_of(self._session, kind), torch.float32)
         return _flat(self._session.managed.state_of(param)[kind], _state_dtype(param))

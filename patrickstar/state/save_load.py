@@ -27,11 +27,11 @@ from patrickstar.optimizer.state import checked_group
 from patrickstar.session.optimizer_step import give_up_step
 from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
-from patrickstar.session.step_state import Stage
+from patrickstar.session.step_state import StepStage
 from patrickstar.session.wholeness import State
-from patrickstar.state.divided_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
 from patrickstar.state.engine_shards import EngineSink, EngineSource, has_states, state_kinds, step_count
 from patrickstar.state.parts import Frozen, LoadOptions, Names, Part
+from patrickstar.state.sharded_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
 
 logger = logging.getLogger("patrickstar")
 
@@ -172,7 +172,7 @@ def _leave_out_others(checkpoint: Checkpoint, sink: EngineSink) -> None:
 def check_between_steps(session: Session, call: str) -> None:
     """Raises StateError if gradients are pending. Gradients of a failed step do not count."""
     session.check_open()
-    has_gradients = session.stage is Stage.BACKWARDED or session.runtime.gradients_pending()
+    has_gradients = session.stage is StepStage.BACKWARDED or session.runtime.gradients_pending()
     if has_gradients and session.whole.state is State.WHOLE:
         raise _C.StateError(
             f"{call} between backward and step: gradients are not part of a checkpoint; call it after "

@@ -17,7 +17,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.shards import Kind, TensorShard
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.parallel.divided_values import DividedNames, DividedPart
+from patrickstar.parallel.sharded_values import ShardedNames, ShardedPart
 from patrickstar.session.session import Session
 from patrickstar.state.engine_shards import kind_of, persistent_buffers
 
@@ -39,7 +39,7 @@ def own_state(session: Session, prefix: str, keep_vars: bool) -> OrderedDict[str
     return result
 
 
-def names_of(session: Session) -> DividedNames:
+def names_of(session: Session) -> ShardedNames:
     """Names before sharding.
 
     Raises:
@@ -68,7 +68,7 @@ def whole_shards(session: Session) -> list[TensorShard]:
     names = names_of(session)
     wholes: dict[str, torch.Tensor] = {}
 
-    def read(part: DividedPart, name: str) -> torch.Tensor:
+    def read(part: ShardedPart, name: str) -> torch.Tensor:
         if name not in wholes:
             wholes.clear()
             wholes.update(names.wholes_of(part, session.states.value, session.device))

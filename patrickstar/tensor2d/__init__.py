@@ -18,7 +18,7 @@ from patrickstar.tensor2d.clipping import clip_grad_norm
 from patrickstar.tensor2d.division import Placement, Split, assemble_activation, divide_activation, divide_batch
 from patrickstar.tensor2d.embedding import Embedding2D, SmallEmbedding2D
 from patrickstar.tensor2d.feed_forward import MLP2D, GatedMLP2D
-from patrickstar.tensor2d.group import MeshGroup, Place
+from patrickstar.tensor2d.group import MeshGroup, MeshPlace
 from patrickstar.tensor2d.layer import Layer2D, load_whole, match_replicas, source_values, whole_values
 from patrickstar.tensor2d.linear import Linear2D, Sent, initialise_normal
 from patrickstar.tensor2d.losses import CrossEntropy2D, LMHead2D, whole_logits
@@ -40,7 +40,7 @@ __all__ = [
     "Linear2D",
     "MLP2D",
     "MeshGroup",
-    "Place",
+    "MeshPlace",
     "Placement",
     "RMSNorm2D",
     "Sent",

@@ -142,10 +142,10 @@ class GivenProduct(nn.Module):
 def _divide(module: Any, name: str, base: Layer2D, parts: Sequence[int]) -> None:
     """Replaces A and B of all adapters of ``module``, in place."""
     narrow, wide = _PAIRS[type(base)]
-    divided = {"parts": parts} if parts else {}
+    sharded = {"parts": parts} if parts else {}
     for key in module.lora_A:
         module.lora_A[key] = _made(module.lora_A[key], f"{name}.lora_A.{key}", narrow, base)
-        module.lora_B[key] = _made(module.lora_B[key], f"{name}.lora_B.{key}", wide, base, **divided)
+        module.lora_B[key] = _made(module.lora_B[key], f"{name}.lora_B.{key}", wide, base, **sharded)
     module.merge = functools.partial(_refuse_merge, name)
 
 

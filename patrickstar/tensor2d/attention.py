@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.group import MeshGroup, Place
+from patrickstar.tensor2d.group import MeshGroup, MeshPlace
 from patrickstar.tensor2d.linear import Linear2D
 from patrickstar.tensor2d.panels import Cut, check_divides
 
@@ -192,7 +192,7 @@ class Attention2D(Attention):
         super().__init__(attend, out)
 
 
-def heads_here(heads: int, key_heads: int, place: Place, by: Cut) -> tuple[int, int]:
+def heads_here(heads: int, key_heads: int, place: MeshPlace, by: Cut) -> tuple[int, int]:
     """Numbers of heads and key/value heads of one rank, sharded over columns or rows (``by``).
 
     Raises:

@@ -39,14 +39,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float, group: MeshGroup) -> torch
         if parameter.grad is None:
             continue
         if id(parameter) not in splits:
-            raise ValueError(f"{name} is not divided over the mesh; clip it by itself")
+            raise ValueError(f"{name} is not sharded over the mesh; clip it by itself")
         grads.append(parameter.grad)
         if splits[id(parameter)] is not Split.COLUMNS or group.place.row == 0:
             total = total + parameter.grad.to(sum_dtype(parameter.grad.dtype)).square().sum()
     if not grads:
         raise ValueError("no parameter has a gradient; call it after backward")
     wide = sum_dtype(grads[0].dtype)
-    norm = group.everybody.sum(torch.as_tensor(total, dtype=wide, device=grads[0].device)).sqrt()
+    norm = group.world_group.sum(torch.as_tensor(total, dtype=wide, device=grads[0].device)).sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(factor.to(grad.dtype))

@@ -26,7 +26,7 @@ import dataclasses
 import enum
 import math
 
-from patrickstar.tensor2d.group import Place
+from patrickstar.tensor2d.group import MeshPlace
 from patrickstar.tensor2d.linear import Sent, narrower
 from patrickstar.tensor2d.turning import turned_elements
 
@@ -111,7 +111,7 @@ def embedding(tokens: int, hidden: int, rows: int, columns: int) -> Received:
     return Received(one, one)
 
 
-def head(tokens: int, hidden: int, vocabulary: int, place: Place, *, tied: bool = True) -> Received:
+def head(tokens: int, hidden: int, vocabulary: int, place: MeshPlace, *, tied: bool = True) -> Received:
     """Elements for the logits of ``tokens`` at ``place``, for a vocabulary that panels divide. A table shared with the
     embedding adds two transpositions, one of the gradient (:class:`~patrickstar.tensor2d.LMHead2D`).
     """
@@ -171,7 +171,7 @@ def choose(
     key_heads: int | None = None,
     element_bytes: int = 2,
     mode: Mode | None = None,
-    mesh: Place | None = None,
+    mesh: MeshPlace | None = None,
 ) -> Choice:
     """The mesh that receives least in a training step. Ties go to 1D, then to the mesh with most columns.
 
@@ -207,7 +207,7 @@ def choose(
                 found.append((received_1d(layer, tokens, ranks).total, Mode.ONE, 1, columns))
         if mode is Mode.ONE or not _is_asked(mesh, rows):
             continue
-        panels = Place(rows, columns).num_panels
+        panels = MeshPlace(rows, columns).num_panels
         if batch % rows:
             why_not.append(f"{rows} x {columns} (samples: {batch})")
         elif any(size % panels for pair in layer.linears() for size in pair):
@@ -220,7 +220,7 @@ def choose(
     return Choice(mode, rows, columns, elements * element_bytes, _reason(found, element_bytes, tokens, layer, why_not))
 
 
-def _is_asked(mesh: Place | None, rows: int) -> bool:
+def _is_asked(mesh: MeshPlace | None, rows: int) -> bool:
     return mesh is None or mesh.rows == rows
 
 

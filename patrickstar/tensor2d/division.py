@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from patrickstar.tensor2d.group import Place
+from patrickstar.tensor2d.group import MeshPlace
 from patrickstar.tensor2d.panels import Cut, check_divides
 
 
@@ -47,7 +47,7 @@ class Placement:
     padded_to: int | None = None
     transposed: bool = False
 
-    def divide(self, whole: torch.Tensor, place: Place) -> torch.Tensor:
+    def divide(self, whole: torch.Tensor, place: MeshPlace) -> torch.Tensor:
         """The shard of ``whole`` at ``place``: a contiguous tensor of its own.
 
         Raises:
@@ -67,7 +67,7 @@ class Placement:
             whole = _cut(whole, -1, "columns", place.column, place)
         return whole.clone(memory_format=torch.contiguous_format)
 
-    def assemble(self, blocks: Sequence[torch.Tensor], place: Place, size: int | None = None) -> torch.Tensor:
+    def assemble(self, blocks: Sequence[torch.Tensor], place: MeshPlace, size: int | None = None) -> torch.Tensor:
         """The whole tensor from the shards of all ranks of the mesh, in rank order. With ``padded_to``, the first
         ``size`` rows are returned.
         """
@@ -84,11 +84,11 @@ class Placement:
             whole = torch.cat([piece for part in range(count) for piece in cut[part::count]])
         return whole[:size].contiguous() if self.padded_to is not None else whole.contiguous()
 
-    def _parts_over(self, place: Place) -> int:
+    def _parts_over(self, place: MeshPlace) -> int:
         return place.rows if self.split is Split.ROWS else place.columns
 
 
-def divide_batch(whole: torch.Tensor, place: Place) -> torch.Tensor:
+def divide_batch(whole: torch.Tensor, place: MeshPlace) -> torch.Tensor:
     """This row's samples [b/r, ...] of a tensor [b, ...] that columns replicate, such as tokens and labels.
 
     Raises:
@@ -97,7 +97,7 @@ def divide_batch(whole: torch.Tensor, place: Place) -> torch.Tensor:
     return _cut(whole, 0, "rows", place.row, place)
 
 
-def divide_activation(whole: torch.Tensor, place: Place) -> torch.Tensor:
+def divide_activation(whole: torch.Tensor, place: MeshPlace) -> torch.Tensor:
     """This rank's block [b/r, ..., h/c] of a tensor [b, ..., h].
 
     Raises:
@@ -106,13 +106,13 @@ def divide_activation(whole: torch.Tensor, place: Place) -> torch.Tensor:
     return _cut(divide_batch(whole, place), -1, "columns", place.column, place).contiguous()
 
 
-def assemble_activation(blocks: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+def assemble_activation(blocks: Sequence[torch.Tensor], place: MeshPlace) -> torch.Tensor:
     """[b, ..., h] from the blocks [b/r, ..., h/c] of all ranks, in rank order."""
     return torch.cat(
         [torch.cat(list(blocks[row * place.columns :][: place.columns]), dim=-1) for row in range(place.rows)]
     )
 
 
-def _cut(whole: torch.Tensor, dim: int, by: Cut, index: int, place: Place) -> torch.Tensor:
+def _cut(whole: torch.Tensor, dim: int, by: Cut, index: int, place: MeshPlace) -> torch.Tensor:
     check_divides(f"dimension {dim % whole.dim()} of {list(whole.shape)}", whole.shape[dim], place, by)
     return whole.chunk(getattr(place, by), dim=dim)[index]

@@ -1,9 +1,9 @@
 """Embeddings on a mesh.
 
 A table [v/r, h/c] is not moved. Each rank gets the tokens of the other ranks of its column. It looks up those in its
-range of the vocabulary, and sends the rows to the rank that has the tokens. It sends (r - 1) / (r c) of the activations. The
-published algorithm sends as much of the table, which has more rows than a batch has tokens. Nothing is rounded: one
-summand per token is non-zero.
+range of the vocabulary, and sends the rows to the rank that has the tokens. It sends (r - 1) / (r c) of the
+activations. The published algorithm sends as much of the table, which has more rows than a batch has tokens. Nothing is
+rounded: one summand per token is non-zero.
 """
 
 from __future__ import annotations

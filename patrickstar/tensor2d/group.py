@@ -17,7 +17,7 @@ _LINES = ((Axis.ROWS,), (Axis.COLUMNS,), (Axis.ROWS, Axis.COLUMNS))
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """A rank's coordinate in a mesh of ``rows`` x ``columns``, and of its blocks in sharded matrices."""
 
     rows: int
@@ -35,7 +35,7 @@ class Place:
         """Ranks of the mesh."""
         return self.rows * self.columns
 
-    def everybody(self) -> list[Place]:
+    def world_group(self) -> list[MeshPlace]:
         """All coordinates in rank order: along columns first."""
         return [
             dataclasses.replace(self, row=row, column=column)
@@ -50,17 +50,17 @@ class MeshGroup:
     Args:
         along_rows: mesh dimension group of this rank's column; its ranks differ in their row.
         along_columns: mesh dimension group of this rank's row; its ranks differ in their column.
-        everybody: all ranks of the mesh, by row, then by column.
+        world_group: all ranks of the mesh, by row, then by column.
 
     Attributes:
         place: this rank's coordinate.
     """
 
-    def __init__(self, along_rows: Line, along_columns: Line, everybody: Line):
-        self.everybody = everybody
+    def __init__(self, along_rows: Line, along_columns: Line, world_group: Line):
+        self.world_group = world_group
         self.along_rows = along_rows
         self.along_columns = along_columns
-        self.place = Place(along_rows.size, along_columns.size, along_rows.rank, along_columns.rank)
+        self.place = MeshPlace(along_rows.size, along_columns.size, along_rows.rank, along_columns.rank)
 
     @classmethod
     def alone(cls) -> MeshGroup:
@@ -115,4 +115,4 @@ class MeshGroup:
 
     def _lines(self) -> list[Line]:
         """Each distinct group once."""
-        return list(dict.fromkeys((self.along_rows, self.along_columns, self.everybody)))
+        return list(dict.fromkeys((self.along_rows, self.along_columns, self.world_group)))

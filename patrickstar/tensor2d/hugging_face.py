@@ -133,7 +133,7 @@ class HuggingFaceAttention(nn.Module):
         )[0]
 
 
-class DividedGPT2Attention:
+class ShardedGPT2Attention:
     """GPT-2's attention."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
@@ -153,7 +153,7 @@ class DividedGPT2Attention:
         return HuggingFaceAttention(Attention(attend, out), module.layer_idx, module.resid_dropout.p)
 
 
-class DividedLlamaAttention:
+class ShardedLlamaAttention:
     """Attention of Llama-like models: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, rotary positions, and nothing
     between them.
     """
@@ -175,7 +175,7 @@ class DividedLlamaAttention:
         return HuggingFaceAttention(Attention(attend, out), module.layer_idx, sliding_window=window)
 
 
-class DividedBertSelfAttention:
+class ShardedBertSelfAttention:
     """BERT's attention; its output layer is a separate module."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
@@ -193,7 +193,7 @@ class DividedBertSelfAttention:
         return HuggingFaceAttention(attend, module.layer_idx)
 
 
-class DividedLlamaMLP:
+class ShardedLlamaMLP:
     """MLP of Llama-like models: ``gate_proj``, ``up_proj``, ``down_proj``."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
@@ -230,7 +230,7 @@ class TokenLoss:
         group = self._group
         # whole logits, since autograd is off: each column computes the whole loss
         if logits.shape[-1] == self._vocabulary:
-            group = MeshGroup(group.along_rows, Line(), group.everybody)
+            group = MeshGroup(group.along_rows, Line(), group.world_group)
         loss = CrossEntropy2D(self._vocabulary, group, ignore_index=ignore_index)
         return loss(logits, labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
 
@@ -337,9 +337,9 @@ def _check_attention(module: Any, spot: Spot) -> None:
 _LLAMA: dict[str, Style] = {
     "embed_tokens": Summa2D(),
     "layers.*.input_layernorm": Summa2D(),
-    "layers.*.self_attn": DividedLlamaAttention(),
+    "layers.*.self_attn": ShardedLlamaAttention(),
     "layers.*.post_attention_layernorm": Summa2D(),
-    "layers.*.mlp": DividedLlamaMLP(),
+    "layers.*.mlp": ShardedLlamaMLP(),
     "norm": Summa2D(),
     "lm_head": Head2D(),
 }
@@ -349,7 +349,7 @@ PLANS: dict[str, dict[str, Style]] = {
         "wte": Summa2D(),
         "wpe": Slices2D(),
         "h.*.ln_1": Summa2D(),
-        "h.*.attn": DividedGPT2Attention(),
+        "h.*.attn": ShardedGPT2Attention(),
         "h.*.ln_2": Summa2D(),
         "h.*.mlp.c_fc": First(),
         "h.*.mlp.c_proj": Second(),
@@ -361,7 +361,7 @@ PLANS: dict[str, dict[str, Style]] = {
         "embeddings.position_embeddings": Slices2D(),
         "embeddings.token_type_embeddings": Slices2D(),
         "embeddings.LayerNorm": Summa2D(),
-        "encoder.layer.*.attention.self": DividedBertSelfAttention(),
+        "encoder.layer.*.attention.self": ShardedBertSelfAttention(),
         "encoder.layer.*.attention.output.dense": Second(),
         "encoder.layer.*.attention.output.LayerNorm": Summa2D(),
         "encoder.layer.*.intermediate.dense": First(),

@@ -127,7 +127,7 @@ def load_whole(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         except AttributeError:
             module = None
         if not isinstance(module, Layer2D):
-            raise ValueError(f"{type(model).__name__} has no parameter {name!r} that is divided over a mesh")
+            raise ValueError(f"{type(model).__name__} has no parameter {name!r} that is sharded over a mesh")
         module.load_whole({own: whole})
 
 
@@ -145,7 +145,7 @@ def whole_values(
     for prefix, module in model.named_modules():
         if isinstance(module, Layer2D):
             for name, parameter in module.named_parameters(recurse=False):
-                blocks = module.group.everybody.gather(of(parameter).detach())
+                blocks = module.group.world_group.gather(of(parameter).detach())
                 whole = module.placements[name].assemble(blocks, module.group.place, module.whole_rows.get(name))
                 found[f"{prefix}.{name}" if prefix else name] = whole
     return found

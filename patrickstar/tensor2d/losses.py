@@ -16,7 +16,7 @@ from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.panels import check_divides, sum_dtype
 from patrickstar.tensor2d.products import multiply
-from patrickstar.tensor2d.sums import replicated, total_for_everybody
+from patrickstar.tensor2d.sums import replicated, world_total
 from patrickstar.tensor2d.turning import turned
 
 _TILE_LOGITS = 2**26
@@ -135,7 +135,7 @@ class CrossEntropy2D(nn.Module):
         mine = _CrossEntropySum.apply(rows, targets, line, self.vocabulary, self.ignore_index)
         if num_targets is None:
             num_targets = self.group.along_rows.sum((targets != self.ignore_index).sum())
-        return total_for_everybody(mine, self.group.along_rows) / num_targets
+        return world_total(mine, self.group.along_rows) / num_targets
 
     def _check(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         if logits.shape[:-1] != labels.shape:

@@ -19,7 +19,7 @@ from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.panels import check_divides, sum_dtype
-from patrickstar.tensor2d.sums import replicated, total_for_everybody
+from patrickstar.tensor2d.sums import replicated, world_total
 
 
 class _LowRank2D(Layer2D):
@@ -71,7 +71,7 @@ class Narrow2D(_LowRank2D):
         mine = nn.functional.linear(hidden, replicated(self.weight, self.group.along_rows))
         if line.size == 1:
             return mine
-        total = total_for_everybody(mine.to(sum_dtype(mine.dtype)), line)
+        total = world_total(mine.to(sum_dtype(mine.dtype)), line)
         return replicated(total.to(mine.dtype), line)  # each column uses it for its own features
 
 

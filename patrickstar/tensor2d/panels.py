@@ -13,17 +13,17 @@ from typing import Any, Literal
 import torch
 
 from patrickstar.ranks.exchanges import PendingExchange
-from patrickstar.tensor2d.group import MeshGroup, Place
+from patrickstar.tensor2d.group import MeshGroup, MeshPlace
 from patrickstar.tensor2d.lines import Line
 
 _SHOWN_MESHES = 3
 
 
 Cut = Literal["num_panels", "rows", "columns"]
-"""A number of parts: the name of an attribute of :class:`~patrickstar.tensor2d.group.Place`."""
+"""A number of parts: the name of an attribute of :class:`~patrickstar.tensor2d.group.MeshPlace`."""
 
 
-def check_divides(what: str, size: int, place: Place, by: Cut = "num_panels") -> None:
+def check_divides(what: str, size: int, place: MeshPlace, by: Cut = "num_panels") -> None:
     """Raises ValueError unless the parts divide ``size``; the message names a size and meshes that would fit."""
     number = getattr(place, by)
     if size % number == 0:
@@ -37,10 +37,10 @@ def check_divides(what: str, size: int, place: Place, by: Cut = "num_panels") ->
     raise ValueError(message)
 
 
-def meshes_that_divide(size: int, place: Place, by: Cut) -> list[tuple[int, int]]:
+def meshes_that_divide(size: int, place: MeshPlace, by: Cut) -> list[tuple[int, int]]:
     """(rows, columns) of meshes of as many ranks that divide ``size``, nearest first."""
     pairs = [(rows, place.size // rows) for rows in range(1, place.size + 1) if place.size % rows == 0]
-    fitting = [(rows, columns) for rows, columns in pairs if size % getattr(Place(rows, columns), by) == 0]
+    fitting = [(rows, columns) for rows, columns in pairs if size % getattr(MeshPlace(rows, columns), by) == 0]
     return sorted(fitting, key=lambda pair: abs(pair[0] - place.rows) + abs(pair[1] - place.columns))
 
 

@@ -119,9 +119,9 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def _check_covered(model: nn.Module, styles: Mapping[str, Style]) -> None:
-    divided = {id(parameter) for name in styles for parameter in model.get_submodule(name).parameters()}
+    sharded = {id(parameter) for name in styles for parameter in model.get_submodule(name).parameters()}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in divided:
+        if id(parameter) not in sharded:
             owner = name.rpartition(".")[0]
             module = model.get_submodule(owner)
             raise ValueError(

@@ -54,7 +54,7 @@ class Spot:
 
     def refused(self, module: nn.Module, why: str) -> ValueError:
         """An error about ``module``."""
-        return ValueError(f"{self.name} ({type(module).__name__}) cannot be divided over a mesh: {why}")
+        return ValueError(f"{self.name} ({type(module).__name__}) cannot be sharded over a mesh: {why}")
 
 
 class Style(Protocol):

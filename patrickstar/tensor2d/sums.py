@@ -40,7 +40,7 @@ class _Replicated(torch.autograd.Function):
         return None, *(part.to(grad.dtype) for part, grad in zip(total, grads, strict=True))
 
 
-def total_for_everybody(value: torch.Tensor, line: Line) -> torch.Tensor:
+def world_total(value: torch.Tensor, line: Line) -> torch.Tensor:
     """The sum of ``value`` over ``line``. Each rank's backward computes the gradients of that scalar with respect to
     its own inputs.
     """

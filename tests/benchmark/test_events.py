@@ -8,7 +8,7 @@ from benchmark.launch import others_resident_bytes, peak_resident_bytes
 NUM_BYTES = 64 * 2**20
 
 
-def test_shared_pages_are_divided():
+def test_shared_pages_are_sharded():
     before, file = others_resident_bytes(), os.memfd_create("shared")
     os.truncate(file, NUM_BYTES)
     # Two mappings of one process count as two processes do.

@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from benchmark import resize
-from patrickstar.elastic import Phase
+from patrickstar.elastic import ResizePhase
 
 SMALL = "--model tiny --length 16 --steps 1 --chunk-numel 65536 --timeout 120"
 
@@ -22,7 +22,7 @@ def test_a_run_grows_and_shrinks_and_begins_again(capsys):
     assert [found["direction"] for found in result["resizes"]] == ["up", "down"]
     for found in result["resizes"]:
         assert 0 < found["seconds"] < 60 and len(found["step_seconds"]) == 4
-        assert found["phases"].keys() == {phase.name.lower() for phase in Phase}
+        assert found["phases"].keys() == {phase.name.lower() for phase in ResizePhase}
         assert found["total_bytes"] > 5 * result["num_parameters"]  # nearly half of 12 bytes each
     assert [found["direction"] for found in result["restarts"]] == ["up", "down"]
     assert all(found["seconds"] > sum(found["parts"].values()) / 2 for found in result["restarts"])

@@ -8,7 +8,7 @@ import torch
 from patrickstar.checkpoint.blocks import KEY, BlockedParameter, ComposedTensor, Held, composed, describe_blocks
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.manifest import Manifest, StoredTensor
-from patrickstar.tensor2d import Place, Placement, Split
+from patrickstar.tensor2d import MeshPlace, Placement, Split
 
 SPLITS = {Split.BLOCKS: (8, 12), Split.COLUMNS: (12,), Split.ROWS: (12,)}
 
@@ -28,8 +28,8 @@ def parameter_of(placement, names, shapes, rows=None, turned=False):
 @pytest.mark.parametrize("grid", list(itertools.product((1, 2), (1, 2, 3))), ids=str)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("parts", [(), (6, 6)])
-def test_blocks_make_what_placements_divided(grid, split, parts):
-    place = Place(*grid)
+def test_blocks_make_what_placements_sharded(grid, split, parts):
+    place = MeshPlace(*grid)
     shape = (12, 24) if split is Split.BLOCKS else (12,)
     if split is Split.ROWS and parts and grid[0] == 3:
         return
@@ -44,9 +44,9 @@ def test_blocks_make_what_placements_divided(grid, split, parts):
 
 
 def test_rows_of_zeros_and_turned_sources():
-    place, whole = Place(2, 2), torch.randn(5, 6)
+    place, whole = MeshPlace(2, 2), torch.randn(5, 6)
     placement = Placement(Split.BLOCKS, padded_to=6)
-    blocks = [placement.divide(whole, one) for one in place.everybody()]
+    blocks = [placement.divide(whole, one) for one in place.world_group()]
     for turned in (False, True):
         shape = (6, 5) if turned else (5, 6)
         parameter = parameter_of(placement, ["table"], [shape], rows=5, turned=turned)

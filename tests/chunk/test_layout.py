@@ -134,7 +134,7 @@ def test_quantised_parameters_lie_in_chunks_of_their_own(params, kind, num_ranks
         own, count = chunk["shard_numel"], len(chunk["params"])
         scales = own // 256 if kind == _C.QuantType.INT8 else chunk["numel"] // 16384 + 2 * count
         codes = own if kind == _C.QuantType.INT8 else own // 2 + own // 64
-        assert chunk["home_bytes"] == codes + 4 * scales
+        assert chunk["resting_tier_bytes"] == codes + 4 * scales
 
 
 def test_states_do_not_divide_what_is_quantised():

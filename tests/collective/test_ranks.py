@@ -200,7 +200,7 @@ def use_groups_of_some():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     members = [0, 2] if rank in (0, 2) else [1, 3]
-    with open_ranks(timeout_seconds=60, ranks=members) as some, open_ranks(timeout_seconds=60) as everybody:
+    with open_ranks(timeout_seconds=60, ranks=members) as some, open_ranks(timeout_seconds=60) as world_group:
         assert (some.gather.rank, some.gather.size, some.members) == (members.index(rank), 2, tuple(members))
         assert some.context.world_size == 4
         whole = torch.zeros(2)
@@ -209,7 +209,7 @@ def use_groups_of_some():
         if rank == 0:
             with pytest.raises(ValueError, match="rank 0 is not one of ranks"):
                 open_ranks(ranks=[1, 2])
-        return whole.tolist(), len(everybody.control.exchange(b""))
+        return whole.tolist(), len(world_group.control.exchange(b""))
 
 
 def test_a_group_need_not_be_the_world():

@@ -46,7 +46,7 @@ PRECISIONS = {
     "float16": {"fp16": {"enabled": True, "initial_scale_power": 8}},  # gradients that are set fit in with the scale
 }
 
-READ_MOMENTS = (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state)
+READ_ACCESSES = (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state)
 
 
 def engine_of(**more):

@@ -43,9 +43,9 @@ def test_both_ways_in(name, from_config):
             engine.backward(engine(batch(step)).square().mean())
             engine.step()
         for ours, their in zip(engine.module.parameters(), plain.parameters(), strict=True):
-            moment = safe_get_full_optimizer_state(ours, state)
-            torch.testing.assert_close(moment, theirs.state[their][state], rtol=1e-6, atol=1e-8)
-            safe_set_full_optimizer_state(ours, 2 * moment, state)
-            assert torch.equal(safe_get_full_optimizer_state(ours, state), 2 * moment)
+            access = safe_get_full_optimizer_state(ours, state)
+            torch.testing.assert_close(access, theirs.state[their][state], rtol=1e-6, atol=1e-8)
+            safe_set_full_optimizer_state(ours, 2 * access, state)
+            assert torch.equal(safe_get_full_optimizer_state(ours, state), 2 * access)
             with pytest.raises(ValueError, match=f"optim_state_key is 'exp_avg_sq'; {name} has {state}"):
                 safe_get_full_optimizer_state(ours, "exp_avg_sq")

@@ -5,8 +5,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_home(tmp_path_factory):
-    with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
+def _own_resting_tier(tmp_path_factory):
+    with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("resting_tier"))):
         yield
 
 

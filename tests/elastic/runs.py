@@ -21,9 +21,9 @@ from patrickstar.elastic import (
     MicroBatches,
     Next,
     Orders,
-    Phase,
     Rendezvous,
     ResizeError,
+    ResizePhase,
     serve_rendezvous,
 )
 from patrickstar.resize import memory as resize_room
@@ -88,20 +88,20 @@ def train(
     engine, optimizer = initialize_engine(build, int(os.environ["LOCAL_RANK"]), config)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
-    carried = {"schedule": schedule, "sampler": sampler}
+    user_state = {"schedule": schedule, "sampler": sampler}
     result: dict[str, Any] = {"losses": {}, "seen": {}, "before": {}, "after": {}, "resized": []}
     result["device"] = engine.device.type
 
     step = joins_before
     if joins_before > 0:
-        result["resized"].append(engine.join(carried=carried, rendezvous=address, folder=folder))
+        result["resized"].append(engine.join(user_state=user_state, rendezvous=address, folder=folder))
         step = engine._session.num_steps  # processes are taken as they come
         result["after"][step] = (state_of(engine, optimizer), torch.get_rng_state())
     loader = iter(ElasticLoader(samples(), sampler))
     while step < len(plan):
         if plan[step] != engine._session.chunk_ranks.size:
             result["before"][step] = (state_of(engine, optimizer), torch.get_rng_state())
-            resized = engine.resize(plan[step], carried=carried, rendezvous=address, folder=folder)
+            resized = engine.resize(plan[step], user_state=user_state, rendezvous=address, folder=folder)
             result["resized"].append(resized)
             if resized.membership is Membership.LEFT:
                 return result
@@ -131,7 +131,9 @@ def train_across_nodes(address: str, port: int, plan: list[int], folder: str) ->
         del store
 
 
-def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str, shards: str) -> dict[str, Any]:
+def kill_and_go_on(
+    address: str, plan: list[int], kill: tuple[int, ResizePhase], folder: str, shards: str
+) -> dict[str, Any]:
     """Runs one process of three steps with a resize before the second and the third, in which a process is killed as a
     phase begins. The result's ``end`` says how the others ended.
     """
@@ -142,10 +144,10 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
         build, 0, make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=25)
     )
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 12, seed=1)
-    options = {"carried": {"sampler": sampler}, "rendezvous": address}
+    options = {"user_state": {"sampler": sampler}, "rendezvous": address}
     result: dict[str, Any] = {"end": "trained"}
 
-    def note(phase: Phase) -> None:
+    def note(phase: ResizePhase) -> None:
         if kill == (number, phase) and armed:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -204,10 +206,10 @@ def join_another_run(address: str, difference: str) -> dict[str, Any]:
     engine, optimizer = initialize_engine(
         (lambda: nn.Linear(16, 1)) if differs == "model" else build, 0, make_config("fp32", default_chunk_size=16384)
     )
-    carried = {"sampler": ElasticSampler(60 if differs == "data" else NUM_SAMPLES, GLOBAL_BATCH, 3)}
+    user_state = {"sampler": ElasticSampler(60 if differs == "data" else NUM_SAMPLES, GLOBAL_BATCH, 3)}
     with engine:
         before = state_of(engine, optimizer)
-        options = {"rendezvous": address, "carried": carried}
+        options = {"rendezvous": address, "user_state": user_state}
         try:
             engine.join(**options, timeout_seconds=60) if joins else engine.resize(2, **options)
         except ResizeError as error:
@@ -322,21 +324,21 @@ def tidal_steps(sampler: ElasticSampler) -> Iterator[list[Any]]:
         yield batches
 
 
-def train_with_the_tide(address: str, folder: str) -> list[int]:
+def train_with_the_activation_memory(address: str, folder: str) -> list[int]:
     joins = os.environ["RANK"] == "1"
     engine, optimizer = tidal_engine(600_000)
     sizes: list[int] = []
-    sampler = ElasticSampler(96, 24, 3 if joins else 2, micro_batches=MicroBatches.BY_TIDE)
-    carried = {"sampler": sampler}
+    sampler = ElasticSampler(96, 24, 3 if joins else 2, micro_batches=MicroBatches.BY_ACTIVATIONS)
+    user_state = {"sampler": sampler}
     if joins:
-        engine.join(carried=carried, rendezvous=address)
+        engine.join(user_state=user_state, rendezvous=address)
     for batches in tidal_steps(sampler):
         for inputs, targets in batches:
             engine.backward(nn.functional.mse_loss(engine(inputs), targets) / len(batches))
         optimizer.step()
         sizes.append(len(batches[0][0]))
         if len(sizes) == 2 and not joins:
-            engine.resize(2, carried=carried, rendezvous=address, folder=folder)
+            engine.resize(2, user_state=user_state, rendezvous=address, folder=folder)
     engine.close()
     return sizes
 
@@ -352,7 +354,7 @@ def shrink_into_too_little(host_memory: int | None, folder: str, available: int 
     layers = [nn.Linear(128, 128, bias=False) for _ in range(8)]
     engine, optimizer = initialize_engine(lambda: nn.Sequential(*layers), 0, config)
     with engine:
-        phases: list[Phase] = []
+        phases: list[ResizePhase] = []
         result: dict[str, Any] = {"error": "", "before": state_of(engine, optimizer)}
         try:
             engine.resize(1, folder=folder, note_phase=phases.append)
@@ -395,12 +397,12 @@ def interrupt_the_second_rank(folder: str) -> dict[str, Any]:
                 preempt_twice()
             return {}
 
-    def note_in(wanted: Phase | None) -> Any:
+    def note_in(wanted: ResizePhase | None) -> Any:
         return lambda phase: preempt_twice() if phase is wanted and rank == 1 else None
 
     calls = {
         phase: lambda phase=phase: engine.resize(2, folder=folder, timeout_seconds=20, note_phase=note_in(phase))
-        for phase in Phase
+        for phase in ResizePhase
     }
     calls["save"] = lambda: engine.save_checkpoint(f"{folder}/checkpoint", lr_scheduler=Scheduler())
     for name, call in calls.items():

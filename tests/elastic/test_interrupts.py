@@ -3,14 +3,14 @@ import signal
 import pytest
 import torch
 
-from patrickstar.elastic import Phase
+from patrickstar.elastic import ResizePhase
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.elastic.runs import Preempted, build, interrupt_the_second_rank, preempt_twice, raise_preempted, state_of
 from tests.elastic.test_resize import assert_same
 from tests.training import make_config
 
-BEFORE = (Phase.GATHER, Phase.PUBLISH, Phase.CHECK)
+BEFORE = (ResizePhase.GATHER, ResizePhase.PUBLISH, ResizePhase.CHECK)
 """Phases in which a signal's exception is raised at once."""
 
 
@@ -34,7 +34,7 @@ def press_ctrl_c_twice():
 def test_an_interrupted_engine_is_whole_and_trains_on(interrupt, kind, tmp_path):
     engine, optimizer = initialize_engine(build, 0, make_config(default_chunk_size=16384))
     with engine:
-        for wanted in Phase:
+        for wanted in ResizePhase:
             engine.backward(engine(torch.ones(2, 16)).square().mean())
             optimizer.step()
             before, seen = state_of(engine, optimizer), []
@@ -46,14 +46,14 @@ def test_an_interrupted_engine_is_whole_and_trains_on(interrupt, kind, tmp_path)
 
             with pytest.raises(kind):
                 engine.resize(1, folder=str(tmp_path), note_phase=note)
-            assert (seen[-1] is wanted) == (wanted in (*BEFORE, Phase.CONFIRM))
+            assert (seen[-1] is wanted) == (wanted in (*BEFORE, ResizePhase.CONFIRM))
             assert_same(before, state_of(engine, optimizer))
             assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_is_interrupted_leaves_the_others_as_they_were(tmp_path):
     first, second = run_ranks(2, interrupt_the_second_rank, str(tmp_path))
-    for phase in Phase:
+    for phase in ResizePhase:
         raised, is_same = first[str(phase)]
         assert second[str(phase)] == ("Preempted: ", True)
         assert is_same

@@ -3,23 +3,23 @@ import signal
 import pytest
 import torch
 
-from patrickstar.elastic import Phase, serve_rendezvous
+from patrickstar.elastic import ResizePhase, serve_rendezvous
 from patrickstar.runtime import initialize_engine
 from tests.distributed import rank_outcomes
 from tests.elastic.runs import build, joining_steps, kill_and_go_on, state_of
 from tests.elastic.test_resize import ALONE, assert_same
 from tests.training import make_config
 
-UNDECIDED = (Phase.GATHER, Phase.PUBLISH, Phase.CHECK)
+UNDECIDED = (ResizePhase.GATHER, ResizePhase.PUBLISH, ResizePhase.CHECK)
 """Phases in which a joining process may be killed without harm to the old ranks."""
 GROW, SHRINK = [1, 2, 3], [1, 2, 1]
 LEADER, MEMBER, JOINING = 0, 1, 2
 CASES = [
-    *((GROW, victim, phase) for victim in (LEADER, MEMBER, JOINING) for phase in Phase),
-    *((SHRINK, victim, phase) for victim in (LEADER, MEMBER) for phase in Phase),
+    *((GROW, victim, phase) for victim in (LEADER, MEMBER, JOINING) for phase in ResizePhase),
+    *((SHRINK, victim, phase) for victim in (LEADER, MEMBER) for phase in ResizePhase),
 ]
 """Phases of the second resize; when it shrinks to one rank, MEMBER leaves after its phase CLOSE."""
-FEW = [(GROW, JOINING, Phase.CHECK), (SHRINK, MEMBER, Phase.PUBLISH)]
+FEW = [(GROW, JOINING, ResizePhase.CHECK), (SHRINK, MEMBER, ResizePhase.PUBLISH)]
 
 
 def run(plan, victim, phase, folder, shards):
@@ -40,11 +40,15 @@ def run(plan, victim, phase, folder, shards):
 def check(plan, victim, phase, folder, own_folders="."):
     outcomes = run(plan, victim, phase, folder, folder / own_folders)
     killed, others = outcomes[victim], [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
-    leaves_before = plan is SHRINK and victim == MEMBER and phase in (Phase.OPEN, Phase.BUILD, Phase.CONFIRM)
+    leaves_before = (
+        plan is SHRINK and victim == MEMBER and phase in (ResizePhase.OPEN, ResizePhase.BUILD, ResizePhase.CONFIRM)
+    )
     assert killed.returncode == (0 if leaves_before else -signal.SIGKILL), killed.output
     for outcome in others:
         assert outcome.returncode == 0, outcome.output  # nobody hangs, nobody has an error but those expected
-    nobody_is_left = plan is SHRINK and victim == LEADER and phase in (Phase.OPEN, Phase.BUILD, Phase.CONFIRM)
+    nobody_is_left = (
+        plan is SHRINK and victim == LEADER and phase in (ResizePhase.OPEN, ResizePhase.BUILD, ResizePhase.CONFIRM)
+    )
     left = [path for path in folder.rglob("patrickstar-*") if path.parent != folder / str(victim)]
     assert nobody_is_left or not left  # shared memory is not left behind, but for that of a host where nobody is
     ends = [outcome.value["end"] for outcome in others]
@@ -79,7 +83,7 @@ def test_one_is_killed(plan, victim, phase, tmp_path):
 def test_one_is_killed_that_others_fetch_from(tmp_path):
     for number in range(3):
         (tmp_path / str(number)).mkdir()
-    check(GROW, MEMBER, Phase.CHECK, tmp_path, own_folders="{}")
+    check(GROW, MEMBER, ResizePhase.CHECK, tmp_path, own_folders="{}")
 
 
 @pytest.mark.slow

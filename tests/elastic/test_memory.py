@@ -5,7 +5,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from patrickstar.session.closing import abandon_session
-from patrickstar.session.lifecycle import vacate
+from patrickstar.session.lifecycle import evict_all
 from tests.elastic.runs import build, state_of
 from tests.elastic.test_resize import assert_same
 from tests.training import make_config, make_host_config
@@ -84,6 +84,6 @@ def test_a_rank_uses_the_host_memory_of_its_former_core(tmp_path):
     with engine:
         engine.backward(engine(torch.ones(1, 256)).square().mean())
         optimizer.step()
-        free = vacate(engine._session, engine._session.runtime.keep_memory).memory
+        free = evict_all(engine._session, engine._session.runtime.keep_memory).memory
         assert free.num_bytes >= 12 * sum(param.numel() for param in layers[0].parameters()) * 4
         abandon_session(engine._session, RuntimeError("the test ends"))

@@ -7,7 +7,7 @@ from patrickstar.elastic import ElasticSampler, MicroBatches, serve_rendezvous
 from patrickstar.planning.micro_batches import MARGIN_RATIO, most_samples
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.elastic.runs import tidal_engine, tidal_steps, train_with_the_tide
+from tests.elastic.runs import tidal_engine, tidal_steps, train_with_the_activation_memory
 from tests.elastic.test_resize import ALONE
 
 
@@ -23,8 +23,8 @@ def answer(engine, samples, upto=1000, limit_bytes=None):
     session = engine._session
     limit = session.runtime.plan_problem()["limit_bytes"] if limit_bytes is None else limit_bytes
     host_bytes = session.runtime.report()["host_budget_bytes"]
-    moments = session.runtime.timeline()
-    return most_samples(session.layout, moments, samples=samples, upto=upto, limit_bytes=limit, host_bytes=host_bytes)
+    accesses = session.runtime.timeline()
+    return most_samples(session.layout, accesses, samples=samples, upto=upto, limit_bytes=limit, host_bytes=host_bytes)
 
 
 def test_what_is_said_to_fit_fits_and_little_more_does():
@@ -61,20 +61,20 @@ def run(micro_batches, resizes):
             expected.append(sizes[-1])
             if step in resizes:
                 most = answer(engine, sizes[-1], upto=24)
-                engine.resize(1, carried={"sampler": sampler})
-                if micro_batches is MicroBatches.BY_TIDE:
+                engine.resize(1, user_state={"sampler": sampler})
+                if micro_batches is MicroBatches.BY_ACTIVATIONS:
                     expected[-1] = next(size for size in range(most, 0, -1) if 24 % size == 0)
     return losses, sizes, expected[:-1]
 
 
 def test_the_micro_batch_follows_from_the_first_resize_on():
-    losses, sizes, expected = run(MicroBatches.BY_TIDE, (1, 2))
+    losses, sizes, expected = run(MicroBatches.BY_ACTIVATIONS, (1, 2))
     assert sizes == expected
     assert 2 == sizes[1] < sizes[2] <= sizes[3]
     straight, fixed, _ = run(MicroBatches.AT_MOST, (1, 2))
     assert fixed == [2, 2, 2, 2]
     assert losses == pytest.approx(straight, rel=1e-5)
-    unresized, sizes, _ = run(MicroBatches.BY_TIDE, ())
+    unresized, sizes, _ = run(MicroBatches.BY_ACTIVATIONS, ())
     assert sizes == [2, 2, 2, 2]
     assert unresized == straight  # to the bit
 
@@ -82,7 +82,7 @@ def test_the_micro_batch_follows_from_the_first_resize_on():
 def test_ranks_agree_and_a_process_that_joins_takes_it_over(tmp_path):
     store = serve_rendezvous("127.0.0.1", 0)
     address = f"127.0.0.1:{store.port}"
-    results = run_ranks(2, train_with_the_tide, address, str(tmp_path), environment=lambda number: ALONE)
+    results = run_ranks(2, train_with_the_activation_memory, address, str(tmp_path), environment=lambda number: ALONE)
     with measured(2, 600_000) as engine:
         most = answer(engine, 2, upto=12)
     largest = next(size for size in range(most, 0, -1) if 12 % size == 0)
@@ -93,10 +93,10 @@ def test_ranks_agree_and_a_process_that_joins_takes_it_over(tmp_path):
 def test_an_engine_that_counts_micro_batches_refuses():
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     engine, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config=config)
-    sampler = ElasticSampler(8, 4, 2, micro_batches=MicroBatches.BY_TIDE)
+    sampler = ElasticSampler(8, 4, 2, micro_batches=MicroBatches.BY_ACTIVATIONS)
     with engine, pytest.raises(ValueError, match="MicroBatches.AT_MOST"):
-        engine.resize(1, carried={"sampler": sampler})
+        engine.resize(1, user_state={"sampler": sampler})
     plain, _ = initialize_engine(lambda: nn.Linear(2, 2))
     with plain:  # before a step nothing is known
-        plain.resize(1, carried={"sampler": sampler})
+        plain.resize(1, user_state={"sampler": sampler})
         assert sampler.max_micro_batch == 2

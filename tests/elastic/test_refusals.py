@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import patrickstar
 from patrickstar.config import parse_config
-from patrickstar.elastic import ElasticSampler, Phase, ResizeError, serve_rendezvous
+from patrickstar.elastic import ElasticSampler, ResizeError, ResizePhase, serve_rendezvous
 from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.resize.memory import MemoryFacts, check_copies, expected_budgets
 from patrickstar.runtime import initialize_engine
@@ -29,7 +29,7 @@ def test_an_engine_that_is_refused_a_resize_goes_on(tmp_path):
         optimizer.step()
         before = state_of(engine, optimizer)
         with pytest.raises(ResizeError, match="5 ranks"):
-            engine.resize(5, carried={"sampler": ElasticSampler(100, 12, 3)}, rendezvous="127.0.0.1:1")
+            engine.resize(5, user_state={"sampler": ElasticSampler(100, 12, 3)}, rendezvous="127.0.0.1:1")
         with pytest.raises(ResizeError, match="PATRICKSTAR_ELASTIC"):
             engine.resize(2)
         with pytest.raises(ResizeError, match="1 processes were to join and 0 came within 0.1 s"):
@@ -89,8 +89,8 @@ def test_a_process_of_another_run_is_sent_away(difference, why):
 @pytest.mark.parametrize(
     ("host_memory", "available", "why", "last_phase"),
     [
-        (None, 100_000, "rank 0 is expected to have 393216 bytes of its device and", Phase.GATHER),
-        (4 * 2**20, 100_000, r"the resize copies \d+ bytes on .*, where 100000 are available", Phase.PUBLISH),
+        (None, 100_000, "rank 0 is expected to have 393216 bytes of its device and", ResizePhase.GATHER),
+        (4 * 2**20, 100_000, r"the resize copies \d+ bytes on .*, where 100000 are available", ResizePhase.PUBLISH),
     ],
     ids=["budgets", "copies"],
 )
@@ -132,6 +132,6 @@ def test_ranks_that_budgets_cannot_hold_are_refused_before_anything_moves(tmp_pa
     for result in run_ranks(2, shrink_into_too_little, host_memory, str(tmp_path)):
         assert "each of 1 ranks has" in result["error"]
         assert f"are {DEVICE_MEMORY + host_memory} together; keep more ranks" in result["error"]
-        assert result["phases"] == [Phase.GATHER]
+        assert result["phases"] == [ResizePhase.GATHER]
         assert_same(result["before"], result["after"])
     assert not list(tmp_path.iterdir())

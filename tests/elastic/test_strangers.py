@@ -11,7 +11,15 @@ from torch import nn
 from patrickstar import RankFailure
 from patrickstar.checkpoint import CheckpointError
 from patrickstar.checkpoint.plain_state import read_plain_state, write_plain_state
-from patrickstar.elastic import ElasticSampler, Orders, Phase, Rendezvous, ResizeError, SecretError, serve_rendezvous
+from patrickstar.elastic import (
+    ElasticSampler,
+    Orders,
+    Rendezvous,
+    ResizeError,
+    ResizePhase,
+    SecretError,
+    serve_rendezvous,
+)
 from patrickstar.ranks.addresses import AllowedHosts
 from patrickstar.ranks.authenticated_store import _pack, _Request
 from patrickstar.ranks.run_secret import write_secret
@@ -78,7 +86,7 @@ PLAN = ResizePlan(
     token="0123456789abcdef" * 2,
     num_old=1,
     former=[0, None],
-    guests=[7],
+    joiners=[7],
     hosts=["here", "there"],
     host="10.0.0.1",
     port=4000,
@@ -106,14 +114,14 @@ def test_an_invitation_is_read():
     [
         ({"token": "../../etc/cron.d/x"}, "token is '../../etc/cron.d/x'"),
         ({"token": "/" * 32}, "token is"),
-        ({"folder": "/home/user/.ssh"}, "unknown or missing fields: folder"),
+        ({"folder": "/resting_tier/user/.ssh"}, "unknown or missing fields: folder"),
         ({"host": "198.51.100.7"}, "the host 198.51.100.7 is not in the run's networks"),
         ({"host": "evil.example"}, "'evil.example' is no IP address"),
         ({"port": 0}, "port is 0"),
         ({"port": "4000"}, "port is '4000'"),
         ({"port": True}, "port is True"),
         ({"secret": "00" * 32}, "secret is"),
-        ({"guests": [8]}, "join"),
+        ({"joiners": [8]}, "join"),
         ({"hosts": ["here"]}, "on 1 hosts"),
         ({"former": [0, 0]}, "join"),
         ({"former": [5, None]}, "former ranks are"),
@@ -188,12 +196,14 @@ def test_files_of_a_resize_are_the_users_alone(tmp_path):
     found = {}
 
     def note(phase):
-        if phase is Phase.DECIDE:
+        if phase is ResizePhase.DECIDE:
             found.update({path.relative_to(tmp_path): mode(path) for path in tmp_path.rglob("*")})
 
     engine, _ = initialize_engine(build, 0, make_config(default_chunk_size=16384))
     with engine:
-        engine.resize(1, carried={"sampler": ElasticSampler(NUM_SAMPLES, 12, 3)}, folder=str(tmp_path), note_phase=note)
+        engine.resize(
+            1, user_state={"sampler": ElasticSampler(NUM_SAMPLES, 12, 3)}, folder=str(tmp_path), note_phase=note
+        )
     folder, file = sorted(found)
     assert (found[folder], found[file]) == (0o700, 0o600)
     assert (len(folder.name), file.name) == (len("patrickstar-") + 32, STATE_NAME)

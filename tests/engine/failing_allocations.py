@@ -127,7 +127,7 @@ class Run:
     def end(self):
         report = self.engine.report()
         assert report["num_steps"] == self.engine._session.num_steps == len(self.losses)
-        assert report["device_tide_bytes"] == 0  # failed allocations are not counted
+        assert report["device_activation_bytes"] == 0  # failed allocations are not counted
         state = {"model": self.engine.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
         self.engine.close()
         return self.losses, state

@@ -83,7 +83,7 @@ def test_less_is_refused(share):
 
 
 @pytest.mark.parametrize(("device_share", "host_share"), [(2.0, 0.9), (2.5, 0.8)])
-def test_updates_ahead_where_chunks_are_at_home_on_both(device_share, host_share):
+def test_updates_ahead_where_chunks_are_at_rest_on_both(device_share, host_share):
     config = make_config("bf16", default_chunk_size=16 * 1024, gradient_clipping=1e3)
     config["optimizer"]["speculation"] = "always"
     splits = Splits(GPT2, config)

@@ -112,13 +112,13 @@ def test_evaluation_leaves_the_plan_alone(trained, tmp_path):
             evaluated.append(engine(**small)["loss"].item())
             assert engine(**small)["loss"].item() == evaluated[-1]
         engine.train()
-        before = engine.report()["num_replayed_moments"]
+        before = engine.report()["num_replayed_accesses"]
         losses.append(step(engine, optimizer))
-        assert engine.report()["num_replayed_moments"] > before
+        assert engine.report()["num_replayed_accesses"] > before
     assert_same_bits((losses, engine.state_dict()), expected)
     for falling in (losses, evaluated):
         assert all(later < earlier for earlier, later in itertools.pairwise(falling)), falling
-    assert engine.report()["num_moments"] == engine.report()["num_replayed_moments"]
+    assert engine.report()["num_accesses"] == engine.report()["num_replayed_accesses"]
 
 
 def test_reading_parameters_any_time(trained):
@@ -252,7 +252,7 @@ def test_saved_views_do_not_keep_evicted_memory():
         loss = engine(x).sum()
         report = engine.report()
         assert report["num_evictions"] > 0
-        assert report["device_payload_bytes"] <= 400_000 < 8 * 128 * 129 * 4
+        assert report["device_chunk_buffer_bytes"] <= 400_000 < 8 * 128 * 129 * 4
         assert report["device_peak_bytes"] <= 400_000
         engine.backward(loss)
         assert engine.report()["device_peak_bytes"] <= 400_000

@@ -282,16 +282,16 @@ def test_activations_of_an_interrupted_backward_leave_the_device(offload):
     with engine:
         engine.backward(engine(x))
         optimizer.step()
-        tide = engine.report()["device_tide_bytes"]
+        activation_memory = engine.report()["device_activation_bytes"]
         for layer in (5, 3, 0):
             handle = engine.module.layers[layer].weight.register_hook(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.backward(engine(x))
             handle.remove()
-            assert engine.report()["device_tide_bytes"] <= tide
+            assert engine.report()["device_activation_bytes"] <= activation_memory
             optimizer.zero_grad()
         engine(x)
-        assert engine.report()["device_tide_bytes"] <= tide
+        assert engine.report()["device_activation_bytes"] <= activation_memory
 
 
 class Interrupting:

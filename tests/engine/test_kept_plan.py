@@ -39,9 +39,11 @@ def config(tmp_path, least):
 
 
 def replayed(run, step=0):
-    before = run.chunk_reports[step - 1] if step > 0 else {"num_replayed_moments": 0, "num_moments": 0}
+    before = run.chunk_reports[step - 1] if step > 0 else {"num_replayed_accesses": 0, "num_accesses": 0}
     now = run.chunk_reports[step]
-    return (now["num_replayed_moments"] - before["num_replayed_moments"]) / (now["num_moments"] - before["num_moments"])
+    return (now["num_replayed_accesses"] - before["num_replayed_accesses"]) / (
+        now["num_accesses"] - before["num_accesses"]
+    )
 
 
 def entries(config):
@@ -170,7 +172,7 @@ def train_by_functions(config, batches):
             report = engine.report()
             assert report["device_peak_bytes"] <= report["device_budget_bytes"]
             del loss
-        return losses, report["num_replayed_moments"]
+        return losses, report["num_replayed_accesses"]
 
 
 @pytest.mark.parametrize("percent", [100, 105, 130])
@@ -192,7 +194,7 @@ def train_twice(config):
     runs = []
     for _ in range(2):
         first = train_rank(dataclasses.replace(task, steps=1))["report"]
-        runs.append((train_rank(task), first["num_replayed_moments"] / first["num_moments"]))
+        runs.append((train_rank(task), first["num_replayed_accesses"] / first["num_accesses"]))
     torch.distributed.destroy_process_group()
     return runs
 

@@ -44,8 +44,8 @@ def test_every_assignment_has_the_same_bits(precision):
     chosen = train(DROPPING, config, len(EVERY), checkpointing=False, before_step=each_in_turn)
     assert_same(chosen, train(DROPPING, config, len(EVERY), checkpointing=False))
     assert_same(chosen, train(DROPPING, config, len(EVERY)))
-    stashed = [report["stashed_bytes"] for report in chosen.chunk_reports]
-    has_left = [after > before for before, after in zip([0, *stashed], stashed, strict=False)]
+    offloaded = [report["offloaded_bytes"] for report in chosen.chunk_reports]
+    has_left = [after > before for before, after in zip([0, *offloaded], offloaded, strict=False)]
     assert has_left == [OFFLOAD in tiers for tiers in EVERY]
     if precision == "fp32":
         plain = train_plain(DROPPING, steps=len(EVERY))
@@ -96,14 +96,14 @@ def opened():
 
 def test_memory_is_free_between_forward_and_backward(opened):
     engine, _ = opened(functools.partial(gpt2, layers=3))
-    batch, tides = token_batch(torch.Generator().manual_seed(0)), {}
+    batch, activation_levels = token_batch(torch.Generator().manual_seed(0)), {}
     for tiers in [(RECOMPUTE, RECOMPUTE, RECOMPUTE), (KEEP, KEEP, KEEP), (RECOMPUTE, KEEP, OFFLOAD)]:
         choose(engine, *tiers)
         made = Made(engine.module.transformer.h)
         with made:
             loss = engine(**batch)["loss"]
-        alive, tides[tiers] = made.alive_bytes(), engine._session.runtime.tide_bytes()
-        print([tier.name for tier in tiers], alive, tides[tiers])
+        alive, activation_levels[tiers] = made.alive_bytes(), engine._session.runtime.activation_bytes()
+        print([tier.name for tier in tiers], alive, activation_levels[tiers])
         hidden_bytes = batch["input_ids"].numel() * 32 * 4
         for tier, num_bytes in zip(tiers, alive, strict=True):
             if tier is RECOMPUTE:
@@ -115,7 +115,7 @@ def test_memory_is_free_between_forward_and_backward(opened):
         engine.backward(loss)
         del loss
         assert made.alive_bytes() == [0, 0, 0]
-    nothing, everything, mixed = tides.values()
+    nothing, everything, mixed = activation_levels.values()
     assert nothing < mixed < everything
 
 
@@ -154,7 +154,7 @@ def test_layers_that_are_called_twice_or_frozen(opened):
     assert_same_bits(*states)
 
 
-def test_without_a_stash(opened):
+def test_without_a_offload_store(opened):
     never = {"activations": {"offload": "never"}}
     run = train(DROPPING, make_config(**never), 3, checkpointing=False, before_step=lambda e, _: choose(e, KEEP, KEEP))
     assert_same(run, train(DROPPING, make_config(**never), 3, checkpointing=False))
@@ -204,7 +204,7 @@ def test_a_layer_that_can_no_longer_choose_runs_without_a_tier(late):
         train(DROPPING, make_config(**SCARCE), 3, checkpointing=False, before_step=before_step)
         for before_step in (change, functools.partial(change, chooses=True))
     ]
-    assert runs[1].report["stashed_bytes"] == 0
+    assert runs[1].report["offloaded_bytes"] == 0
     assert_same(*runs)
 
 

@@ -189,7 +189,7 @@ def test_remedies_are_named_where_they_apply(activations, checkpoints, named, ot
     assert [part for part in others if part in note] == []
 
 
-def test_remedies_of_a_divided_model_leave_its_loss():
+def test_remedies_of_a_sharded_model_leave_its_loss():
     model = MODELS["llama"].build()
     parallelize(model, MeshGroup.alone())
     remedies = "; ".join(ActivationRemedies(model, parse_config(make_config())).texts())

@@ -20,7 +20,7 @@ TRACKS = {
     "update_host_states": _C.Track.HOST_STATES,
     "update_device": _C.Track.DEVICE_ADAM,
     "update_disk": _C.Track.DISK_ADAM,
-    "visit_up": _C.Track.VISIT,
+    "round_trip_up": _C.Track.ROUND_TRIP,
 }
 MOVES = (_C.Track.UPLOAD, _C.Track.DOWNLOAD)
 WAYS = {
@@ -67,7 +67,7 @@ def orders(program, trace):
             continue
         if track not in MOVES:
             numel = next((span["numel"] for span in spans[track] if span["chunk"] == one.chunk), one.amount)
-            covered[track] = numel - one.amount if track != _C.Track.VISIT else 0
+            covered[track] = numel - one.amount if track != _C.Track.ROUND_TRIP else 0
         planned[track].append((one.chunk, one.kind))
     for order in (planned, carried_out):
         order[_C.Track.HOST_ADAM].sort()
@@ -84,16 +84,16 @@ def test_a_step_is_its_program(way, room, hybrid):
     assert planned[_C.Track.UPLOAD] or (hybrid and room == 4)
 
 
-def test_visits():
-    def visit(engine):
+def test_round_trips():
+    def round_trip(engine):
         plan = engine.plan()
-        recipes = ["VISIT" if chunk % 2 == 0 else one for chunk, one in enumerate(plan.times.updates)]
-        engine._session.runtime.set_visits([one == "VISIT" for one in recipes], 4096)
+        recipes = ["ROUND_TRIP" if chunk % 2 == 0 else one for chunk, one in enumerate(plan.times.updates)]
+        engine._session.runtime.set_round_trips([one == "ROUND_TRIP" for one in recipes], 4096)
         return dataclasses.replace(plan, times=dataclasses.replace(plan.times, updates=recipes))
 
-    planned, carried_out = orders(*step_of("promised", 4, plan_of=visit))
+    planned, carried_out = orders(*step_of("promised", 4, plan_of=round_trip))
     assert carried_out == planned
-    assert len(planned[_C.Track.VISIT]) > 4
+    assert len(planned[_C.Track.ROUND_TRIP]) > 4
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ WRONG = {
         r"layers.0.mlp \(LlamaMLP\) computes something",
     ),
     "one of two": (lambda: with_neighbours("model.layers.0.mlp"), BOTH, "with modules computed in tiles: "),
-    "code that a plan leaves out": (with_another_mlp, MESH, "matrices divided over ranks: the loss .*gradients differ"),
+    "code that a plan leaves out": (with_another_mlp, MESH, "matrices sharded over ranks: the loss .*gradients differ"),
     "a mask of its own": (lambda: build("DogeForCausalLM"), SHARED, "DogeAttention computes with its attention mask"),
     "what cannot be called": (lambda: build("GitForCausalLM"), SHARED, "GitForCausalLM could not be called"),
     "trigrams": (lambda: build("MobileBertForMaskedLM"), SHARED, "MobileBertForMaskedLM computes something else with"),

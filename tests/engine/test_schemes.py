@@ -102,7 +102,7 @@ def test_bytes_per_parameter(scheme, waiting, committed):
         none = {chunk["states"].master == _C.StateType.NONE for chunk in chunks}
         assert none == {"stochastic" in scheme}
         assert {chunk["states"].variance == _C.StateType.NONE for chunk in chunks} == {"Lion" in scheme}
-        found = sum(chunk["home_bytes"] for chunk in chunks) / sum(chunk["numel"] for chunk in chunks)
+        found = sum(chunk["resting_tier_bytes"] for chunk in chunks) / sum(chunk["numel"] for chunk in chunks)
         assert expects <= found < expects + (0.7 if "8bit" in scheme else 1e-6)  # the embedding keeps float32
 
 

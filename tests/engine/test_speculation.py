@@ -40,7 +40,7 @@ def test_clipping_that_acts_now_and_then(precision):
     started, taken = updates(run)
     print(f"{precision}: {started} started, {taken} taken over")
     assert 0 < taken <= started
-    assert (run.report["num_settled_updates"] > 0) == (precision != "fp32")
+    assert (run.report["num_scale_independent_updates"] > 0) == (precision != "fp32")
     assert_same(run, train(WIDE, on_host(precision, "never", **config)))
 
 
@@ -51,8 +51,10 @@ def test_clipping_that_always_acts(precision):
     run = train(WIDE, on_host(precision, "always", **config), steps=16)
     report = run.report
     started, taken = updates(run)
-    print(f"{precision}: {started} started, {taken} taken over, {report['num_settled_updates']} of them settled")
-    assert taken == report["num_settled_updates"] >= 8 * report["num_chunks"]
+    print(
+        f"{precision}: {started} started, {taken} taken over, {report['num_scale_independent_updates']} of them settled"
+    )
+    assert taken == report["num_scale_independent_updates"] >= 8 * report["num_chunks"]
     assert_same(run, train(WIDE, on_host(precision, "never", **config), steps=16))
 
 
@@ -71,8 +73,8 @@ def test_factors_that_nobody_foresaw():
     losses, state, report = interfered(on_host("bf16", "always"), limit, steps=24)
     expected_losses, expected_state, _ = interfered(on_host("bf16", "never"), limit, steps=24)
     started, taken = report["num_speculated_updates"], taken_over(report)
-    print(f"{started} started, {taken} taken over, {report['num_settled_updates']} of them settled")
-    assert 0 < report["num_settled_updates"] <= taken < started
+    print(f"{started} started, {taken} taken over, {report['num_scale_independent_updates']} of them settled")
+    assert 0 < report["num_scale_independent_updates"] <= taken < started
     assert_same_bits((losses, state), (expected_losses, expected_state))
 
 
@@ -218,7 +220,7 @@ def frugal():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_parameters_first_where_memory_is_short(precision, frugal):
+def test_two_phase_updates_where_memory_is_short(precision, frugal):
     run = train(WIDE, frugal(precision, 1.0), steps=8)
     started, taken = updates(run)
     print(f"{precision}: {started} started, {taken} taken over, {two_passes(run.report)} passes of states")
@@ -229,14 +231,14 @@ def test_parameters_first_where_memory_is_short(precision, frugal):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_parameters_first_where_clipping_acts(precision, share, frugal):
+def test_two_phase_updates_where_clipping_acts(precision, share, frugal):
     norms = sorted(train(WIDE, on_host(precision, "never", gradient_clipping=1e9), steps=8).grad_norms)
     run = train(WIDE, frugal(precision, share, gradient_clipping=norms[4]), steps=8)
     assert two_passes(run.report) > 0
     assert_same(run, train(WIDE, on_host(precision, "never", gradient_clipping=norms[4]), steps=8))
 
 
-def test_parameters_first_with_accumulation(frugal):
+def test_two_phase_updates_with_accumulation(frugal):
     run = train(WIDE, frugal("bf16", 1.0, accumulate=2), steps=8, accumulate=2)
     assert two_passes(run.report) > 0
     assert_same(run, train(WIDE, on_host("bf16", "never"), steps=8, accumulate=2))
@@ -245,9 +247,9 @@ def test_parameters_first_with_accumulation(frugal):
 def test_it_comes_back_after_memory_was_needed():
     counts = []
 
-    def vacate(engine, step):
+    def evict_all(engine, step):
         if step == 4:
-            engine._session.runtime.vacate_device(_C.Vacate.EVERYTHING)
+            engine._session.runtime.evict_all_from_device(_C.EvictionScope.EVERYTHING)
         counts.append(engine.report()["num_speculated_updates"])
 
     config = make_config("bf16", default_chunk_size=32 * 1024)
@@ -255,7 +257,7 @@ def test_it_comes_back_after_memory_was_needed():
     least = train(WIDE, on_host("bf16", "never", default_chunk_size=32 * 1024), steps=2).report["host_peak_bytes"]
     budget = {"device_memory": least_device_memory(WIDE, config) + 4_000_000, "host_memory": least * 21 // 20}
     always = {**config, "optimizer": {**config["optimizer"], "speculation": "always"}, **budget}
-    run = train(WIDE, always, steps=16, before_step=vacate)
+    run = train(WIDE, always, steps=16, before_step=evict_all)
     print(f"{run.report['num_device_state_chunks']} chunks on the device; {counts}")
     assert counts[4] == counts[6] < counts[-1]  # host memory is prepared in the background
     assert_same(run, train(WIDE, never, steps=16))

@@ -168,8 +168,8 @@ def test_a_plan_is_made_anew():
         before = engine.report()
         go_on(engine, optimizer, lambda model, step: None, range(1))
         after = engine.report()
-        num_replayed = after["num_replayed_moments"] - before["num_replayed_moments"]
-        assert num_replayed == after["num_moments"] - before["num_moments"] > 0
+        num_replayed = after["num_replayed_accesses"] - before["num_replayed_accesses"]
+        assert num_replayed == after["num_accesses"] - before["num_accesses"] > 0
 
 
 def test_new_states_move_into_the_margin():

@@ -101,7 +101,7 @@ def test_clipping_that_acts_now_and_then(wide, rank):
     clipping = {"gradient_clipping": norms[rank]}
     run = train(WIDE, changed(wide, **clipping), steps=8)
     started, taken = updates(run)
-    print(f"{started} started, {taken} taken over, {run.report['num_settled_updates']} of them settled")
+    print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} of them settled")
     assert run.report["num_values_in_place"] > 0
     assert_same(run, train(WIDE, plain(**clipping), steps=8))
 
@@ -110,8 +110,8 @@ def test_clipping_that_always_acts(wide):
     config = fine_tuning(changed(wide, gradient_clipping=1e-3))
     run = train(WIDE, config, steps=16)
     started, taken = updates(run)
-    print(f"{started} started, {taken} taken over, {run.report['num_settled_updates']} of them settled")
-    assert taken == run.report["num_settled_updates"] >= 8 * run.report["num_chunks"]
+    print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} of them settled")
+    assert taken == run.report["num_scale_independent_updates"] >= 8 * run.report["num_chunks"]
     assert run.report["num_values_in_place"] > 0
     assert_same(run, train(WIDE, fine_tuning(plain(gradient_clipping=1e-3)), steps=16))
 
@@ -231,7 +231,7 @@ def full(monkeypatch):
     def make(left_share, device_share=0.5, **more):
         def make_generous_options(*args):
             options = make_options(*args)
-            options.device.left_by_tide_bytes = int(left_share * 2 * report["num_chunk_elements"])
+            options.device.left_by_activations_bytes = int(left_share * 2 * report["num_chunk_elements"])
             return options
 
         monkeypatch.setattr(core_setup, "make_engine_options", make_generous_options)
@@ -242,10 +242,12 @@ def full(monkeypatch):
     return make
 
 
-def gradients_with_slots(engine):
+def gradients_with_device_buffers(engine):
     runtime = engine._session.runtime
     costs = runtime.plan_problem()["costs"]
-    on_device = [chunk for chunk in range(engine.report()["num_chunks"]) if runtime.home(chunk) == _C.Tier.DEVICE]
+    on_device = [
+        chunk for chunk in range(engine.report()["num_chunks"]) if runtime.resting_tier(chunk) == _C.Tier.DEVICE
+    ]
     assert on_device
     return sum((chunk, _C.ArrayKind.GRAD) in costs for chunk in on_device) / len(on_device)
 
@@ -263,19 +265,19 @@ def test_plans_reckon_what_lies_where_activations_were_as_nothing(full):
 
         def look(engine, step, left_share=left_share):
             if step == 5:
-                shares[left_share] = gradients_with_slots(engine)
+                shares[left_share] = gradients_with_device_buffers(engine)
 
         train(WIDE, full(left_share), steps=6, before_step=look)
     assert shares[0.0] == 1 > shares[0.1] > shares[1.0] == 0
 
 
-@pytest.mark.parametrize("interference", ["clipping", "vacated", "accumulating", "looked at"])
+@pytest.mark.parametrize("interference", ["clipping", "all_evicted", "accumulating", "looked at"])
 def test_gradients_where_activations_were_survive(full, interference):
     more = {"gradient_clipping": 1e-3} if interference == "clipping" else {}
 
     def interfere(engine, step):
-        if interference == "vacated" and step in (3, 4):
-            engine._session.runtime.vacate_device(_C.Vacate.VALUES)
+        if interference == "all_evicted" and step in (3, 4):
+            engine._session.runtime.evict_all_from_device(_C.EvictionScope.VALUES)
         elif interference == "looked at":
             engine.state_dict()
 
@@ -305,16 +307,16 @@ def test_gradients_that_accumulate(wide):
 def test_memory_that_others_need(wide):
     counts = []
 
-    def vacate(engine, step):
+    def evict_all(engine, step):
         if step == 4:
-            engine._session.runtime.vacate_device(_C.Vacate.EVERYTHING)
+            engine._session.runtime.evict_all_from_device(_C.EvictionScope.EVERYTHING)
         counts.append(engine.report()["num_speculated_updates"])
 
     config = make_config("bf16", default_chunk_size=CHUNK)
     least = least_device_memory(WIDE, config, steps=2)
     config["optimizer"]["speculation"] = "always"
     budgets = {"device_memory": least + 2_000_000, "host_memory": wide["host_memory"]}
-    run = train(WIDE, changed(config, **budgets), steps=24, before_step=vacate)
+    run = train(WIDE, changed(config, **budgets), steps=24, before_step=evict_all)
     assert counts[-1] > counts[5]
     assert_same(run, train(WIDE, plain(), steps=24))
 
@@ -353,7 +355,9 @@ def test_updates_ahead_keep_their_memory_where_chunks_take_more_than_their_limit
 
     def make_limited_options(*args):
         options = make_options(*args)
-        options.residency.payload_limit_bytes = 12 * states // 28  # of states, not of gradients and values beside them
+        options.residency.chunk_buffer_limit_bytes = (
+            12 * states // 28
+        )  # of states, not of gradients and values beside them
         return options
 
     monkeypatch.setattr(core_setup, "make_engine_options", make_limited_options)
@@ -373,7 +377,7 @@ def test_leading_states_leave_last(share, monkeypatch):
 
     def make_limited_options(*args):
         options = make_options(*args)
-        options.residency.payload_limit_bytes = int(0.15 * states)
+        options.residency.chunk_buffer_limit_bytes = int(0.15 * states)
         return options
 
     config = make_config("bf16", default_chunk_size=CHUNK)

@@ -8,7 +8,7 @@ from patrickstar import _C
 from patrickstar.session import core_setup
 from tests.engine.test_equality import WIDE
 from tests.models import Case
-from tests.training import Run, assert_same, least_device_memory, make_config, taken_over, train, visits
+from tests.training import Run, assert_same, least_device_memory, make_config, round_trips, taken_over, train
 
 SGD = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
 STEPS = 6
@@ -112,17 +112,17 @@ def test_never_ahead_of_the_norm(clipping):
     assert_same(run, expected(clipping=clipping))
 
 
-def test_commit_makes_no_visits():
+def test_commit_makes_no_round_trips():
     roomy = expected("fp32")
 
-    def ask_for_visits(engine, _step):
+    def ask_for_round_trips(engine, _step):
         runtime = engine._session.runtime
-        runtime.set_visits([True] * engine._session.layout.num_chunks)
+        runtime.set_round_trips([True] * engine._session.layout.num_chunks)
 
     config = config_of("fp32", on_device=False, speculation="commit")
-    run = train(WIDE, config, steps=STEPS, before_step=ask_for_visits)
+    run = train(WIDE, config, steps=STEPS, before_step=ask_for_round_trips)
     assert run.report["num_updates_host_promised"] > 0
-    assert visits(run.report) == (STEPS - 1) * NUM_CHUNKS_WITHOUT_MATRICES
+    assert round_trips(run.report) == (STEPS - 1) * NUM_CHUNKS_WITHOUT_MATRICES
     assert_same(run, roomy)
 
 

@@ -26,7 +26,7 @@ def write_json_lines(path: Path, examples: list[dict]) -> None:
 
 
 def write_sentence_task(folder: Path) -> None:
-    """As the few-shot TNEWS: three labelled files and one without labels."""
+    """Files like the few-shot TNEWS: three labelled files and one without labels."""
     generator = random.Random(0)
     for name, count in (("train_few_all", 192), ("dev_few_all", 60), ("test_public", 60), ("unlabeled", 200)):
         examples = []
@@ -39,7 +39,7 @@ def write_sentence_task(folder: Path) -> None:
 
 
 def write_pair_task(folder: Path) -> None:
-    """As AFQMC; the label is the second sentence's topic. Annotators disagreed on one pair."""
+    """Files like AFQMC; the label is the second sentence's topic. Annotators disagreed on one pair."""
     generator = random.Random(0)
     topics = list(TOPICS.values())
     for name, count in (("train", 192), ("dev", 60)):

@@ -101,7 +101,7 @@ def test_models(name, precision, monkeypatch):
 
     def make_scarce_options(*args):
         options = make_options(*args)
-        options.residency.payload_limit_bytes = 8192
+        options.residency.chunk_buffer_limit_bytes = 8192
         return options
 
     monkeypatch.setattr(core_setup, "make_engine_options", make_scarce_options)

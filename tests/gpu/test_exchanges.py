@@ -12,7 +12,7 @@ from tests.collective.test_exchange import ROUNDS, addresses, random_messages
 from tests.distributed import rank_outcomes, run_ranks
 from tests.gpu.test_ranks import NUM_RANKS, TIMEOUT_SECONDS, see_gpus
 from tests.gpu.test_shared_gpu import see_one_gpu
-from tests.sequence.test_attention import CASES, dense, divided
+from tests.sequence.test_attention import CASES, dense, sharded
 
 pytestmark = pytest.mark.gpu
 
@@ -152,7 +152,7 @@ def attend(device_index):
         for name in ("grouped dropout", "padded and packed"):
             expected = dense(CASES[name])
             for mode in (Mode.RSA, Mode.RING, Mode.ZIGZAG, Mode.ULYSSES):
-                here, got = divided(CASES[name], mode, group, device="cuda")
+                here, got = sharded(CASES[name], mode, group, device="cuda")
                 gaps = [(part.cpu() - all_[:, :, here]).abs().max() for part, all_ in zip(got, expected, strict=True)]
                 found[name, mode.value] = max(gaps).item()
         return found
@@ -165,13 +165,13 @@ def test_attention(on_gpus):
 
 
 def exchange_along_each_axis(device_index):
-    with open_on(device_index) as everybody:
-        ranks = MeshRanks(everybody, Mesh(data=len(everybody.members) // 2, sequence=2))
+    with open_on(device_index) as world_group:
+        ranks = MeshRanks(world_group, Mesh(data=len(world_group.members) // 2, sequence=2))
         along = {axis: open_exchanges(ranks.along(axis), axis) for axis in ("data", "sequence")}
         for index in range(20):
             begun = {}
-            for axis in sorted(along, reverse=everybody.context.rank % 2 == 1):
-                begun[axis] = ring(along[axis], index + everybody.context.rank) if along[axis].size > 1 else None
+            for axis in sorted(along, reverse=world_group.context.rank % 2 == 1):
+                begun[axis] = ring(along[axis], index + world_group.context.rank) if along[axis].size > 1 else None
             for axis, exchange in begun.items():
                 if exchange is None:
                     continue

@@ -38,8 +38,8 @@ def test_alternating_sequence_lengths(precision):
     config = make_config(precision, default_chunk_size=MIB)
     expected = train(alternating(LENGTHS), config, steps=len(LENGTHS))
     longest = train(alternating([4096]), {**config, "device_memory": 16 * 2**30}, steps=2)
-    tide = longest.report["device_peak_bytes"] - 14 * longest.report["num_parameters"]
-    budget = int(1.15 * tide) + 200 * MIB
+    activation_memory = longest.report["device_peak_bytes"] - 14 * longest.report["num_parameters"]
+    budget = int(1.15 * activation_memory) + 200 * MIB
     run = train(alternating(LENGTHS), {**config, "device_memory": budget}, steps=len(LENGTHS))
     report = run.report
     print(

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.engine import test_disk as disks
-from tests.engine import test_visits as visit_tests
+from tests.engine import test_round_trips as round_trip_tests
 from tests.engine.test_speculation import on_host
 from tests.gpu.test_equality import MIB, WIDE
 from tests.schemes import Room, check_committed, check_waiting
-from tests.training import assert_same, make_config, taken_over, train, visits
+from tests.training import assert_same, make_config, round_trips, taken_over, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -24,8 +24,8 @@ def quarter_of_model_data():
 
 ROOM = Room(WIDE, lambda config: quarter_of_model_data(), chunk=4 * MIB, small_chunk=64 * 1024)
 CHUNKS = {"default_chunk_size": MIB}
-IN_TURN = visit_tests.visiting(lambda step, chunk: (step + chunk) % 2 == 0, piece_numel=MIB // 4)
-ALL = visit_tests.visiting(lambda step, chunk: True, piece_numel=MIB // 4)
+IN_TURN = round_trip_tests.visiting(lambda step, chunk: (step + chunk) % 2 == 0, piece_numel=MIB // 4)
+ALL = round_trip_tests.visiting(lambda step, chunk: True, piece_numel=MIB // 4)
 SCARCE = {"8 bits": 320 * MIB, "8 bits without masters": 320 * MIB}  # values leave, and visitors still have room
 
 
@@ -79,14 +79,14 @@ def test_formats_of_states_on_disk(states, tmp_path):
     disks.check_passed_through(run.report)
 
 
-@pytest.mark.parametrize("way", visit_tests.WAYS)
+@pytest.mark.parametrize("way", round_trip_tests.WAYS)
 def test_round_trips(way):
-    config = visit_tests.config_of(**visit_tests.WAYS[way], **CHUNKS)
+    config = round_trip_tests.config_of(**round_trip_tests.WAYS[way], **CHUNKS)
     on_host_alone = train(WIDE, config, steps=3)
     for choose, memory in ((ALL, None), (IN_TURN, SCARCE.get(way, 448 * MIB))):
         run = train(WIDE, config | {"device_memory": memory}, steps=3, before_step=choose)
         assert_same(run, on_host_alone)
-        assert visits(run.report) > 3
+        assert round_trips(run.report) > 3
 
 
 @pytest.mark.parametrize("rank", [None, 1, 4, 7])

@@ -1,4 +1,4 @@
-"""Attention over a divided sequence against float64. Tolerances are errors of PyTorch's own attention in the same
+"""Attention over a sharded sequence against float64. Tolerances are errors of PyTorch's own attention in the same
 precision; each part of a sequence is rounded once more, so twice that error is allowed.
 """
 
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from patrickstar.sequence import HybridGroup, Mode, SequenceGroup, attention, block, positions_of_rank
-from patrickstar.sequence.kernel_choice import Device, Kernel
+from patrickstar.sequence.kernel_choice import AttentionDevice, Kernel
 from patrickstar.sequence.kernels import token_major
 from patrickstar.sequence.layout import Slice
 from patrickstar.sequence.masking import Cover
 from tests.distributed import run_ranks
-from tests.sequence.emulation import count_kernels, dense_attention, divided_attention, rule_of
+from tests.sequence.emulation import count_kernels, dense_attention, rule_of, sharded_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,7 @@ def assert_as_exact(got, parts, rule, backend):
 
 
 def skip_without(kernel):
-    if kernel is not Kernel.PLAIN and kernel not in Device.of(torch.empty(0, device="cuda")).enabled:
+    if kernel is not Kernel.PLAIN and kernel not in AttentionDevice.of(torch.empty(0, device="cuda")).enabled:
         pytest.skip(f"{kernel} is not there")
     if kernel is Kernel.CUDNN and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("cuDNN is asked on Hopper alone")
@@ -93,7 +93,7 @@ def test_each_kernel(monkeypatch, kernel, dtype, is_causal, key_heads, size):
     calls, parts = count_kernels(monkeypatch), tensors(dtype, key_heads=key_heads)
     rule = rule_of(parts[0], causal=is_causal)
     with sdpa_kernel(BACKENDS[kernel]):
-        got = divided_attention(*parts, size, "zigzag", rule)
+        got = sharded_attention(*parts, size, "zigzag", rule)
     assert {used for used, _ in calls} == {kernel}
     assert_as_exact(got, parts, rule, BACKENDS[kernel])
 
@@ -102,7 +102,7 @@ def test_each_kernel(monkeypatch, kernel, dtype, is_causal, key_heads, size):
 def test_widths_of_heads(monkeypatch, width):
     calls, parts = count_kernels(monkeypatch), tensors(torch.bfloat16, heads=4, key_heads=2, width=width)
     rule = rule_of(parts[0], causal=True)
-    got = divided_attention(*parts, 2, "zigzag", rule)
+    got = sharded_attention(*parts, 2, "zigzag", rule)
     print(dict(calls))
     assert calls[Kernel.PLAIN, "forward"] == 0
     assert_as_exact(got, parts, rule, [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
@@ -111,7 +111,7 @@ def test_widths_of_heads(monkeypatch, width):
 def test_other_widths_of_values(monkeypatch):
     calls, parts = count_kernels(monkeypatch), tensors(torch.bfloat16, width=96, value_width=64)
     rule = rule_of(parts[0], causal=True)
-    got = divided_attention(*parts, 2, "zigzag", rule)
+    got = sharded_attention(*parts, 2, "zigzag", rule)
     assert calls[Kernel.PLAIN, "forward"] == 0
     assert_as_exact(got, parts, rule, [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
 
@@ -140,7 +140,7 @@ def test_masks(monkeypatch, dtype, name, tile):
     if "padding" in options:
         options["padding"] = padding_of(options["padding"])
     rule = rule_of(parts[0], **options)
-    got = divided_attention(*parts, 2, "zigzag", rule)
+    got = sharded_attention(*parts, 2, "zigzag", rule)
     print({f"{kernel.name} {direction}": number for (kernel, direction), number in calls.items()})
     assert calls[Kernel.EFFICIENT, "forward"] > 0 and calls[Kernel.PLAIN, "forward"] == 0
     assert_as_exact(got, parts, rule, SDPBackend.EFFICIENT_ATTENTION)
@@ -149,7 +149,7 @@ def test_masks(monkeypatch, dtype, name, tile):
 def test_float32():
     parts = tensors(torch.float32, key_heads=2)
     rule = rule_of(parts[0], causal=True)
-    assert_as_exact(divided_attention(*parts, 2, "zigzag", rule), parts, rule, SDPBackend.EFFICIENT_ATTENTION)
+    assert_as_exact(sharded_attention(*parts, 2, "zigzag", rule), parts, rule, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def test_dropout_and_float64():

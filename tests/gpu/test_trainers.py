@@ -63,8 +63,8 @@ def test_from_pretrained_to_generate(tmp_path, deterministic):
         engine.step()
     assert engine.global_steps == 2
     weight = engine.module.transformer.wte.weight
-    moment = patrickstar.utils.safe_get_full_optimizer_state(weight, "exp_avg")
-    assert float(moment.abs().sum()) > 0
+    access = patrickstar.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert float(access.abs().sum()) > 0
     engine.eval()
     prompt = Tokens(2, seed=3).rows[:, :3].cuda()
     generated = engine.module.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)

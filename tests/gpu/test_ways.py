@@ -33,7 +33,7 @@ def test_ranks_that_go_different_ways(accumulate, kinds):
     for index, ways in enumerate(all_ways):
         for rank in range(NUM_RANKS):
             run = planned[rank][index]
-            assert run["report"]["num_replayed_moments"] > 0
+            assert run["report"]["num_replayed_accesses"] > 0
             wanted = train_ways_plain(ways, rank, HIDDEN)
             assert run["losses"] == pytest.approx(wanted["losses"], rel=1e-4)
             if NUM_RANKS <= 2 or kinds == ("shorter",):

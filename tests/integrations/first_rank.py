@@ -135,5 +135,5 @@ def check(by_rank: list[dict[str, Any]]) -> None:
             assert_same_bits(dict(other[0]), dict(initial), way.__name__)
         assert len(different[1]) == STEPS
         for name in initial:
-            if name != "running":  # changed by each rank's last forward; rank 0's is everybody's from the next on
+            if name != "running":  # changed by each rank's last forward; all ranks take rank 0's in the next forward
                 assert_same_bits(different[2][name], other[2][name], f"{way.__name__}: {name}")

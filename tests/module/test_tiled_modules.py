@@ -109,7 +109,7 @@ def test_models_are_the_same_in_tiles(make):
 
 
 class _SiluMul(torch.autograd.Function):
-    """As Liger-Kernel's: backward overwrites saved tensors."""
+    """Like Liger-Kernel's: backward overwrites saved tensors."""
 
     @staticmethod
     def forward(ctx, gate, up):

@@ -10,7 +10,7 @@ from patrickstar.elastic import RunReport
 from patrickstar.elastic.orders import OutcomeKind
 from patrickstar.ones import Cluster, make_policy
 from patrickstar.ones.cluster.feasibility import planned as planned_sizes
-from patrickstar.ones.cluster.fleet import Phase, Status
+from patrickstar.ones.cluster.fleet import JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Ledger, LedgerError
 from patrickstar.ones.cluster.ray_ranks import JobProcesses
 from patrickstar.ones.cluster.scheduler import MOST_FAILURES, Scheduler, measured_throughput
@@ -32,7 +32,7 @@ class NotedFleet:
         assert submission.name not in self.ranks
         assert num_ranks in submission.sizes
         self.log.append(("start", submission.name, num_ranks))
-        self.ranks[submission.name], self.phases[submission.name] = num_ranks, Phase.RUNNING
+        self.ranks[submission.name], self.phases[submission.name] = num_ranks, JobPhase.RUNNING
 
     def resize(self, name, num_ranks):
         self.log.append(("resize", name, num_ranks))
@@ -42,7 +42,7 @@ class NotedFleet:
 
     def stop(self, name):
         self.log.append(("stop", name))
-        self.phases[name] = Phase.STOPPED
+        self.phases[name] = JobPhase.STOPPED
 
     def carry_out(self):
         self.ranks.update(self.ordered)
@@ -51,13 +51,13 @@ class NotedFleet:
     def status(self, name):
         if name not in self.ranks:
             return None
-        phase = Phase.CHANGING if name in self.ordered else self.phases[name]
+        phase = JobPhase.CHANGING if name in self.ordered else self.phases[name]
         steps = self.steps[name] = self.steps.get(name, 0) + 5
         report = RunReport(
-            steps, self.ranks[name], 10.0 / self.ranks[name], 2.0 / max(steps, 1), 0, phase is Phase.ENDED
+            steps, self.ranks[name], 10.0 / self.ranks[name], 2.0 / max(steps, 1), 0, phase is JobPhase.ENDED
         )
         held = max(self.ranks[name], self.ordered.get(name, 0))
-        return Status(phase, held, report, 0.5, reason="it broke" if phase is Phase.FAILED else "")
+        return Status(phase, held, report, 0.5, reason="it broke" if phase is JobPhase.FAILED else "")
 
     def remove(self, name):
         self.ranks.pop(name, None)
@@ -93,7 +93,7 @@ def test_jobs_start_grow_and_finish(tmp_path):
         made.tick()
     assert states(made) == {"a": "running", "b": "running"}
     assert fleet.num_gpus() == 4
-    fleet.phases["a"] = Phase.ENDED
+    fleet.phases["a"] = JobPhase.ENDED
     for _ in range(6):
         made.tick()
     assert fleet.ranks == {"b": 4}
@@ -165,7 +165,7 @@ def test_a_job_that_fails_starts_again_and_is_given_up_in_the_end(tmp_path):
     fleet.steps["a"] = -5  # it never gets anywhere
     for _ in range(MOST_FAILURES):
         assert fleet.ranks
-        fleet.phases["a"] = Phase.FAILED
+        fleet.phases["a"] = JobPhase.FAILED
         fleet.steps["a"] = -5
         made.tick()
     (row,) = made.rows()
@@ -215,7 +215,7 @@ def test_a_new_scheduler_goes_on_where_the_last_one_was(tmp_path):
     for _ in range(4):
         made.tick()
     made.cancel("c")
-    fleet.phases["b"] = Phase.ENDED
+    fleet.phases["b"] = JobPhase.ENDED
     made.tick()
     running, started = dict(fleet.ranks), [entry for entry in fleet.log if entry[0] == "start"]
     again = scheduler(tmp_path, fleet)
@@ -232,7 +232,7 @@ class DiesInRemove(NotedFleet):
 
 
 @pytest.mark.parametrize(
-    ("phase", "state", "num_failures"), [(Phase.FAILED, "running", 1), (Phase.ENDED, "finished", 0)]
+    ("phase", "state", "num_failures"), [(JobPhase.FAILED, "running", 1), (JobPhase.ENDED, "finished", 0)]
 )
 def test_a_scheduler_that_dies_before_the_processes_of_a_job_have_ended(phase, state, num_failures, tmp_path):
     fleet = DiesInRemove()
@@ -257,7 +257,7 @@ def test_a_job_that_finds_no_gpus_to_start_on_waits(tmp_path):
     made = scheduler(tmp_path, fleet)
     made.submit(submission("a"))
     made.tick()
-    fleet.phases["a"] = Phase.STOPPED
+    fleet.phases["a"] = JobPhase.STOPPED
     made.tick()
     for _ in range(3):
         made.tick()
@@ -274,7 +274,7 @@ def test_a_new_scheduler_counts_gpus_of_ranks_that_join(is_refused, tmp_path):
         made.submit(submission(name))
     for _ in range(4):
         made.tick()
-    fleet.is_slow, fleet.phases["b"] = True, Phase.ENDED
+    fleet.is_slow, fleet.phases["b"] = True, JobPhase.ENDED
     for _ in range(6):
         made.tick()
     assert (fleet.ranks, fleet.ordered) == ({"a": 2}, {"a": 4})
@@ -333,7 +333,7 @@ def test_never_more_gpus_than_there_are(policy, events, tmp_path_factory):
         if event == "submit" and name not in states(made):
             made.submit(submission(name, max_gpus=1 + number % 4, requested_gpus=1))
         elif event in ("end", "fail") and name in fleet.ranks:
-            fleet.phases[name] = Phase.ENDED if event == "end" else Phase.FAILED
+            fleet.phases[name] = JobPhase.ENDED if event == "end" else JobPhase.FAILED
         elif event == "carry out":
             fleet.carry_out()
         made.tick()
@@ -366,7 +366,7 @@ def processes_of(trains: Ranks, joins: Ranks, ended: set[str], outcomes: list) -
 def test_a_run_that_ends_before_others_have_joined_is_over():
     joins = Ranks("joins")
     processes = processes_of(Ranks("trains"), joins, {"trains"}, [None, None])
-    assert processes.status().phase is Phase.ENDED
+    assert processes.status().phase is JobPhase.ENDED
     assert joins.actors == []
 
 

@@ -124,9 +124,9 @@ def add_up(partials, first=0, count=None):
 
 
 def check_other_passes(call, initial, expected, scalars, most_open):
-    """New states apart from the old ones, the parameter alone with the states behind it, and values that are settled
-    between two scales: each gives one update's bits. ``call(name, update, *more, with_param=True, **scalars)`` calls
-    the kernel ``name``; an update's memory ends with its parameter.
+    """New states apart from the old ones, the parameter alone with the states in phase two it, and values that are
+    settled between two scales: each gives one update's bits. ``call(name, update, *more, with_param=True, **scalars)``
+    calls the kernel ``name``; an update's memory ends with its parameter.
     """
     numel, untouched = len(initial.grad), initial.memory()[:-1]
     update, new = initial.copy(3), initial.copy(3)
@@ -139,7 +139,7 @@ def check_other_passes(call, initial, expected, scalars, most_open):
     assert_same_bits(update.param, expected.param, "parameter alone")
     assert_same_bits(update.memory()[:-1], untouched, "only read")
     call("", update, with_param=False, **scalars)
-    assert_same_bits(update.memory(), expected.memory(), "states behind")
+    assert_same_bits(update.memory(), expected.memory(), "states in phase two")
 
     update, scale = initial.copy(), scalars["grad_scale"]
     logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)

@@ -198,7 +198,7 @@ def grouped(module):
 
 @torch.no_grad()
 def deepspeeds_formula(decoupled):
-    """Losses and values in float64, as csrc/adam/cpu_adam_impl.cpp of DeepSpeed (Step_1) computes them; without
+    """Losses and values in float64, as Step_1 in DeepSpeed's cpu_adam_impl.cpp computes them; without
     correction bias_correction1 = bias_correction2 = 1:
 
         m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2

@@ -75,7 +75,7 @@ def test_advice_keeps_what_it_promises(planner, case):
         again = fresh.answer(advice.proposal.question)
         assert again.chosen.step.seconds <= advice.answer.chosen.step.seconds
     if answer.chosen.num_speculated_chunks + answer.chosen.num_device_state_chunks == len(answer.chosen.plan.chunks):
-        whole = answer.chosen.num_parameters_first == 0
+        whole = answer.chosen.num_two_phase_updates == 0
         assert not (whole and "host memory" in {advice.proposal.kind for advice in found})
     if answer.question.workload.checkpointing:
         assert not [advice for advice in found if "--checkpointing" in advice.proposal.flags]
@@ -358,7 +358,7 @@ def test_host_memory_in_which_activations_find_room(planner, llama):
     found = {advice.proposal.kind: advice for advice in advise(planner, answer)}
     more = found["host memory"].answer
     assert more.question.setting.host_bytes > question.setting.host_bytes
-    assert more.chosen.stashed_bytes > answer.chosen.stashed_bytes
+    assert more.chosen.offloaded_bytes > answer.chosen.offloaded_bytes
     ample = ask(1300, 4096, work)
     assert list(host_memory_for_activations(planner, ample, planner.answer(ample).chosen)) == []
     beside = dataclasses.replace(question, workload=dataclasses.replace(work, checkpointing=False, tile_tokens=0))

@@ -42,15 +42,15 @@ def trace(llama, length, size=1, prepare=fuse_loss, links=None):
     return uses, model.division
 
 
-def tide(uses):
-    return max(use.tide_peak_bytes for use in uses.uses)
+def activation_memory(uses):
+    return max(use.activation_peak_bytes for use in uses.uses)
 
 
 def test_a_share_of_the_tokens_and_no_more(capsys):
     one = as_json(capsys, *GPT, "--batch-size", "2", "--seq-len", "512", "--gpus-per-node", "2")
     two = as_json(capsys, *GPT, "--batch-size", "2", "--seq-len", "1024", "--gpus-per-node", "2",
                   "--sequence-parallel", "2")  # fmt: skip
-    assert two["tide_peak_bytes"] == pytest.approx(one["tide_peak_bytes"], rel=0.05)
+    assert two["activation_peak_bytes"] == pytest.approx(one["activation_peak_bytes"], rel=0.05)
     assert two["host_bytes"] == pytest.approx(one["host_bytes"], rel=0.01)
     assert two["config"]["sequence_parallel"] == {"size": 2, "mode": two["attention"]["mode"]}
     assert one["attention"] is None and "sequence_parallel" not in one["config"]
@@ -91,14 +91,14 @@ def test_activations_grow_with_the_tokens(llama, size):
     """Equal steps up to two million tokens for each rank: no bytes for pairs of tokens."""
     begin = time.perf_counter()
     lengths = [2**19, 2**20, 2**21]
-    first, second, third = (tide(trace(llama, size * length, size)[0]) for length in lengths)
+    first, second, third = (activation_memory(trace(llama, size * length, size)[0]) for length in lengths)
     assert time.perf_counter() - begin < 15
     assert third - second == pytest.approx(2 * (second - first), rel=0.01)
     each = (third - second) / 2**20
     print(f"{each:.0f} bytes per token")
     assert LAYERS * HIDDEN * 2 < each < (LAYERS * HIDDEN + 12 * WIDE + 24 * HIDDEN) * 2
     whole, _ = trace(llama, size * 2**19, size, prepare=None)
-    assert tide(whole) - first > 2**19 * VOCAB * 4
+    assert activation_memory(whole) - first > 2**19 * VOCAB * 4
 
 
 def test_the_longest_that_fits(capsys, llama):
@@ -144,7 +144,7 @@ def test_bad_input_is_named(capsys, args, match):
     assert match in run(capsys, *GPT, *args, expect=2).err
 
 
-def test_models_that_cannot_be_divided_are_named(capsys, tmp_path):
+def test_models_that_cannot_be_sharded_are_named(capsys, tmp_path):
     from transformers import BertConfig, BloomConfig, Gemma2Config
 
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

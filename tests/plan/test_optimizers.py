@@ -25,7 +25,7 @@ def test_bytes_per_parameter(kind, states, expects):
     params = plan_params(gpt2(), torch.bfloat16, use_cpu_embedding=False)
     layout = make_layout(params, 4096, scheme=state_scheme(setting.optimizer_config()))
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    assert sum(chunk["home_bytes"] for chunk in chunks) == expects * sum(chunk["numel"] for chunk in chunks)
+    assert sum(chunk["resting_tier_bytes"] for chunk in chunks) == expects * sum(chunk["numel"] for chunk in chunks)
 
 
 @pytest.mark.slow

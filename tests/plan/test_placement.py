@@ -4,7 +4,7 @@ import pytest
 
 from patrickstar import _C
 
-NUM_CHUNKS, NUMEL, TIDE = 64, 1024, 10**6
+NUM_CHUNKS, NUMEL, ACTIVATION_MEMORY = 64, 1024, 10**6
 STATES, VALUES = 12 * NUMEL, 2 * NUMEL
 HOME, GRADIENT = STATES + VALUES, VALUES
 ALL_VALUES = NUM_CHUNKS * VALUES
@@ -22,12 +22,12 @@ def layout():
 
 def num_on_device(layout, host_bytes, margin=MARGIN, **options):
     budget = _C.DeviceBudget()
-    budget.limit_bytes, budget.follows_tide = TIDE + margin, True
+    budget.limit_bytes, budget.follows_activations = ACTIVATION_MEMORY + margin, True
     budget.host_limit_bytes = host_bytes
     for name, value in options.items():
         setattr(budget, name, value)
-    moment = {"phase": _C.Phase.FORWARD, "tide_peak_bytes": TIDE, "accesses": []}
-    return _C.num_device_state_chunks(layout, [moment], budget)
+    access = {"phase": _C.Phase.FORWARD, "activation_peak_bytes": ACTIVATION_MEMORY, "uses": []}
+    return _C.num_device_state_chunks(layout, [access], budget)
 
 
 ENOUGH = 0.8  # of the new values: the other updates wait for the norm beside the next forward
@@ -43,13 +43,13 @@ def test_no_more_than_beside_all_values_where_the_host_has_room(layout):
     assert num_on_device(layout, host_bytes_ahead(layout, IN_PLACE)) == IN_PLACE
 
 
-def test_what_slots_of_several_sizes_waste_is_left_where_memory_does_not_follow_the_tide(layout):
+def test_what_device_buffers_of_several_sizes_waste_is_left_where_memory_does_not_follow_the_activation_memory(layout):
     """A twentieth of the headroom, and no more than prefetches have; a given ratio holds beside."""
     prefetched = 16 * VALUES
     assert prefetched > MARGIN // 20
     for margin, waste in ((MARGIN, MARGIN // 20), (40 * prefetched, prefetched)):
         expected = num_on_device(layout, 2**40, margin - waste)
-        assert num_on_device(layout, 2**40, margin, follows_tide=False) == expected
+        assert num_on_device(layout, 2**40, margin, follows_activations=False) == expected
     few = num_on_device(layout, 2**40, margin_use_ratio=0.5)
     assert few == IN_PLACE // 2
 
@@ -78,29 +78,29 @@ def test_no_gradient_leaves_where_that_is_not_enough(layout):
 
 
 def test_gradients_that_wait_on_the_host(layout):
-    def moment(chunk, tide):
-        param = (chunk, _C.ArrayKind.PARAM, _C.AccessMode.READ)
-        grad = (chunk, _C.ArrayKind.GRAD, _C.AccessMode.WRITE)
-        return {"phase": _C.Phase.BACKWARD, "tide_peak_bytes": tide, "accesses": [param, grad]}
+    def access(chunk, activation_memory):
+        param = (chunk, _C.ArrayKind.PARAM, _C.ArrayUseMode.READ)
+        grad = (chunk, _C.ArrayKind.GRAD, _C.ArrayUseMode.WRITE)
+        return {"phase": _C.Phase.BACKWARD, "activation_peak_bytes": activation_memory, "uses": [param, grad]}
 
-    moments = [moment(chunk, TIDE) for chunk in reversed(range(NUM_CHUNKS))]
+    accesses = [access(chunk, ACTIVATION_MEMORY) for chunk in reversed(range(NUM_CHUNKS))]
     on_device = [chunk < 10 for chunk in range(NUM_CHUNKS)]
     budget = _C.DeviceBudget()
     budget.prefetches_far = False
 
     def leaving(room_bytes):
-        budget.limit_bytes = TIDE + 10 * STATES + room_bytes
-        return _C.leaving_gradient_bytes(layout, moments, on_device, budget)
+        budget.limit_bytes = ACTIVATION_MEMORY + 10 * STATES + room_bytes
+        return _C.leaving_gradient_bytes(layout, accesses, on_device, budget)
 
     assert leaving(11 * VALUES) == 0
     assert leaving(11 * VALUES - 1) == 1
     assert leaving(4 * VALUES) == 7 * VALUES
     assert leaving(-100 * VALUES) == 10 * VALUES
-    budget.gradient_tide_bytes = 3 * VALUES  # these lie where activations were
+    budget.gradient_activation_bytes = 3 * VALUES  # these lie where activations were
     assert leaving(8 * VALUES) == 0
     assert leaving(8 * VALUES - 1) == 1
-    budget.gradient_tide_bytes = 0
-    budget.prefetches_far = True  # half of what is left beside a moment's own is kept for that
+    budget.gradient_activation_bytes = 0
+    budget.prefetches_far = True  # half of what is left beside an access's own is kept for that
     assert leaving(12 * VALUES) == 4 * VALUES
     budget.keeps_gradients = False  # updates are committed
     assert leaving(0) == 0
@@ -112,30 +112,30 @@ def test_a_share_of_the_values_counts_where_it_is_a_part_of_the_states():
         one_each = [NUMEL] * NUM_CHUNKS, [_C.DType.BFLOAT16] * NUM_CHUNKS, [True] * NUM_CHUNKS
         layout = _C.Layout.pack(*one_each, NUMEL, num_ranks=2, states=states)
         budget = _C.DeviceBudget()
-        budget.limit_bytes, budget.follows_tide, budget.margin_use_ratio = TIDE + MARGIN, True, 1.0
+        budget.limit_bytes, budget.follows_activations, budget.margin_use_ratio = ACTIVATION_MEMORY + MARGIN, True, 1.0
         budget.keeps_gradients = False  # updates are committed
-        moment = {"phase": _C.Phase.FORWARD, "tide_peak_bytes": TIDE, "accesses": []}
-        return _C.num_device_state_chunks(layout, [moment], budget)
+        access = {"phase": _C.Phase.FORWARD, "activation_peak_bytes": ACTIVATION_MEMORY, "uses": []}
+        return _C.num_device_state_chunks(layout, [access], budget)
 
     assert 0 < count(_C.StateType.LOWER_HALF) == count(_C.StateType.FLOAT32) < NUM_CHUNKS
 
 
-def homes(layout, host_bytes, disk_bytes=2**40, device_bytes=0):
+def resting_tiers(layout, host_bytes, disk_bytes=2**40, device_bytes=0):
     found, on_host, on_disk = _C.initial_placement(layout, host_bytes, device_bytes, _C.Backwards.ONE, disk_bytes)
-    return "".join(home.name[1] for home in found), on_host, on_disk  # hOst, dEvice, dIsk
+    return "".join(resting_tier.name[1] for resting_tier in found), on_host, on_disk  # hOst, dEvice, dIsk
 
 
 def test_the_last_chunks_go_to_the_disk(layout):
-    """As many as necessary, beside three chunks' states on their way."""
+    """No more than necessary, beside three chunks' states on their way."""
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
     each = 3 * 4 * NUMEL  # whole pages
-    assert homes(layout, everything) == ("O" * NUM_CHUNKS, everything, 0)
-    found, on_host, taken = homes(layout, everything - 1)
+    assert resting_tiers(layout, everything) == ("O" * NUM_CHUNKS, everything, 0)
+    found, on_host, taken = resting_tiers(layout, everything - 1)
     assert found == "O" * (NUM_CHUNKS - 4) + "I" * 4
     assert everything - 4 * STATES + 3 * STATES <= on_host <= everything - 1
     assert taken == 4 * each
     for count in (8, 32, NUM_CHUNKS):
-        found, on_host, taken = homes(layout, everything - (count - 4) * STATES)
+        found, on_host, taken = resting_tiers(layout, everything - (count - 4) * STATES)
         assert found == "O" * (NUM_CHUNKS - count) + "I" * count
         assert on_host <= everything - (count - 4) * STATES
         assert taken == count * each
@@ -144,16 +144,16 @@ def test_the_last_chunks_go_to_the_disk(layout):
 def test_what_host_and_disk_have_no_room_for_goes_to_the_device(layout):
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
     room = 6 * HOME
-    found, on_host, _ = homes(layout, everything - 10 * STATES, 8 * STATES, room)
+    found, on_host, _ = resting_tiers(layout, everything - 10 * STATES, 8 * STATES, room)
     assert found == "E" * 5 + "O" * (NUM_CHUNKS - 13) + "I" * 8
     assert on_host <= everything - 10 * STATES
-    _, on_host, _ = homes(layout, everything - 20 * STATES, 8 * STATES, room)
+    _, on_host, _ = resting_tiers(layout, everything - 20 * STATES, 8 * STATES, room)
     assert on_host > everything - 20 * STATES  # which is refused
 
 
 def test_a_disk_that_gains_nothing_is_left_alone(layout):
     small = _C.Layout.pack([NUMEL] * 2, [_C.DType.BFLOAT16] * 2, [True] * 2, NUMEL)
-    found, _, on_disk = homes(small, 0)
+    found, _, on_disk = resting_tiers(small, 0)
     assert (found, on_disk) == ("OO", 0)
 
 
@@ -161,18 +161,20 @@ def test_large_chunks_stay_where_others_suffice():
     numels = [NUMEL] * 20 + [16 * NUMEL]
     layout = _C.Layout.pack(numels, [_C.DType.BFLOAT16] * 21, [True] * 21, NUMEL)
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
-    found, _, _ = homes(layout, everything - 10 * STATES)
+    found, _, _ = resting_tiers(layout, everything - 10 * STATES)
     assert found.endswith("IO")
 
 
-def test_the_first_come_home_from_the_disk(layout):
+def test_the_first_come_resting_tier_from_the_disk(layout):
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
     found, taken, _ = _C.initial_placement(layout, everything - 20 * STATES, 0, _C.Backwards.ONE, 2**40)
     first = found.index(_C.Tier.DISK)
 
     def first_on_disk(host_bytes, num_moved=0):
         moved = [index < num_moved for index in range(NUM_CHUNKS)]
-        there = [home == _C.Tier.DISK for home in _C.later_homes(layout, found, moved, host_bytes)]
+        there = [
+            resting_tier == _C.Tier.DISK for resting_tier in _C.later_resting_tiers(layout, found, moved, host_bytes)
+        ]
         assert there == sorted(there)
         return there.index(True) if any(there) else NUM_CHUNKS
 
@@ -193,26 +195,26 @@ def headed():
     return layout
 
 
-def problem_of(layout, accesses, room, follows_tide=False):
-    """The problem of ``accesses`` (by moment the arrays that it reads) with all states on the host."""
+def problem_of(layout, uses, room, follows_activations=False):
+    """The problem of ``accesses`` (by access the arrays that it reads) with all states on the host."""
     budget = _C.DeviceBudget()
-    budget.limit_bytes, budget.follows_tide = TIDE + room, follows_tide
-    moments = [
+    budget.limit_bytes, budget.follows_activations = ACTIVATION_MEMORY + room, follows_activations
+    accesses = [
         {
             "phase": _C.Phase.FORWARD,
-            "tide_peak_bytes": TIDE if not index else 0,
-            "accesses": [(chunk, kind, _C.AccessMode.READ) for chunk, kind in arrays],
+            "activation_peak_bytes": ACTIVATION_MEMORY if not index else 0,
+            "uses": [(chunk, kind, _C.ArrayUseMode.READ) for chunk, kind in arrays],
         }
-        for index, arrays in enumerate(accesses)
+        for index, arrays in enumerate(uses)
     ]
-    return moments, _C.pose_problem(layout, moments, [False] * layout.num_chunks, budget)
+    return accesses, _C.pose_problem(layout, accesses, [False] * layout.num_chunks, budget)
 
 
 PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
 HEADED_STEP = [[(0, PARAM)], [(15, PARAM)], [(15, PARAM), (15, GRAD)], [(0, PARAM), (0, GRAD)]]
 
 
-def test_slots_of_rare_sizes_have_room_at_all_moments(headed):
+def test_device_buffers_of_rare_sizes_have_room_at_all_accesses(headed):
     _, problem = problem_of(headed, HEADED_STEP, room=100 * VALUES)
     assert problem["idle_bytes"] == [2 * HEAD, HEAD, 0, 2 * HEAD]
     # With little room: at most half of an access's free bytes.
@@ -222,8 +224,8 @@ def test_slots_of_rare_sizes_have_room_at_all_moments(headed):
     assert problem["idle_bytes"] == [0] * 4
 
 
-def test_no_size_is_rare_where_slots_are_cut_to_fit_or_many_chunks_are_large(headed, layout):
-    _, problem = problem_of(headed, HEADED_STEP, room=100 * VALUES, follows_tide=True)
+def test_no_size_is_rare_where_device_buffers_are_cut_to_fit_or_many_chunks_are_large(headed, layout):
+    _, problem = problem_of(headed, HEADED_STEP, room=100 * VALUES, follows_activations=True)
     assert problem["idle_bytes"] == []
     _, problem = problem_of(layout, HEADED_STEP, room=100 * VALUES)
     assert problem["idle_bytes"] == []
@@ -232,27 +234,27 @@ def test_no_size_is_rare_where_slots_are_cut_to_fit_or_many_chunks_are_large(hea
     assert problem["idle_bytes"] == []
 
 
-def highest(plan, moments, problem):
-    """Most bytes of arrays and idle buffers at a moment of the second step."""
+def highest(plan, accesses, problem):
+    """Most bytes of arrays and idle buffers at an access of the second step."""
     resident, costs, found = set(), problem["costs"], []
     for _ in range(2):
-        for index, moment in enumerate(plan["moments"]):
-            resident -= set(moment["evict"])
-            resident |= set(moment["fetch"]) | {array[:2] for array in moments[index]["accesses"]}
+        for index, access in enumerate(plan["accesses"]):
+            resident -= set(access["evict"])
+            resident |= set(access["fetch"]) | {array[:2] for array in accesses[index]["uses"]}
             found.append(sum(costs[array][0] for array in resident) + problem["idle_bytes"][index])
-            resident -= set(moment["evict_ahead"])
-            resident |= set(moment["prefetch"])
+            resident -= set(access["evict_ahead"])
+            resident |= set(access["prefetch"])
     return max(found)
 
 
-def test_plans_leave_idle_slots_their_room(headed):
+def test_plans_leave_idle_device_buffers_their_room(headed):
     layers = [[(chunk, PARAM)] for chunk in range(15)]
     step = [*layers, [(15, PARAM)], [(15, PARAM), (15, GRAD)], *reversed(layers)]
     room = 2 * HEAD + 10 * VALUES
-    moments, problem = problem_of(headed, step, room)
-    plan = _C.make_plan(moments, **problem)
-    without = _C.make_plan(moments, **{**problem, "idle_bytes": []})
-    assert highest(plan, moments, problem) <= room < highest(without, moments, problem)
+    accesses, problem = problem_of(headed, step, room)
+    plan = _C.make_plan(accesses, **problem)
+    without = _C.make_plan(accesses, **{**problem, "idle_bytes": []})
+    assert highest(plan, accesses, problem) <= room < highest(without, accesses, problem)
     assert plan["least_limit_bytes"] == without["least_limit_bytes"]
 
 
@@ -262,16 +264,16 @@ def committed_layout(master=_C.StateType.LOWER_HALF):
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.7])
-def test_where_updates_bound_backward_homes_take_turns(share):
+def test_where_updates_bound_backward_resting_tiers_take_turns(share):
     layout = committed_layout()
     _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
-    found, on_host, _ = homes(layout, int(everything * (1 - share)), 0, 2**40)
+    found, on_host, _ = resting_tiers(layout, int(everything * (1 - share)), 0, 2**40)
     assert on_host <= everything * (1 - share)
     for begin in range(0, NUM_CHUNKS - 20):
         assert abs(found[begin : begin + 20].count("E") - 20 * share) <= 1.5
     whole = committed_layout(_C.StateType.FLOAT32)
     _, everything, _ = _C.initial_placement(whole, _C.UNLIMITED, 0)
-    found, *_ = homes(whole, int(everything * (1 - share)), 0, 2**40)
+    found, *_ = resting_tiers(whole, int(everything * (1 - share)), 0, 2**40)
     assert found.rstrip("O").count("O") == 0
 
 
@@ -283,10 +285,10 @@ def test_states_that_move_in_beside_those_that_are_there(layout):
     assert _C.chunks_that_move_in(layout, 4, [False] * NUM_CHUNKS) == [0, 1, 2, 3]
 
 
-def test_what_homes_leave_to_gradients_on_the_host():
+def test_what_resting_tiers_leave_to_gradients_on_the_host():
     layout = committed_layout()
-    home = layout.chunk(0)["home_bytes"]
+    resting_tier = layout.chunk(0)["resting_tier_bytes"]
     tiers = [_C.Tier.HOST] * 5 + [_C.Tier.DEVICE] * (NUM_CHUNKS - 5)
-    assert _C.gradient_room_bytes(layout, tiers, 5 * home + 1234) == 1234
-    assert _C.gradient_room_bytes(layout, tiers, home) == 0
-    assert _C.gradient_room_bytes(committed_layout(_C.StateType.FLOAT32), tiers, 5 * home) == _C.UNLIMITED
+    assert _C.gradient_room_bytes(layout, tiers, 5 * resting_tier + 1234) == 1234
+    assert _C.gradient_room_bytes(layout, tiers, resting_tier) == 0
+    assert _C.gradient_room_bytes(committed_layout(_C.StateType.FLOAT32), tiers, 5 * resting_tier) == _C.UNLIMITED

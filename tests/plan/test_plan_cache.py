@@ -15,7 +15,7 @@ PLAN = Plan(
     chunks=(CHUNK,),
     timeline=[],
     steps=[],
-    problem={"costs": {}, "limit_bytes": 1, "visit_costs": []},
+    problem={"costs": {}, "limit_bytes": 1, "round_trip_costs": []},
     uploaded_bytes=0,
     downloaded_bytes=0,
     least_limit_bytes=0,
@@ -104,9 +104,9 @@ def test_processes_that_write_the_same_entries(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "variable", "xdg", "folder"),
     [
-        (None, None, None, "home/.cache/patrickstar"),
-        (None, "", "", "home/.cache/patrickstar"),
-        (True, "0", "relative", "home/.cache/patrickstar"),
+        (None, None, None, "resting_tier/.cache/patrickstar"),
+        (None, "", "", "resting_tier/.cache/patrickstar"),
+        (True, "0", "relative", "resting_tier/.cache/patrickstar"),
         (None, "1", "/xdg", "/xdg/patrickstar"),
         (None, "0", "/xdg", None),
         (None, "/named", "/xdg", "/named"),
@@ -115,7 +115,7 @@ def test_processes_that_write_the_same_entries(tmp_path):
     ],
 )
 def test_which_folder(monkeypatch, tmp_path, setting, variable, xdg, folder):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path / "resting_tier"))
     for name, value in (("PATRICKSTAR_PLAN_CACHE", variable), ("XDG_CACHE_HOME", xdg)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     assert cache_folder(setting) == (None if folder is None else tmp_path / folder)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from patrickstar import _C
 from tests.plan.test_simulator import (
     AFTER_NORM,
-    AT_RETIRE,
+    AT_FINALISE,
     BACKWARD,
     FAST,
+    FINALISE,
     FORWARD,
     GB,
     GRAD,
@@ -18,40 +19,39 @@ from tests.plan.test_simulator import (
     PARAM,
     PARAM_FIRST,
     READ,
-    RETIRE,
     WRITE,
+    access,
     costs_of,
     draw_rates,
     forward,
-    moment,
     one_pass,
     rates_of,
     steps,
 )
 
 
-def arguments_of(moments, seconds, limit, update=NEVER):
-    count = 1 + max(chunk for m in moments for chunk, *_ in m["accesses"])
+def arguments_of(accesses, seconds, limit, update=NEVER):
+    count = 1 + max(chunk for m in accesses for chunk, *_ in m["uses"])
     limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB)}
     shape = {"compute_seconds": seconds, "updates": [update] * count, "numels": [GB] * count}
     return costs_of(count), limits, shape
 
 
-def choose(moments, rates, *, seconds, limit, update=NEVER, prefetch=0):
-    costs, limits, shape = arguments_of(moments, seconds, limit, update)
-    return _C.choose_plan(moments, costs, rates, **shape, **limits, prefetch_bytes=int(prefetch * GB))
+def choose(accesses, rates, *, seconds, limit, update=NEVER, prefetch=0):
+    costs, limits, shape = arguments_of(accesses, seconds, limit, update)
+    return _C.choose_plan(accesses, costs, rates, **shape, **limits, prefetch_bytes=int(prefetch * GB))
 
 
-def with_room(moments, rates, room_bytes, *, seconds, limit, update=NEVER, prefetch=0):
-    costs, limits, shape = arguments_of(moments, seconds, limit, update)
-    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=room_bytes)
-    return plan, _C.simulate(moments, costs, plan, rates, **shape, **limits)
+def with_room(accesses, rates, room_bytes, *, seconds, limit, update=NEVER, prefetch=0):
+    costs, limits, shape = arguments_of(accesses, seconds, limit, update)
+    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=room_bytes)
+    return plan, _C.simulate(accesses, costs, plan, rates, **shape, **limits)
 
 
 def rooms(problem):
-    spare = 2 * len({chunk for m in problem["moments"] for chunk, *_ in m["accesses"]})
+    spare = 2 * len({chunk for m in problem["accesses"] for chunk, *_ in m["uses"]})
     if problem["limit"] != math.inf:
-        needs = [len({(c, k) for c, k, mode in m["accesses"] if mode != RETIRE}) for m in problem["moments"]]
+        needs = [len({(c, k) for c, k, mode in m["uses"] if mode != FINALISE}) for m in problem["accesses"]]
         spare = problem["limit"] - max(needs)
     powers = [2**i for i in range(10) if 2**i < spare]
     return sorted({0, problem["prefetch"], *powers, max(spare, 0)})
@@ -68,7 +68,7 @@ def shortest(tried):
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps(), st.data(), st.sampled_from([AT_RETIRE, NEVER]))
+@given(steps(), st.data(), st.sampled_from([AT_FINALISE, NEVER]))
 def test_against_brute_force(problem, data, update):
     """The least step on a machine whose transfers and updates take half as long again; among those within 0.5 % of it
     the least on the machine itself; among those within 0.5 % of that the problem's own room, then the fewest bytes,
@@ -93,21 +93,23 @@ def test_against_brute_force(problem, data, update):
     assert choice == expected
 
 
-def delayed(count, first_late):
-    return [PARAM_FIRST] * first_late + [AFTER_NORM] * (count - first_late)
+def delayed(count, first_deferred):
+    return [PARAM_FIRST] * first_deferred + [AFTER_NORM] * (count - first_deferred)
 
 
 @settings(max_examples=100, deadline=None)
 @given(steps(), st.data())
 def test_updates_that_wait_against_brute_force(problem, data):
     rates = rates_of(**draw_rates(data))
-    costs, limits, shape = arguments_of(problem["moments"], problem["seconds"], problem["limit"], PARAM_FIRST)
+    costs, limits, shape = arguments_of(problem["accesses"], problem["seconds"], problem["limit"], PARAM_FIRST)
     choice = choose(**problem, rates=rates, update=PARAM_FIRST)
     count = len(choice["updates"])
-    first_late = choice["updates"].index(AFTER_NORM) if AFTER_NORM in choice["updates"] else count
-    assert choice["updates"] == delayed(count, first_late)
+    first_deferred = choice["updates"].index(AFTER_NORM) if AFTER_NORM in choice["updates"] else count
+    assert choice["updates"] == delayed(count, first_deferred)
     given_shape = {**shape, "updates": choice["updates"]}
-    assert choice["predicted"] == _C.simulate(problem["moments"], costs, choice["plan"], rates, **given_shape, **limits)
+    assert choice["predicted"] == _C.simulate(
+        problem["accesses"], costs, choice["plan"], rates, **given_shape, **limits
+    )
     earliest = with_room(**problem, rates=rates, room_bytes=choice["prefetch_bytes"], update=PARAM_FIRST)[1]
     assert choice["predicted"]["seconds"] <= earliest["seconds"] * 1.01
 
@@ -117,8 +119,8 @@ def test_the_last_updates_wait_where_updates_bound_the_step():
     All in two passes take 19.2 s. The last five chunks have the forward of the first three, and of their own
     predecessors, for updates in one pass.
     """
-    moments = forward(8) + list(reversed(one_pass(8)))
-    problem = {"moments": moments, "seconds": [1.0] * 16, "limit": math.inf, "update": PARAM_FIRST}
+    accesses = forward(8) + list(reversed(one_pass(8)))
+    problem = {"accesses": accesses, "seconds": [1.0] * 16, "limit": math.inf, "update": PARAM_FIRST}
     slow = rates_of(adam=1 / 1.6, param_pass=0.5, states_pass=1.0)
     choice = choose(**problem, rates=slow)
     waiting = choice["updates"].count(AFTER_NORM)
@@ -132,8 +134,8 @@ def test_the_last_updates_wait_where_updates_bound_the_step():
 
 
 def burst(count):
-    """One long moment, then one short one for each of ``count`` other chunks."""
-    return [moment(FORWARD, (i, PARAM, READ)) for i in range(count + 1)]
+    """One long access, then one short one for each of ``count`` other chunks."""
+    return [access(FORWARD, (i, PARAM, READ)) for i in range(count + 1)]
 
 
 def test_an_instant_link_needs_no_room():
@@ -151,12 +153,12 @@ def test_enough_room_to_hide_a_burst_and_no_more():
     assert choice["prefetch_bytes"] == 4 * GB
     assert choice["predicted"]["seconds"] == pytest.approx(1 + 4 + 0.04)
     assert with_room(burst(4), rates_of(upload=1), 0, **problem)[1]["seconds"] == pytest.approx(1 + 4 + 3 * 1 + 0.01)
-    fetched_ahead = choice["plan"]["moments"][0]["prefetch"]
+    fetched_ahead = choice["plan"]["accesses"][0]["prefetch"]
     assert fetched_ahead == [(i, PARAM) for i in range(1, 5)]
 
 
 def rounds(count, repeats):
-    return [moment(FORWARD, (i, PARAM, READ)) for _ in range(repeats) for i in range(count)]
+    return [access(FORWARD, (i, PARAM, READ)) for _ in range(repeats) for i in range(count)]
 
 
 def test_a_link_slower_than_compute_gets_the_fewest_bytes():
@@ -172,10 +174,10 @@ def test_a_link_slower_than_compute_gets_the_fewest_bytes():
 
 def test_room_that_the_link_pays_for():
     """Every chunk of the second half is needed within no time: more bytes, a shorter step."""
-    moments = [moment(FORWARD, (0, PARAM, READ)), *[moment(FORWARD, (i, PARAM, READ)) for i in range(1, 7)]] * 2
+    accesses = [access(FORWARD, (0, PARAM, READ)), *[access(FORWARD, (i, PARAM, READ)) for i in range(1, 7)]] * 2
     problem = {"seconds": ([6.0] + [0.01] * 6) * 2, "limit": 6}
-    choice = choose(moments, rates_of(upload=1), **problem)
-    kept, step = with_room(moments, rates_of(upload=1), 0, **problem)
+    choice = choose(accesses, rates_of(upload=1), **problem)
+    kept, step = with_room(accesses, rates_of(upload=1), 0, **problem)
     assert choice["prefetch_bytes"] > 0
     assert choice["plan"]["uploaded_bytes"] > kept["uploaded_bytes"]
     assert choice["predicted"]["seconds"] < step["seconds"]
@@ -197,20 +199,20 @@ def test_without_a_limit():
 
 
 def test_a_large_step():
-    """64 chunks, 900 moments, recomputation; 100 ms at most."""
+    """64 chunks, 900 accesses, recomputation; 100 ms at most."""
     chunks, uses = 64, 300
     order = [i * chunks // uses for i in range(uses)]
-    moments = [moment(FORWARD, (c, PARAM, READ)) for c in order]
+    accesses = [access(FORWARD, (c, PARAM, READ)) for c in order]
     for place, c in enumerate(reversed(order)):
-        moments.append(moment(BACKWARD, (c, PARAM, READ)))
-        leaves = [(c, GRAD, RETIRE)] if c not in order[: uses - place - 1] else []
-        moments.append(moment(BACKWARD, (c, PARAM, READ), (c, GRAD, WRITE), *leaves))
-    problem = {"seconds": [0.1] * len(moments), "limit": 24, "update": AT_RETIRE}
+        accesses.append(access(BACKWARD, (c, PARAM, READ)))
+        leaves = [(c, GRAD, FINALISE)] if c not in order[: uses - place - 1] else []
+        accesses.append(access(BACKWARD, (c, PARAM, READ), (c, GRAD, WRITE), *leaves))
+    problem = {"seconds": [0.1] * len(accesses), "limit": 24, "update": AT_FINALISE}
     begin = time.perf_counter()
-    choice = choose(moments, rates_of(upload=5, download=5, adam=2), **problem, prefetch=8)
+    choice = choose(accesses, rates_of(upload=5, download=5, adam=2), **problem, prefetch=8)
     print(f"chosen in {time.perf_counter() - begin:.3f} s: {choice['prefetch_bytes'] / GB:.0f} chunks of room")
-    assert len(choice["plan"]["moments"]) == 900
-    untimed = with_room(moments, rates_of(upload=5, download=5, adam=2), 8 * GB, **problem)[1]
+    assert len(choice["plan"]["accesses"]) == 900
+    untimed = with_room(accesses, rates_of(upload=5, download=5, adam=2), 8 * GB, **problem)[1]
     assert choice["predicted"]["seconds"] <= untimed["seconds"]
 
 
@@ -219,21 +221,31 @@ def test_a_rate_that_is_not_positive_is_refused():
         choose(burst(1), rates_of(upload=0, download=FAST), seconds=[1.0] * 2, limit=2)
 
 
-def with_visits(rates, visitor_bytes=GB, limit=8):
-    moments = [*forward(8), *(moment(_C.Phase.BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(7, -1, -1))]
-    costs, limits, shape = arguments_of(moments, [0.1] * 16, limit, _C.Recipe.HOST_PROMISED)
+def with_round_trips(rates, round_trip_bytes=GB, limit=8):
+    accesses = [
+        *forward(8),
+        *(access(_C.Phase.BACKWARD, (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in range(7, -1, -1)),
+    ]
+    costs, limits, shape = arguments_of(accesses, [0.1] * 16, limit, _C.Recipe.HOST_PROMISED)
     costs_each = [(3 * GB, 3 * GB, 0)] * 8  # moments of 8 bits, beside gradients of 16
     choice = _C.choose_plan(
-        moments, costs, rates, **shape, **limits, prefetch_bytes=0, visit_costs=costs_each, visitor_bytes=visitor_bytes
+        accesses,
+        costs,
+        rates,
+        **shape,
+        **limits,
+        prefetch_bytes=0,
+        round_trip_costs=costs_each,
+        round_trip_bytes=round_trip_bytes,
     )
-    return choice, choice["updates"].count(_C.Recipe.VISIT)
+    return choice, choice["updates"].count(_C.Recipe.ROUND_TRIP)
 
 
 def test_the_device_makes_updates_where_the_host_bounds_the_step():
     bound = rates_of(upload=50, download=50, adam=1)
-    (at_home, none), (visiting, some) = with_visits(bound, visitor_bytes=0), with_visits(bound)
+    (at_rest, none), (visiting, some) = with_round_trips(bound, round_trip_bytes=0), with_round_trips(bound)
     assert none == 0 < some < 8
-    assert visiting["predicted"]["seconds"] < 0.98 * at_home["predicted"]["seconds"]
+    assert visiting["predicted"]["seconds"] < 0.98 * at_rest["predicted"]["seconds"]
     assert visiting["predicted"]["host_adam_seconds"] == 8 - some
 
 
@@ -245,5 +257,5 @@ def test_the_device_makes_updates_where_the_host_bounds_the_step():
         pytest.param({"upload": 50, "download": 50, "adam": 1}, 1, id="no room for visitors"),
     ],
 )
-def test_nobody_visits_where_that_gains_nothing(rates, limit):
-    assert with_visits(rates_of(**rates), limit=limit)[1] == 0
+def test_nobody_round_trips_where_that_gains_nothing(rates, limit):
+    assert with_round_trips(rates_of(**rates), limit=limit)[1] == 0

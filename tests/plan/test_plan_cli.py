@@ -62,7 +62,7 @@ def test_the_least_budgets_it_names_work(capsys):
     least[1] = f"{int(again['least_device_bytes'] * 0.99)}B"
     refused = as_json(capsys, *small, *least, expect=1)
     assert not refused["fits"]
-    assert "for activations and the largest moment's chunks" in refused["why"]
+    assert "for activations and the largest access's chunks" in refused["why"]
 
 
 def test_committed_updates_in_bfloat16_need_twelve_bytes_per_parameter(capsys):
@@ -135,7 +135,7 @@ def test_the_plan_can_be_saved(capsys, tmp_path):
 def test_activations_need_less_memory_with_recomputation(capsys):
     args = [*SMALL, "--device-memory", "1GiB", "--no-advice"]
     whole, recomputed = as_json(capsys, *args), as_json(capsys, *args, "--checkpointing")
-    assert recomputed["tide_peak_bytes"] < whole["tide_peak_bytes"]
+    assert recomputed["activation_peak_bytes"] < whole["activation_peak_bytes"]
     assert recomputed["roofline_seconds"]["compute"] > whole["roofline_seconds"]["compute"]
 
 

@@ -46,7 +46,7 @@ def test_round_trip(planned):
 def test_it_says_what_moves(planned):
     *_, plan, _ = planned
     text = str(plan)
-    assert f"plan of {len(plan.timeline)} moments over {len(plan.chunks)} chunks" in text
+    assert f"plan of {len(plan.timeline)} accesses over {len(plan.chunks)} chunks" in text
     assert len(text.splitlines()) == len(plan.timeline) + 3
     assert any(step["prefetch"] or step["fetch"] for step in plan.steps)
 
@@ -65,8 +65,8 @@ def test_a_new_engine_replays_it_from_the_first_step_on(planned):
     assert_same(run, replayed)
     assert first["plan"].steps == plan.steps
     assert first["plan"].problem == plan.problem
-    assert first["report"]["num_replayed_moments"] == first["report"]["num_moments"] == len(plan.timeline)
-    assert run.chunk_reports[0]["num_replayed_moments"] == 0
+    assert first["report"]["num_replayed_accesses"] == first["report"]["num_accesses"] == len(plan.timeline)
+    assert run.chunk_reports[0]["num_replayed_accesses"] == 0
 
 
 @pytest.mark.parametrize("percent", [82, 130, 200])
@@ -86,7 +86,7 @@ def test_a_departing_sequence_changes_no_number(planned, tmp_path):
     replayed = train(case, {**config, "plan": str(other)}, steps=STEPS)
     assert_same(run, replayed)
     report = replayed.chunk_reports[0]
-    assert report["num_replayed_moments"] < report["num_moments"]
+    assert report["num_replayed_accesses"] < report["num_accesses"]
     assert replayed.chunk_reports[-1]["num_plans"] > 1
 
 
@@ -103,7 +103,7 @@ def test_a_step_is_predicted_from_the_plan_of_an_engine(planned):
     assert slow.roofline["upload"] == pytest.approx(plan.uploaded_bytes / 1e6)
     assert (slow.uploaded_bytes, slow.downloaded_bytes) == (plan.uploaded_bytes, plan.downloaded_bytes)
     assert slow.peak_bytes <= plan.problem["limit_bytes"]
-    with pytest.raises(ValueError, match="moments"):
+    with pytest.raises(ValueError, match="accesses"):
         predict(plan, seconds[1:], rates)
 
 
@@ -143,10 +143,10 @@ def test_what_is_no_plan_is_refused(tmp_path, text, match):
         Plan.load(path)
 
 
-def test_a_moment_of_a_chunk_that_is_not_there_is_refused(planned, tmp_path):
+def test_a_access_of_a_chunk_that_is_not_there_is_refused(planned, tmp_path):
     *_, path = planned
     fields = json.loads(path.read_text())
-    fields["timeline"][0]["accesses"].append([10_000, "PARAM", "READ"])
+    fields["timeline"][0]["uses"].append([10_000, "PARAM", "READ"])
     other = tmp_path / "other.json"
     other.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match="uses chunk 10000"):

@@ -8,7 +8,7 @@ from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS, Dev
 from patrickstar.config import LossComputation
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import main
-from patrickstar.planning.leaving import Device
+from patrickstar.planning.leaving import LinkedDevice
 from patrickstar.planning.machines import H200
 from patrickstar.planning.question import Workload
 from patrickstar.planning.timeline import make_timeline
@@ -26,7 +26,7 @@ def build(vocab=VOCAB):
     return llama(**sizes, vocab=vocab, length=LENGTH, attention="sdpa", use_cache=False)
 
 
-def counted_tide(tile_tokens):
+def counted_activation_memory(tile_tokens):
     torch.manual_seed(0)
     section = {"loss": "fused", "tile_tokens": tile_tokens}
     config = make_config("fp32", default_chunk_size=32768, device_memory=2**40, activations=section)
@@ -41,7 +41,7 @@ def counted_tide(tile_tokens):
             engine.backward(loss)
             del loss
             optimizer.step()
-        return engine.plan().tide_peak_bytes
+        return engine.plan().activation_peak_bytes
 
 
 def traced(tile_tokens=TILE, length=LENGTH):
@@ -55,14 +55,14 @@ def traced(tile_tokens=TILE, length=LENGTH):
     return uses, make_layout(params, 32768)
 
 
-def tide(uses, layout):
-    return make_timeline(uses, layout, [False] * layout.num_chunks).tide_peak_bytes
+def activation_memory(uses, layout):
+    return make_timeline(uses, layout, [False] * layout.num_chunks).activation_peak_bytes
 
 
-def test_the_tide_of_tiles_is_the_counted_one():
-    real = counted_tide(TILE)
-    planned = tide(*traced(TILE))
-    print(f"tide {real} measured, {planned} planned, {planned / real - 1:+.1%}")
+def test_the_activation_memory_of_tiles_is_the_counted_one():
+    real = counted_activation_memory(TILE)
+    planned = activation_memory(*traced(TILE))
+    print(f"activation memory {real} measured, {planned} planned, {planned / real - 1:+.1%}")
     assert planned == pytest.approx(real, rel=0.10)
 
 
@@ -72,23 +72,25 @@ def test_tiles_compute_hardly_more():
     assert tiled.num_operations > whole.num_operations
 
 
-def test_what_leaves_is_no_part_of_the_tide():
+def test_what_leaves_is_no_part_of_the_activation_memory():
     uses, layout = traced()
 
     def leaving(device):
-        tides = uses.leaving(device)
-        return tide(uses.with_tides(tides, tides), layout), tides
+        activation_levels = uses.leaving(device)
+        return activation_memory(
+            uses.with_activation_levels(activation_levels, activation_levels), layout
+        ), activation_levels
 
-    staying = tide(uses, layout)
-    device = Device(shares=DeviceShares(2 * 4 * INPUT_BYTES, 0), room_bytes=2**40)
+    staying = activation_memory(uses, layout)
+    device = LinkedDevice(shares=DeviceShares(2 * 4 * INPUT_BYTES, 0), room_bytes=2**40)
     left, first = leaving(device)
-    print(f"tide {staying} staying, {left} with {first.away_bytes} away")
+    print(f"activation memory {staying} staying, {left} with {first.away_bytes} away")
     assert 2 * INPUT_BYTES <= first.away_bytes < (LAYERS + 1) * INPUT_BYTES
     # The first backward: two may still be leaving and two have come back.
     assert INPUT_BYTES < staying - left <= first.away_bytes
     scarce = leaving(dataclasses.replace(device, room_bytes=2 * INPUT_BYTES))[1].away_bytes
     assert INPUT_BYTES <= scarce <= 2 * INPUT_BYTES
-    assert leaving(Device(shares=DeviceShares(4 * staying, 0), room_bytes=2**40))[0] == staying
+    assert leaving(LinkedDevice(shares=DeviceShares(4 * staying, 0), room_bytes=2**40))[0] == staying
     sent = sum(copies.leaving for copies in first.copies)
     assert first.away_bytes <= sent <= (LAYERS + 2) * INPUT_BYTES
     brought = sum(copies.coming for copies in first.copies)
@@ -98,7 +100,7 @@ def test_what_leaves_is_no_part_of_the_tide():
     assert last <= left
 
 
-def test_the_one_moment_of_the_logits_makes_nothing_leave():
+def test_the_one_access_of_the_logits_makes_nothing_leave():
     with torch.device("meta"):
         module = build(vocab=4096)
     module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -106,31 +108,31 @@ def test_the_one_moment_of_the_logits_makes_nothing_leave():
     tokens = torch.empty(1, LENGTH, dtype=torch.long, device="meta")
     uses = trace_uses(module, params, torch.float32, {"input_ids": tokens, "labels": tokens}, H200.gpu)
     layout = make_layout(params, 32768)
-    staying = tide(uses, layout)
-    device = Device(shares=DeviceShares(staying * 5 // 4, 0), room_bytes=2**40)
+    staying = activation_memory(uses, layout)
+    device = LinkedDevice(shares=DeviceShares(staying * 5 // 4, 0), room_bytes=2**40)
     first = uses.leaving(device)
     later = uses.leaving(dataclasses.replace(device, seen=first.seen))
     assert first.away_bytes >= INPUT_BYTES and later.away_bytes == 0
-    assert tide(uses.with_tides(first, later), layout) == staying
+    assert activation_memory(uses.with_activation_levels(first, later), layout) == staying
     scarce = dataclasses.replace(device, shares=DeviceShares(staying * 5 // 4, staying // 8 + INPUT_BYTES))
     first = uses.leaving(scarce)
     left = uses.leaving(dataclasses.replace(scarce, seen=first.seen)).away_bytes
     assert 0 < left < LAYERS * INPUT_BYTES
-    assert tide(uses.with_tides(first, None), layout) < staying
+    assert activation_memory(uses.with_activation_levels(first, None), layout) < staying
 
 
 def test_attention_that_is_kept():
     uses, _ = traced(length=2 * LEAST_ATTENTION_TOKENS)
     least = LEAST_ATTENTION_TOKENS * 2 * HIDDEN * 4
-    ample = Device(shares=DeviceShares(64 * least, 0), room_bytes=2**40)
+    ample = LinkedDevice(shares=DeviceShares(64 * least, 0), room_bytes=2**40)
     first = uses.leaving(ample)
     assert first.kept_calls == 0 == sum(first.saved_seconds)
     counts, seconds = [], []
     for room in (0, 2 * least, 2**40):
-        device = Device(shares=DeviceShares(12 * least, 0), room_bytes=room)
-        tides = uses.leaving(dataclasses.replace(device, seen=uses.leaving(device).seen))
-        counts.append(tides.kept_calls)
-        seconds.append(sum(tides.saved_seconds))
+        device = LinkedDevice(shares=DeviceShares(12 * least, 0), room_bytes=room)
+        activation_levels = uses.leaving(dataclasses.replace(device, seen=uses.leaving(device).seen))
+        counts.append(activation_levels.kept_calls)
+        seconds.append(sum(activation_levels.saved_seconds))
     print(counts, seconds)
     assert counts[0] < counts[-1] == LAYERS and counts == sorted(counts)
     assert seconds == pytest.approx([count / LAYERS * seconds[-1] for count in counts])
@@ -149,16 +151,16 @@ def test_the_command(capsys, tmp_path):
     whole, tiled = answer(), answer("--tile-tokens", "4096")
     assert whole["config"]["activations"] == {"loss": "fused"}
     assert tiled["config"]["activations"] == {"loss": "fused", "tile_tokens": 4096}
-    assert tiled["tide_peak_bytes"] < whole["tide_peak_bytes"]
-    assert tiled["tile_tokens"] == 4096 and tiled["stashed_bytes"] == 0
-    scarce = ["--tile-tokens", "4096", "--device-memory", f"{tiled['tide_peak_bytes'] * 11 // 10}B"]
+    assert tiled["activation_peak_bytes"] < whole["activation_peak_bytes"]
+    assert tiled["tile_tokens"] == 4096 and tiled["offloaded_bytes"] == 0
+    scarce = ["--tile-tokens", "4096", "--device-memory", f"{tiled['activation_peak_bytes'] * 11 // 10}B"]
     left, kept = answer(*scarce), answer(*scarce, "--offload", "never")
-    assert left["stashed_bytes"] > 0 == kept["stashed_bytes"]
+    assert left["offloaded_bytes"] > 0 == kept["offloaded_bytes"]
     assert left["host_peak_bytes"] >= kept["host_peak_bytes"]
     assert kept["config"]["activations"]["offload"] == "never"
     assert main([*asked, *scarce]) == 0
     out = capsys.readouterr().out
     assert "activations that leave the device: " in out and "MLPs and norms in tiles of 4096 tokens" in out
-    assert tiled["kept_attention"] == 0 and "attention of checkpointed layers" not in out
+    assert tiled["selective_attention"] == 0 and "attention of checkpointed layers" not in out
     assert main([*asked, "--seq-len", "40000"]) == 0
     assert f"attention of checkpointed layers: {LAYERS} calls are kept for backward" in capsys.readouterr().out

@@ -13,17 +13,17 @@ from patrickstar.planning.update_costs import ADAM, update_cost
 from tests.plan.belady import least_uploaded_bytes
 
 PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
-READ, WRITE, RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
+READ, WRITE, FINALISE = _C.ArrayUseMode.READ, _C.ArrayUseMode.WRITE, _C.ArrayUseMode.FINALISE
 
 
-def moments_of(uses, tides):
+def accesses_of(uses, activation_levels):
     return [
         {
             "phase": _C.Phase.FORWARD,
-            "tide_peak_bytes": tide,
-            "accesses": [(array, PARAM, READ) for array in sorted(arrays)],
+            "activation_peak_bytes": activation_memory,
+            "uses": [(array, PARAM, READ) for array in sorted(arrays)],
         }
-        for arrays, tide in zip(uses, tides, strict=True)
+        for arrays, activation_memory in zip(uses, activation_levels, strict=True)
     ]
 
 
@@ -32,9 +32,9 @@ def read_costs(sizes):
 
 
 def replay(plan, uses, sizes, room):
-    """Executes a plan; uploaded bytes. Checks that every moment has its arrays and stays within its room."""
+    """Executes a plan; uploaded bytes. Checks that every access has its arrays and stays within its room."""
     resident, uploaded = set(), 0
-    for moment, (steps, arrays) in enumerate(zip(plan["moments"], uses, strict=True)):
+    for access, (steps, arrays) in enumerate(zip(plan["accesses"], uses, strict=True)):
         for array, _ in steps["evict"]:
             resident.remove(array)
         for array, _ in steps["fetch"]:
@@ -49,7 +49,7 @@ def replay(plan, uses, sizes, room):
             assert array not in resident
             resident.add(array)
             uploaded += sizes[array]
-        assert sum(sizes[array] for array in resident) <= room[moment]
+        assert sum(sizes[array] for array in resident) <= room[access]
     return uploaded
 
 
@@ -62,16 +62,18 @@ def problems(draw, sizes):
     ]
     limit = 100
     # Whole tens, so that with arrays of 10 the program has a whole optimum.
-    tides = [10 * draw(st.integers(0, (limit - sum(size_list[a] for a in arrays)) // 10)) for arrays in uses]
-    return uses, size_list, tides, limit
+    activation_levels = [
+        10 * draw(st.integers(0, (limit - sum(size_list[a] for a in arrays)) // 10)) for arrays in uses
+    ]
+    return uses, size_list, activation_levels, limit
 
 
 @settings(max_examples=300, deadline=None)
 @given(problems(st.just(10)))
 def test_optimal_for_equal_sizes(problem):
-    uses, sizes, tides, limit = problem
-    room = [limit - tide for tide in tides]
-    plan = _C.make_plan(moments_of(uses, tides), read_costs(sizes), limit_bytes=limit)
+    uses, sizes, activation_levels, limit = problem
+    room = [limit - activation_memory for activation_memory in activation_levels]
+    plan = _C.make_plan(accesses_of(uses, activation_levels), read_costs(sizes), limit_bytes=limit)
     uploaded = replay(plan, uses, sizes, room)
     assert uploaded == plan["uploaded_bytes"]
     assert abs(uploaded - least_uploaded_bytes(uses, sizes, room)) < 1e-6
@@ -80,9 +82,9 @@ def test_optimal_for_equal_sizes(problem):
 @settings(max_examples=200, deadline=None)
 @given(problems(st.integers(1, 50)))
 def test_valid_for_any_sizes(problem):
-    uses, sizes, tides, limit = problem
-    room = [limit - tide for tide in tides]
-    plan = _C.make_plan(moments_of(uses, tides), read_costs(sizes), limit_bytes=limit)
+    uses, sizes, activation_levels, limit = problem
+    room = [limit - activation_memory for activation_memory in activation_levels]
+    plan = _C.make_plan(accesses_of(uses, activation_levels), read_costs(sizes), limit_bytes=limit)
     uploaded = replay(plan, uses, sizes, room)
     assert uploaded == plan["uploaded_bytes"]
     assert uploaded >= least_uploaded_bytes(uses, sizes, room) - 1e-6
@@ -95,55 +97,55 @@ def forward_backward(count):
 def test_a_training_step():
     """Forward and backward over n chunks with room for k: n + (n - k) uploads, by hand."""
     for room in range(2, 9):
-        plan = _C.make_plan(moments_of(forward_backward(8), [0] * 16), read_costs([10] * 8), limit_bytes=10 * room)
+        plan = _C.make_plan(accesses_of(forward_backward(8), [0] * 16), read_costs([10] * 8), limit_bytes=10 * room)
         assert plan["uploaded_bytes"] == 10 * (8 + (8 - room))
 
 
-def test_prefetch_looks_one_moment_ahead():
-    plan = _C.make_plan(moments_of([{0}, {1}, {2}, {3}], [0] * 4), read_costs([10] * 4), limit_bytes=20)
-    assert [steps["fetch"] for steps in plan["moments"]] == [[(0, PARAM)], [], [], []]
-    assert [steps["prefetch"] for steps in plan["moments"]] == [[(1, PARAM)], [(2, PARAM)], [(3, PARAM)], []]
+def test_prefetch_looks_one_access_ahead():
+    plan = _C.make_plan(accesses_of([{0}, {1}, {2}, {3}], [0] * 4), read_costs([10] * 4), limit_bytes=20)
+    assert [steps["fetch"] for steps in plan["accesses"]] == [[(0, PARAM)], [], [], []]
+    assert [steps["prefetch"] for steps in plan["accesses"]] == [[(1, PARAM)], [(2, PARAM)], [(3, PARAM)], []]
 
 
 def test_surviving_copies_are_not_fetched_again():
     costs = {(array, PARAM): (10, 10, 0, 0, True) for array in range(4)}
     uses = forward_backward(4)
-    assert _C.make_plan(moments_of(uses, [0] * 8), costs, limit_bytes=40)["uploaded_bytes"] == 0
-    assert _C.make_plan(moments_of(uses, [0] * 8), costs, limit_bytes=20)["uploaded_bytes"] > 0
+    assert _C.make_plan(accesses_of(uses, [0] * 8), costs, limit_bytes=40)["uploaded_bytes"] == 0
+    assert _C.make_plan(accesses_of(uses, [0] * 8), costs, limit_bytes=20)["uploaded_bytes"] > 0
 
 
-def test_gradients_retire_or_are_evicted_last():
-    moments = [
-        {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(0, PARAM, READ)]},
-        {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(1, PARAM, READ)]},
+def test_gradients_finalise_or_are_evicted_last():
+    accesses = [
+        {"phase": _C.Phase.FORWARD, "activation_peak_bytes": 0, "uses": [(0, PARAM, READ)]},
+        {"phase": _C.Phase.FORWARD, "activation_peak_bytes": 0, "uses": [(1, PARAM, READ)]},
         {
             "phase": _C.Phase.BACKWARD,
-            "tide_peak_bytes": 0,
-            "accesses": [(1, PARAM, READ), (1, GRAD, WRITE), (1, GRAD, RETIRE)],
+            "activation_peak_bytes": 0,
+            "uses": [(1, PARAM, READ), (1, GRAD, WRITE), (1, GRAD, FINALISE)],
         },
         {
             "phase": _C.Phase.BACKWARD,
-            "tide_peak_bytes": 0,
-            "accesses": [(0, PARAM, READ), (0, GRAD, WRITE), (0, GRAD, RETIRE)],
+            "activation_peak_bytes": 0,
+            "uses": [(0, PARAM, READ), (0, GRAD, WRITE), (0, GRAD, FINALISE)],
         },
     ]
     costs = {(c, PARAM): (10, 10, 0, 0, False) for c in range(2)} | {
         (c, GRAD): (10, 10, 10, 10, False) for c in range(2)
     }
-    plan = _C.make_plan(moments, costs, limit_bytes=30)
+    plan = _C.make_plan(accesses, costs, limit_bytes=30)
     assert plan["uploaded_bytes"] == 20
     assert plan["downloaded_bytes"] == 20
-    assert plan["moments"][3]["evict"] == []
+    assert plan["accesses"][3]["evict"] == []
     assert plan["least_limit_bytes"] == 20
-    tight = _C.make_plan(moments, costs, limit_bytes=20)
+    tight = _C.make_plan(accesses, costs, limit_bytes=20)
     assert tight["uploaded_bytes"] == 30
     assert tight["downloaded_bytes"] == 20
 
 
-def test_the_tide_decides():
+def test_the_activation_memory_decides():
     uses = [{0}, {1}, {2}, {0}, {1}]
-    flat = _C.make_plan(moments_of(uses, [0] * 5), read_costs([10] * 3), limit_bytes=30)
-    peak = _C.make_plan(moments_of(uses, [0, 0, 20, 0, 0]), read_costs([10] * 3), limit_bytes=30)
+    flat = _C.make_plan(accesses_of(uses, [0] * 5), read_costs([10] * 3), limit_bytes=30)
+    peak = _C.make_plan(accesses_of(uses, [0, 0, 20, 0, 0]), read_costs([10] * 3), limit_bytes=30)
     assert flat["uploaded_bytes"] == 30
     assert peak["uploaded_bytes"] == 50
     assert peak["least_limit_bytes"] == 30
@@ -152,21 +154,21 @@ def test_the_tide_decides():
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(problems(st.integers(1, 20)), problems(st.just(10))), st.integers(1, 60))
 def test_room_for_prefetches(problem, prefetch_bytes):
-    uses, sizes, tides, limit = problem
-    room = [limit - tide for tide in tides]
-    moments, costs = moments_of(uses, tides), read_costs(sizes)
-    plan = _C.make_plan(moments, costs, limit_bytes=limit, prefetch_bytes=prefetch_bytes)
+    uses, sizes, activation_levels, limit = problem
+    room = [limit - activation_memory for activation_memory in activation_levels]
+    accesses, costs = accesses_of(uses, activation_levels), read_costs(sizes)
+    plan = _C.make_plan(accesses, costs, limit_bytes=limit, prefetch_bytes=prefetch_bytes)
     assert replay(plan, uses, sizes, room) == plan["uploaded_bytes"]
     if len(set(sizes)) == 1:  # else the rule is a heuristic
-        without = _C.make_plan(moments, costs, limit_bytes=limit - prefetch_bytes)
+        without = _C.make_plan(accesses, costs, limit_bytes=limit - prefetch_bytes)
         assert plan["uploaded_bytes"] == without["uploaded_bytes"]
 
 
 def test_prefetches_start_as_early_as_they_fit():
     uses = [{0}, {1}, {2}, {3}]
-    plan = _C.make_plan(moments_of(uses, [0] * 4), read_costs([10] * 4), limit_bytes=30, prefetch_bytes=20)
-    assert [step["prefetch"] for step in plan["moments"]] == [[(1, PARAM), (2, PARAM)], [(3, PARAM)], [], []]
-    assert [step["fetch"] for step in plan["moments"]] == [[(0, PARAM)], [], [], []]
+    plan = _C.make_plan(accesses_of(uses, [0] * 4), read_costs([10] * 4), limit_bytes=30, prefetch_bytes=20)
+    assert [step["prefetch"] for step in plan["accesses"]] == [[(1, PARAM), (2, PARAM)], [(3, PARAM)], [], []]
+    assert [step["fetch"] for step in plan["accesses"]] == [[(0, PARAM)], [], [], []]
 
 
 AHEADS = (_C.Ahead.NOTHING, _C.Ahead.PARAM, _C.Ahead.EVERYTHING)
@@ -208,8 +210,8 @@ def test_new_parameters_of_all_come_before_new_states_of_any():
     layout = _C.Layout.pack([numel] * 3, [_C.DType.BFLOAT16] * 3, [True, False, True], numel)
     values, states = 2 * numel, 12 * numel
 
-    def chosen(room, homes=(_C.Tier.HOST,) * 3):
-        return [ahead.name for ahead in _C.choose_ahead(layout, list(homes), room)]
+    def chosen(room, resting_tiers=(_C.Tier.HOST,) * 3):
+        return [ahead.name for ahead in _C.choose_ahead(layout, list(resting_tiers), room)]
 
     assert chosen(values - 1) == ["NOTHING"] * 3
     assert chosen(values) == ["PARAM", "NOTHING", "NOTHING"]
@@ -252,7 +254,7 @@ def test_memory_or_cores_hold_updates_up():
     assert few.host_params_per_second(costs["adam, 8bit"]) < few.host_params_per_second(ADAM)
 
 
-NEVER, AT_RETIRE = _C.Recipe.NEVER, _C.Recipe.HOST_AHEAD
+NEVER, AT_FINALISE = _C.Recipe.NEVER, _C.Recipe.HOST_AHEAD
 AFTER_NORM, ON_DEVICE = _C.Recipe.HOST, _C.Recipe.DEVICE
 LOWER_IS_SLOWER = ("upload_gbps", "download_gbps", "host_adam_params_per_second", "device_adam_params_per_second",
                    "launch_ahead_seconds")  # fmt: skip
@@ -271,7 +273,7 @@ def vote(rate=None, seconds=(), updates=(), **flags):
 
 
 def test_one_rank_agrees_with_itself():
-    mine = vote(3.0, [1.0, 2.0], [NEVER, AT_RETIRE])
+    mine = vote(3.0, [1.0, 2.0], [NEVER, AT_FINALISE])
     found = _C.agreed_vote([mine])
     assert {name: found[name] for name in found if name != "rates"} == {n: mine[n] for n in mine if n != "rates"}
     assert all(getattr(found["rates"], name) == 3.0 for name in (*LOWER_IS_SLOWER, *HIGHER_COUNTS))
@@ -292,13 +294,13 @@ def test_the_rank_counts_whose_activations_leave():
     for order in (votes, votes[::-1], [votes[1], votes[0], votes[2]]):
         assert _C.agreed_vote(order)["activations"] == [[8, 0, 0], [0, 9, 9]]
     assert _C.agreed_vote([votes[1], votes[1]])["activations"] == []
-    with pytest.raises(_C.StateError, match="activations of other moments"):
+    with pytest.raises(_C.StateError, match="activations of other accesses"):
         _C.agreed_vote([vote(1.0, [1.0], activations=[[1, 1, 1]] * 2)])
 
 
-def test_an_update_that_is_late_on_any_rank_is_late():
-    late = [NEVER, AT_RETIRE, AFTER_NORM, ON_DEVICE]
-    found = _C.agreed_vote([vote(updates=[NEVER, AT_RETIRE, AT_RETIRE, AFTER_NORM]), vote(updates=late)])
+def test_an_update_that_is_deferred_on_any_rank_is_deferred():
+    late = [NEVER, AT_FINALISE, AFTER_NORM, ON_DEVICE]
+    found = _C.agreed_vote([vote(updates=[NEVER, AT_FINALISE, AT_FINALISE, AFTER_NORM]), vote(updates=late)])
     assert found["updates"] == late
 
 

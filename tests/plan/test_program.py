@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from patrickstar import _C
 from patrickstar.plan import main
-from tests.plan.test_simulator import BACKWARD, GRAD, PARAM, READ, RETIRE, WRITE, costs_of, forward, moment, rates_of
+from tests.plan.test_simulator import BACKWARD, FINALISE, GRAD, PARAM, READ, WRITE, access, costs_of, forward, rates_of
 
 GB = 10**9
 UPDATES = {
     "host": [_C.Recipe.HOST, _C.Recipe.HOST_AHEAD, _C.Recipe.HOST_TWO_PASSES, _C.Recipe.HOST_TWO_PASSES_AHEAD],
     "disk": [_C.Recipe.DISK, _C.Recipe.DISK_PROMISED],
-    "visit": [_C.Recipe.VISIT],
+    "round_trip": [_C.Recipe.ROUND_TRIP],
     "device": [_C.Recipe.DEVICE],
 }
 EXCHANGES = ("gather", "scatter")
@@ -20,26 +20,26 @@ EACH_UPDATE = [(where, recipe) for where, recipes in UPDATES.items() for recipe 
 
 
 def backward(count):
-    return [moment(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in reversed(range(count))]
+    return [access(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in reversed(range(count))]
 
 
 def arguments_of(count, limit, recipes, prefetch=0, ranks=1):
-    moments = forward(count) + backward(count)
+    accesses = forward(count) + backward(count)
     costs = costs_of(count, [i for i in range(count) if recipes[i].states == _C.Tier.DEVICE], ranks)
     limits = {"limit_bytes": limit * GB}
     return {
-        "moments": moments,
+        "accesses": accesses,
         "costs": costs,
-        "plan": _C.make_plan(moments, costs, **limits, prefetch_bytes=prefetch * GB),
+        "plan": _C.make_plan(accesses, costs, **limits, prefetch_bytes=prefetch * GB),
         "rates": rates_of(
             upload=1, download=1, adam=2, device_adam=20, gather=4, scatter=4, disk_read_gbps=2, disk_write_gbps=2
         ),
-        "compute_seconds": [0.5] * len(moments),
+        "compute_seconds": [0.5] * len(accesses),
         "updates": recipes,
         "numels": [GB // ranks] * count,
         "num_ranks": ranks,
         "disk_bytes": [GB // ranks] * count,
-        "visit_costs": [(6 * GB // ranks, 7 * GB // ranks, 0)] * count,
+        "round_trip_costs": [(6 * GB // ranks, 7 * GB // ranks, 0)] * count,
         **limits,
     }
 
@@ -62,8 +62,13 @@ def test_a_chunk_that_leaves_and_comes_back():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_recipe_is_carried_out(where, recipe, ranks):
     program = _C.play_program(**arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=ranks))
-    lanes = {"host": _C.Lane.HOST, "disk": _C.Lane.DISK_HOST, "visit": _C.Lane.VISIT, "device": _C.Lane.COMPUTE}
-    first = {"visit": "visit_up"}.get(where, "update_")
+    lanes = {
+        "host": _C.Lane.HOST,
+        "disk": _C.Lane.DISK_HOST,
+        "round_trip": _C.Lane.ROUND_TRIP,
+        "device": _C.Lane.COMPUTE,
+    }
+    first = {"round_trip": "round_trip_up"}.get(where, "update_")
     for chunk in range(3):
         updates = [one for one in program if one["chunk"] == chunk and one["op"].startswith(first)]
         assert len(updates) == (2 if "TWO_PASSES" in recipe.name else 1)
@@ -108,10 +113,10 @@ def test_bytes(count, room, prefetch, ranks, names):
     lanes = collections.defaultdict(list)
     for one in program:
         moved[one["op"]] += one["amount"]
-        if one["lane"] not in (_C.Lane.LAUNCH, _C.Lane.VISIT) and one["seconds"] > 0:
+        if one["lane"] not in (_C.Lane.LAUNCH, _C.Lane.ROUND_TRIP) and one["seconds"] > 0:
             lanes[one["lane"]].append((one["begin_seconds"], one["begin_seconds"] + one["seconds"]))
-    assert moved["fetch"] + moved["visit_up"] == step["uploaded_bytes"]
-    assert moved["evict"] + moved["to_host"] + moved["visit_down"] == step["downloaded_bytes"]
+    assert moved["fetch"] + moved["round_trip_up"] == step["uploaded_bytes"]
+    assert moved["evict"] + moved["to_host"] + moved["round_trip_down"] == step["downloaded_bytes"]
     assert moved["gather"] == step["gathered_bytes"]
     assert moved["scatter"] == step["scattered_bytes"]
     assert moved["load"] == step["disk_read_bytes"]
@@ -128,5 +133,5 @@ def test_the_command_lists_it(capsys):
     print("\n".join(listed[:40]))
     begins = [float(line.split()[0]) for line in listed if line.split()[2:3] == ["compute"]]
     assert begins == sorted(begins)
-    assert sum(line.startswith("moment ") for line in listed) == int(listed[0].split()[4])
+    assert sum(line.startswith("access ") for line in listed) == int(listed[0].split()[4])
     assert listed.count("end of the step") == 1

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from patrickstar import _C
 
 PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
-READ, WRITE, RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
+READ, WRITE, FINALISE = _C.ArrayUseMode.READ, _C.ArrayUseMode.WRITE, _C.ArrayUseMode.FINALISE
 FORWARD, BACKWARD = _C.Phase.FORWARD, _C.Phase.BACKWARD
-AT_RETIRE, AFTER_NORM = _C.Recipe.HOST_AHEAD, _C.Recipe.HOST
+AT_FINALISE, AFTER_NORM = _C.Recipe.HOST_AHEAD, _C.Recipe.HOST
 PARAM_FIRST = _C.Recipe.HOST_TWO_PASSES_AHEAD
-ON_DISK_AFTER_NORM, ON_DISK_AT_RETIRE = _C.Recipe.DISK, _C.Recipe.DISK_PROMISED
+ON_DISK_AFTER_NORM, ON_DISK_AT_FINALISE = _C.Recipe.DISK, _C.Recipe.DISK_PROMISED
 NEVER, ON_DEVICE = _C.Recipe.NEVER, _C.Recipe.DEVICE
 GB = 10**9  # a rate of 1 GB/s and chunks of 1 GB make bytes seconds
 FAST = 1e9
@@ -31,17 +31,17 @@ def rates_of(upload=FAST, download=FAST, adam=FAST, device_adam=FAST, gather=FAS
     return rates
 
 
-def moment(phase, *accesses, tide=0):
-    return {"phase": phase, "accesses": list(accesses), "tide_peak_bytes": tide}
+def access(phase, *uses, activation_memory=0):
+    return {"phase": phase, "uses": list(uses), "activation_peak_bytes": activation_memory}
 
 
 def one_pass(count):
     """Each chunk is read, and its gradient is made and leaves, in one moment."""
-    return [moment(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(count)]
+    return [access(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in range(count)]
 
 
 def forward(count):
-    return [moment(FORWARD, (i, PARAM, READ)) for i in range(count)]
+    return [access(FORWARD, (i, PARAM, READ)) for i in range(count)]
 
 
 def costs_of(count, device_states=(), ranks=1):
@@ -55,7 +55,7 @@ def costs_of(count, device_states=(), ranks=1):
 
 
 def simulate(
-    moments,
+    accesses,
     rates,
     *,
     seconds,
@@ -68,24 +68,24 @@ def simulate(
     fixed=0,
     ranks=1,
 ):
-    """``limit``, ``prefetch`` and ``spare`` (beyond the plan's own) in chunks; ``seconds`` per moment, or one for all.
+    """``limit``, ``prefetch`` and ``spare`` (beyond the plan's own) in chunks; ``seconds`` per access, or one for all.
     Checks that the step moves the plan's bytes.
     """
-    count = 1 + max(chunk for m in moments for chunk, *_ in m["accesses"])
+    count = 1 + max(chunk for m in accesses for chunk, *_ in m["uses"])
     limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB), "fixed_bytes": fixed}
     costs = costs_of(count, device_states, ranks)
-    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=int(prefetch * GB))
+    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=int(prefetch * GB))
     if not prefetches:
-        for planned in plan["moments"]:
+        for planned in plan["accesses"]:
             planned["prefetch"] = []
     if limit != math.inf:
         limits["limit_bytes"] += spare * GB
     step = _C.simulate(
-        moments,
+        accesses,
         costs,
         plan,
         rates,
-        compute_seconds=seconds if isinstance(seconds, list) else [seconds] * len(moments),
+        compute_seconds=seconds if isinstance(seconds, list) else [seconds] * len(accesses),
         updates=[ON_DEVICE if i in device_states else update for i in range(count)],
         numels=[GB // ranks] * count,
         num_ranks=ranks,
@@ -113,16 +113,16 @@ def test_upload_bound():
 
 def test_download_bound():
     """Room for one parameter and two gradients: one is written while the other leaves."""
-    moments = [moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(5)]
-    step = simulate(moments, rates_of(download=1), seconds=0.25, limit=2)
+    accesses = [access(BACKWARD, (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in range(5)]
+    step = simulate(accesses, rates_of(download=1), seconds=0.25, limit=2)
     assert step["seconds"] == pytest.approx(5 * 1)
     assert step["download_seconds"] == pytest.approx(5)
     assert step["stall_seconds"]["memory"] == pytest.approx(5 - 5 * 0.25)
 
 
 def test_adam_bound():
-    """An update takes as long as two moments; each chunk is needed again when its update has just ended."""
-    step = simulate(one_pass(6), rates_of(adam=1), seconds=0.5, update=AT_RETIRE)
+    """An update takes as long as two accesses; each chunk is needed again when its update has just ended."""
+    step = simulate(one_pass(6), rates_of(adam=1), seconds=0.5, update=AT_FINALISE)
     assert step["seconds"] == pytest.approx(6 * 1, abs=1e-6)
     assert step["host_adam_seconds"] == pytest.approx(6)
     assert step["stall_seconds"]["host_update"] == pytest.approx(6 - 3, abs=1e-6)
@@ -141,23 +141,23 @@ def test_updates_during_backward_hide_behind_it():
     """Three chunks of one second's update each. After the norm the forward of each waits for its update: 1 + 0.1, 1 +
     0.1, ... During backward only chunk 0, whose gradient is last, is waited for.
     """
-    moments = [*forward(3), *reversed(one_pass(3))]
+    accesses = [*forward(3), *reversed(one_pass(3))]
     seconds = [0.1] * 3 + [1.0] * 3
-    late = simulate(moments, rates_of(adam=1), seconds=seconds, update=AFTER_NORM)
+    late = simulate(accesses, rates_of(adam=1), seconds=seconds, update=AFTER_NORM)
     assert late["seconds"] == pytest.approx(3 + 0.1 + 3, abs=1e-6)
-    early = simulate(moments, rates_of(adam=1), seconds=seconds, update=AT_RETIRE)
+    early = simulate(accesses, rates_of(adam=1), seconds=seconds, update=AT_FINALISE)
     assert early["seconds"] == pytest.approx(1 + 0.3 + 3, abs=1e-6)
 
 
 def test_disk_bound():
     """Reads of six chunks' states take longest and follow each other, from the beginning of backward on."""
     rates = rates_of(disk_read_gbps=1, disk_write_gbps=4)
-    step = simulate(one_pass(6), rates, seconds=0.25, update=ON_DISK_AT_RETIRE)
+    step = simulate(one_pass(6), rates, seconds=0.25, update=ON_DISK_AT_FINALISE)
     assert step["seconds"] == pytest.approx(6 * 1, abs=0.3)
     assert (step["disk_read_seconds"], step["disk_write_seconds"]) == (pytest.approx(6), pytest.approx(1.5))
     assert step["disk_read_bytes"] == step["disk_written_bytes"] == 6 * GB
     rates = rates_of(disk_read_gbps=4, disk_write_gbps=1)
-    written = simulate(one_pass(6), rates, seconds=0.25, update=ON_DISK_AT_RETIRE)
+    written = simulate(one_pass(6), rates, seconds=0.25, update=ON_DISK_AT_FINALISE)
     assert written["seconds"] == pytest.approx(6 * 1, abs=0.3)
 
 
@@ -166,11 +166,11 @@ def test_one_chunk_on_the_disk_after_the_norm():
     before the next backward begins.
     """
     rates = rates_of(upload=1, adam=0.5, disk_read_gbps=1, disk_write_gbps=1, synchronize_seconds=0.5)
-    moments = [*forward(1), *one_pass(1)]
-    step = simulate(moments, rates, seconds=[1.0, 3.0], update=ON_DISK_AFTER_NORM)
+    accesses = [*forward(1), *one_pass(1)]
+    step = simulate(accesses, rates, seconds=[1.0, 3.0], update=ON_DISK_AFTER_NORM)
     assert step["seconds"] == pytest.approx(1 + 3 + 0.5 + 2 + 1, abs=1e-6)
     rates.disk_read_gbps = 0.25  # four seconds, of which the backward hides three and the norm half a second
-    step = simulate(moments, rates, seconds=[1.0, 3.0], update=ON_DISK_AFTER_NORM)
+    step = simulate(accesses, rates, seconds=[1.0, 3.0], update=ON_DISK_AFTER_NORM)
     assert step["seconds"] == pytest.approx(1 + 3 + 0.5 + 0.5 + 2 + 1, abs=1e-6)
 
 
@@ -179,14 +179,14 @@ def test_a_set_is_free_when_its_states_are_written():
     before it.
     """
     rates = rates_of(disk_read_gbps=FAST, disk_write_gbps=1)
-    moments = [*forward(7), *reversed(one_pass(7))]
-    step = simulate(moments, rates, seconds=[0.01] * 7 + [1.0] * 7, update=ON_DISK_AFTER_NORM)
+    accesses = [*forward(7), *reversed(one_pass(7))]
+    step = simulate(accesses, rates, seconds=[0.01] * 7 + [1.0] * 7, update=ON_DISK_AFTER_NORM)
     assert step["stall_seconds"]["host_update"] == pytest.approx(7 - 3, abs=0.1)
 
 
 def test_a_disk_without_a_rate_is_refused():
     with pytest.raises(ValueError, match="states are on the disk, which reads 0 GB/s and writes 0 GB/s"):
-        simulate(one_pass(1), rates_of(), seconds=1.0, update=ON_DISK_AT_RETIRE)
+        simulate(one_pass(1), rates_of(), seconds=1.0, update=ON_DISK_AT_FINALISE)
 
 
 def test_without_room_for_prefetches_everything_is_one_after_the_other():
@@ -208,26 +208,26 @@ def test_updates_on_the_device():
 
 
 def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
-    """One of four stays beside each moment's needs; the others come back when the norm is known."""
-    moments = [moment(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE)) for i in range(4)]
+    """One of four stays beside each access's needs; the others come back when the norm is known."""
+    accesses = [access(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE)) for i in range(4)]
     costs, limits = costs_of(4, range(4)), {"limit_bytes": 3 * GB, "fixed_bytes": 0}
-    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=0)
+    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=0)
     given = {"updates": [ON_DEVICE] * 4, "numels": [GB] * 4, "num_ranks": 1, "disk_bytes": [GB] * 4, **limits}
-    step = _C.simulate(moments, costs, plan, rates_of(upload=2), compute_seconds=[1.0] * 4, **given)
+    step = _C.simulate(accesses, costs, plan, rates_of(upload=2), compute_seconds=[1.0] * 4, **given)
     assert step["downloaded_bytes"] == plan["downloaded_bytes"] == step["uploaded_bytes"] > 0
     assert step["seconds"] == pytest.approx(4 + step["uploaded_bytes"] / (2 * GB))
     assert step["stall_seconds"]["upload"] == pytest.approx(step["upload_seconds"])
 
 
 def test_codes_are_dequantised_where_they_come_from():
-    moments, limits = forward(4), {"limit_bytes": 2 * GB, "fixed_bytes": 0}
+    accesses, limits = forward(4), {"limit_bytes": 2 * GB, "fixed_bytes": 0}
     costs = {(i, PARAM): (GB, 0 if i < 2 else GB // 4, 0, 0, True) for i in range(4)}
-    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=0)
+    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=0)
     given = {"updates": [NEVER] * 4, "numels": [GB] * 4, "compute_seconds": [1.0] * 4, **limits}
     rates = rates_of(upload=1)
     rates.device_memory_gbps = 5.0
     free, timed = (
-        _C.simulate(moments, costs, plan, rates, dequantized_bytes=bytes_each, **given)
+        _C.simulate(accesses, costs, plan, rates, dequantized_bytes=bytes_each, **given)
         for bytes_each in ([], [GB, GB // 2, GB, GB])
     )
     fetched = timed["uploaded_bytes"] / (GB // 4)
@@ -237,16 +237,16 @@ def test_codes_are_dequantised_where_they_come_from():
     assert 4 < timed["compute_seconds"] <= 4.3 + 1e-9
     assert timed["seconds"] >= free["seconds"] + (timed["compute_seconds"] - 4) - 1e-9
     with pytest.raises(ValueError, match="dequantised by memory that moves 0"):
-        _C.simulate(moments, costs, plan, rates_of(upload=1), dequantized_bytes=[GB] * 4, **given)
+        _C.simulate(accesses, costs, plan, rates_of(upload=1), dequantized_bytes=[GB] * 4, **given)
     with pytest.raises(ValueError, match="known of 1 chunks of 4"):
-        _C.simulate(moments, costs, plan, rates, dequantized_bytes=[GB], **given)
+        _C.simulate(accesses, costs, plan, rates, dequantized_bytes=[GB], **given)
 
 
 def test_chunks_that_take_nothing_need_no_costs():
-    moments, limits = one_pass(3), {"limit_bytes": 4 * GB, "fixed_bytes": 0}
+    accesses, limits = one_pass(3), {"limit_bytes": 4 * GB, "fixed_bytes": 0}
     costs = {key: cost for key, cost in costs_of(3).items() if key[0] < 1}
     given = {"updates": [NEVER] * 3, "numels": [GB] * 3, "num_ranks": 1, "disk_bytes": [GB] * 3, **limits}
-    choice = _C.choose_plan(moments, costs, rates_of(), compute_seconds=[1.0] * 3, prefetch_bytes=0, **given)
+    choice = _C.choose_plan(accesses, costs, rates_of(), compute_seconds=[1.0] * 3, prefetch_bytes=0, **given)
     assert choice["predicted"]["seconds"] == pytest.approx(3)
 
 
@@ -286,7 +286,7 @@ def test_a_gather_follows_its_shard():
     assert step["seconds"] == pytest.approx(1 + 4 * 1.5 + 0.125)
 
 
-@pytest.mark.parametrize("update", [AT_RETIRE, AFTER_NORM])
+@pytest.mark.parametrize("update", [AT_FINALISE, AFTER_NORM])
 def test_a_scatter_comes_before_the_norm_the_way_down_and_the_update(update):
     """One chunk, two ranks: compute 3, scatter 0.5, then the shard: 0.25 down, 1 of update, 0.5 up; gather 0.25."""
     rates = rates_of(upload=1, download=2, adam=0.5, gather=2, scatter=1)
@@ -295,15 +295,15 @@ def test_a_scatter_comes_before_the_norm_the_way_down_and_the_update(update):
     assert step["scatter_seconds"] == pytest.approx(0.5)
     assert step["scattered_bytes"] == GB // 2
     rates.synchronize_seconds = 0.75
-    begin = {AT_RETIRE: 0.25, AFTER_NORM: 0.75}[update]
+    begin = {AT_FINALISE: 0.25, AFTER_NORM: 0.75}[update]
     step = simulate(one_pass(1), rates, seconds=3.0, update=update, ranks=2)
     assert step["seconds"] == pytest.approx(3 + 0.5 + begin + 1 + 0.5 + 0.25)
 
 
 def test_scatters_hold_memory():
     """Room for two gradients: the third waits until the first is scattered, though nothing goes down."""
-    moments = [moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(5)]
-    step = simulate(moments, rates_of(scatter=0.5), seconds=0.25, limit=2, device_states=range(5), ranks=2)
+    accesses = [access(BACKWARD, (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in range(5)]
+    step = simulate(accesses, rates_of(scatter=0.5), seconds=0.25, limit=2, device_states=range(5), ranks=2)
     assert step["seconds"] == pytest.approx(5 * 1 + 0.25)  # the first one's compute has nothing to hide behind
     assert step["downloaded_bytes"] == 0
 
@@ -312,7 +312,7 @@ def test_states_on_the_device_of_several_ranks():
     step = simulate(one_pass(4), rates_of(device_adam=4, gather=1), seconds=1.0, device_states=range(4), ranks=2)
     assert step["uploaded_bytes"] == 0
     assert step["device_adam_seconds"] == pytest.approx(4 / 2 / 4)
-    # The first gather has nothing to hide behind; the others run beside the moment before theirs.
+    # The first gather has nothing to hide behind; the others run beside the access before theirs.
     assert step["seconds"] == pytest.approx(0.5 + 4 * 1 + 0.5)
     assert step["stall_seconds"]["collective"] == pytest.approx(0.5)
 
@@ -329,15 +329,18 @@ def test_one_rank_gathers_nothing():
 
 
 def test_peak():
-    moments = [moment(FORWARD, (0, PARAM, READ), tide=5), moment(FORWARD, (1, PARAM, READ), (2, PARAM, READ), tide=7)]
-    step = simulate(moments, rates_of(), seconds=1.0, limit=2.5, fixed=11)
+    accesses = [
+        access(FORWARD, (0, PARAM, READ), activation_memory=5),
+        access(FORWARD, (1, PARAM, READ), (2, PARAM, READ), activation_memory=7),
+    ]
+    step = simulate(accesses, rates_of(), seconds=1.0, limit=2.5, fixed=11)
     assert step["peak_bytes"] == 2 * GB + 7 + 11
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"compute_seconds": [1.0]}, "2 moments"),
+        ({"compute_seconds": [1.0]}, "2 accesses"),
         ({"updates": []}, "0 updates"),
         ({"rates": rates_of(upload=0)}, "not positive: upload 0"),
         ({"rates": rates_of(gather=-1)}, "gathers at -1 GB/s"),
@@ -345,26 +348,26 @@ def test_peak():
     ],
 )
 def test_what_does_not_agree_is_refused(change, match):
-    moments = forward(2)
-    plan = _C.make_plan(moments, costs_of(2), limit_bytes=_C.UNLIMITED)
+    accesses = forward(2)
+    plan = _C.make_plan(accesses, costs_of(2), limit_bytes=_C.UNLIMITED)
     arguments = {"rates": rates_of(), "compute_seconds": [1.0, 1.0], "updates": [NEVER] * 2, "numels": [1, 1]} | change
     with pytest.raises(ValueError, match=match):
-        _C.simulate(moments, costs_of(2), plan, limit_bytes=_C.UNLIMITED, **arguments)
+        _C.simulate(accesses, costs_of(2), plan, limit_bytes=_C.UNLIMITED, **arguments)
 
 
 @st.composite
 def steps(draw):
     count = draw(st.integers(2, 6))
     order = [i for i in range(count) for _ in range(draw(st.integers(1, 2)))]
-    moments = [moment(FORWARD, (i, PARAM, READ)) for i in order]
+    accesses = [access(FORWARD, (i, PARAM, READ)) for i in order]
     for place, i in enumerate(reversed(order)):
         last = i not in list(reversed(order))[place + 1 :]
-        accesses = [(i, PARAM, READ), (i, GRAD, WRITE)] + ([(i, GRAD, RETIRE)] if last else [])
-        moments.append(moment(BACKWARD, *accesses))
+        uses = [(i, PARAM, READ), (i, GRAD, WRITE)] + ([(i, GRAD, FINALISE)] if last else [])
+        accesses.append(access(BACKWARD, *uses))
     limit = draw(st.one_of(st.just(math.inf), st.integers(3, 2 * count)))
     return {
-        "moments": moments,
-        "seconds": [draw(st.floats(0.01, 2.0)) for _ in moments],
+        "accesses": accesses,
+        "seconds": [draw(st.floats(0.01, 2.0)) for _ in accesses],
         "limit": limit,
         "prefetch": draw(st.integers(0, 2)) if limit != math.inf and limit >= 5 else 0,
     }
@@ -387,11 +390,11 @@ def test_an_update_in_two_passes_counts_both():
     second runs beside it, before the next backward's updates.
     """
     rates = rates_of(adam=1)
-    whole = simulate(one_pass(1), rates, seconds=3.0, update=AT_RETIRE)
+    whole = simulate(one_pass(1), rates, seconds=3.0, update=AT_FINALISE)
     two = simulate(one_pass(1), rates, seconds=3.0, update=PARAM_FIRST)
     assert whole["host_adam_seconds"] == pytest.approx(1)
     assert two["host_adam_seconds"] == pytest.approx((16 + 26) / 28)
-    # The gradient is down at the end of the moment; what then lies between two steps is the update that they wait for.
+    # The gradient is down at the end of the access; what then lies between two steps is the update that they wait for.
     assert whole["seconds"] == pytest.approx(3 + 1)
     assert two["seconds"] == pytest.approx(3 + 16 / 28)
     # With little else to do the host's work bounds the step.
@@ -400,7 +403,7 @@ def test_an_update_in_two_passes_counts_both():
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps(), st.data(), st.sampled_from([AT_RETIRE, PARAM_FIRST, AFTER_NORM]), RANKS)
+@given(steps(), st.data(), st.sampled_from([AT_FINALISE, PARAM_FIRST, AFTER_NORM]), RANKS)
 def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
     rates = draw_rates(data)
     step = simulate(**problem, rates=rates_of(**rates), update=update, ranks=ranks)
@@ -416,17 +419,17 @@ def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
 @given(steps(), st.data(), st.sampled_from(["upload", "download", "adam", "gather", "scatter"]), RANKS)
 def test_faster_is_not_slower(problem, data, name, ranks):
     rates = draw_rates(data)
-    slow = simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE, ranks=ranks)["seconds"]
+    slow = simulate(**problem, rates=rates_of(**rates), update=AT_FINALISE, ranks=ranks)["seconds"]
     rates[name] *= data.draw(st.floats(1, 10), "factor")
-    assert simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE, ranks=ranks)["seconds"] <= slow * (1 + 1e-9)
+    assert simulate(**problem, rates=rates_of(**rates), update=AT_FINALISE, ranks=ranks)["seconds"] <= slow * (1 + 1e-9)
 
 
 @settings(max_examples=100, deadline=None)
 @given(steps(), st.data(), st.integers(1, 5))
 def test_the_same_plan_in_more_memory_is_not_slower(problem, data, more):
     rates = rates_of(**draw_rates(data))
-    scarce = simulate(**problem, rates=rates, update=AT_RETIRE)["seconds"]
-    assert simulate(**problem, rates=rates, update=AT_RETIRE, spare=more)["seconds"] <= scarce * (1 + 1e-9)
+    scarce = simulate(**problem, rates=rates, update=AT_FINALISE)["seconds"]
+    assert simulate(**problem, rates=rates, update=AT_FINALISE, spare=more)["seconds"] <= scarce * (1 + 1e-9)
 
 
 def test_activations_share_the_queues():
@@ -434,25 +437,25 @@ def test_activations_share_the_queues():
     copies = [[2 * GB, 0, 0], [0, 2 * GB, 0], [0, 0, 2 * GB]]
 
     def step_with(activations):
-        moments = forward(1) * 3
+        accesses = forward(1) * 3
         costs = costs_of(1)
-        plan = _C.make_plan(moments, costs, limit_bytes=_C.UNLIMITED, fixed_bytes=0, prefetch_bytes=0)
+        plan = _C.make_plan(accesses, costs, limit_bytes=_C.UNLIMITED, fixed_bytes=0, prefetch_bytes=0)
         shape = {"compute_seconds": [1.0] * 3, "updates": [NEVER], "numels": [GB], "limit_bytes": _C.UNLIMITED}
-        return _C.simulate(moments, costs, plan, rates_of(upload=1, download=1), **shape, activations=activations)
+        return _C.simulate(accesses, costs, plan, rates_of(upload=1, download=1), **shape, activations=activations)
 
     without, step = step_with([]), step_with(copies)
     assert step["stall_seconds"]["upload"] - without["stall_seconds"]["upload"] == pytest.approx(1.0)
     assert step["seconds"] - without["seconds"] == pytest.approx(1.0)
     assert step["uploaded_bytes"] - without["uploaded_bytes"] == 2 * GB
     assert step["downloaded_bytes"] - without["downloaded_bytes"] == 2 * GB
-    with pytest.raises(ValueError, match="3 moments and activations are copied in 2"):
+    with pytest.raises(ValueError, match="3 accesses and activations are copied in 2"):
         step_with(copies[:2])
 
 
-THERE_AND_BACK = [*forward(3), *(moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in (2, 1, 0))]
+THERE_AND_BACK = [*forward(3), *(access(BACKWARD, (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in (2, 1, 0))]
 
 
-def there_and_back(rates, update=AT_RETIRE, **options):
+def there_and_back(rates, update=AT_FINALISE, **options):
     """Three chunks: a second of forward each, a backward that takes no time, and updates."""
     costs, limits = costs_of(3), {"limit_bytes": _C.UNLIMITED, "fixed_bytes": 0}
     plan = _C.make_plan(THERE_AND_BACK, costs, **limits, prefetch_bytes=0)
@@ -489,10 +492,10 @@ def test_updates_that_the_device_makes_for_the_host():
     for value, uploaded in ((0, 9), (GB // 2, 7.5)):
         costs = [(2 * GB, 2 * GB, value)] * 3
         rates = rates_of(adam=0.1, upload=2, download=2)
-        step = there_and_back(rates, _C.Recipe.VISIT, gradient_room_bytes=GB, visit_costs=costs)
+        step = there_and_back(rates, _C.Recipe.ROUND_TRIP, gradient_room_bytes=GB, round_trip_costs=costs)
         assert step["host_adam_seconds"] == 0
-        assert step["visit_seconds"] == pytest.approx(3)
+        assert step["round_trip_seconds"] == pytest.approx(3)
         assert step["downloaded_bytes"] == 6 * GB and step["uploaded_bytes"] == uploaded * GB
         assert step["seconds"] < 10
     with pytest.raises(ValueError, match="round trips"):
-        there_and_back(rates_of(), _C.Recipe.VISIT)
+        there_and_back(rates_of(), _C.Recipe.ROUND_TRIP)

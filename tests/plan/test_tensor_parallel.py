@@ -11,12 +11,12 @@ from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.plan import main
 from patrickstar.planning import uses
 from patrickstar.planning.cluster import LINKS, Cluster, LineRates
-from patrickstar.planning.divided_matrices import MatrixMesh, SharedMatrices
 from patrickstar.planning.machines import H200
 from patrickstar.planning.models import SharedSequences, build_model
+from patrickstar.planning.sharded_matrices import MatrixMesh, SharedMatrices
 from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Links
-from patrickstar.tensor2d import Place, cost
+from patrickstar.tensor2d import MeshPlace, cost
 from patrickstar.tensor2d.cost import LayerShape, Mode
 from tests.models import llama_config
 
@@ -65,7 +65,7 @@ def of_products(received):
 def test_a_trace_receives_what_is_counted(rows, columns):
     tokens = BATCH * LENGTH
     expected = cost.embedding(tokens, HIDDEN, rows, columns)
-    expected += cost.head(tokens, HIDDEN, VOCAB, Place(rows, columns), tied=False)
+    expected += cost.head(tokens, HIDDEN, VOCAB, MeshPlace(rows, columns), tied=False)
     for _ in range(LAYERS):
         expected += cost.received_2d(LayerShape(hidden=HIDDEN), tokens, rows, columns)
     assert of_products(trace(rows, columns)[1].matrices.received_bytes) == 2 * expected.total
@@ -104,24 +104,24 @@ def test_a_layer_waits_in_backward_for_its_weights_too():
     assert len(weights) == LAYERS and weights <= entered
 
 
-def test_parameters_and_activations_are_divided():
+def test_parameters_and_activations_are_sharded():
     few, many = trace(1, 2), trace(2, 4)
-    tides = [max(use.tide_peak_bytes for use in uses.uses) for uses, _ in (few, many)]
-    assert tides[1] == pytest.approx(tides[0] / 4, rel=0.05)
+    activation_levels = [max(use.activation_peak_bytes for use in uses.uses) for uses, _ in (few, many)]
+    assert activation_levels[1] == pytest.approx(activation_levels[0] / 4, rel=0.05)
     sizes = [sum(param.numel() for param in model.module.parameters()) for _, model in (few, many)]
     assert sizes[1] == pytest.approx(sizes[0] / 4, rel=0.01)
     assert few[1].num_params == many[1].num_params == pytest.approx(2 * sizes[0], rel=0.01)
 
 
 @pytest.mark.parametrize("links", [Links(gbps=1e-3), Links(attention_tflops=1e-9)], ids=["ulysses", "zigzag"])
-def test_sequences_are_divided_beside_matrices(llama, links):
+def test_sequences_are_sharded_beside_matrices(llama, links):
     alone, short = trace(2, 2, name=llama, length=LENGTH // 2)
     shared, model = trace(2, 2, name=llama, shared=SharedSequences(size=2, links=links))
     assert model.inputs["input_ids"].shape == (BATCH // 2, LENGTH // 2)
     assert of_products(model.matrices.received_bytes) == of_products(short.matrices.received_bytes)
-    tides = [max(use.tide_peak_bytes for use in uses.uses) for uses in (alone, shared)]
-    assert tides[1] == pytest.approx(tides[0], rel=0.1)
-    # Of a rank's 4 heads, 2 of keys: forward's operations of both layers' attention, as if nothing were masked.
+    activation_levels = [max(use.activation_peak_bytes for use in uses.uses) for uses in (alone, shared)]
+    assert activation_levels[1] == pytest.approx(activation_levels[0], rel=0.1)
+    # A rank has 4 heads, 2 of keys: forward's operations of both layers' attention, as if nothing were masked.
     assert model.division.flops[0] == 4.0 * (BATCH // 2) * 4 * LENGTH**2 * (HIDDEN // 8) / 2
 
 

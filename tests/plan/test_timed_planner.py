@@ -6,7 +6,7 @@ import torch
 from patrickstar import _C
 from patrickstar.plan import Plan, predict
 from patrickstar.runtime import initialize_engine
-from tests.engine.test_stashed_activations import DEEP, least, stashing
+from tests.engine.test_offloaded_activations import DEEP, least, offloading
 from tests.models import MODELS, Case, gpt2, token_batch
 from tests.training import assert_same, least_device_memory, make_config, train, two_passes
 
@@ -118,10 +118,10 @@ def reference_times(trace):
     stalls = [s for s in spans if s["track"] == _C.Track.STALL and s["cause"] not in kept]
     tail = trace["seconds"] - optimizer - sum(s["seconds"] for s in stalls if s["begin_seconds"] >= optimizer)
     compute = []
-    for moment in trace["moments"]:
-        end = moment["begin_seconds"] + moment["seconds"]
-        waits = (s["seconds"] for s in stalls if moment["begin_seconds"] <= s["begin_seconds"] < min(end, optimizer))
-        compute.append(moment["seconds"] - sum(waits))
+    for access in trace["accesses"]:
+        end = access["begin_seconds"] + access["seconds"]
+        waits = (s["seconds"] for s in stalls if access["begin_seconds"] <= s["begin_seconds"] < min(end, optimizer))
+        compute.append(access["seconds"] - sum(waits))
     rates = {
         "upload_gbps": gbps(_C.Track.UPLOAD),
         "download_gbps": gbps(_C.Track.DOWNLOAD),
@@ -135,9 +135,9 @@ def reference_times(trace):
         "param_pass": 16 / 28,  # by bytes: all in one pass
         "states_pass": 26 / 28,
         "device_adam_params_per_second": 1e18,  # none was seen
-        "synchronize_seconds": tail + trace["moments"][0]["begin_seconds"],
-        "device_memory_gbps": 0.0,  # moments' times hold what is dequantised
-        "launch_ahead_seconds": max(max(m["begin_seconds"] - m["launched_seconds"], 0) for m in trace["moments"]),
+        "synchronize_seconds": tail + trace["accesses"][0]["begin_seconds"],
+        "device_memory_gbps": 0.0,  # accesses' times hold what is dequantised
+        "launch_ahead_seconds": max(max(m["begin_seconds"] - m["launched_seconds"], 0) for m in trace["accesses"]),
     }
     return rates, compute
 
@@ -209,7 +209,7 @@ def chosen(budget):
     train(LAYERS, linked(0.02, device_memory=budget), steps=STEPS + 1, before_step=look)
     plan = found["plan"]
     limits = _C.DeviceBudget()
-    limits.limit_bytes, limits.follows_tide, limits.prefetches_far = budget, True, True
+    limits.limit_bytes, limits.follows_activations, limits.prefetches_far = budget, True, True
     on_device = [chunk.states_on_device for chunk in plan.chunks]
     rule = _C.pose_problem(found["layout"], plan.timeline, on_device, limits)
     assert rule["prefetch_bytes"] > 0
@@ -291,7 +291,7 @@ def test_a_plan_keeps_its_times(budget, tmp_path):
     assert predict(plan, plan.times.compute_seconds, rates, num_speculated_chunks=0) == plan.prediction
 
 
-def test_times_of_other_moments_are_refused(budget, tmp_path):
+def test_times_of_other_accesses_are_refused(budget, tmp_path):
     _run, plans = plans_of(LAYERS, linked(device_memory=budget), steps=PLANNED)
     path = tmp_path / "plan.json"
     plans[-1].times.compute_seconds.pop()
@@ -327,10 +327,10 @@ def test_states_that_move_to_the_device_leave_times_what_they_are(budget, multip
     config = linked(device_memory=multiple * budget)
     config["optimizer"]["params"]["use_hybrid_adam"] = True
     run, plans = plans_of(LAYERS, config, steps=12)
-    retired = [[mode for moment in plan.timeline for *_, mode in moment["accesses"]] for plan in plans]
-    retired = [modes.count(_C.AccessMode.RETIRE) for modes in retired]
-    assert retired[0] > retired[1] == retired[-1]
-    assert run.report["num_device_state_chunks"] == retired[0] - retired[1]
+    finalised = [[mode for access in plan.timeline for *_, mode in access["uses"]] for plan in plans]
+    finalised = [modes.count(_C.ArrayUseMode.FINALISE) for modes in finalised]
+    assert finalised[0] > finalised[1] == finalised[-1]
+    assert run.report["num_device_state_chunks"] == finalised[0] - finalised[1]
     times = [plan.times and plan.times.compute_seconds for plan in plans]
     assert times[:2] == [None, None]
     assert times[2] == times[8] != times[9] == times[11]
@@ -355,21 +355,21 @@ def test_without_a_limit():
 
 
 def test_activations_that_leave_are_part_of_the_choice():
-    plans, stashed = [], []
+    plans, offloaded = [], []
 
     def look(engine, step):
         plans.append(engine.plan() if step else None)
-        stashed.append(engine.report()["stashed_bytes"])
+        offloaded.append(engine.report()["offloaded_bytes"])
 
-    config = stashing("auto", delays={"link_gbps": 0.02}, device_memory=int(1.2 * least("auto")))
+    config = offloading("auto", delays={"link_gbps": 0.02}, device_memory=int(1.2 * least("auto")))
     train(DEEP, config, steps=STEPS + 1, before_step=look, checkpointing=False)
     plan = plans[-1]
-    forward = [moment["phase"] == _C.Phase.FORWARD for moment in plan.timeline]
+    forward = [access["phase"] == _C.Phase.FORWARD for access in plan.timeline]
     leaving, coming, needed = zip(*plan.times.activations, strict=True)
-    assert 0 < sum(leaving) == stashed[MEASURED + 1] - stashed[MEASURED]
+    assert 0 < sum(leaving) == offloaded[MEASURED + 1] - offloaded[MEASURED]
     assert sum(coming) == sum(needed) >= sum(leaving)  # what is asked for twice comes twice
     assert not any(bytes for bytes, is_forward in zip(leaving, forward, strict=True) if not is_forward)
-    assert not any(coming[: sum(forward) - 1])  # the backward of the loss belongs to the last moment of forward
+    assert not any(coming[: sum(forward) - 1])  # the backward of the loss belongs to the last access of forward
     times, numels = plan.times.as_core(), [chunk.numel for chunk in plan.chunks]
     choice = _C.choose_plan(plan.timeline, **times, numels=numels, **plan.problem)
     assert choice["predicted"]["seconds"] == plan.prediction.seconds

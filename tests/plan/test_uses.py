@@ -15,7 +15,7 @@ CHUNK_NUMEL = 4096
 NAMES = ["gpt2", "bert", "llama", "mlp", "t5", "albert", "lora", "shared", "frozen", "attention"]
 
 
-def real_moments(case, checkpointing, states_on_device):
+def real_accesses(case, checkpointing, states_on_device):
     torch.manual_seed(0)
     config = make_config(default_chunk_size=CHUNK_NUMEL, device_memory=2**40)
     config["optimizer"]["params"]["use_hybrid_adam"] = states_on_device
@@ -43,13 +43,13 @@ def meta_uses(case, checkpointing):
     return params, trace_uses(module, params, torch.float32, batch, H200.gpu, case.loss)
 
 
-def meta_moments(case, checkpointing, states_on_device):
+def meta_accesses(case, checkpointing, states_on_device):
     params, uses = meta_uses(case, checkpointing)
     layout = make_layout(params, CHUNK_NUMEL)
     timed = make_timeline(uses, layout, [states_on_device] * layout.num_chunks)
-    assert len(timed.seconds) == len(timed.moments)
+    assert len(timed.seconds) == len(timed.accesses)
     assert min(timed.seconds) >= 0 < sum(timed.seconds)
-    return timed.moments
+    return timed.accesses
 
 
 def test_what_chunks_hold_for_nothing():
@@ -62,40 +62,43 @@ def test_what_chunks_hold_for_nothing():
     assert make_timeline(uses, make_layout(params, 128), [False] * 2).waste_bytes == 0
 
 
-def structure(moments):
-    return [(moment["phase"].name, [(c, k.name, m.name) for c, k, m in moment["accesses"]]) for moment in moments]
+def structure(accesses):
+    return [(access["phase"].name, [(c, k.name, m.name) for c, k, m in access["uses"]]) for access in accesses]
 
 
-def peak(moments):
-    return max(moment["tide_peak_bytes"] for moment in moments)
+def peak(accesses):
+    return max(access["activation_peak_bytes"] for access in accesses)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_moments_as_a_real_run(name):
+def test_same_accesses_as_a_real_run(name):
     """The highest activation memory is within 10 % (rounding to 512 bytes shows in tiny models).
     nn.MultiheadAttention's differs more: the CPU has a kernel for whole layers.
     """
-    real, meta = (moments(MODELS[name], False, False) for moments in (real_moments, meta_moments))
+    real, meta = (accesses(MODELS[name], False, False) for accesses in (real_accesses, meta_accesses))
     assert structure(meta) == structure(real)
-    print(f"{name}: tide {peak(real)} measured, {peak(meta)} on the meta device, {peak(meta) / peak(real) - 1:+.1%}")
+    print(
+        f"{name}: activation memory {peak(real)} measured, {peak(meta)} on the meta device, "
+        f"{peak(meta) / peak(real) - 1:+.1%}"
+    )
     assert peak(meta) == pytest.approx(peak(real), rel=0.35 if name == "attention" else 0.10)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mlp", "frozen"])
-def test_same_moments_with_states_on_the_device(name):
-    real, meta = (moments(MODELS[name], False, True) for moments in (real_moments, meta_moments))
+def test_same_accesses_with_states_on_the_device(name):
+    real, meta = (accesses(MODELS[name], False, True) for accesses in (real_accesses, meta_accesses))
     assert structure(meta) == structure(real)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
-def test_same_moments_with_recomputation(name):
-    real, meta = (moments(MODELS[name], True, False) for moments in (real_moments, meta_moments))
+def test_same_accesses_with_recomputation(name):
+    real, meta = (accesses(MODELS[name], True, False) for accesses in (real_accesses, meta_accesses))
     assert structure(meta) == structure(real)
     assert peak(meta) == pytest.approx(peak(real), rel=0.10)
 
 
 def test_a_forward_that_writes_parameters_uses_them_no_longer():
-    writing, reading = (structure(meta_moments(case_of(clamps), False, False)) for clamps in (True, False))
+    writing, reading = (structure(meta_accesses(case_of(clamps), False, False)) for clamps in (True, False))
     assert len(writing) >= len(reading) > 0
 
 

@@ -60,7 +60,7 @@ def test_the_format(result):
 def test_the_format_has_everything(result):
     events = chrome_trace(result.trace, 5, result.layers)["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(result.trace["spans"]) + len(result.trace["moments"]) + 1
+    assert len(spans) == len(result.trace["spans"]) + len(result.trace["accesses"]) + 1
     for row, counter in (("upload stream", "uploaded_bytes"), ("download stream", "downloaded_bytes")):
         tid = next(e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == row)
         moved = sum(span["args"]["bytes"] for span in spans if span["tid"] == tid)
@@ -69,7 +69,7 @@ def test_the_format_has_everything(result):
     assert memory == [total_bytes(sample) for sample in result.trace["samples"]]
     budgets = {e["args"]["budget"] for e in events if e["name"] == "device budget"}
     assert budgets == {result.trace["device_limit_bytes"]} == {1_200_000}
-    last = max(spans, key=lambda span: span["ts"] if span["cat"] == "moment" else -1)
+    last = max(spans, key=lambda span: span["ts"] if span["cat"] == "access" else -1)
     assert last["name"] == "optimizer step"
 
 
@@ -88,7 +88,7 @@ def test_the_figures(result):
     ends = [s["begin_seconds"] + s["seconds"] for s in adam]
     starts = [max(s["begin_seconds"], trace["seconds"]) for s in adam]
     late = sum(max(end - start, 0) for start, end in zip(starts, ends, strict=True))
-    assert summary.late_seconds == pytest.approx(late, abs=1e-9)
+    assert summary.deferred_seconds == pytest.approx(late, abs=1e-9)
     assert summary.bound == max(summary.roofline, key=summary.roofline.get)
     text = summary.text(5)
     print(text)
@@ -99,9 +99,9 @@ def test_the_figures(result):
 def test_the_picture(result, tmp_path):
     from patrickstar.profiling.picture import draw, memory_bands
 
-    moments = result.trace["moments"]
+    accesses = result.trace["accesses"]
     columns = [sum(column) for column in zip(*memory_bands(result.trace).values(), strict=True)]
-    assert columns == [total_bytes(moment) for moment in moments]
+    assert columns == [total_bytes(access) for access in accesses]
     for name, magic in (("step.svg", b"<?xml"), ("step.png", b"\x89PNG")):
         draw(result.trace, 5, tmp_path / name, result.layers)
         assert (tmp_path / name).read_bytes().startswith(magic)
@@ -128,14 +128,14 @@ def test_the_picture_names_layers_and_time(result, tmp_path):
         assert f"<!-- {queue} -->" in text
 
 
-def test_the_layers_of_moments(result):
+def test_the_layers_of_accesses(result):
     order = ["transformer.wte", "transformer.wpe", *(f"transformer.h.{i}" for i in range(4)), "transformer.ln_f"]
     for phase, way in ((_C.Phase.FORWARD, 1), (_C.Phase.BACKWARD, -1)):
-        found = result.layers.of_moments([m for m in result.trace["moments"] if m["phase"] == phase])
+        found = result.layers.of_accesses([m for m in result.trace["accesses"] if m["phase"] == phase])
         assert {layer for layers in found for layer in layers} <= set(order)
         first = [order.index(layers[0]) for layers in found if order[0] not in layers]
         assert first == sorted(first)[::way]
-    names = [e["name"] for e in chrome_trace(result.trace, 5, result.layers)["traceEvents"] if e.get("cat") == "moment"]
+    names = [e["name"] for e in chrome_trace(result.trace, 5, result.layers)["traceEvents"] if e.get("cat") == "access"]
     assert names[0].startswith("forward 0: wte")
 
 
@@ -156,17 +156,17 @@ def test_the_layer_of_a_parameter(param, layer):
 def test_layers_that_chunks_share():
     layers = ChunkLayers([["m.h.0.w", "m.h.1.w"], ["m.h.1.w", "m.h.2.w"], ["m.h.3.w"], ["bias"]])
 
-    def of(*moments, phase=_C.Phase.FORWARD):
-        acquired = ([(chunk, _C.ArrayKind.PARAM) for chunk in chunks] for chunks in moments)
-        return layers.of_moments([{"phase": phase, "acquired": arrays} for arrays in acquired])
+    def of(*accesses, phase=_C.Phase.FORWARD):
+        acquired = ([(chunk, _C.ArrayKind.PARAM) for chunk in chunks] for chunks in accesses)
+        return layers.of_accesses([{"phase": phase, "acquired": arrays} for arrays in acquired])
 
     assert of([0, 1], [], [0, 2], [3]) == [("m.h.1",), (), ("m.h.0", "m.h.1", "m.h.3"), ("",)]
     assert of([0], [3], [0]) == [("m.h.0", "m.h.1"), ("",), ("m.h.0", "m.h.1")]
     assert of([0, 1], [1], [2]) == [("m.h.1",), ("m.h.1", "m.h.2"), ("m.h.3",)]
     both = ChunkLayers([["h.0.w"], ["h.1.w"], ["h.0.b", "h.1.b"]])
-    moments = [{"phase": None, "acquired": [(chunk, None)]} for chunk in (0, 2, 1)]
+    accesses = [{"phase": None, "acquired": [(chunk, None)]} for chunk in (0, 2, 1)]
     for phase, layer in ((_C.Phase.FORWARD, "h.1"), (_C.Phase.BACKWARD, "h.0")):
-        assert both.of_moments([{**moment, "phase": phase} for moment in moments])[1] == (layer,)
+        assert both.of_accesses([{**access, "phase": phase} for access in accesses])[1] == (layer,)
     assert [short_names(names) for names in (("m.h.1",), ("m.h.0", "m.h.1"), ("",), ())] == ["h.1", "h.0–h.1", "", ""]
 
 
@@ -326,12 +326,12 @@ def trace_of(program, owner=_C.SpanOwner.THIS_STEP):
             seconds = one.seconds / parts
             span = {"track": TRACKS[one.op], "chunk": one.chunk, "owner": owner, "dropped": False, "seconds": seconds}
             spans.append(span | {"begin_seconds": one.begin_seconds + part * seconds, "numel": one.amount})
-    moments = [
+    accesses = [
         {"begin_seconds": one.begin_seconds, "seconds": one.seconds + 0.004, "stalled_seconds": 0.004}
         for one in program
         if one.op == "compute"
     ]
-    return {"spans": spans, "moments": moments, "seconds": 0.11}
+    return {"spans": spans, "accesses": accesses, "seconds": 0.11}
 
 
 def test_a_step_as_predicted():

@@ -25,9 +25,9 @@ def test_budgets(precision):
         result = traced(WIDE, {**config, "device_memory": budget})
         check(result)
         assert_same(result.run, plain)
-        highest = max(map(total_bytes, result.trace["moments"]))
+        highest = max(map(total_bytes, result.trace["accesses"]))
         print(f"{precision}, {budget}: {len(result.trace['spans'])} spans, highest {highest}")
-        assert highest >= 0.99 * result.after["device_peak_bytes"]  # in between moments a little more
+        assert highest >= 0.99 * result.after["device_peak_bytes"]  # in between accesses a little more
         on_host, on_device = (updated(result, track) for track in (_C.Track.HOST_ADAM, _C.Track.DEVICE_ADAM))
         assert on_host + on_device == plain.report["num_parameters"]
         uploads = [span for span in result.trace["spans"] if span["track"] == _C.Track.UPLOAD]
@@ -50,7 +50,7 @@ def test_accumulation_and_speculation(accumulate, speculation):
     result = traced(WIDE, config, accumulate=accumulate)
     check(result)
     assert_same(result.run, train(WIDE, config, steps=6, accumulate=accumulate))
-    phases = [moment["phase"] for moment in result.trace["moments"]]
+    phases = [access["phase"] for access in result.trace["accesses"]]
     changes = sum(before != after for before, after in zip(phases, phases[1:], strict=False))
     assert changes == 2 * accumulate - 1
     assert updated(result, _C.Track.HOST_ADAM) == result.run.report["num_parameters"]
@@ -65,7 +65,7 @@ def test_dropped_speculation():
     assert updated(result, _C.Track.HOST_ADAM) == result.run.report["num_parameters"]
 
 
-def test_settled_values():
+def test_scale_independent_values():
     config = make_host_config("bf16", gradient_clipping=1e-3, device_memory="1200KB")
     config["optimizer"]["speculation"] = "always"
     result = traced(WIDE, config, step=1)
@@ -127,7 +127,7 @@ def test_updates_of_the_step_before():
     print(f"{len(before)} updates ran on")
     host = (_C.Track.HOST_ADAM, _C.Track.HOST_STATES, _C.Track.HOST_OPEN)
     assert all(span["track"] in host and span["begin_seconds"] >= 0 for span in before)
-    assert len(trace["moments"]) > 0
+    assert len(trace["accesses"]) > 0
 
 
 class InterruptionError(Exception):
@@ -161,7 +161,7 @@ def test_an_interrupted_step_is_not_traced():
                 trace = runtime.take_trace()
                 uploaded = sum(s["num_bytes"] for s in trace["spans"] if s["track"] == _C.Track.UPLOAD)
                 assert uploaded == engine.report()["uploaded_bytes"] - before["uploaded_bytes"] > 0
-                assert len(trace["moments"]) == len(runtime.timeline())
+                assert len(trace["accesses"]) == len(runtime.timeline())
 
 
 @pytest.mark.parametrize("stage", ["armed", "forward", "backward", "complete"])

@@ -48,13 +48,13 @@ def traced(case: Case, config: dict[str, Any], step: int = 4, before_step=None, 
 
 
 def total_bytes(sample: dict[str, Any]) -> int:
-    return sample["tide_bytes"] + sample["idle_bytes"] + sum(sample["payload_bytes"].values())
+    return sample["activation_bytes"] + sample["idle_bytes"] + sum(sample["chunk_buffer_bytes"].values())
 
 
 def check(result: Traced) -> None:
     trace = result.trace
     check_spans(trace)
-    check_moments(trace, result.timeline)
+    check_accesses(trace, result.timeline)
     check_memory(result)
     check_order(trace)
     for track, counter in ((_C.Track.UPLOAD, "uploaded_bytes"), (_C.Track.DOWNLOAD, "downloaded_bytes")):
@@ -79,22 +79,24 @@ def check_spans(trace: dict[str, Any]) -> None:
                 assert span["numel"] > 0
 
 
-def check_moments(trace: dict[str, Any], timeline: list[dict[str, Any]]) -> None:
-    moments = trace["moments"]
-    assert [moment["phase"] for moment in moments] == [moment["phase"] for moment in timeline]
-    assert [moment["tide_peak_bytes"] for moment in moments] == [moment["tide_peak_bytes"] for moment in timeline]
-    ends = [moment["begin_seconds"] for moment in moments[1:]] + [trace["optimizer_begin_seconds"]]
-    assert moments[0]["begin_seconds"] >= 0
+def check_accesses(trace: dict[str, Any], timeline: list[dict[str, Any]]) -> None:
+    accesses = trace["accesses"]
+    assert [access["phase"] for access in accesses] == [access["phase"] for access in timeline]
+    assert [access["activation_peak_bytes"] for access in accesses] == [
+        access["activation_peak_bytes"] for access in timeline
+    ]
+    ends = [access["begin_seconds"] for access in accesses[1:]] + [trace["optimizer_begin_seconds"]]
+    assert accesses[0]["begin_seconds"] >= 0
     assert trace["optimizer_begin_seconds"] <= trace["seconds"]
     stalls = [span for span in trace["spans"] if span["track"] == _C.Track.STALL]
-    for moment, end in zip(moments, ends, strict=True):
-        begin = moment["begin_seconds"]
-        assert begin + moment["seconds"] == pytest.approx(end, abs=ROUNDING)
+    for access, end in zip(accesses, ends, strict=True):
+        begin = access["begin_seconds"]
+        assert begin + access["seconds"] == pytest.approx(end, abs=ROUNDING)
         inside = sum(span["seconds"] for span in stalls if begin <= span["begin_seconds"] < end)
-        assert moment["stalled_seconds"] == pytest.approx(inside, abs=ROUNDING)
-        assert moment["compute_seconds"] == pytest.approx(moment["seconds"] - inside, abs=ROUNDING)
-        assert moment["compute_seconds"] >= 0
-        acquired = {(chunk, kind) for chunk, kind in moment["acquired"]}
+        assert access["stalled_seconds"] == pytest.approx(inside, abs=ROUNDING)
+        assert access["compute_seconds"] == pytest.approx(access["seconds"] - inside, abs=ROUNDING)
+        assert access["compute_seconds"] >= 0
+        acquired = {(chunk, kind) for chunk, kind in access["acquired"]}
         assert acquired
 
 
@@ -122,9 +124,9 @@ def check_order(trace: dict[str, Any]) -> None:
 
 
 def check_memory(result: Traced) -> None:
-    """Activation memory and device buffers never exceed the budget, at each instant and at each moment's highest."""
+    """Activation memory and device buffers never exceed the budget, at each instant and at each access's highest."""
     peak, limit = result.after["device_peak_bytes"], result.trace["device_limit_bytes"]
     assert limit == result.after["device_budget_bytes"]
-    for sample in [*result.trace["samples"], *result.trace["moments"]]:
+    for sample in [*result.trace["samples"], *result.trace["accesses"]]:
         assert total_bytes(sample) <= peak <= limit
-        assert all(num_bytes >= 0 for num_bytes in sample["payload_bytes"].values())
+        assert all(num_bytes >= 0 for num_bytes in sample["chunk_buffer_bytes"].values())

@@ -10,8 +10,8 @@ from patrickstar import MemoryBudgetError, RankFailure, StateError
 from patrickstar.checkpoint.blocks import ComposedTensor
 from patrickstar.module.tiled_modules import is_tiled
 from patrickstar.runtime import initialize_engine
-from tests.ranks.divided import Model, batch, rows_of
 from tests.ranks.in_turn import train_in_turn
+from tests.ranks.sharded import Model, batch, rows_of
 from tests.training import ADAM, make_config
 
 SAMPLES = 4  # of a step, on all ranks together

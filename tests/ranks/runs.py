@@ -33,7 +33,7 @@ class Task:
     on_host: bool = False
     swaps: bool = False
     """Between steps all values are read, overwritten and restored."""
-    visits: bool = False
+    round_trips: bool = False
     """GPU round-trip updates from the second step on, in small pieces."""
 
     @property
@@ -71,8 +71,8 @@ def train(task: Task) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)
         losses, norms = [], []
         for step in range(task.steps):
-            if task.visits and step == 1:
-                engine._session.runtime.set_visits([True] * engine._session.layout.num_chunks, 1024)
+            if task.round_trips and step == 1:
+                engine._session.runtime.set_round_trips([True] * engine._session.layout.num_chunks, 1024)
             optimizer.zero_grad()
             for _ in range(task.accumulate):
                 loss = case.loss(engine(**rows(case.batch(generator))))
@@ -327,7 +327,7 @@ def run_out(failures_of_last: set[int], limit: int | None, plans: str | bool = F
             "losses": losses,
             "state": engine.state_dict(),
             "calls": next(engine.module.calls) - 1,
-            "replayed": engine.report()["num_replayed_moments"],
+            "replayed": engine.report()["num_replayed_accesses"],
         }
 
 

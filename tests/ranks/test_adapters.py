@@ -7,8 +7,8 @@ import torch
 from patrickstar import from_pretrained
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
-from tests.ranks.divided import Model
 from tests.ranks.on_mesh import MeshRun, checkpointed, train_all, train_plainly
+from tests.ranks.sharded import Model
 from tests.ranks.test_tensor_parallel import assert_alike, assert_close
 from tests.ranks.test_training import relative_error
 

@@ -48,7 +48,7 @@ def test_experts_of_two_ranks():
         assert error < 2e-6
         assert result["report"]["scattered_bytes"] == STEPS * result["shared_numel"] * 4 // 2
         assert timed[rank]["exchanged"] == timed[rank]["shared_chunks"]
-        assert scarce[rank]["report"]["num_replayed_moments"] > 0
+        assert scarce[rank]["report"]["num_replayed_accesses"] > 0
         assert scarce[rank]["report"]["num_evictions"] > 0
         assert [said for said in result["refused"] if "parameters of its own (experts.0.weight and" not in said] == []
 

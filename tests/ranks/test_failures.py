@@ -19,8 +19,8 @@ from tests.training import make_config
 def train_until_rank_1_is_lost(inside: str) -> None:
     rank, _ = rank_and_size()
 
-    def die(moment: str, step: int) -> None:
-        if (rank, step, moment) == (1, 3, inside):
+    def die(access: str, step: int) -> None:
+        if (rank, step, access) == (1, 3, inside):
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -45,15 +45,15 @@ def train_until_rank_1_is_lost(inside: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "call"),
+    ("access", "call"),
     [
         ("forward", "forward of step 4"),
         ("backward", "backward of step 4"),
         ("step", "the user's code after backward of step 4"),
     ],
 )
-def test_the_error_says_in_which_call_a_rank_was_killed(moment, call):
-    survivor, lost = rank_outcomes(2, train_until_rank_1_is_lost, moment, timeout_seconds=100)
+def test_the_error_says_in_which_call_a_rank_was_killed(access, call):
+    survivor, lost = rank_outcomes(2, train_until_rank_1_is_lost, access, timeout_seconds=100)
     print(survivor.error)
     assert lost.returncode == -signal.SIGKILL
     assert survivor.returncode == 1

@@ -46,7 +46,7 @@ def train_all() -> list[Any]:
 
     def make_options_as_on_cuda(*args: Any) -> Any:
         options = make_options(*args)
-        options.device.follows_tide = False
+        options.device.follows_activations = False
         return options
 
     core_setup.make_engine_options = make_options_as_on_cuda  # this process is the test's own

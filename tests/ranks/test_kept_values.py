@@ -7,7 +7,7 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.runs import Task, train_tasks
-from tests.training import promised, visits
+from tests.training import promised, round_trips
 
 COMMIT = {"speculation": "commit"}
 SMALL = {"default_chunk_size": 16384, "device_memory": "1MB"}
@@ -67,7 +67,7 @@ def bytes_per_parameter(optimizer):
     with engine:
         chunks = [engine._session.layout.chunk(i) for i in range(engine._session.layout.num_chunks)]
     assert all(chunk["states"].master != _C.StateType.FLOAT32 for chunk in chunks)
-    return 2 * sum(chunk["home_bytes"] for chunk in chunks) / sum(chunk["numel"] for chunk in chunks)
+    return 2 * sum(chunk["resting_tier_bytes"] for chunk in chunks) / sum(chunk["numel"] for chunk in chunks)
 
 
 @pytest.mark.parametrize(("name", "expects"), [("split masters", 12), ("no masters, bf16", 6)])
@@ -80,12 +80,12 @@ def test_updates_that_the_device_makes_for_the_host(name):
     delays = {"max_random_us": 300, "seed": 2}
     tasks = [
         Task(
-            "gpt2", "bf16", optimizer=copy.deepcopy(SCHEMES[name]), on_host=True, visits=visits,
+            "gpt2", "bf16", optimizer=copy.deepcopy(SCHEMES[name]), on_host=True, round_trips=round_trips,
             options=SMALL | {"delays": delays},
         )
-        for visits in (False, True)
+        for round_trips in (False, True)
     ]  # fmt: skip
-    at_home, visiting = run(2, tasks)
+    at_rest, visiting = run(2, tasks)
     for rank in range(2):
-        assert_same(visiting[rank], at_home[rank])
-    assert visits(at_home[0]["report"]) == 0 < visits(visiting[0]["report"])
+        assert_same(visiting[rank], at_rest[rank])
+    assert round_trips(at_rest[0]["report"]) == 0 < round_trips(visiting[0]["report"])

@@ -97,12 +97,12 @@ def sum_along(some):
 
 
 def exchange_along_each_axis():
-    with open_ranks(timeout_seconds=60) as everybody:
-        ranks = MeshRanks(everybody, Mesh(data=2, sequence=2))
+    with open_ranks(timeout_seconds=60) as world_group:
+        ranks = MeshRanks(world_group, Mesh(data=2, sequence=2))
         found = {}
         for axes in (["sequence"], ["data"], ["columns"], ["data", "sequence"], [Axis.SEQUENCE, Axis.DATA]):
             some = ranks.along(*axes)
-            assert some.members[some.rank] == everybody.context.rank and some.size == len(some.members)
+            assert some.members[some.rank] == world_group.context.rank and some.size == len(some.members)
             assert sum_along(some) == list(some.members)
             found[str(axes[0]), len(axes)] = some.members
         neighbours, across = ranks.along("data", "sequence").divide(2)
@@ -113,40 +113,40 @@ def exchange_along_each_axis():
         with pytest.raises(ValueError, match="no axis 'row'; give data, sequence, rows, columns"):
             ranks.along("row")
         with pytest.raises(ValueError, match="a mesh of data 3 has 3 ranks, but the run has 4; take data 4, or start"):
-            MeshRanks(everybody, Mesh(data=3))
+            MeshRanks(world_group, Mesh(data=3))
         return ranks.coordinates[Axis.DATA], ranks.coordinates[Axis.SEQUENCE], found
 
 
 def test_exchanges_along_each_axis():
-    everybody = (0, 1, 2, 3)
+    world_group = (0, 1, 2, 3)
     for rank, (data, sequence, found) in enumerate(run_ranks(4, exchange_along_each_axis)):
         assert (data, sequence) == divmod(rank, 2)
         assert found == {
             ("sequence", 1): (2 * data, 2 * data + 1),
             ("data", 1): (sequence, sequence + 2),
             ("columns", 1): (rank,),
-            ("data", 2): everybody,
-            ("Axis.SEQUENCE", 2): everybody,
+            ("data", 2): world_group,
+            ("Axis.SEQUENCE", 2): world_group,
         }
 
 
 def share_chunks():
-    with join_ranks(timeout_seconds=60) as everybody:
-        rank = everybody.context.rank
-        with everybody.guard("opening"):
-            chunks = ChunkRanks.along(MeshRanks(everybody, Mesh(data=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
+    with join_ranks(timeout_seconds=60) as world_group:
+        rank = world_group.context.rank
+        with world_group.guard("opening"):
+            chunks = ChunkRanks.along(MeshRanks(world_group, Mesh(data=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
             assert chunks.control.call == "opening"
         assert (chunks.members, chunks.rank, chunks.size) == ((rank % 2, rank % 2 + 2), rank // 2, 2)
         whole = torch.full((2,), rank)
         chunks.gather.all_gather(whole.data_ptr(), 8)
         assert whole.tolist() == list(chunks.members)
         said = chunks.control.exchange(str(rank).encode(), "a number")
-        assert not everybody.has_collectives  # of which GPUs would have memory that nobody uses
-        alone = ChunkRanks.along(MeshRanks(everybody, Mesh(rows=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
+        assert not world_group.has_collectives  # of which GPUs would have memory that nobody uses
+        alone = ChunkRanks.along(MeshRanks(world_group, Mesh(rows=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
         assert (alone.members, alone.control.exchange(b"mine")) == ((rank,), [b"mine"])
-        every = ChunkRanks.along(MeshRanks(everybody, Mesh(data=2, sequence=2)), Axis.DATA, Axis.SEQUENCE)
-        assert every.gather is everybody.gather and (every.gather.size, every.scatter.rank) == (4, rank)
-        with pytest.raises(_C.RankMismatch) as error, everybody.guard(f"call {rank}"):
+        every = ChunkRanks.along(MeshRanks(world_group, Mesh(data=2, sequence=2)), Axis.DATA, Axis.SEQUENCE)
+        assert every.gather is world_group.gather and (every.gather.size, every.scatter.rank) == (4, rank)
+        with pytest.raises(_C.RankMismatch) as error, world_group.guard(f"call {rank}"):
             chunks.control.exchange(b"", "something")
         return said, str(error.value)
 
@@ -160,14 +160,14 @@ def test_ranks_that_share_chunks():
 
 
 def lose_one_along_an_axis():
-    with open_ranks(timeout_seconds=6) as everybody:
-        ranks = MeshRanks(everybody, Mesh(data=2, sequence=2))
+    with open_ranks(timeout_seconds=6) as world_group:
+        ranks = MeshRanks(world_group, Mesh(data=2, sequence=2))
         sequence = open_exchanges(ranks.along("sequence"), "the sequence")
         data = open_exchanges(ranks.along("data"), "the data")
         mine, theirs = torch.zeros(2, 100)
         for step in range(100):
-            with everybody.guard(f"step {step}"):
-                if step == 5 and everybody.context.rank == 3:
+            with world_group.guard(f"step {step}"):
+                if step == 5 and world_group.context.rank == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
                 for exchanges in (sequence, data):
                     exchanges.begin([(1 - exchanges.rank, mine)], [(1 - exchanges.rank, theirs)]).wait()
@@ -182,10 +182,10 @@ def test_a_rank_that_dies_along_one_axis_ends_all():
 
 
 def train_with_data_alone():
-    with open_ranks(timeout_seconds=60) as everybody:
-        opened = everybody._connections
+    with open_ranks(timeout_seconds=60) as world_group:
+        opened = world_group._connections
         before = len(opened._groups), len(opened._communicators)
-        assert MeshRanks(everybody, Mesh(data=2)).along("sequence").size == 1
+        assert MeshRanks(world_group, Mesh(data=2)).along("sequence").size == 1
         return before, (len(opened._groups), len(opened._communicators))
 
 
@@ -224,7 +224,6 @@ class SendingLinear(nn.Linear):
 
 
 def test_parameters_that_are_sent_are_used_by_the_thread_that_sends_them():
-    """[Note: parameters that are sent]"""
     communicator = Nobody()
 
     def build():
@@ -236,9 +235,9 @@ def test_parameters_that_are_sent_are_used_by_the_thread_that_sends_them():
     with engine:
         engine.backward(engine(torch.ones(2, 32)).sum())
         optimizer.step()
-        moments = engine._session.runtime.timeline()
-    backward = [moment["accesses"] for moment in moments if moment["phase"] == _C.Phase.BACKWARD]
-    held = [[chunk for chunk, kind, _ in accesses if kind == _C.ArrayKind.PARAM] for accesses in backward]
+        accesses = engine._session.runtime.timeline()
+    backward = [access["uses"] for access in accesses if access["phase"] == _C.Phase.BACKWARD]
+    held = [[chunk for chunk, kind, _ in uses if kind == _C.ArrayKind.PARAM] for uses in backward]
     assert held == [[2], [1], [0]]
     ((thread, (message,), receives),) = communicator.calls
     assert thread is not threading.current_thread()

@@ -48,7 +48,7 @@ def train_families(families: list[str], accumulate: int, checkpointing: bool) ->
                     losses.append(loss.item())
                 optimizer.step()
             report = engine.report()
-            found.append({"losses": losses, "state": engine.state_dict(), "replayed": report["num_replayed_moments"]})
+            found.append({"losses": losses, "state": engine.state_dict(), "replayed": report["num_replayed_accesses"]})
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -80,7 +80,7 @@ def check(
         for rank, runs in enumerate(by_rank):
             run = runs[index]
             gap = max(abs(mine - wanted) / wanted for mine, wanted in zip(run["losses"], losses[rank], strict=True))
-            print(f"{family}, rank {rank}: loss off by {gap:.1e}; {run['replayed']} moments by plan")
+            print(f"{family}, rank {rank}: loss off by {gap:.1e}; {run['replayed']} accesses by plan")
             assert gap < tolerance, family
             for name, value in state.items():
                 found = run["state"][name].cpu()

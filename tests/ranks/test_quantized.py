@@ -93,7 +93,7 @@ def test_what_needs_whole_values(tmp_path):
     loaded, refused = zip(*run_ranks(2, resume, str(tmp_path), timeout_seconds=300), strict=True)
     assert set(loaded) == {"loaded"}
     assert any("is quantised, and the checkpoint has other values" in text for text in refused)
-    others, divided = zip(*run_ranks(2, refusals, timeout_seconds=300), strict=True)
+    others, sharded = zip(*run_ranks(2, refusals, timeout_seconds=300), strict=True)
     assert any("load the same weights on every rank" in text for text in others), others
-    assert all("quantization is not supported with tensor_parallel" in text for text in divided), divided
+    assert all("quantization is not supported with tensor_parallel" in text for text in sharded), sharded
     assert "opened" not in others

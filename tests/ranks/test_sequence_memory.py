@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from patrickstar.module.preprocess import make_layout, plan_params
-from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.machines import H200
+from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
@@ -16,14 +16,14 @@ from patrickstar.sequence.choice import Links
 from patrickstar.sequence.layout import Mode
 from tests.distributed import run_ranks
 from tests.models import VOCAB
-from tests.ranks.divided import Model
+from tests.ranks.sharded import Model
 from tests.training import make_config
 
 LENGTH = 128
 CASES = [(1, "auto", LENGTH), (2, "zigzag", 2 * LENGTH), (4, "zigzag", 4 * LENGTH), (4, "ulysses", 4 * LENGTH)]
 
 
-def planned_tide(size, mode, length):
+def planned_activation_memory(size, mode, length):
     with torch.device("meta"):
         module = LLAMA.build()
     params = plan_params(module, torch.float32, use_cpu_embedding=False)
@@ -34,7 +34,7 @@ def planned_tide(size, mode, length):
     inputs = {**division.inputs(1, module), "use_cache": False}
     uses = trace_uses(module, params, torch.float32, inputs, H200.gpu, divisions=[division])
     layout = make_layout(params, 8192)
-    return make_timeline(uses, layout, [False] * layout.num_chunks).tide_peak_bytes
+    return make_timeline(uses, layout, [False] * layout.num_chunks).activation_peak_bytes
 
 
 def test_memory_is_flat_where_the_length_grows_with_the_ranks():
@@ -47,10 +47,13 @@ def test_memory_is_flat_where_the_length_grows_with_the_ranks():
         assert four == pytest.approx(alone, rel=0.02)
         # The output by heads and by tokens; each rank has one of two key heads for all tokens.
         assert heads == alone + 4 * (LENGTH * 64 + 2 * LENGTH * (64 - 32))
-    for case, (_, tide) in list(zip(CASES, by_rank[0], strict=True))[1:]:
-        planned = planned_tide(*case)
-        print(f"{case}: tide {tide} measured, {planned} planned, {planned / tide - 1:+.1%}")
-        assert planned == pytest.approx(tide, rel=0.10)
+    for case, (_, activation_memory) in list(zip(CASES, by_rank[0], strict=True))[1:]:
+        planned = planned_activation_memory(*case)
+        print(
+            f"{case}: activation memory {activation_memory} measured, {planned} planned, "
+            f"{planned / activation_memory - 1:+.1%}"
+        )
+        assert planned == pytest.approx(activation_memory, rel=0.10)
 
 
 LLAMA = Model("llama", {"max_position_embeddings": 2048, "hidden_size": 64, "intermediate_size": 128})
@@ -101,7 +104,7 @@ def saved_bytes(cases: list[tuple[int, str, int]]) -> list[tuple[int, int]]:
                 engine.backward(loss)
                 del loss
                 optimizer.step()
-            found.append((saved.total, engine.plan().tide_peak_bytes))
+            found.append((saved.total, engine.plan().activation_peak_bytes))
             saved._kept.clear()
     dist.barrier()
     dist.destroy_process_group()

@@ -4,7 +4,7 @@ import torch
 from patrickstar.activations.activation_rules import ActivationTier
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
-from tests.ranks.divided import LENGTH, Model, Run, checkpointed, go_wrong, train_all, train_own, two_entry_points
+from tests.ranks.sharded import LENGTH, Model, Run, checkpointed, go_wrong, train_all, train_own, two_entry_points
 from tests.ranks.test_training import relative_error
 
 GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
@@ -13,7 +13,7 @@ ROBERTA, STABLELM, BART = Model("RobertaForMaskedLM"), Model("StableLmForCausalL
 """Models whose positions follow from tokens, whose layers pass nothing on, or whose positions cannot be given."""
 
 
-def divided(num_ranks, runs):
+def sharded(num_ranks, runs):
     by_rank = run_ranks(num_ranks, train_all, runs, timeout_seconds=300)
     return [[results[index] for results in by_rank] for index in range(len(runs))]
 
@@ -59,7 +59,7 @@ def shared(size, **options):
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_models_are_those_of_one_process(size, alone):
-    for run, found, expected in zip(ONE, divided(size, shared(size)), alone, strict=True):
+    for run, found, expected in zip(ONE, sharded(size, shared(size)), alone, strict=True):
         print(run.model.name, run.kind, found[0]["losses"][-1], expected["losses"][-1])
         for rank in found:
             assert rank["losses"] == found[0]["losses"]
@@ -77,10 +77,10 @@ def test_four_ranks_and_two_of_two(alone):
         Run(**{**vars(llama), "size": 2}),
         Run(**{**vars(llama), "size": 2, "mode": "ulysses", "accumulate": 2}),
     ]
-    four = divided(4, runs)
+    four = sharded(4, runs)
     for found in four[:3]:
         assert_close(found[0], alone[ONE.index(Run(LLAMA, "left"))])
-    by_data = divided(2, [Run(LLAMA, "left"), Run(LLAMA, "left", accumulate=2)])
+    by_data = sharded(2, [Run(LLAMA, "left"), Run(LLAMA, "left", accumulate=2)])
     for found, expected in zip(four[3:], by_data, strict=True):
         assert_close(found[0], expected[0])
         assert_close(found[2], expected[1])
@@ -91,9 +91,9 @@ def test_budgets_change_no_bit(precision):
     plain = Run(LLAMA, size=2, mode="zigzag", precision=precision)
     scarce = {"device_memory": "700KB", "default_chunk_size": 4096}
     runs = [plain, Run(**{**vars(plain), "options": scarce})]
-    roomy, small = divided(2, runs)
+    roomy, small = sharded(2, runs)
     assert small[0]["report"]["num_evictions"] > 0
-    assert small[0]["report"]["num_replayed_moments"] > 0
+    assert small[0]["report"]["num_replayed_accesses"] > 0
     for rank in range(2):
         assert roomy[rank]["losses"] == small[rank]["losses"]
         assert roomy[rank]["norms"] == small[rank]["norms"]
@@ -102,14 +102,14 @@ def test_budgets_change_no_bit(precision):
 
 def test_dropout_in_attention_is_that_of_any_number_of_ranks():
     model = Model("gpt2", {"attn_pdrop": 0.3})
-    by_size = [divided(size, [Run(model, size=size, mode="ring", checkpointing=False)])[0][0] for size in (2, 3)]
+    by_size = [sharded(size, [Run(model, size=size, mode="ring", checkpointing=False)])[0][0] for size in (2, 3)]
     assert_close(*by_size)
     tiers = (ActivationTier.KEEP, ActivationTier.OFFLOAD)
     chosen = Run(model, size=2, mode="ring", checkpointing=False, tiers=tiers, options={"device_memory": "1MB"})
-    plain, kept = divided(2, [Run(GPT2, size=2, mode="ring"), chosen])
+    plain, kept = sharded(2, [Run(GPT2, size=2, mode="ring"), chosen])
     assert plain[0]["losses"] != by_size[0]["losses"]
     assert kept[0]["losses"] == by_size[0]["losses"]  # wherever activations of layers rest
-    assert kept[0]["report"]["stashed_bytes"] > 0
+    assert kept[0]["report"]["offloaded_bytes"] > 0
     assert_same_bits(kept[0]["state"], by_size[0]["state"])
 
 
@@ -121,7 +121,7 @@ def test_loss_and_modules_in_tiles(alone):
         Run(**{**vars(run), "size": 2, "mode": mode, "options": options})
         for run, mode in zip(expected, modes, strict=True)
     ]
-    for run, found in zip(expected, divided(2, runs), strict=True):
+    for run, found in zip(expected, sharded(2, runs), strict=True):
         assert_same_bits(found[1]["state"], found[0]["state"])
         assert_close(found[0], alone[ONE.index(run)])
 
@@ -145,7 +145,7 @@ def test_checkpoints_move_between_numbers_of_ranks(tmp_path):
                 assert_same_bits(found["state"], saved[0]["state"])
 
 
-def test_what_cannot_be_divided_is_refused():
+def test_what_cannot_be_sharded_is_refused():
     expected = [
         "a mesh of data 1 x sequence 3 has 3 ranks, but the run has 2",
         "a mesh of data 1 x sequence 4 has 4 ranks, but the run has 2",

@@ -7,7 +7,6 @@ import torch
 
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
-from tests.ranks.divided import Model
 from tests.ranks.on_mesh import (
     MeshRun,
     by_deepspeeds_names,
@@ -19,6 +18,7 @@ from tests.ranks.on_mesh import (
     train_all,
     train_plainly,
 )
+from tests.ranks.sharded import Model
 from tests.ranks.test_training import relative_error
 
 GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
@@ -189,7 +189,7 @@ def test_budgets_change_no_bit(num_ranks, mesh, precision, budget):
     rows, columns, *mode = mesh
     plenty, small = on_mesh(num_ranks, rows, columns, [roomy, dataclasses.replace(roomy, options=scarce)], *mode)
     assert small[0]["report"]["num_evictions"] > 0
-    assert small[0]["report"]["num_replayed_moments"] > 0
+    assert small[0]["report"]["num_replayed_accesses"] > 0
     for one, other in zip(plenty, small, strict=True):
         assert one["losses"] == other["losses"]
         assert one["norms"] == other["norms"]
@@ -215,7 +215,7 @@ REFUSED = {
     "too many columns": "a mesh of data 1 x columns 3 has 3 ranks, but the run has 2; take data 1 x columns 2, or",
     "heads": "attention: heads: 3 cannot be cut into 2 columns of a mesh of 1 x 2; take 4, or a mesh of 2 x 1",
     "too many for sequences": "a mesh of data 1 x sequence 2 x columns 2 has 4 ranks, but the run has 2; take",
-    "no plan": "T5ForConditionalGeneration (model type 't5') cannot be divided over a mesh; models of the types bert,",
+    "no plan": "T5ForConditionalGeneration (model type 't5') cannot be sharded over a mesh; models of the types bert,",
 }
 REFUSED_TOO = {
     "too many ranks": "a mesh of data 1 x rows 2 x columns 2 has 4 ranks, but the run has 2",
@@ -231,7 +231,7 @@ REFUSED_TOO = {
 
 
 @pytest.mark.parametrize("refused", [REFUSED, pytest.param(REFUSED_TOO, marks=pytest.mark.slow)], ids=["", "more"])
-def test_what_cannot_be_divided_is_refused(refused):
+def test_what_cannot_be_sharded_is_refused(refused):
     for messages in run_ranks(2, go_wrong, list(refused)):
         for message, part in zip(messages, refused.values(), strict=True):
             assert part in message

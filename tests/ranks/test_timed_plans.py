@@ -98,10 +98,10 @@ def measured(trace):
     kept = (_C.StallCause.NORM, _C.StallCause.HOST_WORK)
     stalls = [s for s in spans if s["track"] == _C.Track.STALL and s["cause"] not in kept]
     compute = []
-    for moment in trace["moments"]:
-        end = min(moment["begin_seconds"] + moment["seconds"], trace["optimizer_begin_seconds"])
-        waits = (s["seconds"] for s in stalls if moment["begin_seconds"] <= s["begin_seconds"] < end)
-        compute.append(moment["seconds"] - sum(waits))
+    for access in trace["accesses"]:
+        end = min(access["begin_seconds"] + access["seconds"], trace["optimizer_begin_seconds"])
+        waits = (s["seconds"] for s in stalls if access["begin_seconds"] <= s["begin_seconds"] < end)
+        compute.append(access["seconds"] - sum(waits))
     rates = {track: gbps(getattr(_C.Track, track)) for track in ("UPLOAD", "DOWNLOAD", "GATHER", "SCATTER")}
     return rates, compute
 
@@ -130,7 +130,7 @@ def test_a_profile_shows_collectives():
     rows = [e["args"]["name"] for e in chrome_trace(trace, 2, layers)["traceEvents"] if e["name"] == "thread_name"]
     assert {"gather stream", "scatter stream"} < set(rows)
     columns = [sum(column) for column in zip(*memory_bands(trace).values(), strict=True)]
-    assert columns == [total_bytes(moment) for moment in trace["moments"]]
+    assert columns == [total_bytes(access) for access in trace["accesses"]]
     spans = [span for span in trace["spans"] if span["track"] in (_C.Track.GATHER, _C.Track.SCATTER)]
     assert all(span["num_bytes"] > 0 and span["seconds"] > 0 for span in spans)
 

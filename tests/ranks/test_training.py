@@ -114,7 +114,7 @@ def test_four_ranks():
     for rank in range(4):
         assert_same(results[1][rank], results[0][rank])
         for name, value in results[0][rank]["state"].items():
-            if "running" not in name:  # rank 0's are everybody's only when the next forward begins, as in DDP
+            if "running" not in name:  # all ranks take rank 0's when the next forward begins, as in DDP
                 assert_same_bits(value, results[0][0]["state"][name], name)
 
 

@@ -26,8 +26,8 @@ def check(num_ranks: int, seeds: range, accumulate: int, kinds: tuple[str, ...])
             if num_ranks == 2 or kinds == ("shorter",):
                 assert run["losses"] == without[rank][index]["losses"]
                 assert_same_bits(run["state"], without[rank][index]["state"])
-    replayed = [run["report"]["num_replayed_moments"] for run in planned[0]]
-    print(f"{num_ranks} ranks, {accumulate} micro-batches: moments that followed a plan {replayed}")
+    replayed = [run["report"]["num_replayed_accesses"] for run in planned[0]]
+    print(f"{num_ranks} ranks, {accumulate} micro-batches: accesses that followed a plan {replayed}")
     assert all(count > 0 for count in replayed)
 
 

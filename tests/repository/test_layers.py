@@ -52,10 +52,10 @@ def test_what_is_allowed(tmp_path, files):
         ({"memory/pool.cpp": '#include "chunk/store.h"\n', "chunk/store.h": ""}, "memory is layer 1 and chunk is 2"),
         ({"backend/cpu.cpp": '#include "memory/arena.h"\n'}, "backend and memory are siblings in layer 1"),
         (
-            {"optim/kernels.h": '  #  include "trace/tide.h"\n', "trace/tide.h": ""},
+            {"optim/kernels.h": '  #  include "trace/recorder.h"\n', "trace/recorder.h": ""},
             "optim and trace are siblings in layer 3",
         ),
-        ({"tide/tide.h": ""}, "tide is no layer"),
+        ({"storage/storage.h": ""}, "storage is no layer"),
         ({"loose.h": ""}, "is no layer"),
         ({"chunk/store.cpp": '#include "store.h"\n'}, "which is not in csrc"),
         ({"engine/runtime.cpp": "#include <torch/extension.h>\n"}, "the core is to need c10 only"),

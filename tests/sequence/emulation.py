@@ -25,7 +25,7 @@ def rule_of(q, **options):
     return Rule(1 / math.sqrt(q.shape[-1]), masking, None)
 
 
-def divided_attention(q, k, v, grad, size, mode, rule):
+def sharded_attention(q, k, v, grad, size, mode, rule):
     mode, length = Mode(mode), q.shape[2] // size
     here = [positions_of_rank(rank, size, length, mode).to(q.device) for rank in range(size)]
 

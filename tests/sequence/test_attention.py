@@ -12,12 +12,12 @@ from torch import nn
 from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.sequence import HybridGroup, Mode, Padding, SequenceGroup, attention, block, positions_of_rank
-from patrickstar.sequence.divided_attention import running, shared_mask
 from patrickstar.sequence.dropout import Dropout
 from patrickstar.sequence.kernels import KERNELS
 from patrickstar.sequence.masking import Cover, KeyPadding
 from patrickstar.sequence.positions import Numbering
 from patrickstar.sequence.ring import blocks_of_turn
+from patrickstar.sequence.sharded_attention import running, shared_mask
 from patrickstar.sequence.shared_mask import Reach, SharedMask, reach_of
 from patrickstar.sequence.survey import Survey, check_reached, survey_model, without_numbers
 from patrickstar.sequence.ulysses import key_heads, query_heads
@@ -143,7 +143,7 @@ def groups(mode):
     return HybridGroup(ring=SequenceGroup(pairs[2 + everyone.rank % 2]), heads=SequenceGroup(pairs[everyone.rank // 2]))
 
 
-def divided(case, mode, group, dtype=torch.float64, device="cpu"):
+def sharded(case, mode, group, dtype=torch.float64, device="cpu"):
     here = positions_of_rank(group.rank, group.size, LENGTH // group.size, mode)
     *leaves, grad = (part.to(dtype)[:, :, here].to(device, copy=True) for part in whole(case))
     for leaf in leaves:
@@ -184,7 +184,7 @@ def errors_on_each_rank(cases, by_mode):
         for mode, group in by_mode.items():
             if group is None:
                 continue
-            here, got = divided(CASES[name], mode, group)
+            here, got = sharded(CASES[name], mode, group)
             assert [part.dtype for part in got] == [torch.float64] * 4
             gaps = [(part - whole_[:, :, here]).abs().max().item() for part, whole_ in zip(got, expected, strict=True)]
             found[name, mode.value] = (gaps[0], max(gaps[1:]))
@@ -274,7 +274,7 @@ def kernel_calls():
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
         calls = count_kernels(patch)
-        divided(CASES["grouped"], Mode.ZIGZAG, SequenceGroup())
+        sharded(CASES["grouped"], Mode.ZIGZAG, SequenceGroup())
         return {f"{kernel.name} {name}": number for (kernel, name), number in calls.items()}
 
 
@@ -328,7 +328,7 @@ def in_bfloat16():
     found = {}
     expected = dense(CASES["causal"])
     for mode in (Mode.RING, Mode.ZIGZAG, Mode.ULYSSES, Mode.RSA):
-        here, got = divided(CASES["causal"], mode, SequenceGroup(), torch.bfloat16)
+        here, got = sharded(CASES["causal"], mode, SequenceGroup(), torch.bfloat16)
         assert [part.dtype for part in got] == [torch.bfloat16] * 4
         gaps = [(part - whole_[:, :, here]).abs().max().item() for part, whole_ in zip(got, expected, strict=True)]
         found[mode.value] = max(gaps)
@@ -432,7 +432,7 @@ def test_what_a_mask_lets_see():
         assert reach_of(sees, window) == expected, name
 
 
-def test_transformers_gets_it_while_a_divided_call_runs():
+def test_transformers_gets_it_while_a_sharded_call_runs():
     from transformers.masking_utils import causal_mask_function
 
     options = {"batch_size": 2, "kv_length": 6, "mask_function": causal_mask_function, "kv_offset": 0}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from patrickstar.sequence import block, kernels
-from patrickstar.sequence.kernel_choice import Device, Kernel, Question, choose
+from patrickstar.sequence.kernel_choice import AttentionDevice, Kernel, Question, choose
 from patrickstar.sequence.masking import Cover
-from tests.sequence.emulation import count_kernels, dense_attention, divided_attention, rule_of
+from tests.sequence.emulation import count_kernels, dense_attention, rule_of, sharded_attention
 
 LENGTH = 520  # halves and quarters of it are no multiples of 16 or 32, quarters enough for cuDNN
 
@@ -146,8 +146,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(kernels, "_aten", OPERATIONS)
 
     def switch(*enabled):
-        device = Device("cuda", (9, 0), 91900, frozenset(enabled))
-        monkeypatch.setattr(block.Device, "of", staticmethod(lambda tensor: device))
+        device = AttentionDevice("cuda", (9, 0), 91900, frozenset(enabled))
+        monkeypatch.setattr(block.AttentionDevice, "of", staticmethod(lambda tensor: device))
         return calls
 
     return switch
@@ -173,7 +173,7 @@ def relative_errors(got, expected):
 def test_whole_blocks(hopper, kernel, is_causal, mode, size):
     calls, parts = hopper(kernel), tensors()
     rule = rule_of(parts[0], causal=is_causal)
-    errors = relative_errors(divided_attention(*parts, size, mode, rule), dense_attention(*parts, rule))
+    errors = relative_errors(sharded_attention(*parts, size, mode, rule), dense_attention(*parts, rule))
     print(errors, dict(calls))
     assert max(errors) < 0.01
     assert {used for used, _ in calls} == {kernel}
@@ -203,7 +203,7 @@ def test_masked_blocks(hopper, monkeypatch, dtype, name, tile):
     rule = rule_of(parts[0], **options)
     expected = dense_attention(*parts, rule)
     for mode in ("ring", "zigzag"):
-        got = divided_attention(*parts, 2, mode, rule)
+        got = sharded_attention(*parts, 2, mode, rule)
         assert all(part.isfinite().all() for part in got)
         assert max(relative_errors(got, expected)) < (0.01 if dtype is torch.bfloat16 else 1e-6)
     print(dict(calls))
@@ -214,11 +214,11 @@ def test_masked_blocks(hopper, monkeypatch, dtype, name, tile):
 
 
 ON_CUDA = frozenset({Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT})
-H200 = Device("cuda", (9, 0), 91900, ON_CUDA)
-A100 = Device("cuda", (8, 0), 91900, ON_CUDA)
-L40 = Device("cuda", (8, 9), 91900, ON_CUDA)
-V100 = Device("cuda", (7, 0), 91900, ON_CUDA)
-HOST = Device("cpu", (0, 0), 0, frozenset({Kernel.HOST}))
+H200 = AttentionDevice("cuda", (9, 0), 91900, ON_CUDA)
+A100 = AttentionDevice("cuda", (8, 0), 91900, ON_CUDA)
+L40 = AttentionDevice("cuda", (8, 9), 91900, ON_CUDA)
+V100 = AttentionDevice("cuda", (7, 0), 91900, ON_CUDA)
+HOST = AttentionDevice("cpu", (0, 0), 0, frozenset({Kernel.HOST}))
 BLOCK = Question(torch.bfloat16, (128, 128), (4096, 8192), Cover.ALL, 0.0)
 
 
@@ -252,7 +252,7 @@ BLOCK = Question(torch.bfloat16, (128, 128), (4096, 8192), Cover.ALL, 0.0)
         (HOST, {"cover": Cover.SOME}, Kernel.PLAIN),
         (HOST, {"head_dims": (8, 16)}, Kernel.PLAIN),
         (HOST, {"dropout_p": 0.1}, Kernel.PLAIN),
-        (Device("xpu", (0, 0), 0, frozenset()), {}, Kernel.PLAIN),
+        (AttentionDevice("xpu", (0, 0), 0, frozenset()), {}, Kernel.PLAIN),
     ],
 )
 def test_choice(device, changes, kernel):
@@ -260,5 +260,5 @@ def test_choice(device, changes, kernel):
 
 
 def test_this_machine():
-    assert Device.of(torch.zeros(1)) == HOST
-    assert Device.of(torch.zeros(1, device="meta")).enabled == frozenset()
+    assert AttentionDevice.of(torch.zeros(1)) == HOST
+    assert AttentionDevice.of(torch.zeros(1, device="meta")).enabled == frozenset()

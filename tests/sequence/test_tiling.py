@@ -265,7 +265,7 @@ def test_in_bfloat16_it_is_no_further_from_the_truth_than_whole_logits_are():
     assert all(tiled <= 1.5 * plain for plain, tiled in zip(*gaps, strict=True))
 
 
-def test_tokens_of_all_ranks_may_be_what_the_sum_is_divided_by():
+def test_tokens_of_all_ranks_may_be_what_the_sum_is_sharded_by():
     hidden, weight, _, labels = draw()
     loss = linear_cross_entropy(hidden, weight, labels, num_targets=40)
     assert loss.item() == pytest.approx(whole(hidden, weight, None, labels, reduction="sum").item() / 40, rel=1e-12)

@@ -21,7 +21,7 @@ def on_mesh(rows, columns, function, *args):
 
 
 def blocks_of_all(block, group):
-    return group.everybody.gather(block.detach())
+    return group.world_group.gather(block.detach())
 
 
 def whole_activation(block, group):

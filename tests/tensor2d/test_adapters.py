@@ -66,7 +66,7 @@ def on_threads(rows, columns, mode, build):
         model = models[ranks.context.rank]
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         if mode == "1d":
-            parallelize_1d(base, group.everybody)
+            parallelize_1d(base, group.world_group)
             group = MeshGroup.alone()  # whole sequences are given
         else:
             parallelize(base, group)

@@ -13,7 +13,7 @@ from patrickstar.tensor2d import (
     Linear2D,
     LMHead2D,
     MeshGroup,
-    Place,
+    MeshPlace,
     Placement,
     RMSNorm2D,
     Sent,
@@ -32,7 +32,7 @@ from patrickstar.tensor2d import (
 from patrickstar.tensor2d.lines import Line
 from tests.tensor2d.on_meshes import draw, gap, on_mesh, open_mesh, whole_activation
 
-PLACES = Place(2, 3).everybody()
+PLACES = MeshPlace(2, 3).world_group()
 
 
 PLACED = [
@@ -50,7 +50,7 @@ PLACED = [
 ]
 
 
-def test_what_is_divided_is_assembled_again():
+def test_what_is_sharded_is_assembled_again():
     for placement, shape, block in PLACED:
         whole = draw(*shape)
         blocks = [placement.divide(whole, place) for place in PLACES]
@@ -63,7 +63,7 @@ def test_what_is_divided_is_assembled_again():
             assert torch.equal(first.flatten()[0], rows.flatten()[0]), placement
 
 
-def test_activations_are_divided_and_assembled():
+def test_activations_are_sharded_and_assembled():
     whole = draw(4, 5, 6)
     blocks = [divide_activation(whole, place) for place in PLACES]
     assert blocks[4].shape == (2, 5, 2) and torch.equal(blocks[4], whole[2:, :, 2:4])
@@ -144,14 +144,14 @@ def rows_without_gradient(group):
 
 
 def initial_values(group):
-    torch.manual_seed(group.everybody.rank)
+    torch.manual_seed(group.world_group.rank)
     model = nn.ModuleList([SmallEmbedding2D(5, 6, group), Embedding2D(5, 6, group), Linear2D(6, 12, group)])
     model.append(LMHead2D(6, 5, group, bias=True))
     initialise_normal(model, 0.02)
     match_replicas(model)
     parts = group.along_rows.gather(model[0].weight.detach())
     weight = model[2].weight.detach()
-    blocks = group.everybody.gather(weight)
+    blocks = group.world_group.gather(weight)
     tables = [torch.cat(group.along_rows.gather(model[1].weight.detach()))[5:]]
     tables.append(torch.cat(group.along_columns.gather(model[3].weight.detach()), dim=1)[:, 5:])
     return (
@@ -203,7 +203,7 @@ def test_layers(rows, columns):
 
 def at(rows, columns):
     group = MeshGroup.alone()
-    group.place = Place(rows, columns)
+    group.place = MeshPlace(rows, columns)
     return group
 
 

@@ -87,7 +87,7 @@ def on_each_rank(rows, columns):
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 3), (3, 3)))]
 )
-def test_models_are_divided_in_place(rows, columns):
+def test_models_are_sharded_in_place(rows, columns):
     for by_model, continues in on_mesh(rows, columns, on_each_rank):
         for name, gaps in by_model.items():
             assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}, name

@@ -10,7 +10,7 @@ from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.tensor2d import (
     MeshGroup,
-    Place,
+    MeshPlace,
     divide_activation,
     multiply,
     multiply_transposed,
@@ -104,7 +104,7 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}
 @pytest.mark.parametrize(("rows", "columns"), MESHES)
 def test_products_as_one_process_computes_them(rows, columns):
     for rank, (errors, bytes_here, place) in enumerate(on_mesh(rows, columns, try_products)):
-        assert place == Place(rows, columns, *divmod(rank, columns))
+        assert place == MeshPlace(rows, columns, *divmod(rank, columns))
         wrong = {key: error for key, error in errors.items() if not error <= LIMITS[key[1]]}
         assert wrong == {}
         along_columns, along_rows = (columns - 1) / (rows * columns), (rows - 1) / (rows * columns)
@@ -221,8 +221,8 @@ def test_bad_blocks_are_refused_before_anything_travels():
     with pytest.raises(ValueError, match=r"a bias of shape \[3\] and torch.float32; give this rank's 5 elements"):
         multiply(torch.ones(2, 3), torch.ones(3, 5), group, torch.ones(3))
     with pytest.raises(ValueError, match=r"30 cannot be cut into lcm\(4, 3\) = 12 panels .* take 24, or a mesh of "):
-        check_divides("features", 30, Place(4, 3))
-    check_divides("features", 36, Place(4, 3))
+        check_divides("features", 30, MeshPlace(4, 3))
+    check_divides("features", 36, MeshPlace(4, 3))
 
 
 class Post:
@@ -279,7 +279,7 @@ def test_an_owner_sends_few_copies(size, most_sent):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_everybody_sends_to_another_one(size, dtype):
+def test_world_group_sends_to_another_one(size, dtype):
     hidden, first, second = draw(2, 2 * size, 6), draw(3 * size, 6), draw(3 * size, 6)
     grad = draw(2, 2 * size, 6, seed=1)
     whole = [part.to(dtype).double().requires_grad_() for part in (hidden, first, second)]

@@ -10,8 +10,8 @@ from patrickstar.elastic import RunReport
 from patrickstar.ones.cluster.submission import Submission
 
 
-class Phase(enum.Enum):
-    """Phase of a job's processes."""
+class JobPhase(enum.Enum):
+    """JobPhase of a job's processes."""
 
     RUNNING = "running"
     CHANGING = "changing"
@@ -27,7 +27,7 @@ class Phase(enum.Enum):
 class Status:
     """Status of a started job."""
 
-    phase: Phase
+    phase: JobPhase
     num_ranks: int
     """Ranks with a GPU, including joining ones."""
     report: RunReport | None

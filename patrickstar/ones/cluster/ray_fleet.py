@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from patrickstar.ones.cluster.fleet import Phase, Status
+from patrickstar.ones.cluster.fleet import JobPhase, Status
 from patrickstar.ones.cluster.ray_ranks import JobProcesses
 from patrickstar.ones.cluster.submission import Submission
 
@@ -54,9 +54,9 @@ class RayFleet:
         try:
             return ray.get(actor.status.remote(), timeout=_STATUS_SECONDS)
         except ray.exceptions.GetTimeoutError:
-            return Status(Phase.CHANGING, 0, None, 0.0)  # the actor waits for GPUs
+            return Status(JobPhase.CHANGING, 0, None, 0.0)  # the actor waits for GPUs
         except ray.exceptions.RayError as error:
-            return Status(Phase.FAILED, 0, None, 0.0, reason=f"the job's actor is gone: {error}")
+            return Status(JobPhase.FAILED, 0, None, 0.0, reason=f"the job's actor is gone: {error}")
 
     def remove(self, name: str) -> None:
         """Ends the ranks, then the actor."""

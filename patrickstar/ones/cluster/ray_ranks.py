@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from patrickstar.elastic import Orders, OutcomeKind
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, ServedRendezvous
 from patrickstar.elastic.run import JOINS_VARIABLE
-from patrickstar.ones.cluster.fleet import Phase, Status
+from patrickstar.ones.cluster.fleet import JobPhase, Status
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ranks.addresses import listen
 from patrickstar.ranks.private_files import append_private, create_private
@@ -233,13 +233,13 @@ class JobProcesses:
             self._send_away(self._joining)
             self._joining, self._number = None, 0
         if self._failure:
-            phase = Phase.FAILED
+            phase = JobPhase.FAILED
         elif not self._groups:
-            phase = Phase.STOPPED if self._stops else Phase.ENDED
+            phase = JobPhase.STOPPED if self._stops else JobPhase.ENDED
         elif self._number or sum(len(group.actors) for group in self._groups) > self._num_ranks:
-            phase = Phase.CHANGING
+            phase = JobPhase.CHANGING
         else:
-            phase = Phase.RUNNING
+            phase = JobPhase.RUNNING
         held = self._num_ranks + (len(self._joining.actors) if self._joining else 0)
         return Status(phase, held, self._orders.report(), self._resize_s, self._refusal, self._failure)
 

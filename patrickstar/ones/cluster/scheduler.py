@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
-from patrickstar.ones.cluster.fleet import Fleet, Phase, Status
+from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Entry, Ledger
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ones.jobs import Cluster, Job, JobState, Throughput
@@ -152,7 +152,7 @@ class Scheduler:
         if status is None and track.gpus and before is None and now - track.changed_s < _APPEARS_S:
             return  # it was just started
         if status is None and track.gpus:
-            status = Status(Phase.FAILED, 0, None, 0.0, reason="its processes are gone, with the node they were on")
+            status = Status(JobPhase.FAILED, 0, None, 0.0, reason="its processes are gone, with the node they were on")
         track.status = status
         if track.gpus and track.seen_s is not None:
             track.run_s += now - track.seen_s
@@ -164,12 +164,12 @@ class Scheduler:
             track.gpus = ()
             track.gpus, track.changed_s = self._any_gpus(status.num_ranks), now
         self._note_report(now, track, status)
-        if status.phase is Phase.ENDED:
+        if status.phase is JobPhase.ENDED:
             self._policy.finished(now, self._state(now, entry))
             self._end(name, End.FINISHED)
-        elif status.phase is Phase.STOPPED:
-            self._vacate(name, track)
-        elif status.phase is Phase.FAILED:
+        elif status.phase is JobPhase.STOPPED:
+            self._evict_all(name, track)
+        elif status.phase is JobPhase.FAILED:
             if track.num_steps > track.steps_at_failure:
                 track.failures_since_step = 0
             track.failures_since_step += 1
@@ -177,13 +177,13 @@ class Scheduler:
             if track.failures_since_step >= MOST_FAILURES:
                 self._end(name, End.FAILED, status.reason)
                 return
-            self._vacate(name, track)  # first, so that only one scheduler counts the failure
+            self._evict_all(name, track)  # first, so that only one scheduler counts the failure
             self._ledger.failed(name, status.reason)
 
     @staticmethod
     def _follows_an_order_unknown(track: _Track, status: Status) -> bool:
         """True if the job has carried out an order of an earlier scheduler."""
-        return track.ordered is None and status.phase is Phase.RUNNING and status.num_ranks != len(track.gpus)
+        return track.ordered is None and status.phase is JobPhase.RUNNING and status.num_ranks != len(track.gpus)
 
     def _note_report(self, now: float, track: _Track, status: Status) -> None:
         report = status.report
@@ -197,9 +197,9 @@ class Scheduler:
             if report.loss is not None:
                 track.first_loss = track.first_loss or report.loss
                 track.loss = report.loss
-        elif not track.note and status.phase is Phase.RUNNING:
+        elif not track.note and status.phase is JobPhase.RUNNING:
             track.note = "no report yet: its ranks stay as they are (a script without ElasticRun never reports)"
-        if status.phase is not Phase.RUNNING or track.ordered is None:
+        if status.phase is not JobPhase.RUNNING or track.ordered is None:
             return
         if len(track.ordered) == status.num_ranks:
             track.gpus = track.ordered
@@ -209,9 +209,9 @@ class Scheduler:
 
     def _end(self, name: str, end: End, reason: str = "") -> None:
         self._ledger.ended(name, end, reason)
-        self._vacate(name, self._tracks.setdefault(name, _Track()))
+        self._evict_all(name, self._tracks.setdefault(name, _Track()))
 
-    def _vacate(self, name: str, track: _Track) -> None:
+    def _evict_all(self, name: str, track: _Track) -> None:
         self._fleet.remove(name)
         track.gpus, track.ordered, track.status, track.has_reported = (), None, None, False
 
@@ -241,7 +241,7 @@ class Scheduler:
         return (
             track.ordered is None
             and status is not None
-            and status.phase is Phase.RUNNING
+            and status.phase is JobPhase.RUNNING
             and status.report is not None
             and not status.report.has_ended
         )

@@ -29,7 +29,7 @@ DEEP = Case(deep_llama, long_batch)
 WIDE = Case(functools.partial(deep_llama, 2048), long_batch)  # its logits take 6 times the bytes of its layers' inputs
 
 
-def stashing(offload, precision="fp32", **config):
+def offloading(offload, precision="fp32", **config):
     result = make_config(precision, activations={"offload": offload}, default_chunk_size=8192, **config)
     result["optimizer"]["params"]["use_hybrid_adam"] = False
     return result
@@ -37,14 +37,14 @@ def stashing(offload, precision="fp32", **config):
 
 @functools.cache
 def reference(precision: str) -> Run:
-    run = train(DEEP, stashing("never", precision), steps=3, checkpointing=False)
-    assert run.report["stashed_bytes"] == 0
+    run = train(DEEP, offloading("never", precision), steps=3, checkpointing=False)
+    assert run.report["offloaded_bytes"] == 0
     return run
 
 
 @functools.cache
 def least(offload: str, reentrant: bool = False) -> int:
-    return least_device_memory(DEEP, stashing(offload), steps=2, checkpointing=reentrant)
+    return least_device_memory(DEEP, offloading(offload), steps=2, checkpointing=reentrant)
 
 
 def test_less_memory_is_enough():
@@ -53,69 +53,72 @@ def test_less_memory_is_enough():
     assert saved > LAYERS * HIDDEN_BYTES / 3
 
 
-def stashed_by_step(run: Run) -> list[int]:
-    counts = [report["stashed_bytes"] for report in run.chunk_reports]
+def offloaded_by_step(run: Run) -> list[int]:
+    counts = [report["offloaded_bytes"] for report in run.chunk_reports]
     return [after - before for before, after in zip([0, *counts], counts, strict=False)]
 
 
 @functools.cache
 def wide_reference() -> tuple[Run, int]:
-    tides = []
+    activation_levels = []
 
     def look(engine, step):
-        tides.append(engine.plan().tide_peak_bytes if step > 0 else 0)
+        activation_levels.append(engine.plan().activation_peak_bytes if step > 0 else 0)
 
-    run = train(WIDE, stashing("never", device_memory=2**40), steps=4, checkpointing=False, before_step=look)
-    return run, max(tides)
+    run = train(WIDE, offloading("never", device_memory=2**40), steps=4, checkpointing=False, before_step=look)
+    return run, max(activation_levels)
 
 
 @pytest.mark.parametrize("ratio", [1.25, 1.5])
-def test_the_one_moment_of_the_logits_makes_nothing_leave(ratio):
-    roomy, tide = wide_reference()
-    tides = []
+def test_the_one_access_of_the_logits_makes_nothing_leave(ratio):
+    roomy, activation_memory = wide_reference()
+    activation_levels = []
 
     def look(engine, step):
         if step > 0:
-            tides.append(engine.plan().tide_peak_bytes)
+            activation_levels.append(engine.plan().activation_peak_bytes)
 
-    config = stashing("auto", device_memory=int(ratio * tide))
+    config = offloading("auto", device_memory=int(ratio * activation_memory))
     run = train(WIDE, config, steps=4, checkpointing=False, before_step=look)
-    print(stashed_by_step(run), tides, tide)
-    first, *later = stashed_by_step(run)
+    print(offloaded_by_step(run), activation_levels, activation_memory)
+    first, *later = offloaded_by_step(run)
     assert later == [0, 0, 0]
     assert (first > 0) == (ratio < 1.5)
-    assert tide <= tides[0] <= 1.02 * tide and tides[1:] == [tide, tide]
+    assert activation_memory <= activation_levels[0] <= 1.02 * activation_memory and activation_levels[1:] == [
+        activation_memory,
+        activation_memory,
+    ]
     assert [report["num_pressure_evictions"] for report in run.chunk_reports] == [0] * 4
     assert_same(run, roomy)
 
 
 def test_what_does_not_fit_leaves_in_every_step():
-    roomy, tide = wide_reference()
+    roomy, activation_memory = wide_reference()
     inputs = LAYERS * HIDDEN_BYTES
-    some = train(WIDE, stashing("auto", device_memory=int(1.17 * tide)), steps=4, checkpointing=False)
-    print(stashed_by_step(some), inputs)
-    assert all(0 < num_bytes < inputs for num_bytes in stashed_by_step(some)[1:])
+    some = train(WIDE, offloading("auto", device_memory=int(1.17 * activation_memory)), steps=4, checkpointing=False)
+    print(offloaded_by_step(some), inputs)
+    assert all(0 < num_bytes < inputs for num_bytes in offloaded_by_step(some)[1:])
     assert_same(some, roomy)
-    budget = least_device_memory(WIDE, stashing("auto"), steps=4, checkpointing=False)
-    assert budget < tide
-    every = train(WIDE, stashing("auto", device_memory=budget), steps=4, checkpointing=False)
-    assert all(num_bytes >= inputs for num_bytes in stashed_by_step(every))
+    budget = least_device_memory(WIDE, offloading("auto"), steps=4, checkpointing=False)
+    assert budget < activation_memory
+    every = train(WIDE, offloading("auto", device_memory=budget), steps=4, checkpointing=False)
+    assert all(num_bytes >= inputs for num_bytes in offloaded_by_step(every))
     assert_same(every, roomy)
 
 
 def test_a_long_sequence_leaves_in_every_step():
-    run = train(DEEP, stashing("auto", device_memory=least("auto")), steps=4, checkpointing=False)
-    print(stashed_by_step(run))
-    assert all(num_bytes > LAYERS * HIDDEN_BYTES / 3 for num_bytes in stashed_by_step(run))
+    run = train(DEEP, offloading("auto", device_memory=least("auto")), steps=4, checkpointing=False)
+    print(offloaded_by_step(run))
+    assert all(num_bytes > LAYERS * HIDDEN_BYTES / 3 for num_bytes in offloaded_by_step(run))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_bits_do_not_depend_on_it(precision, reentrant):
-    config = stashing("auto", precision, device_memory=least("auto", reentrant))
+    config = offloading("auto", precision, device_memory=least("auto", reentrant))
     run = train(DEEP, config, steps=3, checkpointing=reentrant)
-    print(f"{run.report['stashed_bytes']} bytes left the device")
-    assert run.report["stashed_bytes"] > 0
+    print(f"{run.report['offloaded_bytes']} bytes left the device")
+    assert run.report["offloaded_bytes"] > 0
     assert_same(run, reference(precision))
 
 
@@ -128,11 +131,11 @@ def test_sequences_that_get_longer(offload, vocab):
         return Case(functools.partial(deep_llama, vocab), lambda generator: long_batch(generator, next(lengths)))
 
     case = Case(functools.partial(deep_llama, vocab), long_batch)
-    budget = least_device_memory(case, stashing(offload), steps=2, checkpointing=checkpointing)
-    run = train(growing(), stashing(offload, device_memory=budget), steps=4, checkpointing=checkpointing)
-    print(stashed_by_step(run))
-    assert stashed_by_step(run)[2] > 0
-    assert_same(run, train(growing(), stashing("never"), steps=4, checkpointing=checkpointing))
+    budget = least_device_memory(case, offloading(offload), steps=2, checkpointing=checkpointing)
+    run = train(growing(), offloading(offload, device_memory=budget), steps=4, checkpointing=checkpointing)
+    print(offloaded_by_step(run))
+    assert offloaded_by_step(run)[2] > 0
+    assert_same(run, train(growing(), offloading("never"), steps=4, checkpointing=checkpointing))
 
 
 def test_the_least_budget_does_not_depend_on_how_fast_copies_are():
@@ -144,25 +147,25 @@ def test_the_least_budget_does_not_depend_on_how_fast_copies_are():
 
 
 def test_transfers_are_traced():
-    result = traced(DEEP, stashing("auto", device_memory=least("auto")), step=1, checkpointing=False)
+    result = traced(DEEP, offloading("auto", device_memory=least("auto")), step=1, checkpointing=False)
     names = [event["name"] for event in chrome_trace(result.trace, 1, result.layers)["traceEvents"]]
-    stashed = [span for span in result.trace["spans"] if span["num_bytes"] > 0 and span["chunk"] < 0]
-    assert len(stashed) == names.count("activation") > 0
-    down = [span["num_bytes"] for span in stashed if span["track"] == _C.Track.DOWNLOAD]
-    assert sum(down) == result.after["stashed_bytes"] - result.before["stashed_bytes"]
+    offloaded = [span for span in result.trace["spans"] if span["num_bytes"] > 0 and span["chunk"] < 0]
+    assert len(offloaded) == names.count("activation") > 0
+    down = [span["num_bytes"] for span in offloaded if span["track"] == _C.Track.DOWNLOAD]
+    assert sum(down) == result.after["offloaded_bytes"] - result.before["offloaded_bytes"]
 
 
 def test_models_that_checkpoint_nothing():
-    roomy = train(DEEP, stashing("never"), steps=2)
+    roomy = train(DEEP, offloading("never"), steps=2)
     budget = 3 * (roomy.report["device_peak_bytes"] // 4)
-    run = train(DEEP, stashing("always", device_memory=budget), steps=2)
-    assert run.report["stashed_bytes"] > 0
+    run = train(DEEP, offloading("always", device_memory=budget), steps=2)
+    assert run.report["offloaded_bytes"] > 0
     assert_same(run, roomy)
-    assert train(DEEP, stashing("auto", device_memory=2 * budget), steps=1).report["stashed_bytes"] == 0
+    assert train(DEEP, offloading("auto", device_memory=2 * budget), steps=1).report["offloaded_bytes"] == 0
 
 
 def test_host_memory_without_room():
-    config = stashing("auto")
+    config = offloading("auto")
     states = 16 * sum(param.numel() for param in deep_llama().parameters())
     config |= {"host_memory": states + (1 << 20), "device_memory": least("never")}
     assert_same(train(DEEP, config, steps=3, checkpointing=False), reference("fp32"))
@@ -206,7 +209,7 @@ def test_a_graph_that_is_used_twice():
             engine.backward(loss, retain_graph=True)
             engine.backward(loss)
             optimizer.step()
-            assert (engine.report()["stashed_bytes"] > 0) == (offload == "always")
+            assert (engine.report()["offloaded_bytes"] > 0) == (offload == "always")
             grads.append(engine.state_dict())
     for name, value in grads[0].items():
         assert torch.equal(value, grads[1][name]), name

@@ -5,10 +5,10 @@ import torch
 
 from patrickstar.config import parse_config
 from patrickstar.config.dialects import Dialect
-from patrickstar.parallel.matrix_ways import OneDimension, TwoDimensions, choose_way
+from patrickstar.parallel.matrix_strategies import OneDimension, TwoDimensions, choose_way
 from patrickstar.tensor2d import MeshGroup
 from patrickstar.tensor2d.lines import Line
-from tests.ranks.divided import Model
+from tests.ranks.sharded import Model
 
 WIDE = {"n_embd": 256}
 
@@ -22,7 +22,7 @@ def line(size):
 def chosen(model, rows, columns, **config):
     matrices = {"rows": rows, "columns": columns, "mode": config.pop("mode", "auto")}
     parsed = parse_config({**config, "tensor_parallel": matrices}, Dialect.DEEPSPEED)
-    mesh = types.SimpleNamespace(everybody=types.SimpleNamespace(members=tuple(range(rows * columns))))
+    mesh = types.SimpleNamespace(world_group=types.SimpleNamespace(members=tuple(range(rows * columns))))
     group = MeshGroup(line(rows), line(columns), line(rows * columns))
     with torch.device("meta"):
         return choose_way(parsed, mesh, group, model.build())

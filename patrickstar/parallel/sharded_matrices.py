@@ -24,8 +24,8 @@ from patrickstar.module.first_rank_values import digest
 from patrickstar.module.materialize import attached_values
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.parallel.calls import Calls, OwnCalls
-from patrickstar.parallel.divided_values import DividedNames, divide_attached_values
-from patrickstar.parallel.matrix_ways import ChosenWay, choose_way
+from patrickstar.parallel.matrix_strategies import ChosenWay, choose_way
+from patrickstar.parallel.sharded_values import ShardedNames, divide_attached_values
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model
@@ -39,7 +39,7 @@ _SQUARES = struct.Struct("<d")
 class Matrices(Protocol):
     """This rank's part of each matrix of a module."""
 
-    names: DividedNames | None
+    names: ShardedNames | None
     """The parameters before sharding; None: the module is not sharded."""
     shown: str
     """The mesh as text for logs; empty: not sharded."""
@@ -86,14 +86,14 @@ class Matrices(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the communication between blocks (see :meth:`DividedMatrices.close`)."""
+        """Ends the communication between blocks (see :meth:`ShardedMatrices.close`)."""
         ...
 
 
 class WholeMatrices:
     """Replicated matrices: each rank has whole ones."""
 
-    names: DividedNames | None = None
+    names: ShardedNames | None = None
     shown = ""
     reason = ""
 
@@ -128,8 +128,9 @@ class WholeMatrices:
         """Does nothing."""
 
 
-class DividedMatrices:
-    """Shards a Hugging Face model in place by one of the strategies of ``matrix_ways.py``. Collective over the mesh.
+class ShardedMatrices:
+    """Shards a Hugging Face model in place by one of the strategies of ``matrix_strategies.py``. Collective over the
+    mesh.
 
     The module's parameters become this rank's blocks. They are ordinary parameters, whose chunks are shared by the
     ranks with the same blocks. Each rank is called with whole batches and computes its row's samples, or its tokens of
@@ -149,7 +150,7 @@ class DividedMatrices:
         self._group = MeshGroup.of_ranks(mesh)
         self._chosen: ChosenWay | None = None
         self._module: nn.Module | None = None
-        self.names: DividedNames | None = None
+        self.names: ShardedNames | None = None
         self._digests = ""
 
     @property
@@ -185,8 +186,8 @@ class DividedMatrices:
                 "the model again, and load what that engine's state_dict() gave, or a checkpoint"
             )
         find_aliases(module, [param for param in module.parameters() if param.requires_grad])
-        divided = set(model.parameters())
-        others = [name for name, param in module.named_parameters() if param not in divided]
+        sharded = set(model.parameters())
+        others = [name for name, param in module.named_parameters() if param not in sharded]
         if others:
             raise ValueError(
                 f"{type(module).__name__} has parameters beside those of its {type(model).__name__}, whose matrices "
@@ -194,7 +195,7 @@ class DividedMatrices:
                 "out"
             )
         if self._config.use_cpu_embedding:
-            logger.info("use_cpu_embedding: tables that ranks share are divided over them, and stay in chunks")
+            logger.info("use_cpu_embedding: tables that ranks share are sharded over them, and stay in chunks")
         before = dict(module.named_parameters(remove_duplicate=False))
         values = attached_values(module)
         draw_adapters(module)
@@ -203,7 +204,7 @@ class DividedMatrices:
         way = self._chosen.way
         self._module = module
         way.divide(model)
-        self.names = DividedNames.of(module, model, before, way.group)
+        self.names = ShardedNames.of(module, model, before, way.group)
         divide_attached_values(module, self.names, values)
         replaced = {before[name]: part.param for part in self.names.parts for name in part.sources}
         for old in replaced:
@@ -213,7 +214,7 @@ class DividedMatrices:
 
     def check_same_values(self) -> None:
         """See :class:`Matrices`. Values on the meta device come from the same files on all ranks."""
-        self._mesh.everybody.check_agreement("the model's values before it is divided", self._digests)
+        self._mesh.world_group.check_agreement("the model's values before it is divided", self._digests)
 
     def num_elements(self, params: Iterable[nn.Parameter]) -> int:
         """See :class:`Matrices`."""
@@ -230,7 +231,7 @@ class DividedMatrices:
     def total(self, squares: float) -> float:
         """See :class:`Matrices`. One exchange."""
         what = "the gradients' norm over the mesh"
-        said = self._mesh.everybody.control.exchange(_SQUARES.pack(squares), what)
+        said = self._mesh.world_group.control.exchange(_SQUARES.pack(squares), what)
         blocks = self._mesh.mesh.sharing(0, Axis.ROWS, Axis.COLUMNS)  # the first rank of each block
         with reading(what):
             return sum(_SQUARES.unpack(said[rank])[0] for rank in blocks)
@@ -270,7 +271,7 @@ def _left(module: nn.Module, what: str) -> str:
 
 def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:
     """The matrices that the configuration asks for. Collective over all ranks."""
-    return DividedMatrices(config, mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
+    return ShardedMatrices(config, mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
 
 
 def _digest(param: nn.Parameter) -> str:

@@ -1,4 +1,4 @@
-#include "memory/slot_pool.h"
+#include "memory/device_buffer_pool.h"
 
 #include <new>
 #include <utility>
@@ -7,8 +7,9 @@
 
 namespace patrickstar {
 
-Slot SlotPool::acquire(int64_t num_bytes, SlotFit fit, OverLimit over_limit) {
-  const double most_waste = fit == SlotFit::kLoose || is_left_out(Mechanism::kExactSlots) ? max_waste_ratio_ : 0.0;
+DeviceBuffer DeviceBufferPool::acquire(int64_t num_bytes, DeviceBufferFit fit, OverLimit over_limit) {
+  const double most_waste =
+      fit == DeviceBufferFit::kLoose || is_left_out(Mechanism::kExactDeviceBuffers) ? max_waste_ratio_ : 0.0;
   const bool ample = used_bytes_ + idle_bytes_ + num_bytes <= ample_bytes_;
   const auto found = find_idle(num_bytes, most_waste);
   const bool fits = found != idle_.end();
@@ -17,7 +18,7 @@ Slot SlotPool::acquire(int64_t num_bytes, SlotFit fit, OverLimit over_limit) {
   }
   if (fits) return hand_out_idle(found);
   if (!ample && most_waste > 0 && !is_left_out(Mechanism::kRareSizes)) {
-    const auto larger = find_idle(num_bytes, kMostSlotWaste);
+    const auto larger = find_idle(num_bytes, kMostDeviceBufferWaste);
     if (larger != idle_.end()) return hand_out_idle(larger);
   }
   void* data = allocator_.allocate(num_bytes);
@@ -30,13 +31,13 @@ Slot SlotPool::acquire(int64_t num_bytes, SlotFit fit, OverLimit over_limit) {
   return hand_out(data, num_bytes, {});
 }
 
-SlotPool::IdleSlots::iterator SlotPool::find_idle(int64_t num_bytes, double waste_ratio) {
+DeviceBufferPool::IdleDeviceBuffers::iterator DeviceBufferPool::find_idle(int64_t num_bytes, double waste_ratio) {
   const auto found = idle_.lower_bound(num_bytes);
   const auto most = num_bytes + static_cast<int64_t>(static_cast<double>(num_bytes) * waste_ratio);
   return found != idle_.end() && found->first <= most ? found : idle_.end();
 }
 
-Slot SlotPool::hand_out_idle(IdleSlots::iterator found) {
+DeviceBuffer DeviceBufferPool::hand_out_idle(IdleDeviceBuffers::iterator found) {
   const int64_t size = found->first;
   Idle idle = std::move(found->second);
   idle_.erase(found);
@@ -45,7 +46,7 @@ Slot SlotPool::hand_out_idle(IdleSlots::iterator found) {
   return hand_out(idle.data, size, std::move(idle.busy));
 }
 
-Slot SlotPool::hand_out(void* data, int64_t num_bytes, BusyUntil busy) {
+DeviceBuffer DeviceBufferPool::hand_out(void* data, int64_t num_bytes, BusyUntil busy) {
   try {
     ++num_of_size_[num_bytes];
   } catch (...) {
@@ -56,7 +57,7 @@ Slot SlotPool::hand_out(void* data, int64_t num_bytes, BusyUntil busy) {
   return {*this, data, num_bytes, std::move(busy)};
 }
 
-void SlotPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept {
+void DeviceBufferPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept {
   used_bytes_ -= num_bytes;
   try {
     idle_.emplace(num_bytes, Idle{data, busy});
@@ -67,12 +68,12 @@ void SlotPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept
   }
 }
 
-void SlotPool::forget_one(int64_t size) {
+void DeviceBufferPool::forget_one(int64_t size) {
   const auto found = num_of_size_.find(size);
   if (--found->second == 0) num_of_size_.erase(found);
 }
 
-SlotPool::IdleSlots::iterator SlotPool::most_common() {
+DeviceBufferPool::IdleDeviceBuffers::iterator DeviceBufferPool::most_common() {
   auto best = idle_.begin();
   if (is_left_out(Mechanism::kRareSizes)) return best;
   for (auto next = best; next != idle_.end(); next = idle_.upper_bound(next->first)) {
@@ -81,7 +82,7 @@ SlotPool::IdleSlots::iterator SlotPool::most_common() {
   return best;
 }
 
-int64_t SlotPool::trim(int64_t num_bytes) {
+int64_t DeviceBufferPool::trim(int64_t num_bytes) {
   int64_t freed = 0;
   while (freed < num_bytes && !idle_.empty()) {
     const auto next = most_common();

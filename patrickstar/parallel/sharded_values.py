@@ -1,6 +1,6 @@
 """Values of a tensor-parallel model under the names and in the shapes of the model before sharding.
 
-names = DividedNames.of(module, model, before, group)
+names = ShardedNames.of(module, model, before, group)
 for part in names.parts:
     block = part.block(read)                   # this rank's block of the full parameters, read by name
     wholes = part.wholes(blocks)               # the full parameters, from the blocks of all ranks
@@ -21,7 +21,7 @@ from patrickstar.tensor2d.layer import Source
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedPart:
+class ShardedPart:
     """One parameter of a sharded model: this rank's block of one or several concatenated full parameters."""
 
     name: str
@@ -67,7 +67,7 @@ class DividedPart:
         return {name: part.contiguous() for name, part in zip(self.sources, turned, strict=True)}
 
 
-class DividedNames:
+class ShardedNames:
     """Names of a module's parameters before sharding.
 
     Attributes:
@@ -75,7 +75,7 @@ class DividedNames:
         tied: further names of tied parameters; each maps to the name among the sources of a part.
     """
 
-    def __init__(self, group: MeshGroup, parts: list[DividedPart], names: Sequence[str], tied: Mapping[str, str]):
+    def __init__(self, group: MeshGroup, parts: list[ShardedPart], names: Sequence[str], tied: Mapping[str, str]):
         self._group = group
         self.parts = parts
         self.tied = dict(tied)
@@ -84,7 +84,7 @@ class DividedNames:
     @classmethod
     def of(
         cls, module: nn.Module, model: nn.Module, before: Mapping[str, nn.Parameter], group: MeshGroup
-    ) -> DividedNames:
+    ) -> ShardedNames:
         """Names of the sharded ``model``.
 
         Args:
@@ -96,7 +96,7 @@ class DividedNames:
         prefix = next(name for name, child in module.named_modules() if child is model)
         prefix = f"{prefix}." if prefix else ""
         parts = [
-            DividedPart(f"{path}.{key}", layer, key, tuple(prefix + name for name in source.names))
+            ShardedPart(f"{path}.{key}", layer, key, tuple(prefix + name for name in source.names))
             for path, layer in module.named_modules()
             if isinstance(layer, Layer2D)
             for key, source in layer.sources.items()
@@ -105,12 +105,12 @@ class DividedNames:
         return cls(group, parts, list(before), {name: known[p] for name, p in before.items() if name != known[p]})
 
     @property
-    def of_params(self) -> dict[nn.Parameter, DividedPart]:
+    def of_params(self) -> dict[nn.Parameter, ShardedPart]:
         """The part of each parameter that the module has now."""
         return {part.param: part for part in self.parts}
 
     def wholes_of(
-        self, part: DividedPart, read: Callable[[nn.Parameter], torch.Tensor], device: torch.device
+        self, part: ShardedPart, read: Callable[[nn.Parameter], torch.Tensor], device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Full tensors on the CPU by their names before sharding. Collective over all ranks of the mesh.
 
@@ -119,7 +119,7 @@ class DividedNames:
             read: returns a tensor of the block's shape for the local parameter.
             device: where blocks are all-gathered; the mesh's communicators use it.
         """
-        blocks = [block.cpu() for block in self._group.everybody.gather(read(part.param).to(device))]
+        blocks = [block.cpu() for block in self._group.world_group.gather(read(part.param).to(device))]
         with _C.HostAllocations():
             return part.wholes(blocks)
 
@@ -129,10 +129,10 @@ class DividedNames:
             yield name, wholes[self.tied.get(name, name)]
 
 
-class _DividedValues:
+class _ShardedValues:
     """This rank's blocks of a model's values, read by the names of the sharded module."""
 
-    def __init__(self, values: TensorValues, names: DividedNames):
+    def __init__(self, values: TensorValues, names: ShardedNames):
         self._values = values
         self._parts = {part.name: part for part in names.parts}
         self._further: dict[str, list[str]] = {}
@@ -154,16 +154,16 @@ class _DividedValues:
         return next((name for name in (source, *self._further.get(source, ())) if name in self._values), "")
 
 
-def divide_attached_values(module: nn.Module, names: DividedNames, values: TensorValues | None) -> None:
+def divide_attached_values(module: nn.Module, names: ShardedNames, values: TensorValues | None) -> None:
     """Lets values that were attached to ``module`` before sharding be read as blocks.
 
     Raises:
         ValueError: a parameter on the meta device has no values.
     """
     if values is not None:
-        divided = _DividedValues(values, names)
-        attach_values(module, divided)
-    missing = [part.name for part in names.parts if part.param.is_meta and (values is None or part.name not in divided)]
+        sharded = _ShardedValues(values, names)
+        attach_values(module, sharded)
+    missing = [part.name for part in names.parts if part.param.is_meta and (values is None or part.name not in sharded)]
     if missing:
         raise ValueError(
             f"{missing[0]} is on the meta device without values, and ranks of a mesh would draw others for each block; "

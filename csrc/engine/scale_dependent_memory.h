@@ -15,13 +15,13 @@
 #include "common/types.h"
 #include "engine/update_jobs.h"
 #include "memory/host_arena.h"
-#include "optim/open_store.h"
+#include "optim/scale_dependent_store.h"
 
 namespace patrickstar {
 
-class OpenMemory {
+class ScaleDependentMemory {
  public:
-  OpenMemory(int num_chunks, HostArena& arena, HostUpdates& updates)
+  ScaleDependentMemory(int num_chunks, HostArena& arena, HostUpdates& updates)
       : arena_(arena), updates_(updates), open_(static_cast<size_t>(num_chunks)) {}
 
   // Forgets kept values, in the order of submitted updates. Allocates at most `free_bytes`, unless memory is allocated
@@ -31,16 +31,16 @@ class OpenMemory {
   void keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs);
   // keep() for a new update: all its values count as scale-dependent until computed.
   void begin(ChunkId chunk, std::vector<optim::UpdateJob>& jobs);
-  std::vector<HostBlock> give_back(Event& after);
+  std::vector<HostBuffer> give_back(Event& after);
   bool is_empty() const { return blocks_.empty(); }
   int64_t num_in_place() const { return store_.num_in_place(); }
 
  private:
   HostArena& arena_;
   HostUpdates& updates_;
-  optim::OpenStore store_;
-  std::vector<HostBlock> blocks_;
-  std::vector<std::vector<optim::OpenValues>> open_;  // by chunk: for the pieces of all its jobs
+  optim::ScaleDependentStore store_;
+  std::vector<HostBuffer> blocks_;
+  std::vector<std::vector<optim::ScaleDependentValues>> open_;  // by chunk: for the pieces of all its jobs
 };
 
 }  // namespace patrickstar

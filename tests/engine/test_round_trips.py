@@ -5,7 +5,7 @@ import pytest
 from patrickstar import _C
 from tests import schemes
 from tests.engine.test_equality import WIDE
-from tests.training import assert_same, least_device_memory, train, visits
+from tests.training import assert_same, least_device_memory, round_trips, train
 
 STEPS = 4
 PIECE = 1024  # elements, of chunks of 4096
@@ -23,7 +23,9 @@ def expected(**kwargs):
 def visiting(which, piece_numel=PIECE):
     def choose(engine, step):
         count = engine._session.layout.num_chunks
-        engine._session.runtime.set_visits([step > 0 and which(step, chunk) for chunk in range(count)], piece_numel)
+        engine._session.runtime.set_round_trips(
+            [step > 0 and which(step, chunk) for chunk in range(count)], piece_numel
+        )
 
     return choose
 
@@ -48,19 +50,19 @@ def test_no_number_changes(way):
     for choose in (ALL, IN_TURN):
         run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=choose)
         assert_same(run, settled)
-        assert visits(run.report) > STEPS
+        assert round_trips(run.report) > STEPS
 
 
 @pytest.mark.parametrize("way", ["split masters", "8 bits"])
 def test_values_that_the_device_has_do_not_go_up(way):
     costs = []
 
-    def visit(engine, step):
-        costs[:] = _C.visit_costs(engine._session.layout)
+    def round_trip(engine, step):
+        costs[:] = _C.round_trip_costs(engine._session.layout)
         ALL(engine, step)
 
-    run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=visit)
-    assert visits(run.report) == (STEPS - 1) * len(costs)
+    run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=round_trip)
+    assert round_trips(run.report) == (STEPS - 1) * len(costs)
     states = sum(up_bytes - value_bytes for up_bytes, _, value_bytes in costs)
     values = expected(**WAYS[way]).report["uploaded_bytes"]
     assert run.report["uploaded_bytes"] == values + (STEPS - 1) * states
@@ -74,11 +76,11 @@ def test_delays_show_no_wait_that_is_missing(way):
     assert_same(run, expected(**WAYS[way]))
 
 
-def test_updates_behind_the_norm_are_made_at_home():
+def test_updates_behind_the_norm_are_made_at_rest():
     clipped = {"speculation": "never", "gradient_clipping": 0.05}
     run = train(WIDE, config_of(**clipped), steps=STEPS, before_step=ALL)
     assert_same(run, expected(**clipped))
-    assert visits(run.report) == 0
+    assert round_trips(run.report) == 0
 
 
 def test_where_the_device_has_no_room_the_host_updates():

@@ -1,9 +1,9 @@
 """Activation offload: saved tensors leave the device between forward and backward if they exceed their share of it.
 
-stash = ActivationStash(runtime, device, storages, chunk_bytes)
-with stash.keeping():
+offload store = OffloadStore(runtime, device, storages, chunk_bytes)
+with offload_store.keeping():
     loss = module(...)
-...  # its backward stash.end_backward()
+...  # its backward offload_store.end_backward()
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from patrickstar.activations.activation_rules import MOST_LEAVING, ActivationTie
 from patrickstar.activations.working_activations import ExpectedInputs, WorkingBytes
 
 
-class ActivationStash:
+class OffloadStore:
     """Keeps the tensors that autograd saves in the forwards of one engine.
 
     With activation checkpointing these are the inputs of layers, which are recomputed from them. If they exceed their
-    share of the device (``DeviceShares``), the oldest are copied to host memory and released (csrc/engine/stash.h). The
-    copy to the device begins when a slightly younger tensor is used. Its bits are the saved ones.
+    share of the device (``DeviceShares``), the oldest are copied to host memory and released
+    (csrc/engine/offload_store.h). The copy to the device begins when a slightly younger tensor is used. Its bits are
+    the saved ones.
 
     Forwards and backwards must not overlap.
 
@@ -38,22 +39,22 @@ class ActivationStash:
     """
 
     def __init__(self, runtime: _C.Runtime, device: torch.device, storages: Collection[int], chunk_bytes: int):
-        """``storages``: addresses (``_cdata``) of storages that hold parameters, which never leave through the stash.
-        ``chunk_bytes``: device bytes of the largest module's chunks.
+        """``storages``: addresses (``_cdata``) of storages that hold parameters, which never leave through the offload
+        store. ``chunk_bytes``: device bytes of the largest module's chunks.
         """
         self.runtime = runtime
         self._device = device
         self._storages = frozenset(storages)
         self._shares = DeviceShares(runtime.report()["device_budget_bytes"], chunk_bytes)
         self.working = WorkingBytes(runtime, self._shares)
-        self._known: weakref.WeakValueDictionary[Any, Stashed] = weakref.WeakValueDictionary()
-        self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
-        self._kept_last: collections.deque[weakref.ref[Stashed]] = self._on_device  # receives new tensors
-        self._leaving: collections.deque[Stashed] = collections.deque()
+        self._known: weakref.WeakValueDictionary[Any, Offloaded] = weakref.WeakValueDictionary()
+        self._on_device: collections.deque[weakref.ref[Offloaded]] = collections.deque()
+        self._kept_last: collections.deque[weakref.ref[Offloaded]] = self._on_device  # receives new tensors
+        self._leaving: collections.deque[Offloaded] = collections.deque()
         # The simulated device counts memory to the byte. The least budget in an error must not depend on the
         # progress of copies on a busy machine.
         self._most_leaving = MOST_LEAVING if device.type == "cuda" else 0
-        self._away: list[tuple[int, weakref.ref[Stashed]]] = []  # by number
+        self._away: list[tuple[int, weakref.ref[Offloaded]]] = []  # by number
         self._num_kept = 0
         self._inputs = ExpectedInputs()
         self._missed_bytes = 0  # twice the largest tensor that found no host buffer
@@ -110,8 +111,8 @@ class ActivationStash:
         """Drops the measurement before a forward that ran out of memory is run again."""
         self.working.forget()
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
-        """Puts a tensor that backward will read into the stash; returns the tensor itself if it may not leave."""
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | Offloaded:
+        """Puts a tensor that backward reads into the offload store; returns the tensor itself if it may not leave."""
         return self._hold(tensor, beyond=tensor.nbytes) if self._may_leave(tensor) else tensor
 
     def has_room_beside_inputs(self, num_bytes: int) -> bool:
@@ -128,7 +129,7 @@ class ActivationStash:
         host_bytes = self.runtime.host_room_of_activations()
         return self._shares.has_room(needed, self.working.held_bytes, host_bytes, self.working.seen)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Offloaded:
         if tensor.grad_fn is not None:
             tensor = tensor.detach()  # a saved output would keep its graph alive if the backward fails
         if not self._may_leave(tensor):
@@ -136,7 +137,7 @@ class ActivationStash:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         kept = self._known.get(key)
-        if kept is None or kept.place is not Place.ON_DEVICE:
+        if kept is None or kept.place is not CopyPlace.ON_DEVICE:
             is_input = self._kept_last is self._on_device
             if is_input and self._inputs.is_larger(tensor):
                 self.working.forget()
@@ -145,9 +146,9 @@ class ActivationStash:
                 self._inputs.note(tensor.nbytes)
         return kept
 
-    def _hold(self, tensor: torch.Tensor, beyond: int = 0) -> Stashed:
+    def _hold(self, tensor: torch.Tensor, beyond: int = 0) -> Offloaded:
         self.working.measure()
-        kept = Stashed(self, tensor, self._num_kept, beyond)
+        kept = Offloaded(self, tensor, self._num_kept, beyond)
         self._num_kept += 1
         self._make_room()
         self._kept_last.append(weakref.ref(kept))
@@ -179,7 +180,7 @@ class ActivationStash:
             if len(self._leaving) > self._most_leaving:
                 self._finish_oldest()
 
-    def _send(self, kept: Stashed) -> bool:
+    def _send(self, kept: Offloaded) -> bool:
         """Starts the copy of ``kept`` to the host; False if the host has no room."""
         if not kept.leave():
             self._missed_bytes = max(self._missed_bytes, 2 * kept.num_bytes)
@@ -193,17 +194,17 @@ class ActivationStash:
         leaving = sum(kept.num_bytes for kept in self._leaving)
         working = self.working
         if working.seen is None:
-            return self.runtime.tide_bytes() - self._shares.first_bytes - leaving
+            return self.runtime.activation_bytes() - self._shares.first_bytes - leaving
         return self._shares.excess_bytes(working.held_bytes - leaving, working.beyond_bytes, working.seen)
 
     def _let_go(self) -> None:
-        while self._leaving and self.runtime.is_stashed(self._leaving[0].ticket):
+        while self._leaving and self.runtime.is_offloaded(self._leaving[0].ticket):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         self._leaving.popleft().finish_leaving()
 
-    def _unpack(self, saved: torch.Tensor | Stashed) -> torch.Tensor:
+    def _unpack(self, saved: torch.Tensor | Offloaded) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         self._let_go()
@@ -214,13 +215,13 @@ class ActivationStash:
             )
         return saved.take()
 
-    def fetch_ahead(self, used: Stashed) -> None:
+    def fetch_ahead(self, used: Offloaded) -> None:
         """Starts the copy to the device of the tensor that is needed a little later than ``used``."""
         while self._away:
             number, ref = self._away[-1]
             kept = ref()
             if kept is not None and number < used.number:
-                if comes_ahead(number, used.number) and kept.place is Place.AWAY:
+                if comes_ahead(number, used.number) and kept.place is CopyPlace.AWAY:
                     self._away.pop()
                     kept.fetch()
                 return
@@ -237,7 +238,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-class Place(enum.Enum):
+class CopyPlace(enum.Enum):
     """Where a kept tensor is. It holds device memory everywhere except in ``AWAY``."""
 
     ON_DEVICE = enum.auto()
@@ -246,14 +247,14 @@ class Place(enum.Enum):
     COMING = enum.auto()
 
 
-class Stashed:
+class Offloaded:
     """A tensor kept between forward and backward."""
 
-    def __init__(self, stash: ActivationStash, tensor: torch.Tensor, number: int, beyond: int):
-        self._stash = stash
-        self._runtime = stash.runtime
-        self._working = stash.working
-        self.place = Place.ON_DEVICE
+    def __init__(self, offload_store: OffloadStore, tensor: torch.Tensor, number: int, beyond: int):
+        self._offload_store = offload_store
+        self._runtime = offload_store.runtime
+        self._working = offload_store.working
+        self.place = CopyPlace.ON_DEVICE
         self.number = number
         self.num_bytes = tensor.nbytes
         self.shape, self._stride, self._dtype, self._device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -275,17 +276,17 @@ class Stashed:
     def leave(self) -> bool:
         """Starts the copy to the host; False if the host has no room."""
         assert self._tensor is not None
-        self.ticket = self._runtime.stash_activation(self._tensor.data_ptr(), self.num_bytes)
+        self.ticket = self._runtime.offload_activation(self._tensor.data_ptr(), self.num_bytes)
         if self.ticket < 0:
             return False
-        self.place = Place.LEAVING
+        self.place = CopyPlace.LEAVING
         return True
 
     def finish_leaving(self) -> None:
         """Waits for the copy, and releases the device memory."""
-        self._runtime.finish_stashing(self.ticket)
+        self._runtime.finish_offloading(self.ticket)
         self._was_changed = not self.is_unchanged
-        self.place, self._tensor = Place.AWAY, None
+        self.place, self._tensor = CopyPlace.AWAY, None
         self._working.hold(-self.num_bytes, -self._beyond)
         self._set_absent(True)
 
@@ -294,21 +295,21 @@ class Stashed:
         self._tensor = torch.empty_strided(self.shape, self._stride, dtype=self._dtype, device=self._device)
         self._version = self._tensor._version
         self._runtime.fetch_activation(self.ticket, self._tensor.data_ptr())
-        self.place = Place.COMING
+        self.place = CopyPlace.COMING
         self._set_absent(False)
 
     def take(self) -> torch.Tensor:
-        """The value. It may be taken again: the stash does not hold the copy on the device."""
+        """The value. It may be taken again: the offload store does not hold the copy on the device."""
         self._working.measure()
-        if self.place is Place.AWAY:
+        if self.place is CopyPlace.AWAY:
             self.fetch()
         tensor = self._tensor
         assert tensor is not None
-        if self.place is Place.COMING:
+        if self.place is CopyPlace.COMING:
             self._runtime.await_activation(self.ticket)
-            self.place, self._tensor = Place.AWAY, None
+            self.place, self._tensor = CopyPlace.AWAY, None
             self._working.note_return(self.num_bytes)
-        self._stash.fetch_ahead(self)
+        self._offload_store.fetch_ahead(self)
         return tensor
 
     def _set_absent(self, is_absent: bool) -> None:
@@ -318,9 +319,9 @@ class Stashed:
 
     def __del__(self):
         self._set_absent(False)
-        if self.place is Place.COMING and not self._runtime.closed:
+        if self.place is CopyPlace.COMING and not self._runtime.closed:
             self._runtime.await_activation(self.ticket)  # later computation may reuse its memory
-        if self.place is not Place.ON_DEVICE:
+        if self.place is not CopyPlace.ON_DEVICE:
             self._runtime.drop_activation(self.ticket)
-        if self.place in (Place.ON_DEVICE, Place.LEAVING):
+        if self.place in (CopyPlace.ON_DEVICE, CopyPlace.LEAVING):
             self._working.hold(-self.num_bytes, -self._beyond)

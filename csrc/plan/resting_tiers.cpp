@@ -1,4 +1,4 @@
-#include "plan/homes.h"
+#include "plan/resting_tiers.h"
 
 #include <algorithm>
 #include <functional>
@@ -21,7 +21,7 @@ InitialPlacement with_disk(const Layout& layout, int64_t host_limit_bytes, int64
   for (ChunkId chunk = layout.num_chunks() - 1; chunk >= 0 && placement.host_bytes > host_limit_bytes; --chunk) {
     const int64_t bytes = disk_bytes(layout.chunk(chunk));
     if (bytes == 0 || bytes > most_bytes || placement.disk_bytes + bytes > disk_limit_bytes) continue;
-    placement.homes[static_cast<size_t>(chunk)] = Tier::kDisk;
+    placement.resting_tiers[static_cast<size_t>(chunk)] = Tier::kDisk;
     placement.disk_bytes += bytes;
     sets.serve(layout.chunk(chunk));
     beside_sets += bytes_beside_disk(layout, chunk, backwards) - held_bytes(layout, chunk, backwards);
@@ -52,19 +52,19 @@ void place_on_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_
 }
 
 // `next`, or if `next` has more than `missing_bytes`, the smallest host chunk that still has `missing_bytes`.
-ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, ChunkId next, int64_t missing_bytes,
+ChunkId least_enough(const Layout& layout, const std::vector<Tier>& resting_tiers, ChunkId next, int64_t missing_bytes,
                      Backwards backwards) {
   ChunkId least = next;
   for (ChunkId chunk = next + 1; chunk < layout.num_chunks(); ++chunk) {
     const int64_t bytes = held_bytes(layout, chunk, backwards);
-    const bool is_on_host = homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    const bool is_on_host = resting_tiers[static_cast<size_t>(chunk)] == Tier::kHost;
     if (is_on_host && bytes >= missing_bytes && bytes < held_bytes(layout, least, backwards)) least = chunk;
   }
   return least;
 }
 
 void move_to_device(const Layout& layout, ChunkId chunk, Backwards backwards, InitialPlacement& placement) {
-  placement.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
+  placement.resting_tiers[static_cast<size_t>(chunk)] = Tier::kDevice;
   placement.host_bytes -= held_bytes(layout, chunk, backwards);
 }
 
@@ -76,14 +76,14 @@ int64_t spread_over_device(const Layout& layout, int64_t host_limit_bytes, int64
                            InitialPlacement& placement) {
   int64_t on_host = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const bool moves = placement.homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    const bool moves = placement.resting_tiers[static_cast<size_t>(chunk)] == Tier::kHost;
     on_host += moves ? held_bytes(layout, chunk, backwards) : 0;
   }
   const int64_t excess = placement.host_bytes - host_limit_bytes;
   const double ratio = on_host == 0 ? 0 : static_cast<double>(excess) / static_cast<double>(on_host);
   double due = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks() && placement.host_bytes > host_limit_bytes; ++chunk) {
-    if (placement.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
+    if (placement.resting_tiers[static_cast<size_t>(chunk)] != Tier::kHost) continue;
     const int64_t bytes = held_bytes(layout, chunk, backwards);
     due += ratio * static_cast<double>(bytes);
     if (due <= 0 || bytes > room) continue;
@@ -102,11 +102,12 @@ bool any_gradient_passes(const Layout& layout) {
                      [](const ChunkSpec& chunk) { return chunk.rows.gradient().on_host == ArrayMemory::kPassing; });
 }
 
-std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes) {
+std::vector<ChunkId> resting_tier_from_disk(const Layout& layout, const std::vector<Tier>& resting_tiers,
+                                            int64_t room_bytes) {
   std::vector<ChunkId> chunks;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const int64_t bytes = optimizer_bytes(layout.chunk(chunk)) + HostArena::most_rounding_bytes(0);
-    if (homes[static_cast<size_t>(chunk)] != Tier::kDisk || bytes > room_bytes) continue;
+    if (resting_tiers[static_cast<size_t>(chunk)] != Tier::kDisk || bytes > room_bytes) continue;
     chunks.push_back(chunk);
     room_bytes -= bytes;
   }
@@ -116,57 +117,60 @@ std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier
 InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                    Backwards backwards, int64_t disk_limit_bytes) {
   InitialPlacement result;
-  result.homes.assign(layout.chunks().size(), Tier::kHost);
-  result.host_bytes = spare_bytes(layout) + bytes_on_host(layout, result.homes, backwards);
+  result.resting_tiers.assign(layout.chunks().size(), Tier::kHost);
+  result.host_bytes = spare_bytes(layout) + bytes_on_host(layout, result.resting_tiers, backwards);
   if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
   int64_t room = device_room_bytes;
-  const bool in_turn = any_gradient_passes(layout) && !is_left_out(Mechanism::kHomesInTurn);
+  const bool in_turn = any_gradient_passes(layout) && !is_left_out(Mechanism::kRestingTiersInTurn);
   if (in_turn) room = spread_over_device(layout, host_limit_bytes, room, backwards, result);
   for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
-    const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
+    const ChunkId chunk =
+        least_enough(layout, result.resting_tiers, next, result.host_bytes - host_limit_bytes, backwards);
     const int64_t bytes = held_bytes(layout, chunk, backwards);
-    if (bytes > room || result.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
+    if (bytes > room || result.resting_tiers[static_cast<size_t>(chunk)] != Tier::kHost) continue;
     move_to_device(layout, chunk, backwards, result);
     room -= bytes;
   }
   // Frozen values are written on the host first.
   bool needs_spare = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const bool is_on_host = result.homes[static_cast<size_t>(chunk)] != Tier::kDevice;
+    const bool is_on_host = result.resting_tiers[static_cast<size_t>(chunk)] != Tier::kDevice;
     needs_spare = needs_spare || is_on_host || !layout.chunk(chunk).trainable;
   }
   if (!needs_spare) result.host_bytes = 0;
   return result;
 }
 
-std::vector<Tier> later_homes(const Layout& layout, const std::vector<Tier>& first_homes,
-                              const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes,
-                              Backwards backwards) {
-  std::vector<Tier> homes = first_homes;
+std::vector<Tier> later_resting_tiers(const Layout& layout, const std::vector<Tier>& first_resting_tiers,
+                                      const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes,
+                                      Backwards backwards) {
+  std::vector<Tier> resting_tiers = first_resting_tiers;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const bool moves = states_on_device[static_cast<size_t>(chunk)] != 0 && !layout.chunk(chunk).is_quantized();
-    if (moves) homes[static_cast<size_t>(chunk)] = Tier::kDevice;
+    if (moves) resting_tiers[static_cast<size_t>(chunk)] = Tier::kDevice;
   }
-  const int64_t taken = disk_sets(layout, first_homes).num_bytes() + bytes_on_host(layout, homes, backwards);
-  for (ChunkId chunk : home_from_disk(layout, homes, host_limit_bytes - taken - spare_bytes(layout))) {
-    homes[static_cast<size_t>(chunk)] = Tier::kHost;
+  const int64_t taken =
+      disk_sets(layout, first_resting_tiers).num_bytes() + bytes_on_host(layout, resting_tiers, backwards);
+  for (ChunkId chunk : resting_tier_from_disk(layout, resting_tiers, host_limit_bytes - taken - spare_bytes(layout))) {
+    resting_tiers[static_cast<size_t>(chunk)] = Tier::kHost;
   }
-  return homes;
+  return resting_tiers;
 }
 
-int64_t bytes_on_host(const Layout& layout, const std::vector<Tier>& homes, Backwards backwards) {
+int64_t bytes_on_host(const Layout& layout, const std::vector<Tier>& resting_tiers, Backwards backwards) {
   int64_t bytes = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const Tier home = homes[static_cast<size_t>(chunk)];
-    if (home == Tier::kHost) bytes += held_bytes(layout, chunk, backwards);
-    if (home == Tier::kDisk) bytes += bytes_beside_disk(layout, chunk, backwards);
+    const Tier resting_tier = resting_tiers[static_cast<size_t>(chunk)];
+    if (resting_tier == Tier::kHost) bytes += held_bytes(layout, chunk, backwards);
+    if (resting_tier == Tier::kDisk) bytes += bytes_beside_disk(layout, chunk, backwards);
   }
   return bytes;
 }
 
-int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes) {
+int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& resting_tiers, int64_t host_limit_bytes) {
   if (!any_gradient_passes(layout)) return INT64_MAX;
-  const int64_t taken = disk_sets(layout, homes).num_bytes() + bytes_on_host(layout, homes, Backwards::kOne);
+  const int64_t taken =
+      disk_sets(layout, resting_tiers).num_bytes() + bytes_on_host(layout, resting_tiers, Backwards::kOne);
   return std::max<int64_t>(host_limit_bytes - taken, 0);
 }
 

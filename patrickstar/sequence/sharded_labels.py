@@ -15,7 +15,7 @@ _SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
 _TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 
 
-class DividedLoss:
+class ShardedLoss:
     """Replaces the model's loss function.
 
     transformers passes ``num_items_in_batch``, the divisor of the summed token losses, to a model's loss function. Some

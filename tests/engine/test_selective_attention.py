@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.activations.kept_attention import _DROPOUT_AT
-from tests.engine.test_stashed_activations import DEEP, HIDDEN, LAYERS, deep_llama, long_batch, stashing
+from patrickstar.activations.selective_attention import _DROPOUT_AT
+from tests.engine.test_offloaded_activations import DEEP, HIDDEN, LAYERS, deep_llama, long_batch, offloading
 from tests.models import Case
 from tests.training import Run, assert_same, least_device_memory, train
 
@@ -21,7 +21,7 @@ class CountedKernels(TorchDispatchMode):
 
 
 def keeping(kept, **config):
-    result = stashing(config.pop("offload", "auto"), **config)
+    result = offloading(config.pop("offload", "auto"), **config)
     result["activations"]["keep_attention"] = kept
     return result
 
@@ -48,9 +48,9 @@ def least() -> int:
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_kernels_are_not_called_again(precision):
     run, count = counted(keeping("always", precision=precision, device_memory=least()), 3)
-    print(f"{count} calls, {run.report['stashed_bytes']} bytes left the device")
+    print(f"{count} calls, {run.report['offloaded_bytes']} bytes left the device")
     assert count == (2 + 1 + 1) * LAYERS
-    assert run.report["stashed_bytes"] > 0
+    assert run.report["offloaded_bytes"] > 0
     assert_same(run, reference(precision))
 
 
@@ -83,7 +83,7 @@ def test_default_leaves_short_sequences_alone():
 @pytest.mark.slow
 def test_without_a_limit_of_the_device():
     run, count = counted(keeping("always"), 3)
-    assert run.report["stashed_bytes"] == 0
+    assert run.report["offloaded_bytes"] == 0
     assert count == (2 + 1 + 1) * LAYERS
     assert_same(run, reference("fp32"))
 
@@ -92,7 +92,7 @@ def test_without_a_limit_of_the_device():
 def test_reentrant_checkpoints_compute_again():
     run, count = counted(keeping("always", device_memory=least() + (1 << 17)), 2, checkpointing=True)
     assert count == 2 * 2 * LAYERS
-    assert_same(run, train(DEEP, stashing("never"), steps=2, checkpointing=True))
+    assert_same(run, train(DEEP, offloading("never"), steps=2, checkpointing=True))
 
 
 def test_dropout_computes_again():

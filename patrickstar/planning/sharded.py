@@ -1,10 +1,10 @@
 """Sequence parallelism in a plan: a rank's tokens, and the cost of attention over all tokens.
 
 A Hugging Face model is called with one rank's tokens, as by an engine
-(:class:`patrickstar.sequence.hugging_face.DividedModel`), with :func:`planned_attention` as its attention. That
+(:class:`patrickstar.sequence.hugging_face.ShardedModel`), with :func:`planned_attention` as its attention. That
 function computes nothing. It allocates the memory of patrickstar/sequence/ring.py and ulysses.py, and charges the
 seconds of :func:`patrickstar.sequence.choice.choose_mode`. With tensor parallelism it covers a rank's heads and samples
-(patrickstar/parallel/divided_sequences.py).
+(patrickstar/parallel/sharded_sequences.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from patrickstar.sequence.choice import Choice, Links, choose_mode
-from patrickstar.sequence.divided_attention import check_layer
 from patrickstar.sequence.division import Division
 from patrickstar.sequence.hugging_face import attended, check_model
 from patrickstar.sequence.layout import Mode
+from patrickstar.sequence.sharded_attention import check_layer
 from patrickstar.sequence.shared_mask import Reach, SharedMask
 from patrickstar.sequence.ulysses import key_heads
 from patrickstar.tensor2d.hugging_face import AttentionFunction, HuggingFaceAttention

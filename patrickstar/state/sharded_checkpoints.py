@@ -15,7 +15,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.blocks import BlockedParameter, Held, block_name, describe_blocks
 from patrickstar.checkpoint.shards import Kind, TensorRange
-from patrickstar.parallel.divided_values import DividedNames, DividedPart
+from patrickstar.parallel.sharded_values import ShardedNames, ShardedPart
 from patrickstar.session.session import Session
 from patrickstar.state.engine_shards import EngineSink, has_states, kind_of, named_params, state_kinds
 from patrickstar.state.parts import Part
@@ -53,7 +53,7 @@ def described_blocks(session: Session) -> dict[str, Any] | None:
 def make_sink(session: Session, part: Part) -> EngineSink:
     """A sink for this rank's part of a checkpoint with full tensors."""
     names = session.matrices.names
-    return EngineSink(session, part) if names is None else DividedSink(session, part, names)
+    return EngineSink(session, part) if names is None else ShardedSink(session, part, names)
 
 
 def block_sink(session: Session, part: Part, described: Any) -> EngineSink | None:
@@ -69,10 +69,10 @@ def block_sink(session: Session, part: Part, described: Any) -> EngineSink | Non
     return EngineSink(session, part, params)
 
 
-class DividedSink(EngineSink):
+class ShardedSink(EngineSink):
     """Receives full tensors, one parameter after another, and keeps this rank's block of each."""
 
-    def __init__(self, session: Session, part: Part, names: DividedNames):
+    def __init__(self, session: Session, part: Part, names: ShardedNames):
         super().__init__(session, part)
         self._parts = {name: part for part in names.parts for name in part.sources}
         self._names = names
@@ -105,11 +105,11 @@ class DividedSink(EngineSink):
         self.write_param(part.param, wanted.kind, block)
 
 
-def _held(part: DividedPart) -> Held:
+def _held(part: ShardedPart) -> Held:
     return Held(part.placement.split.value)
 
 
-def _described(part: DividedPart) -> BlockedParameter:
+def _described(part: ShardedPart) -> BlockedParameter:
     placement, source = part.placement, part.source
     return BlockedParameter(
         name=part.name,

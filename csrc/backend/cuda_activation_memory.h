@@ -1,4 +1,4 @@
-// Sub-allocates gradients from free blocks that activations left in PyTorch's cache (memory/tide_memory.h).
+// Sub-allocates gradients from free blocks that activations left in PyTorch's cache (memory/activation_memory.h).
 //
 // Most cached memory of the compute queue is in pieces that the next layer's recomputation needs again. Taking a piece
 // makes PyTorch map new pages. A region is therefore cut out of the largest free block, and part of that block stays
@@ -12,12 +12,12 @@
 
 namespace patrickstar {
 
-class CudaTideRegions {
+class CudaActivationRegions {
  public:
   // A block keeps `kept_bytes`, or a quarter of its size if that is more, when a region is cut out of it.
-  CudaTideRegions(int device, int64_t kept_bytes) : device_(device), kept_bytes_(kept_bytes) {}
-  CudaTideRegions(const CudaTideRegions&) = delete;
-  CudaTideRegions& operator=(const CudaTideRegions&) = delete;
+  CudaActivationRegions(int device, int64_t kept_bytes) : device_(device), kept_bytes_(kept_bytes) {}
+  CudaActivationRegions(const CudaActivationRegions&) = delete;
+  CudaActivationRegions& operator=(const CudaActivationRegions&) = delete;
 
   // Memory of the compute stream `stream`. Null if there is no room.
   void* allocate(int64_t num_bytes, void* stream);

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.engine.test_kept_attention import CountedKernels
+from tests.engine.test_selective_attention import CountedKernels
 from tests.models import Case, llama
 from tests.training import assert_same, make_config, train
 
@@ -25,7 +25,7 @@ def trained(keep_attention, **config):
     config = make_config("bf16", activations=section, default_chunk_size=2**20, **config)
     with CountedKernels() as kernels, sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # its backward can be deterministic
         run = train(Case(build, batch), config, steps=STEPS, checkpointing=False)
-    print(f"{keep_attention}: {kernels.count} calls, {run.report['stashed_bytes']} bytes left the device")
+    print(f"{keep_attention}: {kernels.count} calls, {run.report['offloaded_bytes']} bytes left the device")
     return run, kernels.count
 
 

@@ -4,15 +4,15 @@
 // activations exceed their share of the device (patrickstar/activations/activation_rules.py), and fetches them shortly
 // before their use.
 //
-// Their host memory is a best-effort allocation ([Note: homes on the host], engine/pager.h), also from speculative
-// updates. Without it the activation stays on the device. Absent activations do not count as activation memory, so
-// plans give that room to chunks, except for what will stay in later steps (Recorder::count_absent). The choice of a
-// plan accounts for these transfers in a measured step (Recorder::note_copies).
+// Their host memory is a best-effort allocation ([Note: resting tiers on the host], engine/pager.h), also from
+// speculative updates. Without it the activation stays on the device. Absent activations do not count as activation
+// memory, so plans give that room to chunks, except for what will stay in later steps (Recorder::count_absent). The
+// choice of a plan accounts for these transfers in a measured step (Recorder::note_copies).
 //
-//   ticket = stash.put(data, num_bytes);   // `data` must stay until is_over(ticket), or finish(ticket)
-//   stash.fetch(ticket, to);               // starts the copy back
-//   stash.await(ticket);                   // the compute queue waits for it
-//   stash.drop(ticket);
+//   ticket = offload_store.put(data, num_bytes);   // `data` must stay until is_over(ticket), or finish(ticket)
+//   offload_store.fetch(ticket, to);               // starts the copy back
+//   offload_store.await(ticket);                   // the compute queue waits for it
+//   offload_store.drop(ticket);
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -25,18 +25,18 @@
 
 namespace patrickstar {
 
-class Stash {
+class OffloadStore {
  public:
   using Ticket = int64_t;
   static constexpr Ticket kNoRoom = -1;
 
-  Stash(Pager& pager, Speculation& speculation, Recorder& recorder)
+  OffloadStore(Pager& pager, Speculation& speculation, Recorder& recorder)
       : pager_(pager), speculation_(speculation), recorder_(recorder) {}
-  Stash(const Stash&) = delete;
-  Stash& operator=(const Stash&) = delete;
+  OffloadStore(const OffloadStore&) = delete;
+  OffloadStore& operator=(const OffloadStore&) = delete;
 
   // Host bytes that activations may still take.
-  int64_t host_room_bytes() const { return pager_.guest_room_bytes(); }
+  int64_t host_room_bytes() const { return pager_.best_effort_room_bytes(); }
   // Starts copying `data`, as written by compute work enqueued so far. kNoRoom: nothing was done.
   Ticket put(const void* data, int64_t num_bytes);
   // True if the copy to the host is complete. finish() waits for it, and marks `data` as absent from the device.
@@ -52,7 +52,7 @@ class Stash {
 
  private:
   struct Entry {
-    HostBlock block;
+    HostBuffer block;
     Event put;               // completes the copy to the host
     Event fetched;           // completes the copy back; null: not fetched
     bool is_absent = false;  // from the device

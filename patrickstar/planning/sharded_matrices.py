@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from patrickstar.planning.cluster import Cluster, LineRates
-from patrickstar.planning.divided import CannotDivideError
 from patrickstar.planning.machines import Machine
+from patrickstar.planning.sharded import CannotDivideError
 from patrickstar.ranks.exchanges import PendingExchange
 from patrickstar.tensor2d.cost import Mode
 from patrickstar.tensor2d.group import MeshGroup
@@ -120,14 +120,14 @@ class PlannedMatrices:
         self._exchanges = PlannedExchanges()
         columns = PlannedLine(self._exchanges, mesh.columns, shared.along_columns)
         rows = PlannedLine(self._exchanges, mesh.rows, shared.along_rows)
-        everybody = PlannedLine(self._exchanges, mesh.size, shared.along_columns)
-        self._lines = (columns, rows, everybody)
+        world_group = PlannedLine(self._exchanges, mesh.size, shared.along_columns)
+        self._lines = (columns, rows, world_group)
         _check(model, batch, length, mesh)
         try:
             if mesh.mode is Mode.ONE:
                 parallelize_1d(model, columns)
             else:
-                parallelize(model, MeshGroup(rows, columns, everybody))
+                parallelize(model, MeshGroup(rows, columns, world_group))
         except ValueError as error:
             raise CannotDivideError(str(error)) from error
         self.batch = batch // mesh.rows

@@ -1,4 +1,4 @@
-#include "backend/cuda_tide.h"
+#include "backend/cuda_activation_memory.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
@@ -23,7 +23,7 @@ int64_t round_up(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAli
 
 }  // namespace
 
-void* CudaTideRegions::allocate(int64_t num_bytes, void* stream) {
+void* CudaActivationRegions::allocate(int64_t num_bytes, void* stream) {
   const int64_t taken = round_up(num_bytes);
   const auto has_room = [taken](const Region& region) { return region.used + taken <= region.num_bytes; };
   auto region = std::find_if(regions_.begin(), regions_.end(), has_room);
@@ -37,7 +37,7 @@ void* CudaTideRegions::allocate(int64_t num_bytes, void* stream) {
   return pointer;
 }
 
-void CudaTideRegions::free(void* pointer) {
+void CudaActivationRegions::free(void* pointer) {
   const auto region = std::find_if(regions_.begin(), regions_.end(), [pointer](const Region& candidate) {
     return pointer >= candidate.begin && pointer < candidate.begin + candidate.num_bytes;
   });
@@ -50,9 +50,9 @@ void CudaTideRegions::free(void* pointer) {
   c10::cuda::CUDACachingAllocator::raw_delete(begin);
 }
 
-int64_t CudaTideRegions::take_least_bytes() { return std::exchange(least_bytes_, taken_bytes_); }
+int64_t CudaActivationRegions::take_least_bytes() { return std::exchange(least_bytes_, taken_bytes_); }
 
-void CudaTideRegions::note_growth(int64_t reserved) {
+void CudaActivationRegions::note_growth(int64_t reserved) {
   if (last_reserved_ > 0) {
     const int64_t growth = reserved - last_reserved_;
     allowed_bytes_ = std::min(allowed_bytes_, step_bytes_);
@@ -63,7 +63,7 @@ void CudaTideRegions::note_growth(int64_t reserved) {
   cached_in_vain_ = 0;
 }
 
-bool CudaTideRegions::add_region(int64_t num_bytes, void* stream) {
+bool CudaActivationRegions::add_region(int64_t num_bytes, void* stream) {
   if (!is_first_of_step_ && num_bytes > allowed_bytes_ - taken_bytes_) return false;
   const int64_t cached = cuda_bytes(static_cast<c10::DeviceIndex>(device_)).cached;
   if (cached_in_vain_ > 0 && cached < cached_in_vain_ + kWorthLooking) return false;
@@ -79,7 +79,7 @@ bool CudaTideRegions::add_region(int64_t num_bytes, void* stream) {
   }
   void* begin = nullptr;
   try {
-    const CudaSlotAllocationScope scope;
+    const CudaDeviceBufferAllocationScope scope;
     begin = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(region_bytes),
                                                                    static_cast<cudaStream_t>(stream));
   } catch (const c10::OutOfMemoryError&) {
@@ -91,7 +91,7 @@ bool CudaTideRegions::add_region(int64_t num_bytes, void* stream) {
   return true;
 }
 
-CudaTideRegions::Pages CudaTideRegions::pages_of(void* stream) const {
+CudaActivationRegions::Pages CudaActivationRegions::pages_of(void* stream) const {
   Pages pages;
   for (const auto& segment : c10::cuda::CUDACachingAllocator::snapshot().segments) {
     if (segment.device != device_ || segment.stream != stream || !segment.is_large) continue;

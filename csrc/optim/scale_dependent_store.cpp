@@ -1,4 +1,4 @@
-#include "optim/open_store.h"
+#include "optim/scale_dependent_store.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,33 +13,33 @@ constexpr int64_t kAlignmentBytes = 64;
 
 }  // namespace
 
-void OpenStore::set_memory(std::vector<Memory> memory) {
+void ScaleDependentStore::set_memory(std::vector<Memory> memory) {
   const std::lock_guard<std::mutex> lock(mutex_);
   memory_ = std::move(memory);
   current_ = memory_.size();
 }
 
-void OpenStore::begin(int64_t numel) {
+void ScaleDependentStore::begin(int64_t numel) {
   const std::lock_guard<std::mutex> lock(mutex_);
   current_ = 0;
   used_ = 0;
   coming_numel_ = numel;
 }
 
-void OpenStore::begin_chunk(int64_t numel) {
+void ScaleDependentStore::begin_chunk(int64_t numel) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const double share = static_cast<double>(numel) / static_cast<double>(std::max(coming_numel_, numel));
   allowance_ = static_cast<int64_t>(std::min(1.0, kMoreThanItsShare * share) * static_cast<double>(left_bytes()));
   coming_numel_ -= numel;
 }
 
-int64_t OpenStore::left_bytes() const {
+int64_t ScaleDependentStore::left_bytes() const {
   int64_t left = -used_;
   for (size_t i = current_; i < memory_.size(); ++i) left += memory_[i].num_bytes;
   return std::max<int64_t>(left, 0);
 }
 
-char* OpenStore::take(int64_t num_bytes) {
+char* ScaleDependentStore::take(int64_t num_bytes) {
   const int64_t taken = (num_bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (taken > allowance_) return nullptr;
@@ -53,11 +53,11 @@ char* OpenStore::take(int64_t num_bytes) {
   return memory_[current_].data + used_ - taken;
 }
 
-OpenValues OpenStore::keep(const OpenValues& open) {
-  if (open.count == 0 || open.count == OpenValues::kAll) return {open.count};
-  char* const data = take(open.count * OpenValues::kBytes);
-  if (data == nullptr) return {OpenValues::kAll};
-  OpenValues kept = OpenValues::in(data, open.count);
+ScaleDependentValues ScaleDependentStore::keep(const ScaleDependentValues& open) {
+  if (open.count == 0 || open.count == ScaleDependentValues::kAll) return {open.count};
+  char* const data = take(open.count * ScaleDependentValues::kBytes);
+  if (data == nullptr) return {ScaleDependentValues::kAll};
+  ScaleDependentValues kept = ScaleDependentValues::in(data, open.count);
   const auto copy = [&open](auto* to, const auto* from) {
     std::memcpy(to, from, static_cast<size_t>(open.count) * sizeof(*to));
   };

@@ -1,8 +1,9 @@
 """Selective recomputation: results of attention in checkpointed layers are kept, and backward does not compute them
 again.
 
-    attention = KeptAttention(stash, least_tokens=32768)
-    output = attention.checkpoint(layer, function, call, *args)  # for function(call, *args), within stash.keeping()
+    attention = SelectiveAttention(offload store, least_tokens=32768)
+    output = attention.checkpoint(layer, function, call, *args)  # for function(call, *args), within
+    offload_store.keeping()
 
 The implementation uses ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` and a dispatch mode below autograd, as
 PyTorch's selective checkpointing does. Models, attention functions and sequence parallelism need no changes.
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.activations.stashed_activations import ActivationStash, Stashed
+from patrickstar.activations.offloaded_activations import Offloaded, OffloadStore
 
 _aten = torch.ops.aten
 
@@ -33,22 +34,22 @@ _DROPOUT_AT = {kernel: [arg.name for arg in kernel._schema.arguments].index("dro
 """Position of ``dropout_p`` among the arguments of each PyTorch kernel whose results backward needs."""
 
 
-class KeptAttention:
+class SelectiveAttention:
     """Selective recomputation of attention in the checkpointed layers of a Hugging Face model.
 
     For n tokens and h channels in 16 bits, causal attention's forward makes 2 h n bytes with 2 h n^2 operations. At
     262,144 tokens an H200 computes for one second what the link carries in 0.04 s. So the output and log-sum-exp of
-    each call are kept if the stash has room beside the inputs of the following layers (see ``ActivationStash``). The
-    recomputation then reads them instead of calling the kernel. The kept bits are the kernel's, so the number of kept
-    calls changes no result.
+    each call are kept if the offload store has room beside the inputs of the following layers (see ``OffloadStore``).
+    The recomputation then reads them instead of calling the kernel. The kept bits are the kernel's, so the number of
+    kept calls changes no result.
 
     Args:
-        stash: of the engine.
+        offload store: of the engine.
         least_tokens: layers with fewer tokens are recomputed completely.
     """
 
-    def __init__(self, stash: ActivationStash, least_tokens: int):
-        self._stash = stash
+    def __init__(self, offload_store: OffloadStore, least_tokens: int):
+        self._offload_store = offload_store
         self._least_tokens = least_tokens
 
     def checkpoint(
@@ -66,7 +67,7 @@ class KeptAttention:
 
     def _contexts(self) -> tuple[_Keeping, _Recalling]:
         results: list[_Results | None] = []
-        return _Keeping(self._stash, results), _Recalling(results)
+        return _Keeping(self._offload_store, results), _Recalling(results)
 
 
 def _is_compiled(layer: nn.Module) -> bool:
@@ -74,26 +75,28 @@ def _is_compiled(layer: nn.Module) -> bool:
 
 
 class _Results:
-    """Results of one kernel call: numbers, and tensors, of which the large ones are in the stash."""
+    """Results of one kernel call: numbers, and tensors, of which the large ones are in the offload store."""
 
-    def __init__(self, stash: ActivationStash, results: tuple[Any, ...]):
+    def __init__(self, offload_store: OffloadStore, results: tuple[Any, ...]):
         # Detached, so that they do not hold the graph that they belong to.
-        self._kept = [stash.keep(value.detach()) if isinstance(value, torch.Tensor) else value for value in results]
+        self._kept = [
+            offload_store.keep(value.detach()) if isinstance(value, torch.Tensor) else value for value in results
+        ]
 
     def take(self) -> tuple[Any, ...] | None:
         """The results; None if one was changed in place after it was kept."""
-        if any(isinstance(value, Stashed) and not value.is_unchanged for value in self._kept):
+        if any(isinstance(value, Offloaded) and not value.is_unchanged for value in self._kept):
             return None
-        taken = (value.take() if isinstance(value, Stashed) else value for value in self._kept)
+        taken = (value.take() if isinstance(value, Offloaded) else value for value in self._kept)
         return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in taken)
 
 
 class _Keeping(TorchDispatchMode):
     """Dispatch mode of a layer's forward; keeps attention results while there is room."""
 
-    def __init__(self, stash: ActivationStash, results: list[_Results | None]):
+    def __init__(self, offload_store: OffloadStore, results: list[_Results | None]):
         super().__init__()
-        self._stash = stash
+        self._offload_store = offload_store
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,8 +104,8 @@ class _Keeping(TorchDispatchMode):
         if func in _DROPOUT_AT:
             num_bytes = sum(value.nbytes for value in given if isinstance(value, torch.Tensor))
             # Only without dropout: a skipped call would not draw its random numbers.
-            keeps = _dropout_p(func, args, kwargs) == 0.0 and self._stash.has_room_beside_inputs(num_bytes)
-            self._results.append(_Results(self._stash, given) if keeps else None)
+            keeps = _dropout_p(func, args, kwargs) == 0.0 and self._offload_store.has_room_beside_inputs(num_bytes)
+            self._results.append(_Results(self._offload_store, given) if keeps else None)
         return given
 
 

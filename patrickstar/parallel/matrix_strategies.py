@@ -86,7 +86,7 @@ class OneDimension:
     mode = MatrixMode.ONE
 
     def __init__(self, group: MeshGroup):
-        self._line = group.everybody
+        self._line = group.world_group
         self.group = tall_group(self._line)
         self.shown = f"in one dimension over {self._line.size}"
 
@@ -160,7 +160,7 @@ _WAYS = {Mode.ONE: OneDimension, Mode.TWO: TwoDimensions}
 def _micro_batch(config: Config, mesh: MeshRanks) -> int | None:
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         return None
-    num_ranks = len(mesh.everybody.members) // config.ranks_per_sample
+    num_ranks = len(mesh.world_group.members) // config.ranks_per_sample
     return resolve_batch_sizes(config, num_ranks).micro_batch_size
 
 

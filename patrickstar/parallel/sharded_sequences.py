@@ -12,15 +12,15 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, SequenceMode
-from patrickstar.parallel.calls import Call, OwnCalls, check_same_batch
+from patrickstar.parallel.calls import ModuleCall, OwnCalls, check_same_batch
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
-from patrickstar.sequence.divided_attention import attention_for
 from patrickstar.sequence.division import Division, WholeTokens
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
-from patrickstar.sequence.hugging_face import DividedModel, find_model
+from patrickstar.sequence.hugging_face import ShardedModel, find_model
 from patrickstar.sequence.layout import Mode
+from patrickstar.sequence.sharded_attention import attention_for
 from patrickstar.sequence.survey import Survey
 from patrickstar.tensor2d.hugging_face import HuggingFaceAttention
 
@@ -28,7 +28,7 @@ _SEEDS_OF_A_BLOCK = 2**32
 """Ranks with other samples or heads use other seeds for dropout in attention."""
 
 
-class DividedSequences:
+class ShardedSequences:
     """Shards the sequences of each call.
 
     A Hugging Face model is called with whole sequences, the same on all ranks that share them, and computes this rank's
@@ -77,17 +77,17 @@ class DividedSequences:
             self.sequence_group = HybridGroup.of_ranks(ranks, _neighbours(config, ranks.context.local_world_size), meet)
         else:
             self.sequence_group = SequenceGroup.of_ranks(ranks, meet)
-        self._ranks = mesh.everybody
+        self._ranks = mesh.world_group
         self._division_of_ranks = [
             tuple(self._ranks.members[rank] for rank in part)
             for part in mesh.mesh.division(Axis.SEQUENCE, Axis.ROWS, Axis.COLUMNS)
         ]
         self._blocks = blocks
         self._shared = "share sequences" if blocks.ranks_per_call == 1 else "share sequences and matrices"
-        seeds = _Seeds(_first_ranks_seed(mesh.everybody) + _SEEDS_OF_A_BLOCK * _block(mesh), num_steps)
+        seeds = _Seeds(_first_ranks_seed(mesh.world_group) + _SEEDS_OF_A_BLOCK * _block(mesh), num_steps)
         model = find_model(module)
         self.ranks_per_call = 1 if model is None else section.size * blocks.ranks_per_call
-        self._model: DividedModel | None = None
+        self._model: ShardedModel | None = None
         self._names: list[str] = []
         self._attention: list[HuggingFaceAttention] = []
         if model is None and blocks.ranks_per_call > 1:
@@ -97,7 +97,7 @@ class DividedSequences:
             )
         if model is not None:
             _check_is_all(model, module)
-            self._model = DividedModel(
+            self._model = ShardedModel(
                 model, self.sequence_group, mode, seeds.next, ranks.context.device, mesh.mesh.columns, survey
             )
             self._names = list(inspect.signature(module.forward).parameters)
@@ -108,10 +108,10 @@ class DividedSequences:
         self._is_inside = False
 
     @contextlib.contextmanager
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ModuleCall]:
         """Wraps one call with this rank's part of it. Nested calls pass unchanged."""
         if self._model is None or self._is_inside:
-            yield Call(args, kwargs)
+            yield ModuleCall(args, kwargs)
             return
         self._is_inside = True
         try:
@@ -124,7 +124,7 @@ class DividedSequences:
                 mine = model.divide(samples.kwargs)
                 self._division = mine.division
                 with model.running(mine):
-                    yield Call((), mine.kwargs, lambda output: samples.result(model.combine(output, mine)))
+                    yield ModuleCall((), mine.kwargs, lambda output: samples.result(model.combine(output, mine)))
             else:
                 with self._model.whole_call(), self._blocks.call(args, kwargs) as call:
                     yield call

@@ -1,4 +1,4 @@
-#include "engine/open_memory.h"
+#include "engine/scale_dependent_memory.h"
 
 #include <algorithm>
 
@@ -12,11 +12,11 @@ constexpr int64_t kLeastBlock = int64_t{1} << 12;
 
 }  // namespace
 
-void OpenMemory::take(int64_t free_bytes, int64_t numel, int64_t elements_per_open) {
+void ScaleDependentMemory::take(int64_t free_bytes, int64_t numel, int64_t elements_per_open) {
   if (blocks_.empty()) {
-    int64_t left = std::min(free_bytes, numel / elements_per_open * optim::OpenValues::kBytes);
+    int64_t left = std::min(free_bytes, numel / elements_per_open * optim::ScaleDependentValues::kBytes);
     for (int64_t size = kMostBlock; size >= kLeastBlock;) {
-      HostBlock block = size <= left ? arena_.try_allocate_prepared(size) : HostBlock{};
+      HostBuffer block = size <= left ? arena_.try_allocate_prepared(size) : HostBuffer{};
       if (block) {
         left -= size;
         blocks_.push_back(std::move(block));
@@ -24,19 +24,19 @@ void OpenMemory::take(int64_t free_bytes, int64_t numel, int64_t elements_per_op
         size /= 2;
       }
     }
-    std::vector<optim::OpenStore::Memory> memory;
-    for (const HostBlock& block : blocks_) memory.push_back({static_cast<char*>(block.data), block.num_bytes});
+    std::vector<optim::ScaleDependentStore::Memory> memory;
+    for (const HostBuffer& block : blocks_) memory.push_back({static_cast<char*>(block.data), block.num_bytes});
     updates_.submit_task([this, memory = std::move(memory)] { store_.set_memory(memory); });
   }
   updates_.submit_task([this, numel] { store_.begin(numel); });
 }
 
-void OpenMemory::keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
+void ScaleDependentMemory::keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
   int64_t pieces = 0;
   for (const optim::UpdateJob& job : jobs) pieces += optim::num_open_pieces(job.range.numel);
-  std::vector<optim::OpenValues>& open = open_[static_cast<size_t>(chunk)];
+  std::vector<optim::ScaleDependentValues>& open = open_[static_cast<size_t>(chunk)];
   open.resize(static_cast<size_t>(pieces));
-  optim::OpenValues* next = open.data();
+  optim::ScaleDependentValues* next = open.data();
   for (optim::UpdateJob& job : jobs) {
     job.store = &store_;
     job.open = next;
@@ -44,12 +44,13 @@ void OpenMemory::keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
   }
 }
 
-void OpenMemory::begin(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
+void ScaleDependentMemory::begin(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
   keep(chunk, jobs);
-  for (optim::OpenValues& open : open_[static_cast<size_t>(chunk)]) open.count = optim::OpenValues::kAll;
+  for (optim::ScaleDependentValues& open : open_[static_cast<size_t>(chunk)])
+    open.count = optim::ScaleDependentValues::kAll;
 }
 
-std::vector<HostBlock> OpenMemory::give_back(Event& after) {
+std::vector<HostBuffer> ScaleDependentMemory::give_back(Event& after) {
   after = updates_.submit_task([this] { store_.set_memory({}); });
   return std::exchange(blocks_, {});
 }

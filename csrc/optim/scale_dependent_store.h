@@ -1,13 +1,14 @@
-// Keeps scale-dependent values ([Note: settled values]) from the pass that finds them to the pass that computes them.
+// Keeps scale-dependent values ([Note: scale-independent values]) from the pass that finds them to the pass that
+// computes them.
 //
 // Their number is unknown in advance. Chunks share the memory in order, and each may take somewhat more than its share
 // of the rest. If the values of a piece do not fit, the whole piece is computed again.
 //
 //   store.begin(numel_of_all_chunks);     // once per backward; drops what was kept
 //   store.begin_chunk(numel);             // one chunk after the other
-//   OpenValues kept = store.keep(open);   // any thread; a copy, or kAll
+//   ScaleDependentValues kept = store.keep(open);   // any thread; a copy, or kAll
 //   store.begin_chunk(numel);             // one after the other
-//   OpenValues kept = store.keep(open);   // by any thread; a copy, or all
+//   ScaleDependentValues kept = store.keep(open);   // by any thread; a copy, or all
 #pragma once
 
 #include <atomic>
@@ -19,7 +20,7 @@
 
 namespace patrickstar::optim {
 
-class OpenStore {
+class ScaleDependentStore {
  public:
   struct Memory {
     char* data;
@@ -30,7 +31,7 @@ class OpenStore {
   void set_memory(std::vector<Memory> memory);
   void begin(int64_t numel);
   void begin_chunk(int64_t numel);
-  OpenValues keep(const OpenValues& open);
+  ScaleDependentValues keep(const ScaleDependentValues& open);
   // Counts in-place speculative updates ([Note: values in place]). Any thread.
   void note_in_place(int64_t count) { num_in_place_ += count; }
   int64_t num_in_place() const { return num_in_place_; }

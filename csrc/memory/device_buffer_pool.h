@@ -7,8 +7,9 @@
 // Rare sizes. trim() frees idle buffers of the most common size first, and rare sizes (a language model's head) last.
 // To allocate a rare size again, PyTorch needs that much memory in one piece. On CUDA it returned its whole cache to
 // the driver in every step for it, which stalled the device for 0.13 s (benchmark/results/h200-allocator-room.txt). For
-// the same reason a buffer up to kMostSlotWaste too large serves a request when memory is scarce, so buffers of common
-// sizes become interchangeable. Plans keep room for rare sizes at every access (idle_slot_bytes(), plan/placement.cpp).
+// the same reason a buffer up to kMostDeviceBufferWaste too large serves a request when memory is scarce, so buffers of
+// common sizes become interchangeable. Plans keep room for rare sizes at every access (idle_device_buffer_bytes(),
+// plan/placement.cpp).
 #pragma once
 
 #include <cstdint>
@@ -20,37 +21,37 @@
 
 namespace patrickstar {
 
-class SlotOwner {
+class DeviceBufferOwner {
  public:
   virtual void take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept = 0;
 
  protected:
-  ~SlotOwner() = default;
+  ~DeviceBufferOwner() = default;
 };
 
 // Owned device memory, or null. It returns to its owner when destroyed; the owner must outlive it. Users of the old
 // contents may run until `busy` is over, which the owner must respect.
-class Slot {
+class DeviceBuffer {
  public:
-  Slot() = default;
-  Slot(SlotOwner& owner, void* data, int64_t num_bytes, BusyUntil busy)
+  DeviceBuffer() = default;
+  DeviceBuffer(DeviceBufferOwner& owner, void* data, int64_t num_bytes, BusyUntil busy)
       : data(data), num_bytes(num_bytes), busy(std::move(busy)), owner_(&owner) {}
-  ~Slot() { reset(); }
-  Slot(Slot&& other) noexcept { swap(other); }
-  Slot& operator=(Slot&& other) noexcept {
-    Slot(std::move(other)).swap(*this);
+  ~DeviceBuffer() { reset(); }
+  DeviceBuffer(DeviceBuffer&& other) noexcept { swap(other); }
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
+    DeviceBuffer(std::move(other)).swap(*this);
     return *this;
   }
-  Slot(const Slot&) = delete;
-  Slot& operator=(const Slot&) = delete;
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
 
   explicit operator bool() const { return data != nullptr; }
-  bool belongs_to(const SlotOwner& owner) const { return owner_ == &owner; }
+  bool belongs_to(const DeviceBufferOwner& owner) const { return owner_ == &owner; }
   void reset() {
     if (data != nullptr)
       owner_->take_back(std::exchange(data, nullptr), std::exchange(num_bytes, 0), std::exchange(busy, {}));
   }
-  void swap(Slot& other) noexcept {
+  void swap(DeviceBuffer& other) noexcept {
     std::swap(data, other.data);
     std::swap(num_bytes, other.num_bytes);
     std::swap(busy, other.busy);
@@ -62,33 +63,34 @@ class Slot {
   BusyUntil busy;
 
  private:
-  SlotOwner* owner_ = nullptr;
+  DeviceBufferOwner* owner_ = nullptr;
 };
 
 enum class OverLimit { kRefuse, kAllow };
 
 // kLoose: an idle buffer larger than the request may serve it, so memory need not change hands. kExact: for optimizer
 // states, which stay. A loose fit would waste up to a third of the memory of 8-bit states.
-enum class SlotFit : uint8_t { kLoose, kExact };
+enum class DeviceBufferFit : uint8_t { kLoose, kExact };
 
 // Most excess size of a buffer, relative to the request, when there is no room for a new one. Not measured by itself.
-constexpr double kMostSlotWaste = 0.5;
+constexpr double kMostDeviceBufferWaste = 0.5;
 
-class SlotPool final : public SlotOwner {
+class DeviceBufferPool final : public DeviceBufferOwner {
  public:
   // `max_waste_ratio`: most excess size of an idle buffer, relative to the request, while memory is not scarce.
-  SlotPool(DeviceAllocator& allocator, double max_waste_ratio)
+  DeviceBufferPool(DeviceAllocator& allocator, double max_waste_ratio)
       : allocator_(allocator), max_waste_ratio_(max_waste_ratio) {}
   // All buffers must be gone.
-  ~SlotPool() { trim(INT64_MAX); }
-  SlotPool(const SlotPool&) = delete;
-  SlotPool& operator=(const SlotPool&) = delete;
+  ~DeviceBufferPool() { trim(INT64_MAX); }
+  DeviceBufferPool(const DeviceBufferPool&) = delete;
+  DeviceBufferPool& operator=(const DeviceBufferPool&) = delete;
 
   // While all buffers take at most this, acquire() prefers a new buffer to an idle one whose last use is not over.
   void set_ample_bytes(int64_t num_bytes) { ample_bytes_ = num_bytes; }
 
   // Empty if there is no room.
-  Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose, OverLimit over_limit = OverLimit::kRefuse);
+  DeviceBuffer acquire(int64_t num_bytes, DeviceBufferFit fit = DeviceBufferFit::kLoose,
+                       OverLimit over_limit = OverLimit::kRefuse);
   // Frees idle buffers, rare sizes last, until `num_bytes` are freed or none is left. Returns the bytes freed.
   int64_t trim(int64_t num_bytes);
 
@@ -101,21 +103,21 @@ class SlotPool final : public SlotOwner {
     BusyUntil busy;
   };
 
-  using IdleSlots = std::multimap<int64_t, Idle>;  // by size
+  using IdleDeviceBuffers = std::multimap<int64_t, Idle>;  // by size
 
   // The smallest idle buffer that fits within `waste_ratio`, or end().
-  IdleSlots::iterator find_idle(int64_t num_bytes, double waste_ratio);
-  Slot hand_out_idle(IdleSlots::iterator found);
-  Slot hand_out(void* data, int64_t num_bytes, BusyUntil busy);
+  IdleDeviceBuffers::iterator find_idle(int64_t num_bytes, double waste_ratio);
+  DeviceBuffer hand_out_idle(IdleDeviceBuffers::iterator found);
+  DeviceBuffer hand_out(void* data, int64_t num_bytes, BusyUntil busy);
   // If bookkeeping finds no host memory, the buffer is freed.
   void take_back(void* data, int64_t num_bytes, BusyUntil busy) noexcept override;
   void forget_one(int64_t size);
   // An idle buffer of the most common size, the larger size on a tie. Requires an idle buffer.
-  IdleSlots::iterator most_common();
+  IdleDeviceBuffers::iterator most_common();
 
   DeviceAllocator& allocator_;
   double max_waste_ratio_;
-  IdleSlots idle_;
+  IdleDeviceBuffers idle_;
   std::map<int64_t, int> num_of_size_;  // number of buffers, used or idle
   int64_t used_bytes_ = 0;
   int64_t idle_bytes_ = 0;

@@ -5,7 +5,7 @@
     with running(call):
         output = model(**arguments)            # of this rank
 
-transformers knows :func:`divided_attention`, and the function that makes its masks, by the name :data:`ATTENTION`.
+transformers knows :func:`sharded_attention`, and the function that makes its masks, by the name :data:`ATTENTION`.
 While a sharded call runs, each mask that the model requests is a :class:`~patrickstar.sequence.shared_mask.SharedMask`,
 so no mask of tokens x tokens elements is made. Masks that cannot be interpreted are refused, and so are masks from
 elsewhere.
@@ -54,7 +54,7 @@ class LayerNames:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DividedCall:
+class ShardedCall:
     """State of one context-parallel call that attention needs."""
 
     group: SequenceGroup | HybridGroup
@@ -67,12 +67,12 @@ class DividedCall:
     """Positions of this rank's tokens in the whole sequence, [batch or 1, tokens]."""
 
 
-_running: contextvars.ContextVar[DividedCall | None] = contextvars.ContextVar("running", default=None)
+_running: contextvars.ContextVar[ShardedCall | None] = contextvars.ContextVar("running", default=None)
 _reached: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("reached", default=None)
 
 
 @contextlib.contextmanager
-def running(call: DividedCall) -> Iterator[None]:
+def running(call: ShardedCall) -> Iterator[None]:
     """Context around the forward of ``call``."""
     token = _running.set(call)
     try:
@@ -81,7 +81,7 @@ def running(call: DividedCall) -> Iterator[None]:
         _running.reset(token)
 
 
-def running_call() -> DividedCall | None:
+def running_call() -> ShardedCall | None:
     """The context-parallel call whose forward runs, or None."""
     return _running.get()
 
@@ -103,7 +103,7 @@ def register_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(ATTENTION, divided_attention)
+    AttentionInterface.register(ATTENTION, sharded_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, shared_mask)
 
 
@@ -123,7 +123,7 @@ def shared_mask(**options: Any) -> torch.Tensor | None:
     return SharedMask(call, reach, shape, options["device"] if places is None else places.device)
 
 
-def divided_attention(
+def sharded_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -144,7 +144,7 @@ def divided_attention(
     _note(module)
     if not isinstance(attention_mask, SharedMask):
         return _whole_attention(module, query, key, value, attention_mask, scaling, dropout, is_causal, kwargs)
-    call: DividedCall = attention_mask.call
+    call: ShardedCall = attention_mask.call
     check_layer(call.layers.shown(module), query, key, kwargs)
     reach = attention_mask.reach
     if reach is None:
@@ -174,18 +174,18 @@ def attention_for(mask: Any) -> Callable[..., tuple[torch.Tensor, None]] | None:
     """The attention function for ``mask``; None if the sequence is not sharded. For attention modules that do not use
     ``AttentionInterface``.
     """
-    return divided_attention if isinstance(mask, SharedMask) else None
+    return sharded_attention if isinstance(mask, SharedMask) else None
 
 
 def check_layer(layer: str, query: torch.Tensor, key: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError, naming the layer, for unsupported scores or keys of another sequence."""
     for other in _OTHER_SCORES:
         if kwargs.get(other) is not None:
-            raise ValueError(f"{layer} asks for {other}, which attention over a divided sequence has not; leave "
+            raise ValueError(f"{layer} asks for {other}, which attention over a sharded sequence has not; leave "
                              "sequence_parallel out")  # fmt: skip
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
-            f"{layer} has {query.shape[-2]} queries and {key.shape[-2]} keys; a divided sequence attends to itself "
+            f"{layer} has {query.shape[-2]} queries and {key.shape[-2]} keys; a sharded sequence attends to itself "
             "alone: call the model without a cache"
         )
 
