@@ -88,7 +88,7 @@ def _backend():
 
 
 def _labelled(config_settings):
-    """The settings, with the PyTorch that is there in the version: 0.6.0+torch2.13.cpu."""
+    """The settings, with the PyTorch that is there in the version: 0.7.0+torch2.13.cpu."""
     from patrickstar_recipe import version_label
 
     settings = dict(config_settings or {})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from patrickstar.runtime import initialize_engine
     from patrickstar.session.registry import close_open_engine
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 __all__ = [
     "CheckpointError",
     "DiskError",

@@ -3,7 +3,7 @@
     python tools/wheel.py                          # for the PyTorch of this Python (make wheel)
     python tools/wheel.py --torch 2.6.0 2.13.0     # for each of these, in an environment of its own in .cache
 
-A wheel's version names its PyTorch: patrickstar-0.6.0+torch2.13.cpu, or +torch2.11.cu130 with the CUDA part. auditwheel
+A wheel's version names its PyTorch: patrickstar-0.7.0+torch2.13.cpu, or +torch2.11.cu130 with the CUDA part. auditwheel
 determines the oldest Linux; PyTorch's and NVIDIA's libraries are not packed. The wheel is then installed into a
 separate environment that sees this one's packages, and trains a model there.
 """

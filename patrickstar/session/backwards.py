@@ -10,7 +10,7 @@ Several engines may take part in one backward (``joint_backward.py``).
 from __future__ import annotations
 
 from patrickstar import _C
-from patrickstar.activations.keepers import ActivationOffloader
+from patrickstar.activations.offloaders import ActivationOffloader
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.optimizer.core_options import CoreOptions

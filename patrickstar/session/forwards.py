@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
-from patrickstar.activations.keepers import ActivationOffloader
+from patrickstar.activations.offloaders import ActivationOffloader
 from patrickstar.module.observer import Observer
 from patrickstar.parallel.calls import Calls
 from patrickstar.session.error_texts import first_sentence

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from patrickstar.activations.keepers import ActivationOffloader, activation_offloader
+from patrickstar.activations.offloaders import ActivationOffloader, activation_offloader
 from patrickstar.activations.remedies import ActivationRemedies, change_activations
 from patrickstar.config import rule_of
 from patrickstar.module.adoption import MovedRest

@@ -236,7 +236,7 @@ def test_what_is_installed_otherwise_stays(tmp_path, capsys, url, editable, scri
     python = make_environment(tmp_path / "environment", with_torch=False)
     assert environment.output(python, environment._INSTALLED, str(ROOT)) == ""
     packages = next((tmp_path / "environment" / "lib").glob("python*/site-packages"))
-    found = packages / "patrickstar-0.6.0.dist-info"
+    found = packages / "patrickstar-0.7.0.dist-info"
     found.mkdir()
     metadata = f"Metadata-Version: 2.1\nName: patrickstar\nVersion: {patrickstar.__version__}\n"
     (found / "METADATA").write_text(metadata)

@@ -62,7 +62,7 @@ EDITS = {
     "a method in place of a function": ("    @staticmethod\n    def isa()", "    def isa()"),
     "another name of a parameter": ("def parse_cpu_list(text: str)", "def parse_cpu_list(cpus: str)"),
     "another order": ("(topology: CpuTopology, options: H", "(options: HostThreadOptions, topology: H"),
-    "a parameter is missing": ('data: Buffer, crc: int = 0) -> int:\n    """CRC-32C of', 'data: Buffer) -> int:\n    """CRC-32C of'),
+    "a parameter is missing": ("def crc32c(data: Buffer, crc: int = 0)", "def crc32c(data: Buffer)"),
     "another number": ("num_failures: int = 0", "num_failures: int = 1"),
     "another default of an enum": ("= Priority.URGENT", "= Priority.BACKGROUND"),
     "a default that is not told": (
