@@ -37,9 +37,8 @@ GOAL = 1.3
 _STD = 0.02
 _REPORTED = (
     "num_parameters", "device_budget_bytes", "device_activation_bytes", "host_budget_bytes", "num_chunks",
-    "chunk_numel",
-    "num_device_state_chunks", "num_device_quantized_chunks", "num_evictions", "num_pressure_evictions",
-    "num_prefetch_hits", "num_on_demand_fetches", "offloaded_bytes",
+    "chunk_numel", "num_device_state_chunks", "num_device_quantized_chunks", "num_evictions",
+    "num_pressure_evictions", "num_prefetch_hits", "num_on_demand_fetches", "offloaded_bytes",
 )  # fmt: skip
 _LLAMAS = [name for name, shape in SHAPES.items() if isinstance(shape, LlamaShape)]
 _BUDGET, _RESIDENT = "budget", "resident"

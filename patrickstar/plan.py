@@ -2,26 +2,22 @@ r"""Plans, and the cost of a step, without a GPU.
 
     patrickstar plan --model llama-3.1-8b --gpu rtx4090 --host-memory 128GiB --seq-len 2048 --checkpointing
 
-says whether a model fits, how many tokens per second it trains, and what bounds the step. It lists changes that would
-help, with their gain (each was planned again), and the matching configuration.
+says whether a model fits, its tokens per second, and what bounds the step. It lists changes that would help, with their
+gain (each was planned again), and the matching configuration.
 
     patrickstar plan --model 10.5b --device-memory 24GiB --host-memory 64GiB --checkpointing \\
         --nodes 4 --gpus-per-node 8 --link ib400 --also 8,256
 
-is the same for many GPUs, each with its own batch and budgets.
+plans many GPUs, each with its own batch and budgets.
 
     patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --tile-tokens 4096 --gpus-per-node 2 \\
         --sequence-parallel 2 --longest
 
-finds the longest sequences that one GPU, and two GPUs with context parallelism, can train.
+finds the longest sequences that one GPU, and two GPUs with context parallelism, can train. ``--tensor-parallel 2x2``
+shards matrices over four GPUs; ``auto`` chooses the mesh that sends least.
 
-    patrickstar plan --model 21b --checkpointing --gpus-per-node 4 --tensor-parallel 2x2
-
-is the same with tensor parallelism over four GPUs. ``--tensor-parallel auto`` chooses the mesh that sends least, and
-``--sequence-parallel`` can be combined.
-
-In programs ``engine.plan()`` returns the plan of a running engine, and :class:`Plan` saves and loads it. The
-configuration's ``plan`` makes a new engine start with it, and :func:`predict` simulates it on a machine of given rates.
+In programs ``engine.plan()`` returns a running engine's plan. :class:`Plan` saves and loads it, the configuration's
+``plan`` starts a new engine with it, and :func:`predict` simulates it.
 """
 
 from __future__ import annotations

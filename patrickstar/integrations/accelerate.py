@@ -52,9 +52,7 @@ _DISTRIBUTED_TYPES = (DistributedType.NO, DistributedType.MULTI_GPU, Distributed
 
 
 class PatrickStarOptimizer(AcceleratedOptimizer):
-    """The result of ``prepare`` for the user's optimizer; it steps when gradients are complete, as
-    Accelerate's does.
-    """
+    """The user's optimizer after ``prepare``. Like Accelerate's, it steps when gradients are complete."""
 
     def __init__(self, optimizer: HybridOptimizer):
         super().__init__(optimizer, device_placement=False)
@@ -92,9 +90,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         self._waiting: list[nn.Module] = []
         self._user_dtype: torch.dtype | None = None
         self.accumulated_batches: int | None = None
-        """Backward passes before a step, for which the engine reserves memory; None:
-        ``gradient_accumulation_steps``.
-        """
+        """Backward passes of a step, for which memory is reserved; None: ``gradient_accumulation_steps``."""
         self._config = with_parallelism(own_config(patrickstar_config), kwargs.pop("parallelism_config", None))
         if mixed_precision is not None:
             self._config = _precise(self._config, str(mixed_precision))
