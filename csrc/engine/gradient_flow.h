@@ -75,7 +75,7 @@ class GradientFlow {
   double sum_of_squares(const std::vector<ParamId>& left_out);
 
   bool pending() const { return num_backwards_ > 0; }
-  // The last step had several micro-batches, and the next is expected to have several.
+  // This step has had several backwards, or the last one had and the next is expected to.
   bool accumulates() const { return accumulates_; }
 
  private:
@@ -133,7 +133,7 @@ class GradientFlow {
   int64_t num_done_ = 0;      // in this backward; counts repetitions
   Event last_scatter_;        // after all reduce-scatters so far
   int num_backwards_ = 0;     // since the last clear()
-  bool accumulates_ = false;  // the step before had several micro-batches
+  bool accumulates_ = false;  // this step has had several backwards, or the last one had
 };
 
 }  // namespace patrickstar

@@ -10,7 +10,7 @@ namespace {
 
 struct Victim {
   ArrayId id;
-  int64_t farness;  // accesses until its next use, at most; larger ones leave first
+  int64_t farness;  // accesses until its next use, capped for dirty arrays; larger ones leave first
   uint64_t last_use;
 };
 
@@ -71,7 +71,7 @@ bool Pager::is_evictable(ArrayId id) const {
   return array.device_buffer && array.on_device && array.holds == 0;
 }
 
-// Skips arrays whose copy would find no room on the host before sorting, since a full device runs this for each buffer.
+// Before it sorts, skips arrays whose copy has no room on the host: a full device runs this for each buffer.
 bool Pager::evict_one(EvictionScope what, HostRoom room, RoomFor room_for) {
   const auto num_accesses = static_cast<int64_t>(plan().accesses.size());
   const int64_t best_effort_room =

@@ -128,12 +128,12 @@ void Residency::fill_headroom(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
   for (ChunkId chunk : chunks_that_move_in(step)) move_states_to_device(chunk);
   memory_.arena().trim();
-  bring_resting_tier_from_disk();
+  bring_chunks_from_disk();
 }
 
 // Moves states from the disk into host memory that other states have left for the device.
-void Residency::bring_resting_tier_from_disk() {
-  for (ChunkId chunk : resting_tier_from_disk(layout(), resting_tiers(), pager_.best_effort_room_bytes())) {
+void Residency::bring_chunks_from_disk() {
+  for (ChunkId chunk : chunks_leaving_disk(layout(), resting_tiers(), pager_.best_effort_room_bytes())) {
     std::vector<HostBuffer> blocks;
     for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
       blocks.push_back(pager_.try_allocate_resting_tier(layout().num_bytes({chunk, kind})));

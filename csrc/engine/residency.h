@@ -88,7 +88,7 @@ class Residency {
   DeviceBudget device_budget() const;
   int64_t warmup_chunk_buffer_limit() const;
   void reserve_resting_tiers_on_host();
-  void bring_resting_tier_from_disk();
+  void bring_chunks_from_disk();
   void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;
   // For states that stay: leaves room for other engines' values.
   DeviceBudget budget_for_states() const;

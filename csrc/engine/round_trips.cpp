@@ -16,10 +16,10 @@ T* at_place(T* pointer, const std::vector<RoundTripPart>& parts) {
   if (pointer == nullptr) return nullptr;
   const auto* byte = static_cast<const char*>(static_cast<const void*>(pointer));
   const auto part = std::find_if(parts.begin(), parts.end(), [byte](const RoundTripPart& each) {
-    return byte >= each.resting_tier && byte < each.resting_tier + each.num_bytes;
+    return byte >= each.at_rest && byte < each.at_rest + each.num_bytes;
   });
   PS_CHECK(part != parts.end(), StateError, "an update is of memory that is no part of its chunk");
-  return static_cast<T*>(static_cast<void*>(part->place + (byte - part->resting_tier)));
+  return static_cast<T*>(static_cast<void*>(part->place + (byte - part->at_rest)));
 }
 
 // The chunk's jobs restricted to the piece of `parts`, which are ordered as by parts_of().
@@ -75,15 +75,15 @@ std::vector<RoundTripPart> RoundTrips::parts_of(const RoundTrip& round_trip, int
                                                 char* place) const {
   const ChunkSpec& spec = memory_.store().chunk(round_trip.chunk);
   std::vector<RoundTripPart> parts;
-  const auto add = [&](void* resting_tier, int64_t num_bytes, bool goes_up, bool comes_down) {
-    parts.push_back({static_cast<char*>(resting_tier), place, num_bytes, goes_up, comes_down, nullptr});
+  const auto add = [&](void* at_rest, int64_t num_bytes, bool goes_up, bool comes_down) {
+    parts.push_back({static_cast<char*>(at_rest), place, num_bytes, goes_up, comes_down, nullptr});
     place += (num_bytes + kRoundTripAlignment - 1) / kRoundTripAlignment * kRoundTripAlignment;
   };
   for (ArrayKind kind : spec.state_kinds()) {
     const StateType type = spec.states.of(kind);
-    const StatePlace resting_tier = spec.state_place(kind, memory_.array({round_trip.chunk, kind}).block.data, first);
-    add(resting_tier.data, state_offset(type, last) - state_offset(type, first), true, true);
-    if (resting_tier.scales != nullptr) add(resting_tier.scales, num_state_blocks(last - first) * 4, true, true);
+    const StatePlace at_rest = spec.state_place(kind, memory_.array({round_trip.chunk, kind}).block.data, first);
+    add(at_rest.data, state_offset(type, last) - state_offset(type, first), true, true);
+    if (at_rest.scales != nullptr) add(at_rest.scales, num_state_blocks(last - first) * 4, true, true);
   }
   const int64_t offset = first * element_size(spec.dtype);
   const int64_t num_bytes = (last - first) * element_size(spec.dtype);
@@ -104,7 +104,7 @@ void RoundTrips::update_piece(const RoundTrip& round_trip, int64_t first, int64_
   const std::vector<RoundTripPart> parts = parts_of(round_trip, first, last, static_cast<char*>(device_buffer.data));
   for (const RoundTripPart& part : parts) {
     if (!part.goes_up) continue;
-    backend.copy(Queue::kRoundTripUp, part.place, part.resting_tier, part.num_bytes);
+    backend.copy(Queue::kRoundTripUp, part.place, part.at_rest, part.num_bytes);
     counters.uploaded_bytes += part.num_bytes;
   }
   backend.wait(Queue::kRoundTripUpdate, backend.record(Queue::kRoundTripUp));
@@ -120,7 +120,7 @@ void RoundTrips::update_piece(const RoundTrip& round_trip, int64_t first, int64_
   backend.wait(Queue::kRoundTripDown, updated);
   for (const RoundTripPart& part : parts) {
     if (!part.comes_down) continue;
-    backend.copy(Queue::kRoundTripDown, part.resting_tier, part.place, part.num_bytes);
+    backend.copy(Queue::kRoundTripDown, part.at_rest, part.place, part.num_bytes);
     counters.downloaded_bytes += part.num_bytes;
   }
   device_buffer.busy = {backend.record(Queue::kRoundTripDown), updated};

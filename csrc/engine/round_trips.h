@@ -43,8 +43,8 @@ struct RoundTripEvents {
 
 // One piece's part of an array, or of its scales.
 struct RoundTripPart {
-  char* resting_tier;
-  char* place;  // on the device
+  char* at_rest;  // in host memory
+  char* place;    // on the device
   int64_t num_bytes;
   bool goes_up;
   bool comes_down;

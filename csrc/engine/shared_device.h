@@ -5,7 +5,8 @@
 // destroys it. An engine without room takes it in this order:
 //
 // - idle device buffers;
-// - values of engines that run no forward or backward;
+// - its own arrays beyond the limit on its chunk buffers;
+// - values of other engines, first of those that run no forward or backward;
 // - its own arrays, by its plan;
 // - optimizer states.
 //

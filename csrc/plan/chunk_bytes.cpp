@@ -36,8 +36,8 @@ int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
 }
 
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
-  const int64_t resting_tier = resting_tier_bytes(layout.chunk(chunk));
-  return backwards == Backwards::kSeveral ? resting_tier + accumulation_bytes(layout, chunk) : resting_tier;
+  const int64_t num_bytes = resting_tier_bytes(layout.chunk(chunk));
+  return backwards == Backwards::kSeveral ? num_bytes + accumulation_bytes(layout, chunk) : num_bytes;
 }
 
 int64_t placed_bytes(const ChunkSpec& chunk) {

@@ -43,7 +43,7 @@ struct UpdateWay {
   }
 };
 
-// Within one tier of states, a later row starts later. Ranks agree on the latest one (plan/plan_vote.h).
+// Within one tier of states, a later row starts no earlier. Ranks agree on the latest one (plan/plan_vote.h).
 enum class Recipe : uint8_t {
   kNever,  // frozen
   kHostPromised,
@@ -100,7 +100,8 @@ constexpr bool suits_matrices(const RecipeRow& row) {
   return row.start != Start::kAhead && row.passes == Passes::kOne && !is_round_trip(row);
 }
 
-// The later of two. `possible` if states moved since `planned` was chosen, or if matrices do not allow the later one.
+// Returns the later of two recipes, or `possible` if states moved since `planned` was chosen, or if the later one does
+// not suit whole matrices.
 Recipe later_of(Recipe planned, Recipe possible, UpdateUnit unit);
 // For a chunk whose update did not start in backward, or must not.
 Recipe after_norm(Recipe recipe);

@@ -102,8 +102,8 @@ bool any_gradient_passes(const Layout& layout) {
                      [](const ChunkSpec& chunk) { return chunk.rows.gradient().on_host == ArrayMemory::kPassing; });
 }
 
-std::vector<ChunkId> resting_tier_from_disk(const Layout& layout, const std::vector<Tier>& resting_tiers,
-                                            int64_t room_bytes) {
+std::vector<ChunkId> chunks_leaving_disk(const Layout& layout, const std::vector<Tier>& resting_tiers,
+                                         int64_t room_bytes) {
   std::vector<ChunkId> chunks;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const int64_t bytes = optimizer_bytes(layout.chunk(chunk)) + HostArena::most_rounding_bytes(0);
@@ -151,7 +151,7 @@ std::vector<Tier> later_resting_tiers(const Layout& layout, const std::vector<Ti
   }
   const int64_t taken =
       disk_sets(layout, first_resting_tiers).num_bytes() + bytes_on_host(layout, resting_tiers, backwards);
-  for (ChunkId chunk : resting_tier_from_disk(layout, resting_tiers, host_limit_bytes - taken - spare_bytes(layout))) {
+  for (ChunkId chunk : chunks_leaving_disk(layout, resting_tiers, host_limit_bytes - taken - spare_bytes(layout))) {
     resting_tiers[static_cast<size_t>(chunk)] = Tier::kHost;
   }
   return resting_tiers;

@@ -26,8 +26,8 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
 
 // Disk chunks that move to the host when it gets `room_bytes` more: the first ones, since the next forward waits for
 // them.
-std::vector<ChunkId> resting_tier_from_disk(const Layout& layout, const std::vector<Tier>& resting_tiers,
-                                            int64_t room_bytes);
+std::vector<ChunkId> chunks_leaving_disk(const Layout& layout, const std::vector<Tier>& resting_tiers,
+                                         int64_t room_bytes);
 
 // Resting tiers once activation memory is known. Chunks with states on the device rest there; the first disk chunks
 // move to the host as far as `host_limit_bytes` allows. Quantised chunks keep their place on the host.

@@ -106,12 +106,12 @@ void StepTracer::do_begin_access(Phase phase, const std::vector<ArrayId>& acquir
   access.access.acquired = acquired;
   access.launched = TraceClock::now();
   access.begin = backend_.mark(Queue::kCompute);
-  access.begin_sample = access.scale_independent_sample = samples_.size();
+  access.begin_sample = access.arrays_there_sample = samples_.size();
   accesses_.push_back(std::move(access));
 }
 
 void StepTracer::do_settle_access() {
-  accesses_.back().scale_independent_sample = samples_.size();
+  accesses_.back().arrays_there_sample = samples_.size();
   do_sample_memory();
 }
 
@@ -169,8 +169,8 @@ void StepTracer::resolve_accesses(StepTrace& trace) {
     access.seconds = end - access.begin_seconds;
     size_t end_sample = last ? optimizer_sample_ : accesses_[t + 1].begin_sample;
     access.memory = memory_at_high_activation_memory(
-        {trace.samples.begin() + static_cast<std::ptrdiff_t>(open.scale_independent_sample),
-         trace.samples.begin() + static_cast<std::ptrdiff_t>(std::max(end_sample, open.scale_independent_sample))},
+        {trace.samples.begin() + static_cast<std::ptrdiff_t>(open.arrays_there_sample),
+         trace.samples.begin() + static_cast<std::ptrdiff_t>(std::max(end_sample, open.arrays_there_sample))},
         access.activation_peak_bytes);
     trace.accesses.push_back(std::move(access));
   }

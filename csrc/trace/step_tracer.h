@@ -127,8 +127,8 @@ class StepTracer final : public Tracer {
     TracedAccess access;
     TraceClock::time_point launched = {};
     Mark begin;
-    size_t begin_sample = 0;              // index of the first sample after its begin
-    size_t scale_independent_sample = 0;  // index of the first sample after its arrays were there
+    size_t begin_sample = 0;         // index of the first sample after its begin
+    size_t arrays_there_sample = 0;  // index of the first sample after its arrays were there
   };
   struct OpenSample {
     MemorySample sample;

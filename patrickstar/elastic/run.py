@@ -91,7 +91,7 @@ class ElasticRun:
 
     Args:
         engine: from ``initialize_engine``.
-        carried: user state by name, as for ``Engine.resize``; it is also saved in checkpoints.
+        user_state: user state by name, as for ``Engine.resize``; it is also saved in checkpoints.
         checkpoint: a folder for checkpoints that all ranks can reach; None: none are saved.
         checkpoint_seconds: seconds between checkpoints.
         look_seconds: approximate seconds between checks for orders.
@@ -122,7 +122,7 @@ class ElasticRun:
                 f"look_seconds is {look_seconds:g} and checkpoint_seconds {checkpoint_seconds:g}; give more than 0"
             )
         if _OWN_NAME in user_state:
-            raise ValueError(f"carried has a {_OWN_NAME!r}, the name of the run's own state; give it another name")
+            raise ValueError(f"user_state has a {_OWN_NAME!r}, the name of the run's own state; give it another name")
         self._engine = engine
         self._user_state = {**user_state, _OWN_NAME: self}
         self._checkpoint = None if checkpoint is None else os.fspath(checkpoint)

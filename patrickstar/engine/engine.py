@@ -256,12 +256,12 @@ class Engine(ModuleFace):
         """Continues with another number of ranks, between two steps and without a checkpoint (docs/guides/elastic.md).
 
         All ranks call it with the same arguments. As many further processes as the new number needs call :meth:`join`.
-        Parameters, accesses, step counts, loss scale and this process's random numbers keep their bits.
+        Parameters, moments, step counts, loss scale and this process's random numbers keep their bits.
 
         Args:
             num_ranks: the new number.
             leaving: ranks that end, without rank 0; None: as few as possible, chosen by the least useful shards.
-            carried: user state by name that joining processes take over: learning-rate schedulers, an
+            user_state: user state by name that joining processes take over: learning-rate schedulers, an
                 ``ElasticSampler``. The same names on all processes.
             rendezvous: where processes meet: "host:port", or None for the environment's ``PATRICKSTAR_ELASTIC``. Unused
                 if no process joins.
@@ -296,7 +296,7 @@ class Engine(ModuleFace):
         configuration.
 
         Args:
-            carried: user state by name, which is overwritten.
+            user_state: user state by name, which is overwritten.
             rendezvous: as given to :meth:`resize`.
             folder: as given to :meth:`resize`.
             timeout_seconds: for each wait: for the invitation, and for data of other processes. At most

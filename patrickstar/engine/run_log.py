@@ -96,6 +96,7 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
         ImportError: the package of a requested sink is missing.
         ValueError: an existing metrics file does not fit.
     """
+    budget = session.report()["device_budget_bytes"] if options.shows_rates else 0
     facts = RunFacts(
         num_parameters=session.num_parameters,
         num_trainable=_num_trainable(session),
@@ -103,7 +104,7 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
         num_ranks=len(session.ranks.members),
         ranks_per_sample=session.calls.ranks_per_call,
         device=session.device,
-        peak_tflops=peak_tflops(session.device, session.config.compute_dtype) if options.shows_rates else None,
+        peak_tflops=peak_tflops(session.device, session.config.compute_dtype, budget),
         loss_of=loss_of,
     )
     return StepMonitor(options, facts, session.report, make_stall_sampler(session))

@@ -182,7 +182,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
     def _open(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PatrickStarOptimizer:
         if self._engine is not None:
             raise StateError(
-                "one model is in the engine already, and a process has one engine; call accelerator.free_memory() "
+                "the accelerator has an engine already, and it has one; call accelerator.free_memory() "
                 "before preparing another"
             )
         self._user_dtype = only_dtype(model)

@@ -172,6 +172,6 @@ def _check_plan(model: nn.Module, kinds: Collection[str], how: str, remedy: str)
     kind = _kind(model)
     if kind not in kinds:
         raise ValueError(
-            f"{type(model).__name__} (model type {kind!r}) cannot be divided {how}; models of the types "
+            f"{type(model).__name__} (model type {kind!r}) cannot be sharded {how}; models of the types "
             f"{', '.join(sorted(kinds))} can: {remedy}"
         )

@@ -93,7 +93,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
     ranks = session.ranks
     control, is_leader = ranks.control, ranks.control.rank == 0
     with contextlib.ExitStack() as until_changed:
-        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.user_state)}"
+        said = f"{num_ranks} ranks, leaving {leaving}, user state {sorted(options.user_state)}"
         ranks.check_agreement("the resize", said)
         former = assign_ranks(len(ranks.members), num_ranks, leaving)
         num_joining = former.count(None)

@@ -152,11 +152,9 @@ class KeptPlan(NoKeptPlan):
             return
         self._num_steps += 1
         num_plans = self._count_plans()
-        is_scale_independent = (
-            self._is_usual(self._shapes) and self._shapes == self._last_shapes and num_plans == self._num_plans
-        )
+        is_settled = self._is_usual(self._shapes) and self._shapes == self._last_shapes and num_plans == self._num_plans
         self._last_shapes, self._shapes, self._num_plans = self._shapes, [], num_plans
-        if is_scale_independent:
+        if is_settled:
             self._keep()
         self._is_over = self._num_steps >= _MOST_STEPS
 

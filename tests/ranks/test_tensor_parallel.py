@@ -225,7 +225,7 @@ REFUSED_TOO = {
     "other batches": "ranks [0, 1] share matrices, but were called with different batches",
     "samples": "dimension 0 of [3, 24]: 3 cannot be cut into 2 rows of a mesh of 2 x 1; take 4",
     "no values": "is on the meta device without values",
-    "no plan in one dimension": "(model type 't5') cannot be divided in one dimension; models of the types bert, gpt2",
+    "no plan in one dimension": "(model type 't5') cannot be sharded in one dimension; models of the types bert, gpt2",
     "tokens": "sequences of 23 tokens cannot be divided among 2 ranks; give 24",
 }
 

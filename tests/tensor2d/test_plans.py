@@ -101,7 +101,7 @@ def test_what_has_no_plan_is_refused_by_name():
     model = transformers.GPT2ForSequenceClassification(GPT2)
     with pytest.raises(ValueError, match=r"nothing for module 'score' \(Linear\).* score.weight \[2, 24\]"):
         parallelize(model, group)
-    with pytest.raises(ValueError, match=r"1 \(Conv1d\) cannot be divided .*: Summa2D divides linear layers"):
+    with pytest.raises(ValueError, match=r"1 \(Conv1d\) cannot be sharded .*: Summa2D divides linear layers"):
         parallelize(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), group, {"*": Summa2D()})
     model = transformers.AutoModelForCausalLM.from_config(LLAMA, attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="layers.0.self_attn .*'flex_attention'.*attn_implementation='sdpa'"):
