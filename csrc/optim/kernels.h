@@ -203,21 +203,21 @@ constexpr RandomKey random_key(uint64_t seed, int64_t step, int64_t param, int64
 // 8-bit states have scales, from the range's first block on. The range begins with a block. Its last block may be
 // shorter: elements behind its end are neither read nor written and do not affect the scale.
 struct AdamRange {
-  void* master;    // of `master_type`; null for kNone
-  void* momentum;  // of `momentum_type`
-  void* variance;  // of `variance_type`
-  const void* grad;
-  void* param;
+  void* master;      // [numel] of `master_type`; null for kNone
+  void* momentum;    // [numel] of `momentum_type`
+  void* variance;    // [numel] of `variance_type`
+  const void* grad;  // [numel] of `grad_dtype`
+  void* param;       // [numel] of `param_dtype`
   DType grad_dtype;
   DType param_dtype;
   int64_t numel;
-  float* new_master = nullptr;
-  void* new_momentum = nullptr;
-  void* new_variance = nullptr;
+  float* new_master = nullptr;                    // [numel]; for updates into new states alone
+  void* new_momentum = nullptr;                   // [numel] of `momentum_type`
+  void* new_variance = nullptr;                   // [numel] of `variance_type`
   StateType master_type = StateType::kFloat32;    // or kLowerHalf, or kNone: only `param` exists
   StateType momentum_type = StateType::kFloat32;  // or kBFloat16, kSigned8
   StateType variance_type = StateType::kFloat32;  // or kBFloat16, kUnsigned8; kNone for momentum_step
-  float* momentum_scales = nullptr;
+  float* momentum_scales = nullptr;               // [ceil(numel / kStateBlock)], 8-bit moments only, as the next three
   float* variance_scales = nullptr;
   float* new_momentum_scales = nullptr;
   float* new_variance_scales = nullptr;

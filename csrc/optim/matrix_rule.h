@@ -1,8 +1,8 @@
 // Update rules that need whole matrices, such as Muon's orthogonalised momentum. With g = float(grad) * grad_scale of
 // all elements of one parameter:
 //
-//   d = direction(g, momentum, master)     the rule's function, which may change the momentum
-//   p = fma(-step_size, d, p * decay)      step_size = lr, decay = 1 - lr * weight_decay
+//   d = make_direction(g, momentum, master)  the rule's function, which may change the momentum
+//   p = fma(-step_size, d, p * decay)        step_size = lr, decay = 1 - lr * weight_decay
 //   master = p;  param = round(p)
 //
 // All values are float32. One thread calls a rule once per step and parameter, with the same numbers wherever the
@@ -26,9 +26,9 @@ class Compute;
 struct Matrix {
   int64_t rows;
   int64_t columns;
-  float* direction;  // holds the gradient on entry
-  float* momentum;
-  const float* master;
+  float* direction;     // [rows, columns]; holds the gradient on entry
+  float* momentum;      // [rows, columns]
+  const float* master;  // [rows, columns]
 };
 
 class MatrixRule {
