@@ -4,8 +4,8 @@
 //   for (const Instruction& instruction : arrival(array, Origin::kHost, Sharing::kOwn, Issue::kNow)) run(instruction);
 //
 // Compiler (plan/program.h) and engine call the same rules, so planned and on-demand transfers behave alike. The engine
-// calls them in Pager and GradientFlow; deferred_update() is the compiler's alone. A new mechanism needs a row of kOps, a
-// line in a rule, a case where the engine carries it out and a duration in the Clock (plan/clock.h). Pure functions.
+// calls them in Pager and GradientFlow; deferred_update() is the compiler's alone. A new mechanism needs a row of kOps,
+// a line in a rule, a case where the engine carries it out and a duration in the Clock (plan/clock.h). Pure functions.
 #pragma once
 
 #include <array>

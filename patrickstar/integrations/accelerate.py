@@ -182,8 +182,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
     def _open(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PatrickStarOptimizer:
         if self._engine is not None:
             raise StateError(
-                "the accelerator has an engine already, and it has one; call accelerator.free_memory() "
-                "before preparing another"
+                "the accelerator has an engine already; call accelerator.free_memory() before preparing another"
             )
         self._user_dtype = only_dtype(model)
         taken = groups_of(optimizer)

@@ -194,7 +194,7 @@ def test_the_users_own_objects():
         accelerator.clip_grad_norm_([model.transformer.ln_f.weight], 1.0)
     with pytest.raises(ValueError, match="use clip_grad_norm_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
-    with pytest.raises(StateError, match="one model is in the engine already"):
+    with pytest.raises(StateError, match="the accelerator has an engine already"):
         accelerator.prepare(*parts()[:2])
     with pytest.raises(StateError):  # not through the accelerator
         model(**batch).loss.backward()

@@ -39,7 +39,7 @@ class InPlace:
         self._call("take_values_back", scalars, least)
 
     def finish(self, scalars, scale, least):
-        self._call("put_open_values", scalars, scale, key=KEY)
+        self._call("put_scale_dependent_values", scalars, scale, key=KEY)
         return self._call("put_states", scalars, scale, least, key=KEY)
 
 
