@@ -1,7 +1,8 @@
 """Figures of the pages, from benchmark/results/latest.json: ``{{ case.field }}`` becomes a figure with its unit.
 
-Each row of that file names its record. ``python docs/figures.py`` reads the figures of JSON records anew into the file;
-figures of text records stand beside the ``quote`` that has them. tests/repository/test_figures.py compares both.
+Each row of that file names its record. ``python docs/figures.py`` reads the figures of JSON records into the
+file again; figures of text records stand beside the ``quote`` that has them. tests/repository/test_figures.py
+compares both.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import io
 import re
 import sys
@@ -135,9 +136,10 @@ def _blocks(name: str, source: str) -> Iterator[Text]:
 def _python_texts(name: str, source: str) -> Iterator[Text]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
-            if text:
-                yield Text(name, node.body[0].lineno, text)
+            for child in node.body:  # docstrings of attributes too
+                value = child.value if isinstance(child, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield Text(name, child.lineno, inspect.cleandoc(value.value))
     last, lines, begin = -1, [], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or token.string.startswith(("#!", "# fmt", "# noqa", "# type")):

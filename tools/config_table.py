@@ -38,7 +38,7 @@ The keys are PatrickStar's own and those of DeepSpeed. What happens to each:
 * *mapped*: it changes another key.
 * *no effect*: it is accepted. Those with another value than the default are named once, in one line of the log
   (`patrickstar`, INFO). Numbers are the same; the reason says what is done instead.
-* *refused*: only values that ask for nothing are accepted. Every other one is an error that says what to do instead.
+* *must be*: only this value is accepted. Every other one is an error that says what to do instead.
 
 Some of DeepSpeed's defaults are not PatrickStar's: with `patrickstar.initialize` gradients are clipped at 1, Adam is
 AdamW, and the sections `fp16` and `bf16` are off without `enabled`. A value `"auto"` counts as left out, but where it
@@ -160,7 +160,7 @@ def _what_happens(key: Key) -> str:
         return f"no effect: {fate.text}"
     if fate.only is None:
         return f"refused where it switches something on: {fate.text}"
-    return f"refused but for {', '.join(_literal(value) for value in fate.only)}: {fate.text}"
+    return f"must be {', '.join(_literal(value) for value in fate.only)}: {fate.text}"
 
 
 if __name__ == "__main__":

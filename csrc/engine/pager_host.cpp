@@ -15,9 +15,9 @@ HostBuffer Pager::try_allocate_beside_reservations(ArrayId id) {
 
 HostBuffer Pager::try_allocate_in_room(int64_t num_bytes, int64_t spare) {
   HostArena& arena = memory_.arena();
-  const int64_t promised = reserved_host_bytes();
-  if (num_bytes > arena.free_bytes() - promised - spare) return {};
-  return promised == 0 ? arena.try_allocate(num_bytes) : arena.try_allocate_unreserved(num_bytes);
+  const int64_t reserved = reserved_host_bytes();
+  if (num_bytes > arena.free_bytes() - reserved - spare) return {};
+  return reserved == 0 ? arena.try_allocate(num_bytes) : arena.try_allocate_unreserved(num_bytes);
 }
 
 HostBuffer Pager::try_allocate_best_effort(int64_t num_bytes) {

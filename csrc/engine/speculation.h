@@ -65,9 +65,9 @@ class Speculation {
   // `sizes`: by chunk.
   void choose(const Layout& layout, const std::vector<NewBytes>& sizes);
   bool must_choose() const { return is_on() && chosen_.empty() && backwards_to_wait_ == 0; }
-  // The next choice starts anew: other chunks have their states on the host.
+  // The next choice starts over: other chunks have their states on the host.
   void forget_choice();
-  // Leaves `num_bytes` more than reserve_bytes free. The next choice starts anew if that is more than before.
+  // Leaves `num_bytes` more than reserve_bytes free. The next choice starts over if that is more than before.
   void leave(int64_t num_bytes);
   // True in a backward whose step is expected.
   bool is_active() const { return active_; }
@@ -105,7 +105,7 @@ class Speculation {
   void free_completed();
   // Waits until a buffer of free_after() is free. False if none is pending.
   bool await_free();
-  // Gives back all host memory of speculation. The next choice starts anew some backwards later.
+  // Gives back all host memory of speculation. The next choice starts over some backwards later.
   void release_memory();
 
  private:

@@ -137,7 +137,7 @@ void StepPlanner::adopt(std::optional<StepTimes> times) {
       const bool on_host = known.states == Tier::kHost && seen.states == Tier::kHost;
       const bool may_start = on_host && known.start == Start::kAfterNorm && starts_in_backward(seen);
       if (!may_start) then[chunk] = now[chunk];
-      then[chunk] = without_round_trip(then[chunk]);  // round trips are chosen anew
+      then[chunk] = without_round_trip(then[chunk]);  // round trips are chosen again
     }
     times_ = std::move(times);
   }

@@ -46,13 +46,13 @@ class Updates {
   // Chooses the chunks whose updates may start early, unless chosen already. Call it after all states are made.
   void choose_speculation();
   bool must_choose_speculation() const { return speculation_.must_choose(); }
-  // Leaves `num_bytes` of host memory for gradients of chunks whose states are on the device. Chooses anew if that is
+  // Leaves `num_bytes` of host memory for gradients of chunks whose states are on the device. Chooses again if that is
   // more than before.
   void leave_to_gradients(int64_t num_bytes) { speculation_.leave(num_bytes); }
   // After backward: prefetches gradients that left the device for updates there, as far as it has room. The norm is
   // computed meanwhile.
   void fetch_gradients();
-  // There are more states, so the choice starts anew.
+  // There are more states, so the choice starts over.
   void forget_choice() { speculation_.forget_choice(); }
   // Throws StateError if final updates exist that such a step would not make.
   void check_step(const std::vector<GroupOptions>& groups, double grad_scale) const;

@@ -41,7 +41,7 @@ class Tokens:
 
     input_ids: list[int]
     labels: list[int]
-    """As long as ``input_ids``."""
+    """One per entry of ``input_ids``."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -27,7 +27,7 @@ _TEMPLATE = (
 )
 
 HELD_OUT_SHARE = 0.25
-"""Of the functions, one of whose questions is held out."""
+"""Share of functions of which one question is held out."""
 
 _MODULES = ("builtins", "math", "os.path", "random", "itertools", "shutil", "time")
 _SKIPPED = ("bytes", "bytearray", "memoryview", "random.Random", "random.SystemRandom")  # others have their methods

@@ -33,7 +33,7 @@ class RunOptions:
     steps: int
     """The step after which the run ends."""
     seed: int
-    """Of initial values, data, order and dropout."""
+    """Seed of initial values, data, order and dropout."""
     data: Path | None
     """Text, a folder of it, or token ids; None: random tokens."""
     tokenizer: str
@@ -41,11 +41,11 @@ class RunOptions:
     save_tokens: Path | None
     """Where a text's tokens go."""
     save_folder: Path | None
-    """Of the checkpoints."""
+    """The folder of checkpoints."""
     save_every: int | None
     """Steps between two of them; None: at the end only."""
     resume: bool
-    """Whether to go on from the latest of them."""
+    """True to resume from the latest checkpoint."""
     export: Path | None
     """Where the weights go at the end."""
     save_plan: Path | None
@@ -53,7 +53,7 @@ class RunOptions:
     log_every: int
     """Steps per line."""
     json: bool
-    """Whether lines are JSON."""
+    """True if lines are JSON."""
 
     @property
     def reads_text(self) -> bool:

@@ -23,7 +23,7 @@ class Batches:
     """
 
     source: TokenSource
-    """Of the sequences."""
+    """Source of the sequences."""
     shape: ModelShape
     """The model's."""
     num_rows: int
@@ -31,9 +31,9 @@ class Batches:
     rank: int = 0
     """This rank."""
     num_ranks: int = 1
-    """Of the run."""
+    """Number of ranks of the run."""
     seed: int = 0
-    """Of BERT's masks."""
+    """Seed of BERT's masks."""
 
     @property
     def samples_per_step(self) -> int:

@@ -19,13 +19,13 @@ class StepFigures:
     loss: float
     """Mean over these steps and all ranks."""
     grad_norm: float
-    """Of the last step, before clipping; not a number where it was skipped."""
+    """Norm in the last step, before clipping; NaN if it was skipped."""
     lr: float
-    """Of the last step."""
+    """Learning rate of the last step."""
     seconds: float
     """Per step."""
     tokens_per_second: float
-    """Of all ranks."""
+    """All ranks' rate."""
     model_tflops_per_gpu: float
     """10^12 floating point operations of the model per second and rank, recomputation not counted."""
 

@@ -39,7 +39,7 @@ class ModelShape:
     dropout: float = 0.0
     """In every place where the model has one."""
     checkpointing: bool = False
-    """Whether activations are recomputed in backward, block by block."""
+    """True if activations are recomputed in backward, block by block."""
 
     def __post_init__(self):
         for name in ("hidden", "layers", "heads"):

@@ -21,7 +21,7 @@ class TrainingOptions:
     eps: float = 1e-8
     """AdamW's."""
     weight_decay: float = 0.01
-    """Of parameter groups that do not say another one."""
+    """Default weight decay of parameter groups."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises."""
     schedule_steps: int | None = None
@@ -39,13 +39,13 @@ class TrainingOptions:
     margin_use_ratio: float | None = None
     """Share of what is left of the device's memory that optimizer states may take."""
     states_on_host: bool = False
-    """Whether all optimizer states stay on the host."""
+    """True if all optimizer states stay on the host."""
     speculation: str = "auto"
     """When updates on the host start: ``optimizer.speculation``."""
     states: str = "fp32"
-    """What momentum and variance are stored in: ``optimizer.states``."""
+    """Storage of momentum and variance: ``optimizer.states``."""
     cpu_embedding: bool = False
-    """Whether embeddings stay on the host."""
+    """True if embeddings stay on the host."""
     plan: Path | None = None
     """A saved plan for the first step."""
     profile: Path | None = None

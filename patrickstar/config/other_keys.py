@@ -15,7 +15,7 @@ from patrickstar.config.values import DataType, Section
 _LINES = resources.files("patrickstar.config").joinpath("other_keys.md").read_text(encoding="utf-8").splitlines()
 _ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _LINES if line.startswith("| ")][1:]
 """Cells of each row: key, type, default, what happens, meaning."""
-_FATES = {"no effect": no_effect, "refused but": refused, "refused where it switches something on": refused_section}
+_FATES = {"no effect": no_effect, "must": refused, "refused where it switches something on": refused_section}
 
 
 def with_other_keys(section: str) -> type[Section]:
@@ -58,6 +58,6 @@ def _default(text: str, kind: str) -> Any:
 
 def _fate(text: str) -> Fate:
     what, _, why = text.partition(": ")
-    action, _, accepted = what.partition(" for ")
+    action, _, accepted = what.partition(" be ")
     details = {"only": ast.literal_eval(f"({accepted},)")} if accepted else {}
     return _FATES[action](why, **details)

@@ -179,7 +179,7 @@ class WarmupCosineLR(Section):
 
 
 class TorchScheduleParams(Section):
-    """``scheduler.params`` of a schedule of PyTorch: its arguments, but for the optimizer."""
+    """``scheduler.params`` of a schedule of PyTorch: its arguments, without the optimizer."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -229,9 +229,9 @@ class SequenceParallelConfig(Section):
     size: Annotated[AtLeast1, HONOURED] = 1
     """Ranks that share each sequence; it divides the number of all ranks. The others have other samples."""
     mode: Annotated[SequenceMode, HONOURED] = SequenceMode.AUTO
-    """Attention mode: ``"zigzag"`` or ``"ring"`` (keys and values travel round a ring of ranks), ``"ulysses"`` (each
-    rank gets some heads of the whole sequence), ``"hybrid"`` (both), ``"rsa"`` (ring self-attention as published, for
-    comparison), or ``"auto"``: the fastest by a cost model (``patrickstar plan`` says why).
+    """Attention mode. ``"zigzag"`` and ``"ring"`` send keys and values round a ring of ranks. ``"ulysses"`` gives each
+    rank some heads of the whole sequence. ``"hybrid"`` does both. ``"rsa"`` is ring self-attention as published, for
+    comparison. ``"auto"`` takes the fastest by a cost model (``patrickstar plan`` says why).
     """
     ulysses_size: Annotated[AtLeast1 | None, HONOURED] = None
     """For ``"hybrid"``: neighbouring ranks over which heads are sharded; rings go across them. None: the ranks of a

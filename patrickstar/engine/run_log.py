@@ -96,7 +96,6 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
         ImportError: the package of a requested sink is missing.
         ValueError: an existing metrics file does not fit.
     """
-    budget = session.report()["device_budget_bytes"] if options.shows_rates else 0
     facts = RunFacts(
         num_parameters=session.num_parameters,
         num_trainable=_num_trainable(session),
@@ -104,10 +103,17 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
         num_ranks=len(session.ranks.members),
         ranks_per_sample=session.calls.ranks_per_call,
         device=session.device,
-        peak_tflops=peak_tflops(session.device, session.config.compute_dtype, budget),
+        peak_tflops=_measured_peak(session) if options.shows_rates else None,
         loss_of=loss_of,
     )
     return StepMonitor(options, facts, session.report, make_stall_sampler(session))
+
+
+def _measured_peak(session: Session) -> float | None:
+    """See :func:`peak_tflops`; None on ranks that log nothing."""
+    if session.ranks.context.rank != 0:
+        return None
+    return peak_tflops(session.device, session.config.compute_dtype, session.report()["device_budget_bytes"])
 
 
 def make_stall_sampler(session: Session) -> StallSampler:

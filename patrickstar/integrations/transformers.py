@@ -78,7 +78,7 @@ class TrainerAccelerator(PatrickStarAccelerator):
         return optimizer
 
     def _check_loaders(self, call: str) -> None:
-        """Accepts all: the trainer's own loader follows the ranks, and evaluation loaders are made anew."""
+        """Accepts all: the trainer's own loader follows the ranks, and evaluation loaders are made again."""
 
     def free_memory(self, *objects: Any) -> Any:
         """``Accelerator.free_memory``; the engine stays open."""

@@ -5,7 +5,7 @@
     values = losses.take()  # the mean of each step; here the host waits
 
 They go into one tensor, allocated once (`LossBuffer`). Separate tensors would raise the activation memory of each step
-above the last one's, and the engine would plan anew each time.
+above the last one's, and the engine would make a new plan each time.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def test_gpu_activity():
     )
     assert figures == {
         "computing_seconds": pytest.approx(4),
-        "collectives_only_seconds": pytest.approx(8),  # 3 to 12, but for the last kernel
+        "collectives_only_seconds": pytest.approx(8),  # 3 to 12, without the last kernel
         "uploaded_bytes": 110,
         "uploaded_seconds": pytest.approx(0.5),
         "downloaded_bytes": 7,

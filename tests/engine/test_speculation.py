@@ -51,9 +51,7 @@ def test_clipping_that_always_acts(precision):
     run = train(WIDE, on_host(precision, "always", **config), steps=16)
     report = run.report
     started, taken = updates(run)
-    print(
-        f"{precision}: {started} started, {taken} taken over, {report['num_scale_independent_updates']} of them settled"
-    )
+    print(f"{precision}: {started} started, {taken} taken over, {report['num_scale_independent_updates']} independent")
     assert taken == report["num_scale_independent_updates"] >= 8 * report["num_chunks"]
     assert_same(run, train(WIDE, on_host(precision, "never", **config), steps=16))
 
@@ -73,7 +71,7 @@ def test_factors_that_nobody_foresaw():
     losses, state, report = interfered(on_host("bf16", "always"), limit, steps=24)
     expected_losses, expected_state, _ = interfered(on_host("bf16", "never"), limit, steps=24)
     started, taken = report["num_speculated_updates"], taken_over(report)
-    print(f"{started} started, {taken} taken over, {report['num_scale_independent_updates']} of them settled")
+    print(f"{started} started, {taken} taken over, {report['num_scale_independent_updates']} independent")
     assert 0 < report["num_scale_independent_updates"] <= taken < started
     assert_same_bits((losses, state), (expected_losses, expected_state))
 

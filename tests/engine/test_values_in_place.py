@@ -101,7 +101,7 @@ def test_clipping_that_acts_now_and_then(wide, rank):
     clipping = {"gradient_clipping": norms[rank]}
     run = train(WIDE, changed(wide, **clipping), steps=8)
     started, taken = updates(run)
-    print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} of them settled")
+    print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} independent")
     assert run.report["num_values_in_place"] > 0
     assert_same(run, train(WIDE, plain(**clipping), steps=8))
 
@@ -110,7 +110,7 @@ def test_clipping_that_always_acts(wide):
     config = fine_tuning(changed(wide, gradient_clipping=1e-3))
     run = train(WIDE, config, steps=16)
     started, taken = updates(run)
-    print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} of them settled")
+    print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} independent")
     assert taken == run.report["num_scale_independent_updates"] >= 8 * run.report["num_chunks"]
     assert run.report["num_values_in_place"] > 0
     assert_same(run, train(WIDE, fine_tuning(plain(gradient_clipping=1e-3)), steps=16))

@@ -86,7 +86,7 @@ def overwrite(path):
     path.write_bytes(b"no state of an optimizer" * 100)
 
 
-def forget_a_access(path):
+def forget_a_moment(path):
     state = torch.load(path, weights_only=True)
     del state["state"][3]["exp_avg_sq"]
     torch.save(state, path)
@@ -114,7 +114,7 @@ def test_an_ordinary_trainers_checkpoint_is_resumed(tmp_path, optimizer):
     [
         (truncate, "cannot be read"),
         (overwrite, "cannot be read"),
-        (forget_a_access, "has no exp_avg_sq"),
+        (forget_a_moment, "has no exp_avg_sq"),
         (swap_groups, "groups of"),
         ("sgd", "has momentum, which neither Adam nor AdamW has"),
         ("adafactor", "neither Adam nor AdamW"),

@@ -147,5 +147,5 @@ def check_other_passes(call, initial, expected, scalars, most_open):
     counts = logs[:, :8].contiguous().view(torch.int64)
     assert (counts >= 0).all() and counts.sum() < most_open and (counts.sum() > 0 or numel < 1000)
     call("param_open", update, address(logs), **scalars)
-    assert_same_bits(update.param, expected.param, "settled and open")
+    assert_same_bits(update.param, expected.param, "scale-independent and scale-dependent")
     assert_same_bits(update.memory()[:-1], untouched, "only read")

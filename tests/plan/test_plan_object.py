@@ -143,7 +143,7 @@ def test_what_is_no_plan_is_refused(tmp_path, text, match):
         Plan.load(path)
 
 
-def test_a_access_of_a_chunk_that_is_not_there_is_refused(planned, tmp_path):
+def test_an_access_of_a_chunk_that_is_not_there_is_refused(planned, tmp_path):
     *_, path = planned
     fields = json.loads(path.read_text())
     fields["timeline"][0]["uses"].append([10_000, "PARAM", "READ"])

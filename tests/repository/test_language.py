@@ -28,6 +28,7 @@ def test_the_repository_keeps_the_rules():
         ("csrc/a.h", f"// {'word ' * 16}.\n// {'word ' * 15}end.\n", ""),
         ("csrc/a.h", f"// head\n//   one    {'word ' * 20}\n//   two    {'word ' * 20}\n", ""),
         ("patrickstar/a.py", 'def f():\n    """Whether it holds."""\n', "patrickstar/a.py:2: begins with 'Whether'"),
+        ("patrickstar/a.py", 'class A:\n    b: int\n    """Of all ranks."""\n', "patrickstar/a.py:3: begins with 'Of'"),
         ("patrickstar/a.py", "a = 1  # as it was\n# It counts.\n", "patrickstar/a.py:2: begins with 'It'"),
         ("docs/a.md", f"# Of a title\n\n{'word ' * 40}.\n", "docs/a.md:3: 40 words"),
         ("docs/a.md", f"```\n{'word ' * 40}\n```\n| {'word ' * 40} |\n", ""),
