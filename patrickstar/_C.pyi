@@ -572,7 +572,7 @@ class Recipe(_Enum):
     """Way to update a chunk (csrc/plan/recipe.h)."""
 
     NEVER: ClassVar[Recipe]
-    HOST_PROMISED: ClassVar[Recipe]
+    HOST_COMMITTED: ClassVar[Recipe]
     """Optimizer-in-backward."""
     ROUND_TRIP: ClassVar[Recipe]
     """GPU round trip of states that rest on the host."""
@@ -582,9 +582,9 @@ class Recipe(_Enum):
     """Two phases: new parameters in backward, states after the norm."""
     HOST_TWO_PASSES: ClassVar[Recipe]
     HOST: ClassVar[Recipe]
-    DISK_PROMISED: ClassVar[Recipe]
+    DISK_COMMITTED: ClassVar[Recipe]
     DISK: ClassVar[Recipe]
-    DEVICE_PROMISED: ClassVar[Recipe]
+    DEVICE_COMMITTED: ClassVar[Recipe]
     DEVICE: ClassVar[Recipe]
     @property
     def states(self) -> Tier:
@@ -618,6 +618,9 @@ class UpdateStart(_Enum):
     """In backward, as far as new values fit memory; rolled back if clipping changes the update."""
     COMMITTED: ClassVar[UpdateStart]
     """Optimizer-in-backward."""
+
+def possible_start(wanted: UpdateStart, backwards: Backwards, can_roll_back: bool) -> UpdateStart:
+    """The earliest update start that a step allows."""
 
 @final
 class ExpectedScale(_Enum):
@@ -980,14 +983,6 @@ class DelayOptions:
     def __init__(self) -> None: ...
 
 @final
-class SpeculationMode(_Enum):
-    """Host updates before the norm is known: none, speculative, or optimizer-in-backward (COMMIT)."""
-
-    OFF: ClassVar[SpeculationMode]
-    ON: ClassVar[SpeculationMode]
-    COMMIT: ClassVar[SpeculationMode]
-
-@final
 class DeviceOptions:
     """Options shared by the engines of one process."""
 
@@ -1027,7 +1022,7 @@ class EngineOptions:
     disk: DiskOptions
     ample_limit_bytes: int
     ample_extra_bytes: int
-    speculation: SpeculationMode
+    update_start: UpdateStart
     param_shapes: list[list[int]]
     def __init__(self) -> None: ...
     def set_matrix_rule(self, function: Callable[[int, int, int, int, int], object], /) -> None:
@@ -1399,7 +1394,7 @@ class optim:
 
     OPEN_LOG_BYTES: ClassVar[int]
     STATE_BLOCK: ClassVar[int]
-    OPEN_PIECE: ClassVar[int]
+    SCALE_DEPENDENT_PIECE: ClassVar[int]
     SQUARES_BLOCK: ClassVar[int]
 
     class LossScaler:
@@ -1554,11 +1549,11 @@ class optim:
         **kwargs: float,
     ) -> None:
         """Like ``adam_param``, for 16-bit values that are the same for every ``grad_scale`` up to ``most_grad_scale``.
-        Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``OPEN_PIECE`` elements.
+        Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements.
         """
 
     @staticmethod
-    def adam_param_open(
+    def adam_param_scale_dependent(
         isa: str,
         master: optim.StateArray,
         momentum: optim.StateArray,
@@ -1697,7 +1692,7 @@ class optim:
         """Like ``adam_param_between``, for ``momentum_param``."""
 
     @staticmethod
-    def momentum_param_open(
+    def momentum_param_scale_dependent(
         isa: str,
         rule: MomentumRule,
         master: optim.StateArray,
@@ -1763,7 +1758,7 @@ class optim:
         """In-place speculative update of bfloat16 params, the upper halves of split masters.
 
         Writes values that are the same for every ``grad_scale`` up to ``most_grad_scale``. Scale-dependent values go to
-        logs of ``OPEN_LOG_BYTES`` per ``OPEN_PIECE`` elements, at most ``capacity`` values each.
+        logs of ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements, at most ``capacity`` values each.
         """
 
     @staticmethod

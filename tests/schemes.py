@@ -10,7 +10,7 @@ import torch
 
 from patrickstar.runtime import initialize_engine
 from tests.models import Case, gpt2, token_batch
-from tests.training import ADAM, Run, assert_same, make_config, promised, taken_over, train, two_passes
+from tests.training import ADAM, Run, assert_same, make_config, num_committed, taken_over, train, two_passes
 
 PARAMS = {
     "AdamW": ADAM,
@@ -80,7 +80,7 @@ def check_committed(room: Room, scheme, **more) -> Run:
         {"device_memory": 2 * scarce, "delays": {"max_random_us": 500, "seed": 1}},
     ):
         run = room.train(scheme, **{**more, **placement})
-        assert promised(run.report) == STEPS * run.report["num_chunks"]
+        assert num_committed(run.report) == STEPS * run.report["num_chunks"]
         assert_same(run, roomy)
     return roomy
 

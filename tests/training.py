@@ -151,9 +151,9 @@ def relative_error(run: Run, reference: Run) -> float:
     return (difference / total) ** 0.5
 
 
-def promised(report: Mapping[str, Any]) -> int:
+def num_committed(report: Mapping[str, Any]) -> int:
     """Updates that ran in backward for good."""
-    ways = ("host_promised", "round_trip", "disk_promised", "device_promised")
+    ways = ("host_committed", "round_trip", "disk_committed", "device_committed")
     return sum(report[f"num_updates_{way}"] for way in ways)
 
 

@@ -58,8 +58,8 @@ void split(int num_threads, int64_t numel, const Function& fn) {
 }
 
 // Log of a piece's scale-dependent values (optim/kernels.h), in the caller's memory.
-struct OpenLog {
-  static constexpr int64_t kCapacity = optim::kOpenPiece / 16;
+struct ScaleDependentLog {
+  static constexpr int64_t kCapacity = optim::kScaleDependentPiece / 16;
   int64_t count;
   char data[kCapacity * optim::ScaleDependentValues::kBytes];
 
@@ -74,10 +74,10 @@ struct OpenLog {
 template <class Function>
 void split_into_pieces(int num_threads, int64_t numel, const Function& fn) {
   ThreadPool pool(num_threads);
-  pool.parallel_for(optim::num_open_pieces(numel), 1, [&](int64_t begin, int64_t end) {
+  pool.parallel_for(optim::num_scale_dependent_pieces(numel), 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t first = piece * optim::kOpenPiece;
-      fn(piece, first, std::min(optim::kOpenPiece, numel - first));
+      const int64_t first = piece * optim::kScaleDependentPiece;
+      fn(piece, first, std::min(optim::kScaleDependentPiece, numel - first));
     }
   });
 }

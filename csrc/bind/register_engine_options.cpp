@@ -106,10 +106,6 @@ void register_options(py::module_& module) {
       .def_readwrite("latency_seconds", &DelayOptions::latency_seconds)
       .def_readwrite("max_random_seconds", &DelayOptions::max_random_seconds)
       .def_readwrite("seed", &DelayOptions::seed);
-  py::enum_<SpeculationMode>(module, "SpeculationMode")
-      .value("OFF", SpeculationMode::kOff)
-      .value("ON", SpeculationMode::kOn)
-      .value("COMMIT", SpeculationMode::kCommit);
   py::class_<DeviceOptions>(module, "DeviceOptions",
                             "Options shared by the engines of one process (engine/shared_device.h).")
       .def(py::init<>())
@@ -136,7 +132,7 @@ void register_options(py::module_& module) {
       .def_readwrite("disk", &EngineOptions::disk)
       .def_readwrite("ample_limit_bytes", &EngineOptions::ample_limit_bytes)
       .def_readwrite("ample_extra_bytes", &EngineOptions::ample_extra_bytes)
-      .def_readwrite("speculation", &EngineOptions::speculation)
+      .def_readwrite("update_start", &EngineOptions::update_start)
       .def_readwrite("param_shapes", &EngineOptions::param_shapes)
       .def(
           "set_matrix_rule",

@@ -130,17 +130,17 @@ void register_scale_independent(py::module_& module) {
         check_whole_master(arrays);
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
-          OpenLog& log = pointer<OpenLog>(logs)[piece];
-          optim::ScaleDependentValues open = log.values();
-          kernels.momentum_param_between(arrays.range(begin, size), scalars, most_grad_scale, &open);
-          log.count = open.count;
+          ScaleDependentLog& log = pointer<ScaleDependentLog>(logs)[piece];
+          optim::ScaleDependentValues dependent = log.values();
+          kernels.momentum_param_between(arrays.range(begin, size), scalars, most_grad_scale, &dependent);
+          log.count = dependent.count;
         });
       },
       "Like adam_param_between, for momentum_param.", py::arg("isa"), py::arg("rule"), py::arg("master"),
       py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"),
       py::arg("numel"), py::arg("num_threads"), py::arg("most_grad_scale"), py::arg("logs"));
   module.def(
-      "momentum_param_open",
+      "momentum_param_scale_dependent",
       [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
          const py::kwargs& scalars_by_name) {
@@ -151,7 +151,8 @@ void register_scale_independent(py::module_& module) {
         check_whole_master(arrays);
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
-          kernels.momentum_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
+          kernels.momentum_param_scale_dependent(arrays.range(begin, size), scalars,
+                                                 pointer<ScaleDependentLog>(logs)[piece].values());
         });
       },
       "Like momentum_param, for the values that momentum_param_between logged.", py::arg("isa"), py::arg("rule"),

@@ -57,19 +57,19 @@ void register_scale_independent_values(py::module_& module) {
         check_whole_master(arrays);
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
-          OpenLog& log = pointer<OpenLog>(logs)[piece];
-          optim::ScaleDependentValues open = log.values();
-          kernels.adam_param_between(arrays.range(begin, size), scalars, most_grad_scale, &open);
-          log.count = open.count;
+          ScaleDependentLog& log = pointer<ScaleDependentLog>(logs)[piece];
+          optim::ScaleDependentValues dependent = log.values();
+          kernels.adam_param_between(arrays.range(begin, size), scalars, most_grad_scale, &dependent);
+          log.count = dependent.count;
         });
       },
       "Writes the 16-bit values that are the same for every grad_scale up to most_grad_scale. Scale-dependent values "
-      "go to logs of OPEN_LOG_BYTES per OPEN_PIECE elements (optim/kernels.h).",
+      "go to logs of OPEN_LOG_BYTES per SCALE_DEPENDENT_PIECE elements (optim/kernels.h).",
       py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
       py::arg("most_grad_scale"), py::arg("logs"));
   module.def(
-      "adam_param_open",
+      "adam_param_scale_dependent",
       [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
          const py::kwargs& scalars_by_name) {
@@ -81,7 +81,8 @@ void register_scale_independent_values(py::module_& module) {
         check_whole_master(arrays);
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
-          kernels.adam_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
+          kernels.adam_param_scale_dependent(arrays.range(begin, size), scalars,
+                                             pointer<ScaleDependentLog>(logs)[piece].values());
         });
       },
       "Like adam_param, for the values that adam_param_between logged.", py::arg("isa"), py::arg("master"),
@@ -280,8 +281,8 @@ void register_optim(py::module_& module) {
   register_momentum_rule(module);
   py::module_ optim_module = module.def_submodule("optim", "Leaf kernels of the optimizers and the loss scaler.");
   optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
-  optim_module.attr("OPEN_PIECE") = optim::kOpenPiece;
-  optim_module.attr("OPEN_LOG_BYTES") = sizeof(OpenLog);
+  optim_module.attr("SCALE_DEPENDENT_PIECE") = optim::kScaleDependentPiece;
+  optim_module.attr("OPEN_LOG_BYTES") = sizeof(ScaleDependentLog);
   optim_module.def("isa", [] { return chosen_isa(); }, "The ISA whose kernels this process uses.");
   optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
   register_states(optim_module);

@@ -119,7 +119,7 @@ void plan_anew(OpenEngine& open) {
 void set_round_trips(OpenEngine& open, const std::vector<bool>& chunks, int64_t piece_numel) {
   PS_CHECK(chunks.empty() || static_cast<int>(chunks.size()) == open.layout().num_chunks(), ArgumentError,
            chunks.size(), " chunks have a round trip or none, of ", open.layout().num_chunks(), "; give all or none");
-  constexpr Recipe kAtRest = recipe_of({Start::kPromised, Tier::kHost, Tier::kHost});
+  constexpr Recipe kAtRest = recipe_of({Start::kCommitted, Tier::kHost, Tier::kHost});
   std::vector<Recipe> recipes;
   for (const bool round_trips : chunks) recipes.push_back(round_trips ? with_round_trip(kAtRest) : kAtRest);
   open.updates.follow(std::move(recipes), piece_numel);

@@ -182,6 +182,13 @@ void register_recipes(py::module_& module) {
       .value("AFTER_NORM", UpdateStart::kAfterNorm)
       .value("SPECULATIVE", UpdateStart::kSpeculative)
       .value("COMMITTED", UpdateStart::kCommitted);
+  module.def(
+      "possible_start",
+      [](UpdateStart wanted, Backwards backwards, bool can_roll_back) {
+        return possible_start(wanted, backwards, can_roll_back ? Rollback::kPossible : Rollback::kImpossible);
+      },
+      py::arg("wanted"), py::arg("backwards"), py::arg("can_roll_back"),
+      "The earliest update start that a step allows (plan/recipe.h).");
   py::enum_<ExpectedScale>(module, "ExpectedScale", "Gradient scale that speculative updates assume (plan/recipe.h).")
       .value("EXACT", ExpectedScale::kExact)
       .value("BETWEEN", ExpectedScale::kBetween);

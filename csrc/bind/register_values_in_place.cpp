@@ -17,7 +17,7 @@ struct SplitArrays {
   AdamArrays arrays;
   optim::AdamScalars scalars;
   const optim::CpuKernels& kernels;
-  OpenLog* logs;
+  ScaleDependentLog* logs;
 
   SplitArrays(const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance,
               Address grad, Address param, int64_t numel, Address logs, const OptionalKey& key,
@@ -26,7 +26,7 @@ struct SplitArrays {
                key.value_or(optim::RandomKey{})},
         scalars(scalars_of(scalars_by_name)),
         kernels(kernels_of(isa)),
-        logs(pointer<OpenLog>(logs)) {
+        logs(pointer<ScaleDependentLog>(logs)) {
     check_arrays(arrays, numel);
   }
 };
@@ -40,20 +40,20 @@ void register_values_in_place(py::module_& module) {
          Address param, int64_t numel, int num_threads, Address logs, float most_grad_scale, int64_t capacity,
          const py::kwargs& scalars) {
         const SplitArrays given(isa, lower, momentum, variance, grad, param, numel, logs, {}, scalars);
-        PS_CHECK(capacity >= 0 && capacity <= OpenLog::kCapacity, ArgumentError, "capacity is ", capacity,
-                 " values, a log has room for ", OpenLog::kCapacity, "; give no more");
+        PS_CHECK(capacity >= 0 && capacity <= ScaleDependentLog::kCapacity, ArgumentError, "capacity is ", capacity,
+                 " values, a log has room for ", ScaleDependentLog::kCapacity, "; give no more");
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
-          OpenLog& log = given.logs[piece];
-          optim::ScaleDependentValues open = log.values();
-          open.capacity = capacity;
-          given.kernels.adam_put_values(given.arrays.range(begin, size), given.scalars, most_grad_scale, &open);
-          log.count = open.count;
+          ScaleDependentLog& log = given.logs[piece];
+          optim::ScaleDependentValues dependent = log.values();
+          dependent.capacity = capacity;
+          given.kernels.adam_put_values(given.arrays.range(begin, size), given.scalars, most_grad_scale, &dependent);
+          log.count = dependent.count;
         });
       },
       "In-place speculative update of bfloat16 params, the upper halves of split masters: writes values that are the "
       "same for every grad_scale up to most_grad_scale. Scale-dependent values go to logs of OPEN_LOG_BYTES per "
-      "OPEN_PIECE elements, at most capacity values each (optim/kernels.h).",
+      "SCALE_DEPENDENT_PIECE elements, at most capacity values each (optim/kernels.h).",
       py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("param"),
       py::arg("numel"), py::arg("num_threads"), py::arg("logs"), py::arg("most_grad_scale"), py::arg("capacity"));
   module.def(

@@ -1,4 +1,4 @@
-// The final update of a chunk, which is never rolled back: where its optimizer states are, or on the device by a round
+// A chunk's update that is never rolled back: where its optimizer states are, or on the device by a round
 // trip (engine/round_trips.h).
 //
 //   chunk_updates.on_device(chunk, groups, grad_scale);

@@ -48,7 +48,7 @@ void EarlyUpdates::start(ChunkId chunk, Passes passes) {
   update.carries = jobs_.carries(chunk, values);
   jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
   for (optim::UpdateJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
-  if (!values.is_scale_independent) speculation_.keep_open(chunk, update.jobs);
+  if (!values.is_scale_independent) speculation_.keep_scale_dependent(chunk, update.jobs);
   speculation_.start(chunk, std::move(update), std::move(values));
   ++memory_.counters().num_speculated_updates;
 }
@@ -76,7 +76,7 @@ bool EarlyUpdates::put_values(ChunkId chunk, const std::vector<GroupOptions>& gr
     job.least_grad_scale = static_cast<float>(scales.least);
     job.most_grad_scale = static_cast<float>(scales.most);
   }
-  speculation_.begin_open(chunk, update.jobs);
+  speculation_.begin_scale_dependent(chunk, update.jobs);
   NewValues values;
   values.is_scale_independent = scales.is_exact();
   values.place = &param;
@@ -156,14 +156,14 @@ void EarlyUpdates::take_over_params(ChunkId chunk, const std::vector<GroupOption
   StatesPass rest = make_pass({chunk}, jobs);
   Event done = started.done;
   if (!started.is_scale_independent) {
-    HostUpdate open;
-    open.chunk = chunk;
-    open.pass = Pass::kOpen;
-    open.turn = Turn::kOfNeed;
-    open.jobs = std::move(jobs);
-    speculation_.keep_open(chunk, open.jobs);
-    open.after = {started.done};
-    done = host_updates_.submit(std::move(open));
+    HostUpdate dependent;
+    dependent.chunk = chunk;
+    dependent.pass = Pass::kScaleDependent;
+    dependent.turn = Turn::kOfNeed;
+    dependent.jobs = std::move(jobs);
+    speculation_.keep_scale_dependent(chunk, dependent.jobs);
+    dependent.after = {started.done};
+    done = host_updates_.submit(std::move(dependent));
     ++memory_.counters().num_scale_independent_updates;
   }
   NewValues values = speculation_.take(chunk);
@@ -188,21 +188,22 @@ void EarlyUpdates::take_over_param(ChunkId chunk, HostBuffer block, const Event&
 void EarlyUpdates::take_over_in_place(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   const NewValues& started = speculation_.pending(chunk);
   ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
-  HostUpdate open;
-  open.chunk = chunk;
-  open.pass = Pass::kPutOpen;
-  open.turn = Turn::kOfNeed;
-  open.after = {started.done};
+  HostUpdate dependent;
+  dependent.chunk = chunk;
+  dependent.pass = Pass::kPutScaleDependent;
+  dependent.turn = Turn::kOfNeed;
+  dependent.after = {started.done};
   UpdateTarget target{};
   target.grad = memory_.array(arrays_.grad_of(chunk)).block.data;
   target.grad_dtype = store_.chunk(chunk).dtype;
   target.param = param.block.data;
-  jobs_.add(chunk, target, groups, grad_scale, open.jobs);
-  for (size_t i = 0; i < open.jobs.size(); ++i) open.jobs[i].least_grad_scale = started.put[i].least_grad_scale;
-  speculation_.keep_open(chunk, open.jobs);
-  StatesPass rest = make_pass({chunk}, open.jobs);
+  jobs_.add(chunk, target, groups, grad_scale, dependent.jobs);
+  for (size_t i = 0; i < dependent.jobs.size(); ++i)
+    dependent.jobs[i].least_grad_scale = started.put[i].least_grad_scale;
+  speculation_.keep_scale_dependent(chunk, dependent.jobs);
+  StatesPass rest = make_pass({chunk}, dependent.jobs);
   rest.update->pass = Pass::kPutStates;
-  param.host_ready = host_updates_.submit(std::move(open));
+  param.host_ready = host_updates_.submit(std::move(dependent));
   states_.move(chunk, UpdateState::kStatesBehind);
   param.set_on_host();
   rest.update->after.push_back(param.host_ready);

@@ -12,24 +12,19 @@ namespace patrickstar {
 
 namespace {
 
-bool any_waits(const Layout& layout) {
+UpdateStart update_start(const EngineOptions& options, const Layout& layout) {
   const auto& chunks = layout.chunks();
-  return std::any_of(chunks.begin(), chunks.end(),
-                     [](const ChunkSpec& chunk) { return chunk.keeps_param() && !chunk.puts_values_in_place(); });
-}
-
-// Speculative updates are off in two cases. With several micro-batches, it is not known which backward completes a
-// gradient. If states include the parameter, the update overwrites it, and only split masters can be rolled back.
-SpeculationMode speculation_mode(const EngineOptions& options, const Layout& layout) {
-  const bool accumulates = options.residency.backwards == Backwards::kSeveral;
-  const bool waits = accumulates || any_waits(layout);
-  return waits && options.speculation == SpeculationMode::kOn ? SpeculationMode::kOff : options.speculation;
+  const bool any_fixed = std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
+    return chunk.keeps_param() && !chunk.puts_values_in_place();
+  });
+  return possible_start(options.update_start, options.residency.backwards,
+                        any_fixed ? Rollback::kImpossible : Rollback::kPossible);
 }
 
 ResidencyOptions residency_options(const EngineOptions& options, const Layout& layout) {
   ResidencyOptions residency = options.residency;
-  residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
-  residency.updates_take_memory = speculation_mode(options, layout) == SpeculationMode::kOn;
+  residency.keeps_gradients = options.update_start != UpdateStart::kCommitted;
+  residency.updates_take_memory = update_start(options, layout) == UpdateStart::kSpeculative;
   return residency;
 }
 
@@ -69,7 +64,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       disk(memory, options.disk),
       update_states(memory.layout().num_chunks()),
       speculation(memory.layout().num_chunks(), update_states, memory.arena(), host_updates, device->backend(),
-                  speculation_mode(options, memory.layout()), reserved_gradient_bytes(memory.layout())),
+                  update_start(options, memory.layout()), reserved_gradient_bytes(memory.layout())),
       pager(memory, disk, speculation, recorder, *collectives, step),
       offload_store(pager, speculation, recorder),
       gradients(memory.store()),
@@ -86,9 +81,9 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       unfreezing(pager, values, residency, matrices, flow, updates, planner, module_params) {
   PS_CHECK(this->layout().num_ranks() == collectives->num_ranks(), ArgumentError, "the layout is for ",
            this->layout().num_ranks(), " ranks, there are ", collectives->num_ranks());
-  PS_CHECK(!any_gradient_passes(this->layout()) || options.speculation == SpeculationMode::kCommit, ArgumentError,
+  PS_CHECK(!any_gradient_passes(this->layout()) || options.update_start == UpdateStart::kCommitted, ArgumentError,
            "parameters are part of their optimizer states (masters are split, or there are none) and gradients have no "
-           "place to wait in, but updates are not committed in backward; give SpeculationMode.COMMIT, or "
+           "place to wait in, but updates are not committed in backward; give UpdateStart.COMMITTED, or "
            "GradientPlace.OWN");
   const int64_t limit = options.device.device_limit_bytes;
   const int64_t working_set = working_set_bytes(this->layout(), module_params);

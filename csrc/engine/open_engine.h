@@ -50,7 +50,7 @@ struct EngineOptions {
   DeviceOptions device;
   ResidencyOptions residency;
   DiskOptions disk;
-  SpeculationMode speculation = SpeculationMode::kOff;
+  UpdateStart update_start = UpdateStart::kAfterNorm;
   // By parameter, in memory order; used by matrix_rule and compute_format.
   std::vector<std::vector<int64_t>> param_shapes;
   std::shared_ptr<const optim::MatrixRule> matrix_rule;        // null: none

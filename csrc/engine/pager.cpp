@@ -279,7 +279,7 @@ HostBuffer Pager::try_allocate_host_buffer(ArrayId id, HostRoom room) {
   const bool waits = store().chunk(id.chunk).keeps_param();
   if (waits) speculation_.free_completed();
   HostBuffer block = try_allocate_beside_reservations(id);
-  if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
+  if (block || (room == HostRoom::kFree && !is_reserved(id))) return block;
   if (waits) {
     const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate, id});
     while (!block && speculation_.await_free()) block = try_allocate_beside_reservations(id);

@@ -188,7 +188,7 @@ class Pager final : public MemoryClient {
   HostBuffer try_allocate_host_buffer(ArrayId id, HostRoom room);
   HostBuffer try_allocate_beside_reservations(ArrayId id);
   HostBuffer try_allocate_in_room(int64_t num_bytes, int64_t spare);
-  bool is_promised(ArrayId id) const;
+  bool is_reserved(ArrayId id) const;
   // A state that rests on the disk; a set of DiskStates lends it host memory.
   bool is_on_disk(ArrayId id) const;
   // On the device by placement at present: a state, a compute value that is part of one, or quantised values.

@@ -8,7 +8,7 @@ namespace patrickstar {
 // short-lived arrays: a gradient whose parameters are still used, or a frozen value being written.
 HostBuffer Pager::try_allocate_beside_reservations(ArrayId id) {
   const int64_t num_bytes = store().num_bytes(id);
-  if (is_promised(id)) return memory_.arena().try_allocate(num_bytes);
+  if (is_reserved(id)) return memory_.arena().try_allocate(num_bytes);
   const bool takes_spare = store().resting_tier(id.chunk) != Tier::kDevice || !store().chunk(id.chunk).trainable;
   return try_allocate_in_room(num_bytes, takes_spare ? 0 : spare_bytes(layout()));
 }
@@ -43,7 +43,7 @@ int64_t Pager::best_effort_room_bytes() const {
   return memory_.arena().free_bytes() - reserved_host_bytes() - spare_bytes(layout());
 }
 
-bool Pager::is_promised(ArrayId id) const {
+bool Pager::is_reserved(ArrayId id) const {
   const bool has_resting_tier = store().resting_tier(id.chunk) != Tier::kDevice || keeps_place(id.chunk);
   if (!has_resting_tier || is_on_disk(id) || memory_.array(id).block) return false;
   if (is_optimizer_state(id.kind)) return true;  // also of a chunk that is about to be trained
@@ -63,7 +63,7 @@ int64_t Pager::reserved_host_bytes() const {
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     bytes += store().chunk(chunk).rows.num_bytes([&](const ArrayRow& row) {
       return row.on_host == ArrayMemory::kOwn &&
-             is_promised({chunk, row.kind});  // an array that shares its place counts once
+             is_reserved({chunk, row.kind});  // an array that shares its place counts once
     });
   }
   return bytes;

@@ -86,7 +86,7 @@ bool Pager::evict_one(EvictionScope what, HostRoom room, RoomFor room_for) {
     const bool dirty = !array.on_host && !can_be_had_again(id);
     // Such copies are made only for lack of memory; see evict().
     if (dirty && room_for == RoomFor::kLimit && store().chunk(id.chunk).is_sharded() && replays()) continue;
-    if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > best_effort_room) continue;
+    if (dirty && !array.block && !is_reserved(id) && store().num_bytes(id) > best_effort_room) continue;
     int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
     if (dirty) farness = std::min(farness, num_accesses);
     const bool leads = id.kind == store().chunk(id.chunk).leading_state();

@@ -16,7 +16,7 @@ enum class Holds : uint8_t {
   kAbandoned,     // releases all; no chunk finalises
 };
 
-// How a call treats final updates: of optimizer-in-backward, or of a step that failed in part.
+// How a call treats committed updates: of optimizer-in-backward, or of a step that failed in part.
 enum class Committed : uint8_t {
   kStay,
   kRefuse,        // throws if there are any

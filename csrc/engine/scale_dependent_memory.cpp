@@ -12,9 +12,9 @@ constexpr int64_t kLeastBlock = int64_t{1} << 12;
 
 }  // namespace
 
-void ScaleDependentMemory::take(int64_t free_bytes, int64_t numel, int64_t elements_per_open) {
+void ScaleDependentMemory::take(int64_t free_bytes, int64_t numel, int64_t elements_per_scale_dependent) {
   if (blocks_.empty()) {
-    int64_t left = std::min(free_bytes, numel / elements_per_open * optim::ScaleDependentValues::kBytes);
+    int64_t left = std::min(free_bytes, numel / elements_per_scale_dependent * optim::ScaleDependentValues::kBytes);
     for (int64_t size = kMostBlock; size >= kLeastBlock;) {
       HostBuffer block = size <= left ? arena_.try_allocate_prepared(size) : HostBuffer{};
       if (block) {
@@ -33,21 +33,21 @@ void ScaleDependentMemory::take(int64_t free_bytes, int64_t numel, int64_t eleme
 
 void ScaleDependentMemory::keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
   int64_t pieces = 0;
-  for (const optim::UpdateJob& job : jobs) pieces += optim::num_open_pieces(job.range.numel);
-  std::vector<optim::ScaleDependentValues>& open = open_[static_cast<size_t>(chunk)];
-  open.resize(static_cast<size_t>(pieces));
-  optim::ScaleDependentValues* next = open.data();
+  for (const optim::UpdateJob& job : jobs) pieces += optim::num_scale_dependent_pieces(job.range.numel);
+  std::vector<optim::ScaleDependentValues>& dependent = scale_dependent_[static_cast<size_t>(chunk)];
+  dependent.resize(static_cast<size_t>(pieces));
+  optim::ScaleDependentValues* next = dependent.data();
   for (optim::UpdateJob& job : jobs) {
     job.store = &store_;
-    job.open = next;
-    next += optim::num_open_pieces(job.range.numel);
+    job.dependent = next;
+    next += optim::num_scale_dependent_pieces(job.range.numel);
   }
 }
 
 void ScaleDependentMemory::begin(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
   keep(chunk, jobs);
-  for (optim::ScaleDependentValues& open : open_[static_cast<size_t>(chunk)])
-    open.count = optim::ScaleDependentValues::kAll;
+  for (optim::ScaleDependentValues& dependent : scale_dependent_[static_cast<size_t>(chunk)])
+    dependent.count = optim::ScaleDependentValues::kAll;
 }
 
 std::vector<HostBuffer> ScaleDependentMemory::give_back(Event& after) {

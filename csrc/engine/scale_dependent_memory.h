@@ -22,11 +22,11 @@ namespace patrickstar {
 class ScaleDependentMemory {
  public:
   ScaleDependentMemory(int num_chunks, HostArena& arena, HostUpdates& updates)
-      : arena_(arena), updates_(updates), open_(static_cast<size_t>(num_chunks)) {}
+      : arena_(arena), updates_(updates), scale_dependent_(static_cast<size_t>(num_chunks)) {}
 
   // Forgets kept values, in the order of submitted updates. Allocates at most `free_bytes`, unless memory is allocated
-  // already, and at most room for one in `elements_per_open` of the `numel` values to come.
-  void take(int64_t free_bytes, int64_t numel, int64_t elements_per_open);
+  // already, and at most room for one in `elements_per_scale_dependent` of the `numel` values to come.
+  void take(int64_t free_bytes, int64_t numel, int64_t elements_per_scale_dependent);
   // Assigns the jobs of a chunk their places; the same ones until the next take().
   void keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs);
   // keep() for a new update: all its values count as scale-dependent until computed.
@@ -40,7 +40,7 @@ class ScaleDependentMemory {
   HostUpdates& updates_;
   optim::ScaleDependentStore store_;
   std::vector<HostBuffer> blocks_;
-  std::vector<std::vector<optim::ScaleDependentValues>> open_;  // by chunk: for the pieces of all its jobs
+  std::vector<std::vector<optim::ScaleDependentValues>> scale_dependent_;  // by chunk: for the pieces of all its jobs
 };
 
 }  // namespace patrickstar

@@ -15,8 +15,8 @@ int pause_after(int failures) { return failures < 2 ? 0 : 1 << (failures - 1); }
 // One in so many values has room to be scale-dependent. For a coefficient known to 10 % and a learning rate of 1e-5,
 // recomputing them took 1/70 of the time of all values (docs/log.md, `benchmark adam`). In place there is half the
 // room, and it must also hold values that cannot be reconstructed; not measured.
-constexpr int64_t kElementsPerOpen = 16;
-constexpr int64_t kElementsPerOpenInPlace = 32;
+constexpr int64_t kElementsPerScaleDependent = 16;
+constexpr int64_t kElementsPerScaleDependentInPlace = 32;
 // Backwards without speculation after each release of its memory: 4, 8, 16, ..., 256, 256. Not measured.
 constexpr int kMostShortages = 7;
 int pause_after_shortage(int shortages) { return 2 << shortages; }
@@ -24,15 +24,15 @@ int pause_after_shortage(int shortages) { return 2 << shortages; }
 }  // namespace
 
 Speculation::Speculation(int num_chunks, UpdateStates& states, HostArena& arena, HostUpdates& updates, Backend& backend,
-                         SpeculationMode mode, int64_t reserve_bytes)
+                         UpdateStart start, int64_t reserve_bytes)
     : states_(states),
       arena_(arena),
       updates_(updates),
       backend_(backend),
-      mode_(mode),
+      start_(start),
       reserve_bytes_(reserve_bytes),
       pending_(static_cast<size_t>(num_chunks)),
-      open_(num_chunks, arena, updates) {}
+      scale_dependent_(num_chunks, arena, updates) {}
 
 Speculation::~Speculation() { release_memory(); }
 
@@ -117,16 +117,17 @@ NewValues Speculation::try_allocate(const NewBytes& size, Passes passes) {
   return values;
 }
 
-void Speculation::prepare_open() {
-  if (!active_ || (scales_.is_exact() && !any_in_place_) || chosen_.empty()) return free_open();
+void Speculation::prepare_scale_dependent() {
+  if (!active_ || (scales_.is_exact() && !any_in_place_) || chosen_.empty()) return free_scale_dependent();
   const int64_t left = room_bytes() + leaving_bytes() - apart_bytes_;
-  open_.take(std::max<int64_t>(left, 0), chosen_numel_, any_in_place_ ? kElementsPerOpenInPlace : kElementsPerOpen);
+  scale_dependent_.take(std::max<int64_t>(left, 0), chosen_numel_,
+                        any_in_place_ ? kElementsPerScaleDependentInPlace : kElementsPerScaleDependent);
 }
 
-void Speculation::free_open() {
-  if (open_.is_empty()) return;
+void Speculation::free_scale_dependent() {
+  if (scale_dependent_.is_empty()) return;
   Event after;
-  for (HostBuffer& block : open_.give_back(after)) free_after(std::move(block), after);
+  for (HostBuffer& block : scale_dependent_.give_back(after)) free_after(std::move(block), after);
 }
 
 void Speculation::start(ChunkId chunk, HostUpdate update, NewValues values) {
@@ -217,7 +218,7 @@ void Speculation::release_memory() {
   num_shortages_ = std::min(num_shortages_ + 1, kMostShortages);
   backwards_to_wait_ = pause_after_shortage(num_shortages_);
   cancel_all();
-  free_open();
+  free_scale_dependent();
   for (const auto& [event, block] : leaving_) backend_.settle(event);
   free_completed();
   arena_.release_reserved();

@@ -42,21 +42,15 @@
 
 namespace patrickstar {
 
-enum class SpeculationMode : uint8_t {
-  kOff,     // updates start with the step
-  kOn,      // speculative, if memory allows; rolled back if the step differs
-  kCommit,  // optimizer-in-backward: in place and final; the caller guarantees the expected step
-};
-
 class Speculation {
  public:
   // `reserve_bytes` of host memory are left free.
   Speculation(int num_chunks, UpdateStates& states, HostArena& arena, HostUpdates& updates, Backend& backend,
-              SpeculationMode mode, int64_t reserve_bytes);
+              UpdateStart start, int64_t reserve_bytes);
   ~Speculation();
 
   void expect(std::vector<GroupOptions> groups, ScaleBounds scales);
-  bool is_committing() const { return mode_ == SpeculationMode::kCommit; }
+  bool is_committing() const { return start_ == UpdateStart::kCommitted; }
   bool commits() const { return is_committing() && !groups_.empty(); }
   const std::vector<GroupOptions>& expected_groups() const { return groups_; }
   const ScaleBounds& expected_scales() const { return scales_; }
@@ -85,12 +79,14 @@ class Speculation {
   NewValues try_allocate(const NewBytes& size, Passes passes);
   void start(ChunkId chunk, HostUpdate update, NewValues values);
   // Before a backward, after choose(): memory for scale-dependent values, if there can be any.
-  void prepare_open();
-  bool has_scale_dependent_memory() const { return !open_.is_empty(); }
-  int64_t num_values_in_place() const { return open_.num_in_place(); }
+  void prepare_scale_dependent();
+  bool has_scale_dependent_memory() const { return !scale_dependent_.is_empty(); }
+  int64_t num_values_in_place() const { return scale_dependent_.num_in_place(); }
   // Assigns places for the scale-dependent values of a chunk's jobs.
-  void keep_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.keep(chunk, jobs); }
-  void begin_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.begin(chunk, jobs); }
+  void keep_scale_dependent(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { scale_dependent_.keep(chunk, jobs); }
+  void begin_scale_dependent(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
+    scale_dependent_.begin(chunk, jobs);
+  }
   bool has(ChunkId chunk) const { return states_.is(chunk, UpdateState::kAhead); }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
@@ -109,7 +105,7 @@ class Speculation {
   void release_memory();
 
  private:
-  bool is_on() const { return mode_ == SpeculationMode::kOn; }
+  bool is_on() const { return start_ == UpdateStart::kSpeculative; }
   struct Pending {
     NewValues values;
     std::shared_ptr<std::atomic<bool>> cancelled;
@@ -120,7 +116,7 @@ class Speculation {
   // Bytes of buffers that wait in free_after().
   int64_t leaving_bytes() const;
   void reserve(std::vector<int64_t> blocks);
-  void free_open();
+  void free_scale_dependent();
   // Writes the old parameters again; returns when they are complete.
   void take_back(NewValues values);
 
@@ -128,7 +124,7 @@ class Speculation {
   HostArena& arena_;
   HostUpdates& updates_;
   Backend& backend_;
-  SpeculationMode mode_;
+  UpdateStart start_;
   int64_t reserve_bytes_;
   int64_t left_bytes_ = 0;        // left free beside reserve_bytes_, since the last forgotten choice
   std::vector<Pending> pending_;  // by chunk
@@ -136,7 +132,7 @@ class Speculation {
   int64_t chosen_numel_ = 0;      // of chosen chunks
   int64_t apart_bytes_ = 0;       // of chosen chunks' new parameters, unless in place
   bool any_in_place_ = false;
-  ScaleDependentMemory open_;
+  ScaleDependentMemory scale_dependent_;
   std::vector<std::pair<Event, HostBuffer>> leaving_;
   std::vector<GroupOptions> groups_;
   ScaleBounds scales_;

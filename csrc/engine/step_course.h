@@ -34,7 +34,7 @@ void end_backward(OpenEngine& open);
 // gradients. Otherwise the backward is not counted; if nothing is trained, the step ends.
 bool keep_joint_backward(OpenEngine& open);
 // An exception left the backward: releases what it held and forgets its gradients. Returns the number of chunks with
-// final updates (`SpeculationMode::kCommit`).
+// committed updates (`UpdateStart::kCommitted`).
 int abort_backward(OpenEngine& open);
 // Within a forward or a backward, before ranks wait for each other outside of the engine: serves other ranks' requests
 // until all have arrived. A replay needs no such wait.

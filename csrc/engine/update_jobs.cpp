@@ -27,8 +27,8 @@ Track track_of(Pass pass, Track whole) {
     case Pass::kStates:
     case Pass::kPutStates:
       return Track::kHostStates;
-    case Pass::kOpen:
-    case Pass::kPutOpen:
+    case Pass::kScaleDependent:
+    case Pass::kPutScaleDependent:
     case Pass::kTakeBack:
       return Track::kHostOpen;
     case Pass::kWhole:
@@ -202,11 +202,11 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
       return compute_.update_param(update.jobs);
     case Pass::kBetween:
       return compute_.update_param_between(update.jobs);
-    case Pass::kOpen:
-      return compute_.update_param_open(update.jobs);
+    case Pass::kScaleDependent:
+      return compute_.update_param_scale_dependent(update.jobs);
     case Pass::kPut:
       return compute_.put_values(update.jobs);
-    case Pass::kPutOpen:
+    case Pass::kPutScaleDependent:
       return compute_.put_scale_dependent_values(update.jobs);
     case Pass::kPutStates:
       return compute_.put_states(update.jobs);

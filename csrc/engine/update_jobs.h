@@ -52,15 +52,15 @@ struct NewValues {
 // is complete. Both phases round alike, so the value is that of the new master to the last bit.
 enum class Pass : uint8_t {
   kWhole,
-  kParam,    // writes the compute value
-  kStates,   // writes the states
-  kBetween,  // writes scale-independent compute values, and keeps the inputs of the others (optim/kernels.h)
-  kOpen,     // writes the scale-dependent ones
+  kParam,           // writes the compute value
+  kStates,          // writes the states
+  kBetween,         // writes scale-independent compute values, and keeps the inputs of the others (optim/kernels.h)
+  kScaleDependent,  // writes the scale-dependent ones
   // In place (optim/kernels.h):
-  kPut,        // writes compute values over the old ones
-  kPutOpen,    // writes the scale-dependent values
-  kPutStates,  // phase two: writes the states
-  kTakeBack,   // rollback: writes the old values again
+  kPut,                // writes compute values over the old ones
+  kPutScaleDependent,  // writes the scale-dependent values
+  kPutStates,          // phase two: writes the states
+  kTakeBack,           // rollback: writes the old values again
 };
 
 // Destination of the new compute value.

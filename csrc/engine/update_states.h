@@ -27,7 +27,7 @@ class UpdateStates {
 
   bool is(ChunkId chunk, UpdateState state) const { return states_[static_cast<size_t>(chunk)] == state; }
   bool any(UpdateState state) const { return std::find(states_.begin(), states_.end(), state) != states_.end(); }
-  // Final, by the step itself or by optimizer-in-backward (`SpeculationMode::kCommit`).
+  // Never rolled back; made by the step itself or by optimizer-in-backward (`UpdateStart::kCommitted`).
   bool is_made(ChunkId chunk) const { return is(chunk, UpdateState::kMade) || is(chunk, UpdateState::kStatesBehind); }
   int num_made() const { return num_made_; }
 

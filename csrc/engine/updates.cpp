@@ -52,7 +52,7 @@ bool Updates::settles_values() const {
 
 void Updates::choose_speculation() {
   if (speculation_.must_choose()) choose_chunks();
-  speculation_.prepare_open();
+  speculation_.prepare_scale_dependent();
 }
 
 void Updates::choose_chunks() {
@@ -107,7 +107,7 @@ void Updates::start_early(Op op, ChunkId chunk) {
   // On its way, the gradient may have taken the memory that the recipe was chosen for.
   const RecipeRow& row = row_of(recipe(chunk));
   if (row.start == Start::kAhead) return early_.start(chunk, row.passes);
-  if (row.start != Start::kPromised) return;
+  if (row.start != Start::kCommitted) return;
   switch (op) {
     case Op::kUpdateDevice:
       if (store_.chunk(chunk).is_sharded()) chunk = std::exchange(held_back_, chunk);
@@ -133,13 +133,13 @@ void Updates::commit(Op op, ChunkId chunk) {
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (op == Op::kUpdateDevice && arrays_.has_states(chunk, Tier::kDevice)) {
     chunk_updates_.on_device(chunk, speculation_.expected_groups(), scale);
-    note_made({Start::kPromised, Tier::kDevice, Tier::kDevice});
+    note_made({Start::kCommitted, Tier::kDevice, Tier::kDevice});
   } else if (op == Op::kRoundTripUp && grad.on_device) {
     chunk_updates_.by_round_trip(chunk, speculation_.expected_groups(), scale);
-    note_made({Start::kPromised, Tier::kHost, Tier::kDevice});
+    note_made({Start::kCommitted, Tier::kHost, Tier::kDevice});
   } else if (op != Op::kUpdateDevice && arrays_.has_states(chunk, Tier::kHost) && grad.on_host) {
     chunk_updates_.on_host({chunk}, Passes::kOne, speculation_.expected_groups(), scale);
-    note_made({Start::kPromised, disk_.is_resting_tier_of(chunk) ? Tier::kDisk : Tier::kHost, Tier::kHost});
+    note_made({Start::kCommitted, disk_.is_resting_tier_of(chunk) ? Tier::kDisk : Tier::kHost, Tier::kHost});
   }
 }
 

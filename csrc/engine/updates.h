@@ -54,7 +54,7 @@ class Updates {
   void fetch_gradients();
   // There are more states, so the choice starts over.
   void forget_choice() { speculation_.forget_choice(); }
-  // Throws StateError if final updates exist that such a step would not make.
+  // Throws StateError if committed updates exist that such a step would not make.
   void check_step(const std::vector<GroupOptions>& groups, double grad_scale) const;
   // `groups[group_of[param]]`: the options of `param`. Gradients are multiplied by `grad_scale` first. If it throws, it
   // may be repeated with the same arguments; updated chunks are then skipped (`UpdateStates`).
@@ -80,11 +80,11 @@ class Updates {
   // Rolls back a speculative update: its inputs are about to change, or it is not wanted. Throws StateError if the
   // update is final.
   void cancel(ChunkId chunk);
-  // With SpeculationMode::kCommit (optimizer-in-backward), a chunk is updated in place as soon as its gradient is
+  // With UpdateStart::kCommitted (optimizer-in-backward), a chunk is updated in place as soon as its gradient is
   // complete, also on the device. The gradient need not wait for the step. Such updates are final, so any call that
   // would change the step is refused until apply().
   //
-  // Throws StateError if there are final updates; `what`: the refused call.
+  // Throws StateError if there are committed updates; `what`: the refused call.
   void check_nothing_committed(const char* what) const;
   // check_nothing_committed() for a use of these parameters, whose values may be those of the next step.
   void check_not_committed(const std::vector<ParamId>& params) const;

@@ -300,14 +300,14 @@ struct BetweenScales {
   AdamRange r;
   const float most_grad_scale;
   const ParamStore param_store;
-  const ScaleDependentValues open;
+  const ScaleDependentValues dependent;
   int64_t range_begin = 0;  // first element of `r` in the piece
   int64_t count = 0;
   bool is_full = false;
   StatesUnwritten at_least, at_most;
 
   BetweenScales(const AdamRange& range, float most, ParamStore store, const ScaleDependentValues& to)
-      : r(range), most_grad_scale(most), param_store(store), open(to) {}
+      : r(range), most_grad_scale(most), param_store(store), dependent(to) {}
 
   template <class V>
   PS_STEP momentum(const AdamConstants<V>& c, int64_t i) {
@@ -336,17 +336,17 @@ struct BetweenScales {
                                 V::load(static_cast<const float*>(r.master) + i));
     if (param_store == ParamStore::kCached) store<V, kHalf>(r.param, i, bounds.low);
     if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, bounds.low);
-    note_open(i, bounds.unknown | V::template differ<kHalf>(bounds.low, bounds.high));
+    note_scale_dependent(i, bounds.unknown | V::template differ<kHalf>(bounds.low, bounds.high));
   }
   // Records the lanes of the mask while there is room.
-  PS_STEP note_open(int64_t first, unsigned lanes) {
-    for (; lanes != 0 && count < open.capacity; lanes &= lanes - 1) {
+  PS_STEP note_scale_dependent(int64_t first, unsigned lanes) {
+    for (; lanes != 0 && count < dependent.capacity; lanes &= lanes - 1) {
       const int64_t i = first + __builtin_ctz(lanes);
-      open.master[count] = static_cast<const float*>(r.master)[i];
-      open.momentum[count] = momentum_of(r)[i];
-      open.variance[count] = variance_of(r)[i];
-      open.grad[count] = static_cast<const uint16_t*>(r.grad)[i];
-      open.index[count] = static_cast<uint16_t>(range_begin + i);
+      dependent.master[count] = static_cast<const float*>(r.master)[i];
+      dependent.momentum[count] = momentum_of(r)[i];
+      dependent.variance[count] = variance_of(r)[i];
+      dependent.grad[count] = static_cast<const uint16_t*>(r.grad)[i];
+      dependent.index[count] = static_cast<uint16_t>(range_begin + i);
       ++count;
     }
     is_full |= lanes != 0;
@@ -366,8 +366,8 @@ constexpr int64_t kExpandedPiece = 4 * kStateBlock;
 
 template <DType kHalf>
 inline void run_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                        ParamStore param_store, ScaleDependentValues* open) {
-  BetweenScales<kHalf> steps(range, most_grad_scale, param_store, *open);
+                        ParamStore param_store, ScaleDependentValues* dependent) {
+  BetweenScales<kHalf> steps(range, most_grad_scale, param_store, *dependent);
   const bool whole = range.momentum_type == StateType::kFloat32 && range.variance_type == StateType::kFloat32;
   if (whole) {
     between_loop(steps, scalars);
@@ -390,37 +390,37 @@ inline void run_between(const AdamRange& range, const AdamScalars& scalars, floa
       between_loop(steps, scalars);
     }
   }
-  open->count = steps.is_full ? ScaleDependentValues::kAll : steps.count;
+  dependent->count = steps.is_full ? ScaleDependentValues::kAll : steps.count;
 }
 
-// adam_loop's result for open value `k` and the following lanes.
+// adam_loop's result for scale-dependent value `k` and the following lanes.
 template <class V, DType kHalf>
-inline __attribute__((always_inline)) typename V::Float open_param(const ScaleDependentValues& open,
-                                                                   const AdamConstants<V>& c, int64_t k) {
-  const auto p = V::load(open.master + k);
-  const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kHalf>(open.grad, k), c.grad_scale));
-  const auto m = V::load(open.momentum + k);
+inline __attribute__((always_inline)) typename V::Float scale_dependent_param(const ScaleDependentValues& dependent,
+                                                                              const AdamConstants<V>& c, int64_t k) {
+  const auto p = V::load(dependent.master + k);
+  const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kHalf>(dependent.grad, k), c.grad_scale));
+  const auto m = V::load(dependent.momentum + k);
   const auto next_m = V::fma(c.one_minus_beta1, V::sub(g, m), m);
-  const auto v = V::fma(V::mul(c.one_minus_beta2, g), g, V::mul(c.beta2, V::load(open.variance + k)));
+  const auto v = V::fma(V::mul(c.one_minus_beta2, g), g, V::mul(c.beta2, V::load(dependent.variance + k)));
   const auto d = V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
   return V::quiet(V::fma(c.minus_step_size, V::div(next_m, d), V::mul(p, c.decay)));
 }
 
 // Prefetch distance, in values, of the parameters' lines.
-constexpr int64_t kOpenAhead = 128;
+constexpr int64_t kPrefetchDistance = 128;
 
 template <DType kHalf>
-PS_LOOP open_loop(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& values) {
-  const ScaleDependentValues open = values;
+PS_LOOP scale_dependent_loop(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& values) {
+  const ScaleDependentValues dependent = values;
   auto* const param = static_cast<uint16_t*>(range.param);
-  const int64_t last = open.count - 1;
-  for_range(0, open.count, [&](auto lane, int64_t k) {
+  const int64_t last = dependent.count - 1;
+  for_range(0, dependent.count, [&](auto lane, int64_t k) {
     using V = decltype(lane);
     uint16_t made[V::kWidth];
-    store<V, kHalf>(made, 0, open_param<V, kHalf>(open, AdamConstants<V>(scalars), k));
+    store<V, kHalf>(made, 0, scale_dependent_param<V, kHalf>(dependent, AdamConstants<V>(scalars), k));
     for (int64_t j = k; j < k + V::kWidth; ++j) {
-      __builtin_prefetch(param + open.index[j + kOpenAhead < last ? j + kOpenAhead : last], 1);
-      param[open.index[j]] = made[j - k];
+      __builtin_prefetch(param + dependent.index[j + kPrefetchDistance < last ? j + kPrefetchDistance : last], 1);
+      param[dependent.index[j]] = made[j - k];
     }
   });
 }

@@ -473,19 +473,21 @@ inline void with_half(DType dtype, const Body& body) {
 }
 
 void adam_param_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                        ScaleDependentValues* open) {
-  open->count = ScaleDependentValues::kAll;
+                        ScaleDependentValues* dependent) {
+  dependent->count = ScaleDependentValues::kAll;
   if (scalars.weight_decay != 0) return;
   with_ieee_arithmetic([&] {
     with_half(range.param_dtype, [&](auto half) {
-      run_between<half.value>(range, scalars, most_grad_scale, choose_param_store(range), open);
+      run_between<half.value>(range, scalars, most_grad_scale, choose_param_store(range), dependent);
     });
   });
   Vector::end_stream();
 }
 
-void adam_param_open(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open) {
-  if (open.count == ScaleDependentValues::kAll) return adam_param(range, scalars);
-  with_ieee_arithmetic(
-      [&] { with_half(range.param_dtype, [&](auto half) { open_loop<half.value>(range, scalars, open); }); });
+void adam_param_scale_dependent(const AdamRange& range, const AdamScalars& scalars,
+                                const ScaleDependentValues& dependent) {
+  if (dependent.count == ScaleDependentValues::kAll) return adam_param(range, scalars);
+  with_ieee_arithmetic([&] {
+    with_half(range.param_dtype, [&](auto half) { scale_dependent_loop<half.value>(range, scalars, dependent); });
+  });
 }

@@ -23,9 +23,9 @@ struct UpdateJob {
   StepScalars scalars;
   // upper bound of grad_scale: [Note: scale-independent values]
   float most_grad_scale = 0;
-  float least_grad_scale = 0;            // lower bound with which [Note: values in place] were computed
-  ScaleDependentValues* open = nullptr;  // one entry per piece of kOpenPiece elements
-  ScaleDependentStore* store = nullptr;  // memory of the open values
+  float least_grad_scale = 0;                 // lower bound with which [Note: values in place] were computed
+  ScaleDependentValues* dependent = nullptr;  // one entry per piece of kScaleDependentPiece elements
+  ScaleDependentStore* store = nullptr;       // memory of the scale-dependent values
 };
 
 // Elements `begin` to `end` of a range. With 8-bit states, `begin` must be a multiple of kStateBlock.
@@ -58,7 +58,7 @@ class HostCompute : public Compute {
   // [Note: scale-independent values]: the parameters that are equal for all scales up to `most_grad_scale`, then the
   // scale-dependent ones, which `store` keeps.
   virtual void update_param_between(const std::vector<UpdateJob>& jobs) = 0;
-  virtual void update_param_open(const std::vector<UpdateJob>& jobs) = 0;
+  virtual void update_param_scale_dependent(const std::vector<UpdateJob>& jobs) = 0;
   // [Note: values in place], for Adam and split masters only, in this order: scale-independent parameters,
   // scale-dependent ones, states. take_values_back() restores the old parameters instead of the last two. put_states()
   // throws StateError if its parameters differ from those in place.

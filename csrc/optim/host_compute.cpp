@@ -14,7 +14,7 @@ namespace patrickstar::optim {
 namespace {
 
 constexpr int64_t kGrain = 16 * kSquaresBlock;  // elements: 128 KiB of 16-bit data; whole blocks of statistics
-static_assert(kGrain % kOpenPiece == 0 && kOpenPiece % kStateBlock == 0);
+static_assert(kGrain % kScaleDependentPiece == 0 && kScaleDependentPiece % kStateBlock == 0);
 
 void* at(void* data, DType dtype, int64_t index) { return static_cast<char*>(data) + index * element_size(dtype); }
 const void* at(const void* data, DType dtype, int64_t index) {
@@ -30,7 +30,7 @@ const void* at(const void* state, StateType type, int64_t index) {
 
 float* scales_at(float* scales, int64_t index) { return scales == nullptr ? nullptr : scales + index / kStateBlock; }
 
-// One thread's open values, for one piece at a time.
+// One thread's scale-dependent values, for one piece at a time.
 class OpenScratch {
  public:
   // None if the memory cannot be allocated.
@@ -42,7 +42,7 @@ class OpenScratch {
   }
 
  private:
-  static constexpr int64_t kCapacity = kOpenPiece / 16;
+  static constexpr int64_t kCapacity = kScaleDependentPiece / 16;
   std::unique_ptr<char[]> memory_;
 };
 
@@ -52,8 +52,8 @@ struct RuleKernels {
   void (*step)(const AdamRange& range, const Scalars& scalars);
   void (*param)(const AdamRange& range, const Scalars& scalars);
   void (*param_between)(const AdamRange& range, const Scalars& scalars, float most_grad_scale,
-                        ScaleDependentValues* open);
-  void (*param_open)(const AdamRange& range, const Scalars& scalars, const ScaleDependentValues& open);
+                        ScaleDependentValues* dependent);
+  void (*param_scale_dependent)(const AdamRange& range, const Scalars& scalars, const ScaleDependentValues& dependent);
 };
 
 class PoolCompute final : public HostCompute {
@@ -72,45 +72,46 @@ class PoolCompute final : public HostCompute {
     });
   }
   void update_param_between(const std::vector<UpdateJob>& jobs) override {
-    begin_open(jobs);
-    run(jobs, kOpenPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
+    begin_scale_dependent(jobs);
+    run(jobs, kScaleDependentPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
       static thread_local OpenScratch scratch;
-      ScaleDependentValues* kept = job.open + first / kOpenPiece;
+      ScaleDependentValues* kept = job.dependent + first / kScaleDependentPiece;
       for_pieces(range, [&](const AdamRange& piece) {
-        std::optional<ScaleDependentValues> open = scratch.values();
-        if (open) {
+        std::optional<ScaleDependentValues> dependent = scratch.values();
+        if (dependent) {
           with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
-            kernels.param_between(piece, scalars, job.most_grad_scale, &*open);
+            kernels.param_between(piece, scalars, job.most_grad_scale, &*dependent);
           });
         }
-        *kept++ = open ? job.store->keep(*open) : ScaleDependentValues{ScaleDependentValues::kAll};
+        *kept++ = dependent ? job.store->keep(*dependent) : ScaleDependentValues{ScaleDependentValues::kAll};
       });
     });
   }
-  void update_param_open(const std::vector<UpdateJob>& jobs) override {
-    run(jobs, kOpenPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
-      const ScaleDependentValues* kept = job.open + first / kOpenPiece;
+  void update_param_scale_dependent(const std::vector<UpdateJob>& jobs) override {
+    run(jobs, kScaleDependentPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
+      const ScaleDependentValues* kept = job.dependent + first / kScaleDependentPiece;
       for_pieces(range, [&](const AdamRange& piece) {
-        with_kernels(job.scalars,
-                     [&](const auto& kernels, const auto& scalars) { kernels.param_open(piece, scalars, *kept); });
+        with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
+          kernels.param_scale_dependent(piece, scalars, *kept);
+        });
         ++kept;
       });
     });
   }
   void put_values(const std::vector<UpdateJob>& jobs) override {
-    begin_open(jobs);
+    begin_scale_dependent(jobs);
     for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, ScaleDependentValues& kept) {
       static thread_local OpenScratch scratch;
       const auto& scalars = std::get<AdamScalars>(job.scalars);
-      std::optional<ScaleDependentValues> open = scratch.values();
+      std::optional<ScaleDependentValues> dependent = scratch.values();
       kept = {ScaleDependentValues::kAll};
-      if (!open) return;
-      kernels_.adam_put_values(piece, scalars, job.most_grad_scale, &*open);
-      kept = job.store->keep(*open);
+      if (!dependent) return;
+      kernels_.adam_put_values(piece, scalars, job.most_grad_scale, &*dependent);
+      kept = job.store->keep(*dependent);
       if (kept.count != ScaleDependentValues::kAll) {
         job.store->note_in_place(piece.numel - kept.count);
-      } else if (open->count != ScaleDependentValues::kAll) {  // no room in the store
-        kernels_.adam_take_values_back(piece, scalars, *open);
+      } else if (dependent->count != ScaleDependentValues::kAll) {  // no room in the store
+        kernels_.adam_take_values_back(piece, scalars, *dependent);
       }
     });
   }
@@ -207,11 +208,11 @@ class PoolCompute final : public HostCompute {
     function(kernels_of(momentum), momentum);
   }
   RuleKernels<AdamScalars> kernels_of(const AdamScalars& /*scalars*/) const {
-    return {kernels_.adam, kernels_.adam_param, kernels_.adam_param_between, kernels_.adam_param_open};
+    return {kernels_.adam, kernels_.adam_param, kernels_.adam_param_between, kernels_.adam_param_scale_dependent};
   }
   RuleKernels<MomentumScalars> kernels_of(const MomentumScalars& /*scalars*/) const {
     return {kernels_.momentum_step, kernels_.momentum_param, kernels_.momentum_param_between,
-            kernels_.momentum_param_open};
+            kernels_.momentum_param_scale_dependent};
   }
 
   // Calls kernel(part, its job, first element), where the first element is a multiple of `unit`. Jobs are concatenated
@@ -231,23 +232,23 @@ class PoolCompute final : public HostCompute {
     });
   }
   // Sets the store's allowance for these jobs of one chunk.
-  static void begin_open(const std::vector<UpdateJob>& jobs) {
+  static void begin_scale_dependent(const std::vector<UpdateJob>& jobs) {
     int64_t numel = 0;
     for (const UpdateJob& job : jobs) numel += job.range.numel;
     if (!jobs.empty()) jobs.front().store->begin_chunk(numel);
   }
-  // Calls function(piece, its job, its open values).
+  // Calls function(piece, its job, its scale-dependent values).
   template <typename Function>
   void for_pieces_of(const std::vector<UpdateJob>& jobs, const Function& function) {
-    run(jobs, kOpenPiece, [&](const AdamRange& range, const UpdateJob& job, int64_t first) {
-      ScaleDependentValues* kept = job.open + first / kOpenPiece;
+    run(jobs, kScaleDependentPiece, [&](const AdamRange& range, const UpdateJob& job, int64_t first) {
+      ScaleDependentValues* kept = job.dependent + first / kScaleDependentPiece;
       for_pieces(range, [&](const AdamRange& piece) { function(piece, job, *kept++); });
     });
   }
   template <typename Function>
   static void for_pieces(const AdamRange& range, const Function& function) {
-    for (int64_t begin = 0; begin < range.numel; begin += kOpenPiece) {
-      function(subrange(range, begin, std::min(begin + kOpenPiece, range.numel)));
+    for (int64_t begin = 0; begin < range.numel; begin += kScaleDependentPiece) {
+      function(subrange(range, begin, std::min(begin + kScaleDependentPiece, range.numel)));
     }
   }
   template <typename Function>

@@ -57,12 +57,12 @@ struct OneScale {
 
   template <class V>
   PS_FLOAT value(const AdamConstants<V>& c, typename V::Float p, typename V::Float grad, typename V::Float m,
-                 typename V::Float v, unsigned* open) const {
+                 typename V::Float v, unsigned* dependent) const {
     const auto g = V::fma(c.weight_decay, p, V::mul(grad, c.grad_scale));
     const auto next_m = V::fma(c.one_minus_beta1, V::sub(g, m), m);
     const auto next_v = V::fma(V::mul(c.one_minus_beta2, g), g, V::mul(c.beta2, v));
     const auto d = V::fma(V::sqrt(next_v), c.inv_sqrt_bias_correction2, c.eps);
-    *open = 0;
+    *dependent = 0;
     return V::quiet(V::fma(c.minus_step_size, V::div(next_m, d), V::mul(p, c.decay)));
   }
 };
@@ -74,7 +74,7 @@ struct ScalesBetween {
 
   template <class V>
   PS_FLOAT value(const AdamConstants<V>& c, typename V::Float p, typename V::Float grad, typename V::Float m,
-                 typename V::Float v, unsigned* open) const {
+                 typename V::Float v, unsigned* dependent) const {
     const auto old_v = V::mul(c.beta2, v);
     const auto momentum_at = [&](typename V::Float scale)
                                  PS_INLINE { return V::fma(c.one_minus_beta1, V::sub(V::mul(grad, scale), m), m); };
@@ -85,16 +85,18 @@ struct ScalesBetween {
     const auto most = V::set(most_grad_scale);
     const ParamBounds<V> bounds(c, momentum_at(c.grad_scale), momentum_at(most), variance_at(c.grad_scale),
                                 variance_at(most), p);
-    *open = bounds.unknown | V::different(rounded_upper<V, Master>(bounds.low), rounded_upper<V, Master>(bounds.high));
+    *dependent =
+        bounds.unknown | V::different(rounded_upper<V, Master>(bounds.low), rounded_upper<V, Master>(bounds.high));
     return bounds.low;
   }
 };
 
-// Replaces the parameters whose old masters can be found again, and lists the others in `open`. Returns false if `open`
-// is full; the vector's elements are then unchanged.
+// Replaces the parameters whose old masters can be found again, and lists the others in `dependent`. Returns false if
+// `dependent` is full; the vector's elements are then unchanged.
 template <class V, class Master, class Scales>
 inline __attribute__((always_inline)) bool put_values_at(const InPlaceTile& t, const InPlaceConstants<V>& c,
-                                                         const Scales& scales, int64_t i, ScaleDependentValues& open) {
+                                                         const Scales& scales, int64_t i,
+                                                         ScaleDependentValues& dependent) {
   const auto stored_v = V::load(t.variance + i);
   const auto v = Master::template variance<V>(stored_v);
   const auto distance = master_distance<V, Master>(t.lower + i, stored_v);
@@ -122,18 +124,18 @@ inline __attribute__((always_inline)) bool put_values_at(const InPlaceTile& t, c
   V::store16(t.param + i, V::upper(now));
   for (; lanes != 0; lanes &= lanes - 1) {
     const int64_t k = __builtin_ctz(lanes);
-    if (open.count == open.capacity) {
+    if (dependent.count == dependent.capacity) {
       for (int64_t j = 0; j < V::kWidth; ++j) t.param[i + j] = old[j];
-      while (open.count > 0 && open.index[open.count - 1] >= t.begin + i) --open.count;
+      while (dependent.count > 0 && dependent.index[dependent.count - 1] >= t.begin + i) --dependent.count;
       return false;
     }
     t.param[i + k] = old[k];
-    open.master[open.count] = masters[k];
-    open.momentum[open.count] = momenta[k];
-    open.variance[open.count] = variances[k];
-    open.grad[open.count] = t.grad[i + k];
-    open.index[open.count] = static_cast<uint16_t>(t.begin + i + k);
-    ++open.count;
+    dependent.master[dependent.count] = masters[k];
+    dependent.momentum[dependent.count] = momenta[k];
+    dependent.variance[dependent.count] = variances[k];
+    dependent.grad[dependent.count] = t.grad[i + k];
+    dependent.index[dependent.count] = static_cast<uint16_t>(t.begin + i + k);
+    ++dependent.count;
   }
   return true;
 }
@@ -143,36 +145,36 @@ __attribute__((noinline)) int64_t put_values_tile(const InPlaceTile& tile, const
                                                   float most_grad_scale, ScaleDependentValues& to) {
   const InPlaceTile t = tile;
   const Scales scales{most_grad_scale};
-  ScaleDependentValues open = to;
+  ScaleDependentValues dependent = to;
   int64_t i = 0;
   bool has_room = true;
   const InPlaceConstants<Vector> c(scalars);
   for (; has_room && i + Vector::kWidth <= t.numel; i += Vector::kWidth) {
-    has_room = put_values_at<Vector, Master>(t, c, scales, i, open);
+    has_room = put_values_at<Vector, Master>(t, c, scales, i, dependent);
   }
   if (!has_room) i -= Vector::kWidth;
   if (has_room && i < t.numel) {
     const InPlaceConstants<ScalarLane> single(scalars);
-    for (; has_room && i < t.numel; ++i) has_room = put_values_at<ScalarLane, Master>(t, single, scales, i, open);
+    for (; has_room && i < t.numel; ++i) has_room = put_values_at<ScalarLane, Master>(t, single, scales, i, dependent);
     if (!has_room) --i;
   }
-  to.count = open.count;
+  to.count = dependent.count;
   return i;
 }
 
-// Iterates over the open values of a piece, tile by tile.
-struct OpenCursor {
-  const ScaleDependentValues& open;
+// Iterates over the scale-dependent values of a piece, tile by tile.
+struct ScaleDependentCursor {
+  const ScaleDependentValues& dependent;
   int64_t next = 0;
 
-  // Old masters from element `first` of the piece on: those found, or the open values' recorded ones.
+  // Old masters from element `first` of the piece on: those found, or the scale-dependent values' recorded ones.
   template <class V>
-  PS_FLOAT with_open(int64_t first, typename V::Float found) {
-    if (next == open.count || open.index[next] >= first + V::kWidth) return found;
+  PS_FLOAT with_scale_dependent(int64_t first, typename V::Float found) {
+    if (next == dependent.count || dependent.index[next] >= first + V::kWidth) return found;
     alignas(64) float masters[V::kWidth];
     V::store(masters, found);
-    for (; next < open.count && open.index[next] < first + V::kWidth; ++next) {
-      masters[open.index[next] - first] = open.master[next];
+    for (; next < dependent.count && dependent.index[next] < first + V::kWidth; ++next) {
+      masters[dependent.index[next] - first] = dependent.master[next];
     }
     return V::load(masters);
   }
@@ -182,7 +184,7 @@ struct OpenCursor {
 // have the scale of put_values.
 template <class Master, class Use>
 PS_STEP for_old_masters(const InPlaceTile& t, const InPlaceConstants<Vector>& c,
-                        const InPlaceConstants<ScalarLane>& single, OpenCursor& cursor, const Use& use) {
+                        const InPlaceConstants<ScalarLane>& single, ScaleDependentCursor& cursor, const Use& use) {
   const auto find = [&](auto lane, int64_t i, const auto& constants) PS_INLINE {
     using V = decltype(lane);
     __builtin_prefetch(t.param + i + kBlockAhead);
@@ -193,7 +195,7 @@ PS_STEP for_old_masters(const InPlaceTile& t, const InPlaceConstants<Vector>& c,
     const auto found =
         found_master<V>(constants, V::load_bf16(t.param + i), master_distance<V, Master>(t.lower + i, stored_v),
                         V::load_bf16(t.grad + i), V::load(t.momentum + i), Master::template variance<V>(stored_v));
-    use(lane, i, cursor.with_open<V>(t.begin + i, found), stored_v);
+    use(lane, i, cursor.with_scale_dependent<V>(t.begin + i, found), stored_v);
   };
   int64_t i = 0;
   for (; i + Vector::kWidth <= t.numel; i += Vector::kWidth) find(Vector(), i, c);
@@ -230,9 +232,10 @@ struct InPlaceTiles {
 };
 
 template <class Master>
-PS_LOOP take_back(const AdamRange& range, int64_t end, const AdamScalars& scalars, const ScaleDependentValues& open) {
+PS_LOOP take_back(const AdamRange& range, int64_t end, const AdamScalars& scalars,
+                  const ScaleDependentValues& dependent) {
   InPlaceTiles tiles(range);
-  OpenCursor cursor{open};
+  ScaleDependentCursor cursor{dependent};
   const InPlaceConstants<Vector> c(scalars);
   const InPlaceConstants<ScalarLane> single(scalars);
   for (int64_t begin = 0; begin < end; begin += kStateBlock) {
@@ -246,15 +249,15 @@ PS_LOOP take_back(const AdamRange& range, int64_t end, const AdamScalars& scalar
 
 template <class Master, class Scales>
 inline void put_values(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                       ScaleDependentValues* open) {
+                       ScaleDependentValues* dependent) {
   InPlaceTiles tiles(range);
-  open->count = 0;
+  dependent->count = 0;
   for (int64_t begin = 0; begin < range.numel; begin += kStateBlock) {
     const InPlaceTile tile = tiles.at(begin, range.numel);
-    const int64_t done = put_values_tile<Master, Scales>(tile, scalars, most_grad_scale, *open);
+    const int64_t done = put_values_tile<Master, Scales>(tile, scalars, most_grad_scale, *dependent);
     if (done == tile.numel) continue;
-    take_back<Master>(range, begin + done, scalars, *open);
-    open->count = ScaleDependentValues::kAll;
+    take_back<Master>(range, begin + done, scalars, *dependent);
+    dependent->count = ScaleDependentValues::kAll;
     return;
   }
 }
@@ -262,9 +265,9 @@ inline void put_values(const AdamRange& range, const AdamScalars& scalars, float
 // Returns the number of new parameters that differ from those in place.
 template <class Master>
 __attribute__((noinline)) int64_t put_states(const AdamRange& range, const AdamScalars& scalars,
-                                             const AdamScalars& found_by, const ScaleDependentValues& open) {
+                                             const AdamScalars& found_by, const ScaleDependentValues& dependent) {
   InPlaceTiles tiles(range);
-  OpenCursor cursor{open};
+  ScaleDependentCursor cursor{dependent};
   const InPlaceConstants<Vector> found_c(found_by);
   const InPlaceConstants<ScalarLane> found_single(found_by);
   const AdamConstants<Vector> c(scalars);
@@ -307,45 +310,45 @@ inline void with_split(const AdamRange& range, const Body& body) {
 }
 
 void adam_put_values(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                     ScaleDependentValues* open) {
-  open->count = ScaleDependentValues::kAll;
+                     ScaleDependentValues* dependent) {
+  dependent->count = ScaleDependentValues::kAll;
   if (scalars.weight_decay != 0) return;
   with_split(range, [&](auto split) {
     using Master = decltype(split);
     if (most_grad_scale == scalars.grad_scale) {
-      put_values<Master, OneScale<Master>>(range, scalars, most_grad_scale, open);
+      put_values<Master, OneScale<Master>>(range, scalars, most_grad_scale, dependent);
     } else {
-      put_values<Master, ScalesBetween<Master>>(range, scalars, most_grad_scale, open);
+      put_values<Master, ScalesBetween<Master>>(range, scalars, most_grad_scale, dependent);
     }
   });
 }
 
 void adam_put_scale_dependent_values(const AdamRange& range, const AdamScalars& scalars,
-                                     const ScaleDependentValues& open) {
-  if (open.count == ScaleDependentValues::kAll) return adam(range, scalars);
+                                     const ScaleDependentValues& dependent) {
+  if (dependent.count == ScaleDependentValues::kAll) return adam(range, scalars);
   with_split(range, [&](auto split) {
     auto* const param = static_cast<uint16_t*>(range.param);
-    for_range(0, open.count, [&](auto lane, int64_t k) {
+    for_range(0, dependent.count, [&](auto lane, int64_t k) {
       using V = decltype(lane);
       uint16_t made[V::kWidth];
-      const auto p = open_param<V, DType::kBFloat16>(open, AdamConstants<V>(scalars), k);
+      const auto p = scale_dependent_param<V, DType::kBFloat16>(dependent, AdamConstants<V>(scalars), k);
       V::store16(made, V::upper(rounded_upper<V, decltype(split)>(p)));
-      for (int64_t j = 0; j < V::kWidth; ++j) param[open.index[k + j]] = made[j];
+      for (int64_t j = 0; j < V::kWidth; ++j) param[dependent.index[k + j]] = made[j];
     });
   });
 }
 
 int64_t adam_put_states(const AdamRange& range, const AdamScalars& scalars, float least_grad_scale,
-                        const ScaleDependentValues& open) {
-  if (open.count == ScaleDependentValues::kAll) return 0;
+                        const ScaleDependentValues& dependent) {
+  if (dependent.count == ScaleDependentValues::kAll) return 0;
   AdamScalars found_by = scalars;
   found_by.grad_scale = least_grad_scale;
   int64_t wrong = 0;
-  with_split(range, [&](auto split) { wrong = put_states<decltype(split)>(range, scalars, found_by, open); });
+  with_split(range, [&](auto split) { wrong = put_states<decltype(split)>(range, scalars, found_by, dependent); });
   return wrong;
 }
 
-void adam_take_values_back(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open) {
-  if (open.count == ScaleDependentValues::kAll) return;
-  with_split(range, [&](auto split) { take_back<decltype(split)>(range, range.numel, scalars, open); });
+void adam_take_values_back(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& dependent) {
+  if (dependent.count == ScaleDependentValues::kAll) return;
+  with_split(range, [&](auto split) { take_back<decltype(split)>(range, range.numel, scalars, dependent); });
 }

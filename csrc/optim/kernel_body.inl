@@ -181,7 +181,7 @@ constexpr CpuKernels table(const char* isa) {
                     adam,
                     adam_param,
                     adam_param_between,
-                    adam_param_open,
+                    adam_param_scale_dependent,
                     adam_put_values,
                     adam_put_scale_dependent_values,
                     adam_put_states,
@@ -198,7 +198,7 @@ constexpr CpuKernels table(const char* isa) {
                     momentum_step,
                     momentum_param,
                     momentum_param_between,
-                    momentum_param_open};
+                    momentum_param_scale_dependent};
 }
 
 #undef PS_FLOATS

@@ -67,8 +67,8 @@ constexpr int64_t kSquaresLanes = 64;
 // values differs between processors. With Adam's weight_decay every value is scale-dependent, because the L2 term may
 // change the sign of g. Optimizers without a variance compute both ends exactly and allow it.
 //
-// `ScaleDependentValues` lists the scale-dependent values of a piece of at most kOpenPiece elements. Parameters and
-// gradients are 16-bit.
+// `ScaleDependentValues` lists the scale-dependent values of a piece of at most kScaleDependentPiece elements.
+// Parameters and gradients are 16-bit.
 //
 // [Note: values in place] In-place speculative updates of split masters. The next forward needs only the new parameter,
 // so it may replace the old one before the gradients' scale is known. Lower half, moments and gradient stay unchanged,
@@ -85,7 +85,7 @@ constexpr int64_t kSquaresLanes = 64;
 // value in a hundred. States are updated later from the masters found, and must lead to the parameters in place. An
 // update that turns out to differ is rolled back. All bits are those of adam. Requires weight_decay 0 for Adam and
 // bfloat16 gradients.
-constexpr int64_t kOpenPiece = 1 << 16;
+constexpr int64_t kScaleDependentPiece = 1 << 16;
 struct ScaleDependentValues {
   static constexpr int64_t kAll = -1;
   static constexpr int64_t kBytes = 16;  // per value
@@ -105,7 +105,9 @@ struct ScaleDependentValues {
   }
 };
 
-constexpr int64_t num_open_pieces(int64_t numel) { return (numel + kOpenPiece - 1) / kOpenPiece; }
+constexpr int64_t num_scale_dependent_pieces(int64_t numel) {
+  return (numel + kScaleDependentPiece - 1) / kScaleDependentPiece;
+}
 constexpr int64_t num_square_partials(int64_t numel) { return (numel + kSquaresBlock - 1) / kSquaresBlock; }
 
 // Scalars of one Adam step, equal for all tensors of a parameter group with the same step count.
@@ -230,27 +232,29 @@ struct CpuKernels {
   void (*adam)(const AdamRange& range, const AdamScalars& scalars);
   // Stores only `param`, with adam's bits; `param` must be apart from all other arrays.
   void (*adam_param)(const AdamRange& range, const AdamScalars& scalars);
-  // [Note: scale-independent values], at most kOpenPiece elements: stores the parameters that are equal for each
-  // grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `open`. `grad` and `param` have the
-  // same 16-bit dtype.
+  // [Note: scale-independent values], at most kScaleDependentPiece elements: stores the parameters that are equal for
+  // each grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `dependent`. `grad` and
+  // `param` have the same 16-bit dtype.
   void (*adam_param_between)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                             ScaleDependentValues* open);
-  // The values in `open`, with the known scale.
-  void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open);
-  // [Note: values in place], at most kOpenPiece elements of a split master: replaces the parameters that are equal for
-  // each grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `open`. If `open` overflows
-  // (kAll), nothing is changed.
+                             ScaleDependentValues* dependent);
+  // The values in `dependent`, with the known scale.
+  void (*adam_param_scale_dependent)(const AdamRange& range, const AdamScalars& scalars,
+                                     const ScaleDependentValues& dependent);
+  // [Note: values in place], at most kScaleDependentPiece elements of a split master: replaces the parameters that are
+  // equal for each grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `dependent`. If
+  // `dependent` overflows (kAll), nothing is changed.
   void (*adam_put_values)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                          ScaleDependentValues* open);
-  // The values in `open`, with the known scale; with kAll the whole update.
+                          ScaleDependentValues* dependent);
+  // The values in `dependent`, with the known scale; with kAll the whole update.
   void (*adam_put_scale_dependent_values)(const AdamRange& range, const AdamScalars& scalars,
-                                          const ScaleDependentValues& open);
-  // Then the states, unless `open` is kAll. `least_grad_scale` is that of adam_put_values. Returns the number of
+                                          const ScaleDependentValues& dependent);
+  // Then the states, unless `dependent` is kAll. `least_grad_scale` is that of adam_put_values. Returns the number of
   // elements whose new parameter differs from the one in place: 0, unless memory was changed in between.
   int64_t (*adam_put_states)(const AdamRange& range, const AdamScalars& scalars, float least_grad_scale,
-                             const ScaleDependentValues& open);
+                             const ScaleDependentValues& dependent);
   // Instead of the last two: restores `param` as it was before adam_put_values with these `scalars`.
-  void (*adam_take_values_back)(const AdamRange& range, const AdamScalars& scalars, const ScaleDependentValues& open);
+  void (*adam_take_values_back)(const AdamRange& range, const AdamScalars& scalars,
+                                const ScaleDependentValues& dependent);
   // [Note: split masters]: splits all masters except NaNs without loss; keeps |variance[i]|. `variance` is null if it
   // is not float32.
   void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);
@@ -276,8 +280,9 @@ struct CpuKernels {
   void (*momentum_step)(const AdamRange& range, const MomentumScalars& scalars);
   void (*momentum_param)(const AdamRange& range, const MomentumScalars& scalars);
   void (*momentum_param_between)(const AdamRange& range, const MomentumScalars& scalars, float most_grad_scale,
-                                 ScaleDependentValues* open);
-  void (*momentum_param_open)(const AdamRange& range, const MomentumScalars& scalars, const ScaleDependentValues& open);
+                                 ScaleDependentValues* dependent);
+  void (*momentum_param_scale_dependent)(const AdamRange& range, const MomentumScalars& scalars,
+                                         const ScaleDependentValues& dependent);
 };
 
 // The table of chosen_isa() (common/isa.h).

@@ -124,7 +124,7 @@ inline void run_momentum_tile(UpdateTile<MomentumScalars> update, const AdamRang
 }
 
 void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, float most_grad_scale,
-                            ScaleDependentValues* open) {
+                            ScaleDependentValues* dependent) {
   const UpdateTile<MomentumScalars> update = choose_momentum_tile(scalars.rule, r);
   const uint16_t infinity = r.param_dtype == DType::kBFloat16 ? 0x7f80 : 0x7c00;
   MomentumScalars at_most = scalars;
@@ -148,36 +148,37 @@ void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, 
       run_momentum_tile(update, r, i, numel, old, unused, most, at_most);
       for (int64_t k = 0; k < numel; ++k) {
         if (is_scale_independent(param[i + k], most[k], infinity)) continue;
-        if (count == open->capacity) {
+        if (count == dependent->capacity) {
           is_full = true;
           break;
         }
-        open->master[count] = static_cast<const float*>(r.master)[i + k];
-        open->momentum[count] = old[k];
-        open->variance[count] = 0;
-        open->grad[count] = grad[i + k];
-        open->index[count] = static_cast<uint16_t>(i + k);
+        dependent->master[count] = static_cast<const float*>(r.master)[i + k];
+        dependent->momentum[count] = old[k];
+        dependent->variance[count] = 0;
+        dependent->grad[count] = grad[i + k];
+        dependent->index[count] = static_cast<uint16_t>(i + k);
         ++count;
       }
     }
   });
-  open->count = is_full ? ScaleDependentValues::kAll : count;
+  dependent->count = is_full ? ScaleDependentValues::kAll : count;
 }
 
-void momentum_param_open(const AdamRange& r, const MomentumScalars& scalars, const ScaleDependentValues& open) {
-  if (open.count == ScaleDependentValues::kAll) return momentum_param(r, scalars);
+void momentum_param_scale_dependent(const AdamRange& r, const MomentumScalars& scalars,
+                                    const ScaleDependentValues& dependent) {
+  if (dependent.count == ScaleDependentValues::kAll) return momentum_param(r, scalars);
   AdamRange side_by_side = r;
-  side_by_side.master = open.master;
-  side_by_side.grad = open.grad;
+  side_by_side.master = dependent.master;
+  side_by_side.grad = dependent.grad;
   const UpdateTile<MomentumScalars> update = choose_momentum_tile(scalars.rule, r);
   alignas(64) float unused[kStateBlock];
   alignas(64) uint16_t made[kStateBlock];
   auto* const param = static_cast<uint16_t*>(r.param);
   with_ieee_arithmetic([&] {
-    for (int64_t i = 0; i < open.count; i += kStateBlock) {
-      const int64_t numel = open.count - i < kStateBlock ? open.count - i : kStateBlock;
-      run_momentum_tile(update, side_by_side, i, numel, open.momentum + i, unused, made, scalars);
-      for (int64_t k = 0; k < numel; ++k) param[open.index[i + k]] = made[k];
+    for (int64_t i = 0; i < dependent.count; i += kStateBlock) {
+      const int64_t numel = dependent.count - i < kStateBlock ? dependent.count - i : kStateBlock;
+      run_momentum_tile(update, side_by_side, i, numel, dependent.momentum + i, unused, made, scalars);
+      for (int64_t k = 0; k < numel; ++k) param[dependent.index[i + k]] = made[k];
     }
   });
 }

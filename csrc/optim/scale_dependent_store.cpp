@@ -53,20 +53,20 @@ char* ScaleDependentStore::take(int64_t num_bytes) {
   return memory_[current_].data + used_ - taken;
 }
 
-ScaleDependentValues ScaleDependentStore::keep(const ScaleDependentValues& open) {
-  if (open.count == 0 || open.count == ScaleDependentValues::kAll) return {open.count};
-  char* const data = take(open.count * ScaleDependentValues::kBytes);
+ScaleDependentValues ScaleDependentStore::keep(const ScaleDependentValues& dependent) {
+  if (dependent.count == 0 || dependent.count == ScaleDependentValues::kAll) return {dependent.count};
+  char* const data = take(dependent.count * ScaleDependentValues::kBytes);
   if (data == nullptr) return {ScaleDependentValues::kAll};
-  ScaleDependentValues kept = ScaleDependentValues::in(data, open.count);
-  const auto copy = [&open](auto* to, const auto* from) {
-    std::memcpy(to, from, static_cast<size_t>(open.count) * sizeof(*to));
+  ScaleDependentValues kept = ScaleDependentValues::in(data, dependent.count);
+  const auto copy = [&dependent](auto* to, const auto* from) {
+    std::memcpy(to, from, static_cast<size_t>(dependent.count) * sizeof(*to));
   };
-  copy(kept.master, open.master);
-  copy(kept.momentum, open.momentum);
-  copy(kept.variance, open.variance);
-  copy(kept.grad, open.grad);
-  copy(kept.index, open.index);
-  kept.count = open.count;
+  copy(kept.master, dependent.master);
+  copy(kept.momentum, dependent.momentum);
+  copy(kept.variance, dependent.variance);
+  copy(kept.grad, dependent.grad);
+  copy(kept.index, dependent.index);
+  kept.count = dependent.count;
   return kept;
 }
 

@@ -6,9 +6,9 @@
 //
 //   store.begin(numel_of_all_chunks);     // once per backward; drops what was kept
 //   store.begin_chunk(numel);             // one chunk after the other
-//   ScaleDependentValues kept = store.keep(open);   // any thread; a copy, or kAll
+//   ScaleDependentValues kept = store.keep(dependent);   // any thread; a copy, or kAll
 //   store.begin_chunk(numel);             // one after the other
-//   ScaleDependentValues kept = store.keep(open);   // by any thread; a copy, or all
+//   ScaleDependentValues kept = store.keep(dependent);   // by any thread; a copy, or all
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ class ScaleDependentStore {
   void set_memory(std::vector<Memory> memory);
   void begin(int64_t numel);
   void begin_chunk(int64_t numel);
-  ScaleDependentValues keep(const ScaleDependentValues& open);
+  ScaleDependentValues keep(const ScaleDependentValues& dependent);
   // Counts in-place speculative updates ([Note: values in place]). Any thread.
   void note_in_place(int64_t count) { num_in_place_ += count; }
   int64_t num_in_place() const { return num_in_place_; }

@@ -187,7 +187,7 @@ std::vector<Recipe> spread_round_trips(const StepShape& shape, int part) {
   double due = 0;
   for (size_t chunk = 0; chunk < recipes.size(); ++chunk) {
     const RecipeRow& row = row_of(recipes[chunk]);
-    if (row.start != Start::kPromised || row.states != Tier::kHost) continue;
+    if (row.start != Start::kCommitted || row.states != Tier::kHost) continue;
     const auto numel = static_cast<double>(shape.numels[chunk]);
     due += numel * part / kParts;
     if (due < numel / 2) continue;

@@ -155,7 +155,7 @@ void Compiler::emit_finalisations(size_t t) {
     const ChunkId chunk = use.array.chunk;
     if (use.mode == ArrayUseMode::kFinalise) emit_finalise(chunk, t);
     const RecipeRow& row = recipe(chunk);
-    if (row.start != Start::kPromised || row.states != Tier::kDevice || shape_.is_sharded(chunk)) continue;
+    if (row.start != Start::kCommitted || row.states != Tier::kDevice || shape_.is_sharded(chunk)) continue;
     const bool is_complete = use.mode == ArrayUseMode::kWrite && state(use.array.index()).last_use == t;
     if (is_complete && state(param_of(chunk)).last_use <= t) stay.push_back(chunk);
   }

@@ -8,9 +8,9 @@ bool any_round_trips(const std::vector<Recipe>& recipes) {
   return std::any_of(recipes.begin(), recipes.end(), [](Recipe recipe) { return is_round_trip(row_of(recipe)); });
 }
 
-Recipe with_round_trip(Recipe recipe) { return recipe == Recipe::kHostPromised ? Recipe::kRoundTrip : recipe; }
+Recipe with_round_trip(Recipe recipe) { return recipe == Recipe::kHostCommitted ? Recipe::kRoundTrip : recipe; }
 
-Recipe without_round_trip(Recipe recipe) { return is_round_trip(row_of(recipe)) ? Recipe::kHostPromised : recipe; }
+Recipe without_round_trip(Recipe recipe) { return is_round_trip(row_of(recipe)) ? Recipe::kHostCommitted : recipe; }
 
 Recipe made_deferred(Recipe recipe) { return row_of(recipe).start == Start::kAhead ? Recipe::kHost : recipe; }
 
@@ -31,9 +31,9 @@ Recipe after_norm(Recipe recipe) {
 Recipe earliest_recipe(const UpdatedChunk& chunk, UpdateStart start, ExpectedScale scale) {
   if (!chunk.trainable) return Recipe::kNever;
   const bool commits = start == UpdateStart::kCommitted;
-  if (chunk.states == Tier::kDevice) return commits ? Recipe::kDevicePromised : Recipe::kDevice;
-  if (chunk.states == Tier::kDisk) return commits ? Recipe::kDiskPromised : Recipe::kDisk;
-  if (commits) return Recipe::kHostPromised;
+  if (chunk.states == Tier::kDevice) return commits ? Recipe::kDeviceCommitted : Recipe::kDevice;
+  if (chunk.states == Tier::kDisk) return commits ? Recipe::kDiskCommitted : Recipe::kDisk;
+  if (commits) return Recipe::kHostCommitted;
   if (chunk.ahead == Ahead::kNothing || chunk.unit == UpdateUnit::kMatrix) return Recipe::kHost;
   if (start == UpdateStart::kAfterNorm) return Recipe::kHostTwoPasses;
   const bool is_exact = scale == ExpectedScale::kExact;

@@ -15,6 +15,7 @@
 
 #include "common/dtype.h"
 #include "common/types.h"
+#include "plan/chunk_bytes.h"
 #include "plan/host_demand.h"
 
 namespace patrickstar {
@@ -22,7 +23,7 @@ namespace patrickstar {
 // When an update starts.
 enum class Start : uint8_t {
   kNever,
-  kPromised,   // in backward, final: optimizer-in-backward (engine/updates.h)
+  kCommitted,  // in backward, never rolled back: optimizer-in-backward (engine/updates.h)
   kAhead,      // in backward, before the norm is known: speculative (engine/speculation.h)
   kAfterNorm,  // once the norm of all gradients is known
 };
@@ -46,15 +47,15 @@ struct UpdateWay {
 // Within one tier of states, a later row starts no earlier. Ranks agree on the latest one (plan/plan_vote.h).
 enum class Recipe : uint8_t {
   kNever,  // frozen
-  kHostPromised,
+  kHostCommitted,
   kRoundTrip,  // GPU round trip: states go up and come back (engine/round_trips.h)
   kHostAhead,
   kHostTwoPassesAhead,
   kHostTwoPasses,
   kHost,
-  kDiskPromised,
+  kDiskCommitted,
   kDisk,
-  kDevicePromised,
+  kDeviceCommitted,
   kDevice,
 };
 constexpr size_t kNumRecipes = 11;
@@ -65,15 +66,15 @@ struct RecipeRow : UpdateWay {
 
 constexpr std::array<RecipeRow, kNumRecipes> kRecipes{{
     {{Start::kNever, Tier::kHost, Tier::kHost, Passes::kOne}, "NEVER"},
-    {{Start::kPromised, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST_PROMISED"},
-    {{Start::kPromised, Tier::kHost, Tier::kDevice, Passes::kOne}, "ROUND_TRIP"},
+    {{Start::kCommitted, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST_COMMITTED"},
+    {{Start::kCommitted, Tier::kHost, Tier::kDevice, Passes::kOne}, "ROUND_TRIP"},
     {{Start::kAhead, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST_AHEAD"},
     {{Start::kAhead, Tier::kHost, Tier::kHost, Passes::kTwo}, "HOST_TWO_PASSES_AHEAD"},
     {{Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kTwo}, "HOST_TWO_PASSES"},
     {{Start::kAfterNorm, Tier::kHost, Tier::kHost, Passes::kOne}, "HOST"},
-    {{Start::kPromised, Tier::kDisk, Tier::kHost, Passes::kOne}, "DISK_PROMISED"},
+    {{Start::kCommitted, Tier::kDisk, Tier::kHost, Passes::kOne}, "DISK_COMMITTED"},
     {{Start::kAfterNorm, Tier::kDisk, Tier::kHost, Passes::kOne}, "DISK"},
-    {{Start::kPromised, Tier::kDevice, Tier::kDevice, Passes::kOne}, "DEVICE_PROMISED"},
+    {{Start::kCommitted, Tier::kDevice, Tier::kDevice, Passes::kOne}, "DEVICE_COMMITTED"},
     {{Start::kAfterNorm, Tier::kDevice, Tier::kDevice, Passes::kOne}, "DEVICE"},
 }};
 
@@ -84,7 +85,7 @@ constexpr Recipe recipe_of(const UpdateWay& way) {
   return static_cast<Recipe>(index);
 }
 constexpr bool starts_in_backward(const RecipeRow& row) {
-  return row.start == Start::kPromised || row.start == Start::kAhead;
+  return row.start == Start::kCommitted || row.start == Start::kAhead;
 }
 constexpr bool is_round_trip(const RecipeRow& row) { return row.states == Tier::kHost && row.updater == Tier::kDevice; }
 
@@ -108,12 +109,25 @@ Recipe after_norm(Recipe recipe);
 // Defers a speculative update: after the norm, in one pass (choose_plan, plan/plan_choice.h).
 Recipe made_deferred(Recipe recipe);
 
+// Possibility to undo an update whose step turns out different.
+enum class Rollback : uint8_t {
+  kPossible,
+  kImpossible,
+};
+
 // Earliest update start that a step allows.
 enum class UpdateStart : uint8_t {
   kAfterNorm,
-  kSpeculative,  // Start::kAhead, as far as new values fit memory
-  kCommitted,    // Start::kPromised
+  kSpeculative,  // Start::kAhead, as far as new values fit memory; rolled back if the step differs
+  kCommitted,    // Start::kCommitted; the caller guarantees the expected step
 };
+
+// Speculative updates wait for the norm in two cases. With several micro-batches, it is not known which backward
+// completes a gradient. A master that is the parameter is overwritten, and only split masters can be rolled back.
+constexpr UpdateStart possible_start(UpdateStart wanted, Backwards backwards, Rollback rollback) {
+  const bool waits = backwards == Backwards::kSeveral || rollback == Rollback::kImpossible;
+  return waits && wanted == UpdateStart::kSpeculative ? UpdateStart::kAfterNorm : wanted;
+}
 
 // Gradient scale that speculative updates assume.
 enum class ExpectedScale : uint8_t {

@@ -58,7 +58,7 @@ def make_engine_options(
     several = (config.gradient_accumulation_steps or 1) > 1
     options.residency.backwards = _C.Backwards.SEVERAL if several else _C.Backwards.ONE
     options.residency.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
-    options.speculation = _speculation_mode(config.optimizer.speculation, device)
+    options.update_start = update_start(config.optimizer.speculation, device)
     if config.disk_memory.path is not None:
         _fill_disk_options(options.disk, config.disk_memory, local_ranks[1])
     return options
@@ -126,12 +126,13 @@ def _local_rank() -> int:
     return int(value)
 
 
-def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:
+def update_start(speculation: Speculation, device: torch.device) -> _C.UpdateStart:
+    """The earliest start of updates that the configuration asks for."""
     return {
-        Speculation.AUTO: _C.SpeculationMode.ON if device.type == "cuda" else _C.SpeculationMode.OFF,
-        Speculation.ALWAYS: _C.SpeculationMode.ON,
-        Speculation.NEVER: _C.SpeculationMode.OFF,
-        Speculation.COMMIT: _C.SpeculationMode.COMMIT,
+        Speculation.AUTO: _C.UpdateStart.SPECULATIVE if device.type == "cuda" else _C.UpdateStart.AFTER_NORM,
+        Speculation.ALWAYS: _C.UpdateStart.SPECULATIVE,
+        Speculation.NEVER: _C.UpdateStart.AFTER_NORM,
+        Speculation.COMMIT: _C.UpdateStart.COMMITTED,
     }[speculation]
 
 

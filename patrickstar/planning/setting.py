@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
+from patrickstar.machine.engine_options import update_start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +53,9 @@ class Setting:
 
     @property
     def update_start(self) -> _C.UpdateStart:
-        """Start of host updates. With accumulation, or without masters, they start after the norm, except for
-        optimizer-in-backward.
-        """
-        if self.accumulation > 1 or self.speculation is Speculation.NEVER:
-            return _C.UpdateStart.AFTER_NORM
-        if self.speculation is Speculation.COMMIT:
-            return _C.UpdateStart.COMMITTED
-        return _C.UpdateStart.AFTER_NORM if self.master is Master.STOCHASTIC else _C.UpdateStart.SPECULATIVE
+        """Start of host updates on a GPU."""
+        wanted = update_start(self.speculation, torch.device("cuda"))
+        return _C.possible_start(wanted, self.backwards, self.master is not Master.STOCHASTIC)
 
     @property
     def updates_take_memory(self) -> bool:

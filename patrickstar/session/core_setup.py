@@ -126,11 +126,11 @@ def _make_layout(
 
     if not is_new or config.disk_memory.path is not None:
         return make(state_scheme(config.optimizer))
-    several = options.residency.backwards == _C.Backwards.SEVERAL
+    start = _C.possible_start(options.update_start, options.residency.backwards, True)
     return choose_layout(
         make,
         config.optimizer,
-        updates_begin_early=options.speculation == _C.SpeculationMode.ON and not several,
+        updates_begin_early=start == _C.UpdateStart.SPECULATIVE,
         device_bytes=budgets.device_bytes if config.optimizer.params.use_hybrid_adam else 0,
         host_bytes=budgets.host_bytes,
     )

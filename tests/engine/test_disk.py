@@ -11,7 +11,7 @@ from patrickstar.runtime import initialize_engine
 from tests import schemes
 from tests.bits import assert_same_bits
 from tests.models import MODELS, Case, gpt2, token_batch
-from tests.training import assert_same, go_on, least_device_memory, promised, train
+from tests.training import assert_same, go_on, least_device_memory, num_committed, train
 
 GPT2 = Case(lambda: gpt2(hidden=32, layers=12), token_batch)
 STEPS = 4
@@ -98,7 +98,7 @@ def test_formats_and_times_of_updates(more, tmp_path):
     assert_same(run, expected)
     check_passed_through(run.report)
     if more.get("speculation") == "commit":
-        assert promised(run.report) >= (STEPS - 1) * run.report["num_chunks"]
+        assert num_committed(run.report) >= (STEPS - 1) * run.report["num_chunks"]
 
 
 def test_gradients_that_accumulate(tmp_path):

@@ -8,7 +8,15 @@ from patrickstar.planning.simulation import played_instructions
 from tests.models import MODELS
 from tests.plan.test_timed_planner import LAYERS, MEASURED, linked
 from tests.profiling.traces import traced
-from tests.training import assert_same, least_device_memory, make_config, make_host_config, promised, taken_over, train
+from tests.training import (
+    assert_same,
+    least_device_memory,
+    make_config,
+    make_host_config,
+    num_committed,
+    taken_over,
+    train,
+)
 
 STEP = MEASURED + 4
 TRACKS = {
@@ -26,7 +34,7 @@ MOVES = (_C.Track.UPLOAD, _C.Track.DOWNLOAD)
 WAYS = {
     "after the norm": {"speculation": "never"},
     "ahead": {"speculation": "always"},
-    "promised": {"speculation": "commit"},
+    "committed": {"speculation": "commit"},
     "without masters": {"speculation": "commit", "master": "stochastic", "states": "8bit"},
 }
 
@@ -91,7 +99,7 @@ def test_round_trips():
         engine._session.runtime.set_round_trips([one == "ROUND_TRIP" for one in recipes], 4096)
         return dataclasses.replace(plan, times=dataclasses.replace(plan.times, updates=recipes))
 
-    planned, carried_out = orders(*step_of("promised", 4, plan_of=round_trip))
+    planned, carried_out = orders(*step_of("committed", 4, plan_of=round_trip))
     assert carried_out == planned
     assert len(planned[_C.Track.ROUND_TRIP]) > 4
 
@@ -108,7 +116,7 @@ def test_bits_do_not_depend_on_a_mechanism(left_out, speculation):
     config = make_host_config("bf16", device_memory=2**20, default_chunk_size=2048, **clipping)
     config["optimizer"]["speculation"] = speculation
     expected = train(MODELS["llama"], config, steps=4)
-    assert taken_over(expected.report) + promised(expected.report) > 0
+    assert taken_over(expected.report) + num_committed(expected.report) > 0
     for mechanism in _C.Mechanism.__members__.values():
         left_out([mechanism])
         assert_same(train(MODELS["llama"], config, steps=4), expected)

@@ -18,7 +18,7 @@ from tests.schemes import (
     config_of,
     unfreeze_in_the_third_step,
 )
-from tests.training import assert_same, go_on, least_device_memory, promised, train
+from tests.training import assert_same, go_on, least_device_memory, num_committed, train
 
 ROOM = Room(WIDE, lambda config: least_device_memory(WIDE, config, steps=2))
 SMALL_ADAM = [("AdamW", "bf16"), ("AdamW", "8bit")]  # AdamW with states of float32: test_equality.py
@@ -156,7 +156,7 @@ def test_gradients_that_wait_for_the_norm_without_masters():
     roomy = ROOM.train(scheme, speculation="commit")
     for more in ({}, {"on_device": False, "default_chunk_size": 4096, "device_memory": least}):
         run = ROOM.train(scheme, **more)
-        assert promised(run.report) == 0
+        assert num_committed(run.report) == 0
         assert_same(run, roomy)
     twice = {"accumulate": 2, "gradient_clipping": 0.05}
     roomy = ROOM.train(scheme, **twice)

@@ -7,7 +7,7 @@ from patrickstar import _C, MemoryBudgetError
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import MODELS, Case, gpt2, token_batch
-from tests.training import assert_same, go_on, least_device_memory, make_config, promised, train
+from tests.training import assert_same, go_on, least_device_memory, make_config, num_committed, train
 
 GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 STEPS = 3
@@ -34,7 +34,7 @@ def test_no_number_changes(name):
     for device_bytes, on_device in budgets:
         run = train(case, config_of("commit", on_device=on_device, device_memory=device_bytes), steps=3)
         assert_same(run, expected)
-        assert promised(run.report) >= 3
+        assert num_committed(run.report) >= 3
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def test_twelve_bytes_per_parameter():
     run = train(GPT2, config_of("commit", **budgets_of(12.5)), steps=STEPS)
     assert_same(run, expected_run())
     print(f"{run.report['host_peak_bytes'] / run.report['num_chunk_elements']:.2f} bytes per parameter")
-    assert promised(run.report) == STEPS * run.report["num_chunks"]
+    assert num_committed(run.report) == STEPS * run.report["num_chunks"]
     for speculation in ("never", "always"):
         with pytest.raises(MemoryBudgetError):
             train(GPT2, config_of(speculation, **budgets_of(12.5)), steps=STEPS)

@@ -123,7 +123,7 @@ def add_up(partials, first=0, count=None):
     return _C.optim.add_up(address(partials), first, partials.numel() - first if count is None else count)
 
 
-def check_other_passes(call, initial, expected, scalars, most_open):
+def check_other_passes(call, initial, expected, scalars, most_scale_dependent):
     """New states apart from the old ones, the parameter alone with the states in phase two it, and values that are
     settled between two scales: each gives one update's bits. ``call(name, update, *more, with_param=True, **scalars)``
     calls the kernel ``name``; an update's memory ends with its parameter.
@@ -142,10 +142,10 @@ def check_other_passes(call, initial, expected, scalars, most_open):
     assert_same_bits(update.memory(), expected.memory(), "states in phase two")
 
     update, scale = initial.copy(), scalars["grad_scale"]
-    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
+    logs = torch.zeros(-(-numel // _C.optim.SCALE_DEPENDENT_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
     call("param_between", update, scale * 1.02, address(logs), **{**scalars, "grad_scale": scale * 0.98})
     counts = logs[:, :8].contiguous().view(torch.int64)
-    assert (counts >= 0).all() and counts.sum() < most_open and (counts.sum() > 0 or numel < 1000)
-    call("param_open", update, address(logs), **scalars)
+    assert (counts >= 0).all() and counts.sum() < most_scale_dependent and (counts.sum() > 0 or numel < 1000)
+    call("param_scale_dependent", update, address(logs), **scalars)
     assert_same_bits(update.param, expected.param, "scale-independent and scale-dependent")
     assert_same_bits(update.memory()[:-1], untouched, "only read")

@@ -150,7 +150,7 @@ def test_the_other_passes(isa, rule, momentum, numel):
 
     def call(name, update, *more, with_param=True, **options):
         kernel = getattr(_C.optim, f"momentum_{name or 'step'}")
-        key = {} if name in ("param_between", "param_open") else {"key": KEY}
+        key = {} if name in ("param_between", "param_scale_dependent") else {"key": KEY}
         kernel(isa, rule, *update.arguments(with_param=with_param), *more, **key, **options)
 
     check_other_passes(call, initial, expected, scalars, numel / 8)
@@ -169,7 +169,7 @@ def test_what_is_settled_holds_for_every_scale_between(rule, dtype):
             exact = {**SCALARS[rule], "grad_scale": float(torch.tensor(least + share * (most - least)))}
             expected, completed = initial.copy(), update.copy()
             _C.optim.momentum_step("scalar", rule, *expected.arguments(), **exact)
-            _C.optim.momentum_param_open(ISAS[-1], rule, *completed.arguments(), address(logs), **exact)
+            _C.optim.momentum_param_scale_dependent(ISAS[-1], rule, *completed.arguments(), address(logs), **exact)
             assert_same_bits(completed.param, expected.param, f"scale {exact['grad_scale']}")
 
 

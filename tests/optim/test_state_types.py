@@ -490,7 +490,7 @@ def test_the_other_passes(isa, moments, numel):
 
     def call(name, update, *more, with_param=True, **options):
         kernel = getattr(_C.optim, f"adam_{name}" if name else "adam")
-        key = {} if name in ("param_between", "param_open") else {"key": KEY}
+        key = {} if name in ("param_between", "param_scale_dependent") else {"key": KEY}
         kernel(isa, *update.arguments(with_param), 2, *more, **key, **options)
 
     check_other_passes(call, initial, expected_update(initial, scalars), scalars, numel / 2)

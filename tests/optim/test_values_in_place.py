@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from patrickstar import _C
 from tests.bits import assert_same_bits
 from tests.optim.kernel_calls import ISAS, adam_scalars, address
-from tests.optim.test_settled_values import is_open
+from tests.optim.test_scale_dependent_values import is_scale_dependent
 from tests.optim.test_state_types import FLOATS, KEY, MOMENTS, State, Update
 
-PIECE = _C.optim.OPEN_PIECE
+PIECE = _C.optim.SCALE_DEPENDENT_PIECE
 CAPACITY = PIECE // 16
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1000, 4097, 70_001]
 SPLIT = _C.StateType.LOWER_HALF
@@ -33,7 +33,7 @@ class InPlace:
 
     def put(self, scalars, least, most, capacity=CAPACITY):
         self._call("put_values", scalars, least, most, capacity)
-        return is_open(self.logs, len(self.update.grad))
+        return is_scale_dependent(self.logs, len(self.update.grad))
 
     def take_back(self, scalars, least):
         self._call("take_values_back", scalars, least)
@@ -106,8 +106,8 @@ def test_all_bits_are_those_of_the_update(numel, moments, seed, wild, step, lr, 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("lr", "most_open"), [(1e-5, 0.006), (1e-4, 0.02)])
-def test_few_values_are_open(isa, lr, most_open):
+@pytest.mark.parametrize(("lr", "most_scale_dependent"), [(1e-5, 0.006), (1e-4, 0.02)])
+def test_few_values_are_scale_dependent(isa, lr, most_scale_dependent):
     numel = 4_000_000 if isa == ISAS[-1] else 500_000
     generator = torch.Generator().manual_seed(0)
     initial = Update.random(numel, FLOATS, _C.StateType.FLOAT32, torch.bfloat16, torch.bfloat16, seed=1)
@@ -128,7 +128,7 @@ def test_few_values_are_open(isa, lr, most_open):
         passes = InPlace(update, isa, 2)
         share = passes.put(scalars, least, most).double().mean().item()
         print(f"{isa}, learning rate {lr}, scales from {least} to {most}: {share:.2%} of {numel} are open")
-        assert 0 < share < more * most_open
+        assert 0 < share < more * most_scale_dependent
         finished = update.copy()
         other = InPlace(finished, isa, 2)
         other.logs = passes.logs
@@ -157,7 +157,7 @@ def test_more_than_there_is_room_for(isa, capacity):
     assert_same_bits(update.memory(), updated(initial, isa, scalars, 1.5).memory(), "finished")
 
 
-def test_all_is_open_with_an_l2_term():
+def test_all_is_scale_dependent_with_an_l2_term():
     initial = Update.random(5000, FLOATS, SPLIT, torch.bfloat16, torch.bfloat16, seed=2)
     scalars = adam_scalars(10, lr=1e-12, weight_decay=0.5, decoupled=False)
     passes = InPlace(initial.copy(), "scalar")

@@ -226,7 +226,7 @@ def with_round_trips(rates, round_trip_bytes=GB, limit=8):
         *forward(8),
         *(access(_C.Phase.BACKWARD, (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in range(7, -1, -1)),
     ]
-    costs, limits, shape = arguments_of(accesses, [0.1] * 16, limit, _C.Recipe.HOST_PROMISED)
+    costs, limits, shape = arguments_of(accesses, [0.1] * 16, limit, _C.Recipe.HOST_COMMITTED)
     costs_each = [(3 * GB, 3 * GB, 0)] * 8  # moments of 8 bits, beside gradients of 16
     choice = _C.choose_plan(
         accesses,

@@ -183,14 +183,14 @@ def starts(states, start, scale, dtype=_C.DType.BFLOAT16):
 def test_what_does_not_depend_on_memory(scale):
     host, disk, after = _C.Tier.HOST, _C.Tier.DISK, _C.UpdateStart.AFTER_NORM
     for start in (after, _C.UpdateStart.SPECULATIVE, _C.UpdateStart.COMMITTED):
-        on_device = "DEVICE_PROMISED" if start == _C.UpdateStart.COMMITTED else "DEVICE"
+        on_device = "DEVICE_COMMITTED" if start == _C.UpdateStart.COMMITTED else "DEVICE"
         assert starts(_C.Tier.DEVICE, start, scale) == [on_device] * 3
         frozen = _C.earliest_recipe(False, _C.DType.BFLOAT16, host, start, _C.Ahead.EVERYTHING, scale)
         assert frozen == _C.Recipe.NEVER
     assert starts(host, after, scale) == ["HOST", "HOST_TWO_PASSES", "HOST_TWO_PASSES"]
     assert starts(disk, after, scale) == starts(disk, _C.UpdateStart.SPECULATIVE, scale) == ["DISK"] * 3
-    assert starts(host, _C.UpdateStart.COMMITTED, scale) == ["HOST_PROMISED"] * 3
-    assert starts(disk, _C.UpdateStart.COMMITTED, scale) == ["DISK_PROMISED"] * 3
+    assert starts(host, _C.UpdateStart.COMMITTED, scale) == ["HOST_COMMITTED"] * 3
+    assert starts(disk, _C.UpdateStart.COMMITTED, scale) == ["DISK_COMMITTED"] * 3
 
 
 def test_speculative_updates_begin_as_far_as_there_is_memory():

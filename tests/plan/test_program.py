@@ -11,7 +11,7 @@ from tests.plan.test_simulator import BACKWARD, FINALISE, GRAD, PARAM, READ, WRI
 GB = 10**9
 UPDATES = {
     "host": [_C.Recipe.HOST, _C.Recipe.HOST_AHEAD, _C.Recipe.HOST_TWO_PASSES, _C.Recipe.HOST_TWO_PASSES_AHEAD],
-    "disk": [_C.Recipe.DISK, _C.Recipe.DISK_PROMISED],
+    "disk": [_C.Recipe.DISK, _C.Recipe.DISK_COMMITTED],
     "round_trip": [_C.Recipe.ROUND_TRIP],
     "device": [_C.Recipe.DEVICE],
 }

@@ -62,7 +62,7 @@ def test_no_number_depends_on_it_with_updates_in_backward(budget, speculation, a
     config = linked(device_memory=budget, speculation=speculation)
     run, plans = plans_of(LAYERS, config, steps=STEPS - 1, accumulate=accumulate)
     assert_same(run, expected)
-    early = {"always": "HOST_AHEAD", "commit": "HOST_PROMISED"}[speculation]
+    early = {"always": "HOST_AHEAD", "commit": "HOST_COMMITTED"}[speculation]
     assert set(plans[-1].times.updates) == {early if accumulate == 1 else "HOST_TWO_PASSES"}
 
 

@@ -7,7 +7,7 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.runs import Task, train_tasks
-from tests.training import promised, round_trips
+from tests.training import num_committed, round_trips
 
 COMMIT = {"speculation": "commit"}
 SMALL = {"default_chunk_size": 16384, "device_memory": "1MB"}
@@ -39,7 +39,7 @@ def test_split_masters_are_exact():
     for rank in range(2):
         assert_same(results[1][rank], results[0][rank])
     report = results[1][0]["report"]
-    assert promised(report) == tasks[1].steps * report["num_chunks"]
+    assert num_committed(report) == tasks[1].steps * report["num_chunks"]
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -31,7 +31,7 @@ from tests.ranks.runs import (
     train_uneven,
     train_uneven_plain,
 )
-from tests.training import promised
+from tests.training import num_committed
 
 MODELS = ["gpt2", "shared", "unused", "frozen", "mixture_of_experts", "t5"]
 COUNT_THEIR_CALLS = ["unused"]  # and so see twice as many where one process plays both ranks
@@ -103,7 +103,7 @@ def test_precisions_and_accumulation():
         assert_same(results[7][rank], results[8][rank])
         assert_same(results[7][rank], results[9][rank])
     for committed in (results[6][0]["report"], results[8][0]["report"]):
-        assert promised(committed) > 0
+        assert num_committed(committed) > 0
     assert results[8][0]["report"]["num_device_state_chunks"] == results[8][0]["report"]["num_chunks"]
     assert relative_error(results[4][0]["state"], train_plain(tasks[4], 2)) < 2e-6
 

@@ -10,13 +10,13 @@ from patrickstar import _C
 from tests.bits import assert_same_bits
 from tests.optim.kernel_calls import HALVES, ISAS, adam_scalars, address, make_arrays, run_adam
 
-PIECE = _C.optim.OPEN_PIECE
+PIECE = _C.optim.SCALE_DEPENDENT_PIECE
 CAPACITY = PIECE // 16
 SIZES = [0, 1, 15, 16, 17, 127, 128, 129, 255, 257, 300, 1000, 4097, 70_001]
 
 
 def between(isa, arrays, scalars, least, most, num_threads=1):
-    """``param`` for scales from ``least`` to ``most``, and logs of open values."""
+    """``param`` for scales from ``least`` to ``most``, and logs of scale-dependent values."""
     logs = torch.zeros(-(-arrays.master.numel() // PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
     _C.optim.adam_param_between(isa, *arrays.addresses(), num_threads, most, address(logs),
                                 **{**scalars, "grad_scale": least})  # fmt: skip
@@ -24,10 +24,12 @@ def between(isa, arrays, scalars, least, most, num_threads=1):
 
 
 def complete(isa, arrays, scalars, scale, logs, num_threads=1):
-    _C.optim.adam_param_open(isa, *arrays.addresses(), num_threads, address(logs), **{**scalars, "grad_scale": scale})
+    _C.optim.adam_param_scale_dependent(
+        isa, *arrays.addresses(), num_threads, address(logs), **{**scalars, "grad_scale": scale}
+    )
 
 
-def is_open(logs, numel):
+def is_scale_dependent(logs, numel):
     result = torch.zeros(numel, dtype=torch.bool)
     for piece, log in enumerate(logs):
         count = int(log[:8].view(torch.int64))
@@ -65,7 +67,7 @@ def float32(value):
     misalign=st.integers(0, 17),
     num_threads=st.integers(1, 3),
 )
-def test_settled_values_hold_for_every_scale_between(
+def test_scale_dependent_values_hold_for_every_scale_between(
     numel, dtype, seed, wild, step, lr, eps, bounds, shares, misalign, num_threads
 ):
     initial = make_arrays(numel, dtype, dtype, in_place=False, seed=seed, wild=wild)
@@ -75,7 +77,7 @@ def test_settled_values_hold_for_every_scale_between(
     for isa in ISAS:
         arrays = initial.clone(misalign=misalign)
         logs = between(isa, arrays, scalars, least, most, num_threads)
-        settled = ~is_open(logs, numel)
+        settled = ~is_scale_dependent(logs, numel)
         for scale in scales:
             expected = expected_param(initial, scalars, scale)
             completed = arrays.clone()
@@ -87,7 +89,7 @@ def test_settled_values_hold_for_every_scale_between(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_few_values_are_open(isa):
+def test_few_values_are_scale_dependent(isa):
     numel = 4_000_000 if isa == ISAS[-1] else 500_000
     generator = torch.Generator().manual_seed(0)
     arrays = make_arrays(numel, torch.bfloat16, torch.bfloat16, in_place=False, seed=1, wild=False)
@@ -98,7 +100,7 @@ def test_few_values_are_open(isa):
     arrays.variance.copy_(size.square())
     scalars = adam_scalars(1000, lr=1e-5, weight_decay=0.01)
     logs = between(isa, arrays, scalars, 0.8, 1.25, 2)
-    share = is_open(logs, numel).double().mean().item()
+    share = is_scale_dependent(logs, numel).double().mean().item()
     print(f"{isa}: {share:.2%} of {numel} are open")
     assert 0 < share < 0.03
     for scale in (0.8, 0.93, 1.0, 1.25):
@@ -109,18 +111,18 @@ def test_few_values_are_open(isa):
         assert torch.equal(completed.param.view(torch.int16), expected.param.view(torch.int16))
 
 
-def test_all_is_open_with_an_l2_term():
+def test_all_is_scale_dependent_with_an_l2_term():
     """An L2 term may turn a gradient's sign between two scales."""
     arrays = make_arrays(5000, torch.bfloat16, torch.bfloat16, in_place=False, seed=2, wild=False)
     scalars = adam_scalars(10, lr=1e-12, weight_decay=0.5, decoupled=False)
-    assert is_open(between("scalar", arrays, scalars, 0.5, 1.0), 5000).all()
+    assert is_scale_dependent(between("scalar", arrays, scalars, 0.5, 1.0), 5000).all()
 
 
 def test_one_scale_leaves_numbers_settled():
     arrays = make_arrays(5000, torch.float16, torch.float16, in_place=False, seed=3, wild=False)
     arrays.grad[70] = math.nan
     logs = between("scalar", arrays, adam_scalars(10), 0.5, 0.5)
-    assert is_open(logs, 5000)[70] and is_open(logs, 5000).sum() < 10
+    assert is_scale_dependent(logs, 5000)[70] and is_scale_dependent(logs, 5000).sum() < 10
 
 
 def test_more_than_there_is_room_for():
@@ -130,8 +132,8 @@ def test_more_than_there_is_room_for():
     for isa in ISAS:
         arrays = initial.clone()
         logs = between(isa, arrays, scalars, 0.25, 2.0)
-        assert is_open(logs, 2 * PIECE)[:PIECE].all()
-        assert not is_open(logs, 2 * PIECE)[PIECE:].any()
+        assert is_scale_dependent(logs, 2 * PIECE)[:PIECE].all()
+        assert not is_scale_dependent(logs, 2 * PIECE)[PIECE:].any()
         complete(isa, arrays, scalars, 1.5, logs)
         assert_same_bits(arrays.param, expected_param(initial, scalars, 1.5), isa)
 
