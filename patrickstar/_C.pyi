@@ -631,6 +631,9 @@ class ExpectedScale(_Enum):
     BETWEEN: ClassVar[ExpectedScale]
     """A range: clipping acts."""
 
+def cautious(rates: Rates) -> Rates:
+    """Rates by which plans are compared: transfers and updates take longer."""
+
 def earliest_recipe(
     trainable: bool,
     dtype: DType,
@@ -1234,6 +1237,18 @@ class Runtime(UseListener):
     def adopt_timeline(self, accesses: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
         """Plans the first step from an earlier run's ``timeline`` and ``step_times``."""
 
+    def ask_for_step_so_far(self) -> None:
+        """Traces the next step for :meth:`step_so_far`."""
+
+    def step_so_far(self) -> tuple[list[dict[str, Any]], dict[str, Any], list[float]] | None:
+        """Timeline, times and stalls of the running step, before its ``prepare_step``. Host updates have no rate.
+
+        None if :meth:`ask_for_step_so_far` was not called before the step. Waits for the device.
+        """
+
+    def expect_step(self, accesses: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
+        """Places states and plans the next step for this timeline, before ``prepare_step``. ``times``: estimates."""
+
     def make_states(self, chunks: Sequence[int], /) -> None:
         """Makes optimizer states of frozen chunks: all, or none if MemoryBudgetError is raised."""
 
@@ -1343,6 +1358,15 @@ class Runtime(UseListener):
     @property
     def disk_faults(self) -> DiskFaults:
         """Faults that a test injects."""
+
+    @property
+    def num_accesses(self) -> int:
+        """Accesses of the running step so far."""
+
+    def placement_facts(self) -> tuple[DeviceBudget, int, list[Tier]]:
+        """The device budget of states and chunk buffers; host bytes of this engine; resting tier of each chunk's
+        states.
+        """
 
     def timeline(self) -> list[dict[str, Any]]:
         """The last step's timeline, as ``make_plan`` takes it."""

@@ -92,16 +92,47 @@ py::object describe_times(const std::optional<StepTimes>& times) {
   return result;
 }
 
+std::optional<StepTimes> parse_times(const py::object& times) {
+  if (times.is_none()) return std::nullopt;
+  StepTimes parsed{
+      times["rates"].cast<Rates>(),
+      {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<Recipe>>(), {}}};
+  parsed.shape.activations = parse_copies(times["activations"].cast<CopiesByAccess>());
+  return parsed;
+}
+
 void adopt(Runtime& self, const py::list& accesses, const py::object& times) {
   Timeline timeline = parse_timeline(accesses);
-  std::optional<StepTimes> parsed;
-  if (!times.is_none()) {
-    parsed = {times["rates"].cast<Rates>(),
-              {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<Recipe>>(), {}}};
-    parsed->shape.activations = parse_copies(times["activations"].cast<CopiesByAccess>());
-  }
+  std::optional<StepTimes> parsed = parse_times(times);
   without_gil<Call::kDevice>(self,
                              [&](OpenEngine& open) { adopt_timeline(open, std::move(timeline), std::move(parsed)); });
+}
+
+// None if the running step is not traced.
+py::object describe_step_so_far(Runtime& self) {
+  const auto step = without_gil<Call::kDevice>(self, &step_so_far);
+  if (!step) return py::none();
+  return py::make_tuple(describe_timeline(step->timeline), describe_times(step->times), step->stall_seconds);
+}
+
+void expect(Runtime& self, const py::list& accesses, const py::object& times) {
+  ExpectedStep expected{parse_timeline(accesses), parse_times(times), {}};
+  without_gil<Call::kDevice>(self, [&](OpenEngine& open) { expect_step(open, std::move(expected)); });
+}
+
+struct PlacementFacts {
+  DeviceBudget budget;
+  int64_t host_limit_bytes = 0;
+  std::vector<Tier> resting_tiers;
+};
+
+PlacementFacts placement_facts(OpenEngine& open) {
+  const HostArena& arena = open.memory.arena();
+  PlacementFacts facts{open.residency.budget(), arena.free_bytes() + arena.used_bytes(), {}};
+  for (ChunkId chunk = 0; chunk < open.layout().num_chunks(); ++chunk) {
+    facts.resting_tiers.push_back(open.memory.store().resting_tier(chunk));
+  }
+  return facts;
 }
 
 PlanProblem plan_problem(OpenEngine& open) {
@@ -167,6 +198,10 @@ void register_course(RuntimeClass& runtime) {
       .def("forget_plan", bound<Call::kInspect>(&OpenEngine::planner, &StepPlanner::forget_plan))
       .def("plan_anew", bound<Call::kInspect>(&plan_anew))
       .def("adopt_timeline", &adopt, py::arg("accesses"), py::arg("times") = py::none())
+      .def("ask_for_step_so_far",
+           bound<Call::kInspect>(+[](OpenEngine& open) { open.traces.ask(TraceReader::kChoice); }))
+      .def("step_so_far", &describe_step_so_far)
+      .def("expect_step", &expect, py::arg("accesses"), py::arg("times") = py::none())
       .def("make_states", bound<Call::kChangeChunks>(&OpenEngine::unfreezing, &Unfreezing::make_states))
       .def("discard_states", bound<Call::kDevice>(&OpenEngine::unfreezing, &Unfreezing::discard_states))
       .def("train", bound<Call::kChangeChunks>(&train))
@@ -243,6 +278,12 @@ void register_inspection(RuntimeClass& runtime) {
       .def("resting_tier",
            asked([](OpenEngine& open, ChunkId chunk) { return open.memory.store().resting_tier(chunk); }),
            "Resting tier of the chunk's optimizer states.")
+      .def_property_readonly("num_accesses", asked([](OpenEngine& open) { return open.recorder.position() + 1; }))
+      .def("placement_facts",
+           [](Runtime& self) {
+             const PlacementFacts facts = without_gil<Call::kInspect>(self, &placement_facts);
+             return py::make_tuple(facts.budget, facts.host_limit_bytes, facts.resting_tiers);
+           })
       .def("timeline",
            [](Runtime& self) {
              return describe_timeline(

@@ -178,6 +178,7 @@ void define_played(py::module_& module, const char* name, const Describe& descri
 
 void register_recipes(py::module_& module) {
   module.attr("PREDICTION_TOLERANCE") = kPredictionTolerance;
+  module.def("cautious", &cautious, py::arg("rates"), "Rates by which plans are compared (plan/plan_choice.h).");
   py::enum_<UpdateStart>(module, "UpdateStart", "Earliest start of host updates (plan/recipe.h).")
       .value("AFTER_NORM", UpdateStart::kAfterNorm)
       .value("SPECULATIVE", UpdateStart::kSpeculative)

@@ -67,6 +67,13 @@ enum class StatesPlacing : uint8_t {
   kDone,
 };
 
+// The timeline of the next step, which will differ from that of the running one.
+struct ExpectedStep {
+  Timeline timeline;
+  std::optional<StepTimes> times;       // estimates
+  std::vector<double> stall_seconds{};  // by access: waits, beside `times`
+};
+
 struct OpenEngine {
   // Throws MemoryBudgetError if the model cannot fit. `module_params`: the parameters that each module owns. `kept`:
   // host memory of an earlier engine, or null.
@@ -108,6 +115,7 @@ struct OpenEngine {
   StepPlanner planner;
   Unfreezing unfreezing;
   StatesPlacing placing = StatesPlacing::kFirst;
+  std::optional<ExpectedStep> expected;  // until the running step ends
 };
 
 }  // namespace patrickstar

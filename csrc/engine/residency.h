@@ -77,6 +77,8 @@ class Residency {
   // Predicted peak of the arena's mapped bytes (plan/host_demand.h), with states where they are now. Before the first
   // step all states that can be are on the host.
   int64_t predicted_host_peak_bytes() const;
+  // Device memory for states and chunk buffers, as placement counts it.
+  DeviceBudget budget() const { return budget_for_states(); }
   // True if transfers take time that compute can hide, so that memory for prefetches pays.
   bool prefetches_far() const { return device_budget().prefetches_far; }
 

@@ -4,12 +4,14 @@
 #include <utility>
 
 #include "common/check.h"
+#include "plan/step_measurement.h"
 
 namespace patrickstar {
 
 namespace {
 
 void forget_running_step(OpenEngine& open) {
+  open.expected.reset();
   open.pager.replay().end_step();
   open.recorder.abandon_step();
   open.memory.tracer().abandon();
@@ -121,6 +123,8 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   // The optimizer's own accesses are not counted: no activations live then, and on CUDA its device buffers for
   // optimizer states would count as activation memory.
   open.recorder.finish_step();
+  const std::optional<ExpectedStep> expected = std::exchange(open.expected, std::nullopt);
+  if (expected) open.recorder.set_last(expected->timeline);
   if (first) {
     open.placing = StatesPlacing::kDone;
     open.backend().set_limit_policy(LimitPolicy::kEnforce);
@@ -135,13 +139,14 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
     votes.push_back(unpacked_vote(note, static_cast<size_t>(open.layout().num_chunks())));
   }
   const PlanVote all = agreed(votes);
-  if (agreement.ways == StepAgreement::Ways::kAsPlanned)
+  if (agreement.ways == StepAgreement::Ways::kAsPlanned && !expected)
     last = with_activation_levels(previous, planned_activation_levels);
   open.recorder.set_last(std::move(last));
   is_exact ? open.memory.tracer().end_step(open.recorder.last(), outcome) : open.memory.tracer().abandon();
   open.residency.limit_chunk_buffers(open.recorder.last());
   if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // the same on all ranks
   const bool holds = open.planner.end_step(previous, all);
+  if (expected && expected->times) open.planner.adopt(expected->times);
   if (!holds) leave_to_gradients(open);  // activation memory may have risen
   if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
 }
@@ -166,6 +171,7 @@ void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt) {
     open.memory.tracer().begin_step();
   }
   if (!first) open.device->take_activation_peak(open.pager);
+  if (!first && begins_step && tracking == Tracking::kTraining) open.memory.tracer().begin_step();  // undone before
   if (tracking == Tracking::kTraining) {
     open.recorder.begin_forward();
     open.turns.begin_forward(attempt == Attempt::kOnly ? CallSharing::kShared : CallSharing::kOwn);
@@ -264,7 +270,7 @@ double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
   const bool is_time_to_return = open.residency.is_time_to_return();
   if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return sum;
   if (open.placing != StatesPlacing::kDone) {
-    Timeline timeline = open.recorder.running();
+    Timeline timeline = open.expected ? open.expected->timeline : open.recorder.running();
     open.collectives->agree_on(timeline, nullptr);
     place_states(open, timeline);
   } else if (open.residency.is_settling()) {
@@ -334,6 +340,21 @@ void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes
   open.residency.limit_chunk_buffers(open.recorder.last());
   open.planner.adopt(std::move(times));
 }
+
+std::optional<ExpectedStep> step_so_far(OpenEngine& open) {
+  open.recorder.note_activations(open.pager.activation_memory_of_running_access());
+  const std::optional<StepTrace> trace = open.traces.take_until_optimizer(TraceReader::kChoice);
+  const Timeline& running = open.recorder.running();
+  if (!trace || trace->accesses.size() != running.accesses.size()) return std::nullopt;
+  StepTimes times{measured_rates(*trace), {measured_compute_seconds(*trace), {}, {}}};
+  std::vector<double> stalls;
+  for (size_t t = 0; t < trace->accesses.size(); ++t) {
+    stalls.push_back(trace->accesses[t].seconds - times.shape.compute_seconds[t]);
+  }
+  return ExpectedStep{running, std::move(times), std::move(stalls)};
+}
+
+void expect_step(OpenEngine& open, ExpectedStep expected) { open.expected = std::move(expected); }
 
 void train(OpenEngine& open, const std::vector<ParamId>& params) {
   open.unfreezing.train(params);

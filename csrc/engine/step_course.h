@@ -52,6 +52,11 @@ void clear_gradients(OpenEngine& open);
 // Before the first step: adopts the timeline of an earlier run with the same layout, and its `times` if it was
 // measured. The first step then replays a plan, and fetches on demand after a plan miss. All ranks must call it.
 void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes> times);
+// The running step up to its optimizer's step, which begins now. Nothing if TraceReader::kChoice did not ask for it.
+std::optional<ExpectedStep> step_so_far(OpenEngine& open);
+// Between backward and prepare_step: states are placed, and the next step planned, for `expected`. All ranks must call
+// it; times must be the same on all.
+void expect_step(OpenEngine& open, ExpectedStep expected);
 // Trains frozen parameters from now on, in chunks that have states. All ranks must call it, between the same forwards.
 void train(OpenEngine& open, const std::vector<ParamId>& params);
 

@@ -13,22 +13,7 @@ namespace patrickstar {
 
 namespace {
 
-// Plans are compared on a machine whose transfers, collectives and updates take this much longer. Steps jitter, and one
-// late fetch delays everything after it, while bytes and room hidden by compute cost nothing. Not measured by itself.
 constexpr double kPredictionCaution = 1.5;
-
-Rates cautious(Rates rates) {
-  rates.upload_gbps /= kPredictionCaution;
-  rates.download_gbps /= kPredictionCaution;
-  rates.transfer_latency_seconds *= kPredictionCaution;
-  rates.gather_gbps /= kPredictionCaution;
-  rates.scatter_gbps /= kPredictionCaution;
-  rates.collective_latency_seconds *= kPredictionCaution;
-  rates.host_adam_params_per_second /= kPredictionCaution;
-  rates.disk_read_gbps /= kPredictionCaution;
-  rates.disk_write_gbps /= kPredictionCaution;
-  return rates;
-}
 
 int64_t largest_fetch_bytes(const PlanProblem& problem) {
   int64_t largest = 0;
@@ -223,6 +208,19 @@ std::optional<PlanChoice> choose_round_trips(PlanProblem problem, const Predicte
 }
 
 }  // namespace
+
+Rates cautious(Rates rates) {
+  rates.upload_gbps /= kPredictionCaution;
+  rates.download_gbps /= kPredictionCaution;
+  rates.transfer_latency_seconds *= kPredictionCaution;
+  rates.gather_gbps /= kPredictionCaution;
+  rates.scatter_gbps /= kPredictionCaution;
+  rates.collective_latency_seconds *= kPredictionCaution;
+  rates.host_adam_params_per_second /= kPredictionCaution;
+  rates.disk_read_gbps /= kPredictionCaution;
+  rates.disk_write_gbps /= kPredictionCaution;
+  return rates;
+}
 
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
   const int64_t spare = device_spare_bytes(problem);

@@ -146,16 +146,32 @@ std::optional<StepTrace> StepTracer::take() {
   trace.seconds = seconds_at(end_);
   trace.optimizer_begin_seconds = optimizer_ == nullptr ? trace.seconds : seconds_at(optimizer_);
   trace.device_limit_bytes = backend_.limit_bytes();
-  for (OpenSample& open : samples_) {
-    open.sample.seconds = seconds_at(open.mark);
-    trace.samples.push_back(open.sample);
-  }
+  resolve_samples(trace);
   resolve_accesses(trace);
   resolve_spans(trace);
   resolve_host_spans(trace);
   clear();
   stage_ = TraceState::kOff;
   return trace;
+}
+
+std::optional<StepTrace> StepTracer::until_optimizer() {
+  if (stage_ != TraceState::kTracing) return std::nullopt;
+  begin_optimizer();
+  StepTrace trace;
+  trace.seconds = trace.optimizer_begin_seconds = seconds_at(optimizer_);
+  trace.device_limit_bytes = backend_.limit_bytes();
+  resolve_samples(trace);
+  resolve_accesses(trace);
+  resolve_spans(trace);
+  return trace;
+}
+
+void StepTracer::resolve_samples(StepTrace& trace) {
+  for (OpenSample& open : samples_) {
+    open.sample.seconds = seconds_at(open.mark);
+    trace.samples.push_back(open.sample);
+  }
 }
 
 void StepTracer::resolve_accesses(StepTrace& trace) {

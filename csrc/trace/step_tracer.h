@@ -96,6 +96,9 @@ class StepTracer final : public Tracer {
   bool is_complete() const { return stage_ == TraceState::kComplete; }
   // Returns the trace once; nothing before the step is over. Waits for the work that the step started.
   std::optional<StepTrace> take();
+  // The traced step up to its optimizer's step, which begins now: accesses, transfers and stalls, without host updates.
+  // Waits for the device. Nothing if no step is traced.
+  std::optional<StepTrace> until_optimizer();
 
   std::shared_ptr<HostSpan> open_host_span(const SpanLabel& label,
                                            std::shared_ptr<const std::atomic<bool>> dropped) override;
@@ -140,6 +143,7 @@ class StepTracer final : public Tracer {
   double seconds_at(TraceClock::time_point time) const {
     return std::chrono::duration<double>(time - host_origin_).count();
   }
+  void resolve_samples(StepTrace& trace);
   void resolve_spans(StepTrace& trace);
   void resolve_host_spans(StepTrace& trace);
   void resolve_accesses(StepTrace& trace);

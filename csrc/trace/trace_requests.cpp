@@ -29,6 +29,10 @@ std::optional<StepTrace> TraceRequests::take(TraceReader reader) {
   return std::exchange(request(reader).trace, std::nullopt);
 }
 
+std::optional<StepTrace> TraceRequests::take_until_optimizer(TraceReader reader) {
+  return std::exchange(request(reader).open, false) ? tracer_.until_optimizer() : std::nullopt;
+}
+
 void TraceRequests::collect() {
   const std::optional<StepTrace> trace = tracer_.take();
   for (Request& request : requests_) {

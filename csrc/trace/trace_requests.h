@@ -20,9 +20,10 @@ enum class TraceReader : uint8_t {
   kUser,     // one step, for its files
   kPlanner,  // step times
   kMonitor,  // occasional stalls
+  kChoice,   // choice of recomputation, before the optimizer's first step
 };
 
-constexpr size_t kNumTraceReaders = 3;
+constexpr size_t kNumTraceReaders = 4;
 
 class TraceRequests {
  public:
@@ -34,6 +35,8 @@ class TraceRequests {
   bool is_ready(TraceReader reader) const;
   // Returns the trace once; nothing before the step is over. Waits for the work that the step started.
   std::optional<StepTrace> take(TraceReader reader);
+  // The running step for a reader who asked; see StepTracer. Ends the request.
+  std::optional<StepTrace> take_until_optimizer(TraceReader reader);
 
  private:
   struct Request {

@@ -30,13 +30,17 @@ def comes_ahead(number: int, used: int) -> bool:
     return 0 < used - number <= _FETCHED_AHEAD
 
 
-class ActivationTier(enum.Enum):
-    """The place of one layer's activations between its forward and its backward."""
+class Saved(enum.Enum):
+    """Part of a checkpointed call's activations that is saved between its forward and its backward. The rest is
+    recomputed. The call's inputs are saved in any case.
+    """
 
-    KEEP = "device"
-    OFFLOAD = "host"
-    RECOMPUTE = "nowhere"
-    """Only the layer's input is kept; it may be offloaded."""
+    NOTHING = "nothing"
+    PRODUCTS = "products"
+    """Results of matrix products and of attention. Norms, activation functions and rotations are recomputed."""
+    EVERYTHING = "everything"
+    ON_HOST = "on host"
+    """Everything, in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from patrickstar import _C
-from patrickstar.activations.activation_rules import MOST_LEAVING, ActivationTier, DeviceShares, comes_ahead
+from patrickstar.activations.activation_rules import MOST_LEAVING, DeviceShares, comes_ahead
 from patrickstar.activations.working_activations import ExpectedInputs, WorkingBytes
 
 
@@ -74,24 +74,21 @@ class OffloadStore:
             raise
 
     @contextlib.contextmanager
-    def resting(self, tier: ActivationTier) -> Iterator[None]:
-        """Wraps the forward of a layer without a checkpoint, whose activations rest on ``tier``.
-
-        KEEP: they stay on the device. OFFLOAD: they leave together at the layer's end, and are copied while the next
-        layer computes. Activations kept before the layer follow their own rule.
+    def leaving(self) -> Iterator[None]:
+        """Wraps a call without a checkpoint, whose activations leave together at its end. They are copied while the
+        next call computes. Activations kept before follow their own rule.
         """
         self._kept_last = collections.deque()
         try:
             yield
-            if tier is ActivationTier.OFFLOAD:
-                self.finish()  # copies of the previous layer
-                for ref in self._kept_last:
-                    kept = ref()
-                    if kept is not None and kept.is_unchanged:  # else its backward raises
-                        kept.would_stay = False
-                        self._send(kept)
-                if self._most_leaving == 0:
-                    self.finish()
+            self.finish()  # copies of the previous call
+            for ref in self._kept_last:
+                kept = ref()
+                if kept is not None and kept.is_unchanged:  # else its backward raises
+                    kept.would_stay = False
+                    self._send(kept)
+            if self._most_leaving == 0:
+                self.finish()
         finally:
             self._kept_last = self._on_device
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
-from patrickstar.activations.layer_activations import LayerActivations
+from patrickstar.activations.checkpoint_calls import CheckpointCalls
 from patrickstar.activations.offloaded_activations import OffloadStore
-from patrickstar.activations.selective_attention import SelectiveAttention
+from patrickstar.activations.selective_recomputation import SelectiveAttention
 from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
 from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
 from patrickstar.module.chunked_parameter import ChunkedParameter
@@ -32,24 +32,24 @@ def activation_offloader(
         chunk_bytes: device bytes of the largest module's chunks.
     """
     if section.offload is ActivationOffload.NEVER:
-        return StayingActivations(LayerActivations(module, None, None))
+        return StayingActivations(CheckpointCalls(module, None, None))
     params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
     offload_store = OffloadStore(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
     attention = None
     if section.keep_attention is not KeepAttention.NEVER:
         least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else LEAST_ATTENTION_TOKENS
         attention = SelectiveAttention(offload_store, least_tokens)
-    layers = LayerActivations(module, offload_store, attention)
+    calls = CheckpointCalls(module, offload_store, attention)
     if section.offload is ActivationOffload.ALWAYS:
-        return AllActivations(offload_store, layers)
-    return CheckpointedActivations(module, offload_store, layers)
+        return AllActivations(offload_store, calls)
+    return CheckpointedActivations(module, offload_store, calls)
 
 
 class ActivationOffloader(Protocol):
     """Decides which forwards keep activations in the offload memory."""
 
-    layers: LayerActivations
-    """The activation tier of each layer."""
+    calls: CheckpointCalls
+    """The checkpointed calls of its forwards."""
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """Wraps a forward whose backward follows."""
@@ -71,12 +71,12 @@ class ActivationOffloader(Protocol):
 class StayingActivations:
     """Leaves activations on the device, as autograd saves them."""
 
-    def __init__(self, layers: LayerActivations):
-        self.layers = layers
+    def __init__(self, calls: CheckpointCalls):
+        self.calls = calls
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`ActivationOffloader`."""
-        return self.layers.running()
+        return self.calls.running()
 
     def forget(self) -> None:
         """Does nothing."""
@@ -91,14 +91,14 @@ class StayingActivations:
 class AllActivations:
     """Lets every tensor leave that autograd saves."""
 
-    def __init__(self, offload_store: OffloadStore, layers: LayerActivations):
+    def __init__(self, offload_store: OffloadStore, calls: CheckpointCalls):
         self._offload_store = offload_store
-        self.layers = layers
+        self.calls = calls
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """See :class:`ActivationOffloader`."""
-        with self._offload_store.keeping(), self.layers.running():
+        with self._offload_store.keeping(), self.calls.running():
             yield
 
     def forget(self) -> None:
@@ -117,15 +117,15 @@ class AllActivations:
 class CheckpointedActivations:
     """Lets activations of a Hugging Face model leave only while it checkpoints layers. Otherwise they are too many."""
 
-    def __init__(self, module: nn.Module, offload_store: OffloadStore, layers: LayerActivations):
-        self.layers = layers
+    def __init__(self, module: nn.Module, offload_store: OffloadStore, calls: CheckpointCalls):
+        self.calls = calls
         self._checkpointable = checkpointable_modules(module)
-        self._all = AllActivations(offload_store, layers)
+        self._all = AllActivations(offload_store, calls)
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`ActivationOffloader`. Follows the model's present checkpointing."""
         checkpoints = any(map(is_checkpointing, self._checkpointable))
-        return self._all.keeping() if checkpoints else contextlib.nullcontext()
+        return self._all.keeping() if checkpoints else self.calls.running()
 
     def forget(self) -> None:
         """See :class:`ActivationOffloader`."""

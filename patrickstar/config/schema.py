@@ -62,6 +62,13 @@ class ActivationOffload(enum.Enum):
     ALWAYS = "always"
 
 
+class Recompute(enum.Enum):
+    """Recomputation of checkpointed calls."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
 class KeepAttention(enum.Enum):
     """Selective recomputation: keeps attention's outputs in checkpointed layers for their backward."""
 
@@ -260,6 +267,13 @@ class ActivationsConfig(Section):
     device has no room for them beside computation and its chunks. They are prefetched in backward; if host memory is
     full they stay. ``"auto"``: for Hugging Face models with activation checkpointing, whose layer inputs are offloaded.
     ``"always"``: for any model. ``"never"``. Numbers do not depend on it.
+    """
+    recompute: Annotated[Recompute, HONOURED] = Recompute.AUTO
+    """Recomputation of checkpointed calls (``torch.utils.checkpoint`` with ``use_reentrant=False``, as Hugging Face's
+    layers make them). ``"auto"``: with a GPU, the first step measures what each call would save. Calls then save
+    everything, or the results of matrix products and attention, or nothing, whichever gives the shortest predicted
+    step. ``"always"``: they save nothing. Numbers do not depend on it. Batch norms, ``preserve_rng_state=False`` and a
+    ``context_fn`` of the user mean ``"always"``; compiled layers save everything or nothing.
     """
     keep_attention: Annotated[KeepAttention, HONOURED] = KeepAttention.AUTO
     """Selective recomputation: keep attention's outputs in checkpointed layers of a Hugging Face model, so that the

@@ -10,7 +10,7 @@ from patrickstar import _C
 from patrickstar.config import HostThreadsConfig
 from patrickstar.machine.engine_options import host_thread_options
 
-_REPEATS = 5
+_REPEATS = 8
 
 
 def engine_threads() -> _C.HostThreads:
@@ -59,10 +59,12 @@ def measure_host_adam_gparams(numel: int = 16 * 2**20) -> float:
         )
 
     update()
-    begin = time.perf_counter()
+    seconds = []
     for _ in range(_REPEATS):
+        begin = time.perf_counter()
         update()
-    return _REPEATS * numel / (time.perf_counter() - begin) / 1e9
+        seconds.append(time.perf_counter() - begin)
+    return numel / min(seconds) / 1e9  # other threads of the process may be busy
 
 
 def measure_link_gbps(num_bytes: int = 128 * 2**20) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.sizes import show_size
 
-VERSION = 8
+VERSION = 9
 _FORMAT = "patrickstar.plan"
 
 
@@ -57,6 +57,49 @@ class PlannedChunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedCalls:
+    """Saved activations of a forward's checkpointed calls, and the bytes of each choice, by number of the call."""
+
+    saved: tuple[str, ...]
+    """Values of ``Saved``."""
+    product_bytes: tuple[int, ...]
+    """Bytes of products; 0: they cannot be saved alone."""
+    all_bytes: tuple[int, ...]
+    base_bytes: int
+    """Highest activation memory if nothing is saved."""
+    size: int
+    """Size of the largest forward's inputs: elements, times their length if attention saves its square."""
+    is_quadratic: bool
+    """True if attention saves tensors of [..., tokens, tokens]."""
+
+    @classmethod
+    def largest_of(cls, by_rank: Iterable[SavedCalls]) -> SavedCalls:
+        """The largest figures of ranks that made the same choice."""
+        ranks = list(by_rank)
+        return cls(
+            ranks[0].saved,
+            tuple(map(max, zip(*(rank.product_bytes for rank in ranks), strict=True))),
+            tuple(map(max, zip(*(rank.all_bytes for rank in ranks), strict=True))),
+            max(rank.base_bytes for rank in ranks),
+            max(rank.size for rank in ranks),
+            any(rank.is_quadratic for rank in ranks),
+        )
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> SavedCalls:
+        """Reads JSON's types. Raises KeyError, TypeError or IndexError if they are damaged."""
+        lists = {key: tuple(fields[key]) for key in ("saved", "product_bytes", "all_bytes")}
+        if len({len(values) for values in lists.values()}) != 1:
+            raise IndexError("saved calls of several lengths")
+        return cls(
+            **lists,
+            base_bytes=int(fields["base_bytes"]),
+            size=int(fields["size"]),
+            is_quadratic=bool(fields["is_quadratic"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The accesses of a step and the transfers at each."""
 
@@ -78,6 +121,8 @@ class Plan:
     """Times that the choice used; None: no step was measured."""
     prediction: Prediction | None = None
     """Prediction of the step with these times."""
+    saved_calls: SavedCalls | None = None
+    """None: checkpointed calls save nothing."""
 
     @property
     def activation_peak_bytes(self) -> int:
@@ -176,7 +221,7 @@ class Plan:
                 f"{source} is a plan of version {version}, this PatrickStar reads {VERSION}; write it again"
             )
         try:
-            times, prediction = fields.pop("times"), fields.pop("prediction")
+            times, prediction, saved = (fields.pop(key) for key in ("times", "prediction", "saved_calls"))
             plan = cls(
                 chunks=tuple(PlannedChunk(**chunk) for chunk in fields.pop("chunks")),
                 timeline=[_core_access(access) for access in fields.pop("timeline")],
@@ -184,6 +229,7 @@ class Plan:
                 problem=_core_problem(fields.pop("problem")),
                 times=None if times is None else StepTimes(**times),
                 prediction=None if prediction is None else Prediction(**prediction),
+                saved_calls=None if saved is None else SavedCalls.from_plain(saved),
                 **fields,
             )
             plan._check_chunks()

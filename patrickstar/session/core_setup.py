@@ -17,7 +17,7 @@ from patrickstar.module.adoption import FormerHandle
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout, owned_params
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.simulation import played_instructions
-from patrickstar.planning.step_plan import Plan, plan_of
+from patrickstar.planning.step_plan import Plan, SavedCalls, plan_of
 from patrickstar.profiling import PlayedInstruction
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.context import DistributedContext
@@ -166,8 +166,8 @@ def load_plan(config: Config, ranks: RankGroups) -> Plan | None:
     return plan
 
 
-def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
-    """The plan of the next step.
+def current_plan(runtime: _C.Runtime, layout: _C.Layout, saved_calls: SavedCalls | None = None) -> Plan:
+    """The plan of the next step, in which checkpointed calls save ``saved_calls``.
 
     Raises:
         StateError: no step was made yet.
@@ -179,7 +179,7 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
         runtime.is_on_device(chunk, layout.chunk(chunk)["leading_state"]) for chunk in range(layout.num_chunks)
     ]
     times, predicted = runtime.step_times(), runtime.predicted_step()
-    return plan_of(
+    plan = plan_of(
         layout,
         timeline,
         on_device,
@@ -189,6 +189,7 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
         Prediction(**predicted) if predicted is not None else None,
         [runtime.resting_tier(chunk) == _C.Tier.DISK for chunk in range(layout.num_chunks)],
     )
+    return dataclasses.replace(plan, saved_calls=saved_calls)
 
 
 def current_program(runtime: _C.Runtime, layout: _C.Layout) -> list[PlayedInstruction] | None:

@@ -49,6 +49,7 @@ class Forwards:
         repeatable: undoes the changes of a forward.
         calls: how ranks share calls of the module.
         activations: keeps those of training forwards.
+        give_up: called when a training forward ran out of memory.
         explain: adds remedies, and a sentence about this forward, to an out-of-memory error.
         inputs: moves inputs of a call to the module's device.
     """
@@ -61,6 +62,7 @@ class Forwards:
         repeatable: RepeatableForwards,
         calls: Calls,
         activations: ActivationOffloader,
+        give_up: Callable[[], None],
         explain: Callable[[torch.OutOfMemoryError, str], None],
         inputs: InputsInPlace,
     ):
@@ -70,6 +72,7 @@ class Forwards:
         self._repeatable = repeatable
         self._calls = calls
         self._activations = activations
+        self._give_up = give_up
         self._explain = explain
         self._inputs = inputs
 
@@ -136,6 +139,8 @@ class Forwards:
                     )
                 start.rewind()
                 self._activations.forget()
+                if tracking == _C.Tracking.TRAINING:
+                    self._give_up()
                 self._runtime.undo_forward()
                 start.undo_writes()
                 self._runtime.evict_all_from_device(what)

@@ -21,6 +21,7 @@ from patrickstar.planning.plan_cache import PlanCache, cache_folder, key_of
 from patrickstar.planning.step_plan import VERSION, Plan
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.session.core_setup import current_plan
+from patrickstar.session.recompute_choice import NoRecomputeChoice
 
 logger = logging.getLogger("patrickstar")
 
@@ -47,8 +48,9 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a forward."""
 
 
-def adopt_plan(runtime: _C.Runtime, plan: Plan) -> None:
-    """Makes the first step of ``runtime`` replay ``plan``. Collective over all ranks."""
+def adopt_plan(runtime: _C.Runtime, choice: NoRecomputeChoice, plan: Plan) -> None:
+    """Makes the first step of ``runtime`` replay ``plan``; calls save what it says. Collective over all ranks."""
+    choice.adopt(plan)
     runtime.adopt_timeline(plan.timeline, plan.times.as_core() if plan.times is not None else None)
 
 
@@ -79,6 +81,7 @@ class KeptPlan(NoKeptPlan):
         ranks: that train together.
         runtime: before its first step.
         layout: its chunks.
+        choice: of recomputation.
     """
 
     def __init__(
@@ -88,12 +91,14 @@ class KeptPlan(NoKeptPlan):
         ranks: RankGroups,
         runtime: _C.Runtime,
         layout: _C.Layout,
+        choice: NoRecomputeChoice,
     ):
         self._cache = cache if ranks.context.rank == ranks.members[0] else None
         self._facts = facts
         self._ranks = ranks
         self._runtime = runtime
         self._layout = layout
+        self._choice = choice
         self._key = ""  # none before the first training forward
         self._kept: Plan | None = None  # the plan in the cache
         self._num_plans_when_kept = -1
@@ -120,7 +125,7 @@ class KeptPlan(NoKeptPlan):
         self._key = key_of({**self._facts, "inputs": shapes})
         plan = self._common_plan()
         if plan is not None:
-            adopt_plan(self._runtime, plan)
+            adopt_plan(self._runtime, self._choice, plan)
             self._note_kept(plan)
             logger.debug("the first step replays the plan of an earlier run like this one")
         self._is_over = self._cache is None
@@ -170,7 +175,7 @@ class KeptPlan(NoKeptPlan):
     def _keep(self) -> None:
         if self._cache is None or self._count_plans() == self._num_plans_when_kept or not self._runtime.timeline():
             return
-        plan = current_plan(self._runtime, self._layout)
+        plan = current_plan(self._runtime, self._layout, self._choice.saved_calls())
         if plan.steps and plan != self._kept:
             self._cache.save(self._key, plan)
         self._note_kept(plan)
@@ -190,6 +195,7 @@ def make_kept_plan(
     ranks: RankGroups,
     runtime: _C.Runtime,
     layout: _C.Layout,
+    choice: NoRecomputeChoice,
 ) -> NoKeptPlan:
     """The kept plan of a new session. Nothing is looked up if the configuration names a plan, or keeps none on one
     rank.
@@ -199,7 +205,7 @@ def make_kept_plan(
         return NoKeptPlan()
     cache = PlanCache(folder) if folder is not None else None
     facts = run_facts(module, params, config, ranks, layout)
-    return KeptPlan(cache, facts, ranks, runtime, layout)
+    return KeptPlan(cache, facts, ranks, runtime, layout, choice)
 
 
 def run_facts(

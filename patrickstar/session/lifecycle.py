@@ -96,7 +96,7 @@ def complete(session: Session, saved_plan: Plan | None) -> None:
     """
     session.set_parts(build_parts(session, session.teardown, session.core.largest_module_bytes))
     if saved_plan is not None:
-        adopt_plan(session.runtime, saved_plan)
+        adopt_plan(session.runtime, session.parts.recompute_choice, saved_plan)
 
 
 def evict_all(session: Session, set_aside: Callable[[], _C.KeptRegions]) -> AllEvicted:

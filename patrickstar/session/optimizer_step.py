@@ -26,6 +26,7 @@ def run_step(session: Session, param_groups: list[dict[str, Any]], options: list
     if decision is None:
         if not session.runtime.gradients_pending():
             return
+        session.parts.recompute_choice.before_step()
         decision = _decide(session, param_groups, options)
     try:
         _update(session, decision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from patrickstar.activations.layer_activations import LayerActivations
+from patrickstar.activations.checkpoint_calls import CheckpointCalls
 from patrickstar.module.compiled.units import CompiledUnits
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.param_states import ParamStates
@@ -15,6 +15,7 @@ from patrickstar.session.forwards import Forwards
 from patrickstar.session.gradient_reads import GradientReads
 from patrickstar.session.kept_plan import NoKeptPlan
 from patrickstar.session.rank_sync import BufferSync
+from patrickstar.session.recompute_choice import NoRecomputeChoice
 from patrickstar.session.step_gradients import StepGradients
 from patrickstar.session.trained_params import TrainedParams
 
@@ -34,6 +35,7 @@ class Parts:
     gradient_reads: GradientReads
     backwards: Backwards
     kept_plan: NoKeptPlan
-    layer_activations: LayerActivations
+    checkpoint_calls: CheckpointCalls
+    recompute_choice: NoRecomputeChoice
     ends_of_step: list[Callable[[], None]]
     """Called after each step, in this order."""

@@ -123,7 +123,7 @@ class Session:
         self.parts = parts
         self.managed, self.states, self.compiled, self.calls = parts.managed, parts.states, parts.compiled, parts.calls
         self.gradients, self.gradient_reads, self.backwards = parts.gradients, parts.gradient_reads, parts.backwards
-        self.kept_plan, self.layer_activations = parts.kept_plan, parts.layer_activations
+        self.kept_plan, self.checkpoint_calls = parts.kept_plan, parts.checkpoint_calls
 
     @property
     def stage(self) -> StepStage:
@@ -211,4 +211,4 @@ class Session:
     def plan(self) -> Plan:
         """The plan of the next step."""
         self.check_open()
-        return current_plan(self.runtime, self.layout)
+        return current_plan(self.runtime, self.layout, self.parts.recompute_choice.saved_calls())

@@ -29,6 +29,7 @@ from patrickstar.session.kept_plan import make_kept_plan
 from patrickstar.session.parts import Parts
 from patrickstar.session.quiet_log import PressureLog
 from patrickstar.session.rank_sync import BufferSync
+from patrickstar.session.recompute_choice import NoRecomputeChoice, make_recompute_choice
 from patrickstar.session.session import Session
 from patrickstar.session.step_gradients import StepGradients
 from patrickstar.session.step_loop import StepLoop
@@ -58,7 +59,9 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
     )
     if profiler is not None:
         undo.callback(profiler.close)
-    kept_plan = make_kept_plan(session.module, session.plan_of_params, config, ranks, runtime, session.layout)
+    kept_plan = make_kept_plan(
+        session.module, session.plan_of_params, config, ranks, runtime, session.layout, running.choice
+    )
     ends_of_step = [converted.end_step, PressureLog(runtime).end_step, kept_plan.end_step]
     if profiler is not None:
         ends_of_step.append(profiler.end_step)
@@ -83,7 +86,8 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
             profiler,
         ),
         kept_plan=kept_plan,
-        layer_activations=running.activations.layers,
+        checkpoint_calls=running.activations.calls,
+        recompute_choice=running.choice,
         ends_of_step=ends_of_step,
     )
 
@@ -96,6 +100,7 @@ class _Running:
     managed: ManagedParams
     calls: Calls
     activations: ActivationOffloader
+    choice: NoRecomputeChoice
     forwards: Forwards
 
 
@@ -118,6 +123,10 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
     activations = activation_offloader(module, config.activations, runtime, device, largest_module_bytes)
     undo.callback(activations.finish)
 
+    choice = make_recompute_choice(
+        module, config, runtime, session.layout, activations.calls, session.chunk_ranks, device
+    )
+
     def explain(error: torch.OutOfMemoryError, once: str) -> None:
         explain_lack_of_memory(error, module, runtime.report(), remedies.texts(), once)
 
@@ -126,6 +135,7 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
         managed=managed,
         calls=calls,
         activations=activations,
+        choice=choice,
         forwards=Forwards(
             runtime,
             observer,
@@ -133,6 +143,7 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
             repeatable,
             calls,
             activations,
+            choice.give_up,
             explain,
             InputsInPlace(device, config.compute_dtype),
         ),

@@ -57,6 +57,7 @@ class StepLoop:
             with session.guard("forward"):
                 parts.buffers.run()
                 session.kept_plan.begin_forward(inputs)
+                parts.recompute_choice.begin_forward(inputs)
                 result = parts.forwards.run(call, signals, _C.Tracking.TRAINING)
                 session.course.note(StepStage.FORWARDED)
                 session.run_log.note_forward(inputs)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.activations.selective_attention import _DROPOUT_AT
+from patrickstar.activations.selective_recomputation import _DROPOUT_AT
 from tests.engine.test_offloaded_activations import DEEP, HIDDEN, LAYERS, deep_llama, long_batch, offloading
 from tests.models import Case
 from tests.training import Run, assert_same, least_device_memory, train

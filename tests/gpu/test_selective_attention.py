@@ -21,7 +21,7 @@ def batch(generator):
 
 
 def trained(keep_attention, **config):
-    section = {"keep_attention": keep_attention}
+    section = {"keep_attention": keep_attention, "recompute": "always"}
     config = make_config("bf16", activations=section, default_chunk_size=2**20, **config)
     with CountedKernels() as kernels, sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # its backward can be deterministic
         run = train(Case(build, batch), config, steps=STEPS, checkpointing=False)

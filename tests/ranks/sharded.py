@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from patrickstar import RankFailure
-from patrickstar.activations.activation_rules import ActivationTier
+from patrickstar.activations.activation_rules import Saved
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence import attention
 from tests import text_models
@@ -95,8 +95,8 @@ class Run:
     checkpointing: bool | None = None
     """use_reentrant, or None for no checkpointing."""
     accumulate: int = 1
-    tiers: tuple[ActivationTier, ...] = ()
-    """Resting tiers of a GPT-2's layer activations, rotated by one layer each step; empty: the engine chooses."""
+    saved: tuple[Saved, ...] = ()
+    """Choices of checkpointed calls, rotated by one call each step; empty: nothing is saved."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -116,8 +116,8 @@ def train(run: Run) -> dict[str, Any]:
         losses, norms = [], []
         for step in range(run.steps):
             optimizer.zero_grad()
-            tiers = {f"transformer.h.{(i + step) % len(run.tiers)}": tier for i, tier in enumerate(run.tiers)}
-            engine._session.layer_activations.choose(tiers)
+            turn = step % max(len(run.saved), 1)
+            engine._session.checkpoint_calls.choose(run.saved[turn:] + run.saved[:turn])
             for _ in range(run.accumulate):
                 whole = batch(generator, run.kind, BATCH * 2, run.length)
                 mine = {key: rows_of(value, data_rank, data_size) for key, value in whole.items()}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from patrickstar.activations.activation_rules import ActivationTier
+from patrickstar.activations.activation_rules import Saved
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.sharded import LENGTH, Model, Run, checkpointed, go_wrong, train_all, train_own, two_entry_points
@@ -104,8 +104,8 @@ def test_dropout_in_attention_is_that_of_any_number_of_ranks():
     model = Model("gpt2", {"attn_pdrop": 0.3})
     by_size = [sharded(size, [Run(model, size=size, mode="ring", checkpointing=False)])[0][0] for size in (2, 3)]
     assert_close(*by_size)
-    tiers = (ActivationTier.KEEP, ActivationTier.OFFLOAD)
-    chosen = Run(model, size=2, mode="ring", checkpointing=False, tiers=tiers, options={"device_memory": "1MB"})
+    saved = (Saved.EVERYTHING, Saved.ON_HOST, Saved.PRODUCTS)
+    chosen = Run(model, size=2, mode="ring", checkpointing=False, saved=saved, options={"device_memory": "2MB"})
     plain, kept = sharded(2, [Run(GPT2, size=2, mode="ring"), chosen])
     assert plain[0]["losses"] != by_size[0]["losses"]
     assert kept[0]["losses"] == by_size[0]["losses"]  # wherever activations of layers rest

@@ -9,14 +9,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from patrickstar.activations.activation_rules import ActivationTier
+from patrickstar.activations.activation_rules import Saved
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import Case, gpt2, token_batch
 from tests.training import assert_same, make_config, relative_error, train, train_plain
 
-KEEP, OFFLOAD, RECOMPUTE = ActivationTier
-EVERY = list(itertools.product(ActivationTier, repeat=3))
+NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
+EVERY = list(itertools.product(Saved, repeat=3))
 
 
 def dropping():
@@ -29,9 +29,8 @@ DROPPING = Case(dropping, token_batch)
 SCARCE = {"device_memory": "4MB"}  # a 4,096th of which a tensor takes that may leave
 
 
-def choose(engine, *tiers):
-    names = [name for name, child in engine.module.named_modules() if hasattr(child, "ln_1")]
-    engine._session.layer_activations.choose(dict(zip(names, tiers, strict=False)))
+def choose(engine, *saved):
+    engine._session.checkpoint_calls.choose(saved)
 
 
 def each_in_turn(engine, step):
@@ -46,7 +45,7 @@ def test_every_assignment_has_the_same_bits(precision):
     assert_same(chosen, train(DROPPING, config, len(EVERY)))
     offloaded = [report["offloaded_bytes"] for report in chosen.chunk_reports]
     has_left = [after > before for before, after in zip([0, *offloaded], offloaded, strict=False)]
-    assert has_left == [OFFLOAD in tiers for tiers in EVERY]
+    assert has_left == [ON_HOST in saved for saved in EVERY]
     if precision == "fp32":
         plain = train_plain(DROPPING, steps=len(EVERY))
         assert chosen.losses[0] == plain.losses[0]
@@ -97,26 +96,33 @@ def opened():
 def test_memory_is_free_between_forward_and_backward(opened):
     engine, _ = opened(functools.partial(gpt2, layers=3))
     batch, activation_levels = token_batch(torch.Generator().manual_seed(0)), {}
-    for tiers in [(RECOMPUTE, RECOMPUTE, RECOMPUTE), (KEEP, KEEP, KEEP), (RECOMPUTE, KEEP, OFFLOAD)]:
-        choose(engine, *tiers)
+    for saved in [
+        (NOTHING, NOTHING, NOTHING),
+        (EVERYTHING, EVERYTHING, EVERYTHING),
+        (NOTHING, EVERYTHING, ON_HOST),
+        (PRODUCTS, NOTHING, PRODUCTS),
+    ]:
+        choose(engine, *saved)
         made = Made(engine.module.transformer.h)
         with made:
             loss = engine(**batch)["loss"]
-        alive, activation_levels[tiers] = made.alive_bytes(), engine._session.runtime.activation_bytes()
-        print([tier.name for tier in tiers], alive, activation_levels[tiers])
+        alive, activation_levels[saved] = made.alive_bytes(), engine._session.runtime.activation_bytes()
+        print([kept.name for kept in saved], alive, activation_levels[saved])
         hidden_bytes = batch["input_ids"].numel() * 32 * 4
-        for tier, num_bytes in zip(tiers, alive, strict=True):
-            if tier is RECOMPUTE:
+        for kept, num_bytes in zip(saved, alive, strict=True):
+            if kept is NOTHING:
                 assert num_bytes == 0
-            elif tier is OFFLOAD:
+            elif kept is PRODUCTS:
+                assert 5 * hidden_bytes < num_bytes < 12 * hidden_bytes
+            elif kept is ON_HOST:
                 assert num_bytes < 4 * hidden_bytes  # parts of one product (queries, keys, values) stay
             else:
                 assert num_bytes > 10 * hidden_bytes
         engine.backward(loss)
         del loss
         assert made.alive_bytes() == [0, 0, 0]
-    nothing, everything, mixed = activation_levels.values()
-    assert nothing < mixed < everything
+    nothing, everything, *mixed = activation_levels.values()
+    assert nothing < min(mixed) < max(mixed) < everything
 
 
 class Twice(nn.Module):
@@ -135,7 +141,16 @@ class Twice(nn.Module):
 
 def test_layers_that_are_called_twice_or_frozen(opened):
     losses, states = [], []
-    for chosen in ([()], [(KEEP, OFFLOAD), (OFFLOAD, KEEP), (KEEP, KEEP), (RECOMPUTE, KEEP), (OFFLOAD, RECOMPUTE)]):
+    for chosen in (
+        [()],
+        [
+            (EVERYTHING, ON_HOST),
+            (ON_HOST, EVERYTHING),
+            (EVERYTHING, EVERYTHING),
+            (NOTHING, EVERYTHING),
+            (ON_HOST, NOTHING),
+        ],
+    ):
         engine, optimizer = opened(Twice)
         generator = torch.Generator().manual_seed(1)
         losses.append([])
@@ -156,10 +171,16 @@ def test_layers_that_are_called_twice_or_frozen(opened):
 
 def test_without_a_offload_store(opened):
     never = {"activations": {"offload": "never"}}
-    run = train(DROPPING, make_config(**never), 3, checkpointing=False, before_step=lambda e, _: choose(e, KEEP, KEEP))
+    run = train(
+        DROPPING,
+        make_config(**never),
+        3,
+        checkpointing=False,
+        before_step=lambda e, _: choose(e, EVERYTHING, EVERYTHING),
+    )
     assert_same(run, train(DROPPING, make_config(**never), 3, checkpointing=False))
-    with pytest.raises(ValueError, match=r"layer 'transformer.h.0' cannot rest on the host: nothing may leave.*auto"):
-        choose(opened(**never)[0], OFFLOAD)
+    with pytest.raises(ValueError, match="on the host: nothing may leave.*auto"):
+        choose(opened(**never)[0], ON_HOST)
 
 
 def with_statistics():
@@ -168,31 +189,32 @@ def with_statistics():
     return model
 
 
-def test_layers_that_cannot_choose_are_named(opened):
-    engine, _ = opened(checkpoint={"preserve_rng_state": False})
-    layers = engine._session.layer_activations
-    with pytest.raises(ValueError, match=r"'transformer.h.0' cannot rest on the device: it does not checkpoint"):
-        choose(engine, KEEP)
-    engine.module.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match=r"'transformer.h.1' cannot rest on the host: .*use_reentrant"):
-        choose(engine, RECOMPUTE, OFFLOAD)
-    engine.module.gradient_checkpointing_enable({"use_reentrant": False})
-    for name in ("transformer.h", "transformer.h.9", ""):
-        with pytest.raises(ValueError, match=f"layer '{name}' .*no GradientCheckpointingLayer of that name"):
-            layers.choose({name: KEEP})
-    with pytest.raises(ValueError, match="running statistics"):
-        choose(opened(with_statistics)[0], KEEP)
-    engine.compile(backend="eager")
-    with pytest.raises(ValueError, match="compiled"):
-        choose(engine, KEEP)
+def test_models_whose_checkpoints_stay_are_refused(opened):
+    engine, _ = opened(with_statistics)
+    with pytest.raises(ValueError, match="cannot save activations: .*running statistics"):
+        choose(engine, EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"preserve_rng_state": False}, {"context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())}],
+)
+def test_calls_with_options_of_the_user_save_nothing(opened, options):
+    engine, _ = opened(functools.partial(gpt2, layers=3), checkpoint=options)
+    batch = token_batch(torch.Generator().manual_seed(0))
+    choose(engine, EVERYTHING, EVERYTHING, EVERYTHING)
+    made = Made(engine.module.transformer.h)
+    with made:
+        engine(**batch)["loss"]
+    assert made.alive_bytes() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("late", ["compiled", "reentrant", "none"])
-def test_a_layer_that_can_no_longer_choose_runs_without_a_tier(late):
+def test_a_layer_that_no_longer_checkpoints_runs_as_it_is(late):
     def change(engine, step, chooses=False):
         if step == 1:
             if chooses:
-                choose(engine, KEEP, OFFLOAD)
+                choose(engine, EVERYTHING, ON_HOST)
             if late == "compiled":
                 engine.compile(backend="eager")
             elif late == "reentrant":
@@ -218,7 +240,9 @@ class Around(nn.Module):
         return {"loss": checkpoint(lambda: self.model(**batch)["loss"], use_reentrant=False)}
 
 
-def test_within_a_checkpoint_of_the_user_layers_run_without_a_tier():
+def test_within_a_checkpoint_of_the_user():
     config, around = make_config(**SCARCE), Case(Around, token_batch)
-    run = train(around, config, 3, checkpointing=False, before_step=lambda engine, _: choose(engine, KEEP, OFFLOAD))
+    run = train(
+        around, config, 3, checkpointing=False, before_step=lambda engine, _: choose(engine, EVERYTHING, ON_HOST)
+    )
     assert_same(run, train(around, config, 3, checkpointing=False))

@@ -1,0 +1,224 @@
+"""Selective recomputation: results of expensive operations in a checkpointed call are kept, and its recomputation reads
+them instead of computing them again.
+
+    contexts = keep_products()                        # on the device
+    contexts = SelectiveAttention(offload_store, least_tokens=32768).contexts  # in the offload store
+    checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+A dispatch mode below autograd keeps and reads results, as PyTorch's selective checkpointing does. Models, attention
+functions and sequence parallelism need no changes. Kept bits are the kernel's, so no number changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from patrickstar.activations.offloaded_activations import Offloaded, OffloadStore
+
+_aten = torch.ops.aten
+
+Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
+"""Modes of a forward and of its recomputation."""
+
+
+def _attention_kernels() -> Iterator[Any]:
+    for name in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu"):
+        operation = getattr(_aten, f"_scaled_dot_product_{name}", None)
+        if operation is not None:
+            yield operation.default
+
+
+_DROPOUT_AT = {
+    kernel: [arg.name for arg in kernel._schema.arguments].index("dropout_p") for kernel in _attention_kernels()
+}
+"""Position of ``dropout_p`` among the arguments of each PyTorch kernel whose results backward needs."""
+_MATRIX_PRODUCTS = frozenset(
+    operation.default
+    for name in ("mm", "addmm", "_grouped_mm")
+    if (operation := getattr(_aten, name, None)) is not None
+)
+"""Products with parameters. Batched ones are left out: attention in several steps writes into their results."""
+
+
+def is_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """True for matrix products and for attention without dropout. A skipped call must not draw random numbers."""
+    return func in _MATRIX_PRODUCTS or (func in _DROPOUT_AT and _dropout_p(func, args, kwargs) == 0.0)
+
+
+def keep_products() -> Contexts:
+    """The contexts of a call whose products stay on the device until its backward."""
+    results: list[_Results | None] = []
+    return _Keeping(results, is_product, _kept_on_device), _Recalling(results, is_product)
+
+
+class ComparedProducts:
+    """Proof that a call's products are the same in forward and recomputation, as :func:`keep_products` assumes.
+
+    Kernels outside PyTorch may write into a product without changing its version, and others may not be deterministic.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[_Results | None] = []
+        self.differs = False
+        """True if a kept product had other bits than the recomputed one."""
+
+    def contexts(self) -> Contexts:
+        """The contexts of the next call. Results of the call before are dropped, and not compared."""
+        self._results.clear()
+        self._results = []
+        return _Keeping(self._results, is_product, _kept_on_device), _Comparing(self, self._results)
+
+    def is_last(self, results: list[_Results | None]) -> bool:
+        """True for the results of the last call."""
+        return results is self._results and len(results) > 0
+
+    def compare(self, results: list[_Results | None], given: Any) -> None:
+        """Compares the next kept product with ``given``, the recomputed one."""
+        kept = results.pop(0)
+        taken = None if kept is None else kept.take()
+        if taken is None:
+            return
+        pairs = zip(*((value,) if isinstance(value, torch.Tensor) else value for value in (taken, given)), strict=True)
+        # Attention's integer results describe random numbers, which nobody draws without dropout.
+        same = (torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.is_floating_point())
+        self.differs = self.differs or not all(same)
+
+
+class _Comparing(TorchDispatchMode):
+    def __init__(self, proof: ComparedProducts, results: list[_Results | None]):
+        super().__init__()
+        self._proof = proof
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if self._proof.is_last(self._results) and is_product(func, args, kwargs):
+            self._proof.compare(self._results, given)
+        return given
+
+
+class SelectiveAttention:
+    """Selective recomputation of attention in long sequences.
+
+    For n tokens and h channels in 16 bits, causal attention's forward makes 2 h n bytes with 2 h n^2 operations. At
+    262,144 tokens an H200 computes for one second what the link carries in 0.04 s. So the output and log-sum-exp of
+    each call are kept if the offload store has room beside the inputs of the following layers (see ``OffloadStore``).
+
+    Args:
+        offload_store: of the engine.
+        least_tokens: calls with fewer tokens are recomputed completely.
+    """
+
+    def __init__(self, offload_store: OffloadStore, least_tokens: int):
+        self._offload_store = offload_store
+        self._least_tokens = least_tokens
+
+    def serves(self, hidden: Any) -> bool:
+        """True if ``hidden``, a call's first argument of shape [..., tokens, channels], is long enough."""
+        return isinstance(hidden, torch.Tensor) and hidden.dim() > 1 and hidden.shape[-2] >= self._least_tokens
+
+    def contexts(self) -> Contexts:
+        """The contexts of one call, within ``offload_store.keeping()``."""
+        results: list[_Results | None] = []
+        return _Keeping(results, _is_attention, self._kept), _Recalling(results, _is_attention)
+
+    def _kept(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: tuple[Any, ...]
+    ) -> list[Any] | None:
+        if _dropout_p(func, args, kwargs) != 0.0:
+            return None
+        num_bytes = sum(value.nbytes for value in given if isinstance(value, torch.Tensor))
+        if not self._offload_store.has_room_beside_inputs(num_bytes):
+            return None
+        # Detached, so that they do not hold the graph that they belong to.
+        return [self._offload_store.keep(v.detach()) if isinstance(v, torch.Tensor) else v for v in given]
+
+
+def _is_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    return func in _DROPOUT_AT
+
+
+def _dropout_p(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> float:
+    place = _DROPOUT_AT[kernel]
+    return args[place] if len(args) > place else (kwargs or {}).get("dropout_p", 0.0)
+
+
+class _OnDevice:
+    """A result that stays on the device. It shares the version counter of the tensor that the model sees."""
+
+    def __init__(self, tensor: torch.Tensor):
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self._tensor._version == self._version
+
+    def take(self) -> torch.Tensor:
+        return self._tensor
+
+
+def _kept_on_device(func: Any, args: Any, kwargs: Any, given: tuple[Any, ...]) -> list[Any]:
+    return [_OnDevice(value) if isinstance(value, torch.Tensor) else value for value in given]
+
+
+class _Results:
+    """Results of one operation: numbers, and tensors that are kept."""
+
+    def __init__(self, kept: list[Any], is_single: bool):
+        self._kept = kept
+        self._is_single = is_single
+
+    def take(self) -> Any:
+        """The results; None if one was changed in place after it was kept."""
+        if any(isinstance(value, (Offloaded, _OnDevice)) and not value.is_unchanged for value in self._kept):
+            return None
+        taken = [value.take() if isinstance(value, (Offloaded, _OnDevice)) else value for value in self._kept]
+        taken = [value.detach() if isinstance(value, torch.Tensor) else value for value in taken]
+        return taken[0] if self._is_single else tuple(taken)
+
+
+class _Keeping(TorchDispatchMode):
+    """Mode of a forward: keeps results of operations that ``counts`` as far as ``keep`` returns them."""
+
+    def __init__(self, results: list[_Results | None], counts: Callable[..., bool], keep: Callable[..., Any]):
+        super().__init__()
+        self._results = results
+        self._counts = counts
+        self._keep = keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if self._counts(func, args, kwargs):
+            is_single = isinstance(given, torch.Tensor)
+            kept = self._keep(func, args, kwargs or {}, (given,) if is_single else given)
+            self._results.append(None if kept is None else _Results(kept, is_single))
+        return given
+
+
+class _Recalling(TorchDispatchMode):
+    """Mode of the recomputation, which makes the same calls in the same order."""
+
+    def __init__(self, results: list[_Results | None], counts: Callable[..., bool]):
+        super().__init__()
+        self._results = results
+        self._counts = counts
+        self._position = 0
+
+    def __enter__(self) -> Any:
+        self._position = 0  # a retained graph is recomputed again, then completely
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._counts(func, args, kwargs):
+            kept, self._results[self._position] = self._results[self._position], None
+            self._position += 1
+            given = None if kept is None else kept.take()
+            if given is not None:
+                return given
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,339 @@
+"""The choice of what checkpointed calls save: the shortest predicted step within the budgets.
+
+    ladder = Ladder(num_calls, has_products=True)
+    chosen = choose_rung(ladder, lambda rung: predicted_seconds(engine, step, ladder.saved(rung)))
+
+A ladder orders the choices by activation memory. Calls save their products, the last calls first, since their
+activations live shortest. Once all do, calls save everything, the last first. Each rung is a whole program: more saved
+activations leave less device memory to optimizer states and chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from patrickstar import _C
+from patrickstar.activations.activation_rules import Saved
+from patrickstar.planning.simulation import choose_plan
+from patrickstar.planning.step_plan import SavedCalls
+from patrickstar.planning.timeline import TimedTimeline
+
+_COARSE = 8
+"""Rungs that are tried at first, beside the lowest; between the best two neighbours the search halves."""
+_FRAGMENTS = 1.1
+"""Device memory of saved activations relative to their bytes: PyTorch's allocator does not fill its segments. With 45
+GB saved beside chunk buffers, 2 GB more were reserved than planned (docs/log.md).
+"""
+_WORTH_SAVING = 0.01
+"""Least gain for which a higher rung is chosen. Not measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredCall:
+    """One checkpointed call of a step in which it saved nothing. Positions count accesses of the step's timeline."""
+
+    number: int
+    """Number of the call within its forward."""
+    forward_begin: int
+    """Access that runs when the call begins; -1: none yet."""
+    forward_end: int
+    recompute_begin: int
+    """Access that runs when its recomputation begins."""
+    recompute_end: int
+    saved_bytes: int
+    """Bytes that autograd saves without a checkpoint, beside parameters and the call's inputs."""
+    product_bytes: int
+    """Bytes of the results of matrix products and attention."""
+    product_seconds: float
+    """Device time of these in the recomputation."""
+    recompute_seconds: float
+    """Device time of the recomputation, without waits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """A step in which checkpointed calls saved nothing."""
+
+    accesses: list[dict[str, Any]]
+    """Its timeline, as ``_C.make_plan`` takes it."""
+    seconds: list[float]
+    """Device time of each access, without waits."""
+    rates: _C.Rates
+    calls: list[MeasuredCall]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedEngine:
+    """Facts of an engine that decide where its states rest."""
+
+    layout: _C.Layout
+    budget: _C.DeviceBudget
+    """Device memory for states and chunk buffers, without activations."""
+    host_bytes: int
+    resting_tiers: list[_C.Tier]
+    """By chunk, before activation memory was known."""
+    has_device_states: bool
+    """False if all states rest on the host (``use_hybrid_adam``)."""
+    start: _C.UpdateStart
+
+
+_FORWARD_OF_RECOMPUTATION = 1.2
+"""A forward relative to its recomputation, which stops before the last product. 1.18 for Llama's layers (log.md)."""
+_LOSS_OF_PRODUCTS = 2.0
+"""A loss with its output layer relative to that layer's products. Not measured."""
+
+
+def steady_seconds(seconds: Sequence[float], calls: Sequence[MeasuredCall], numels: Sequence[int]) -> list[float]:
+    """Times of accesses without one-time costs of a first step, such as memory that is mapped.
+
+    * Accesses of different calls at the same place are alike. Each gets their lower quartile, if it took longer.
+    * A call's forward takes little longer than its recomputation.
+    * Outside of calls, an access takes at most a multiple of the calls' time per element.
+
+    Args:
+        seconds: by access.
+        calls: of the step.
+        numels: by access, elements of the chunks that it reads.
+    """
+    result = list(seconds)
+    inside: set[int] = set()
+    forward_seconds = forward_numel = 0.0
+    for indices in _alike(calls, len(seconds)).values():
+        quartile = sorted(seconds[index] for index in indices)[len(indices) // 4]
+        for index in indices:
+            result[index] = min(seconds[index], quartile)
+        inside.update(indices)
+    for call in calls:
+        forward = range(call.forward_begin + 1, call.forward_end + 1)
+        limit = _FORWARD_OF_RECOMPUTATION * call.recompute_seconds
+        total = sum(result[index] for index in forward)
+        for index in forward:
+            result[index] *= min(limit / total, 1.0) if total > 0 else 1.0
+        forward_seconds += min(total, limit)
+        forward_numel += sum(numels[index] for index in forward)
+    per_element = forward_seconds / max(forward_numel, 1)
+    for index in set(range(len(seconds))) - inside:
+        result[index] = min(seconds[index], _LOSS_OF_PRODUCTS * per_element * numels[index])
+    return result
+
+
+def _alike(calls: Sequence[MeasuredCall], num_accesses: int) -> dict[tuple[Any, ...], list[int]]:
+    """Accesses at the same place of different calls, which have the same number of accesses."""
+    places: dict[tuple[Any, ...], list[int]] = {}
+    begins = sorted(call.recompute_begin for call in calls)
+    for call in calls:
+        later = [begin for begin in begins if begin > call.recompute_end]
+        end = later[0] if later else num_accesses - 1
+        lengths = (call.forward_end - call.forward_begin, call.recompute_end - call.recompute_begin)
+        for part, first, last in (
+            ("forward", call.forward_begin + 1, call.forward_end),
+            ("recomputation", call.recompute_begin + 1, call.recompute_end),
+            ("backward", call.recompute_end + 1, end),
+        ):
+            for index in range(first, last + 1):
+                places.setdefault((*lengths, part, index - first), []).append(index)
+    return places
+
+
+class Ladder:
+    """The choices for ``num_calls`` calls of a forward, by activation memory. Without ``has_products`` calls save
+    nothing or everything.
+    """
+
+    def __init__(self, num_calls: int, *, has_products: bool):
+        self._num_calls = num_calls
+        self.has_products = has_products
+        self._levels = (Saved.PRODUCTS, Saved.EVERYTHING) if has_products else (Saved.EVERYTHING,)
+
+    @property
+    def num_rungs(self) -> int:
+        """Number of choices. Rung 0 saves nothing."""
+        return len(self._levels) * self._num_calls + 1
+
+    def saved(self, rung: int) -> tuple[Saved, ...]:
+        """Choices of the calls, by number."""
+        full, rest = divmod(rung, self._num_calls) if self._num_calls else (0, 0)
+        levels = (Saved.NOTHING, *self._levels, self._levels[-1])
+        return (levels[full],) * (self._num_calls - rest) + (levels[full + 1],) * rest
+
+
+def step_with_saved(step: MeasuredStep, saved: Sequence[Saved]) -> TimedTimeline:
+    """The step's timeline if its calls save ``saved``, by number; further calls save nothing.
+
+    Saved bytes grow during the call's forward and stay until its recomputation. Without recomputation, its accesses
+    are left out, and the access before them takes over their gradients and the rest of their time. With saved products,
+    recomputation is shorter by their time.
+    """
+    accesses = [dict(access) for access in step.accesses]
+    seconds = list(step.seconds)
+    left_out: set[int] = set()
+    for call in step.calls:
+        kept = saved[call.number] if call.number < len(saved) else Saved.NOTHING
+        if kept is Saved.NOTHING:
+            continue
+        num_bytes = int(_FRAGMENTS * (call.product_bytes if kept is Saved.PRODUCTS else call.saved_bytes))
+        forward = max(call.forward_end - call.forward_begin, 1)
+        for index in range(max(call.forward_begin, 0), call.recompute_begin + 1):
+            share = min((index - call.forward_begin) / forward, 1.0)
+            accesses[index]["activation_peak_bytes"] += int(num_bytes * share)
+        recomputed = range(call.recompute_begin + 1, call.recompute_end + 1)
+        if kept is Saved.PRODUCTS:
+            for index in recomputed:  # each result is let go as it is read
+                accesses[index]["activation_peak_bytes"] += int(
+                    num_bytes * (call.recompute_end - index) / len(recomputed)
+                )
+            total = sum(seconds[index] for index in recomputed)
+            left = max(total - call.product_seconds, 0.0) / total if total > 0 else 1.0
+            for index in recomputed:
+                seconds[index] *= left
+        else:
+            before = call.recompute_begin
+            moved = [use for index in recomputed for use in accesses[index]["uses"] if use[2] != _C.ArrayUseMode.READ]
+            accesses[before]["uses"] = accesses[before]["uses"] + moved
+            peak = max(accesses[index]["activation_peak_bytes"] for index in (before, *recomputed[-1:]))
+            accesses[before]["activation_peak_bytes"] = peak
+            seconds[before] += sum(seconds[index] for index in recomputed) - call.recompute_seconds
+            seconds[before] = max(seconds[before], 0.0)
+            left_out.update(recomputed)
+    stays = [index for index in range(len(accesses)) if index not in left_out]
+    return TimedTimeline([accesses[index] for index in stays], [seconds[index] for index in stays], 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedStep:
+    """Placement of states for a step, by chunk."""
+
+    on_device: list[bool]
+    on_disk: list[bool]
+    updates: list[_C.Recipe]
+    """The earliest that memory allows."""
+
+
+def place_step(engine: PlacedEngine, timed: TimedTimeline) -> PlacedStep:
+    """Places states as the engine does once it knows this timeline (csrc/engine/residency.cpp)."""
+    layout, budget = engine.layout, engine.budget
+    on_device = [tier == _C.Tier.DEVICE for tier in engine.resting_tiers]
+    if engine.has_device_states:
+        count = _C.num_device_state_chunks(layout, timed.accesses, budget)
+        moved_in = set(_C.chunks_that_move_in(layout, count, on_device))
+        on_device = [at or index in moved_in for index, at in enumerate(on_device)]
+    tiers = _C.later_resting_tiers(layout, engine.resting_tiers, on_device, engine.host_bytes, budget.backwards)
+    room = engine.host_bytes - _C.bytes_on_host(layout, tiers, budget.backwards)
+    room -= _C.disk_set_bytes(layout, engine.resting_tiers) + _C.reserved_gradient_bytes(layout)
+    room -= _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
+    ahead = _C.choose_ahead(layout, tiers, room if engine.start == _C.UpdateStart.SPECULATIVE else 0)
+    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    updates = [
+        _C.earliest_recipe(chunk["trainable"], chunk["dtype"], tier, engine.start, part)
+        for chunk, tier, part in zip(chunks, tiers, ahead, strict=True)
+    ]
+    budget.gradient_room_bytes = _C.gradient_room_bytes(layout, tiers, engine.host_bytes)
+    return PlacedStep(on_device, [tier == _C.Tier.DISK for tier in tiers], updates)
+
+
+def predicted_seconds(engine: PlacedEngine, step: MeasuredStep, saved: Sequence[Saved]) -> float:
+    """Seconds of a steady step with this choice, placed and planned as by the engine. Infinite if the device has no
+    room.
+    """
+    timed = step_with_saved(step, saved)
+    placed = place_step(engine, timed)
+    budget = engine.budget
+    plan = choose_plan(
+        engine.layout, timed, placed.on_device, placed.on_disk, budget, placed.updates, engine.start, step.rates
+    )
+    assert plan.prediction is not None
+    return plan.prediction.seconds if plan.least_limit_bytes <= budget.limit_bytes else float("inf")
+
+
+class SavedLimit:
+    """Keeps the activation memory of larger forwards to that of the planned ones.
+
+    Args:
+        calls: what they save now, with the bytes of other choices.
+        peak_bytes: highest activation memory with ``calls``.
+
+    Attributes:
+        size: of the inputs of the largest forward so far, as in ``SavedCalls``.
+    """
+
+    def __init__(self, calls: SavedCalls, peak_bytes: int):
+        self.ladder = Ladder(len(calls.saved), has_products=any(calls.product_bytes))
+        self._calls = calls
+        self.size = calls.size
+        rungs = range(self.ladder.num_rungs)
+        self.rung = next(rung for rung in rungs if [s.value for s in self.ladder.saved(rung)] == list(calls.saved))
+        self._peak_bytes = peak_bytes
+
+    @property
+    def calls(self) -> SavedCalls:
+        """The present choice, with the bytes of the largest forward so far."""
+        growth = self.size / max(self._calls.size, 1)
+        return SavedCalls(
+            tuple(kept.value for kept in self.ladder.saved(self.rung)),
+            tuple(int(size * growth) for size in self._calls.product_bytes),
+            tuple(int(size * growth) for size in self._calls.all_bytes),
+            int(self._calls.base_bytes * growth),
+            self.size,
+            self._calls.is_quadratic,
+        )
+
+    def follow(self, size: int, rung: int) -> None:
+        """Goes down to ``rung`` at most, and as far as a forward of ``size`` requires. All activations are
+        taken to grow alike.
+        """
+        self.size = max(self.size, size)
+        growth = self.size / max(self._calls.size, 1)
+        low, high = 0, min(rung, self.rung)
+        while growth > 1 and low < high:
+            middle = (low + high + 1) // 2
+            fits = (self._calls.base_bytes + self._saved_bytes(middle)) * growth <= self._peak_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        self.rung = high
+
+    def _saved_bytes(self, rung: int) -> int:
+        total = 0
+        for number, kept in enumerate(self.ladder.saved(rung)):
+            if kept is Saved.PRODUCTS:
+                total += self._calls.product_bytes[number]
+            elif kept is Saved.EVERYTHING:
+                total += self._calls.all_bytes[number]
+        return int(_FRAGMENTS * total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A rung of a ladder."""
+
+    rung: int
+    tried: dict[int, float]
+    """Predicted seconds of all rungs that were tried."""
+
+
+def choose_rung(ladder: Ladder, seconds_of: Callable[[list[int]], list[float]]) -> Choice:
+    """The rung with the shortest step; of almost equal ones the lowest.
+
+    Args:
+        ladder: the choices.
+        seconds_of: predicts the steps of several rungs; with several ranks the longest of all ranks.
+    """
+    top = ladder.num_rungs - 1
+    known: dict[int, float] = {}
+
+    def play(rungs: list[int]) -> None:
+        new = sorted(set(rungs) - known.keys())
+        known.update(zip(new, seconds_of(new), strict=True))
+
+    play([0, *(round(top * part / _COARSE) for part in range(1, _COARSE + 1))])
+    while True:
+        tried = sorted(known)
+        at = tried.index(min(tried, key=lambda rung: known[rung]))
+        around = [tried[index] for index in (at - 1, at, at + 1) if 0 <= index < len(tried)]
+        middles = [(low + high) // 2 for low, high in zip(around, around[1:], strict=False) if high - low > 1]
+        if not middles:
+            break
+        play(middles)
+    least = min(known.values())
+    rung = min(rung for rung, seconds in known.items() if seconds <= least * (1 + _WORTH_SAVING))
+    return Choice(rung, dict(sorted(known.items())))

@@ -1,0 +1,337 @@
+"""The choice of recomputation in a running engine.
+
+The first step, in which checkpointed calls save nothing, is measured. The choice is made before its update, when
+optimizer states get their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import logging
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from patrickstar import _C
+from patrickstar.activations.activation_rules import Saved
+from patrickstar.activations.checkpoint_calls import CheckpointCalls
+from patrickstar.config import Config, OptimizerType, Recompute
+from patrickstar.machine.engine_options import update_start
+from patrickstar.module.checkpointed_layers import turn_on_checkpoints
+from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.planning.machines import H200, Machine
+from patrickstar.planning.measuring import engine_threads, measure_host_adam_gparams
+from patrickstar.planning.recomputation import (
+    Choice,
+    Ladder,
+    MeasuredStep,
+    PlacedEngine,
+    SavedLimit,
+    choose_rung,
+    place_step,
+    predicted_seconds,
+    steady_seconds,
+    step_with_saved,
+)
+from patrickstar.planning.step_plan import Plan, SavedCalls
+from patrickstar.planning.update_costs import costs_of_chunks
+from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.session.call_measurement import CallMeasurement
+
+logger = logging.getLogger("patrickstar")
+
+_LEAST_STEP_SECONDS = 1e-4
+"""Steps that compute for less are not worth a choice."""
+
+
+_NUMEL = 16 * 2**20
+"""Parameters of the update whose rate is measured: 256 MB, more than caches hold."""
+
+
+class ChoiceStage(enum.Enum):
+    """Progress of the choice."""
+
+    WAITING = enum.auto()
+    """Before the first training forward."""
+    MEASURING = enum.auto()
+    """In the first step."""
+    OVER = enum.auto()
+
+
+class NoRecomputeChoice:
+    """Checkpointed calls save what they were told."""
+
+    def adopt(self, plan: Plan) -> None:
+        """Called before the first step if it replays ``plan``, of an earlier run."""
+
+    def begin_forward(self, inputs: Any) -> None:
+        """Called before each training forward. ``inputs``: of the module's call; None: unknown."""
+
+    def before_step(self) -> None:
+        """Called when the gradients of a step are complete."""
+
+    def give_up(self) -> None:
+        """Called after a forward ran out of memory."""
+
+    def saved_calls(self) -> SavedCalls | None:
+        """The present choice, for a plan; None: nothing is saved."""
+        return None
+
+
+class RecomputeChoice(NoRecomputeChoice):
+    """See the module's docstring. All ranks choose alike.
+
+    A forward with more tokens than any before saves less, so that its activations take no more memory than planned.
+
+    A forward of a Hugging Face model that runs out of memory without checkpoints gets them.
+
+    Args:
+        module: the engine's.
+        runtime: before its first step.
+        layout: its chunks.
+        calls: the checkpointed calls of its forwards.
+        device: of the engine.
+        storages: addresses (``_cdata``) of storages that hold parameters.
+        ranks: that share its chunks.
+        start: earliest start of updates that the configuration asks for.
+        rule: the update rule.
+        has_device_states: False if all optimizer states rest on the host.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: _C.Runtime,
+        layout: _C.Layout,
+        calls: CheckpointCalls,
+        device: torch.device,
+        storages: Collection[int],
+        ranks: ChunkRanks,
+        start: _C.UpdateStart,
+        rule: OptimizerType,
+        *,
+        has_device_states: bool,
+    ):
+        self._module = module
+        self._runtime = runtime
+        self._layout = layout
+        self._calls = calls
+        self._ranks = ranks
+        self._start = start
+        self._rule = rule
+        self._has_device_states = has_device_states
+        self._measurement = CallMeasurement(runtime, device, storages)
+        self._stage = ChoiceStage.WAITING
+        self._first_shapes: list[list[tuple[int, ...]]] = []  # inputs of each forward of the measured step
+        self._limit: SavedLimit | None = None  # once calls save anything
+
+    def adopt(self, plan: Plan) -> None:
+        """See :class:`NoRecomputeChoice`. Nothing is measured then."""
+        self._stage = ChoiceStage.OVER
+        if plan.saved_calls is not None and not self._calls.obstacle:
+            self._limit = SavedLimit(plan.saved_calls, plan.activation_peak_bytes)
+            self._calls.choose(self._limit.ladder.saved(self._limit.rung))
+
+    def saved_calls(self) -> SavedCalls | None:
+        """See :class:`NoRecomputeChoice`."""
+        return None if self._limit is None else self._limit.calls
+
+    def begin_forward(self, inputs: Any) -> None:
+        """See :class:`NoRecomputeChoice`. Collective over ``ranks`` once calls save anything."""
+        shapes = [
+            tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        ]
+        if self._stage is ChoiceStage.WAITING:
+            self._stage = ChoiceStage.MEASURING
+            if not self._calls.obstacle:
+                self._runtime.ask_for_step_so_far()
+                self._calls.observe(self._measurement)
+        if self._limit is None:
+            self._first_shapes.append(shapes)
+            return
+        message = json.dumps([_size_of(shapes, self._limit.calls.is_quadratic), self._limit.rung])
+        agreed = [json.loads(text) for text in self._exchange(message, "the size of a batch")]
+        self._follow(self._limit, max(elements for elements, _ in agreed), min(rung for _, rung in agreed))
+
+    def _follow(self, limit: SavedLimit, size: int, rung: int) -> None:
+        before, first = limit.ladder.saved(limit.rung), limit.size
+        limit.follow(size, rung)
+        saved = limit.ladder.saved(limit.rung)
+        if saved != before:
+            logger.info("a forward is %.3g times as large as any before: more is recomputed", size / max(first, 1))
+        self._calls.choose(saved)
+
+    def give_up(self) -> None:
+        """See :class:`NoRecomputeChoice`. On one rank the repeated forward already saves nothing; several ranks agree
+        before the next, and get no checkpoints.
+        """
+        if self._ranks.size == 1 and turn_on_checkpoints(self._module):
+            logger.warning(
+                "the forward ran out of memory: gradient_checkpointing_enable() of %s is called, with "
+                '{"use_reentrant": False}',
+                type(self._module).__name__,
+            )
+            return
+        if self._limit is None or self._limit.rung == 0:
+            return
+        logger.warning("checkpointed calls save nothing from now on: a forward ran out of memory")
+        self._limit.rung = 0
+        if self._ranks.size == 1:
+            self._calls.choose(())
+
+    def before_step(self) -> None:
+        """See :class:`NoRecomputeChoice`. Chooses in the first step. Collective over ``ranks``."""
+        if self._stage is not ChoiceStage.MEASURING:
+            return
+        self._stage = ChoiceStage.OVER
+        self._calls.observe(None)
+        step = self._measured_step()
+        num_calls = max((call.number + 1 for call in step.calls), default=0) if step is not None else 0
+        has_products = not self._calls.has_compiled and not self._measurement.products_differ
+        found = json.dumps([num_calls, has_products])
+        agreed = [json.loads(text) for text in self._exchange(found, "the number of checkpointed calls")]
+        counts = {count for count, _ in agreed}
+        if step is None or 0 in counts or len(counts) > 1 or sum(step.seconds) < _LEAST_STEP_SECONDS:
+            return
+        budget, host_bytes, resting_tiers = self._runtime.placement_facts()
+        engine = PlacedEngine(
+            layout=self._layout,
+            budget=budget,
+            host_bytes=host_bytes,
+            resting_tiers=resting_tiers,
+            has_device_states=self._has_device_states,
+            start=_C.possible_start(self._start, budget.backwards, _can_roll_back(self._layout)),
+        )
+        ladder = Ladder(num_calls, has_products=all(has for _, has in agreed))
+        choice = choose_rung(ladder, lambda rungs: self._longest(engine, step, ladder, rungs))
+        times = [predicted_seconds(engine, step, ladder.saved(rung)) for rung in (choice.rung, 0)]
+        _log(ladder.saved(choice.rung), *times)
+        logger.debug("predicted seconds by rung: %s", choice.tried)
+        logger.debug("of the calls: %s", step.calls)
+        if choice.rung > 0:
+            self._apply(engine, step, ladder, choice)
+
+    def _apply(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, choice: Choice) -> None:
+        saved = ladder.saved(choice.rung)
+        self._calls.choose(saved)
+        timed = step_with_saved(step, saved)
+        is_quadratic = self._measurement.is_quadratic
+        size = max(_size_of(shapes, is_quadratic) for shapes in self._first_shapes)
+        mine = dataclasses.asdict(_sizes(step, ladder, saved, size, is_quadratic))
+        agreed = self._exchange(json.dumps([timed.activation_peak_bytes, mine]), "the bytes of saved activations")
+        peaks, calls = zip(*(json.loads(text) for text in agreed), strict=True)
+        self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
+        times = None
+        if self._ranks.size == 1:  # several ranks need the same times
+            updates = place_step(engine, timed).updates
+            times = {"rates": step.rates, "compute_seconds": timed.seconds, "updates": updates, "activations": []}
+        self._runtime.expect_step(timed.accesses, times)
+
+    def _measured_step(self) -> MeasuredStep | None:
+        so_far = self._runtime.step_so_far()
+        if so_far is None:
+            return None
+        accesses, times, stalls = so_far
+        rates = times["rates"]
+        chunks = [self._layout.chunk(index) for index in range(self._layout.num_chunks)]
+        updates = _measured_host().update_rates(costs_of_chunks(chunks, self._rule))
+        rates.host_adam_params_per_second = updates.host_params_per_second
+        rates.param_pass, rates.states_pass = H200.param_pass, H200.states_pass
+        rates.device_adam_params_per_second = updates.device_params_per_second
+        calls = self._measurement.finish(stalls)
+        numels = [_numel_read(access, chunks) for access in accesses]
+        seconds = steady_seconds(times["compute_seconds"], calls, numels)
+        return MeasuredStep(accesses=accesses, seconds=seconds, rates=rates, calls=calls)
+
+    def _longest(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, rungs: list[int]) -> list[float]:
+        """Predicted seconds of each rung at cautious rates, of the slowest rank."""
+        cautious = dataclasses.replace(step, rates=_C.cautious(step.rates))
+        seconds = [predicted_seconds(engine, cautious, ladder.saved(rung)) for rung in rungs]
+        by_rank = [json.loads(text) for text in self._exchange(json.dumps(seconds), "the recomputation")]
+        return [max(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+    def _exchange(self, message: str, what: str) -> list[str]:
+        if self._ranks.size == 1:
+            return [message]
+        return [received.decode() for received in self._ranks.control.exchange(message.encode(), what)]
+
+
+def _size_of(shapes: Sequence[tuple[int, ...]], is_quadratic: bool) -> int:
+    """Size to which activations are proportional, of inputs of these shapes."""
+    return sum(math.prod(shape) * (shape[-1] if is_quadratic else 1) for shape in shapes)
+
+
+def _sizes(step: MeasuredStep, ladder: Ladder, saved: Sequence[Saved], size: int, is_quadratic: bool) -> SavedCalls:
+    """The calls of the step's largest forward."""
+    calls = {number: [call for call in step.calls if call.number == number] for number in range(len(saved))}
+    return SavedCalls(
+        tuple(kept.value for kept in saved),
+        tuple(max(call.product_bytes for call in same) * ladder.has_products for same in calls.values()),
+        tuple(max(call.saved_bytes for call in same) for same in calls.values()),
+        max(access["activation_peak_bytes"] for access in step.accesses),
+        size,
+        is_quadratic,
+    )
+
+
+def _measured_host() -> Machine:
+    """Rates of host updates here. Those of the device are an H200's; they are a small part of a step."""
+    threads = engine_threads().num_threads
+    return dataclasses.replace(H200, host_adam_gparams=measure_host_adam_gparams(_NUMEL), host_threads=threads)
+
+
+def _numel_read(access: dict[str, Any], chunks: list[dict[str, Any]]) -> int:
+    """Elements of the chunks whose parameters an access reads."""
+    read = {chunk for chunk, kind, mode in access["uses"] if (kind, mode) == (_C.ArrayKind.PARAM, _C.ArrayUseMode.READ)}
+    return sum(chunks[chunk]["numel"] for chunk in read)
+
+
+def _can_roll_back(layout: _C.Layout) -> bool:
+    chunks = (layout.chunk(index) for index in range(layout.num_chunks))
+    return _C.puts_values_in_place(layout) or all(chunk["states"].master != _C.StateType.NONE for chunk in chunks)
+
+
+def _log(saved: Sequence[Saved], seconds: float, seconds_of_none: float) -> None:
+    counts = {kept: saved.count(kept) for kept in Saved}
+    texts = [f"recomputing {counts[Saved.NOTHING]} of {len(saved)} checkpointed layers"]
+    if counts[Saved.PRODUCTS]:
+        texts.append(f"all but products in {counts[Saved.PRODUCTS]}")
+    logger.info("%s; %.3g s predicted, %.3g s with all recomputed", ", ".join(texts), seconds, seconds_of_none)
+
+
+def make_recompute_choice(
+    module: nn.Module,
+    config: Config,
+    runtime: _C.Runtime,
+    layout: _C.Layout,
+    calls: CheckpointCalls,
+    ranks: ChunkRanks,
+    device: torch.device,
+) -> NoRecomputeChoice:
+    """The choice of a new session; arguments as of :class:`RecomputeChoice`."""
+    if config.activations.recompute is Recompute.ALWAYS or not may_choose(device):
+        return NoRecomputeChoice()
+    params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
+    return RecomputeChoice(
+        module,
+        runtime,
+        layout,
+        calls,
+        device,
+        {param._patrickstar.storage for param in params},
+        ranks,
+        update_start(config.optimizer.speculation, device),
+        config.optimizer.type,
+        has_device_states=config.optimizer.params.use_hybrid_adam,
+    )
+
+
+def may_choose(device: torch.device) -> bool:
+    """False on a simulated device, whose times say nothing about a GPU's."""
+    return device.type == "cuda"

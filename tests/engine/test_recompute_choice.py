@@ -1,0 +1,243 @@
+import dataclasses
+import functools
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from patrickstar.activations.activation_rules import Saved
+from patrickstar.activations.selective_recomputation import ComparedProducts
+from patrickstar.planning.step_plan import Plan
+from patrickstar.runtime import initialize_engine
+from patrickstar.session import recompute_choice
+from tests.models import VOCAB, Case, gpt2, llama, token_batch
+from tests.training import assert_same, make_config, train
+
+LAYERS = 4
+NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
+
+
+def build():
+    model = gpt2(hidden=64, layers=LAYERS, dropout=0.1, length=64)
+    model.config.use_cache = False
+    return model
+
+
+def batch(generator, rows=4, length=64):
+    tokens = torch.randint(1, VOCAB, (rows, length), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+CASE = Case(build, batch)
+
+
+@pytest.fixture
+def choosing(monkeypatch):
+    """Engines on the simulated device choose too, by its times."""
+    monkeypatch.setattr(recompute_choice, "may_choose", lambda device: True)
+    monkeypatch.setattr(recompute_choice, "_NUMEL", 2**16)
+
+
+def opened(build=build, **config):
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(build, 0, make_config(default_chunk_size=2**14, **config))
+    engine.train()
+    engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+    return engine, optimizer
+
+
+def step(engine, optimizer, inputs):
+    loss = engine(**inputs)["loss"]
+    engine.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def saved_of(engine):
+    return engine._session.checkpoint_calls.saved
+
+
+def test_with_room_nothing_is_recomputed_and_no_number_changes(choosing, caplog):
+    config = make_config("bf16", default_chunk_size=2**14)
+    always = train(CASE, config | {"activations": {"recompute": "always"}}, 5, checkpointing=False)
+    found = []
+    with caplog.at_level("INFO", "patrickstar"):
+        auto = train(CASE, config, 5, checkpointing=False, before_step=lambda engine, _: found.append(saved_of(engine)))
+    assert found[0] == ()
+    assert found[1] == found[4] == (EVERYTHING,) * LAYERS
+    assert "recomputing 0 of 4 checkpointed layers" in caplog.text
+    assert_same(auto, always)
+
+
+def test_a_saved_plan_starts_with_its_choice(choosing, tmp_path):
+    inputs = batch(torch.Generator().manual_seed(0))
+    engine, optimizer = opened()
+    losses = [step(engine, optimizer, inputs) for _ in range(4)]
+    plan = engine.plan()
+    assert plan.saved_calls.saved == ("everything",) * LAYERS
+    assert plan.saved_calls.is_quadratic
+    engine.discard()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").saved_calls == plan.saved_calls
+    engine, optimizer = opened(plan=str(tmp_path / "plan.json"))
+    assert saved_of(engine) == (EVERYTHING,) * LAYERS
+    assert [step(engine, optimizer, inputs) for _ in range(4)] == losses
+    engine.discard()
+
+
+def test_larger_batches_recompute_more_and_never_less_again(choosing, caplog):
+    engine, optimizer = opened()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        step(engine, optimizer, batch(generator, rows=2))
+    counts = []
+    with caplog.at_level("INFO", "patrickstar"):
+        for rows in (3, 4, 8, 2):
+            step(engine, optimizer, batch(generator, rows=rows))
+            counts.append(sum(list(Saved).index(kept) for kept in saved_of(engine)))
+    assert 2 * LAYERS > counts[0] > counts[1] > counts[2] == counts[3]
+    assert "any before: more is recomputed" in caplog.text
+    engine.discard()
+
+
+def test_random_shapes_fail_no_more_than_with_all_recomputed(choosing):
+    for seed in range(8):
+        outcomes = []
+        for recompute in ("always", "auto"):
+            shapes = random.Random(seed)
+            engine, optimizer = opened(device_memory="4MB", activations={"recompute": recompute})
+            generator = torch.Generator().manual_seed(seed)
+            sizes = [(shapes.randint(1, 4), 8 * shapes.randint(1, 8)) for _ in range(13)]
+            outcomes.append([step(engine, optimizer, batch(generator, *size)) for size in sizes])
+            engine.discard()
+        assert outcomes[0] == outcomes[1]
+
+
+def out_of_memory_once(module):
+    def fail(*_):
+        handle.remove()
+        raise torch.OutOfMemoryError("CUDA out of memory, so the test says")
+
+    handle = module.register_forward_hook(fail)
+
+
+def test_after_lack_of_memory_nothing_is_saved(choosing, caplog):
+    engine, optimizer = opened()
+    generator = torch.Generator().manual_seed(0)
+    step(engine, optimizer, batch(generator))
+    assert saved_of(engine) != ()
+    out_of_memory_once(engine.module.transformer.h[2])
+    step(engine, optimizer, batch(generator))
+    assert all(kept is NOTHING for kept in saved_of(engine))
+    assert "save nothing from now on" in caplog.text
+    step(engine, optimizer, batch(generator))
+    engine.discard()
+
+
+def test_a_model_without_checkpoints_gets_them_when_memory_runs_out(choosing, caplog):
+    def run(checkpointing):
+        torch.manual_seed(0)
+        engine, optimizer = initialize_engine(build, 0, make_config())
+        engine.train()
+        if checkpointing:
+            engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            out_of_memory_once(engine.module.transformer.h[1])
+        generator = torch.Generator().manual_seed(0)
+        losses = [step(engine, optimizer, batch(generator)) for _ in range(3)]
+        assert saved_of(engine) == (EVERYTHING,) * LAYERS
+        engine.discard()
+        return losses
+
+    assert run(checkpointing=False) == run(checkpointing=True)
+    assert "gradient_checkpointing_enable() of GPT2LMHeadModel is called" in caplog.text
+
+
+class Own(nn.Module):
+    """Checkpoints functions, one within another, and parts with options of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 32)
+        self.inner = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.head = nn.Linear(32, VOCAB)
+        self.fails = False
+
+    def _two(self, hidden, first):
+        hidden = checkpoint(lambda x: F.dropout(self.inner[first](x).relu_(), 0.1), hidden, use_reentrant=False)
+        return self.inner[first + 1](hidden).sin()
+
+    def forward(self, input_ids, labels):
+        hidden = self.embedding(input_ids)
+        for first in (0, 2):
+            hidden = checkpoint(self._two, hidden, first, use_reentrant=False)
+        if self.fails:
+            raise RuntimeError("the user's own error")
+        logits = checkpoint(self.head, hidden, use_reentrant=False, preserve_rng_state=False)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_checkpoints_of_the_users_own_module():
+    own = Case(Own, token_batch)
+    expected = train(own, make_config(), 4)
+    for saved in [(EVERYTHING,) * 3, (PRODUCTS,) * 3, (ON_HOST, EVERYTHING, PRODUCTS)]:
+        chosen = train(
+            own, make_config(), 4, before_step=lambda engine, _, s=saved: engine._session.checkpoint_calls.choose(s)
+        )
+        assert_same(chosen, expected)
+
+
+def test_an_error_within_a_call_leaves_nothing_behind():
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with initialize_engine(Own, 0, make_config())[0] as engine:
+        engine._session.checkpoint_calls.choose((EVERYTHING, EVERYTHING))
+        inputs = token_batch(torch.Generator().manual_seed(0))
+        before = top(True)
+        engine.module.fails = True
+        with pytest.raises(RuntimeError, match="the user's own error"):
+            engine(**inputs)
+        engine.module.inner[1].weight.requires_grad  # noqa: B018
+        handle = engine.module.inner[3].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine(**inputs)
+        handle.remove()
+        assert top(True) == before
+        engine.module.fails = False
+        engine.backward(engine(**inputs)["loss"])
+
+
+class Overwritten(nn.Module):
+    """Writes into a product with code that PyTorch does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        product = self.linear(hidden)
+        product.detach().numpy()[:] *= 2
+        return product.sin()
+
+
+def test_products_that_somebody_overwrites_are_found_out():
+    for module, differs in ((nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), False), (Overwritten(), True)):
+        proof = ComparedProducts()
+        hidden = torch.randn(4, 8, requires_grad=True)
+        for _ in range(2):
+            hidden = checkpoint(module, hidden, use_reentrant=False, context_fn=proof.contexts)
+        hidden.sum().backward()
+        assert proof.differs == differs
+
+
+def test_choices_of_several_micro_batches(choosing):
+    case = dataclasses.replace(CASE, build=functools.partial(llama, hidden=64, layers=LAYERS, length=64))
+    config = make_config("bf16", default_chunk_size=2**14)
+    always = train(case, config | {"activations": {"recompute": "always"}}, 3, accumulate=2, checkpointing=False)
+    found = []
+    auto = train(case, config, 3, accumulate=2, checkpointing=False, before_step=lambda e, _: found.append(saved_of(e)))
+    assert found[1] == (EVERYTHING,) * LAYERS
+    assert_same(auto, always)

@@ -1,0 +1,163 @@
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from patrickstar import _C
+from patrickstar.activations.activation_rules import Saved
+from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.planning.recomputation import (
+    Ladder,
+    MeasuredStep,
+    PlacedEngine,
+    SavedLimit,
+    choose_rung,
+    predicted_seconds,
+    steady_seconds,
+    step_with_saved,
+)
+from patrickstar.planning.step_plan import SavedCalls
+from patrickstar.runtime import initialize_engine
+from patrickstar.session.call_measurement import CallMeasurement
+from tests.models import VOCAB, llama
+from tests.training import make_config
+
+LAYERS = 4
+NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
+CHOICES = [
+    (NOTHING, NOTHING, NOTHING, EVERYTHING),
+    (EVERYTHING,) * LAYERS,
+    (PRODUCTS,) * LAYERS,
+    (NOTHING, PRODUCTS, PRODUCTS, EVERYTHING),
+]
+
+
+def measured(saved=(), steps=3):
+    """Timeline of the last step, and the step measured as a first one."""
+    torch.manual_seed(0)
+    build = functools.partial(llama, hidden=64, layers=LAYERS, length=64)
+    engine, optimizer = initialize_engine(build, 0, make_config("bf16", default_chunk_size=4096))
+    with engine:
+        engine.train()
+        engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+        session = engine._session
+        params = (param for param in engine.module.parameters() if isinstance(param, ChunkedParameter))
+        storages = {param._patrickstar.storage for param in params}
+        measurement = CallMeasurement(session.runtime, session.device, storages)
+        session.checkpoint_calls.choose(saved)
+        tokens = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
+        for number in range(steps):
+            if number == steps - 1:
+                session.checkpoint_calls.observe(measurement)
+                session.runtime.ask_for_step_so_far()
+            engine.backward(engine(input_ids=tokens, labels=tokens)["loss"])
+            if number == steps - 1:
+                accesses, times, stalls = session.runtime.step_so_far()
+            optimizer.step()
+            optimizer.zero_grad()
+        step = MeasuredStep(
+            accesses=accesses, seconds=times["compute_seconds"], rates=times["rates"], calls=measurement.finish(stalls)
+        )
+        facts = session.runtime.placement_facts()
+        return session.runtime.timeline(), step, session.layout, facts
+
+
+@pytest.fixture(scope="module")
+def first():
+    return measured()
+
+
+@pytest.mark.parametrize("saved", CHOICES)
+def test_the_timeline_is_that_of_a_step_that_saves(first, saved):
+    actual, _, _, _ = measured(saved)
+    expected = step_with_saved(first[1], saved).accesses
+    assert [access["phase"] for access in expected] == [access["phase"] for access in actual]
+    assert [access["uses"] for access in expected] == [access["uses"] for access in actual]
+    high = max(access["activation_peak_bytes"] for access in actual)
+    assert high <= max(access["activation_peak_bytes"] for access in expected) <= 1.3 * high
+
+
+def test_calls_are_measured(first):
+    _, step, _, _ = first
+    assert [call.number for call in step.calls] == list(range(LAYERS))
+    assert len({(call.saved_bytes, call.product_bytes) for call in step.calls}) == 1
+    for call in step.calls:
+        assert call.forward_begin < call.forward_end <= call.recompute_begin < call.recompute_end
+        assert 0 < call.product_bytes < call.saved_bytes
+        assert 0 < call.product_seconds < call.recompute_seconds
+
+
+def test_ladder():
+    ladder = Ladder(3, has_products=True)
+    rungs = [[kept.name[0] for kept in ladder.saved(rung)] for rung in range(ladder.num_rungs)]
+    assert ["".join(rung) for rung in rungs] == ["NNN", "NNP", "NPP", "PPP", "PPE", "PEE", "EEE"]
+    ladder = Ladder(2, has_products=False)
+    assert [ladder.saved(rung) for rung in range(ladder.num_rungs)][-1] == (EVERYTHING, EVERYTHING)
+    assert ladder.num_rungs == 3
+
+
+@pytest.mark.parametrize("best", [0, 1, 7, 23, 40, 63, 64])
+def test_the_shortest_step_is_found_with_few_plans(best):
+    ladder, played = Ladder(32, has_products=True), []
+
+    def seconds_of(rungs):
+        played.extend(rungs)
+        return [float("inf") if rung > best + 20 else 2.0 + 0.05 * abs(rung - best) for rung in rungs]
+
+    assert choose_rung(ladder, seconds_of).rung == best
+    assert len(played) == len(set(played)) <= 20
+
+
+def test_of_almost_equal_steps_the_one_with_least_memory():
+    assert choose_rung(Ladder(8, has_products=True), lambda rungs: [1.0 - 1e-5 * rung for rung in rungs]).rung == 0
+
+
+def test_more_memory_never_gives_a_longer_step(first):
+    _, step, layout, (budget, host_bytes, tiers) = first
+    rates = _C.Rates()
+    rates.upload_gbps = rates.download_gbps = 0.05
+    rates.host_adam_params_per_second = 1e7
+    rates.device_adam_params_per_second = 1e9
+    step = dataclasses.replace(step, rates=rates, seconds=[1e-4] * len(step.seconds))
+    engine = PlacedEngine(
+        layout=layout, budget=budget, host_bytes=host_bytes, resting_tiers=[_C.Tier.HOST] * len(tiers),
+        has_device_states=True, start=_C.UpdateStart.SPECULATIVE,
+    )  # fmt: skip
+    ladder, best, rungs = Ladder(LAYERS, has_products=True), [], []
+    for limit in (1_000_000, 1_500_000, 2_000_000, 3_000_000, 4_000_000):
+        budget.limit_bytes = limit
+        chosen = choose_rung(
+            ladder, lambda rungs: [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
+        )
+        rungs.append(chosen.rung)
+        best.append(chosen.tried[chosen.rung])
+    assert all(later <= earlier * 1.01 for earlier, later in zip(best, best[1:], strict=False))
+    assert rungs[-1] == ladder.num_rungs - 1
+
+
+def test_one_time_costs_of_a_first_step_do_not_count(first):
+    _, step, layout, _ = first
+    numels = [4096] * len(step.seconds)
+    calls = [dataclasses.replace(call, recompute_seconds=8e-4) for call in step.calls]
+    seconds = [1e-4] * len(step.seconds)
+    clean = steady_seconds(seconds, calls, numels)
+    for index in (calls[0].forward_begin + 2, calls[2].recompute_begin + 1, calls[1].recompute_end + 2, -1):
+        seconds[index] = 3.0
+    assert sum(steady_seconds(seconds, calls, numels)) <= 1.1 * sum(clean)
+
+
+def test_larger_forwards_keep_to_the_planned_memory():
+    sizes = SavedCalls(("products",) * 4, (10,) * 4, (30,) * 4, 100, 1000, False)
+    limit = SavedLimit(sizes, peak_bytes=144)
+    assert limit.rung == 4
+    limit.follow(900, limit.rung)
+    assert limit.rung == 4
+    limit.follow(1200, limit.rung)  # 1.2 * (100 + 11 * 1) <= 144 < 1.2 * (100 + 11 * 2)
+    assert limit.rung == 1
+    assert limit.calls.base_bytes == 120
+    assert limit.calls.product_bytes == (12,) * 4
+    limit.follow(1000, limit.rung)
+    assert limit.rung == 1  # never more again
+    limit.follow(1000, 0)
+    assert limit.calls.saved == ("nothing",) * 4
