@@ -56,49 +56,86 @@ def keep_products() -> Contexts:
 
 
 class ComparedProducts:
-    """Proof that a call's products are the same in forward and recomputation, as :func:`keep_products` assumes.
+    """Proof that products are as :func:`keep_products` assumes: a call leaves them as they are, and its recomputation
+    makes the same bits.
 
     Kernels outside PyTorch may write into a product without changing its version, and others may not be deterministic.
+    Products are held until their call's forward ends. Then their sums remain.
     """
 
     def __init__(self) -> None:
-        self._results: list[_Results | None] = []
-        self.differs = False
-        """True if a kept product had other bits than the recomputed one."""
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def differs(self) -> bool:
+        """True if a product had other bits later. Waits for the device."""
+        return any(bool(before != after) for before, after in self._pairs)
 
     def contexts(self) -> Contexts:
-        """The contexts of the next call. Results of the call before are dropped, and not compared."""
-        self._results.clear()
-        self._results = []
-        return _Keeping(self._results, is_product, _kept_on_device), _Comparing(self, self._results)
-
-    def is_last(self, results: list[_Results | None]) -> bool:
-        """True for the results of the last call."""
-        return results is self._results and len(results) > 0
-
-    def compare(self, results: list[_Results | None], given: Any) -> None:
-        """Compares the next kept product with ``given``, the recomputed one."""
-        kept = results.pop(0)
-        taken = None if kept is None else kept.take()
-        if taken is None:
-            return
-        pairs = zip(*((value,) if isinstance(value, torch.Tensor) else value for value in (taken, given)), strict=True)
-        # Attention's integer results describe random numbers, which nobody draws without dropout.
-        same = (torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.is_floating_point())
-        self.differs = self.differs or not all(same)
+        """The contexts of one call."""
+        sums: list[torch.Tensor | None] = []
+        return _Summing(self._pairs, sums), _Comparing(self._pairs, sums)
 
 
-class _Comparing(TorchDispatchMode):
-    def __init__(self, proof: ComparedProducts, results: list[_Results | None]):
+class _Summing(TorchDispatchMode):
+    """Mode of a forward: sums each product when it is made, and again at the end."""
+
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], sums: list[torch.Tensor | None]):
         super().__init__()
-        self._proof = proof
-        self._results = results
+        self._pairs = pairs
+        self._sums = sums
+        self._held: list[_OnDevice] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
-        if self._proof.is_last(self._results) and is_product(func, args, kwargs):
-            self._proof.compare(self._results, given)
+        if is_product(func, args, kwargs):
+            for value in _float_results(given):
+                self._held.append(_OnDevice(value))
+                self._sums.append(_sum_of_bits(value))
         return given
+
+    def __exit__(self, *exception: Any) -> Any:
+        result = super().__exit__(*exception)
+        for index, value in enumerate(self._held):
+            before = self._sums[index]
+            if not value.is_unchanged:
+                self._sums[index] = None  # keep_products() sees that too
+            elif before is not None:
+                self._pairs.append((before, _sum_of_bits(value.take())))
+        self._held = []
+        return result
+
+
+class _Comparing(TorchDispatchMode):
+    """Mode of the recomputation: compares its products' sums with the forward's."""
+
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], sums: list[torch.Tensor | None]):
+        super().__init__()
+        self._pairs = pairs
+        self._sums = sums
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if self._sums and is_product(func, args, kwargs):
+            for value in _float_results(given):
+                before = self._sums.pop(0)
+                if before is not None:
+                    self._pairs.append((before, _sum_of_bits(value)))
+        return given
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _float_results(given: Any) -> list[torch.Tensor]:
+    """Attention's integer results describe random numbers, which nobody draws without dropout."""
+    values = (given,) if isinstance(given, torch.Tensor) else given
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the elements' bits as integers, an int64 on the tensor's device."""
+    return tensor.detach().view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)
 
 
 class SelectiveAttention:

@@ -56,7 +56,7 @@ class CallMeasurement:
 
     @property
     def products_differ(self) -> bool:
-        """True if a product of the last call had other bits when it was recomputed."""
+        """True if a product was overwritten, or had other bits when it was recomputed."""
         return self._proof.differs
 
     def contexts(self) -> Contexts:

@@ -223,8 +223,17 @@ class Overwritten(nn.Module):
         return product.sin()
 
 
-def test_products_that_somebody_overwrites_are_found_out():
-    for module, differs in ((nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), False), (Overwritten(), True)):
+class Random(nn.Linear):
+    """Its product is another one each time, also in a recomputation."""
+
+    def forward(self, hidden):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(hidden * self.calls).sin()
+
+
+def test_products_that_change_are_found_out():
+    in_place = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+    for module, differs in ((in_place, False), (Overwritten(), True), (Random(8, 8), True)):
         proof = ComparedProducts()
         hidden = torch.randn(4, 8, requires_grad=True)
         for _ in range(2):
