@@ -46,8 +46,8 @@ class CallObserver(Protocol):
         """Wraps its recomputation."""
         ...
 
-    def contexts(self) -> Contexts:
-        """``context_fn`` of a call whose operations are seen."""
+    def contexts(self, number: int) -> Contexts | None:
+        """Contexts of a call whose operations are seen; None: it needs none."""
         ...
 
 
@@ -181,7 +181,8 @@ class CheckpointCalls:
             contexts = self._attention.contexts
         observer = self._observer
         if contexts is None and observer is not None and not self.has_compiled:
-            contexts = observer.contexts
+            wanted = observer.contexts(number)
+            contexts = None if wanted is None else lambda: wanted
         if contexts is not None:
             bound.arguments["context_fn"] = contexts
         if observer is not None:

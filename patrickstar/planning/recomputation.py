@@ -11,7 +11,7 @@ activations leave less device memory to optimizer states and chunks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from patrickstar import _C
@@ -119,6 +119,21 @@ def steady_seconds(seconds: Sequence[float], calls: Sequence[MeasuredCall], nume
     return result
 
 
+def typical_calls(calls: Iterable[MeasuredCall]) -> list[MeasuredCall]:
+    """The calls, with times of the lower quartile of calls that save as much. Others were disturbed."""
+    given = list(calls)
+    alike: dict[tuple[int, int], list[MeasuredCall]] = {}
+    for call in given:
+        alike.setdefault((call.saved_bytes, call.product_bytes), []).append(call)
+
+    def typical(call: MeasuredCall, field: str) -> float:
+        same = sorted(getattr(other, field) for other in alike[call.saved_bytes, call.product_bytes])
+        return min(getattr(call, field), same[len(same) // 4])
+
+    fields = ("recompute_seconds", "product_seconds")
+    return [dataclasses.replace(call, **{field: typical(call, field) for field in fields}) for call in given]
+
+
 def _alike(calls: Sequence[MeasuredCall], num_accesses: int) -> dict[tuple[Any, ...], list[int]]:
     """Accesses at the same place of different calls, which have the same number of accesses."""
     places: dict[tuple[Any, ...], list[int]] = {}
@@ -162,7 +177,7 @@ class Ladder:
 def step_with_saved(step: MeasuredStep, saved: Sequence[Saved]) -> TimedTimeline:
     """The step's timeline if its calls save ``saved``, by number; further calls save nothing.
 
-    Saved bytes grow during the call's forward and stay until its recomputation. Without recomputation, its accesses
+    Saved bytes grow during the call's forward and stay until its recomputation, products until that ends. Without recomputation, its accesses
     are left out, and the access before them takes over their gradients and the rest of their time. With saved products,
     recomputation is shorter by their time.
     """
@@ -180,10 +195,8 @@ def step_with_saved(step: MeasuredStep, saved: Sequence[Saved]) -> TimedTimeline
             accesses[index]["activation_peak_bytes"] += int(num_bytes * share)
         recomputed = range(call.recompute_begin + 1, call.recompute_end + 1)
         if kept is Saved.PRODUCTS:
-            for index in recomputed:  # each result is let go as it is read
-                accesses[index]["activation_peak_bytes"] += int(
-                    num_bytes * (call.recompute_end - index) / len(recomputed)
-                )
+            for index in recomputed:
+                accesses[index]["activation_peak_bytes"] += num_bytes
             total = sum(seconds[index] for index in recomputed)
             left = max(total - call.product_seconds, 0.0) / total if total > 0 else 1.0
             for index in recomputed:

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 
@@ -16,6 +17,7 @@ from patrickstar.planning.recomputation import (
     predicted_seconds,
     steady_seconds,
     step_with_saved,
+    typical_calls,
 )
 from patrickstar.planning.step_plan import SavedCalls
 from patrickstar.runtime import initialize_engine
@@ -33,34 +35,51 @@ CHOICES = [
 ]
 
 
-def measured(saved=(), steps=3):
-    """Timeline of the last step, and the step measured as a first one."""
+@contextlib.contextmanager
+def opened():
     torch.manual_seed(0)
     build = functools.partial(llama, hidden=64, layers=LAYERS, length=64)
     engine, optimizer = initialize_engine(build, 0, make_config("bf16", default_chunk_size=4096))
+    tokens = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
+
+    def step(before_update=lambda: None):
+        engine.backward(engine(input_ids=tokens, labels=tokens)["loss"])
+        before_update()
+        optimizer.step()
+        optimizer.zero_grad()
+
     with engine:
         engine.train()
         engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+        yield engine, step
+
+
+def timeline(saved):
+    with opened() as (engine, step):
+        engine._session.checkpoint_calls.choose(saved)
+        for _ in range(3):
+            step()
+        return engine._session.runtime.timeline()
+
+
+def measured():
+    """A third step measured as a first one, and facts of its engine."""
+    with opened() as (engine, step):
         session = engine._session
         params = (param for param in engine.module.parameters() if isinstance(param, ChunkedParameter))
         storages = {param._patrickstar.storage for param in params}
         measurement = CallMeasurement(session.runtime, session.device, storages)
-        session.checkpoint_calls.choose(saved)
-        tokens = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
-        for number in range(steps):
-            if number == steps - 1:
-                session.checkpoint_calls.observe(measurement)
-                session.runtime.ask_for_step_so_far()
-            engine.backward(engine(input_ids=tokens, labels=tokens)["loss"])
-            if number == steps - 1:
-                accesses, times, stalls = session.runtime.step_so_far()
-            optimizer.step()
-            optimizer.zero_grad()
-        step = MeasuredStep(
-            accesses=accesses, seconds=times["compute_seconds"], rates=times["rates"], calls=measurement.finish(stalls)
-        )
-        facts = session.runtime.placement_facts()
-        return session.runtime.timeline(), step, session.layout, facts
+        step()
+        step()
+        session.checkpoint_calls.observe(measurement)
+        session.runtime.ask_for_step_so_far()
+        found = []
+        step(lambda: found.append(session.runtime.step_so_far()))
+        accesses, times, stalls = found[0]
+        calls = measurement.finish(stalls)
+        assert not measurement.products_differ
+        measured = MeasuredStep(accesses=accesses, seconds=times["compute_seconds"], rates=times["rates"], calls=calls)
+        return measured, session.layout, session.runtime.placement_facts()
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +89,8 @@ def first():
 
 @pytest.mark.parametrize("saved", CHOICES)
 def test_the_timeline_is_that_of_a_step_that_saves(first, saved):
-    actual, _, _, _ = measured(saved)
-    expected = step_with_saved(first[1], saved).accesses
+    actual = timeline(saved)
+    expected = step_with_saved(first[0], saved).accesses
     assert [access["phase"] for access in expected] == [access["phase"] for access in actual]
     assert [access["uses"] for access in expected] == [access["uses"] for access in actual]
     high = max(access["activation_peak_bytes"] for access in actual)
@@ -79,13 +98,22 @@ def test_the_timeline_is_that_of_a_step_that_saves(first, saved):
 
 
 def test_calls_are_measured(first):
-    _, step, _, _ = first
+    step, _, _ = first
     assert [call.number for call in step.calls] == list(range(LAYERS))
     assert len({(call.saved_bytes, call.product_bytes) for call in step.calls}) == 1
     for call in step.calls:
         assert call.forward_begin < call.forward_end <= call.recompute_begin < call.recompute_end
         assert 0 < call.product_bytes < call.saved_bytes
         assert 0 < call.product_seconds < call.recompute_seconds
+
+
+def test_disturbed_calls_get_times_of_the_others(first):
+    step, _, _ = first
+    slow = dataclasses.replace(step.calls[1], recompute_seconds=9.0, product_seconds=8.0)
+    clean = typical_calls([step.calls[0], slow, *step.calls[2:]])
+    assert max(call.recompute_seconds for call in clean) < 1.0
+    other = dataclasses.replace(slow, saved_bytes=1)  # of another kind
+    assert typical_calls([*step.calls, other])[-1] == other
 
 
 def test_ladder():
@@ -114,12 +142,13 @@ def test_of_almost_equal_steps_the_one_with_least_memory():
 
 
 def test_more_memory_never_gives_a_longer_step(first):
-    _, step, layout, (budget, host_bytes, tiers) = first
+    step, layout, (budget, host_bytes, tiers) = first
     rates = _C.Rates()
     rates.upload_gbps = rates.download_gbps = 0.05
     rates.host_adam_params_per_second = 1e7
     rates.device_adam_params_per_second = 1e9
-    step = dataclasses.replace(step, rates=rates, seconds=[1e-4] * len(step.seconds))
+    calls = [dataclasses.replace(call, recompute_seconds=5e-4, product_seconds=3e-4) for call in step.calls]
+    step = dataclasses.replace(step, rates=rates, seconds=[1e-4] * len(step.seconds), calls=calls)
     engine = PlacedEngine(
         layout=layout, budget=budget, host_bytes=host_bytes, resting_tiers=[_C.Tier.HOST] * len(tiers),
         has_device_states=True, start=_C.UpdateStart.SPECULATIVE,
@@ -137,7 +166,7 @@ def test_more_memory_never_gives_a_longer_step(first):
 
 
 def test_one_time_costs_of_a_first_step_do_not_count(first):
-    _, step, layout, _ = first
+    step, _, _ = first
     numels = [4096] * len(step.seconds)
     calls = [dataclasses.replace(call, recompute_seconds=8e-4) for call in step.calls]
     seconds = [1e-4] * len(step.seconds)
