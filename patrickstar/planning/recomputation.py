@@ -177,9 +177,9 @@ class Ladder:
 def step_with_saved(step: MeasuredStep, saved: Sequence[Saved]) -> TimedTimeline:
     """The step's timeline if its calls save ``saved``, by number; further calls save nothing.
 
-    Saved bytes grow during the call's forward and stay until its recomputation, products until that ends. Without recomputation, its accesses
-    are left out, and the access before them takes over their gradients and the rest of their time. With saved products,
-    recomputation is shorter by their time.
+    Saved bytes grow during the call's forward and stay until its recomputation, products until that ends. Without
+    recomputation, its accesses are left out, and the access before them takes over their gradients and the rest of
+    their time. With saved products, recomputation is shorter by their time.
     """
     accesses = [dict(access) for access in step.accesses]
     seconds = list(step.seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import logging
 import math
@@ -41,7 +42,7 @@ from patrickstar.planning.recomputation import (
 )
 from patrickstar.planning.step_plan import Plan, SavedCalls
 from patrickstar.planning.update_costs import costs_of_chunks
-from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.ranks.distributed import RankGroups
 from patrickstar.session.call_measurement import CallMeasurement
 
 logger = logging.getLogger("patrickstar")
@@ -98,7 +99,7 @@ class RecomputeChoice(NoRecomputeChoice):
         calls: the checkpointed calls of its forwards.
         device: of the engine.
         storages: addresses (``_cdata``) of storages that hold parameters.
-        ranks: that share its chunks.
+        ranks: that train together. Those that share matrices or sequences exchange data in recomputations too.
         start: earliest start of updates that the configuration asks for.
         rule: the update rule.
         has_device_states: False if all optimizer states rest on the host.
@@ -112,7 +113,7 @@ class RecomputeChoice(NoRecomputeChoice):
         calls: CheckpointCalls,
         device: torch.device,
         storages: Collection[int],
-        ranks: ChunkRanks,
+        ranks: RankGroups,
         start: _C.UpdateStart,
         rule: OptimizerType,
         *,
@@ -123,10 +124,12 @@ class RecomputeChoice(NoRecomputeChoice):
         self._layout = layout
         self._calls = calls
         self._ranks = ranks
+        self._num_ranks = len(ranks.members)
         self._start = start
         self._rule = rule
         self._has_device_states = has_device_states
-        self._measurement = CallMeasurement(runtime, device, storages)
+        self._measure = functools.partial(CallMeasurement, runtime, device, storages)
+        self._measurement = self._measure()
         self._stage = ChoiceStage.WAITING
         self._first_shapes: list[list[tuple[int, ...]]] = []  # inputs of each forward of the measured step
         self._limit: SavedLimit | None = None  # once calls save anything
@@ -149,15 +152,22 @@ class RecomputeChoice(NoRecomputeChoice):
         ]
         if self._stage is ChoiceStage.WAITING:
             self._stage = ChoiceStage.MEASURING
-            if not self._calls.obstacle:
-                self._runtime.ask_for_step_so_far()
-                self._calls.observe(self._measurement)
+        if self._stage is ChoiceStage.MEASURING and self._runtime.num_accesses == 0:
+            self._begin_measuring()
         if self._limit is None:
             self._first_shapes.append(shapes)
             return
         message = json.dumps([_size_of(shapes, self._limit.calls.is_quadratic), self._limit.rung])
         agreed = [json.loads(text) for text in self._exchange(message, "the size of a batch")]
         self._follow(self._limit, max(elements for elements, _ in agreed), min(rung for _, rung in agreed))
+
+    def _begin_measuring(self) -> None:
+        """Called at the begin of each step until one has gradients: the user may drop those of the first."""
+        if self._calls.obstacle:
+            return
+        self._measurement, self._first_shapes = self._measure(), []
+        self._runtime.ask_for_step_so_far()
+        self._calls.observe(self._measurement)
 
     def _follow(self, limit: SavedLimit, size: int, rung: int) -> None:
         before, first = limit.ladder.saved(limit.rung), limit.size
@@ -171,7 +181,7 @@ class RecomputeChoice(NoRecomputeChoice):
         """See :class:`NoRecomputeChoice`. On one rank the repeated forward already saves nothing; several ranks agree
         before the next, and get no checkpoints.
         """
-        if self._ranks.size == 1 and turn_on_checkpoints(self._module):
+        if self._num_ranks == 1 and turn_on_checkpoints(self._module):
             logger.warning(
                 "the forward ran out of memory: gradient_checkpointing_enable() of %s is called, with "
                 '{"use_reentrant": False}',
@@ -182,7 +192,7 @@ class RecomputeChoice(NoRecomputeChoice):
             return
         logger.warning("checkpointed calls save nothing from now on: a forward ran out of memory")
         self._limit.rung = 0
-        if self._ranks.size == 1:
+        if self._num_ranks == 1:
             self._calls.choose(())
 
     def before_step(self) -> None:
@@ -228,7 +238,7 @@ class RecomputeChoice(NoRecomputeChoice):
         peaks, calls = zip(*(json.loads(text) for text in agreed), strict=True)
         self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
         times = None
-        if self._ranks.size == 1:  # several ranks need the same times
+        if self._num_ranks == 1:  # several ranks need the same times
             updates = place_step(engine, timed).updates
             times = {"rates": step.rates, "compute_seconds": timed.seconds, "updates": updates, "activations": []}
         self._runtime.expect_step(timed.accesses, times)
@@ -257,7 +267,7 @@ class RecomputeChoice(NoRecomputeChoice):
         return [max(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
     def _exchange(self, message: str, what: str) -> list[str]:
-        if self._ranks.size == 1:
+        if self._num_ranks == 1:
             return [message]
         return [received.decode() for received in self._ranks.control.exchange(message.encode(), what)]
 
@@ -311,7 +321,7 @@ def make_recompute_choice(
     runtime: _C.Runtime,
     layout: _C.Layout,
     calls: CheckpointCalls,
-    ranks: ChunkRanks,
+    ranks: RankGroups,
     device: torch.device,
 ) -> NoRecomputeChoice:
     """The choice of a new session; arguments as of :class:`RecomputeChoice`."""

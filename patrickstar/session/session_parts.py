@@ -123,9 +123,7 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
     activations = activation_offloader(module, config.activations, runtime, device, largest_module_bytes)
     undo.callback(activations.finish)
 
-    choice = make_recompute_choice(
-        module, config, runtime, session.layout, activations.calls, session.chunk_ranks, device
-    )
+    choice = make_recompute_choice(module, config, runtime, session.layout, activations.calls, ranks, device)
 
     def explain(error: torch.OutOfMemoryError, once: str) -> None:
         explain_lack_of_memory(error, module, runtime.report(), remedies.texts(), once)

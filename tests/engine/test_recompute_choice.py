@@ -12,8 +12,8 @@ from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.selective_recomputation import ComparedProducts
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
-from patrickstar.session import recompute_choice
 from tests.models import VOCAB, Case, gpt2, llama, token_batch
+from tests.recomputing import choose_by_fixed_times
 from tests.training import assert_same, make_config, train
 
 LAYERS = 4
@@ -36,9 +36,7 @@ CASE = Case(build, batch)
 
 @pytest.fixture
 def choosing(monkeypatch):
-    """Engines on the simulated device choose too, by its times."""
-    monkeypatch.setattr(recompute_choice, "may_choose", lambda device: True)
-    monkeypatch.setattr(recompute_choice, "_NUMEL", 2**16)
+    choose_by_fixed_times(monkeypatch.setattr)
 
 
 def opened(build=build, **config):
@@ -86,6 +84,18 @@ def test_a_saved_plan_starts_with_its_choice(choosing, tmp_path):
     engine, optimizer = opened(plan=str(tmp_path / "plan.json"))
     assert saved_of(engine) == (EVERYTHING,) * LAYERS
     assert [step(engine, optimizer, inputs) for _ in range(4)] == losses
+    engine.discard()
+
+
+def test_gradients_dropped_before_the_first_step_do_not_count(choosing):
+    engine, optimizer = opened()
+    generator = torch.Generator().manual_seed(0)
+    engine.backward(engine(**batch(generator, rows=2))["loss"])
+    optimizer.zero_grad()
+    engine(**batch(generator, rows=1))["loss"]
+    step(engine, optimizer, batch(generator))
+    assert saved_of(engine) == (EVERYTHING,) * LAYERS
+    assert engine.plan().saved_calls.size == 2 * 4 * 64 * 64
     engine.discard()
 
 

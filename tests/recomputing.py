@@ -1,0 +1,21 @@
+"""Engines on the simulated device that choose recomputation, by times that do not depend on the machine's load."""
+
+import dataclasses
+
+from patrickstar.session import recompute_choice
+
+ACCESS, RECOMPUTATION, PRODUCTS = 1e-3, 6e-3, 3e-3
+
+
+def choose_by_fixed_times(setattr=setattr):
+    """``setattr``: of a monkeypatch fixture, which undoes it."""
+    finish = recompute_choice.CallMeasurement.finish
+
+    def fixed(self, stalls):
+        times = {"recompute_seconds": RECOMPUTATION, "product_seconds": PRODUCTS}
+        return [dataclasses.replace(call, **times) for call in finish(self, stalls)]
+
+    setattr(recompute_choice, "may_choose", lambda device: True)
+    setattr(recompute_choice, "_NUMEL", 2**16)
+    setattr(recompute_choice, "steady_seconds", lambda seconds, calls, numels: [ACCESS] * len(seconds))
+    setattr(recompute_choice.CallMeasurement, "finish", fixed)
