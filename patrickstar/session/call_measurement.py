@@ -55,6 +55,11 @@ class CallMeasurement:
         """True if a tensor of [..., tokens, tokens] was saved, as attention without a fused kernel does."""
 
     @property
+    def has_calls(self) -> bool:
+        """True if a call was recomputed."""
+        return any(record.recompute_begin >= 0 for record in self._records)
+
+    @property
     def products_differ(self) -> bool:
         """True if a product was overwritten, or had other bits when it was recomputed."""
         return self._proof.differs

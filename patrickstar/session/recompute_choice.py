@@ -154,8 +154,9 @@ class RecomputeChoice(NoRecomputeChoice):
             self._stage = ChoiceStage.MEASURING
         if self._stage is ChoiceStage.MEASURING and self._runtime.num_accesses == 0:
             self._begin_measuring()
-        if self._limit is None:
+        if self._stage is ChoiceStage.MEASURING:
             self._first_shapes.append(shapes)
+        if self._limit is None:
             return
         message = json.dumps([_size_of(shapes, self._limit.calls.is_quadratic), self._limit.rung])
         agreed = [json.loads(text) for text in self._exchange(message, "the size of a batch")]
@@ -201,7 +202,7 @@ class RecomputeChoice(NoRecomputeChoice):
             return
         self._stage = ChoiceStage.OVER
         self._calls.observe(None)
-        step = self._measured_step()
+        step = self._measured_step() if self._measurement.has_calls else None
         num_calls = max((call.number + 1 for call in step.calls), default=0) if step is not None else 0
         has_products = not self._calls.has_compiled and not self._measurement.products_differ
         found = json.dumps([num_calls, has_products])
@@ -220,6 +221,8 @@ class RecomputeChoice(NoRecomputeChoice):
         )
         ladder = Ladder(num_calls, has_products=all(has for _, has in agreed))
         choice = choose_rung(ladder, lambda rungs: self._longest(engine, step, ladder, rungs))
+        if choice.tried[choice.rung] == math.inf:  # no step fits the budgets; the engine says so
+            return
         times = [predicted_seconds(engine, step, ladder.saved(rung)) for rung in (choice.rung, 0)]
         _log(ladder.saved(choice.rung), *times)
         logger.debug("predicted seconds by rung: %s", choice.tried)

@@ -12,6 +12,7 @@ from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.selective_recomputation import ComparedProducts
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
+from patrickstar.session import recompute_choice
 from tests.models import VOCAB, Case, gpt2, llama, token_batch
 from tests.recomputing import choose_by_fixed_times
 from tests.training import assert_same, make_config, train
@@ -97,6 +98,14 @@ def test_gradients_dropped_before_the_first_step_do_not_count(choosing):
     assert saved_of(engine) == (EVERYTHING,) * LAYERS
     assert engine.plan().saved_calls.size == 2 * 4 * 64 * 64
     engine.discard()
+
+
+def test_without_checkpoints_nothing_is_measured(choosing, monkeypatch):
+    monkeypatch.setattr(recompute_choice, "measure_host_adam_gparams", lambda numel: 1 / 0)
+    run = train(CASE, make_config("bf16"), 3, checkpointing=None)
+    assert len(run.losses) == 3
+    with pytest.raises(ZeroDivisionError):
+        train(CASE, make_config("bf16"), 3, checkpointing=False)
 
 
 def test_larger_batches_recompute_more_and_never_less_again(choosing, caplog):
