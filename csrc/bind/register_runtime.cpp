@@ -116,7 +116,7 @@ py::object describe_step_so_far(Runtime& self) {
 }
 
 void expect(Runtime& self, const py::list& accesses, const py::object& times) {
-  ExpectedStep expected{parse_timeline(accesses), parse_times(times), {}};
+  ExpectedStep expected{parse_timeline(accesses), parse_times(times)};
   without_gil<Call::kDevice>(self, [&](OpenEngine& open) { expect_step(open, std::move(expected)); });
 }
 
@@ -128,7 +128,7 @@ struct PlacementFacts {
 
 PlacementFacts placement_facts(OpenEngine& open) {
   const HostArena& arena = open.memory.arena();
-  PlacementFacts facts{open.residency.budget(), arena.free_bytes() + arena.used_bytes(), {}};
+  PlacementFacts facts{open.residency.budget_for_states(), arena.free_bytes() + arena.used_bytes(), {}};
   for (ChunkId chunk = 0; chunk < open.layout().num_chunks(); ++chunk) {
     facts.resting_tiers.push_back(open.memory.store().resting_tier(chunk));
   }

@@ -70,8 +70,7 @@ enum class StatesPlacing : uint8_t {
 // The timeline of the next step, which will differ from that of the running one.
 struct ExpectedStep {
   Timeline timeline;
-  std::optional<StepTimes> times;       // estimates
-  std::vector<double> stall_seconds{};  // by access: waits, beside `times`
+  std::optional<StepTimes> times;  // estimates
 };
 
 struct OpenEngine {

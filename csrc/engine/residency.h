@@ -77,8 +77,8 @@ class Residency {
   // Predicted peak of the arena's mapped bytes (plan/host_demand.h), with states where they are now. Before the first
   // step all states that can be are on the host.
   int64_t predicted_host_peak_bytes() const;
-  // Device memory for states and chunk buffers, as placement counts it.
-  DeviceBudget budget() const { return budget_for_states(); }
+  // For states that stay: leaves room for other engines' values.
+  DeviceBudget budget_for_states() const;
   // True if transfers take time that compute can hide, so that memory for prefetches pays.
   bool prefetches_far() const { return device_budget().prefetches_far; }
 
@@ -92,8 +92,6 @@ class Residency {
   void reserve_resting_tiers_on_host();
   void bring_chunks_from_disk();
   void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;
-  // For states that stay: leaves room for other engines' values.
-  DeviceBudget budget_for_states() const;
   std::vector<ChunkId> chunks_that_move_in(const Timeline& step) const;
   // By chunk.
   std::vector<Tier> resting_tiers() const;

@@ -341,7 +341,7 @@ void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes
   open.planner.adopt(std::move(times));
 }
 
-std::optional<ExpectedStep> step_so_far(OpenEngine& open) {
+std::optional<StepSoFar> step_so_far(OpenEngine& open) {
   open.recorder.note_activations(open.pager.activation_memory_of_running_access());
   const std::optional<StepTrace> trace = open.traces.take_until_optimizer(TraceReader::kChoice);
   const Timeline& running = open.recorder.running();
@@ -351,7 +351,7 @@ std::optional<ExpectedStep> step_so_far(OpenEngine& open) {
   for (size_t t = 0; t < trace->accesses.size(); ++t) {
     stalls.push_back(trace->accesses[t].seconds - times.shape.compute_seconds[t]);
   }
-  return ExpectedStep{running, std::move(times), std::move(stalls)};
+  return StepSoFar{running, std::move(times), std::move(stalls)};
 }
 
 void expect_step(OpenEngine& open, ExpectedStep expected) { open.expected = std::move(expected); }

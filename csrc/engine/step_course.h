@@ -52,8 +52,13 @@ void clear_gradients(OpenEngine& open);
 // Before the first step: adopts the timeline of an earlier run with the same layout, and its `times` if it was
 // measured. The first step then replays a plan, and fetches on demand after a plan miss. All ranks must call it.
 void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes> times);
+struct StepSoFar {
+  Timeline timeline;
+  StepTimes times;                    // without updates
+  std::vector<double> stall_seconds;  // by access: waits, beside `times`
+};
 // The running step up to its optimizer's step, which begins now. Nothing if TraceReader::kChoice did not ask for it.
-std::optional<ExpectedStep> step_so_far(OpenEngine& open);
+std::optional<StepSoFar> step_so_far(OpenEngine& open);
 // Between backward and prepare_step: states are placed, and the next step planned, for `expected`. All ranks must call
 // it; times must be the same on all.
 void expect_step(OpenEngine& open, ExpectedStep expected);

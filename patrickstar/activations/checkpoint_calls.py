@@ -24,7 +24,7 @@ from torch import nn
 
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.offloaded_activations import OffloadStore
-from patrickstar.activations.selective_recomputation import Contexts, SelectiveAttention, keep_products
+from patrickstar.activations.selective_recomputation import Contexts, OperationMode, SelectiveAttention, keep_products
 from patrickstar.module.compiled.door import get_call
 from patrickstar.module.observed_buffers import buffer_places
 
@@ -44,6 +44,10 @@ class CallObserver(Protocol):
 
     def recomputation(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Wraps its recomputation."""
+        ...
+
+    def operations(self) -> contextlib.AbstractContextManager[Any]:
+        """Within a recomputation whose operations are seen, wraps these."""
         ...
 
     def contexts(self, number: int) -> Contexts | None:
@@ -82,8 +86,7 @@ class CheckpointCalls:
         self._is_inside = False
         self._hooks: Any = None  # the engine's own on saved tensors
         self._popped: Any = None  # these, while a call runs without them
-        self.has_compiled = False
-        """True if a module was compiled at the begin of the last forward."""
+        self._sees_operations: bool | None = None  # in this forward; None: not asked yet
 
     @property
     def saved(self) -> tuple[Saved, ...]:
@@ -91,9 +94,12 @@ class CheckpointCalls:
         return self._saved
 
     @property
-    def num_calls(self) -> int:
-        """Outermost calls in the last forward."""
-        return self._num_calls
+    def sees_operations(self) -> bool:
+        """True if a dispatch mode may see the operations of calls: no module of the last forward was compiled."""
+        if self._sees_operations is None:
+            is_compiled = any(get_call(child) is not None for child in self._module.modules())
+            self._sees_operations = OperationMode.lets_all_pass and not is_compiled
+        return self._sees_operations
 
     @property
     def obstacle(self) -> str:
@@ -133,7 +139,7 @@ class CheckpointCalls:
             self._offload_store.working.start_anew()
         self._in_last_forward = self._saved
         self._num_calls, self._is_inside, self._hooks = 0, False, _hooks_on_saved_tensors()
-        self.has_compiled = any(get_call(child) is not None for child in self._module.modules())
+        self._sees_operations = None
         before = getattr(_running, "calls", None)
         _running.calls = self
         _replace()
@@ -146,7 +152,7 @@ class CheckpointCalls:
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         """The generator around one call, in place of ``original``, with its arguments."""
-        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound = _signature_of(original).bind(*args, **kwargs)
         given = bound.arguments
         is_plain = given.get("preserve_rng_state", True) and (
             given.get("context_fn", torch_checkpoint.noop_context_fn) is torch_checkpoint.noop_context_fn
@@ -175,20 +181,21 @@ class CheckpointCalls:
         """Sets the arguments of a checkpoint: what it keeps, and its observed recomputation."""
         name, function = next(iter(bound.arguments.items()))
         contexts: Callable[[], Contexts] | None = None
-        if saved is Saved.PRODUCTS and not self.has_compiled:
+        if saved is Saved.PRODUCTS and self.sees_operations:
             contexts = keep_products
-        elif self._attention is not None and not self.has_compiled and self._attention.serves(_first_of(bound)):
+        elif self._attention is not None and self._attention.serves(_first_of(bound)) and self.sees_operations:
             contexts = self._attention.contexts
         observer = self._observer
-        if contexts is None and observer is not None and not self.has_compiled:
+        if contexts is None and observer is not None and self.sees_operations:
             wanted = observer.contexts(number)
             contexts = None if wanted is None else lambda: wanted
         if contexts is not None:
             bound.arguments["context_fn"] = contexts
         if observer is not None:
+            operations = observer.operations if self.sees_operations else contextlib.nullcontext
 
             def observed(*args: Any, **kwargs: Any) -> Any:
-                with observer.recomputation(number):
+                with observer.recomputation(number), operations():
                     return function(*args, **kwargs)
 
             bound.arguments[name] = observed
@@ -234,12 +241,15 @@ def _hooks_on_saved_tensors() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+_signature_of = functools.cache(inspect.signature)
+
+
 @functools.cache
 def _is_replaceable() -> bool:
     generator = getattr(torch_checkpoint, _GENERATOR, None)
     if not inspect.isgeneratorfunction(generator):
         return False
-    return {"preserve_rng_state", "context_fn", "args", "kwargs"} <= set(inspect.signature(generator).parameters)
+    return {"preserve_rng_state", "context_fn", "args", "kwargs"} <= set(_signature_of(generator).parameters)
 
 
 def _replace() -> None:

@@ -15,11 +15,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar.activations.offloaded_activations import Offloaded, OffloadStore
 
 _aten = torch.ops.aten
+
+
+class OperationMode(TorchDispatchMode):
+    """A dispatch mode that leaves compiled functions compiled and lets higher-order operators, such as flex attention,
+    pass. PyTorch's modes of selective checkpointing do the same.
+    """
+
+    lets_all_pass = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+    """False before PyTorch has modes that let higher-order operators pass."""
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: compiled functions run compiled, before PyTorch has :meth:`ignore_compile_internals`."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled functions run compiled."""
+        return True
+
 
 Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
 """Modes of a forward and of its recomputation."""
@@ -45,8 +67,11 @@ _MATRIX_PRODUCTS = frozenset(
 
 
 def is_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """True for matrix products and for attention without dropout. A skipped call must not draw random numbers."""
-    return func in _MATRIX_PRODUCTS or (func in _DROPOUT_AT and _dropout_p(func, args, kwargs) == 0.0)
+    """True for matrix products and for attention without dropout. A skipped call must not draw random numbers. False
+    while a compiler traces.
+    """
+    is_one = func in _MATRIX_PRODUCTS or (func in _DROPOUT_AT and _dropout_p(func, args, kwargs) == 0.0)
+    return is_one and not any(isinstance(arg, FakeTensor) for arg in args)
 
 
 def keep_products() -> Contexts:
@@ -77,7 +102,7 @@ class ComparedProducts:
         return _Summing(self._pairs, sums), _Comparing(self._pairs, sums)
 
 
-class _Summing(TorchDispatchMode):
+class _Summing(OperationMode):
     """Mode of a forward: sums each product when it is made, and again at the end."""
 
     def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], sums: list[torch.Tensor | None]):
@@ -106,7 +131,7 @@ class _Summing(TorchDispatchMode):
         return result
 
 
-class _Comparing(TorchDispatchMode):
+class _Comparing(OperationMode):
     """Mode of the recomputation: compares its products' sums with the forward's."""
 
     def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], sums: list[torch.Tensor | None]):
@@ -205,9 +230,14 @@ def _kept_on_device(func: Any, args: Any, kwargs: Any, given: tuple[Any, ...]) -
 
 
 class _Results:
-    """Results of one operation: numbers, and tensors that are kept."""
+    """Results of one operation: numbers, and tensors that are kept.
 
-    def __init__(self, kept: list[Any], is_single: bool):
+    Attributes:
+        operation: that gave them.
+    """
+
+    def __init__(self, operation: Any, kept: list[Any], is_single: bool):
+        self.operation = operation
         self._kept = kept
         self._is_single = is_single
 
@@ -220,7 +250,7 @@ class _Results:
         return taken[0] if self._is_single else tuple(taken)
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(OperationMode):
     """Mode of a forward: keeps results of operations that ``counts`` as far as ``keep`` returns them."""
 
     def __init__(self, results: list[_Results | None], counts: Callable[..., bool], keep: Callable[..., Any]):
@@ -234,12 +264,12 @@ class _Keeping(TorchDispatchMode):
         if self._counts(func, args, kwargs):
             is_single = isinstance(given, torch.Tensor)
             kept = self._keep(func, args, kwargs or {}, (given,) if is_single else given)
-            self._results.append(None if kept is None else _Results(kept, is_single))
+            self._results.append(None if kept is None else _Results(func, kept, is_single))
         return given
 
 
-class _Recalling(TorchDispatchMode):
-    """Mode of the recomputation, which makes the same calls in the same order."""
+class _Recalling(OperationMode):
+    """Mode of the recomputation, which makes the same calls in the same order. Where it makes others, it computes."""
 
     def __init__(self, results: list[_Results | None], counts: Callable[..., bool]):
         super().__init__()
@@ -253,9 +283,16 @@ class _Recalling(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._counts(func, args, kwargs):
-            kept, self._results[self._position] = self._results[self._position], None
-            self._position += 1
-            given = None if kept is None else kept.take()
+            kept = self._next()
+            given = None if kept is None or kept.operation is not func else kept.take()
             if given is not None:
                 return given
         return func(*args, **(kwargs or {}))
+
+    def _next(self) -> _Results | None:
+        """The next results, which the list does not hold any more."""
+        if self._position == len(self._results):
+            return None
+        kept, self._results[self._position] = self._results[self._position], None
+        self._position += 1
+        return kept

@@ -12,6 +12,7 @@ from patrickstar.config import ActivationOffload, OptimizerType, Speculation
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.leaving import ActivationLevels, LinkedDevice
 from patrickstar.planning.machines import Machine
+from patrickstar.planning.placed_states import earliest_updates, states_on_device
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.simulation import accumulated, choose_plan, shared_host_plan
@@ -137,7 +138,7 @@ class Predictor:
 
     def predict(self, setting: Setting) -> Case:
         """Returns the case of these budgets. Raises DoesNotFitError."""
-        layout, chunks = self.layout, self.chunks
+        layout = self.layout
         least_host = self._least_host_bytes(setting)
         budget = self.device_budget(setting)
         if self.needed_device_bytes(setting) > setting.device_bytes:
@@ -159,14 +160,10 @@ class Predictor:
         offloaded_bytes = 0 if later is None else self._activation_levels(later).away_bytes
         room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
-        ahead = _C.choose_ahead(layout, resting_tiers, room if setting.updates_take_memory else 0)
         rates = self._update_rates(setting.optimizer, on_device)
 
         def play(scale: _C.ExpectedScale) -> Plan:
-            updates = [
-                _C.earliest_recipe(chunk["trainable"], chunk["dtype"], resting_tier, setting.update_start, part, scale)
-                for chunk, resting_tier, part in zip(chunks, resting_tiers, ahead, strict=True)
-            ]
+            updates = earliest_updates(layout, resting_tiers, room, setting.update_start, scale)
             choose = functools.partial(
                 choose_plan, layout, timed, on_device, on_disk, budget, updates, setting.update_start
             )
@@ -334,10 +331,8 @@ class Predictor:
                 f"{enough_size(least)}, or device_memory",
                 least_host_bytes=least,
             )
-        count = self.num_state_chunks(setting, budget) if setting.hybrid_adam else 0
-        on_device = [resting_tier == _C.Tier.DEVICE for resting_tier in first]
-        moved_in = set(_C.chunks_that_move_in(self.layout, count, on_device))
-        return first, [at or index in moved_in for index, at in enumerate(on_device)]
+        accesses = self._timeline(self._first_device(setting), self._nowhere).accesses
+        return first, states_on_device(self.layout, first, accesses, budget if setting.hybrid_adam else None)
 
 
 def _starts_in_backward(recipe: str) -> bool:

@@ -10,18 +10,25 @@ activations leave less device memory to optimizer states and chunks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
+from patrickstar.planning.placed_states import earliest_updates, states_on_device
 from patrickstar.planning.simulation import choose_plan
 from patrickstar.planning.step_plan import SavedCalls
 from patrickstar.planning.timeline import TimedTimeline
 
 _COARSE = 8
 """Rungs that are tried at first, beside the lowest; between the best two neighbours the search halves."""
+_FORWARD_OF_RECOMPUTATION = 1.2
+"""A forward relative to its recomputation, which stops before the last product. 1.18 for Llama's layers (log.md)."""
+_LOSS_OF_PRODUCTS = 2.0
+"""A loss with its output layer relative to that layer's products. Not measured."""
 _FRAGMENTS = 1.1
 """Device memory of saved activations relative to their bytes: PyTorch's allocator does not fill its segments. With 45
 GB saved beside chunk buffers, 2 GB more were reserved than planned (docs/log.md).
@@ -77,12 +84,6 @@ class PlacedEngine:
     has_device_states: bool
     """False if all states rest on the host (``use_hybrid_adam``)."""
     start: _C.UpdateStart
-
-
-_FORWARD_OF_RECOMPUTATION = 1.2
-"""A forward relative to its recomputation, which stops before the last product. 1.18 for Llama's layers (log.md)."""
-_LOSS_OF_PRODUCTS = 2.0
-"""A loss with its output layer relative to that layer's products. Not measured."""
 
 
 def steady_seconds(seconds: Sequence[float], calls: Sequence[MeasuredCall], numels: Sequence[int]) -> list[float]:
@@ -219,31 +220,29 @@ class PlacedStep:
     """Placement of states for a step, by chunk."""
 
     on_device: list[bool]
-    on_disk: list[bool]
+    tiers: list[_C.Tier]
     updates: list[_C.Recipe]
     """The earliest that memory allows."""
 
 
-def place_step(engine: PlacedEngine, timed: TimedTimeline) -> PlacedStep:
-    """Places states as the engine does once it knows this timeline (csrc/engine/residency.cpp)."""
+@contextlib.contextmanager
+def placed_step(engine: PlacedEngine, timed: TimedTimeline) -> Iterator[PlacedStep]:
+    """Places states as the engine does once it knows this timeline. Within the context, the engine's budget has the
+    host memory for gradients that this placement leaves.
+    """
     layout, budget = engine.layout, engine.budget
-    on_device = [tier == _C.Tier.DEVICE for tier in engine.resting_tiers]
-    if engine.has_device_states:
-        count = _C.num_device_state_chunks(layout, timed.accesses, budget)
-        moved_in = set(_C.chunks_that_move_in(layout, count, on_device))
-        on_device = [at or index in moved_in for index, at in enumerate(on_device)]
+    room_before = budget.gradient_room_bytes
+    may_move_in = budget if engine.has_device_states else None
+    on_device = states_on_device(layout, engine.resting_tiers, timed.accesses, may_move_in)
     tiers = _C.later_resting_tiers(layout, engine.resting_tiers, on_device, engine.host_bytes, budget.backwards)
-    room = engine.host_bytes - _C.bytes_on_host(layout, tiers, budget.backwards)
-    room -= _C.disk_set_bytes(layout, engine.resting_tiers) + _C.reserved_gradient_bytes(layout)
-    room -= _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
-    ahead = _C.choose_ahead(layout, tiers, room if engine.start == _C.UpdateStart.SPECULATIVE else 0)
-    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    updates = [
-        _C.earliest_recipe(chunk["trainable"], chunk["dtype"], tier, engine.start, part)
-        for chunk, tier, part in zip(chunks, tiers, ahead, strict=True)
-    ]
-    budget.gradient_room_bytes = _C.gradient_room_bytes(layout, tiers, engine.host_bytes)
-    return PlacedStep(on_device, [tier == _C.Tier.DISK for tier in tiers], updates)
+    try:
+        budget.gradient_room_bytes = _C.gradient_room_bytes(layout, tiers, engine.host_bytes)
+        room = engine.host_bytes - _C.bytes_on_host(layout, tiers, budget.backwards)
+        room -= _C.disk_set_bytes(layout, engine.resting_tiers) + _C.reserved_gradient_bytes(layout)
+        room -= _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
+        yield PlacedStep(on_device, tiers, earliest_updates(layout, tiers, room, engine.start))
+    finally:
+        budget.gradient_room_bytes = room_before
 
 
 def predicted_seconds(engine: PlacedEngine, step: MeasuredStep, saved: Sequence[Saved]) -> float:
@@ -251,13 +250,12 @@ def predicted_seconds(engine: PlacedEngine, step: MeasuredStep, saved: Sequence[
     room.
     """
     timed = step_with_saved(step, saved)
-    placed = place_step(engine, timed)
-    budget = engine.budget
-    plan = choose_plan(
-        engine.layout, timed, placed.on_device, placed.on_disk, budget, placed.updates, engine.start, step.rates
-    )
+    layout, budget = engine.layout, engine.budget
+    with placed_step(engine, timed) as placed:
+        on_disk = [tier == _C.Tier.DISK for tier in placed.tiers]
+        plan = choose_plan(layout, timed, placed.on_device, on_disk, budget, placed.updates, engine.start, step.rates)
     assert plan.prediction is not None
-    return plan.prediction.seconds if plan.least_limit_bytes <= budget.limit_bytes else float("inf")
+    return plan.prediction.seconds if plan.least_limit_bytes <= budget.limit_bytes else math.inf
 
 
 class SavedLimit:

@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar import _C
-from patrickstar.activations.selective_recomputation import ComparedProducts, Contexts, is_product
+from patrickstar.activations.selective_recomputation import ComparedProducts, Contexts, OperationMode, is_product
 from patrickstar.planning.recomputation import MeasuredCall, typical_calls
 
 
@@ -50,6 +49,7 @@ class CallMeasurement:
         self._device = device
         self._storages = storages
         self._records: list[_Record] = []
+        self._recomputed: _Record | None = None
         self._proof = ComparedProducts()
         self.is_quadratic = False
         """True if a tensor of [..., tokens, tokens] was saved, as attention without a fused kernel does."""
@@ -97,7 +97,7 @@ class CallMeasurement:
 
     @contextlib.contextmanager
     def recomputation(self, number: int) -> Iterator[None]:
-        """Notes the accesses of a recomputation, and the bytes and times of its products."""
+        """Notes the accesses and the time of a recomputation."""
         waiting = [record for record in self._records if record.number == number and record.recompute_begin < 0]
         if not waiting:  # a retained graph is recomputed again
             yield
@@ -105,12 +105,17 @@ class CallMeasurement:
         record = waiting[-1]
         record.recompute_begin = self._runtime.num_accesses - 1
         record.recompute_times.append(_now(self._device))
+        self._recomputed = record
         try:
-            with _ProductMeter(record, self._device):
-                yield
+            yield
         finally:
+            self._recomputed = None
             record.recompute_end = self._runtime.num_accesses - 1
             record.recompute_times.append(_now(self._device))
+
+    def operations(self) -> contextlib.AbstractContextManager[Any]:
+        """Within a recomputation: counts the bytes and times of its products."""
+        return contextlib.nullcontext() if self._recomputed is None else _ProductMeter(self._recomputed, self._device)
 
     def finish(self, stalls: Sequence[float]) -> list[MeasuredCall]:
         """The measured calls, in the order of their forwards. Waits for the device.
@@ -139,7 +144,9 @@ class CallMeasurement:
         )
 
 
-class _ProductMeter(TorchDispatchMode):
+class _ProductMeter(OperationMode):
+    """Mode of a recomputation: adds its products' bytes and times to ``record``."""
+
     def __init__(self, record: _Record, device: torch.device):
         super().__init__()
         self._record = record

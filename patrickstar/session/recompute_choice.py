@@ -35,7 +35,7 @@ from patrickstar.planning.recomputation import (
     PlacedEngine,
     SavedLimit,
     choose_rung,
-    place_step,
+    placed_step,
     predicted_seconds,
     steady_seconds,
     step_with_saved,
@@ -58,10 +58,8 @@ _NUMEL = 16 * 2**20
 class ChoiceStage(enum.Enum):
     """Progress of the choice."""
 
-    WAITING = enum.auto()
-    """Before the first training forward."""
     MEASURING = enum.auto()
-    """In the first step."""
+    """Until the end of the first step."""
     OVER = enum.auto()
 
 
@@ -130,7 +128,7 @@ class RecomputeChoice(NoRecomputeChoice):
         self._has_device_states = has_device_states
         self._measure = functools.partial(CallMeasurement, runtime, device, storages)
         self._measurement = self._measure()
-        self._stage = ChoiceStage.WAITING
+        self._stage = ChoiceStage.MEASURING
         self._first_shapes: list[list[tuple[int, ...]]] = []  # inputs of each forward of the measured step
         self._limit: SavedLimit | None = None  # once calls save anything
 
@@ -150,8 +148,6 @@ class RecomputeChoice(NoRecomputeChoice):
         shapes = [
             tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0
         ]
-        if self._stage is ChoiceStage.WAITING:
-            self._stage = ChoiceStage.MEASURING
         if self._stage is ChoiceStage.MEASURING and self._runtime.num_accesses == 0:
             self._begin_measuring()
         if self._stage is ChoiceStage.MEASURING:
@@ -204,7 +200,7 @@ class RecomputeChoice(NoRecomputeChoice):
         self._calls.observe(None)
         step = self._measured_step() if self._measurement.has_calls else None
         num_calls = max((call.number + 1 for call in step.calls), default=0) if step is not None else 0
-        has_products = not self._calls.has_compiled and not self._measurement.products_differ
+        has_products = self._calls.sees_operations and not self._measurement.products_differ
         found = json.dumps([num_calls, has_products])
         agreed = [json.loads(text) for text in self._exchange(found, "the number of checkpointed calls")]
         counts = {count for count, _ in agreed}
@@ -242,7 +238,8 @@ class RecomputeChoice(NoRecomputeChoice):
         self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
         times = None
         if self._num_ranks == 1:  # several ranks need the same times
-            updates = place_step(engine, timed).updates
+            with placed_step(engine, timed) as placed:
+                updates = placed.updates
             times = {"rates": step.rates, "compute_seconds": timed.seconds, "updates": updates, "activations": []}
         self._runtime.expect_step(timed.accesses, times)
 

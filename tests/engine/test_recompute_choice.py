@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar.activations.activation_rules import Saved
-from patrickstar.activations.selective_recomputation import ComparedProducts
+from patrickstar.activations.selective_recomputation import ComparedProducts, keep_products
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
 from patrickstar.session import recompute_choice
@@ -227,6 +228,65 @@ def test_an_error_within_a_call_leaves_nothing_behind():
         assert top(True) == before
         engine.module.fails = False
         engine.backward(engine(**inputs)["loss"])
+
+
+class Attending(nn.Module):
+    """Flex attention, a higher-order operator, within checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 32)
+        self.mlps = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
+        self.head = nn.Linear(32, VOCAB)
+
+    @staticmethod
+    def _layer(hidden, mlp):
+        heads = hidden.detach().unflatten(-1, (2, 16)).transpose(1, 2)  # it has no backward on the CPU
+        return mlp(hidden + flex_attention(heads, heads, heads).transpose(1, 2).flatten(-2)).sin()
+
+    def forward(self, input_ids, labels):
+        hidden = self.embedding(input_ids)
+        for mlp in self.mlps:
+            hidden = checkpoint(self._layer, hidden, mlp, use_reentrant=False)
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("saved", [PRODUCTS, EVERYTHING, None])
+def test_higher_order_operators_pass(choosing, saved):
+    def choose(engine, step):
+        if saved is not None:
+            engine._session.checkpoint_calls.choose((saved,) * LAYERS)
+
+    case = Case(Attending, token_batch)
+    always = train(case, make_config(activations={"recompute": "always"}), 3)
+    auto = train(
+        case, make_config(activations={"recompute": "auto" if saved is None else "always"}), 3, before_step=choose
+    )
+    assert_same(auto, always)
+
+
+@pytest.mark.parametrize("contexts", [keep_products, ComparedProducts().contexts])
+def test_compiled_functions_stay_compiled(contexts):
+    torch._dynamo.reset()
+    num_runs = 0
+
+    def backend(graph, _):
+        def run(*args):
+            nonlocal num_runs
+            num_runs += 1
+            return graph(*args)
+
+        return run
+
+    compiled = torch.compile(lambda hidden, weight: (hidden @ weight).relu(), backend=backend)
+    hidden, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    for number in (1, 2):  # the first compiles
+        checkpoint(compiled, hidden, weight, use_reentrant=False, context_fn=contexts).sum().backward()
+        assert num_runs == 2 * number
+    twice = weight.grad.clone()
+    weight.grad = None
+    (hidden @ weight).relu().sum().backward()
+    assert torch.equal(twice, 2 * weight.grad)
 
 
 class Overwritten(nn.Module):
