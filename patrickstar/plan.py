@@ -30,19 +30,14 @@ import re
 import sys
 from collections.abc import Sequence
 
-from patrickstar.command.flags import (
-    CommandParser,
-    at_least_0,
-    at_least_1,
-    memory_size,
-    not_negative,
-    positive,
-    run_reporting,
-)
+from patrickstar.command.flags import run_reporting
+from patrickstar.command.plan_flags import DEFAULT_BATCH, DEFAULT_LENGTH, OPTIMIZERS, plan_parser
 from patrickstar.command.plan_report import (
     advice_lines,
     answer_as_dict,
     answer_lines,
+    batch_as_dict,
+    batch_lines,
     comparison_lines,
     configuration_lines,
     length_as_dict,
@@ -54,16 +49,16 @@ from patrickstar.config import (
     ActivationOffload,
     LossComputation,
     Master,
-    OptimizerType,
     QuantizationType,
+    Recompute,
     Speculation,
     States,
 )
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
-from patrickstar.planning.cluster import LINKS, Cluster, parse_link
-from patrickstar.planning.known_models import KNOWN_MODELS
+from patrickstar.planning.best_batch import best_batch
+from patrickstar.planning.cluster import Cluster, parse_link
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
 from patrickstar.planning.models import model_config
@@ -71,7 +66,7 @@ from patrickstar.planning.planner import Answer, Planner
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.prediction import predict_case
 from patrickstar.planning.proposals import LORA_RANK
-from patrickstar.planning.question import DTYPES, Question, Workload, check_precision
+from patrickstar.planning.question import Question, Workload, check_precision
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.sharded_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.simulation import predict
@@ -79,138 +74,14 @@ from patrickstar.planning.step_plan import Plan
 from patrickstar.tensor2d.cost import Mode
 
 _GRAIN = 2**28
-_BATCH, _LENGTH = 16, 1024
-_OPTIMIZERS = {member.value.lower(): member for member in OptimizerType}
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.plan") -> int:
     """The command. Returns 0, 1 if the model does not fit, 2 if an argument is wrong."""
-    args = _parser(prog).parse_args(arguments)
+    args = plan_parser(prog).parse_args(arguments)
     return run_reporting(prog, functools.partial(_tell, args))
-
-
-def _parser(prog: str) -> CommandParser:
-    parser = CommandParser(prog, "Does it fit, how fast does it train, and what should be changed?")
-    work = parser.add_argument_group("what is trained")
-    work.add_argument(
-        "--model", required=True,
-        help=f"a usual name ({', '.join(KNOWN_MODELS)}), gpt:HIDDENxLAYERS, a benchmark's size such as 4.3b, or a "
-        "Hugging Face config.json or folder",
-    )  # fmt: skip
-    work.add_argument(
-        "--batch-size", type=at_least_1, metavar="N",
-        help=f"sequences per forward and GPU, or GPUs that share them (default: {_BATCH}, 1 with --longest)",
-    )  # fmt: skip
-    work.add_argument("--seq-len", type=at_least_1, metavar="N", help=f"tokens per sequence (default: {_LENGTH})")
-    work.add_argument("--longest", action="store_true", help="instead of --seq-len: the longest sequences that fit")
-    work.add_argument(
-        "--sequence-parallel", type=at_least_1, default=1, metavar="N", help="GPUs that share each sequence"
-    )
-    work.add_argument(
-        "--tensor-parallel", metavar="MESH",
-        help="GPUs that share matrices: ROWSxCOLUMNS, how many (the mesh that receives least), or auto: all GPUs "
-        "that share no sequence",
-    )  # fmt: skip
-    work.add_argument(
-        "--tensor-mode", choices=["auto", *(mode.value for mode in Mode)], default="auto",
-        help="of --tensor-parallel: in blocks, in one dimension with sequences sharded, or what receives less",
-    )  # fmt: skip
-    work.add_argument(
-        "--fused-loss", action=argparse.BooleanOptionalAction, default=False,
-        help="a loss without logits, activations.loss (default: the model's own)",
-    )  # fmt: skip
-    work.add_argument(
-        "--tile-tokens", type=at_least_0, default=0, metavar="N",
-        help="MLPs and norms are computed so many tokens at a time, activations.tile_tokens (default: 0, all at once)",
-    )  # fmt: skip
-    work.add_argument(
-        "--gradient-accumulation", type=at_least_1, default=1, metavar="N", help="forwards and backwards per step"
-    )
-    work.add_argument(
-        "--checkpointing", action=argparse.BooleanOptionalAction, default=False,
-        help="compute activations again in backward (default: they are kept)",
-    )  # fmt: skip
-    work.add_argument(
-        "--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank alone, 0: everything"
-    )
-    work.add_argument(
-        "--quantization", choices=[member.value for member in QuantizationType],
-        help="quantization.type: what frozen linear weights are stored in (default: as they are); without --lora-rank, "
-        f"adapters of rank {LORA_RANK} are trained",
-    )  # fmt: skip
-    work.add_argument("--precision", choices=DTYPES, default="bf16", help="of compute")
-    work.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")
-
-    machine = parser.add_argument_group("on what")
-    machine.add_argument("--gpu", choices=MACHINES, default="h200", help="whose rates to use")
-    machine.add_argument("--gpu-tflops", type=positive, metavar="N", help="dense 16-bit, as a data sheet says it")
-    machine.add_argument(
-        "--gpu-bandwidth", type=positive, metavar="GB/s", help="of its memory, as a data sheet says it"
-    )
-    machine.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="that it has")
-    machine.add_argument("--host-link", type=positive, metavar="GB/s", help="between host and GPU, each way")
-    machine.add_argument("--cpu-cores", type=at_least_1, metavar="N", help="for each GPU (default: 16)")
-    machine.add_argument("--host-bandwidth", type=positive, metavar="GB/s", help="of a socket's memory (default: 213)")
-    machine.add_argument(
-        "--disk-bandwidth", type=positive, metavar="GB/s",
-        help="of a node's disk, reads and writes each while both happen (default: 2)",
-    )  # fmt: skip
-    machine.add_argument("--nodes", type=at_least_1, default=1, metavar="N", help="of GPUs that share each chunk")
-    machine.add_argument("--gpus-per-node", type=at_least_1, default=1, metavar="N", help="connected with each other")
-    machine.add_argument("--link", default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU")
-    machine.add_argument("--also", metavar="GPUS", help="other numbers of GPUs to tell the step of, such as 8,32,256")
-    machine.add_argument("--measure", action="store_true", help="measure this machine's link and Adam instead")
-
-    engine = parser.add_argument_group("the engine's configuration")
-    engine.add_argument(
-        "--device-memory", type=memory_size, metavar="SIZE",
-        help="device_memory of each engine, such as 24GiB (default: what an engine would take of the GPU)",
-    )  # fmt: skip
-    engine.add_argument(
-        "--host-memory", type=memory_size, metavar="SIZE",
-        help="host_memory of each engine, at most (default: what an engine would take of this machine)",
-    )  # fmt: skip
-    engine.add_argument(
-        "--disk", type=memory_size, metavar="SIZE",
-        help="disk_memory.size of each engine, for optimizer states that nothing else has room for (default: none)",
-    )  # fmt: skip
-    engine.add_argument("--chunk-numel", default="auto", metavar="N", help="elements per chunk")
-    engine.add_argument(
-        "--margin-use-ratio", type=positive, default=1.0, metavar="RATIO", help="client.mem_tracer.margin_use_ratio"
-    )
-    engine.add_argument(
-        "--speculation", choices=[member.value for member in Speculation], default=Speculation.AUTO.value,
-        help="optimizer.speculation",
-    )  # fmt: skip
-    engine.add_argument(
-        "--optimizer", type=str.lower, choices=sorted(_OPTIMIZERS), default=OptimizerType.ADAMW.value.lower(),
-        help="optimizer.type: Lion and SGD keep a momentum and no variance",
-    )  # fmt: skip
-    engine.add_argument(
-        "--states", choices=[member.value for member in States], default=States.FP32.value,
-        help="optimizer.states: what momentum and variance are stored in",
-    )  # fmt: skip
-    engine.add_argument(
-        "--master", choices=[member.value for member in Master], default=Master.EXACT.value,
-        help="optimizer.master: stochastic leaves float32 masters out",
-    )  # fmt: skip
-    engine.add_argument(
-        "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
-        help="activations.offload: whose activations may leave the device between forward and backward",
-    )  # fmt: skip
-
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--advice", action=argparse.BooleanOptionalAction, default=True, help="plan what would help, too"
-    )
-    output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--save", metavar="PATH", help="also write the plan there")
-    output.add_argument(
-        "--listing", action="store_true", help="also print the step's program: its instructions, and when each is done"
-    )
-    return parser
 
 
 # From flags to questions
@@ -223,6 +94,16 @@ def _question(args: argparse.Namespace) -> Question:
         raise ValueError(f"--lora-rank is {args.lora_rank}; give 0 or more")
     if args.longest and args.seq_len is not None:
         raise ValueError(f"--longest finds the length, but --seq-len is {args.seq_len}; leave out one of them")
+    beside = {
+        "--longest": args.longest,
+        "--batch-size": args.batch_size,
+        "--gradient-accumulation": args.gradient_accumulation > 1,
+    }
+    given = [flag for flag, is_given in beside.items() if is_given]
+    if args.tokens_per_step is not None and given:
+        raise ValueError(
+            f"--tokens-per-step {args.tokens_per_step} is given with {', '.join(given)}; leave out one of them"
+        )
     speculation = Speculation(args.speculation)
     if speculation is Speculation.COMMIT and (args.gradient_accumulation > 1 or args.clip > 0):
         raise ValueError(
@@ -235,7 +116,7 @@ def _question(args: argparse.Namespace) -> Question:
     machine = _machine(args)
     check_precision(args.precision, machine)
     cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
-    batch, length = args.batch_size or (1 if args.longest else _BATCH), args.seq_len or _LENGTH
+    batch, length = args.batch_size or (1 if args.longest else DEFAULT_BATCH), args.seq_len or DEFAULT_LENGTH
     return Question(
         workload=Workload(
             model=args.model,
@@ -257,11 +138,12 @@ def _question(args: argparse.Namespace) -> Question:
             disk_bytes=args.disk or 0,
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
-            optimizer=_OPTIMIZERS[args.optimizer],
+            optimizer=OPTIMIZERS[args.optimizer],
             states=States(args.states),
             master=Master(args.master),
             accumulation=args.gradient_accumulation,
             offload=ActivationOffload(args.offload),
+            recompute=Recompute(args.recompute),
         ),
         cluster=cluster,
         chunk_numel=_chunk_numel(args.chunk_numel),
@@ -355,10 +237,11 @@ def _tell(args: argparse.Namespace) -> int:
     question = _question(args)
     planner = Planner()
     lengths = _longest(planner, question) if args.longest else []
-    if lengths and isinstance(lengths[-1][1], Answer):
-        question = lengths[-1][1].question
+    batches = _batches(planner, question, args.tokens_per_step)
+    found = lengths[-1][1] if lengths else batches[0] if batches else planner.try_answer(question)
+    if isinstance(found, Answer):
+        question = found.question
     others = _others(args, question)
-    found = lengths[-1][1] if lengths else planner.try_answer(question)
     also = [planner.try_answer(other) for other in others]
     advice: list[Advice] = []
     if args.advice:
@@ -370,10 +253,13 @@ def _tell(args: argparse.Namespace) -> int:
         said = answer_as_dict(found) | {"advice": [item.as_dict() for item in advice]}
         if lengths:
             said["longest"] = [{"sequence_parallel": size} | length_as_dict(one) for size, one in lengths]
+        if len(batches) > 1:
+            said["batches"] = [batch_as_dict(one) for one in batches if isinstance(one, Answer)]
         print(json.dumps(said | ({"also": [answer_as_dict(other) for other in also]} if also else {})))
     else:
         mesh_size = 1 if question.workload.mesh is None else question.workload.mesh.size
         lines = length_lines([(size * mesh_size, one) for size, one in lengths])
+        lines += batch_lines([one for one in batches if isinstance(one, Answer)])
         lines += answer_lines(found) if isinstance(found, Answer) else refusal_lines(question, found)
         lines += advice_lines(advice, found) if args.advice else []
         lines += comparison_lines([found, *also], [question, *others]) if also else []
@@ -381,6 +267,16 @@ def _tell(args: argparse.Namespace) -> int:
             lines += configuration_lines(found) + (program_lines(found) if args.listing else [])
         print("\n".join(lines))
     return 0 if isinstance(found, Answer) else 1
+
+
+def _batches(planner: Planner, question: Question, tokens: int | None) -> list[Answer | DoesNotFitError]:
+    """The batch sizes that were tried for ``tokens`` per step, the best first; empty if none is asked for."""
+    if tokens is None:
+        return []
+    try:
+        return list(best_batch(planner, question, tokens))
+    except DoesNotFitError as refusal:
+        return [refusal]
 
 
 def _longest(planner: Planner, question: Question) -> list[tuple[int, Answer | DoesNotFitError]]:

@@ -12,6 +12,7 @@ from patrickstar.planning.listing import listing_lines
 from patrickstar.planning.planner import Answer
 from patrickstar.planning.prediction import Case
 from patrickstar.planning.question import Question
+from patrickstar.planning.recomputation import recomputation_text
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.simulation import played_instructions
 from patrickstar.sequence.choice import Choice, show_seconds
@@ -49,6 +50,7 @@ def answer_lines(answer: Answer) -> list[str]:
         f"{show_size(case.plan.activation_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
         *_offload_store_lines(case),
+        *_recomputation_lines(answer),
         *_disk_lines(case),
         f"least that works, all optimizer states {_below(setting)}: device_memory "
         f"{enough_size(case.least_device_bytes)}, host_memory {enough_size(case.least_host_bytes)} "
@@ -103,6 +105,20 @@ def length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[
     return lines if found else []
 
 
+def batch_lines(found: Sequence[Answer]) -> list[str]:
+    """Returns a line per batch size of a given number of tokens per step."""
+    if not found:
+        return []
+    lines = ["batch sizes, the fastest first:", "batch   backwards per step       step    tokens/s   activations"]
+    for one in found:
+        work, case = one.question.workload, one.chosen
+        lines.append(
+            f"{work.batch:5}   {one.question.setting.accumulation:18}   {case.step.seconds:>8.3f} s "
+            f"{one.tokens_per_second:9,.0f}   {show_size(case.plan.activation_peak_bytes):>11}"
+        )
+    return lines
+
+
 def _position_lines(answer: Answer) -> list[str]:
     length, there = answer.question.workload.length, answer.num_positions
     if there is None or length <= there:
@@ -150,6 +166,11 @@ def _offload_store_lines(case: Case) -> list[str]:
     if case.selective_attention:
         lines.append(f"attention of checkpointed layers: {case.selective_attention} calls are kept for backward")
     return lines
+
+
+def _recomputation_lines(answer: Answer) -> list[str]:
+    saved, seconds, recomputed = answer.chosen.saved, answer.chosen.step.seconds, answer.all_recomputed
+    return [] if recomputed is None else [recomputation_text(saved, seconds, recomputed.seconds)]
 
 
 def _below(setting: Setting) -> str:
@@ -253,6 +274,17 @@ def length_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
     }
 
 
+def batch_as_dict(found: Answer) -> dict[str, Any]:
+    """Returns a batch size in JSON types."""
+    return {
+        "batch_size": found.question.workload.batch,
+        "gradient_accumulation": found.question.setting.accumulation,
+        "activation_peak_bytes": found.chosen.plan.activation_peak_bytes,
+        "step_seconds": found.chosen.step.seconds,
+        "tokens_per_second": found.tokens_per_second,
+    }
+
+
 def _attention_as_dict(choice: Choice | None) -> dict[str, Any] | None:
     if choice is None:
         return None
@@ -320,6 +352,8 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "activation_peak_bytes": case.plan.activation_peak_bytes,
         "offloaded_bytes": case.offloaded_bytes,
         "selective_attention": case.selective_attention,
+        "saved_by_calls": [kept.value for kept in case.saved],
+        "all_recomputed_seconds": None if found.all_recomputed is None else found.all_recomputed.seconds,
         "device_peak_bytes": step.peak_bytes,
         "host_bytes": case.host_bytes,
         "host_peak_bytes": case.host_peak_bytes,

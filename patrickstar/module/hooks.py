@@ -37,14 +37,15 @@ class ModuleHooks:
         self.leave_out(())
 
     def leave_out(self, modules: Container[nn.Module]) -> None:
-        """Installs hooks on all submodules except ``modules`` and those inside a tiled module.
+        """Installs hooks on all submodules except ``modules``, those inside a tiled module, and those whose call does
+        not read their parameters.
 
         A tiled module is one use (`TiledModules`): otherwise the chunks of its linear layers would be fetched once per
         tile.
         """
         within = inside_tiled(self._module)
         for child in self._module.modules():
-            if child in modules or child in within:
+            if child in modules or child in within or _postpones(child):
                 self._remove_from(child)
             elif child not in self._hooked and _has_chunked(child):
                 self._hooked[child] = self._add_to(child)
@@ -85,6 +86,11 @@ class ModuleHooks:
         """Removes the hooks from all modules."""
         for child in list(self._hooked):
             self._remove_from(child)
+
+
+def _postpones(module: nn.Module) -> bool:
+    """True if the module's ``forward`` was replaced by one that leaves its parameters to later operations."""
+    return getattr(vars(module).get("forward"), "postpones_uses", False)
 
 
 def _has_chunked(module: nn.Module) -> bool:

@@ -8,10 +8,12 @@ import dataclasses
 from typing import Any
 
 from patrickstar import _C
-from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Speculation, States
+from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Recompute, Speculation, States
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.models import PlannedModel, build_model
+from patrickstar.planning.planned_recomputation import shortest_recomputation
+from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.prediction import Case, Predictor
 from patrickstar.planning.question import DTYPES, Question
 from patrickstar.planning.setting import DoesNotFitError, Setting
@@ -47,6 +49,8 @@ class Answer:
     """Elements of trained parameters."""
     chosen: Case
     """The case of the requested chunk size, or the best."""
+    all_recomputed: Prediction | None
+    """The step in which all checkpointed layers are recomputed; None: none is checkpointed, or all are recomputed."""
     cases: list[Case]
     """All chunk sizes that were tried and fit."""
     model_flops: float
@@ -90,6 +94,8 @@ class Answer:
         activations = question.workload.activations()
         if setting.offload is not ActivationOffload.AUTO:
             activations["offload"] = setting.offload.value
+        if setting.recompute is not Recompute.AUTO:
+            activations["recompute"] = setting.recompute.value
         if activations:
             config["activations"] = activations
         precision = question.workload.precision
@@ -146,8 +152,10 @@ class Planner:
         workload = question.workload
         trace = self._trace(question)
         cases, refusals = [], []
+        predictors = {}
         for size in self._sizes(question, trace):
             predictor = self._predictor(question, trace, size)
+            predictors[predictor.layout.chunk_numel] = predictor
             try:
                 cases.append(ShortestStep(predictor).choose(question.setting))
             except DoesNotFitError as refusal:
@@ -158,11 +166,19 @@ class Planner:
         division = trace.model.division
         # The least waste among steps that are equally short within the simulator's tolerance.
         chosen = min(shortest_cases(cases), key=lambda case: case.waste_bytes)
+        all_recomputed = None
+        predictor = predictors[chosen.chunk_numel]
+        if question.setting.recompute is Recompute.AUTO and predictor.recomputations.top > 0:
+            all_recomputed = chosen.step
+            settings = dict.fromkeys([chosen.setting, question.setting])
+            chosen = shortest_cases([*shortest_recomputation(predictor, settings), chosen])[0]
+            cases = [chosen if case.chunk_numel == chosen.chunk_numel else case for case in cases]
         return Answer(
             question=question,
             num_params=trace.model.num_params,
             num_trained=trace.model.num_trained,
             chosen=chosen,
+            all_recomputed=all_recomputed,
             cases=cases,
             model_flops=flops / workload.sharing_ranks,
             num_positions=trace.model.num_positions,

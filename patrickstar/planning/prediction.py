@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from patrickstar import _C
-from patrickstar.activations.activation_rules import DeviceShares
+from patrickstar.activations.activation_rules import DeviceShares, Saved
 from patrickstar.config import ActivationOffload, OptimizerType, Speculation
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.leaving import ActivationLevels, LinkedDevice
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.placed_states import earliest_updates, states_on_device
 from patrickstar.planning.predicted_step import Prediction
+from patrickstar.planning.recomputation import Ladder, saved_calls, step_with_saved
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.simulation import accumulated, choose_plan, shared_host_plan
-from patrickstar.planning.step_plan import Plan, planned_chunks
+from patrickstar.planning.step_plan import Plan, SavedCalls, planned_chunks
 from patrickstar.planning.timeline import Accesses, TimedTimeline, play_accesses
 from patrickstar.planning.update_costs import UpdateRates, costs_of_chunks
 from patrickstar.planning.uses import StepUses
@@ -59,6 +61,8 @@ class Case:
     """Offloaded activations on the host, beside :attr:`host_bytes`."""
     selective_attention: int
     """Attention calls of checkpointed layers whose results are kept for backward."""
+    saved: tuple[Saved, ...]
+    """Activations that checkpointed calls save, by number of the call within a forward; empty: none."""
     waste_bytes: int
     """Highest unused bytes in an access's chunks, beside the parameters that it needs."""
     step: Prediction
@@ -103,7 +107,7 @@ class Predictor:
             )
         self._uses, self.layout, self._machine, self._cluster = uses, layout, machine, cluster
         self.chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-        self._timelines: dict[tuple[LinkedDevice | None, LinkedDevice | None, tuple[bool, ...]], TimedTimeline] = {}
+        self._timelines: dict[tuple[Any, ...], TimedTimeline] = {}
         self._accesses: dict[tuple[bool, ...], Accesses] = {}
         self._leaving: dict[LinkedDevice, ActivationLevels] = {}
         self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
@@ -136,8 +140,20 @@ class Predictor:
             self._least[key] = high
         return self._least[key]
 
-    def predict(self, setting: Setting) -> Case:
-        """Returns the case of these budgets. Raises DoesNotFitError."""
+    @property
+    def recomputations(self) -> Ladder:
+        """The choices for the checkpointed calls of a forward."""
+        return Ladder(max((call.number + 1 for call in self._uses.calls), default=0), has_products=True)
+
+    def predict(
+        self,
+        setting: Setting,
+        saved: tuple[Saved, ...] = (),
+        bound: Callable[[_C.Rates], _C.Rates] = lambda rates: rates,
+    ) -> Case:
+        """Returns the case of these budgets, in which checkpointed calls save ``saved``, at the machine's rates within
+        ``bound``. Raises DoesNotFitError.
+        """
         layout = self.layout
         least_host = self._least_host_bytes(setting)
         budget = self.device_budget(setting)
@@ -148,14 +164,14 @@ class Predictor:
                 f"access's chunks; give at least {enough_size(least)}",
                 least_device_bytes=least,
             )
-        first, on_device = self._place(setting, budget)
+        first, on_device = self._place(setting, budget, saved)
         resting_tiers = _C.later_resting_tiers(layout, first, on_device, setting.host_bytes, setting.backwards)
         on_disk = [resting_tier == _C.Tier.DISK for resting_tier in resting_tiers]
         host_bytes = _C.bytes_on_host(layout, resting_tiers, setting.backwards) + _C.disk_set_bytes(layout, first)
         budget.gradient_room_bytes = _C.gradient_room_bytes(layout, resting_tiers, setting.host_bytes)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         later = self._later_device(setting, room)
-        timed = self._timeline(self._first_device(setting), on_device, later)
+        timed = self._timeline(self._first_device(setting), on_device, later, saved)
         timed = _slowed(timed, self._cluster.slowdown(self._machine))
         offloaded_bytes = 0 if later is None else self._activation_levels(later).away_bytes
         room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
@@ -164,10 +180,13 @@ class Predictor:
 
         def play(scale: _C.ExpectedScale) -> Plan:
             updates = earliest_updates(layout, resting_tiers, room, setting.update_start, scale)
-            choose = functools.partial(
-                choose_plan, layout, timed, on_device, on_disk, budget, updates, setting.update_start
-            )
-            return shared_host_plan(choose, self._machine, self._cluster, planned, rates)
+
+            def choose(rates: _C.Rates) -> Plan:
+                start = setting.update_start
+                return choose_plan(layout, timed, on_device, on_disk, budget, updates, start, bound(rates))
+
+            plan = shared_host_plan(choose, self._machine, self._cluster, planned, rates)
+            return dataclasses.replace(plan, saved_calls=self._saved_calls(setting, on_device, later, saved))
 
         def step_of(plan: Plan) -> Prediction:
             return accumulated(plan, setting.accumulation)
@@ -208,12 +227,22 @@ class Predictor:
             ),
             offloaded_bytes=offloaded_bytes,
             selective_attention=0 if later is None else self._activation_levels(later).kept_calls,
+            saved=saved,
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
             step=step_of(plan),
             play_clipped=lambda: step_of(play(_C.ExpectedScale.BETWEEN)),
             find_least_device=lambda: self.least_device_bytes(setting),
         )
+
+    def _saved_calls(
+        self, setting: Setting, on_device: Sequence[bool], later: LinkedDevice | None, saved: tuple[Saved, ...]
+    ) -> SavedCalls | None:
+        """The choice ``saved`` for a plan; None: nothing is saved."""
+        if all(kept is Saved.NOTHING for kept in saved):
+            return None
+        timed, ladder = self._timeline(self._first_device(setting), on_device, later), self.recomputations
+        return saved_calls(timed, ladder, saved, 0, is_quadratic=self._uses.is_quadratic)
 
     def num_state_chunks(self, setting: Setting, budget: _C.DeviceBudget) -> int:
         """Number of leading chunks whose states an engine with this budget keeps on the device."""
@@ -234,13 +263,17 @@ class Predictor:
         return [False] * len(self.chunks)
 
     def _timeline(
-        self, first: LinkedDevice | None, on_device: Sequence[bool], later: LinkedDevice | None = None
+        self,
+        first: LinkedDevice | None,
+        on_device: Sequence[bool],
+        later: LinkedDevice | None = None,
+        saved: tuple[Saved, ...] = (),
     ) -> TimedTimeline:
         """``first``: the device of the first step's activation offload; None: no offload. ``later``: the same of later
-        steps, which may keep attention and save time.
+        steps, which may keep attention and save time. ``saved``: by checkpointed calls.
         """
         places = tuple(on_device)
-        key = (first, later, places)
+        key = (first, later, places, saved)
         if key not in self._timelines:
             if places not in self._accesses:
                 self._accesses[places] = play_accesses(self._uses, self.layout, on_device)
@@ -249,7 +282,8 @@ class Predictor:
                 uses = uses.with_activation_levels(
                     *(None if device is None else self._activation_levels(device) for device in (first, later))
                 )
-            self._timelines[key] = self._accesses[places].timed(uses)
+            timed = self._accesses[places].timed(uses)
+            self._timelines[key] = step_with_saved(timed, saved) if saved else timed
         return self._timelines[key]
 
     def _activation_levels(self, device: LinkedDevice) -> ActivationLevels:
@@ -315,7 +349,9 @@ class Predictor:
             return max(num_bytes, refusal.least_host_bytes or 0)
         return num_bytes
 
-    def _place(self, setting: Setting, budget: _C.DeviceBudget) -> tuple[list[_C.Tier], list[bool]]:
+    def _place(
+        self, setting: Setting, budget: _C.DeviceBudget, saved: tuple[Saved, ...]
+    ) -> tuple[list[_C.Tier], list[bool]]:
         """Returns by chunk the initial tier of its states, and True if they end on the device: because host and disk
         cannot hold them, or because the headroom can.
         """
@@ -331,7 +367,7 @@ class Predictor:
                 f"{enough_size(least)}, or device_memory",
                 least_host_bytes=least,
             )
-        accesses = self._timeline(self._first_device(setting), self._nowhere).accesses
+        accesses = self._timeline(self._first_device(setting), self._nowhere, None, saved).accesses
         return first, states_on_device(self.layout, first, accesses, budget if setting.hybrid_adam else None)
 
 

@@ -1,7 +1,7 @@
 """The choice of what checkpointed calls save: the shortest predicted step within the budgets.
 
     ladder = Ladder(num_calls, has_products=True)
-    chosen = choose_rung(ladder, lambda rung: predicted_seconds(engine, step, ladder.saved(rung)))
+    chosen = choose_rung(ladder.top, lambda rungs: [predicted_seconds(engine, step, ladder.saved(r)) for r in rungs])
 
 A ladder orders the choices by activation memory. Calls save their products, the last calls first, since their
 activations live shortest. Once all do, calls save everything, the last first. Each rung is a whole program: more saved
@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
+from patrickstar.activations.call_measurement import MeasuredCall
 from patrickstar.planning.placed_states import earliest_updates, states_on_device
 from patrickstar.planning.simulation import choose_plan
 from patrickstar.planning.step_plan import SavedCalls
@@ -38,37 +39,11 @@ _WORTH_SAVING = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuredCall:
-    """One checkpointed call of a step in which it saved nothing. Positions count accesses of the step's timeline."""
-
-    number: int
-    """Number of the call within its forward."""
-    forward_begin: int
-    """Access that runs when the call begins; -1: none yet."""
-    forward_end: int
-    recompute_begin: int
-    """Access that runs when its recomputation begins."""
-    recompute_end: int
-    saved_bytes: int
-    """Bytes that autograd saves without a checkpoint, beside parameters and the call's inputs."""
-    product_bytes: int
-    """Bytes of the results of matrix products and attention."""
-    product_seconds: float
-    """Device time of these in the recomputation."""
-    recompute_seconds: float
-    """Device time of the recomputation, without waits."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
     """A step in which checkpointed calls saved nothing."""
 
-    accesses: list[dict[str, Any]]
-    """Its timeline, as ``_C.make_plan`` takes it."""
-    seconds: list[float]
-    """Device time of each access, without waits."""
+    timed: TimedTimeline
     rates: _C.Rates
-    calls: list[MeasuredCall]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,21 +95,6 @@ def steady_seconds(seconds: Sequence[float], calls: Sequence[MeasuredCall], nume
     return result
 
 
-def typical_calls(calls: Iterable[MeasuredCall]) -> list[MeasuredCall]:
-    """The calls, with times of the lower quartile of calls that save as much. Others were disturbed."""
-    given = list(calls)
-    alike: dict[tuple[int, int], list[MeasuredCall]] = {}
-    for call in given:
-        alike.setdefault((call.saved_bytes, call.product_bytes), []).append(call)
-
-    def typical(call: MeasuredCall, field: str) -> float:
-        same = sorted(getattr(other, field) for other in alike[call.saved_bytes, call.product_bytes])
-        return min(getattr(call, field), same[len(same) // 4])
-
-    fields = ("recompute_seconds", "product_seconds")
-    return [dataclasses.replace(call, **{field: typical(call, field) for field in fields}) for call in given]
-
-
 def _alike(calls: Sequence[MeasuredCall], num_accesses: int) -> dict[tuple[Any, ...], list[int]]:
     """Accesses at the same place of different calls, which have the same number of accesses."""
     places: dict[tuple[Any, ...], list[int]] = {}
@@ -164,9 +124,9 @@ class Ladder:
         self._levels = (Saved.PRODUCTS, Saved.EVERYTHING) if has_products else (Saved.EVERYTHING,)
 
     @property
-    def num_rungs(self) -> int:
-        """Number of choices. Rung 0 saves nothing."""
-        return len(self._levels) * self._num_calls + 1
+    def top(self) -> int:
+        """The highest rung. Rung 0 saves nothing."""
+        return len(self._levels) * self._num_calls
 
     def saved(self, rung: int) -> tuple[Saved, ...]:
         """Choices of the calls, by number."""
@@ -175,17 +135,18 @@ class Ladder:
         return (levels[full],) * (self._num_calls - rest) + (levels[full + 1],) * rest
 
 
-def step_with_saved(step: MeasuredStep, saved: Sequence[Saved]) -> TimedTimeline:
-    """The step's timeline if its calls save ``saved``, by number; further calls save nothing.
+def step_with_saved(timed: TimedTimeline, saved: Sequence[Saved]) -> TimedTimeline:
+    """The timeline of a step that saves nothing, if its calls save ``saved``, by number; further calls save nothing.
 
     Saved bytes grow during the call's forward and stay until its recomputation, products until that ends. Without
-    recomputation, its accesses are left out, and the access before them takes over their gradients and the rest of
-    their time. With saved products, recomputation is shorter by their time.
+    recomputation, its accesses are left out, and the access before them takes over their gradients, their copies and
+    the rest of their time. With saved products, recomputation is shorter by their time.
     """
-    accesses = [dict(access) for access in step.accesses]
-    seconds = list(step.seconds)
+    accesses = [dict(access) for access in timed.accesses]
+    seconds = list(timed.seconds)
+    copies = [dataclasses.replace(copied) for copied in timed.copies]
     left_out: set[int] = set()
-    for call in step.calls:
+    for call in timed.calls:
         kept = saved[call.number] if call.number < len(saved) else Saved.NOTHING
         if kept is Saved.NOTHING:
             continue
@@ -205,14 +166,36 @@ def step_with_saved(step: MeasuredStep, saved: Sequence[Saved]) -> TimedTimeline
         else:
             before = call.recompute_begin
             moved = [use for index in recomputed for use in accesses[index]["uses"] if use[2] != _C.ArrayUseMode.READ]
-            accesses[before]["uses"] = accesses[before]["uses"] + moved
+            accesses[before]["uses"] = list(dict.fromkeys([*accesses[before]["uses"], *moved]))
             peak = max(accesses[index]["activation_peak_bytes"] for index in (before, *recomputed[-1:]))
             accesses[before]["activation_peak_bytes"] = peak
             seconds[before] += sum(seconds[index] for index in recomputed) - call.recompute_seconds
             seconds[before] = max(seconds[before], 0.0)
+            for index in recomputed if copies else ():
+                copies[before].add(copies[index])
             left_out.update(recomputed)
     stays = [index for index in range(len(accesses)) if index not in left_out]
-    return TimedTimeline([accesses[index] for index in stays], [seconds[index] for index in stays], 0)
+    of_stays = [copies[index] for index in stays] if copies else []
+    return TimedTimeline(
+        [accesses[index] for index in stays], [seconds[index] for index in stays], timed.waste_bytes, of_stays
+    )
+
+
+def saved_calls(
+    timed: TimedTimeline, ladder: Ladder, saved: Sequence[Saved], size: int, *, is_quadratic: bool
+) -> SavedCalls:
+    """The choice ``saved`` with the bytes of the largest forward of ``timed``. ``size``, ``is_quadratic``: as in
+    :class:`SavedCalls`.
+    """
+    calls = [[call for call in timed.calls if call.number == number] for number in range(len(saved))]
+    return SavedCalls(
+        tuple(kept.value for kept in saved),
+        tuple(max(call.product_bytes for call in same) * ladder.has_products for same in calls),
+        tuple(max(call.saved_bytes for call in same) for same in calls),
+        timed.activation_peak_bytes,
+        size,
+        is_quadratic,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +232,7 @@ def predicted_seconds(engine: PlacedEngine, step: MeasuredStep, saved: Sequence[
     """Seconds of a steady step with this choice, placed and planned as by the engine. Infinite if the device has no
     room.
     """
-    timed = step_with_saved(step, saved)
+    timed = step_with_saved(step.timed, saved)
     layout, budget = engine.layout, engine.budget
     with placed_step(engine, timed) as placed:
         on_disk = [tier == _C.Tier.DISK for tier in placed.tiers]
@@ -273,7 +256,7 @@ class SavedLimit:
         self.ladder = Ladder(len(calls.saved), has_products=any(calls.product_bytes))
         self._calls = calls
         self.size = calls.size
-        rungs = range(self.ladder.num_rungs)
+        rungs = range(self.ladder.top + 1)
         self.rung = next(rung for rung in rungs if [s.value for s in self.ladder.saved(rung)] == list(calls.saved))
         self._peak_bytes = peak_bytes
 
@@ -294,6 +277,8 @@ class SavedLimit:
         """Goes down to ``rung`` at most, and as far as a forward of ``size`` requires. All activations are
         taken to grow alike.
         """
+        if self._calls.size == 0:
+            self._calls = dataclasses.replace(self._calls, size=size)
         self.size = max(self.size, size)
         growth = self.size / max(self._calls.size, 1)
         low, high = 0, min(rung, self.rung)
@@ -322,14 +307,22 @@ class Choice:
     """Predicted seconds of all rungs that were tried."""
 
 
-def choose_rung(ladder: Ladder, seconds_of: Callable[[list[int]], list[float]]) -> Choice:
-    """The rung with the shortest step; of almost equal ones the lowest.
+def recomputation_text(saved: Sequence[Saved], seconds: float, seconds_of_none: float) -> str:
+    """A line for users on a choice of predicted ``seconds``; ``seconds_of_none``: if nothing is saved."""
+    counts = {kept: saved.count(kept) for kept in Saved}
+    texts = [f"recomputing {counts[Saved.NOTHING]} of {len(saved)} checkpointed layers"]
+    if counts[Saved.PRODUCTS]:
+        texts.append(f"all but products in {counts[Saved.PRODUCTS]}")
+    return f"{', '.join(texts)}; {seconds:.3g} s predicted, {seconds_of_none:.3g} s with all recomputed"
+
+
+def choose_rung(top: int, seconds_of: Callable[[list[int]], list[float]]) -> Choice:
+    """The rung up to ``top`` with the shortest step; of almost equal ones the lowest.
 
     Args:
-        ladder: the choices.
+        top: the highest rung that is considered.
         seconds_of: predicts the steps of several rungs; with several ranks the longest of all ranks.
     """
-    top = ladder.num_rungs - 1
     known: dict[int, float] = {}
 
     def play(rungs: list[int]) -> None:

@@ -7,7 +7,15 @@ import dataclasses
 import torch
 
 from patrickstar import _C
-from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
+from patrickstar.config import (
+    ActivationOffload,
+    Master,
+    OptimizerConfig,
+    OptimizerType,
+    Recompute,
+    Speculation,
+    States,
+)
 from patrickstar.machine.engine_options import update_start
 
 
@@ -39,6 +47,8 @@ class Setting:
     """Forward and backward passes per step, with accumulated gradients."""
     offload: ActivationOffload = ActivationOffload.AUTO
     """Activation offload (``activations.offload``)."""
+    recompute: Recompute = Recompute.AUTO
+    """Recomputation in checkpointed layers (``activations.recompute``)."""
 
     def optimizer_config(self) -> OptimizerConfig:
         """Returns the configuration's section ``optimizer``."""

@@ -68,7 +68,9 @@ class SavedCalls:
     base_bytes: int
     """Highest activation memory if nothing is saved."""
     size: int
-    """Size of the largest forward's inputs: elements, times their length if attention saves its square."""
+    """Size of the largest forward's inputs: elements, times their length if attention saves its square. 0: not known,
+    the next forward is as large.
+    """
     is_quadratic: bool
     """True if attention saves tensors of [..., tokens, tokens]."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from patrickstar import _C
+from patrickstar.activations.call_measurement import MeasuredCall
 from patrickstar.planning.leaving import Copies
 from patrickstar.planning.uses import StepUses
 
@@ -26,7 +27,9 @@ class TimedTimeline:
     waste_bytes: int
     """Highest unused bytes in an access's chunks, beside the parameters that it needs."""
     copies: list[Copies] = dataclasses.field(default_factory=list)
-    """Copies of activations, by access."""
+    """Copies of activations, by access; empty: none."""
+    calls: list[MeasuredCall] = dataclasses.field(default_factory=list)
+    """Checkpointed calls of the step, which save nothing."""
 
     @property
     def activation_peak_bytes(self) -> int:
@@ -56,7 +59,15 @@ class Accesses:
             if self.accesses:
                 seconds[max(access, 0)] += use.seconds
         accesses = [access | {"activation_peak_bytes": peak} for access, peak in zip(self.accesses, peaks, strict=True)]
-        return TimedTimeline(accesses, seconds, self.waste_bytes, copies)
+        calls = [self._at_accesses(call) for call in uses.calls]
+        return TimedTimeline(accesses, seconds, self.waste_bytes, copies, calls)
+
+    def _at_accesses(self, call: MeasuredCall) -> MeasuredCall:
+        """The call with positions in accesses in place of uses."""
+        places = ("forward_begin", "forward_end", "recompute_begin", "recompute_end")
+        uses = {place: getattr(call, place) for place in places}
+        accesses = {place: self.access_of[use] if use >= 0 else -1 for place, use in uses.items()}
+        return dataclasses.replace(call, **accesses)
 
 
 def play_accesses(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> Accesses:

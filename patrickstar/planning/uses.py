@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
+from patrickstar.activations.call_measurement import CallMeasurement, MeasuredCall
+from patrickstar.activations.checkpoint_calls import CheckpointCalls
 from patrickstar.module.checkpointed_layers import is_checkpointing
 from patrickstar.module.chunked_parameter import accumulated_gradient, become_chunked, become_tied
 from patrickstar.module.hooks import ModuleHooks
@@ -87,6 +89,10 @@ class StepUses:
     """Chunked parameters by owning module."""
     checkpoints: bool = False
     """True if layers of a Hugging Face model are recomputed in backward."""
+    calls: list[MeasuredCall] = dataclasses.field(default_factory=list)
+    """Checkpointed calls that may save activations. Positions count uses."""
+    is_quadratic: bool = False
+    """True if attention saves tensors of [..., tokens, tokens]."""
 
     def leaving(self, device: LinkedDevice) -> ActivationLevels:
         """Returns the activation memory with offload."""
@@ -292,6 +298,7 @@ def trace_uses(
     hooks = ModuleHooks(module, observer)
     inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
     operations, costs_on_gpu = MetaOperations(), OperationCosts(gpu)
+    checkpoint_calls = CheckpointCalls(module, offload_store=None, attention=None)
     for _ in range(2):
         costs = _CostMode(recorder, costs_on_gpu, operations)
         for spec in params.chunked:
@@ -301,8 +308,11 @@ def trace_uses(
             division.trace(costs)
         kept = KeptTensors(costs.meet, costs.is_ignored)
         costs.tell_attention(kept)
+        measurement = _measurement(recorder, costs)
+        if not checkpoint_calls.obstacle:
+            checkpoint_calls.observe(measurement)
         with FusedAttention(), costs, equal_tiles_once(costs.count):
-            with kept.keeping():
+            with kept.keeping(), checkpoint_calls.running():
                 out = module(**inputs)
             value = loss(out)
             del out
@@ -321,6 +331,14 @@ def trace_uses(
         static_bytes=static_bytes,
         module_params=owned,
         checkpoints=any(map(is_checkpointing, module.modules())),
+        calls=measurement.finish(),
+        is_quadratic=measurement.is_quadratic,
+    )
+
+
+def _measurement(recorder: UseRecorder, costs: _CostMode) -> CallMeasurement:
+    return CallMeasurement(
+        lambda: len(recorder.uses) - 1, lambda: costs.seconds, torch.device("meta"), costs.is_ignored, proof=None
     )
 
 

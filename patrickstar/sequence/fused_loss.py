@@ -121,6 +121,9 @@ class _State:
 class _LateHead:
     """Replaces the forward of the output layer."""
 
+    postpones_uses = True
+    """See ``ModuleHooks.leave_out``."""
+
     def __init__(self, state: _State, forward: Callable[[torch.Tensor], torch.Tensor], num_ranks: int):
         self._state = state
         self._forward = forward

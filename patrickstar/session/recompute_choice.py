@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from patrickstar import _C
-from patrickstar.activations.activation_rules import Saved
+from patrickstar.activations.call_measurement import CallMeasurement, clock_of
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
+from patrickstar.activations.selective_recomputation import ComparedProducts
 from patrickstar.config import Config, OptimizerType, Recompute
 from patrickstar.machine.engine_options import update_start
 from patrickstar.module.checkpointed_layers import turn_on_checkpoints
@@ -29,7 +30,6 @@ from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.measuring import engine_threads, measure_host_adam_gparams
 from patrickstar.planning.recomputation import (
-    Choice,
     Ladder,
     MeasuredStep,
     PlacedEngine,
@@ -37,13 +37,15 @@ from patrickstar.planning.recomputation import (
     choose_rung,
     placed_step,
     predicted_seconds,
+    recomputation_text,
+    saved_calls,
     steady_seconds,
     step_with_saved,
 )
 from patrickstar.planning.step_plan import Plan, SavedCalls
+from patrickstar.planning.timeline import TimedTimeline
 from patrickstar.planning.update_costs import costs_of_chunks
 from patrickstar.ranks.distributed import RankGroups
-from patrickstar.session.call_measurement import CallMeasurement
 
 logger = logging.getLogger("patrickstar")
 
@@ -51,8 +53,10 @@ _LEAST_STEP_SECONDS = 1e-4
 """Steps that compute for less are not worth a choice."""
 
 
-_NUMEL = 16 * 2**20
-"""Parameters of the update whose rate is measured: 256 MB, more than caches hold."""
+_NUMEL = 64 * 2**20
+"""Parameters of the update whose rate is measured: 1 GB, more than caches hold. With 256 MB the rates of one machine
+were 5.6 to 9.6e9 parameters per second, and 4 to 6e9 in its steps (docs/log.md).
+"""
 
 
 class ChoiceStage(enum.Enum):
@@ -126,7 +130,7 @@ class RecomputeChoice(NoRecomputeChoice):
         self._start = start
         self._rule = rule
         self._has_device_states = has_device_states
-        self._measure = functools.partial(CallMeasurement, runtime, device, storages)
+        self._measure = functools.partial(_measurement, runtime, device, storages)
         self._measurement = self._measure()
         self._stage = ChoiceStage.MEASURING
         self._first_shapes: list[list[tuple[int, ...]]] = []  # inputs of each forward of the measured step
@@ -199,12 +203,12 @@ class RecomputeChoice(NoRecomputeChoice):
         self._stage = ChoiceStage.OVER
         self._calls.observe(None)
         step = self._measured_step() if self._measurement.has_calls else None
-        num_calls = max((call.number + 1 for call in step.calls), default=0) if step is not None else 0
+        num_calls = max((call.number + 1 for call in step.timed.calls), default=0) if step is not None else 0
         has_products = self._calls.sees_operations and not self._measurement.products_differ
         found = json.dumps([num_calls, has_products])
         agreed = [json.loads(text) for text in self._exchange(found, "the number of checkpointed calls")]
         counts = {count for count, _ in agreed}
-        if step is None or 0 in counts or len(counts) > 1 or sum(step.seconds) < _LEAST_STEP_SECONDS:
+        if step is None or 0 in counts or len(counts) > 1 or sum(step.timed.seconds) < _LEAST_STEP_SECONDS:
             return
         budget, host_bytes, resting_tiers = self._runtime.placement_facts()
         engine = PlacedEngine(
@@ -216,23 +220,23 @@ class RecomputeChoice(NoRecomputeChoice):
             start=_C.possible_start(self._start, budget.backwards, _can_roll_back(self._layout)),
         )
         ladder = Ladder(num_calls, has_products=all(has for _, has in agreed))
-        choice = choose_rung(ladder, lambda rungs: self._longest(engine, step, ladder, rungs))
+        choice = choose_rung(ladder.top, lambda rungs: self._longest(engine, step, ladder, rungs))
         if choice.tried[choice.rung] == math.inf:  # no step fits the budgets; the engine says so
             return
         times = [predicted_seconds(engine, step, ladder.saved(rung)) for rung in (choice.rung, 0)]
-        _log(ladder.saved(choice.rung), *times)
+        logger.info("%s", recomputation_text(ladder.saved(choice.rung), *times))
         logger.debug("predicted seconds by rung: %s", choice.tried)
-        logger.debug("of the calls: %s", step.calls)
+        logger.debug("of the calls: %s", step.timed.calls)
         if choice.rung > 0:
-            self._apply(engine, step, ladder, choice)
+            self._apply(engine, step, ladder, choice.rung)
 
-    def _apply(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, choice: Choice) -> None:
-        saved = ladder.saved(choice.rung)
+    def _apply(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, rung: int) -> None:
+        saved = ladder.saved(rung)
         self._calls.choose(saved)
-        timed = step_with_saved(step, saved)
+        timed = step_with_saved(step.timed, saved)
         is_quadratic = self._measurement.is_quadratic
         size = max(_size_of(shapes, is_quadratic) for shapes in self._first_shapes)
-        mine = dataclasses.asdict(_sizes(step, ladder, saved, size, is_quadratic))
+        mine = dataclasses.asdict(saved_calls(step.timed, ladder, saved, size, is_quadratic=is_quadratic))
         agreed = self._exchange(json.dumps([timed.activation_peak_bytes, mine]), "the bytes of saved activations")
         peaks, calls = zip(*(json.loads(text) for text in agreed), strict=True)
         self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
@@ -257,7 +261,7 @@ class RecomputeChoice(NoRecomputeChoice):
         calls = self._measurement.finish(stalls)
         numels = [_numel_read(access, chunks) for access in accesses]
         seconds = steady_seconds(times["compute_seconds"], calls, numels)
-        return MeasuredStep(accesses=accesses, seconds=seconds, rates=rates, calls=calls)
+        return MeasuredStep(timed=TimedTimeline(accesses, seconds, 0, calls=calls), rates=rates)
 
     def _longest(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, rungs: list[int]) -> list[float]:
         """Predicted seconds of each rung at cautious rates, of the slowest rank."""
@@ -272,22 +276,15 @@ class RecomputeChoice(NoRecomputeChoice):
         return [received.decode() for received in self._ranks.control.exchange(message.encode(), what)]
 
 
+def _measurement(runtime: _C.Runtime, device: torch.device, storages: Collection[int]) -> CallMeasurement:
+    return CallMeasurement(
+        lambda: runtime.num_accesses - 1, clock_of(device), device, storages.__contains__, ComparedProducts()
+    )
+
+
 def _size_of(shapes: Sequence[tuple[int, ...]], is_quadratic: bool) -> int:
     """Size to which activations are proportional, of inputs of these shapes."""
     return sum(math.prod(shape) * (shape[-1] if is_quadratic else 1) for shape in shapes)
-
-
-def _sizes(step: MeasuredStep, ladder: Ladder, saved: Sequence[Saved], size: int, is_quadratic: bool) -> SavedCalls:
-    """The calls of the step's largest forward."""
-    calls = {number: [call for call in step.calls if call.number == number] for number in range(len(saved))}
-    return SavedCalls(
-        tuple(kept.value for kept in saved),
-        tuple(max(call.product_bytes for call in same) * ladder.has_products for same in calls.values()),
-        tuple(max(call.saved_bytes for call in same) for same in calls.values()),
-        max(access["activation_peak_bytes"] for access in step.accesses),
-        size,
-        is_quadratic,
-    )
 
 
 def _measured_host() -> Machine:
@@ -305,14 +302,6 @@ def _numel_read(access: dict[str, Any], chunks: list[dict[str, Any]]) -> int:
 def _can_roll_back(layout: _C.Layout) -> bool:
     chunks = (layout.chunk(index) for index in range(layout.num_chunks))
     return _C.puts_values_in_place(layout) or all(chunk["states"].master != _C.StateType.NONE for chunk in chunks)
-
-
-def _log(saved: Sequence[Saved], seconds: float, seconds_of_none: float) -> None:
-    counts = {kept: saved.count(kept) for kept in Saved}
-    texts = [f"recomputing {counts[Saved.NOTHING]} of {len(saved)} checkpointed layers"]
-    if counts[Saved.PRODUCTS]:
-        texts.append(f"all but products in {counts[Saved.PRODUCTS]}")
-    logger.info("%s; %.3g s predicted, %.3g s with all recomputed", ", ".join(texts), seconds, seconds_of_none)
 
 
 def make_recompute_choice(

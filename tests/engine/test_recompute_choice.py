@@ -9,8 +9,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.selective_recomputation import ComparedProducts, keep_products
+from patrickstar.planning.recomputation import step_with_saved
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
 from patrickstar.session import recompute_choice
@@ -99,6 +101,32 @@ def test_gradients_dropped_before_the_first_step_do_not_count(choosing):
     assert saved_of(engine) == (EVERYTHING,) * LAYERS
     assert engine.plan().saved_calls.size == 2 * 4 * 64 * 64
     engine.discard()
+
+
+@pytest.mark.parametrize("loss", ["whole", "fused"])
+def test_the_expected_timeline_is_that_of_the_next_step(choosing, monkeypatch, loss):
+    expected = []
+
+    def noting(timed, saved):
+        expected.append(step_with_saved(timed, saved))
+        return expected[-1]
+
+    monkeypatch.setattr(recompute_choice, "step_with_saved", noting)
+    engine, optimizer = opened(
+        functools.partial(llama, hidden=64, layers=LAYERS, length=64), activations={"loss": loss}
+    )
+    inputs = batch(torch.Generator().manual_seed(0))
+    for _ in range(2):
+        step(engine, optimizer, inputs)
+    assert saved_of(engine) == (EVERYTHING,) * LAYERS
+    actual = engine._session.runtime.timeline()
+    engine.discard()
+
+    def needed(accesses):
+        """Without gradients that leave the device, whose chunks may have got their states there."""
+        return [[use for use in access["uses"] if use[2] != _C.ArrayUseMode.FINALISE] for access in accesses]
+
+    assert needed(actual) == needed(expected[-1].accesses)
 
 
 def test_without_checkpoints_nothing_is_measured(choosing, monkeypatch):

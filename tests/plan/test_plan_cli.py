@@ -134,7 +134,7 @@ def test_the_plan_can_be_saved(capsys, tmp_path):
 
 def test_activations_need_less_memory_with_recomputation(capsys):
     args = [*SMALL, "--device-memory", "1GiB", "--no-advice"]
-    whole, recomputed = as_json(capsys, *args), as_json(capsys, *args, "--checkpointing")
+    whole, recomputed = as_json(capsys, *args), as_json(capsys, *args, "--checkpointing", "--recompute", "always")
     assert recomputed["activation_peak_bytes"] < whole["activation_peak_bytes"]
     assert recomputed["roofline_seconds"]["compute"] > whole["roofline_seconds"]["compute"]
 
@@ -320,3 +320,67 @@ def test_what_it_prints(capsys, host_bytes):
     assert "least that works, all optimizer states on host and disk" in out
     assert main([*ASKED, "--host-memory", "4GiB", "--disk", "1TiB"]) == 0
     assert "nothing is on disk: GPU and host have room" in capsys.readouterr().out
+
+
+def test_checkpointed_layers_save_what_pays(capsys):
+    ample = [*SMALL, "--device-memory", "1GiB", "--no-advice", "--checkpointing"]
+    found = as_json(capsys, *ample)
+    assert set(found["saved_by_calls"]) == {"everything"}
+    assert found["step_seconds"] < found["all_recomputed_seconds"]
+    assert "recomputing 0 of 4 checkpointed layers; " in run(capsys, *ample).out
+
+    always = as_json(capsys, *ample, "--recompute", "always")
+    assert always["saved_by_calls"] == [] and always["all_recomputed_seconds"] is None
+    assert always["step_seconds"] == pytest.approx(found["all_recomputed_seconds"], rel=1e-6)
+    assert always["config"]["activations"] == {"recompute": "always"}
+    assert "recomputing" not in run(capsys, *ample, "--recompute", "always").out
+
+    kept = as_json(capsys, *SMALL, "--device-memory", "1GiB", "--no-advice")
+    assert found["step_seconds"] == pytest.approx(kept["step_seconds"], rel=0.02)
+
+
+def test_scarce_memory_is_recomputed_in(capsys):
+    scarce = ["--device-memory", "128MiB", "--no-advice", "--checkpointing"]
+    least = as_json(capsys, *SMALL, *scarce)["least_device_bytes"]
+    found = as_json(capsys, *SMALL, "--device-memory", f"{least}B", "--no-advice", "--checkpointing")
+    assert found["fits"] and found["device_peak_bytes"] <= least
+    assert set(found["saved_by_calls"]) == {"nothing"}
+
+
+def test_a_saved_plan_has_its_choice(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    run(capsys, *SMALL, "--device-memory", "1GiB", "--no-advice", "--checkpointing", "--save", str(path))
+    calls = Plan.load(path).saved_calls
+    assert calls.saved == ("everything",) * 4 and min(calls.all_bytes) > max(calls.product_bytes) > 0
+
+
+def test_the_fastest_batch_for_a_number_of_tokens(capsys):
+    small = ["--model", "gpt:128x4", "--seq-len", "64", "--host-memory", "4GiB", "--no-advice", "--checkpointing"]
+    found = as_json(capsys, *small, "--device-memory", "256MiB", "--tokens-per-step", "1024")
+    tried = {item["batch_size"]: item for item in found["batches"]}
+    assert all(size * item["gradient_accumulation"] == 16 for size, item in tried.items())
+    assert found["batch_size"] * found["gradient_accumulation"] == 16
+    assert found["step_seconds"] == min(item["step_seconds"] for item in found["batches"])
+    one = [*small, "--device-memory", "256MiB", "--batch-size", "1", "--gradient-accumulation", "16"]
+    assert found["step_seconds"] < as_json(capsys, *one)["step_seconds"]
+    assert "batch sizes, the fastest first:" in run(
+        capsys, *small, "--device-memory", "256MiB", "--tokens-per-step", "1024"
+    ).out  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokens-per-step", "1000"], "give a multiple of it"),
+        (["--tokens-per-step", "1024", "--batch-size", "2"], "--batch-size"),
+        (["--tokens-per-step", "1024", "--longest", "--gradient-accumulation", "2"], "--gradient-accumulation"),
+    ],
+)
+def test_wrong_numbers_of_tokens(capsys, flags, words):
+    model = ["--model", "gpt:128x4", *([] if "--longest" in flags else ["--seq-len", "64"])]
+    assert words in run(capsys, *model, *flags, expect=2).err
+
+
+def test_a_number_of_tokens_that_does_not_fit(capsys):
+    small = ["--model", "gpt:128x4", "--seq-len", "64", "--host-memory", "4GiB"]
+    assert "does not fit" in run(capsys, *small, "--device-memory", "1MiB", "--tokens-per-step", "1024", expect=1).out

@@ -143,14 +143,16 @@ def test_the_command(capsys, tmp_path):
     build().config.save_pretrained(tmp_path)
     asked = ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "32000", "--host-memory", "4GiB"]
     asked += ["--device-memory", "1GiB", "--chunk-numel", "32768", "--checkpointing", "--fused-loss", "--no-advice"]
+    asked += ["--recompute", "always"]
 
     def answer(*flags):
         assert main([*asked, *flags, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     whole, tiled = answer(), answer("--tile-tokens", "4096")
-    assert whole["config"]["activations"] == {"loss": "fused"}
-    assert tiled["config"]["activations"] == {"loss": "fused", "tile_tokens": 4096}
+    section = {"loss": "fused", "recompute": "always"}
+    assert whole["config"]["activations"] == section
+    assert tiled["config"]["activations"] == section | {"tile_tokens": 4096}
     assert tiled["activation_peak_bytes"] < whole["activation_peak_bytes"]
     assert tiled["tile_tokens"] == 4096 and tiled["offloaded_bytes"] == 0
     scarce = ["--tile-tokens", "4096", "--device-memory", f"{tiled['activation_peak_bytes'] * 11 // 10}B"]

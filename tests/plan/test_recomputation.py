@@ -7,7 +7,11 @@ import torch
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
+from patrickstar.activations.call_measurement import CallMeasurement, clock_of, typical_calls
+from patrickstar.activations.selective_recomputation import ComparedProducts
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.preprocess import plan_params
+from patrickstar.planning.machines import H200
 from patrickstar.planning.recomputation import (
     Ladder,
     MeasuredStep,
@@ -17,11 +21,11 @@ from patrickstar.planning.recomputation import (
     predicted_seconds,
     steady_seconds,
     step_with_saved,
-    typical_calls,
 )
 from patrickstar.planning.step_plan import SavedCalls
+from patrickstar.planning.timeline import TimedTimeline, make_timeline
+from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
-from patrickstar.session.call_measurement import CallMeasurement
 from tests.models import VOCAB, llama
 from tests.training import make_config
 
@@ -68,7 +72,10 @@ def measured():
         session = engine._session
         params = (param for param in engine.module.parameters() if isinstance(param, ChunkedParameter))
         storages = {param._patrickstar.storage for param in params}
-        measurement = CallMeasurement(session.runtime, session.device, storages)
+        runtime, device = session.runtime, session.device
+        measurement = CallMeasurement(
+            lambda: runtime.num_accesses - 1, clock_of(device), device, storages.__contains__, ComparedProducts()
+        )
         step()
         step()
         session.checkpoint_calls.observe(measurement)
@@ -78,8 +85,8 @@ def measured():
         accesses, times, stalls = found[0]
         calls = measurement.finish(stalls)
         assert not measurement.products_differ
-        measured = MeasuredStep(accesses=accesses, seconds=times["compute_seconds"], rates=times["rates"], calls=calls)
-        return measured, session.layout, session.runtime.placement_facts()
+        timed = TimedTimeline(accesses, times["compute_seconds"], 0, calls=calls)
+        return MeasuredStep(timed=timed, rates=times["rates"]), session.layout, session.runtime.placement_facts()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def first():
 @pytest.mark.parametrize("saved", CHOICES)
 def test_the_timeline_is_that_of_a_step_that_saves(first, saved):
     actual = timeline(saved)
-    expected = step_with_saved(first[0], saved).accesses
+    expected = step_with_saved(first[0].timed, saved).accesses
     assert [access["phase"] for access in expected] == [access["phase"] for access in actual]
     assert [access["uses"] for access in expected] == [access["uses"] for access in actual]
     high = max(access["activation_peak_bytes"] for access in actual)
@@ -99,30 +106,49 @@ def test_the_timeline_is_that_of_a_step_that_saves(first, saved):
 
 def test_calls_are_measured(first):
     step, _, _ = first
-    assert [call.number for call in step.calls] == list(range(LAYERS))
-    assert len({(call.saved_bytes, call.product_bytes) for call in step.calls}) == 1
-    for call in step.calls:
+    assert [call.number for call in step.timed.calls] == list(range(LAYERS))
+    assert len({(call.saved_bytes, call.product_bytes) for call in step.timed.calls}) == 1
+    for call in step.timed.calls:
         assert call.forward_begin < call.forward_end <= call.recompute_begin < call.recompute_end
         assert 0 < call.product_bytes < call.saved_bytes
         assert 0 < call.product_seconds < call.recompute_seconds
 
 
+def test_a_trace_measures_the_same_calls(first):
+    step, layout, _ = first
+    with torch.device("meta"):
+        module = llama(hidden=64, layers=LAYERS, length=64)
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.empty(2, 64, dtype=torch.long, device="meta")
+    params = plan_params(module, torch.bfloat16, use_cpu_embedding=False)
+    uses = trace_uses(module, params, torch.bfloat16, {"input_ids": tokens, "labels": tokens}, H200.gpu)
+    traced = make_timeline(uses, layout, [True] * layout.num_chunks)
+    places = [(call.number, call.forward_begin, call.recompute_begin, call.recompute_end) for call in traced.calls]
+    calls = step.timed.calls
+    assert places == [(call.number, call.forward_begin, call.recompute_begin, call.recompute_end) for call in calls]
+    for here, there in zip(traced.calls, calls, strict=True):
+        assert here.saved_bytes == pytest.approx(there.saved_bytes, rel=0.05)
+        assert here.product_bytes == pytest.approx(there.product_bytes, rel=0.05)
+        assert 0 < here.product_seconds < here.recompute_seconds
+        assert sum(traced.seconds) > LAYERS * here.recompute_seconds
+
+
 def test_disturbed_calls_get_times_of_the_others(first):
     step, _, _ = first
-    slow = dataclasses.replace(step.calls[1], recompute_seconds=9.0, product_seconds=8.0)
-    clean = typical_calls([step.calls[0], slow, *step.calls[2:]])
+    slow = dataclasses.replace(step.timed.calls[1], recompute_seconds=9.0, product_seconds=8.0)
+    clean = typical_calls([step.timed.calls[0], slow, *step.timed.calls[2:]])
     assert max(call.recompute_seconds for call in clean) < 1.0
     other = dataclasses.replace(slow, saved_bytes=1)  # of another kind
-    assert typical_calls([*step.calls, other])[-1] == other
+    assert typical_calls([*step.timed.calls, other])[-1] == other
 
 
 def test_ladder():
     ladder = Ladder(3, has_products=True)
-    rungs = [[kept.name[0] for kept in ladder.saved(rung)] for rung in range(ladder.num_rungs)]
+    rungs = [[kept.name[0] for kept in ladder.saved(rung)] for rung in range(ladder.top + 1)]
     assert ["".join(rung) for rung in rungs] == ["NNN", "NNP", "NPP", "PPP", "PPE", "PEE", "EEE"]
     ladder = Ladder(2, has_products=False)
-    assert [ladder.saved(rung) for rung in range(ladder.num_rungs)][-1] == (EVERYTHING, EVERYTHING)
-    assert ladder.num_rungs == 3
+    assert [ladder.saved(rung) for rung in range(ladder.top + 1)][-1] == (EVERYTHING, EVERYTHING)
+    assert ladder.top == 2
 
 
 @pytest.mark.parametrize("best", [0, 1, 7, 23, 40, 63, 64])
@@ -133,12 +159,12 @@ def test_the_shortest_step_is_found_with_few_plans(best):
         played.extend(rungs)
         return [float("inf") if rung > best + 20 else 2.0 + 0.05 * abs(rung - best) for rung in rungs]
 
-    assert choose_rung(ladder, seconds_of).rung == best
+    assert choose_rung(ladder.top, seconds_of).rung == best
     assert len(played) == len(set(played)) <= 20
 
 
 def test_of_almost_equal_steps_the_one_with_least_memory():
-    assert choose_rung(Ladder(8, has_products=True), lambda rungs: [1.0 - 1e-5 * rung for rung in rungs]).rung == 0
+    assert choose_rung(16, lambda rungs: [1.0 - 1e-5 * rung for rung in rungs]).rung == 0
 
 
 def test_more_memory_never_gives_a_longer_step(first):
@@ -147,8 +173,9 @@ def test_more_memory_never_gives_a_longer_step(first):
     rates.upload_gbps = rates.download_gbps = 0.05
     rates.host_adam_params_per_second = 1e7
     rates.device_adam_params_per_second = 1e9
-    calls = [dataclasses.replace(call, recompute_seconds=5e-4, product_seconds=3e-4) for call in step.calls]
-    step = dataclasses.replace(step, rates=rates, seconds=[1e-4] * len(step.seconds), calls=calls)
+    calls = [dataclasses.replace(call, recompute_seconds=5e-4, product_seconds=3e-4) for call in step.timed.calls]
+    timed = dataclasses.replace(step.timed, seconds=[1e-4] * len(step.timed.seconds), calls=calls)
+    step = MeasuredStep(timed=timed, rates=rates)
     engine = PlacedEngine(
         layout=layout, budget=budget, host_bytes=host_bytes, resting_tiers=[_C.Tier.HOST] * len(tiers),
         has_device_states=True, start=_C.UpdateStart.SPECULATIVE,
@@ -157,19 +184,19 @@ def test_more_memory_never_gives_a_longer_step(first):
     for limit in (1_000_000, 1_500_000, 2_000_000, 3_000_000, 4_000_000):
         budget.limit_bytes = limit
         chosen = choose_rung(
-            ladder, lambda rungs: [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
+            ladder.top, lambda rungs: [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
         )
         rungs.append(chosen.rung)
         best.append(chosen.tried[chosen.rung])
     assert all(later <= earlier * 1.01 for earlier, later in zip(best, best[1:], strict=False))
-    assert rungs[-1] == ladder.num_rungs - 1
+    assert rungs[-1] == ladder.top
 
 
 def test_one_time_costs_of_a_first_step_do_not_count(first):
     step, _, _ = first
-    numels = [4096] * len(step.seconds)
-    calls = [dataclasses.replace(call, recompute_seconds=8e-4) for call in step.calls]
-    seconds = [1e-4] * len(step.seconds)
+    numels = [4096] * len(step.timed.seconds)
+    calls = [dataclasses.replace(call, recompute_seconds=8e-4) for call in step.timed.calls]
+    seconds = [1e-4] * len(step.timed.seconds)
     clean = steady_seconds(seconds, calls, numels)
     for index in (calls[0].forward_begin + 2, calls[2].recompute_begin + 1, calls[1].recompute_end + 2, -1):
         seconds[index] = 3.0

@@ -1,0 +1,33 @@
+"""The choice of recomputation in a plan, as an engine makes it after its first step (session/recompute_choice.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from patrickstar import _C
+from patrickstar.planning.prediction import Case, Predictor
+from patrickstar.planning.recomputation import choose_rung
+from patrickstar.planning.setting import DoesNotFitError, Setting
+
+
+def shortest_recomputation(predictor: Predictor, settings: Iterable[Setting]) -> list[Case]:
+    """The case with the shortest step of each setting. The engine compares steps at cautious rates.
+
+    Raises:
+        DoesNotFitError: a setting does not fit if all checkpointed calls are recomputed.
+    """
+    return [_shortest(predictor, setting) for setting in settings]
+
+
+def _shortest(predictor: Predictor, setting: Setting) -> Case:
+    ladder = predictor.recomputations
+
+    def seconds_of(rung: int) -> float:
+        try:
+            return predictor.predict(setting, ladder.saved(rung), _C.cautious).step.seconds
+        except DoesNotFitError:
+            return math.inf
+
+    choice = choose_rung(ladder.top, lambda rungs: [seconds_of(rung) for rung in rungs])
+    return predictor.predict(setting, ladder.saved(choice.rung))
