@@ -210,7 +210,7 @@ def test_calls_with_options_of_the_user_save_nothing(opened, options):
 
 
 @pytest.mark.parametrize("late", ["compiled", "reentrant", "none"])
-def test_a_layer_that_no_longer_checkpoints_runs_as_it_is(late):
+def test_layers_change_after_the_choice(late):
     def change(engine, step, chooses=False):
         if step == 1:
             if chooses:
@@ -226,7 +226,7 @@ def test_a_layer_that_no_longer_checkpoints_runs_as_it_is(late):
         train(DROPPING, make_config(**SCARCE), 3, checkpointing=False, before_step=before_step)
         for before_step in (change, functools.partial(change, chooses=True))
     ]
-    assert runs[1].report["offloaded_bytes"] == 0
+    assert (runs[1].report["offloaded_bytes"] > 0) == (late == "compiled")
     assert_same(*runs)
 
 

@@ -129,6 +129,24 @@ def test_the_expected_timeline_is_that_of_the_next_step(choosing, monkeypatch, l
     assert needed(actual) == needed(expected[-1].accesses)
 
 
+@pytest.mark.parametrize("loss", ["whole", "fused"])
+def test_compiled_layers_save_everything_or_nothing(choosing, loss):
+    losses = []
+    for recompute in ("always", "auto"):
+        engine, optimizer = opened(
+            functools.partial(llama, hidden=64, layers=LAYERS, length=64),
+            activations={"loss": loss, "recompute": recompute},
+        )
+        engine.compile(backend="aot_eager")
+        inputs = batch(torch.Generator().manual_seed(0))
+        losses.append([step(engine, optimizer, inputs) for _ in range(3)])
+        saved = saved_of(engine)
+        assert all(layer.gradient_checkpointing for layer in engine.module.model.layers)
+        engine.discard()
+    assert saved == (EVERYTHING,) * LAYERS
+    assert losses[0] == losses[1]
+
+
 def test_without_checkpoints_nothing_is_measured(choosing, monkeypatch):
     monkeypatch.setattr(recompute_choice, "measure_host_adam_gparams", lambda numel: 1 / 0)
     run = train(CASE, make_config("bf16"), 3, checkpointing=None)

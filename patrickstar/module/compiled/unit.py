@@ -22,8 +22,10 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.module.checkpointed_layers import checkpoints_itself, run_checkpointed
 from patrickstar.module.chunked_parameter import ChunkedParameter, ChunkedView, become_view
 from patrickstar.module.compiled.door import Door
+from patrickstar.module.compiled.dynamo import unwrapped
 from patrickstar.module.observer import Observer, find_tensors
 from patrickstar.module.param_handle import ParamHandle
 
@@ -39,6 +41,7 @@ class CompiledUnit:
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], observer: Observer):
         self.module = module
+        self._inside = unwrapped(module)
         self._run = run
         self._uses = observer.uses
         self._params = [param for param in module.parameters() if isinstance(param, ChunkedParameter)]
@@ -48,7 +51,14 @@ class CompiledUnit:
         self._doors: list[Door] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one call of the region."""
+        """Runs one call of the region. A checkpoint in it runs around it, where its activations are chosen
+        (activations/checkpoint_calls.py).
+        """
+        if checkpoints_itself(self._inside):
+            return run_checkpointed(self._inside, self._run_region, args, kwargs)
+        return self._run_region(*args, **kwargs)
+
+    def _run_region(self, *args: Any, **kwargs: Any) -> Any:
         given = list(_chunked_in((args, kwargs)))
         if given:
             return self._call_with_given(given, args, kwargs)
