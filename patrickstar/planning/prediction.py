@@ -143,7 +143,9 @@ class Predictor:
     @property
     def recomputations(self) -> Ladder:
         """The choices for the checkpointed calls of a forward."""
-        return Ladder(max((call.number + 1 for call in self._uses.calls), default=0), has_products=True)
+        calls = self._uses.calls
+        num_calls = max((call.number + 1 for call in calls), default=0)
+        return Ladder(num_calls, has_products=any(call.product_bytes for call in calls))
 
     def predict(
         self,

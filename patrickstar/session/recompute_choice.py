@@ -203,8 +203,10 @@ class RecomputeChoice(NoRecomputeChoice):
         self._stage = ChoiceStage.OVER
         self._calls.observe(None)
         step = self._measured_step() if self._measurement.has_calls else None
-        num_calls = max((call.number + 1 for call in step.timed.calls), default=0) if step is not None else 0
-        has_products = self._calls.sees_operations and not self._measurement.products_differ
+        calls = [] if step is None else step.timed.calls
+        num_calls = max((call.number + 1 for call in calls), default=0)
+        keeps_products = self._calls.sees_operations and not self._measurement.products_differ
+        has_products = keeps_products and any(call.product_bytes for call in calls)
         found = json.dumps([num_calls, has_products])
         agreed = [json.loads(text) for text in self._exchange(found, "the number of checkpointed calls")]
         counts = {count for count, _ in agreed}

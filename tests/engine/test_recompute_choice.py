@@ -129,6 +129,34 @@ def test_the_expected_timeline_is_that_of_the_next_step(choosing, monkeypatch, l
     assert needed(actual) == needed(expected[-1].accesses)
 
 
+class WithoutProducts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 1)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(LAYERS))
+
+    def gradient_checkpointing_enable(self, _):
+        """Checkpoints its norms in any case."""
+
+    def forward(self, values):
+        hidden = self.first(values)
+        for norm in self.norms:
+            hidden = hidden + checkpoint(norm, hidden, use_reentrant=False)
+        return {"loss": self.last(hidden).square().mean()}
+
+
+def test_calls_without_products_save_everything_or_nothing(choosing):
+    losses = []
+    for recompute in ("always", "auto"):
+        engine, optimizer = opened(WithoutProducts, activations={"recompute": recompute})
+        values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        losses.append([step(engine, optimizer, {"values": values}) for _ in range(3)])
+        saved = saved_of(engine)
+        engine.discard()
+    assert saved == (EVERYTHING,) * LAYERS
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("loss", ["whole", "fused"])
 def test_compiled_layers_save_everything_or_nothing(choosing, loss):
     losses = []
