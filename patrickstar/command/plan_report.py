@@ -70,7 +70,8 @@ def answer_lines(answer: Answer) -> list[str]:
             f"margin_use_ratio {case.setting.margin_use_ratio:g} is best: with more an engine updates on the GPU, "
             "between two steps, what the host updates beside it"
         )
-    lines.append("chunk size   at most held for nothing   least device_memory   up per step   step")
+    all_recomputed = "" if answer.all_recomputed is None else ", all recomputed"
+    lines.append(f"chunk size   at most held for nothing   least device_memory   up per step   step{all_recomputed}")
     lines += [
         f"{c.chunk_numel / 2**20:7.1f} Mi   {show_size(c.waste_bytes):>19}       {show_size(c.least_device_bytes):>19}"
         f"   {show_size(c.step.uploaded_bytes):>11}   {c.step.seconds:.3f} s"

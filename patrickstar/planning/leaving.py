@@ -156,6 +156,8 @@ class ActivationLevels:
     kept_calls: int
     """Number of attention calls with kept results."""
     copies: tuple[Copies, ...]
+    enough_room_bytes: int
+    """With at least this ``room_bytes``, another amount gives the same levels."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -209,7 +211,15 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: LinkedDev
         most = seen.highest_bytes - static_bytes
         whole = (max(span.peak_bytes for span in spans) for spans in groups)
         peaks = [max(peak, min(high, most)) for peak, high in zip(peaks, whole, strict=True)]
-    return ActivationLevels(tuple(peaks), played.most_away_bytes, seen, tuple(saved), played.kept_calls, tuple(copies))
+    return ActivationLevels(
+        peaks=tuple(peaks),
+        away_bytes=played.most_away_bytes,
+        seen=seen,
+        saved_seconds=tuple(saved),
+        kept_calls=played.kept_calls,
+        copies=tuple(copies),
+        enough_room_bytes=played.enough_room_bytes,
+    )
 
 
 class _Held:
@@ -253,6 +263,7 @@ class _Played:
     def __init__(self, static_bytes: int, device: LinkedDevice, events: Sequence[KeptEvent]):
         self.absent_bytes = 0
         self.most_away_bytes = 0
+        self.enough_room_bytes = 0
         self.highest_whole = static_bytes  # activation memory without offload
         self.working_bytes = 0
         self.saved_seconds = 0.0
@@ -320,7 +331,12 @@ class _Played:
         if self._seen is None:
             return False
         needed = num_bytes + self._num_inputs * self._input_bytes
+        self._note_room(needed)
         return self._shares.has_room(needed, self._held_bytes, self._room_bytes, self._seen)
+
+    def _note_room(self, num_bytes: int) -> None:
+        """``num_bytes`` more are compared with the free host memory."""
+        self.enough_room_bytes = max(self.enough_room_bytes, self._on_host.num_bytes + num_bytes)
 
     def _excess_bytes(self) -> int:
         if self._seen is None:
@@ -347,6 +363,7 @@ class _Played:
         while excess > 0 and self._on_device:
             number = self._on_device.oldest
             num_bytes = self._on_device[number]
+            self._note_room(num_bytes)
             if num_bytes > self._room_bytes:
                 return
             self._on_device.take(number)

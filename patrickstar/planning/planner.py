@@ -23,6 +23,8 @@ from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sequence.choice import Choice
 from patrickstar.sizes import enough_size, parse_size
 
+_NUM_SEARCHED = 2
+"""Chunk sizes, those with the shortest steps, for which budgets with a shorter step are searched."""
 CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
 
 
@@ -52,7 +54,7 @@ class Answer:
     all_recomputed: Prediction | None
     """The step in which all checkpointed layers are recomputed; None: none is checkpointed, or all are recomputed."""
     cases: list[Case]
-    """All chunk sizes that were tried and fit."""
+    """All chunk sizes that were tried and fit, with all checkpointed layers recomputed."""
     model_flops: float
     """FLOPs of one GPU's step without recomputation."""
     num_positions: int | None = None
@@ -157,11 +159,16 @@ class Planner:
             predictor = self._predictor(question, trace, size)
             predictors[predictor.layout.chunk_numel] = predictor
             try:
-                cases.append(ShortestStep(predictor).choose(question.setting))
+                cases.append(predictor.predict(question.setting))
             except DoesNotFitError as refusal:
                 refusals.append(refusal)
         if not cases:
             raise refusals[0]
+        best = sorted(cases, key=lambda case: case.step.seconds)[:_NUM_SEARCHED]
+        cases = [
+            ShortestStep(predictors[case.chunk_numel]).choose(case) if any(case is one for one in best) else case
+            for case in cases
+        ]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
         division = trace.model.division
         # The least waste among steps that are equally short within the simulator's tolerance.
@@ -172,7 +179,6 @@ class Planner:
             all_recomputed = chosen.step
             settings = dict.fromkeys([chosen.setting, question.setting])
             chosen = shortest_cases([*shortest_recomputation(predictor, settings), chosen])[0]
-            cases = [chosen if case.chunk_numel == chosen.chunk_numel else case for case in cases]
         return Answer(
             question=question,
             num_params=trace.model.num_params,

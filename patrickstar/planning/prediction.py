@@ -25,6 +25,7 @@ from patrickstar.planning.uses import StepUses
 from patrickstar.sizes import enough_size, show_shortage, show_size
 
 _ONE_GPU = Cluster()
+_AMPLE_BYTES = 2**62
 _EXACT = 128  # relative precision (1/128) of the least device memory with activation offload
 
 
@@ -110,6 +111,7 @@ class Predictor:
         self._timelines: dict[tuple[Any, ...], TimedTimeline] = {}
         self._accesses: dict[tuple[bool, ...], Accesses] = {}
         self._leaving: dict[LinkedDevice, ActivationLevels] = {}
+        self._uses_of_levels: dict[tuple[int, int], StepUses] = {}
         self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
         self._least: dict[tuple[Setting, int], int] = {}
 
@@ -275,21 +277,29 @@ class Predictor:
         steps, which may keep attention and save time. ``saved``: by checkpointed calls.
         """
         places = tuple(on_device)
-        key = (first, later, places, saved)
+        levels = [None if device is None else self._activation_levels(device) for device in (first, later)]
+        key = (*map(id, levels), places, saved)
         if key not in self._timelines:
             if places not in self._accesses:
                 self._accesses[places] = play_accesses(self._uses, self.layout, on_device)
-            uses = self._uses
-            if first is not None or later is not None:
-                uses = uses.with_activation_levels(
-                    *(None if device is None else self._activation_levels(device) for device in (first, later))
-                )
-            timed = self._accesses[places].timed(uses)
+            timed = self._accesses[places].timed(self._leveled(*levels))
             self._timelines[key] = step_with_saved(timed, saved) if saved else timed
         return self._timelines[key]
 
+    def _leveled(self, first: ActivationLevels | None, later: ActivationLevels | None) -> StepUses:
+        """The uses with the activation memory of these levels, which :attr:`_leaving` owns."""
+        key = (id(first), id(later))
+        if key not in self._uses_of_levels:
+            is_moved = first is not None or later is not None
+            self._uses_of_levels[key] = self._uses.with_activation_levels(first, later) if is_moved else self._uses
+        return self._uses_of_levels[key]
+
     def _activation_levels(self, device: LinkedDevice) -> ActivationLevels:
         """Activation memory with offload."""
+        ample = self._levels_in(dataclasses.replace(device, room_bytes=_AMPLE_BYTES))
+        return ample if device.room_bytes >= ample.enough_room_bytes else self._levels_in(device)
+
+    def _levels_in(self, device: LinkedDevice) -> ActivationLevels:
         if device not in self._leaving:
             self._leaving[device] = self._uses.leaving(device)
         return self._leaving[device]

@@ -34,29 +34,26 @@ class ShortestStep:
     def __init__(self, predictor: Predictor):
         self._predictor = predictor
 
-    def choose(self, setting: Setting) -> Case:
-        """Returns the case with the shortest step within these budgets; more memory never gives a longer step.
+    def choose(self, usual: Case) -> Case:
+        """Returns the case with the shortest step within the budgets of ``usual``, which its setting gives by itself;
+        more memory never gives a longer step.
 
         Memory alone determines how many chunks have states on the device (num_device_state_chunks,
         csrc/plan/placement.h), but another number may be faster. With ample ``host_memory``, the next forward waits for
         states left on the host, or for whole updates instead of parameters only. With an ample device, updates on the
         GPU take time that the host would hide. The search therefore also tries less ``host_memory`` and a lower
         ``margin_use_ratio``.
-
-        Raises:
-            DoesNotFitError: the model does not fit.
         """
-        cases = [self._predictor.predict(setting)]
-        step = cases[0].step
+        cases, setting, step = [usual], usual.setting, usual.step
         is_hidden = step.seconds <= (1 + _C.PREDICTION_TOLERANCE) * step.compute_seconds
         if setting.hybrid_adam and not is_hidden:
-            usual, most = self._state_counts(setting)
-            fewer = (self._with_fewer(setting, count) for count in reversed(_STATE_COUNTS) if count < usual)
+            count_now, most = self._state_counts(setting)
+            fewer = (self._with_fewer(setting, count) for count in reversed(_STATE_COUNTS) if count < count_now)
             more = (
-                self._with_less_host(setting, count, 0) for count in (*_STATE_COUNTS, most) if usual < count <= most
+                self._with_less_host(setting, count, 0) for count in (*_STATE_COUNTS, most) if count_now < count <= most
             )
-            num_others = len(self._predictor.chunks) - usual
-            whole = [self._with_less_host(setting, usual, int(share * num_others)) for share in _SHARES_WHOLE]
+            num_others = len(self._predictor.chunks) - count_now
+            whole = [self._with_less_host(setting, count_now, int(share * num_others)) for share in _SHARES_WHOLE]
             cases += self._descend(fewer, cases[0], _PATIENCE)
             cases += self._descend(filter(self._is_for, more), cases[0], _PATIENCE)
             cases += self._descend(filter(self._is_for, whole), cases[0], len(whole))

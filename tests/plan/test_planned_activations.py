@@ -133,6 +133,10 @@ def test_attention_that_is_kept():
         activation_levels = uses.leaving(dataclasses.replace(device, seen=uses.leaving(device).seen))
         counts.append(activation_levels.kept_calls)
         seconds.append(sum(activation_levels.saved_seconds))
+        enough = dataclasses.replace(device, seen=uses.leaving(device).seen, room_bytes=2**40)
+        levels = uses.leaving(enough)
+        assert uses.leaving(dataclasses.replace(enough, room_bytes=levels.enough_room_bytes)) == levels
+        assert uses.leaving(dataclasses.replace(enough, room_bytes=levels.enough_room_bytes - 1)) != levels
     print(counts, seconds)
     assert counts[0] < counts[-1] == LAYERS and counts == sorted(counts)
     assert seconds == pytest.approx([count / LAYERS * seconds[-1] for count in counts])
