@@ -57,7 +57,7 @@ from patrickstar.config import (
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
-from patrickstar.planning.best_batch import best_batch
+from patrickstar.planning.best_batch import batch_questions, best_batch
 from patrickstar.planning.cluster import Cluster, parse_link
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
@@ -237,8 +237,14 @@ def _tell(args: argparse.Namespace) -> int:
     question = _question(args)
     planner = Planner()
     lengths = _longest(planner, question) if args.longest else []
-    batches = _batches(planner, question, args.tokens_per_step)
-    found = lengths[-1][1] if lengths else batches[0] if batches else planner.try_answer(question)
+    batches: list[Answer] = []
+    if lengths:
+        found = lengths[-1][1]
+    elif args.tokens_per_step is not None:
+        question = batch_questions(question, args.tokens_per_step)[-1]
+        found, batches = _fastest(planner, question, args.tokens_per_step)
+    else:
+        found = planner.try_answer(question)
     if isinstance(found, Answer):
         question = found.question
     others = _others(args, question)
@@ -253,13 +259,13 @@ def _tell(args: argparse.Namespace) -> int:
         said = answer_as_dict(found) | {"advice": [item.as_dict() for item in advice]}
         if lengths:
             said["longest"] = [{"sequence_parallel": size} | length_as_dict(one) for size, one in lengths]
-        if len(batches) > 1:
-            said["batches"] = [batch_as_dict(one) for one in batches if isinstance(one, Answer)]
+        if batches:
+            said["batches"] = [batch_as_dict(one) for one in batches]
         print(json.dumps(said | ({"also": [answer_as_dict(other) for other in also]} if also else {})))
     else:
         mesh_size = 1 if question.workload.mesh is None else question.workload.mesh.size
         lines = length_lines([(size * mesh_size, one) for size, one in lengths])
-        lines += batch_lines([one for one in batches if isinstance(one, Answer)])
+        lines += batch_lines(batches)
         lines += answer_lines(found) if isinstance(found, Answer) else refusal_lines(question, found)
         lines += advice_lines(advice, found) if args.advice else []
         lines += comparison_lines([found, *also], [question, *others]) if also else []
@@ -269,14 +275,13 @@ def _tell(args: argparse.Namespace) -> int:
     return 0 if isinstance(found, Answer) else 1
 
 
-def _batches(planner: Planner, question: Question, tokens: int | None) -> list[Answer | DoesNotFitError]:
-    """The batch sizes that were tried for ``tokens`` per step, the best first; empty if none is asked for."""
-    if tokens is None:
-        return []
+def _fastest(planner: Planner, question: Question, tokens: int) -> tuple[Answer | DoesNotFitError, list[Answer]]:
+    """The fastest batch size for ``tokens`` per step, and all that were tried, or a refusal."""
     try:
-        return list(best_batch(planner, question, tokens))
+        batches = best_batch(planner, question, tokens)
     except DoesNotFitError as refusal:
-        return [refusal]
+        return refusal, []
+    return batches[0], batches
 
 
 def _longest(planner: Planner, question: Question) -> list[tuple[int, Answer | DoesNotFitError]]:

@@ -3,50 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from patrickstar.planning.planner import Answer, Planner
 from patrickstar.planning.question import Question
-from patrickstar.planning.setting import DoesNotFitError
 
 _PATIENCE = 2
 """Smaller batches in a row without a shorter step, after which the search ends."""
 
 
 def best_batch(planner: Planner, question: Question, tokens: int) -> list[Answer]:
-    """The plans of the batch sizes that were tried, the shortest step first. Each step has ``tokens`` tokens on all
-    GPUs together; what a batch leaves out is accumulated. The batch size of ``question`` is ignored.
+    """The plans of the batch sizes that were tried, the shortest step first. The batch size of ``question`` is ignored.
+
+    Args:
+        planner: answers each batch size.
+        question: its setting gets the accumulation.
+        tokens: of each step, on all GPUs together, with gradients accumulated over as many batches as that takes.
 
     Raises:
-        DoesNotFitError: the smallest batch does not fit.
-        ValueError: no batch size gives this number of tokens.
+        DoesNotFitError: no batch size fits; that of the smallest.
+        ValueError: as :func:`batch_questions`.
     """
-    questions = _questions(question, tokens)
-    low, high = 0, len(questions)  # low fits, high is not known to
-    refusal = planner.refusal(questions[0])
-    if refusal is not None:
-        raise refusal
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if planner.refusal(questions[middle]) is None else (low, middle)
+    questions = batch_questions(question, tokens)
     answers: list[Answer] = []
     worse = 0
-    for smaller in reversed(questions[: low + 1]):
-        try:
-            answer = planner.answer(smaller)
-        except DoesNotFitError:  # more bytes accumulate than with one backward
+    for candidate in questions:
+        needed = planner.needed_device_bytes(candidate)
+        found = planner.try_answer(candidate) if needed <= candidate.setting.device_bytes else None
+        if not isinstance(found, Answer):
             continue
-        shortest = min((one.chosen.step.seconds for one in answers), default=answer.chosen.step.seconds)
-        worse = worse + 1 if answers and answer.chosen.step.seconds >= shortest else 0
-        answers.append(answer)
+        shortest = min((answer.chosen.step.seconds for answer in answers), default=math.inf)
+        worse = worse + 1 if found.chosen.step.seconds >= shortest else 0
+        answers.append(found)
         if worse == _PATIENCE:
             break
     if not answers:
-        raise planner.refusal(questions[0]) or DoesNotFitError("no batch size fits with accumulation")
+        planner.answer(questions[-1])
     return sorted(answers, key=lambda answer: answer.chosen.step.seconds)
 
 
-def _questions(question: Question, tokens: int) -> list[Question]:
-    """The question with all batch sizes, the smallest first."""
+def batch_questions(question: Question, tokens: int) -> list[Question]:
+    """The question with each batch size that gives ``tokens`` per step, the largest first.
+
+    Raises:
+        ValueError: none does, or the GPUs do not divide into the workload's groups.
+    """
+    question.check()
     workload = question.workload
     unit = workload.batch_unit
     each = workload.length * (question.cluster.num_ranks // workload.sharing_ranks) * unit
@@ -56,7 +58,7 @@ def _questions(question: Question, tokens: int) -> list[Question]:
             f"--tokens-per-step is {tokens}; {unit} sequences of {workload.length} tokens on each group of GPUs are "
             f"{each}: give a multiple of it"
         )
-    parts = [part for part in range(1, count + 1) if count % part == 0]
+    parts = [part for part in range(count, 0, -1) if count % part == 0]
     return [
         dataclasses.replace(
             question,

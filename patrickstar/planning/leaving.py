@@ -157,7 +157,7 @@ class ActivationLevels:
     """Number of attention calls with kept results."""
     copies: tuple[Copies, ...]
     enough_room_bytes: int
-    """With at least this ``room_bytes``, another amount gives the same levels."""
+    """Every ``room_bytes`` of at least this gives the same levels."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -164,9 +164,9 @@ class Planner:
                 refusals.append(refusal)
         if not cases:
             raise refusals[0]
-        best = sorted(cases, key=lambda case: case.step.seconds)[:_NUM_SEARCHED]
+        searched = {case.chunk_numel for case in sorted(cases, key=lambda case: case.step.seconds)[:_NUM_SEARCHED]}
         cases = [
-            ShortestStep(predictors[case.chunk_numel]).choose(case) if any(case is one for one in best) else case
+            ShortestStep(predictors[case.chunk_numel]).choose(case) if case.chunk_numel in searched else case
             for case in cases
         ]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation

@@ -279,11 +279,14 @@ class Predictor:
         places = tuple(on_device)
         levels = [None if device is None else self._activation_levels(device) for device in (first, later)]
         key = (*map(id, levels), places, saved)
-        if key not in self._timelines:
+        if key in self._timelines:
+            return self._timelines[key]
+        if saved:
+            self._timelines[key] = step_with_saved(self._timeline(first, on_device, later), saved)
+        else:
             if places not in self._accesses:
                 self._accesses[places] = play_accesses(self._uses, self.layout, on_device)
-            timed = self._accesses[places].timed(self._leveled(*levels))
-            self._timelines[key] = step_with_saved(timed, saved) if saved else timed
+            self._timelines[key] = self._accesses[places].timed(self._leveled(*levels))
         return self._timelines[key]
 
     def _leveled(self, first: ActivationLevels | None, later: ActivationLevels | None) -> StepUses:

@@ -35,8 +35,8 @@ class ShortestStep:
         self._predictor = predictor
 
     def choose(self, usual: Case) -> Case:
-        """Returns the case with the shortest step within the budgets of ``usual``, which its setting gives by itself;
-        more memory never gives a longer step.
+        """Returns the case with the shortest step within the budgets of ``usual``, an engine's case with all of them.
+        More memory never gives a longer step.
 
         Memory alone determines how many chunks have states on the device (num_device_state_chunks,
         csrc/plan/placement.h), but another number may be faster. With ample ``host_memory``, the next forward waits for

@@ -52,10 +52,9 @@ logger = logging.getLogger("patrickstar")
 _LEAST_STEP_SECONDS = 1e-4
 """Steps that compute for less are not worth a choice."""
 
-
 _NUMEL = 64 * 2**20
-"""Parameters of the update whose rate is measured: 1 GB, more than caches hold. With 256 MB the rates of one machine
-were 5.6 to 9.6e9 parameters per second, and 4 to 6e9 in its steps (docs/log.md).
+"""Parameters of the update whose rate is measured: 1 GB, more than caches hold. An update of 256 MB is up to twice as
+fast as those of a step (docs/log.md).
 """
 
 

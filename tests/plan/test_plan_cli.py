@@ -373,6 +373,7 @@ def test_the_fastest_batch_for_a_number_of_tokens(capsys):
     [
         (["--tokens-per-step", "1000"], "give a multiple of it"),
         (["--tokens-per-step", "1024", "--batch-size", "2"], "--batch-size"),
+        (["--tokens-per-step", "1024", "--sequence-parallel", "2"], "there are 1 GPUs"),
         (["--tokens-per-step", "1024", "--longest", "--gradient-accumulation", "2"], "--gradient-accumulation"),
     ],
 )
@@ -383,4 +384,5 @@ def test_wrong_numbers_of_tokens(capsys, flags, words):
 
 def test_a_number_of_tokens_that_does_not_fit(capsys):
     small = ["--model", "gpt:128x4", "--seq-len", "64", "--host-memory", "4GiB"]
-    assert "does not fit" in run(capsys, *small, "--device-memory", "1MiB", "--tokens-per-step", "1024", expect=1).out
+    out = run(capsys, *small, "--device-memory", "1MiB", "--tokens-per-step", "1024", expect=1).out
+    assert "does not fit" in out and "batch 1 x 64" in out
