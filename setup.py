@@ -5,26 +5,26 @@ MAX_JOBS as usual; V=1 prints whole commands. `python setup.py build_ext --inpla
 changed.
 """
 
-import contextlib
 import os
+import runpy
 import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 
+import patrickstar_ninja as ninja  # noqa: E402
 import patrickstar_recipe as recipe  # noqa: E402
 from patrickstar_build import expose_torch, torch_command  # noqa: E402
-from patrickstar_output import short_lines  # noqa: E402
 from patrickstar_pins import MINIMUM_TORCH  # noqa: E402
 
-# These say what the package is without compiling it, so they work without PyTorch. An editable install finds the
-# extension in place (build_backend/patrickstar_build.py).
-METADATA_COMMANDS = {"egg_info", "dist_info", "editable_wheel", "sdist", "--version", "--name", "clean"}
-COMPILING_COMMANDS = {"bdist_wheel", "build_ext"}
+from patrickstar.torch_shim import compiling  # noqa: E402
 
 
 def prepare_cuda(torch) -> bool:
@@ -33,43 +33,33 @@ def prepare_cuda(torch) -> bool:
     if cuda_home is None:
         return False
     os.environ["CUDA_HOME"] = cuda_home
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
-        os.environ["TORCH_CUDA_ARCH_LIST"] = recipe.architectures(flags, cuda_home)
+        here = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+        visible = ";".join(f"{major}.{minor}" for major, minor in sorted(here))
+        os.environ["TORCH_CUDA_ARCH_LIST"] = visible or recipe.architectures(flags, cuda_home)
     return True
 
 
-def make_extension(torch):
-    with_cuda = prepare_cuda(torch)
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension  # reads CUDA_HOME when imported
+def cuda_part() -> ninja.Cuda:
+    """The toolkit of $CUDA_HOME, NCCL, and code for $TORCH_CUDA_ARCH_LIST."""
+    home = os.environ["CUDA_HOME"]
+    nccl = recipe.find_nccl()
+    folders = recipe.link_cudart(home, ROOT / "build" / "cudart") + ([nccl[1]] if nccl else [])
+    libraries = [f"-L{folder}" for folder in [*folders, f"{home}/lib64"]]
+    # Beside this package in site-packages; PyTorch, imported first, has loaded it in any case.
+    libraries += ["-lcudart", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN/../nvidia/nccl/lib"]
+    includes = [f"{home}/include", *([nccl[0]] if nccl else [])]
+    return ninja.Cuda(home, recipe.gencode(os.environ["TORCH_CUDA_ARCH_LIST"]), includes, libraries)
 
-    sources = recipe.sources(ROOT, with_cuda=with_cuda)
-    # In the flags, so that another PyTorch at the same place recompiles everything.
-    macros = [("PATRICKSTAR_TORCH_VERSION", f'"{torch.__version__}"')]
-    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
-        macros.append(recipe.C10D_MACRO)
-    compile_args = {"cxx": recipe.CXX_FLAGS}
-    include_dirs, library_dirs, link_args = [str(ROOT / "csrc")], [], list(recipe.LINK_FLAGS)
-    if with_cuda:
-        macros.append(recipe.CUDA_MACRO)
-        compile_args["nvcc"] = recipe.NVCC_FLAGS
-        library_dirs += recipe.link_cudart(os.environ["CUDA_HOME"], ROOT / "build" / "cudart")
-        nccl = recipe.find_nccl()
-        if nccl is not None:
-            include_dirs.append(nccl[0])
-            library_dirs.append(nccl[1])
-        # Beside this package in site-packages; PyTorch, imported first, has loaded it in any case.
-        link_args += ["-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN/../nvidia/nccl/lib"]
-    make = CUDAExtension if with_cuda else CppExtension
-    return make(
-        "patrickstar._C",
-        sources,
-        include_dirs=include_dirs,
-        library_dirs=library_dirs,
-        define_macros=macros,
-        extra_compile_args=compile_args,
-        extra_link_args=link_args,
-    )
+
+def torches(torch, cuda: str | None) -> list[compiling.Torch]:
+    """What shims are compiled for: the PyTorch that is here, and those whose folders PATRICKSTAR_SHIMS lists."""
+    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    found = [compiling.Torch(torch.__version__, Path(torch.__file__).parent, cuda, has_gloo)]
+    for folder in filter(None, os.environ.get("PATRICKSTAR_SHIMS", "").split(os.pathsep)):
+        found.append(compiling.Torch(runpy.run_path(f"{folder}/version.py")["__version__"], Path(folder), cuda))
+    return found
 
 
 def choose_compiler() -> None:
@@ -89,45 +79,53 @@ def choose_compiler() -> None:
         )
     if usable != found[0]:
         print(f"patrickstar: compiling with {usable}, because {found[0]} links no shared libstdc++.", file=sys.stderr)
-        os.environ["CXX"] = usable
+    os.environ["CXX"] = usable
 
 
 def check_tools(torch) -> None:
-    """Exits with a remedy when PyTorch is too old or there is no compiler; puts ninja's wheel first on PATH."""
+    """Exits with a remedy when PyTorch is too old or there is no compiler."""
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
         sys.exit(
             f"PatrickStar needs PyTorch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and {sys.prefix} has "
             f"{torch.__version__}; upgrade it: {torch_command()}"
         )
     choose_compiler()
-    with contextlib.suppress(ImportError):  # without it PATH's; with none PyTorch says that it compiles one by one
-        import ninja
-
-        # First, whoever builds: a ninja of another version drops the log of this one, and compiles everything again.
-        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ["PATH"]])
 
 
-def build_options() -> dict:
-    if METADATA_COMMANDS.intersection(sys.argv[1:]) and not COMPILING_COMMANDS.intersection(sys.argv[1:]):
-        return {}
-    expose_torch()
-    import torch
+class Build(build_ext):
+    """Compiles the core and the shim for the PyTorch that is here, with ninja."""
 
-    check_tools(torch)
-    extension = make_extension(torch)
-    from torch.utils.cpp_extension import BuildExtension
+    def run(self) -> None:
+        """Builds into build_lib, or in place."""
+        expose_torch()
+        import pybind11
+        import torch
 
-    class Build(BuildExtension):
-        def build_extensions(self) -> None:
-            try:
-                with short_lines(ROOT / "csrc"):
-                    super().build_extensions()
-            except RuntimeError as error:
-                if "Error compiling" not in str(error):
-                    raise
-                sys.exit("patrickstar: the extension does not compile; see the first error above")
+        check_tools(torch)
+        with_cuda = prepare_cuda(torch)
+        package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "patrickstar"
+        (package / "torch_shim").mkdir(parents=True, exist_ok=True)
+        shims = torches(torch, torch.version.cuda if with_cuda else None)
+        build = ninja.Build(
+            root=ROOT,
+            folder=Path(self.build_temp).resolve(),
+            core=package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}",
+            pybind11=pybind11.get_include(),
+            compiler=os.environ["CXX"],
+            cuda=cuda_part() if with_cuda else None,
+            shims=[(each, package / "torch_shim" / compiling.file_name(each)) for each in shims],
+        )
+        if subprocess.run(ninja.ninja_command(ninja.write(build))).returncode != 0:
+            sys.exit("patrickstar: the extension does not compile; see the first error above")
+        if not self.inplace:
+            self.pack_shim_sources(package / "torch_shim" / "csrc")
 
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
+    def pack_shim_sources(self, folder: Path) -> None:
+        """Copies what a shim for another PyTorch is compiled from."""
+        for name in (*compiling.HEADERS, *(f"torch_shim/{source}" for source in compiling.SOURCES)):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / "csrc" / name, folder / name)
 
 
-setup(**build_options())
+# The sources are the ninja file's; this makes wheels platform wheels and runs build_ext.
+setup(ext_modules=[Extension("patrickstar._C", [])], cmdclass={"build_ext": Build})

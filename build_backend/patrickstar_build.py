@@ -1,9 +1,8 @@
 """In-tree PEP 517 backend: setuptools, with the installing environment's own PyTorch in sight.
 
-pip builds in an empty environment of its own, and the extension must be compiled against the PyTorch
-that will import it. So this backend puts the site-packages of the environment that pip installs into
-back on the path (at its end, so that the build requirements win) before setuptools runs. A wheel's version
-says which PyTorch it is for. Source distributions need no PyTorch.
+pip builds in an empty environment of its own, and the extension's shim is compiled against the PyTorch that will
+import it. So this backend puts the site-packages of the environment that pip installs into back on the path (at its
+end, so that the build requirements win) before setuptools runs. Source distributions need no PyTorch.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _backend():
 
 
 def _labelled(config_settings):
-    """The settings, with the PyTorch that is there in the version: 0.7.0+torch2.13.cpu."""
+    """The settings, with what is built in the version: 0.7.0+cpu."""
     from patrickstar_recipe import version_label
 
     settings = dict(config_settings or {})
@@ -107,12 +106,12 @@ def _build_in_place():
 
 def get_requires_for_build_wheel(config_settings=None):
     expose_torch()  # before anything is downloaded
-    return ["ninja"]
+    return ["ninja", "pybind11>=3.0"]
 
 
 def get_requires_for_build_editable(config_settings=None):
     expose_torch()
-    return ["ninja"]
+    return ["ninja", "pybind11>=3.0"]
 
 
 def get_requires_for_build_sdist(config_settings=None):

@@ -46,8 +46,11 @@ CXX_FLAGS = [
 # Numerics: no contraction into fma, IEEE division and square root, denormals kept (all but the first are nvcc's
 # defaults, named here because results must equal the CPU's to the last bit).
 NVCC_FLAGS = ["-O3", "--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo"]
+NVCC_FLAGS += ["--expt-relaxed-constexpr", "--threads", "2"]
 CUDA_MACRO = ("PATRICKSTAR_WITH_CUDA", "1")
-C10D_MACRO = ("PATRICKSTAR_WITH_C10D", "1")  # where PyTorch has torch.distributed with gloo
+REGISTER_FLAG = "-O0" if CXX_FLAGS[0] == "-O0" else "-O1"  # for registration of bindings, which runs once
+# A shim is not instrumented: PyTorch is not either.
+SHIM_FLAGS = ["-Wall", "-Wextra", "-Wno-unused-parameter"]
 _SANITIZE_LINK_FLAGS = {
     "": ["-s"],
     # UBSan's shared library and ASan's have functions of the same names; where reports go would be told to one only.
@@ -62,9 +65,10 @@ _FALLBACK_ARCHITECTURES = "7.5;8.0;9.0+PTX"
 
 
 def sources(root: Path, *, with_cuda: bool) -> list[str]:
-    """The files to compile, relative to `root`, sorted. `cuda_*`, `nccl_*` and `*.cu` belong to the CUDA part."""
+    """The files of the core, relative to `root`, sorted. `cuda_*`, `nccl_*` and `*.cu` belong to the CUDA part."""
     folder = root / "csrc"
-    found = [path for path in folder.rglob("*.cpp") if with_cuda or not path.name.startswith(("cuda_", "nccl_"))]
+    found = [path for path in folder.rglob("*.cpp") if path.parent.name != "torch_shim"]
+    found = [path for path in found if with_cuda or not path.name.startswith(("cuda_", "nccl_"))]
     if with_cuda:
         found += folder.rglob("*.cu")
     return sorted(str(path.relative_to(root)) for path in found)
@@ -193,10 +197,8 @@ def chosen_cuda_home(torch_version: str, torch_cuda: str | None) -> str | None:
 
 
 def version_label(torch_version: str, torch_cuda: str | None) -> str:
-    """What a wheel's version has behind its plus sign, torch2.13.cpu or torch2.11.cu130: the PyTorch it is for."""
-    major, minor = torch_version.split("+")[0].split(".")[:2]
-    part = f"cu{torch_cuda.replace('.', '')}" if torch_cuda and chosen_cuda_home(torch_version, torch_cuda) else "cpu"
-    return f"torch{major}.{minor}.{part}"
+    """The part of a wheel's version behind its plus sign: cpu or cu13."""
+    return f"cu{torch_cuda.split('.')[0]}" if torch_cuda and chosen_cuda_home(torch_version, torch_cuda) else "cpu"
 
 
 def architectures(torch_arch_flags: str | None, home: str) -> str:
@@ -210,3 +212,17 @@ def architectures(torch_arch_flags: str | None, home: str) -> str:
     if not wanted:
         return _FALLBACK_ARCHITECTURES
     return ";".join(f"{arch[:-1]}.{arch[-1]}" for arch in sorted(wanted, key=int)) + "+PTX"
+
+
+def gencode(architectures: str) -> list[str]:
+    """nvcc's arguments for TORCH_CUDA_ARCH_LIST, such as "8.0;9.0+PTX"; +PTX adds code for later GPUs."""
+    result = []
+    for name in filter(None, re.split(r"[;, ]+", architectures)):
+        found = re.fullmatch(r"(\d+)\.(\d+)(a?)(\+PTX)?", name)
+        if found is None:
+            sys.exit(f'TORCH_CUDA_ARCH_LIST has {name!r}; give numbers, such as "8.0;9.0+PTX"')
+        number = "".join(found.group(1, 2, 3))
+        result.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if found.group(4):
+            result.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return result

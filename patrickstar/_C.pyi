@@ -270,8 +270,13 @@ PREDICTION_TOLERANCE: float
 """Relative difference below which two predicted steps count as equal."""
 
 def build_info() -> dict[str, Any]:
-    """Versions this module was compiled with: ``compiler``, ``cplusplus``, ``torch``; ``cuda`` and ``nccl``, or
-    None.
+    """Versions this module was compiled with: ``compiler``, ``cplusplus``; ``cuda`` and ``nccl``, or None. ``torch``:
+    version that the attached shim was compiled with, or None.
+    """
+
+def attach_torch(path: str) -> None:
+    """Loads the shim at ``path``, which must match the imported PyTorch. Raises StateError if another one is
+    attached.
     """
 
 def num_available_cpus() -> int:

@@ -68,33 +68,21 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module 'patrickstar' has no attribute {name!r}")
     with contextlib.suppress(ImportError, OSError):
-        importlib.import_module("torch")  # the extension needs its libraries loaded
+        importlib.import_module("torch")  # the CUDA part of the extension needs its libraries loaded
     try:
         module = importlib.import_module(_HOMES.get(name, f"patrickstar.{name}"))
-        if name == "_C":
-            _check_pytorch(module)
+        if name == "_C" and "torch" in sys.modules:
+            importlib.import_module("patrickstar.torch_shim").attach()
     except ImportError as error:
+        globals().pop("_C", None)  # bound by its import; the next one must fail too
+        globals().pop("_C", None)  # the next import must fail too
         hint = "(python -m patrickstar.env says what is missing and what mends it)"
         if hint in str(error):
             raise  # from a module that this one imports
-        torch = sys.modules.get("torch")
-        reason = str(error)
-        if torch is not None and "undefined symbol" in reason:
-            reason = f"the extension was compiled against another PyTorch than {torch.__version__}: {reason}"
-        raise ImportError(f"{reason} {hint}") from error
+        raise ImportError(f"{error} {hint}") from error
     value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
-
-
-def _check_pytorch(core: Any) -> None:
-    """Raises ImportError if the extension was compiled against another minor version of PyTorch, whose C++ interface
-    differs.
-    """
-    runs, built = sys.modules["torch"].__version__, core.build_info()["torch"]
-    if runs.split(".")[:2] != built.split(".")[:2]:
-        globals().pop("_C", None)  # the next import must fail too
-        raise ImportError(f"the extension was compiled against PyTorch {built} and PyTorch {runs} is here; rebuild it")
 
 
 def __dir__() -> list[str]:

@@ -89,9 +89,11 @@ def _extension() -> Section:
 
 
 def _core() -> Any:
-    """The extension; imports PyTorch first. Raises ImportError with the bare reason."""
+    """The extension, with PyTorch attached. Raises ImportError with the bare reason."""
     importlib.import_module("torch")
-    return importlib.import_module("patrickstar._C")
+    core = importlib.import_module("patrickstar._C")
+    importlib.import_module("patrickstar.torch_shim").attach()
+    return core
 
 
 def _isa() -> Section:

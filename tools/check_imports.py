@@ -21,6 +21,7 @@ LAYERS = {
     "config": 0,
     "diagnostics": 0,
     "ranks": 0,
+    "torch_shim": 0,
     "checkpoint": 1,
     "elastic": 1,
     "lr_schedules": 1,

@@ -1,27 +1,31 @@
-"""Builds, checks (auditwheel) and tries a wheel for the present PyTorch or for several; wheels go to dist/.
+"""Builds, checks (auditwheel) and tries a wheel with shims for one or several versions of PyTorch, into dist/.
 
     python tools/wheel.py                          # for the PyTorch of this Python (make wheel)
-    python tools/wheel.py --torch 2.6.0 2.13.0     # for each of these, in an environment of its own in .cache
+    python tools/wheel.py --torch 2.11.0 2.12.0    # for these, too: headers are fetched into .cache
 
-A wheel's version names its PyTorch: patrickstar-0.7.0+torch2.13.cpu, or +torch2.11.cu130 with the CUDA part. auditwheel
-determines the oldest Linux; PyTorch's and NVIDIA's libraries are not packed. The wheel is then installed into a
-separate environment that sees this one's packages, and trains a model there.
+The core is compiled once. A wheel's version names its part: patrickstar-0.7.0+cpu, or +cu13 with the CUDA part.
+auditwheel determines the oldest Linux; PyTorch's and NVIDIA's libraries are not packed. The wheel is then installed
+into a separate environment that sees this one's packages, and trains a model there. dist/index.html lists all wheels
+with their hashes, for `pip install --find-links`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402
+import fetching  # noqa: E402
 
 DIST = ROOT / "dist"
 # Libraries that PyTorch, imported first, has loaded.
@@ -85,37 +89,26 @@ def try_out(wheel: Path) -> None:
         run([python, "-W", "ignore", "-c", _TRIAL], "what was installed does not train", cwd=folder, env=elsewhere)
 
 
-def build_for(version: str) -> None:
-    """Runs this tool in an environment in .cache with that PyTorch; makes it if it is missing."""
-    folder = ROOT / ".cache" / f"torch-{version}"
-    python = str(folder / "bin" / "python")
-    if not Path(python).exists() or environment.torch_version(python) is None:
-        run([sys.executable, "-m", "venv", "--clear", str(folder)], "there is no environment to build it in")
-        requirement = environment.torch_requirement(version)
-        run([python, "-m", "pip", "install", "--quiet", *requirement], f"PyTorch {version} could not be installed")
-    lacking = environment.missing(python, ["build", "wheel"])
-    if lacking:
-        environment.install(python, lacking)
-    settings = folder / "build.cfg"  # keeps objects apart from those of `make build`
-    settings.write_text(f"[build]\nbuild_temp = {folder / 'objects'}\n", encoding="utf-8")
-    run(
-        [python, __file__],
-        f"there is none for PyTorch {version}",
-        env=os.environ | {"DIST_EXTRA_CONFIG": str(settings)},
-    )
+def write_page() -> None:
+    """Writes dist/index.html, a page for pip's --find-links."""
+    links = []
+    for wheel in sorted(DIST.glob("*.whl")):
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        links.append(f'<a href="{quote(wheel.name)}#sha256={digest}">{wheel.name}</a><br>')
+    page = "\n".join(["<!DOCTYPE html>", "<title>patrickstar</title>", *links, ""])
+    (DIST / "index.html").write_text(page, encoding="utf-8")
 
 
 def main() -> None:
-    """Builds, checks and tries wheels."""
+    """Builds, checks and tries a wheel."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--torch", nargs="+", metavar="VERSION", help="for these versions instead")
-    options = parser.parse_args()
-    for version in options.torch or []:
-        build_for(version)
-    if not options.torch:
-        wheel = build()
-        try_out(wheel)
-        print(f"wheel: {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
+    parser.add_argument("--torch", nargs="+", metavar="VERSION", default=[], help="shims for these versions, too")
+    versions = parser.parse_args().torch
+    os.environ["PATRICKSTAR_SHIMS"] = os.pathsep.join(str(fetching.fetch_torch(version)) for version in versions)
+    wheel = build()
+    try_out(wheel)
+    write_page()
+    print(f"wheel: {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

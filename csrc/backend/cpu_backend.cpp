@@ -57,7 +57,7 @@ class CpuBackend final : public Backend {
       : left_by_activations_bytes_(left_by_activations_bytes),
         follows_activations_(follows_activations),
         meter_(std::make_shared<DeviceMeter>(limit_bytes)),
-        allocator_(std::make_unique<MeteredAllocator>(meter_)) {}
+        allocator_(std::make_unique<CpuAllocatorMeter>(meter_)) {}
 
   const char* name() const override { return "cpu"; }
   void shut_down() override { allocator_.reset(); }
@@ -199,7 +199,7 @@ class CpuBackend final : public Backend {
   bool follows_activations_;
   int64_t lent_activation_bytes_ = 0;
   std::shared_ptr<DeviceMeter> meter_;
-  std::unique_ptr<MeteredAllocator> allocator_;
+  std::unique_ptr<CpuAllocatorMeter> allocator_;
   std::array<SimulatedQueue, kNumQueues - 1> workers_;  // of all queues but kCompute
 };
 

@@ -1,12 +1,11 @@
 #include "backend/cuda_activation_memory.h"
 
-#include <c10/cuda/CUDACachingAllocator.h>
-
 #include <algorithm>
 #include <utility>
 
+#include "backend/cuda_device.h"
 #include "backend/cuda_pressure.h"
-#include "backend/cuda_stats.h"
+#include "common/types.h"
 
 namespace patrickstar {
 
@@ -19,12 +18,10 @@ constexpr int64_t kWorthLooking = int64_t{512} << 20;
 // Growth of PyTorch's reserved memory per step that is not caused by regions.
 constexpr int64_t kUsualGrowth = int64_t{64} << 20;
 
-int64_t round_up(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
 }  // namespace
 
 void* CudaActivationRegions::allocate(int64_t num_bytes, void* stream) {
-  const int64_t taken = round_up(num_bytes);
+  const int64_t taken = round_up(num_bytes, kAlignment);
   const auto has_room = [taken](const Region& region) { return region.used + taken <= region.num_bytes; };
   auto region = std::find_if(regions_.begin(), regions_.end(), has_room);
   if (region == regions_.end()) {
@@ -47,7 +44,7 @@ void CudaActivationRegions::free(void* pointer) {
   least_bytes_ = std::min(least_bytes_, taken_bytes_);
   regions_.erase(region);
   is_first_of_step_ = regions_.empty();
-  c10::cuda::CUDACachingAllocator::raw_delete(begin);
+  cuda_api().free(begin);
 }
 
 int64_t CudaActivationRegions::take_least_bytes() { return std::exchange(least_bytes_, taken_bytes_); }
@@ -65,43 +62,25 @@ void CudaActivationRegions::note_growth(int64_t reserved) {
 
 bool CudaActivationRegions::add_region(int64_t num_bytes, void* stream) {
   if (!is_first_of_step_ && num_bytes > allowed_bytes_ - taken_bytes_) return false;
-  const int64_t cached = cuda_bytes(static_cast<c10::DeviceIndex>(device_)).cached;
+  const int64_t cached = cached_cuda_bytes(device_);
   if (cached_in_vain_ > 0 && cached < cached_in_vain_ + kWorthLooking) return false;
-  const Pages pages = pages_of(stream);
-  if (std::exchange(is_first_of_step_, false)) note_growth(pages.reserved);
-  if (pages.reserved > last_reserved_ + kUsualGrowth) return false;
-  const int64_t stays = std::max(kept_bytes_, pages.largest_free / 4);
-  const int64_t most = std::min(pages.largest_free - stays, allowed_bytes_ - taken_bytes_);
+  const CudaBlocks blocks = cuda_api().blocks(device_, stream);
+  if (std::exchange(is_first_of_step_, false)) note_growth(blocks.reserved);
+  if (blocks.reserved > last_reserved_ + kUsualGrowth) return false;
+  const int64_t stays = std::max(kept_bytes_, blocks.largest_free / 4);
+  const int64_t most = std::min(blocks.largest_free - stays, allowed_bytes_ - taken_bytes_);
   const int64_t region_bytes = most / kPage * kPage;
   if (region_bytes < num_bytes) {
     cached_in_vain_ = cached;
     return false;
   }
-  void* begin = nullptr;
-  try {
-    const CudaDeviceBufferAllocationScope scope;
-    begin = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(region_bytes),
-                                                                   static_cast<cudaStream_t>(stream));
-  } catch (const c10::OutOfMemoryError&) {
-    return false;
-  }
+  const CudaDeviceBufferAllocationScope scope;
+  void* const begin = cuda_api().allocate(region_bytes, stream);
+  if (begin == nullptr) return false;
   taken_bytes_ += region_bytes;
   step_bytes_ += region_bytes;
   regions_.push_back({static_cast<char*>(begin), region_bytes, 0, 0});
   return true;
-}
-
-CudaActivationRegions::Pages CudaActivationRegions::pages_of(void* stream) const {
-  Pages pages;
-  for (const auto& segment : c10::cuda::CUDACachingAllocator::snapshot().segments) {
-    if (segment.device != device_ || segment.stream != stream || !segment.is_large) continue;
-    pages.reserved += static_cast<int64_t>(segment.total_size);
-    for (const auto& block : segment.blocks) {
-      if (block.allocated || block.active) continue;
-      pages.largest_free = std::max(pages.largest_free, static_cast<int64_t>(block.size));
-    }
-  }
-  return pages;
 }
 
 }  // namespace patrickstar

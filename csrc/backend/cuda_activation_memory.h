@@ -36,15 +36,8 @@ class CudaActivationRegions {
     int num_in_use;
   };
 
-  // Memory that PyTorch has reserved for a stream, in blocks of more than 1 MiB.
-  struct Pages {
-    int64_t reserved = 0;
-    int64_t largest_free = 0;  // bytes of the largest free block
-  };
-
   // False if no free block is large enough.
   bool add_region(int64_t num_bytes, void* stream);
-  Pages pages_of(void* stream) const;
   // Called for a step's first region.
   void note_growth(int64_t reserved);
 

@@ -1,23 +1,21 @@
 #pragma once
 
-#include <c10/cuda/CUDACachingAllocator.h>
-
 #include <cstdint>
 #include <exception>
+
+#include "torch_api/attached_torch.h"
 
 namespace patrickstar {
 
 // Caps the reserved memory of PyTorch's caching allocator on one device. The destructor removes the cap.
 class AllocatorLimit {
  public:
-  AllocatorLimit(c10::DeviceIndex device, int64_t limit_bytes, int64_t total_bytes) : device_(device) {
-    c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
-    c10::cuda::CUDACachingAllocator::setMemoryFraction(
-        static_cast<double>(limit_bytes) / static_cast<double>(total_bytes), device_);
+  AllocatorLimit(int device, int64_t limit_bytes, int64_t total_bytes) : device_(device) {
+    cuda_api().limit_memory(device_, static_cast<double>(limit_bytes) / static_cast<double>(total_bytes));
   }
   ~AllocatorLimit() {
     try {
-      c10::cuda::CUDACachingAllocator::setMemoryFraction(1.0, device_);
+      cuda_api().limit_memory(device_, 1.0);
     } catch (const std::exception&) {  // the device has failed
     }
   }
@@ -25,7 +23,7 @@ class AllocatorLimit {
   AllocatorLimit& operator=(const AllocatorLimit&) = delete;
 
  private:
-  c10::DeviceIndex device_;
+  int device_;
 };
 
 }  // namespace patrickstar

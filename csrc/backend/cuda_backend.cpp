@@ -1,8 +1,5 @@
 // The CUDA backend: own streams for copies and collectives, PyTorch's current stream for compute. Device buffers come
 // from PyTorch's caching allocator, so its statistics stay true and activations reuse freed buffers.
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -20,9 +17,9 @@
 #include "backend/cuda_allocator_limit.h"
 #include "backend/cuda_check.h"
 #include "backend/cuda_delay.h"
+#include "backend/cuda_device.h"
 #include "backend/cuda_event_pool.h"
 #include "backend/cuda_pressure.h"
-#include "backend/cuda_stats.h"
 
 namespace patrickstar {
 
@@ -70,9 +67,11 @@ cudaStream_t lasting_stream(int device, Queue queue) {
   return stream;
 }
 
+constexpr int kMostDevices = 128;  // as PyTorch
+
 // Bytes held by take_cuda_memory(), by device.
 std::atomic<int64_t>& taken_bytes(int device) {
-  static std::array<std::atomic<int64_t>, C10_COMPILE_TIME_MAX_GPUS> bytes{};
+  static std::array<std::atomic<int64_t>, kMostDevices> bytes{};
   return bytes[static_cast<size_t>(device)];
 }
 
@@ -82,13 +81,13 @@ cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*e
 class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, int64_t limit_bytes, int64_t rounding_bytes)
-      : device_(static_cast<c10::DeviceIndex>(device)),
+      : device_(device),
         events_(std::make_shared<CudaEventPool>(cudaEventDisableTiming)),
         timed_events_(std::make_shared<CudaEventPool>(cudaEventDefault)),
         segments_(rounding_bytes > 0 ? Segments::kExpandable : Segments::kFixed),
         activation_regions_(device, kept_for_activation_memory(limit_bytes)),
-        compute_(c10::cuda::getCurrentCUDAStream(device_).stream()) {
-    const c10::cuda::CUDAGuard guard(device_);
+        compute_(current_cuda_stream(device_)) {
+    const CudaDeviceGuard guard(device_);
     size_t free_bytes = 0;
     size_t total_bytes = 0;
     PS_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
@@ -98,9 +97,9 @@ class CudaBackend final : public Backend {
     allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
     // Memory that PyTorch cached earlier counts towards the limit and can be reclaimed.
     if (taken_bytes(device) > 0) {
-      cached_device_buffer_bytes_ = cuda_bytes(device_).cached;
+      cached_device_buffer_bytes_ = cached_cuda_bytes(device_);
     } else {
-      c10::cuda::CUDACachingAllocator::emptyCache();
+      cuda_api().empty_cache();
     }
     reset_peak();
   }
@@ -119,15 +118,12 @@ class CudaBackend final : public Backend {
   // Device buffers are allocated for the upload stream. PyTorch separates free blocks by stream, so a buffer never
   // splits a cached block that a large activation needs in the next step.
   void* allocate(int64_t num_bytes) override {
-    const bool fits = cuda_bytes(device_).reserved + num_bytes <= allowed_bytes_;
+    const bool fits = cuda_api().memory(device_).reserved + num_bytes <= allowed_bytes_;
     if (!fits && cached_device_buffer_bytes_ < num_bytes) return nullptr;
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     const CudaDeviceBufferAllocationScope scope;
-    void* pointer = nullptr;
-    try {
-      pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes),
-                                                                       stream(Queue::kUpload));
-    } catch (const c10::OutOfMemoryError&) {
+    void* const pointer = cuda_api().allocate(num_bytes, stream(Queue::kUpload));
+    if (pointer == nullptr) {
       cached_device_buffer_bytes_ = 0;
       return nullptr;
     }
@@ -143,7 +139,7 @@ class CudaBackend final : public Backend {
       wait(Queue::kUpload, busy.copied);
       wait(Queue::kUpload, busy.computed);
       wait(Queue::kUpload, record(Queue::kCompute));
-      c10::cuda::CUDACachingAllocator::raw_delete(pointer);
+      cuda_api().free(pointer);
     } catch (const std::exception&) {  // the device has failed, and its memory with it
     }
     device_buffer_bytes_ -= num_bytes;
@@ -155,7 +151,7 @@ class CudaBackend final : public Backend {
 
   int64_t lent_activation_bytes() override { return activation_regions_.num_bytes(); }
   void* allocate_for_activations(int64_t num_bytes, BusyUntil& busy) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     void* pointer = activation_regions_.allocate(num_bytes, compute_);
     if (pointer != nullptr) busy = {nullptr, record(Queue::kCompute)};
     return pointer;
@@ -168,26 +164,26 @@ class CudaBackend final : public Backend {
     }
   }
   void reclaim() override {
-    c10::cuda::CUDACachingAllocator::emptyCache();
+    cuda_api().empty_cache();
     cached_device_buffer_bytes_ = 0;
   }
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     PS_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(num_bytes), cudaMemcpyDefault, stream(queue)));
   }
   void fill_zero(Queue queue, void* data, int64_t num_bytes) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     PS_CUDA_CHECK(cudaMemsetAsync(data, 0, static_cast<size_t>(num_bytes), stream(queue)));
   }
 
   void enqueue(Queue queue, std::function<void()> task) override {
-    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(stream(queue), device_));
-    task();
+    cuda_api().run_on_stream(
+        device_, stream(queue), [](void* function) { (*static_cast<std::function<void()>*>(function))(); }, &task);
   }
 
   void follow_compute() override {
-    const cudaStream_t current = c10::cuda::getCurrentCUDAStream(device_).stream();
+    const cudaStream_t current = current_cuda_stream(device_);
     if (current == compute_) return;
     const Event before = record(Queue::kCompute);
     compute_ = current;
@@ -196,12 +192,12 @@ class CudaBackend final : public Backend {
 
   void delay(Queue queue, double seconds) override {
     if (seconds <= 0) return;
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     PS_CUDA_CHECK(launch_delay(static_cast<int64_t>(seconds * 1e9), stream(queue)));
   }
 
   Event record(Queue queue) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     auto event = std::make_shared<CudaEvent>(events_);
     PS_CUDA_CHECK(cudaEventRecord(event->event, stream(queue)));
     return event;
@@ -209,13 +205,13 @@ class CudaBackend final : public Backend {
   void wait(Queue queue, const Event& event) override {
     if (event == nullptr) return;
     if (HostEvent* host = host_event(event)) return host->wait();
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     PS_CUDA_CHECK(cudaStreamWaitEvent(stream(queue), native(event), 0));
   }
   void synchronize(const Event& event) override {
     if (event == nullptr) return;
     if (HostEvent* host = host_event(event)) return host->wait();
-    const c10::cuda::CUDAGuard guard(device_);  // the thread may not have used the device yet
+    const CudaDeviceGuard guard(device_);  // the thread may not have used the device yet
     PS_CUDA_CHECK(cudaEventSynchronize(native(event)));
   }
   void settle(const Event& event) noexcept override {
@@ -237,7 +233,7 @@ class CudaBackend final : public Backend {
   }
 
   Mark mark(Queue queue) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     auto mark = std::make_shared<CudaMark>(timed_events_);
     PS_CUDA_CHECK(cudaEventRecord(mark->timed.event, stream(queue)));
     return mark;
@@ -253,7 +249,7 @@ class CudaBackend final : public Backend {
   }
 
   void pin(void* data, int64_t num_bytes) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable);
     if (error != cudaSuccess) cudaGetLastError();  // clear the error for the thread's next launch check
     PS_CHECK(error == cudaSuccess, SystemError, num_bytes, " bytes of host memory cannot be locked for transfers (",
@@ -262,7 +258,7 @@ class CudaBackend final : public Backend {
   }
   std::function<void(void*, int64_t)> unpinner() const override {
     return [device = device_](void* data, int64_t) {
-      const c10::cuda::CUDAGuard guard(device);                         // the thread may not have used the device yet
+      const CudaDeviceGuard guard(device);                              // the thread may not have used the device yet
       if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();  // nothing can be done about it
     };
   }
@@ -270,7 +266,7 @@ class CudaBackend final : public Backend {
   bool measures_activation_memory_freely() const override { return false; }
   bool follows_activations() const override { return false; }
   // Memory that PyTorch reserved beside device buffers, including what its blocks waste.
-  int64_t activation_bytes() override { return cuda_bytes(device_).reserved - device_buffer_bytes_; }
+  int64_t activation_bytes() override { return cuda_api().memory(device_).reserved - device_buffer_bytes_; }
   int64_t take_activation_peak() override {
     note_peaks();
     return std::exchange(activation_peak_, 0);
@@ -279,10 +275,7 @@ class CudaBackend final : public Backend {
     note_peaks();
     return std::exchange(live_activation_peak_, 0);
   }
-  int64_t peak_bytes() override {
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
-    return std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
-  }
+  int64_t peak_bytes() override { return std::max(peak_reserved_, cuda_api().memory(device_).peak_reserved); }
   void reset_peak() override {
     note_peaks();
     peak_reserved_ = 0;
@@ -294,7 +287,7 @@ class CudaBackend final : public Backend {
 
   int64_t reclaimable_bytes() const override {
     const int64_t fragments = pressure_ ? pressure_->fragment_bytes() : 0;
-    return std::max<int64_t>(cuda_bytes(device_).cached - fragments, 0);
+    return std::max<int64_t>(cached_cuda_bytes(device_) - fragments, 0);
   }
 
   int64_t limit_bytes() const override { return limit_bytes_; }
@@ -318,16 +311,15 @@ class CudaBackend final : public Backend {
   }
   // PyTorch keeps one peak of each kind; this copies and resets it.
   void note_peaks() {
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+    const CudaMemory memory = cuda_api().memory(device_);
     const int64_t device_buffers = std::exchange(least_device_buffer_bytes_, device_buffer_bytes_);
-    peak_reserved_ = std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
-    activation_peak_ = std::max(activation_peak_, stats.reserved_bytes[kAggregate].peak - device_buffers);
+    peak_reserved_ = std::max(peak_reserved_, memory.peak_reserved);
+    activation_peak_ = std::max(activation_peak_, memory.peak_reserved - device_buffers);
     const int64_t lent = activation_regions_.take_least_bytes();
-    live_activation_peak_ =
-        std::max(live_activation_peak_, stats.allocated_bytes[kAggregate].peak - device_buffers - lent);
-    c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
+    live_activation_peak_ = std::max(live_activation_peak_, memory.peak_allocated - device_buffers - lent);
+    cuda_api().reset_peaks(device_);
   }
-  c10::DeviceIndex device_;
+  int device_;
   std::shared_ptr<CudaEventPool> events_;
   std::shared_ptr<CudaEventPool> timed_events_;  // separate: an event with timing costs the GPU a timestamp
   Segments segments_;
@@ -352,21 +344,17 @@ class CudaBackend final : public Backend {
 }  // namespace
 
 std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes) {
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  const CudaDeviceGuard guard(device);
   const cudaStream_t stream = lasting_stream(device, Queue::kUpload);
   const CudaDeviceBufferAllocationScope scope;
-  void* pointer = nullptr;
-  try {
-    pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), stream);
-  } catch (const c10::OutOfMemoryError&) {
-    throw MemoryBudgetError(detail::join("cuda:", device, " has no room for ", num_bytes,
-                                         " bytes of values between two cores; give device_memory that leaves it some"));
-  }
+  void* const pointer = cuda_api().allocate(num_bytes, stream);
+  PS_CHECK(pointer != nullptr, MemoryBudgetError, "cuda:", device, " has no room for ", num_bytes,
+           " bytes of values between two cores; give device_memory that leaves it some");
   taken_bytes(device) += num_bytes;
   std::shared_ptr<void> memory(pointer, [device, num_bytes](void* data) {
     taken_bytes(device) -= num_bytes;
     try {
-      c10::cuda::CUDACachingAllocator::raw_delete(data);
+      cuda_api().free(data);
     } catch (const std::exception&) {  // the device has failed, and its memory with it
     }
   });
@@ -374,15 +362,14 @@ std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes) {
   cudaEvent_t before = nullptr;
   PS_CUDA_CHECK(cudaEventCreateWithFlags(&before, cudaEventDisableTiming));
   PS_CUDA_CHECK(cudaEventRecord(before, stream));
-  PS_CUDA_CHECK(
-      cudaStreamWaitEvent(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream(), before, 0));
+  PS_CUDA_CHECK(cudaStreamWaitEvent(current_cuda_stream(device), before, 0));
   PS_CUDA_CHECK(cudaEventDestroy(before));
   return memory;
 }
 
 std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes) {
-  PS_CHECK(device < c10::cuda::device_count(), ArgumentError, "local_rank ", device, " names a GPU that is not there; ",
-           static_cast<int>(c10::cuda::device_count()), " are visible");
+  PS_CHECK(device < cuda_api().num_devices(), ArgumentError, "local_rank ", device, " names a GPU that is not there; ",
+           cuda_api().num_devices(), " are visible");
   return std::make_unique<CudaBackend>(device, limit_bytes, rounding_bytes);
 }
 

@@ -1,13 +1,9 @@
 #include "backend/cuda_pressure.h"
 
-#include <c10/cuda/CUDACachingAllocator.h>
-
 #include <algorithm>
 #include <atomic>
-#include <mutex>
-#include <type_traits>
 
-#include "backend/cuda_stats.h"
+#include "backend/cuda_device.h"
 
 namespace patrickstar {
 
@@ -16,7 +12,7 @@ namespace {
 constexpr int64_t kUnknown = -1;
 
 struct Listener {
-  std::atomic<c10::DeviceIndex> device{0};
+  std::atomic<int> device{0};
   std::atomic<int64_t> allowed_bytes{0};
   std::atomic<int64_t> headroom_bytes{0};
   std::atomic<int64_t> largest_request{0};   // largest activation request since the scope began
@@ -51,34 +47,31 @@ int64_t segment_bytes(int64_t request) {
 // Before an allocation fails, PyTorch returns every expandable page without a block to the driver. Memory still cached
 // afterwards shares pages with blocks: fragments. They are measured at the first allocation after the release; PyTorch
 // does not yet count its bytes as allocated.
-template <typename Entry>
-void note_fragments(const Entry& entry) {
-  Listener& target = listener();
-  using Action = std::decay_t<Entry>;
-  if (entry.device_ != target.device || target.segments != Segments::kExpandable) return;
-  if (entry.action_ == Action::SEGMENT_UNMAP) target.has_released = true;
-  if (entry.action_ != Action::ALLOC) return;
-  if (!target.has_released.exchange(false)) return;
-  const int64_t cached = cuda_bytes(target.device).cached;
-  const int64_t now = std::max<int64_t>(cached - static_cast<int64_t>(entry.size_), 0);
-  raise_to(target.fragments, now);
+void note_fragments(Listener& target, int64_t num_bytes) {
+  if (target.segments != Segments::kExpandable || !target.has_released.exchange(false)) return;
+  raise_to(target.fragments, std::max<int64_t>(cached_cuda_bytes(target.device) - num_bytes, 0));
 }
 
 // The free-memory callback does not get the request's size and makes room for the largest request so far, failed ones
 // included. A size of backward appeared in forward, and a failed forward is run again.
-template <typename Entry>
-void note_request(const Entry& entry) {
-  Listener& target = listener();
-  using Action = std::decay_t<Entry>;
-  if ((entry.action_ != Action::ALLOC && entry.action_ != Action::OOM) || entry.device_ != target.device) return;
+void note_request(Listener& target, int64_t num_bytes) {
   if (device_buffer_allocations > 0 || !target.gate.is_open()) return;
-  const auto size = static_cast<int64_t>(entry.size_);
-  raise_to(target.largest_request, size);
+  raise_to(target.largest_request, num_bytes);
 }
 
-class EvictChunks final : public c10::FreeMemoryCallback {
+class EvictChunks final : public CudaMemoryListener {
  public:
-  bool Execute() override {
+  void requested(int device, int64_t num_bytes, bool is_granted) override {
+    Listener& target = listener();
+    if (device != target.device) return;
+    note_request(target, num_bytes);
+    if (is_granted) note_fragments(target, num_bytes);
+  }
+  void unmapped(int device) override {
+    Listener& target = listener();
+    if (device == target.device && target.segments == Segments::kExpandable) target.has_released = true;
+  }
+  bool free_memory() override {
     Listener& target = listener();
     if (device_buffer_allocations > 0 || !target.gate.is_open()) return false;
     const int64_t needed = segment_bytes(target.largest_request);
@@ -102,17 +95,17 @@ class EvictChunks final : public c10::FreeMemoryCallback {
  private:
   // Freed memory counts after emptyCache(). Requests `wanted` while less than `needed` is left.
   static void make_room(Listener& target, int64_t needed, int64_t wanted) {
-    c10::cuda::CUDACachingAllocator::emptyCache();
+    cuda_api().empty_cache();
     while (left_bytes(target) < needed && target.gate.ask(wanted - left_bytes(target)) > 0) {
-      c10::cuda::CUDACachingAllocator::emptyCache();
+      cuda_api().empty_cache();
     }
   }
   static int64_t left_bytes(const Listener& target) {
-    return target.allowed_bytes - cuda_bytes(target.device).reserved;
+    return target.allowed_bytes - cuda_api().memory(target.device).reserved;
   }
   // Cached bytes that the allocator returns before it fails. Unknown fragments are assumed to take headroom_bytes.
   static int64_t reclaimable_bytes(const Listener& target) {
-    const int64_t cached = cuda_bytes(target.device).cached;
+    const int64_t cached = cached_cuda_bytes(target.device);
     const int64_t fragments = target.fragments;
     return std::max<int64_t>(cached - (fragments == kUnknown ? int64_t{target.headroom_bytes} : fragments), 0);
   }
@@ -122,18 +115,13 @@ class EvictChunks final : public c10::FreeMemoryCallback {
 
 CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments,
                                      PressureHandler* handler) {
-  static std::once_flag attached;  // PyTorch cannot detach a tracker; without a handler it does nothing
-  std::call_once(attached, [] {
-    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
-      note_request(entry);
-      note_fragments(entry);
-    });
-  });
+  static EvictChunks evict_chunks;  // without a handler it does nothing
+  cuda_api().set_listener(&evict_chunks);
   Listener& target = listener();
   target.largest_request = 0;
   target.fragments = kUnknown;
   target.has_released = false;
-  target.device = static_cast<c10::DeviceIndex>(device);
+  target.device = device;
   target.allowed_bytes = allowed_bytes;
   target.headroom_bytes = headroom_bytes;
   target.segments = segments;
@@ -148,8 +136,3 @@ CudaDeviceBufferAllocationScope::CudaDeviceBufferAllocationScope() { ++device_bu
 CudaDeviceBufferAllocationScope::~CudaDeviceBufferAllocationScope() { --device_buffer_allocations; }
 
 }  // namespace patrickstar
-
-namespace c10 {
-using PatrickStarEvictChunks = patrickstar::EvictChunks;
-REGISTER_FREE_MEMORY_CALLBACK("patrickstar_evict_chunks", PatrickStarEvictChunks)
-}  // namespace c10

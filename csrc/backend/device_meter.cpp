@@ -1,16 +1,14 @@
 #include "backend/device_meter.h"
 
-#include <c10/core/CPUAllocator.h>
-#include <c10/util/Exception.h>
 #include <pthread.h>
 
 #include <array>
-#include <cstring>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
 #include "common/check.h"
+#include "torch_api/attached_torch.h"
 
 namespace patrickstar {
 
@@ -79,12 +77,9 @@ MeteredTable& metered_table() {
   return *table;
 }
 
-std::atomic<c10::DeleterFnPtr> base_deleter{nullptr};
-
-void free_metered(void* data) {
+void note_freed(void* data) {
   const Metered metered = metered_table().take(data);
   if (metered.meter != nullptr) metered.meter->subtract_activation_memory(metered.num_bytes);
-  base_deleter.load()(data);
 }
 
 }  // namespace
@@ -95,18 +90,14 @@ void DeviceMeter::note_peaks() {
   raise_to(peak_, in_use());
 }
 
-void DeviceMeter::make_room_for_activation_memory(int64_t num_bytes) {
-  if (limit_ == kUnlimited || in_use() + num_bytes <= limit_) return;
+int64_t DeviceMeter::make_room_for_activation_memory(int64_t num_bytes) {
+  if (limit_ == kUnlimited || in_use() + num_bytes <= limit_) return 0;
   pressure_.ask(in_use() + num_bytes - limit_);
   const int64_t need = in_use() + num_bytes;
-  if (need <= limit_) return;
-  if (policy_ == LimitPolicy::kMeasure) return raise_to(least_limit_, need);
-  // Later allocations are unknown, so the message names no sufficient limit.
-  const std::string message =
-      detail::join("out of simulated device memory: ", num_bytes, " bytes more are needed, ", in_use(), " of ", limit_,
-                   " are in use by activations and by chunks that running operations hold; raise device_memory, or "
-                   "lower the batch size");
-  throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
+  if (need <= limit_) return 0;
+  if (policy_ != LimitPolicy::kMeasure) return need - limit_;
+  raise_to(least_limit_, need);
+  return 0;
 }
 
 void DeviceMeter::note_needed_chunk_buffers(int64_t num_bytes) {
@@ -132,37 +123,35 @@ void DeviceMeter::add_device_buffer_over_limit(int64_t num_bytes) {
   note_peaks();
 }
 
-MeteredAllocator::MeteredAllocator(std::shared_ptr<DeviceMeter> meter)
-    : meter_(std::move(meter)), base_(c10::GetCPUAllocator()) {
-  PS_CHECK(base_->raw_deleter() != nullptr, StateError,
+CpuAllocatorMeter::CpuAllocatorMeter(std::shared_ptr<DeviceMeter> meter) : meter_(std::move(meter)) {
+  const MeterInstalled outcome = torch_api().meter_cpu_memory(this, &note_freed);
+  PS_CHECK(outcome != MeterInstalled::kNoRawDeleter, StateError,
            "PyTorch's CPU allocator was replaced by one without a raw deleter; "
            "PatrickStar cannot count its memory, so remove it to use the simulated device");
-  PS_CHECK(base_->raw_deleter() != &free_metered, StateError,
+  PS_CHECK(outcome != MeterInstalled::kAnotherMeter, StateError,
            "another simulated device is open in this process; close its engine first");
-  base_deleter = base_->raw_deleter();
-  // The highest priority. An allocator set earlier stays underneath and is restored.
-  c10::SetCPUAllocator(this, /*priority=*/255);
 }
 
-MeteredAllocator::~MeteredAllocator() {
-  if (c10::GetCPUAllocator() == this) c10::SetCPUAllocator(base_, /*priority=*/255);
+CpuAllocatorMeter::~CpuAllocatorMeter() { torch_api().stop_metering(); }
+
+// A forked process (a DataLoader worker) has no engine that could make room.
+bool CpuAllocatorMeter::counts_this_thread() const { return host_scopes == 0 && made_in_.is_here(); }
+
+const char* CpuAllocatorMeter::refusal(int64_t num_bytes) {
+  if (meter_->make_room_for_activation_memory(num_bytes) == 0) return nullptr;
+  // Later allocations are unknown, so the message names no sufficient limit.
+  thread_local std::string message;
+  message = detail::join("out of simulated device memory: ", num_bytes, " bytes more are needed, ", meter_->in_use(),
+                         " of ", meter_->limit_,
+                         " are in use by activations and by chunks that running operations hold; raise device_memory, "
+                         "or lower the batch size");
+  return message.c_str();
 }
 
-c10::DataPtr MeteredAllocator::allocate(size_t num_bytes) {
-  // A forked process (a DataLoader worker) has no engine that could make room.
-  if (num_bytes == 0 || host_scopes > 0 || !made_in_.is_here()) return base_->allocate(num_bytes);
-  const auto bytes = static_cast<int64_t>(num_bytes);
-  meter_->make_room_for_activation_memory(bytes);
-  c10::DataPtr memory = base_->allocate(num_bytes);
-  if (!memory.compare_exchange_deleter(base_->raw_deleter(), &free_metered)) return memory;  // not plain memory
-  metered_table().insert(memory.get(), {bytes, meter_});  // throws before anything is counted
-  meter_->add_activation_memory(bytes);
-  return memory;
+void CpuAllocatorMeter::add(void* data, int64_t num_bytes) {
+  metered_table().insert(data, {num_bytes, meter_});  // throws before anything is counted
+  meter_->add_activation_memory(num_bytes);
 }
-
-c10::DeleterFnPtr MeteredAllocator::raw_deleter() const { return &free_metered; }
-
-void MeteredAllocator::copy_data(void* to, const void* from, std::size_t count) const { std::memcpy(to, from, count); }
 
 HostAllocationScope::HostAllocationScope() { ++host_scopes; }
 HostAllocationScope::~HostAllocationScope() { --host_scopes; }

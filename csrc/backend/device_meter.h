@@ -1,14 +1,12 @@
 // Memory accounting of the simulated device: a limit, device buffers and activation memory. All memory that PyTorch
 // allocates on the CPU while an engine is open counts as activation memory.
 //
-// `MeteredAllocator` replaces PyTorch's CPU allocator (c10::SetCPUAllocator) while it exists. c10's memory-reporting
-// hook does not serve: it reports after the allocation, misses memory freed by other threads, and blocks
+// `CpuAllocatorMeter` counts through an allocator in front of PyTorch's (csrc/torch_shim/shim.cpp). c10's
+// memory-reporting hook does not serve: it reports after the allocation, misses memory freed by other threads, and blocks
 // torch.profiler.
 //
 // Counters are atomic. Any thread allocates and frees, also after the engine is closed.
 #pragma once
-
-#include <c10/core/Allocator.h>
 
 #include <atomic>
 #include <cstdint>
@@ -16,6 +14,7 @@
 
 #include "backend/backend.h"
 #include "common/process_fork.h"
+#include "torch_api/torch_api.h"
 
 namespace patrickstar {
 
@@ -23,9 +22,9 @@ class DeviceMeter {
  public:
   explicit DeviceMeter(int64_t limit_bytes) : limit_(limit_bytes) {}
 
-  // Makes room for an allocation of activations: lets the handler evict chunks, then throws c10::OutOfMemoryError
-  // unless the policy is kMeasure.
-  void make_room_for_activation_memory(int64_t num_bytes);
+  // Makes room for an allocation of activations: lets the handler evict chunks. Returns the bytes that it then needs
+  // above the limit, 0 with the policy kMeasure.
+  int64_t make_room_for_activation_memory(int64_t num_bytes);
   void add_activation_memory(int64_t num_bytes);
   void subtract_activation_memory(int64_t num_bytes) { activation_memory_ -= num_bytes; }
 
@@ -53,19 +52,21 @@ class DeviceMeter {
   void note_peaks();
 };
 
-class MeteredAllocator final : public c10::Allocator {
+// Counts the memory of PyTorch's CPU allocator as activations while it lives. At most one exists per process.
+class CpuAllocatorMeter final : public CpuMemoryMeter {
  public:
-  explicit MeteredAllocator(std::shared_ptr<DeviceMeter> meter);
-  ~MeteredAllocator() override;
+  explicit CpuAllocatorMeter(std::shared_ptr<DeviceMeter> meter);
+  ~CpuAllocatorMeter();
+  CpuAllocatorMeter(const CpuAllocatorMeter&) = delete;
+  CpuAllocatorMeter& operator=(const CpuAllocatorMeter&) = delete;
 
-  c10::DataPtr allocate(size_t num_bytes) override;
-  c10::DeleterFnPtr raw_deleter() const override;
-  void copy_data(void* to, const void* from, std::size_t count) const override;
+  bool counts_this_thread() const override;
+  const char* refusal(int64_t num_bytes) override;
+  void add(void* data, int64_t num_bytes) override;
 
  private:
   const ProcessFork made_in_ = ProcessFork::current();
   std::shared_ptr<DeviceMeter> meter_;
-  c10::Allocator* base_;
 };
 
 // Allocations of the calling thread count as host memory while the scope exists: state_dict and other copies handed to

@@ -17,6 +17,14 @@
 
 namespace patrickstar::bind {
 
+using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+using Address = uintptr_t;
+
+template <class Element>
+Element* pointer(Address address) {
+  return reinterpret_cast<Element*>(address);
+}
+
 void register_build(pybind11::module_& module);
 void register_errors(pybind11::module_& module);
 void register_types(pybind11::module_& module);

@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "bind/bind.h"
 #include "common/check.h"
 #include "common/isa.h"
 #include "common/thread_pool.h"
@@ -17,14 +18,6 @@
 #include "optim/kernels.h"
 
 namespace patrickstar::bind {
-
-using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
-using Address = uintptr_t;
-
-template <class Element>
-Element* pointer(Address address) {
-  return reinterpret_cast<Element*>(address);
-}
 
 inline std::vector<std::string> supported_isas() {
   std::vector<std::string> names;

@@ -1,4 +1,5 @@
 #include "bind/bind.h"
+#include "torch_api/attached_torch.h"
 
 #ifdef PATRICKSTAR_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -23,7 +24,8 @@ py::dict build_info() {
   py::dict info;
   info["compiler"] = kCompiler;
   info["cplusplus"] = static_cast<int64_t>(__cplusplus);
-  info["torch"] = PATRICKSTAR_TORCH_VERSION;
+  const TorchApi* const torch = attached_torch();
+  info["torch"] = torch == nullptr ? py::object(py::none()) : py::str(torch->torch_version());
 #ifdef PATRICKSTAR_WITH_CUDA
   info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
   info["nccl"] = std::to_string(NCCL_MAJOR) + "." + std::to_string(NCCL_MINOR) + "." + std::to_string(NCCL_PATCH);
@@ -38,7 +40,15 @@ py::dict build_info() {
 
 void register_build(py::module_& module) {
   module.def("build_info", &build_info,
-             "Versions this module was compiled with: compiler, cplusplus, torch; cuda and nccl, or None.");
+             "Versions this module was compiled with: compiler, cplusplus; cuda and nccl, or None. torch: version that "
+             "the attached shim was compiled with, or None.");
+  module.def("attach_torch", &attach_torch, py::arg("path"),
+             "Loads the shim at path, which must match the imported PyTorch. Raises StateError if another one is "
+             "attached.");
+  set_torch_loader([] {
+    const py::gil_scoped_acquire gil;
+    py::module_::import("patrickstar.torch_shim").attr("attach")();
+  });
 }
 
 }  // namespace patrickstar::bind

@@ -18,16 +18,11 @@ namespace patrickstar::bind {
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using Address = uintptr_t;
-
-void* pointer(Address address) { return reinterpret_cast<void*>(address); }
-
 using Messages = std::vector<std::tuple<int, Address, int64_t>>;
 
 std::vector<PeerBytes> peer_bytes(const Messages& messages) {
   std::vector<PeerBytes> result;
-  for (const auto& [peer, address, num_bytes] : messages) result.push_back({peer, pointer(address), num_bytes});
+  for (const auto& [peer, address, num_bytes] : messages) result.push_back({peer, pointer<void>(address), num_bytes});
   return result;
 }
 
@@ -43,12 +38,15 @@ void register_communicator(py::module_& module) {
       .def_property_readonly("size", &Communicator::size)
       .def(
           "all_gather",
-          [](Communicator& self, Address whole, int64_t shard_bytes) { self.all_gather(pointer(whole), shard_bytes); },
+          [](Communicator& self, Address whole, int64_t shard_bytes) {
+            self.all_gather(pointer<void>(whole), shard_bytes);
+          },
           py::arg("whole"), py::arg("shard_bytes"), ReleaseGil())
       .def(
           "reduce_scatter_mean",
           [](Communicator& self, Address whole, Address shard, Address scratch, int64_t shard_numel, DType dtype) {
-            self.reduce_scatter_mean(pointer(whole), pointer(shard), pointer(scratch), shard_numel, dtype);
+            self.reduce_scatter_mean(pointer<void>(whole), pointer<void>(shard), pointer<void>(scratch), shard_numel,
+                                     dtype);
           },
           py::arg("whole"), py::arg("shard"), py::arg("scratch"), py::arg("shard_numel"), py::arg("dtype"),
           ReleaseGil())
@@ -149,7 +147,7 @@ void register_cuda_groups(py::module_& module) {
       "cuda_mean_of_ranks",
       [](Address shards, int num_ranks, Address out, DType dtype, int64_t numel, Address stream) {
         check_mean(num_ranks, numel);
-        cuda::mean_of_ranks(pointer(shards), num_ranks, pointer(out), dtype, numel,
+        cuda::mean_of_ranks(pointer<void>(shards), num_ranks, pointer<void>(out), dtype, numel,
                             reinterpret_cast<cudaStream_t>(stream));
       },
       py::arg("shards"), py::arg("num_ranks"), py::arg("out"), py::arg("dtype"), py::arg("numel"), py::arg("stream"),
@@ -167,7 +165,7 @@ void register_collective(py::module_& module) {
       "mean_of_ranks",
       [](Address shards, int num_ranks, Address out, DType dtype, int64_t numel) {
         check_mean(num_ranks, numel);
-        mean_of_ranks(pointer(shards), num_ranks, pointer(out), dtype, numel);
+        mean_of_ranks(pointer<void>(shards), num_ranks, pointer<void>(out), dtype, numel);
       },
       py::arg("shards"), py::arg("num_ranks"), py::arg("out"), py::arg("dtype"), py::arg("numel"), ReleaseGil());
 #ifdef PATRICKSTAR_WITH_CUDA

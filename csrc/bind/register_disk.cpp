@@ -12,8 +12,6 @@ namespace patrickstar::bind {
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-
 // (address, offset in the file, bytes)
 using AddressedRanges = std::vector<std::tuple<uintptr_t, int64_t, int64_t>>;
 

@@ -18,8 +18,6 @@ namespace patrickstar::bind {
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-
 void register_layout(py::module_& module) {
   py::class_<ChunkRanks>(module, "ChunkRanks", "Ranks of an engine that share a chunk (chunk/layout.h).")
       .def(py::init<>(), "All ranks of the engine.")

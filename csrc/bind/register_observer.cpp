@@ -28,8 +28,6 @@ class PythonListener final : public UseListener {
   }
 };
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-
 void register_listener(py::module_& module) {
   py::enum_<HoldUntil>(module, "HoldUntil")
       .value("SCOPE_END", HoldUntil::kScopeEnd)

@@ -19,8 +19,6 @@ namespace patrickstar::bind {
 
 namespace {
 
-using Address = uintptr_t;
-
 // A chunk with one parameter; its array has the layout of chunks.
 ChunkSpec spec_of(QuantType type, int64_t numel) {
   PS_CHECK(type != QuantType::kNone && numel >= 1, ArgumentError, numel, " elements of type ", quant_type_name(type),

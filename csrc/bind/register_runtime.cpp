@@ -19,8 +19,6 @@ namespace patrickstar::bind {
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-
 py::dict describe_report(const RuntimeReport& report) {
   const Counters& counters = report.counters;
   py::dict result;

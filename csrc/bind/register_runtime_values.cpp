@@ -39,7 +39,7 @@ void bind_storage(OpenEngine& open, ChunkId chunk, uintptr_t storage) {
   ChunkStore& store = open.memory.store();
   const ArrayId id{chunk, ArrayKind::kParam};
   store.storage(chunk) =
-      ParamStorage(reinterpret_cast<c10::StorageImpl*>(storage), store.num_bytes(id),
+      ParamStorage(pointer<void>(storage), store.num_bytes(id),
                    store.describe(id) +
                        ": its memory is not on the device now. PatrickStar brings parameters in when a module or a "
                        "torch function uses them; code that reads a tensor's memory in another way must run inside the "

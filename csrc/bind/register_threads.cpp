@@ -20,8 +20,6 @@ namespace patrickstar::bind {
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-
 void register_topology(py::module_& module) {
   module.def("num_available_cpus", &num_available_cpus, "Processors this process may run on.");
   module.def("allowed_cpus", &allowed_cpus, "The calling thread's affinity mask, ascending.");

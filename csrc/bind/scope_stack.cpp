@@ -1,9 +1,9 @@
 #include "bind/scope_stack.h"
 
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <utility>
+
+#include "torch_api/attached_torch.h"
 
 namespace patrickstar::bind {
 
@@ -34,7 +34,7 @@ std::optional<Scope> ScopeStack::close(const void* caller) {
 }
 
 bool ScopeStack::note_use(const std::vector<ParamId>& params) {
-  const bool seen_by_autograd = c10::GradMode::is_enabled();
+  const bool seen_by_autograd = torch_api().is_grad_enabled();
   if (scopes_.empty()) return seen_by_autograd;
   Scope& scope = scopes_.back();
   for (ParamId param : params) {

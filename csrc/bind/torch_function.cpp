@@ -1,19 +1,15 @@
 #include "bind/torch_function.h"
 
-#include <c10/core/InferenceMode.h>
-
 #include <algorithm>
 #include <utility>
+
+#include "torch_api/attached_torch.h"
 
 namespace py = pybind11;
 
 namespace patrickstar::bind {
 
 namespace {
-
-uint32_t version_of(c10::TensorImpl& impl) {
-  return impl.is_inference() ? 0 : impl.version_counter().current_version();
-}
 
 struct EngineUse {
   UseObserver* observer;
@@ -64,10 +60,10 @@ py::object TorchFunction::read(Way way, const Arguments& arguments, py::handle f
   const BackwardNeed need = way == Way::kReadOnce ? BackwardNeed::kShape : BackwardNeed::kValue;
   for (const EngineUse& use : uses) use.observer->end_use(result, use.begin, use.params, need);
   for (const Argument& argument : arguments) {
-    if (version_of(*argument.impl) != argument.version) refuse_(func, argument.handle);
+    if (torch_api().version_of(argument.impl) != argument.version) refuse_(func, argument.handle);
   }
   const bool may_share = Py_TYPE(result.ptr()) != tensor_type_ || way == Way::kAlias ||
-                         c10::InferenceMode::is_enabled() || result.attr(is_view_)().cast<bool>();
+                         torch_api().is_inference_mode() || result.attr(is_view_)().cast<bool>();
   py::object given = result;
   if (may_share) {
     py::list known;
@@ -84,8 +80,8 @@ void TorchFunction::collect(py::handle value, Arguments& arguments) const {
   PyTypeObject* type = Py_TYPE(value.ptr());
   if (type == tensor_type_) return;
   if (std::any_of(types_.begin(), types_.end(), [type](PyTypeObject* t) { return PyType_IsSubtype(type, t) != 0; })) {
-    auto* impl = reinterpret_cast<c10::TensorImpl*>(value.attr(impl_).cast<uintptr_t>());
-    arguments.push_back({value.attr(handle_), impl, version_of(*impl)});
+    const auto* impl = reinterpret_cast<const void*>(value.attr(impl_).cast<uintptr_t>());
+    arguments.push_back({value.attr(handle_), impl, torch_api().version_of(impl)});
   } else if (PyList_Check(value.ptr()) != 0 || PyTuple_Check(value.ptr()) != 0) {
     for (const py::handle& item : value) collect(item, arguments);
   }

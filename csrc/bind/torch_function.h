@@ -8,7 +8,6 @@
 // again.
 #pragma once
 
-#include <c10/core/TensorImpl.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -45,7 +44,7 @@ class TorchFunction {
   // A parameter, or a view of one, among an operation's arguments.
   struct Argument {
     pybind11::object handle;
-    c10::TensorImpl* impl;
+    const void* impl;  // c10::TensorImpl
     uint32_t version;  // before the operation
   };
   using Arguments = std::vector<Argument>;

@@ -1,12 +1,11 @@
 #include "bind/use_observer.h"
 
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
 #include "bind/interrupts.h"
+#include "torch_api/attached_torch.h"
 
 namespace py = pybind11;
 
@@ -61,7 +60,7 @@ void UseObserver::open_scope(const void* caller, const std::vector<ParamId>& par
   }
   scopes_.open({caller,
                 begin,
-                c10::GradMode::is_enabled(),
+                torch_api().is_grad_enabled(),
                 until == HoldUntil::kScopeEnd ? params : std::vector<ParamId>{},
                 {}});
 }
@@ -69,7 +68,7 @@ void UseObserver::open_scope(const void* caller, const std::vector<ParamId>& par
 std::optional<Scope> UseObserver::close_scope(const void* caller, py::handle output) {
   std::optional<Scope> scope = scopes_.close(caller);
   if (!scope) return scope;
-  if (!scope->uncovered.empty() && scope->grad_enabled && c10::GradMode::is_enabled())
+  if (!scope->uncovered.empty() && scope->grad_enabled && torch_api().is_grad_enabled())
     acquire_before(output, {scope->begin, listens_.tick(), scope->uncovered});
   const py::gil_scoped_release release;
   listens_.close_scope();

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "torch_api/attached_torch.h"
 
 namespace patrickstar {
 
@@ -17,20 +18,6 @@ constexpr bool kMayMove[kNumParamStates][kNumParamStates] = {
     {true, true, false, true, true},  // HOLD
     {false, true, true, true, true},  // COMPUTE: nested uses; never dropped while in use
 };
-
-// PyTorch can make a StorageImpl refuse access with a message (used for fake tensors), but has no public way back
-// before 2.13. An explicit instantiation may name a private member; this one reaches the flag in every version since
-// 2.6.
-bool& refuses_access(c10::StorageImpl& storage);
-
-template <bool c10::StorageImpl::* Member>
-struct FlagAccess {
-  friend bool& refuses_access(c10::StorageImpl& storage) { return storage.*Member; }
-};
-template struct FlagAccess<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
-
-// No deleter: the memory belongs to the pool of device buffers, and the storage cannot be resized.
-c10::DataPtr borrowed(void* data, c10::Device device) { return {data, device}; }
 
 }  // namespace
 
@@ -65,23 +52,17 @@ State StateCounts::chunk_state() const {
   return State::kFree;
 }
 
-ParamStorage::ParamStorage(c10::StorageImpl* storage, int64_t num_bytes, const std::string& absent_message)
-    : storage_(c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(storage)) {
-  storage_->set_nbytes(num_bytes);
-  storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(absent_message);
-  attach(nullptr);
+ParamStorage::ParamStorage(void* storage, int64_t num_bytes, const std::string& absent_message) : storage_(storage) {
+  torch_api().claim_storage(storage, num_bytes, absent_message.c_str());
 }
 
-void ParamStorage::attach(void* data) {
-  refuses_access(*storage_) = false;
-  storage_->set_data_ptr_noswap(borrowed(data, storage_->device()));
+ParamStorage::~ParamStorage() {
+  if (storage_ != nullptr) torch_api().release_storage(storage_);
 }
 
-void ParamStorage::detach() {
-  const c10::Device device = storage_->device();
-  refuses_access(*storage_) = true;
-  storage_->set_data_ptr_noswap(borrowed(nullptr, device));  // also refreshes the check of mutable access
-}
+void ParamStorage::attach(void* data) { torch_api().attach_storage(storage_, data); }
+
+void ParamStorage::detach() { torch_api().detach_storage(storage_); }
 
 ChunkStore::ChunkStore(Layout layout, std::vector<std::string> param_names)
     : layout_(std::move(layout)),

@@ -17,9 +17,6 @@
 // A running operation that uses the device buffer *holds* the array, which prevents eviction.
 #pragma once
 
-#include <c10/core/StorageImpl.h>
-#include <c10/util/intrusive_ptr.h>
-
 #include <array>
 #include <cstdint>
 #include <string>
@@ -78,16 +75,22 @@ class StateCounts {
 class ParamStorage {
  public:
   ParamStorage() = default;
-  // `storage`: address of a live c10::StorageImpl. It becomes `num_bytes` long, without memory; views can be made until
+  // `storage`: a live c10::StorageImpl. It becomes `num_bytes` long, without memory; views can be made until
   // the first detach(). Access while detached raises `absent_message`.
-  ParamStorage(c10::StorageImpl* storage, int64_t num_bytes, const std::string& absent_message);
+  ParamStorage(void* storage, int64_t num_bytes, const std::string& absent_message);
+  ~ParamStorage();
+  ParamStorage(ParamStorage&& other) noexcept : storage_(std::exchange(other.storage_, nullptr)) {}
+  ParamStorage& operator=(ParamStorage&& other) noexcept {
+    std::swap(storage_, other.storage_);
+    return *this;
+  }
 
-  explicit operator bool() const { return storage_.defined(); }
+  explicit operator bool() const { return storage_ != nullptr; }
   void attach(void* data);
   void detach();
 
  private:
-  c10::intrusive_ptr<c10::StorageImpl> storage_;
+  void* storage_ = nullptr;
 };
 
 struct ArrayRecord {

@@ -1,30 +1,23 @@
 // Groups on the CPU: pairwise messages of a torch.distributed group (gloo), all in flight at once.
 //
-// Only this file includes PyTorch headers above c10. Python's groups are reached by name, because a pybind11 type of
-// PyTorch cannot cross into an extension with another pybind11.
-//
 // Pairwise messages instead of gloo's collectives: they need no second copy of the chunk, they can be aborted, and an
 // error can name the rank of the failed message. Messages of different groups use different connections. Within a group
 // the tag counts the collectives.
 //
 // A control group's exchange has two rounds: heads of one fixed size (the call, the purpose, the value's length), then
 // the values.
-#include "collective/communicator.h"
-#include "common/check.h"
-
-#ifdef PATRICKSTAR_WITH_C10D
-
-#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <mutex>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "collective/communicator.h"
 #include "collective/rank_mean.h"
+#include "common/check.h"
+#include "torch_api/attached_torch.h"
 
 namespace patrickstar {
 
@@ -33,15 +26,22 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-c10::intrusive_ptr<c10d::Backend> cpu_backend(const std::string& group_name) {
+constexpr Milliseconds kNoTimeout{0};
+
+std::unique_ptr<TorchGroup> cpu_group(const std::string& group_name) {
+  TorchGroup* group = nullptr;
   try {
-    return c10d::resolve_process_group(group_name)->getBackend(c10::DeviceType::CPU);
+    group = torch_api().open_group(group_name.c_str());
   } catch (const std::exception& error) {
     const std::string text = error.what();
     throw ArgumentError(detail::join("torch.distributed has no group \"", group_name, "\" for the CPU (",
                                      text.substr(0, text.find('\n')),
                                      "); pass the group_name of one made with backend=\"gloo\""));
   }
+  PS_CHECK(group != nullptr, StateError,
+           "this PyTorch has no torch.distributed with gloo, so there are no groups of ranks on the CPU; install one "
+           "that has");
+  return std::unique_ptr<TorchGroup>(group);
 }
 
 // Shortens "...gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234. This may ..." to the reason.
@@ -58,11 +58,11 @@ std::string reason_of(const std::exception& error) {
 class PeerMessages {
  public:
   PeerMessages(const std::string& group_name, Milliseconds timeout, const Members& members)
-      : backend_(cpu_backend(group_name)),
+      : group_(cpu_group(group_name)),
         group_name_(group_name),
         members_(members),
-        rank_(backend_->getRank()),
-        size_(backend_->getSize()),
+        rank_(group_->rank()),
+        size_(group_->size()),
         timeout_(timeout) {
     check_members(members_, size_);
   }
@@ -79,9 +79,9 @@ class PeerMessages {
     std::vector<Message> messages;
     // Starts at the next rank, so that ranks do not all send to the same rank at once.
     for (int step = 1; step < size(); ++step)
-      post(messages, what, at_peer((rank() + step) % size(), theirs), &PeerMessages::recv);
+      post(messages, what, at_peer((rank() + step) % size(), theirs), &TorchGroup::receive);
     for (int step = 1; step < size(); ++step)
-      post(messages, what, at_peer((rank() + step) % size(), mine), &PeerMessages::send);
+      post(messages, what, at_peer((rank() + step) % size(), mine), &TorchGroup::send);
     for (Message& message : messages) finish(message, what, started);
     end();
   }
@@ -91,8 +91,8 @@ class PeerMessages {
     const auto started = Clock::now();
     begin(what, started);
     std::vector<Message> messages;
-    for (const PeerBytes& bytes : receives) post(messages, what, bytes, &PeerMessages::recv);
-    for (const PeerBytes& bytes : sends) post(messages, what, bytes, &PeerMessages::send);
+    for (const PeerBytes& bytes : receives) post(messages, what, bytes, &TorchGroup::receive);
+    for (const PeerBytes& bytes : sends) post(messages, what, bytes, &TorchGroup::send);
     for (Message& message : messages) finish(message, what, started);
     end();
   }
@@ -111,7 +111,7 @@ class PeerMessages {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closed_ = true;
     running_.clear();
-    backend_.reset();
+    group_.reset();
   }
   double running_seconds() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -119,9 +119,8 @@ class PeerMessages {
   }
 
  private:
-  using Work = c10::intrusive_ptr<c10d::Work>;
   struct Message {
-    Work work;
+    std::shared_ptr<TorchMessage> work;
     int peer;
   };
 
@@ -151,20 +150,17 @@ class PeerMessages {
     throw RankFailure(failure_);
   }
 
-  Work send(std::vector<at::Tensor>& bytes, int peer) { return backend_->send(bytes, peer, tag_); }
-  Work recv(std::vector<at::Tensor>& bytes, int peer) { return backend_->recv(bytes, peer, tag_); }
-
   template <class Buffer>
   static PeerBytes at_peer(int peer, const Buffer& buffer) {
     const auto [address, num_bytes] = buffer(peer);
     return {peer, address, num_bytes};
   }
   void post(std::vector<Message>& messages, const char* what, const PeerBytes& bytes,
-            Work (PeerMessages::*start)(std::vector<at::Tensor>&, int)) {
+            TorchMessage* (TorchGroup::*start)(void*, int64_t, int, int)) {
     if (bytes.num_bytes == 0) return;
     try {
-      std::vector<at::Tensor> tensors = {at::from_blob(bytes.address, {bytes.num_bytes}, at::kByte)};
-      messages.push_back({(this->*start)(tensors, bytes.peer), bytes.peer});
+      std::shared_ptr<TorchMessage> work((group_.get()->*start)(bytes.address, bytes.num_bytes, bytes.peer, tag_));
+      messages.push_back({std::move(work), bytes.peer});
     } catch (const std::exception& error) {
       fail(what, bytes.peer, reason_of(error));
     }
@@ -176,7 +172,7 @@ class PeerMessages {
   void finish(Message& message, const char* what, Clock::time_point started) {
     bool completed = false;
     try {
-      completed = message.work->wait(remaining(started));
+      completed = message.work->wait(remaining(started).count());
     } catch (const std::exception& error) {
       const bool late = std::string(error.what()).find("Timed out") != std::string::npos;
       const auto seconds = std::chrono::duration<double>(Clock::now() - started).count();
@@ -190,7 +186,7 @@ class PeerMessages {
     return std::max(timeout_ - passed, Milliseconds(1));
   }
 
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::unique_ptr<TorchGroup> group_;
   std::string group_name_;
   Members members_;
   int rank_;
@@ -198,7 +194,7 @@ class PeerMessages {
   Milliseconds timeout_;  // of a whole round; kNoTimeout: the group's own, per message
   int tag_ = 0;
   std::mutex mutex_;  // guards the rest
-  std::vector<Work> running_;
+  std::vector<std::shared_ptr<TorchMessage>> running_;
   Clock::time_point started_;
   bool is_running_ = false;
   bool is_closed_ = false;
@@ -350,25 +346,3 @@ std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, d
 }
 
 }  // namespace patrickstar
-
-#else
-
-namespace patrickstar {
-
-namespace {
-
-[[noreturn]] void refuse() {
-  throw StateError(
-      "this PyTorch has no torch.distributed with gloo, so there are no groups of ranks on the CPU; install one that "
-      "has, "
-      "and build PatrickStar again");
-}
-
-}  // namespace
-
-std::unique_ptr<Communicator> make_c10d_communicator(const std::string&, const Members&) { refuse(); }
-std::unique_ptr<ControlGroup> make_c10d_control(const std::string&, double, const Members&) { refuse(); }
-
-}  // namespace patrickstar
-
-#endif

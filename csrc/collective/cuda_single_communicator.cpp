@@ -1,8 +1,7 @@
 // The group of one rank, for device memory.
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include "backend/cuda_device.h"
 #include "collective/communicator.h"
 #include "common/check.h"
 
@@ -12,16 +11,16 @@ namespace {
 
 class CudaSingleCommunicator final : public Communicator {
  public:
-  explicit CudaSingleCommunicator(int device) : device_(static_cast<c10::DeviceIndex>(device)) {}
+  explicit CudaSingleCommunicator(int device) : device_(device) {}
 
   int rank() const override { return 0; }
   int size() const override { return 1; }
   void all_gather(void*, int64_t) override {}
   void reduce_scatter_mean(void* whole, void* shard, void*, int64_t shard_numel, DType dtype) override {
     if (shard == whole) return;
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceGuard guard(device_);
     const auto num_bytes = static_cast<size_t>(shard_numel * element_size(dtype));
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+    const cudaStream_t stream = current_cuda_stream(device_);
     const cudaError_t error = cudaMemcpyAsync(shard, whole, num_bytes, cudaMemcpyDeviceToDevice, stream);
     PS_CHECK(error == cudaSuccess, SystemError, "cudaMemcpyAsync failed: ", cudaGetErrorString(error));
   }
@@ -34,7 +33,7 @@ class CudaSingleCommunicator final : public Communicator {
   void close() override {}
 
  private:
-  c10::DeviceIndex device_;
+  int device_;
 };
 
 }  // namespace

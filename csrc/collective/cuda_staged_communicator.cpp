@@ -17,8 +17,6 @@
 //
 // Failure: a failed collective leaves its gate closed until abort(), as NCCL's streams do. No later kernel computes
 // with missing data before the watching thread has informed all ranks.
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -34,6 +32,7 @@
 #include <vector>
 
 #include "backend/cuda_check.h"
+#include "backend/cuda_device.h"
 #include "backend/cuda_event_pool.h"
 #include "collective/communicator.h"
 #include "common/check.h"
@@ -136,8 +135,8 @@ constexpr unsigned int kEventFlags =
 class CudaStagedCommunicator final : public Communicator {
  public:
   CudaStagedCommunicator(std::unique_ptr<Communicator> host, int device, const Members& members)
-      : device_(static_cast<c10::DeviceIndex>(device)), host_(std::move(host)), members_(members) {
-    const c10::cuda::CUDAGuard guard(device_);
+      : device_(device), host_(std::move(host)), members_(members) {
+    const CudaDeviceGuard guard(device_);
     gate_ = std::make_unique<Gate>();
     copied_back_ = events_.take();
     worker_ = std::make_unique<WorkQueue>();
@@ -219,7 +218,7 @@ class CudaStagedCommunicator final : public Communicator {
     host_->close();
     scratch_.reset();
     try {
-      const c10::cuda::CUDAGuard guard(device_);
+      const CudaDeviceGuard guard(device_);
       cudaEventSynchronize(copied_back_);
       staging_.clear();
     } catch (const std::exception&) {  // the device has failed
@@ -249,8 +248,8 @@ class CudaStagedCommunicator final : public Communicator {
     const std::lock_guard<std::mutex> lock(enqueue_mutex_);
     PS_CHECK(worker_ != nullptr, StateError, describe(), " is closed, and ", what, " was called");
     check();
-    const c10::cuda::CUDAGuard guard(device_);
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+    const CudaDeviceGuard guard(device_);
+    const cudaStream_t stream = current_cuda_stream(device_);
     char* const staged = staging_.at_least(num_bytes);
     // The previous collective, perhaps on another stream, uses the staging memory until then.
     PS_CUDA_CHECK(cudaStreamWaitEvent(stream, copied_back_, 0));
@@ -272,7 +271,7 @@ class CudaStagedCommunicator final : public Communicator {
   void work(uint32_t number, cudaEvent_t copied, char* staged, const HostCollective& collective) {
     std::exception_ptr failure;
     try {
-      const c10::cuda::CUDAGuard guard(device_);
+      const CudaDeviceGuard guard(device_);
       PS_CUDA_CHECK(cudaEventSynchronize(copied));
       if (!aborted_) collective(staged);
     } catch (...) {
@@ -322,7 +321,7 @@ class CudaStagedCommunicator final : public Communicator {
   }
 
   const ProcessFork made_in_ = ProcessFork::current();
-  c10::DeviceIndex device_;
+  int device_;
   std::unique_ptr<Communicator> host_;
   Members members_;
   std::unique_ptr<Gate> gate_;

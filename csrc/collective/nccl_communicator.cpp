@@ -5,8 +5,6 @@
 //
 // The first message between two ranks connects them, and its enqueuing blocks. The creator of a communicator therefore
 // sends a message between all its ranks first.
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
@@ -18,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "backend/cuda_device.h"
 #include "collective/communicator.h"
 #include "collective/cuda_rank_mean.h"
 #include "common/check.h"
@@ -89,8 +88,8 @@ class PendingCollectives {
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(const ncclUniqueId& id, int rank, int size, int device, const Members& members)
-      : device_(static_cast<c10::DeviceIndex>(device)), rank_(rank), size_(size), members_(members) {
-    const c10::cuda::CUDAGuard guard(device_);
+      : device_(device), rank_(rank), size_(size), members_(members) {
+    const CudaDeviceGuard guard(device_);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
     const ncclResult_t result = ncclCommInitRankConfig(&comm_, size, id, rank, &config);
@@ -159,7 +158,7 @@ class NcclCommunicator final : public Communicator {
  private:
   void release() {
     try {
-      const c10::cuda::CUDAGuard guard(device_);
+      const CudaDeviceGuard guard(device_);
       ncclCommAbort(comm_);
     } catch (const std::exception&) {  // the device has failed
     }
@@ -170,8 +169,8 @@ class NcclCommunicator final : public Communicator {
   void enqueue(const char* what, const Calls& calls) {
     const std::lock_guard<std::timed_mutex> lock(mutex_);
     check_unlocked(what);
-    const c10::cuda::CUDAGuard guard(device_);
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+    const CudaDeviceGuard guard(device_);
+    const cudaStream_t stream = current_cuda_stream(device_);
     calls(stream);
     pending_.add(stream);
   }
@@ -235,7 +234,7 @@ class NcclCommunicator final : public Communicator {
     return detail::join(describe_member(members_, rank_, size_), " on cuda:", static_cast<int>(device_));
   }
 
-  c10::DeviceIndex device_;
+  int device_;
   int rank_;
   int size_;
   Members members_;

@@ -27,6 +27,13 @@ constexpr bool is_8_bit(StateType type) { return type == StateType::kSigned8 || 
 
 constexpr int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+inline char* element_at(void* data, int64_t index, DType dtype) {
+  return static_cast<char*>(data) + index * element_size(dtype);
+}
+inline const char* element_at(const void* data, int64_t index, DType dtype) {
+  return static_cast<const char*>(data) + index * element_size(dtype);
+}
+
 // Bytes of an array of `numel` elements. An 8-bit array is codes, rounded up to whole blocks, then one float32 scale
 // per block.
 constexpr int64_t state_bytes(StateType type, int64_t numel) {

@@ -16,6 +16,8 @@ namespace patrickstar {
 using ParamId = int32_t;
 using ChunkId = int32_t;
 
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
 // The arrays of a chunk. chunk/layout.h says which arrays a chunk has and their types.
 enum class ArrayKind : uint8_t {
   kParam,     // parameter in the compute dtype; the only array of a frozen chunk that is not quantised

@@ -206,7 +206,7 @@ void ChunkMemory::dequantize(Queue queue, ChunkId chunk, void* quantized, void* 
   std::vector<quant::DequantizeJob> jobs;
   for (ParamId param : spec.params) {
     const QuantizedPart part = layout().quantized_part(param, quantized);
-    void* const out = static_cast<char*>(to) + layout().shard_of(param).offset * element_size(spec.dtype);
+    void* const out = element_at(to, layout().shard_of(param).offset, spec.dtype);
     if (part.numel > 0) jobs.push_back({part, out, spec.dtype});
   }
   backend().enqueue(queue,

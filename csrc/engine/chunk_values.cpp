@@ -134,7 +134,7 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
     pager_.ensure_host_buffer(id);
   }
   if (shard.numel > 0) {
-    char* const data = static_cast<char*>(record.block.data) + shard.offset * element_size(dtype);
+    char* const data = element_at(record.block.data, shard.offset, dtype);
     std::vector<float> staged(values.where == Tier::kDevice ? static_cast<size_t>(std::min(kPieceNumel, shard.numel))
                                                             : 0);
     const int64_t most = staged.empty() ? shard.numel : static_cast<int64_t>(staged.size());

@@ -8,18 +8,6 @@
 
 namespace patrickstar {
 
-namespace {
-
-void* offset_bytes(void* data, int64_t elements, DType dtype) {
-  return static_cast<char*>(data) + elements * element_size(dtype);
-}
-
-const void* offset_bytes(const void* data, int64_t elements, DType dtype) {
-  return static_cast<const char*>(data) + elements * element_size(dtype);
-}
-
-}  // namespace
-
 GradientFlow::GradientFlow(Pager& pager, Gradients& gradients, Updates& updates, Recorder& recorder,
                            Collectives& collectives, const Step& step)
     : pager_(pager),
@@ -69,7 +57,7 @@ void GradientFlow::accumulate(ParamId param, const void* data) {
   if (!accumulates_)
     pager_.put_into_activation_memory(grad);  // with several micro-batches it stays for another forward
   ScopedHold hold(record);
-  void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
+  void* target = element_at(pager_.open_for_write(grad), place.offset, chunk.dtype);
   hold.release();
   recorder_.add({grad, ArrayUseMode::kWrite});
   const int64_t numel = store_.layout().param(param).numel;
@@ -275,9 +263,9 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
     const auto [begin, numel, offset] = store_.layout().shard_of(param);
     if (numel == 0) continue;
     if (has_sum) {
-      compute.add_to_float(to + offset, offset_bytes(from, offset, spec.dtype), spec.dtype, numel);
+      compute.add_to_float(to + offset, element_at(from, offset, spec.dtype), spec.dtype, numel);
     } else {
-      compute.cast_to_float(offset_bytes(from, offset, spec.dtype), spec.dtype, to + offset, numel);
+      compute.cast_to_float(element_at(from, offset, spec.dtype), spec.dtype, to + offset, numel);
     }
   }
   on_device ? sum_record.set_on_device() : sum_record.set_on_host();

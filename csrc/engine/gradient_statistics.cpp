@@ -8,14 +8,6 @@
 
 namespace patrickstar {
 
-namespace {
-
-const void* at(const void* data, int64_t offset, DType dtype) {
-  return static_cast<const char*>(data) + offset * element_size(dtype);
-}
-
-}  // namespace
-
 GradientStatistics::GradientStatistics(Pager& pager, Collectives& collectives)
     : pager_(pager), memory_(pager.memory()), collectives_(collectives) {
   lay_out();
@@ -74,7 +66,7 @@ std::vector<GradientStatistics::Part> GradientStatistics::parts(const std::vecto
     const ParamShard shard = memory_.layout().shard_of(param);
     if (shard.numel == 0) continue;
     const int64_t first = ranges_[static_cast<size_t>(param)].first;
-    result.push_back({at(data, shard.offset, dtype), shard.numel, partials + first});
+    result.push_back({element_at(data, shard.offset, dtype), shard.numel, partials + first});
   }
   return result;
 }

@@ -13,11 +13,6 @@ namespace patrickstar {
 
 namespace {
 
-char* at(void* data, int64_t offset, DType dtype) { return static_cast<char*>(data) + offset * element_size(dtype); }
-const char* at(const void* data, int64_t offset, DType dtype) {
-  return static_cast<const char*>(data) + offset * element_size(dtype);
-}
-
 // Seed of stochastic rounding in states of fewer bytes; fixed, so that runs repeat.
 constexpr uint64_t kRandomSeed = 0;
 
@@ -65,7 +60,7 @@ std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& tar
   for (ParamId param : layout.chunk(chunk).params) {
     const ParamShard shard = layout.shard_of(param);
     if (gradients_.has(param) || shard.numel == 0) continue;
-    result.push_back({from + shard.offset, at(target.param, shard.offset, dtype), dtype, shard.numel});
+    result.push_back({from + shard.offset, element_at(target.param, shard.offset, dtype), dtype, shard.numel});
   }
   return result;
 }
@@ -127,8 +122,8 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
       optim::AdamRange range{state(ArrayKind::kMaster, offset).data,
                              momentum.data,
                              variance.data,
-                             at(target.grad, offset, target.grad_dtype),
-                             at(target.param, offset, spec.dtype),
+                             element_at(target.grad, offset, target.grad_dtype),
+                             element_at(target.param, offset, spec.dtype),
                              target.grad_dtype,
                              spec.dtype,
                              numel};

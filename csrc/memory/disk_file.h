@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "common/types.h"
 #include "memory/disk_channel.h"
 
 namespace patrickstar {
@@ -54,7 +55,7 @@ struct DiskRange {
 class DiskFile {
  public:
   static constexpr int64_t kAlignment = 4096;
-  static int64_t round_up(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  static int64_t round_up(int64_t num_bytes) { return patrickstar::round_up(num_bytes, kAlignment); }
 
   // `registered`: memory that transfers will use. Throws DiskError if `folder` does not exist or has no room.
   DiskFile(std::string folder, int64_t num_bytes, DiskFileOptions options, const std::vector<MemoryRange>& registered);

@@ -7,6 +7,7 @@
 
 #include "common/check.h"
 #include "common/reserve.h"
+#include "common/types.h"
 #include "memory/host_mapping.h"
 
 namespace patrickstar {
@@ -14,8 +15,6 @@ namespace patrickstar {
 namespace {
 
 constexpr int64_t kPage = 4096;
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 

@@ -6,14 +6,13 @@
 #include <cstring>
 
 #include "common/check.h"
+#include "common/types.h"
 
 namespace patrickstar {
 
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 

@@ -16,11 +16,6 @@ namespace {
 constexpr int64_t kGrain = 16 * kSquaresBlock;  // elements: 128 KiB of 16-bit data; whole blocks of statistics
 static_assert(kGrain % kScaleDependentPiece == 0 && kScaleDependentPiece % kStateBlock == 0);
 
-void* at(void* data, DType dtype, int64_t index) { return static_cast<char*>(data) + index * element_size(dtype); }
-const void* at(const void* data, DType dtype, int64_t index) {
-  return static_cast<const char*>(data) + index * element_size(dtype);
-}
-
 void* at(void* state, StateType type, int64_t index) {
   return state == nullptr ? nullptr : static_cast<char*>(state) + state_offset(type, index);
 }
@@ -147,12 +142,13 @@ class PoolCompute final : public HostCompute {
   }
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
     split(numel, [&](int64_t begin, int64_t size) {
-      kernels_.cast_from_float(in + begin, at(out, dtype, begin), dtype, size);
+      kernels_.cast_from_float(in + begin, element_at(out, begin, dtype), dtype, size);
     });
   }
   void cast_to_float(const void* in, DType dtype, float* out, int64_t numel) override {
-    split(numel,
-          [&](int64_t begin, int64_t size) { kernels_.cast_to_float(at(in, dtype, begin), dtype, out + begin, size); });
+    split(numel, [&](int64_t begin, int64_t size) {
+      kernels_.cast_to_float(element_at(in, begin, dtype), dtype, out + begin, size);
+    });
   }
   void scale(float* values, float factor, int64_t numel) override {
     split(numel, [&](int64_t begin, int64_t size) {
@@ -160,16 +156,18 @@ class PoolCompute final : public HostCompute {
     });
   }
   void add(void* sum, const void* x, DType dtype, int64_t numel) override {
-    split(numel,
-          [&](int64_t begin, int64_t size) { kernels_.add(at(sum, dtype, begin), at(x, dtype, begin), dtype, size); });
+    split(numel, [&](int64_t begin, int64_t size) {
+      kernels_.add(element_at(sum, begin, dtype), element_at(x, begin, dtype), dtype, size);
+    });
   }
   void add_to_float(float* sum, const void* x, DType dtype, int64_t numel) override {
-    split(numel,
-          [&](int64_t begin, int64_t size) { kernels_.add_to_float(sum + begin, at(x, dtype, begin), dtype, size); });
+    split(numel, [&](int64_t begin, int64_t size) {
+      kernels_.add_to_float(sum + begin, element_at(x, begin, dtype), dtype, size);
+    });
   }
   void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) override {
     split(numel, [&](int64_t begin, int64_t size) {
-      kernels_.sum_squares(at(x, dtype, begin), dtype, size, partials + begin / kSquaresBlock);
+      kernels_.sum_squares(element_at(x, begin, dtype), dtype, size, partials + begin / kSquaresBlock);
     });
   }
   void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ranges, WideSum* sums) override {
@@ -267,8 +265,8 @@ AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
   part.master = at(range.master, range.master_type, begin);
   part.momentum = at(range.momentum, range.momentum_type, begin);
   part.variance = at(range.variance, range.variance_type, begin);
-  part.grad = at(range.grad, range.grad_dtype, begin);
-  part.param = range.param == nullptr ? nullptr : at(range.param, range.param_dtype, begin);
+  part.grad = element_at(range.grad, begin, range.grad_dtype);
+  part.param = range.param == nullptr ? nullptr : element_at(range.param, begin, range.param_dtype);
   part.numel = end - begin;
   part.new_master = range.new_master == nullptr ? nullptr : range.new_master + begin;
   part.new_momentum = at(range.new_momentum, range.momentum_type, begin);

@@ -1,6 +1,4 @@
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
+#include "backend/cuda_device.h"
 #include "quant/compute.h"
 #include "quant/cuda_kernels.h"
 
@@ -10,16 +8,16 @@ namespace {
 
 class CudaCompute final : public Compute {
  public:
-  explicit CudaCompute(int device) : device_(static_cast<c10::DeviceIndex>(device)) {}
+  explicit CudaCompute(int device) : device_(device) {}
 
   void dequantize(const std::vector<DequantizeJob>& jobs) override {
-    const c10::cuda::CUDAGuard guard(device_);
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+    const CudaDeviceGuard guard(device_);
+    const cudaStream_t stream = current_cuda_stream(device_);
     for (const DequantizeJob& job : jobs) cuda::dequantize(job.from, job.out, job.dtype, stream);
   }
 
  private:
-  c10::DeviceIndex device_;
+  int device_;
 };
 
 }  // namespace

@@ -76,7 +76,7 @@ class PoolCompute final : public HostCompute {
 
   void decode(const DequantizeJob& job, int64_t begin, int64_t end) const {
     const QuantizedPart& from = job.from;
-    void* const out = static_cast<char*>(job.out) + begin * element_size(job.dtype);
+    void* const out = element_at(job.out, begin, job.dtype);
     const uint8_t* const codes = from.codes + code_bytes(from.type, begin);
     if (from.type == QuantType::kInt8) {
       return kernels_.decode_int8(codes, from.scales + begin / kInt8Block, end - begin, job.dtype, out);
@@ -86,8 +86,7 @@ class PoolCompute final : public HostCompute {
       float scales[kGrain / kNf4Block];
       kernels_.expand_scales(from.block_scales + i / kNf4Block, from.scales, *from.offset, (from.first + i) / kNf4Block,
                              num_quant_blocks(numel, kNf4Block), scales);
-      kernels_.decode_nf4(from.codes + i / 2, scales, numel, job.dtype,
-                          static_cast<char*>(job.out) + i * element_size(job.dtype));
+      kernels_.decode_nf4(from.codes + i / 2, scales, numel, job.dtype, element_at(job.out, i, job.dtype));
     }
   }
 

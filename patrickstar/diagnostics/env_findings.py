@@ -82,16 +82,10 @@ def _diagnose_extension(report: dict[str, Section]) -> list[Finding]:
     rebuild = _rebuild_command(report)
     if "error" in extension:
         problem = f"the extension patrickstar._C cannot be imported ({extension['error']})"
-        if "undefined symbol" in problem:
-            problem += f": it was compiled against another PyTorch than {torch['version']}"
-        elif report["patrickstar"].get("source_checkout") and "No module named" in problem:
+        if report["patrickstar"].get("source_checkout") and "No module named" in problem:
             problem += f": it was not built in place, and {Path.cwd()} or PYTHONPATH puts the checkout first"
         return [*_diagnose_compiler(report), Finding(problem=problem, fix=rebuild, fatal=True)]
     built = extension["built_with"]
-    if built["torch"] != torch["version"]:
-        problem = f"the extension was compiled against PyTorch {built['torch']} and runs with {torch['version']}"
-        is_refused = built["torch"].split(".")[:2] != torch["version"].split(".")[:2]
-        return [*_diagnose_compiler(report), Finding(problem=problem, fix=rebuild, fatal=is_refused)]
     if torch["cuda"] is None or built["cuda"] is not None:
         return []
     problem = f"PyTorch has CUDA {torch['cuda']}, but the extension was built without its CUDA part"

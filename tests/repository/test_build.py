@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import patrickstar
+from patrickstar.torch_shim import compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build_backend"))
@@ -26,8 +27,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402
 import patrickstar_build  # noqa: E402
+import patrickstar_ninja as ninja  # noqa: E402
 import patrickstar_recipe as recipe  # noqa: E402
-from patrickstar_output import shortened  # noqa: E402
 
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", "build", "dist", "*.so", "*.egg-info", ".venv", ".cache", "__pycache__", ".hypothesis", ".*_cache", "shared"
@@ -49,17 +50,16 @@ def make_environment(folder, *, with_torch):
     return str(python)
 
 
-# Objects that `make build` made of the same sources are taken as they are; what says which PyTorch it is compiled
-# against (csrc/bind/register_build.cpp) is compiled, and all is linked.
+# Objects that `make build` made of the same sources are taken as they are; the shim is compiled, and all is linked.
 COMPILER = """#!/bin/sh
-object="" source="" previous=""
+object="" compiles="" previous=""
 for argument in "$@"; do
-  case "$previous" in -o) object=$argument ;; -c) source=$argument ;; esac
+  case "$previous" in -o) object=$argument ;; esac
+  case "$argument" in -c) compiles=yes ;; esac
   previous=$argument
 done
-made="{made}/csrc/${{source#*/csrc/}}"
-made="${{made%.cpp}}.o"
-if [ -n "$source" ] && [ -f "$made" ] && ! grep -q PATRICKSTAR_TORCH_VERSION "$source"; then
+made="{made}/$(basename "$object")"
+if [ -n "$compiles" ] && [ -f "$made" ]; then
   cp "$made" "$object"
 else
   exec {compiler} "$@"
@@ -69,8 +69,7 @@ fi
 
 def pip_install(python, source, **environment):
     command = [sys.executable, "-m", "pip", "--python", python, "install", "-v", "."]
-    # ccache, which PyTorch's build would use, would call the compiler below twice.
-    return run(command, cwd=source, env={"PATRICKSTAR_OPTIMIZATION": "-O0", "CCACHE_DISABLE": "1", **environment})
+    return run(command, cwd=source, env={"PATRICKSTAR_OPTIMIZATION": "-O0", **environment})
 
 
 def make_compiler(path):
@@ -119,30 +118,53 @@ def test_pip_install_builds_against_the_pytorch_of_the_environment(source, tmp_p
     file, info, version = json.loads(loaded.stdout)
     assert Path(file).is_relative_to(tmp_path / "environment")
     assert info["torch"] == torch.__version__
-    minor = ".".join(torch.__version__.split(".")[:2])
-    part = f"cu{info['cuda'].replace('.', '')}" if info["cuda"] else "cpu"
-    assert version == f"{patrickstar.__version__}+torch{minor}.{part}"
-    # One line for each source and no whole commands.
+    part = f"cu{info['cuda'].split('.')[0]}" if info["cuda"] else "cpu"
+    assert version == f"{patrickstar.__version__}+{part}"
+    # One line for each unit and no whole commands.
     lines = [line.strip() for line in (installed.stdout + installed.stderr).splitlines()]
-    sources = recipe.sources(source, with_cuda=info["cuda"] is not None)
+    sources = [name for name in recipe.sources(source, with_cuda=info["cuda"] is not None) if name.endswith(".cpp")]
     built = [line.split("] ")[1] for line in lines if line.startswith("[")]
-    assert sorted(f"csrc/{name}" for name in built) == sources and not any(" -MMD " in line for line in lines)
+    assert len(built) == len(ninja.units(sources, source)) + 2 and not any(" -MMD " in line for line in lines)
+    assert compiling.shim_name(torch.__version__, info["cuda"]) in built
+    assert (Path(file).parent / "torch_shim" / "csrc" / "torch_shim" / "shim.cpp").exists()
     assert {"_C.pyi", "py.typed"} <= {path.name for path in Path(file).parent.iterdir()}
     assert (Path(file).parent / "config" / "other_keys.md").exists()
     report = run([python, "-m", "patrickstar.env"], cwd=tmp_path)
     assert "PatrickStar is ready to use." in report.stdout, report.stdout + report.stderr
 
 
-def test_a_line_that_compiles_is_shortened_and_all_others_are_passed_on(tmp_path):
-    folder = tmp_path / "csrc"
-    command = "c++ -MMD -MF {0}/x.o.d '-DX=\"a b\"' -c -c {1} -o {0}/x.o -O3\n"
-    compiles = "[3/72] " + command.format(tmp_path, folder / "optim" / "x.cpp")
-    assert shortened(compiles.encode(), folder) == b"[3/72] optim/x.cpp\n"
-    quoted = "[3/72] " + command.format(tmp_path, f"'{folder}/a.cu'")
-    assert shortened(quoted.encode(), folder) == b"[3/72] a.cu\n"
-    elsewhere = "[3/72] " + command.format(tmp_path, "/other/x.cpp")
-    for line in (elsewhere, compiles[7:], "FAILED: [code=1] x.o\n", f"{folder}/x.cpp:1:5: warning: unused\n"):
-        assert shortened(line.encode(), folder) == line.encode()
+def test_units_hold_every_source_once_and_isa_files_alone():
+    sources = [name for name in recipe.sources(ROOT, with_cuda=True) if name.endswith(".cpp")]
+    units = ninja.units(sources, ROOT)
+    assert sorted(name for members in units.values() for name in members) == sources
+    assert units["optim_cpu_avx512"] == ["csrc/optim/cpu_avx512.cpp"]
+    assert all(len({Path(name).parent for name in members}) == 1 for members in units.values())
+    with_cuda = [members for members in units.values() if any("/cuda_" in name for name in members)]
+    assert all(Path(name).name.startswith(("cuda_", "nccl_")) for members in with_cuda for name in members)
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "abi", "name"),
+    [
+        ("2.13.0+cpu", None, True, "torch2.13.cpu.so"),
+        ("2.11.0+cu130", "13.0", True, "torch2.11.cu13.so"),
+        ("2.6.0+cu124", "12.4", False, "torch2.6.cu12.pre-cxx11.so"),
+        ("2.14.0.dev20270101", None, True, "torch2.14.cpu.so"),
+    ],
+)
+def test_a_shim_is_named_after_what_it_is_compiled_for(version, cuda, abi, name):
+    assert compiling.shim_name(version, cuda, abi) == name
+
+
+def test_architectures_become_arguments_of_nvcc():
+    assert recipe.gencode("8.0;9.0a 12.0+PTX") == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    with pytest.raises(SystemExit, match=r"'Hopper'; give numbers"):
+        recipe.gencode("Hopper")
 
 
 def test_without_pytorch_pip_install_stops_with_one_sentence(source, tmp_path):
