@@ -1,8 +1,8 @@
 """Parses and formats amounts: memory (``24GiB``, ``24 GB``, ``128G``; 948 GiB, 1.5 MiB), counts (3.2k), seconds (5.3
 ms).
 
-``GB`` counts in powers of 1000, ``GiB`` and the short ``G`` in powers of 1024. Standard library only, since commands
-that run without PyTorch print sizes too.
+``GB`` counts in powers of 1000, ``GiB`` and the short ``G`` in powers of 1024. Every formatted amount of memory can be
+parsed. Standard library only, since commands that run without PyTorch print sizes too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 
 _PREFIXES = ("k", "m", "g", "t")
-_UNITS = {"": 1, "b": 1}
+_UNITS = {"": 1, "b": 1, "bytes": 1}
 _UNITS |= {f"{prefix}b": 10 ** (3 * power) for power, prefix in enumerate(_PREFIXES, 1)}
 _UNITS |= {f"{prefix}{rest}": 2 ** (10 * power) for power, prefix in enumerate(_PREFIXES, 1) for rest in ("", "ib")}
 _SHOWN = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
@@ -65,6 +65,12 @@ def show_seconds(seconds: float) -> str:
     return f"{_number(value, _decimals(value))} {unit}"
 
 
+def show_exactly(num_bytes: int) -> str:
+    """Formats with a unit, and the bytes in brackets where they differ: ``1.5 GiB (1610612737 bytes)``."""
+    shown = show_size(num_bytes)
+    return shown if parse_size(shown) == num_bytes else f"{shown} ({num_bytes} bytes)"
+
+
 def enough_size(num_bytes: int) -> str:
     """Formats for a setting or flag, rounded up: ``23.16GiB``."""
     unit, scale = _unit_for(num_bytes)
@@ -83,7 +89,7 @@ def show_shortage(needed_bytes: int, there_bytes: int) -> str:
     unit, scale = _unit_for(needed_bytes)
     missing = max(needed_bytes - there_bytes, 0)
     if missing < scale / 100:  # it would round to nothing
-        return f"needs {needed_bytes} bytes, has {there_bytes}, short by {missing}"
+        return f"needs {show_exactly(needed_bytes)}, has {there_bytes} bytes, short by {missing} bytes"
     decimals = max(_decimals(missing / scale), 0)
     grain = 10**decimals
     needs = math.ceil(needed_bytes / scale * grain) / grain

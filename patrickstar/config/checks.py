@@ -12,6 +12,7 @@ from patrickstar.config.shown import shown
 from patrickstar.config.tensor_parallel import MatrixMode
 from patrickstar.config.update_rules import conflicts_of_params
 from patrickstar.config.values import DataType
+from patrickstar.sizes import show_exactly
 
 if TYPE_CHECKING:
     from patrickstar import _C
@@ -57,7 +58,8 @@ def _conflicts_of_disk(config: Config) -> list[str]:
             "that disk, or disk_memory.path"
         ]
     if section.size is not None and section.path is None:
-        return [f"disk_memory.size is {section.size}, but disk_memory.path is missing; give a folder on that disk"]
+        size = show_exactly(section.size)
+        return [f"disk_memory.size is {size}, but disk_memory.path is missing; give a folder on that disk"]
     named = [(name, offload.nvme_path) for name, offload in on_disk.items() if offload.nvme_path is not None]
     if named and named[0][1] != section.path:  # the first section's folder is used
         name, path = named[0]

@@ -91,7 +91,9 @@ class OptimizerParams(Section):
     eps: Annotated[NonNegative, HONOURED] = 1e-8
     """Number that is added to the denominator of the update of Adam and AdamW, at least 0."""
     weight_decay: Annotated[NonNegative, HONOURED] = 0.0
-    """Factor of weight decay, at least 0: an L2 term with Adam and SGD, decoupled with AdamW and Lion."""
+    """Factor of weight decay, at least 0: an L2 term with Adam and SGD, decoupled with AdamW and Lion. The default is
+    DeepSpeed's and Hugging Face's; that of ``torch.optim.AdamW`` is 0.01.
+    """
     momentum: Annotated[NonNegative, HONOURED] = 0.0
     """Factor of SGD's momentum in each step, at least 0, as in ``torch.optim.SGD``."""
     dampening: Annotated[Fraction, HONOURED] = 0.0

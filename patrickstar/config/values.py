@@ -1,5 +1,5 @@
-"""Types of values, stricter than pydantic's: a switch accepts only bools, 0 and 1, a number is no text, and each error
-says what is expected. :class:`Section` is the base of all models of the configuration.
+"""Types of values, stricter than pydantic's: a switch accepts only bools, 0 and 1, a text accepts no number, and each
+error says what is expected. :class:`Section` is the base of all models of the configuration.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import enum
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -68,8 +69,19 @@ def _switch(value: Any) -> bool:
     return bool(value)
 
 
+_NUMERAL = re.compile(r"[+-]?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?", re.ASCII)
+
+
+def _unquoted(value: Any) -> Any:
+    """The number in a text such as ``"1e-4"``, which YAML leaves a text; any other value is unchanged."""
+    if not isinstance(value, str) or _NUMERAL.fullmatch(value) is None:
+        return value
+    return float(value) if any(sign in value for sign in ".eE") else int(value)
+
+
 def _integer(value: Any) -> int:
     """Accepts 5e8 too, which JSON reads as a float."""
+    value = _unquoted(value)
     whole = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not whole:
         raise unexpected("give an integer")
@@ -79,6 +91,7 @@ def _integer(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
+    value = _unquoted(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise unexpected("give a finite number")
     try:

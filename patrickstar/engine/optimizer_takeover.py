@@ -11,6 +11,7 @@ Supported are ``torch.optim.AdamW``, ``Adam`` and ``SGD``, and ``patrickstar.opt
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,9 @@ class TakenOver(NamedTuple):
     type: OptimizerType
     """From the class of the user's optimizer."""
     groups: list[dict[str, Any]]
-    """``params`` (the user's ``Parameter`` objects) and the present options of each group."""
+    """``params`` (the user's ``Parameter`` objects), the present options of each group, and a scheduler's
+    ``initial_lr``.
+    """
     defaults: dict[str, Any]
     """Default options of a group, and ``bias_correction`` if it is False."""
 
@@ -57,7 +60,8 @@ def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
     for index, group in enumerate(optimizer.param_groups):
         check_no_refused_option(group, f"group {index} of the optimizer")
         options = group_options(kind, group, f"group {index} of the optimizer")
-        groups.append({"params": list(group["params"]), **options})
+        schedule = {"initial_lr": group["initial_lr"]} if "initial_lr" in group else {}
+        groups.append({"params": list(group["params"]), **options, **schedule})
     logger.debug(
         "%s is taken over with %d parameter groups: its updates are made in chunks from here on",
         type(optimizer).__name__,
@@ -73,8 +77,9 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> Non
     """Moves step counts, states and schedulers' entries in groups (``initial_lr``) into ``hybrid``.
 
     ``hybrid`` was built from ``groups_of(optimizer)``. Both objects share the groups afterwards, so schedulers made for
-    the user's optimizer drive the engine's. The user's ``optimizer`` keeps no state, and its ``step`` raises while
-    gradients are pending in chunks. Callers return the engine's optimizer in its place.
+    the user's optimizer drive the engine's. A step of the engine's counts as one of the user's, so that schedulers warn
+    about their order when it is wrong, and not otherwise. The user's ``optimizer`` keeps no state, and its ``step``
+    raises while gradients are pending in chunks. Callers return the engine's optimizer in its place.
 
     Raises:
         ValueError: groups or shapes of states differ; nothing is moved.
@@ -98,6 +103,19 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> Non
             own.update({key: value for key, value in group.items() if key != "params"})
     optimizer.state.clear()
     optimizer.param_groups = hybrid.param_groups
+    hybrid.register_step_post_hook(_StepsNoted(optimizer))
+
+
+class _StepsNoted:
+    """A hook that marks ``step`` of the user's optimizer as called, where ``torch.optim.lr_scheduler`` looks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, *_: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _known(entry: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from patrickstar import _C
+from patrickstar.config import OptimizerType
+from patrickstar.engine.standstill import Standstill
 from patrickstar.monitor import LossOf, MonitorOptions, RunFacts, StallSampler, StepMonitor
 from patrickstar.monitor.peak import peak_tflops
 from patrickstar.planning.predicted_step import Prediction
@@ -37,24 +39,32 @@ class RunLog(NoRunLog):
     def __init__(self, session: Session, monitor: StepMonitor):
         self._session = session
         self._monitor = monitor
+        self._standstill = Standstill()
         self._num_steps = 0
         self._has_said_plan = False
 
     def note_forward(self, inputs: Inputs | None) -> None:
         """Counts the samples and tokens."""
+        self._standstill.note_forward()
         if inputs is not None:
             self._monitor.add_batch(inputs)
 
     def note_backward(self, loss: torch.Tensor) -> None:
         """Adds the loss to the step's."""
+        self._standstill.note_backward()
         self._monitor.add_loss(loss)
 
     def note_zero_grad(self) -> None:
         """Drops the losses of the running step."""
         self._monitor.drop_losses()
 
+    def note_step_without_gradients(self) -> None:
+        """Warns if they are many in a row."""
+        self._standstill.note_step_without_gradients()
+
     def end_step(self, lr: float) -> None:
         """Logs the plan once, and lets the monitor log."""
+        self._standstill.note_step(self._session.outcome.applied, self._session.scaler)
         self._num_steps += 1
         if not self._has_said_plan:
             self._say_plan()
@@ -122,7 +132,7 @@ def make_stall_sampler(session: Session) -> StallSampler:
 
 
 def start_line(session: Session) -> str:
-    """The start line: model, device, budgets, and the first tiers of optimizer states."""
+    """The start line: model, device, budgets, the first tiers of optimizer states, and the optimizer."""
     report, num_trainable = session.report(), _num_trainable(session)
     num_ranks = len(session.ranks.members)
     some = 0 < num_trainable < session.num_parameters
@@ -141,8 +151,24 @@ def start_line(session: Session) -> str:
     dtype = str(session.config.compute_dtype).removeprefix("torch.")
     return (
         f"{show_count(session.num_parameters)} parameters{trained} in {dtype} on {where}; {budget}, host budget "
-        f"{show_size(report['host_budget_bytes'])}{each}; {chunks}{states}"
+        f"{show_size(report['host_budget_bytes'])}{each}; {chunks}{states}; {_optimizer(session)}"
     )
+
+
+def _optimizer(session: Session) -> str:
+    """Type, learning rates before any schedule, and weight decays of the optimizer's groups."""
+    config, groups = session.config.optimizer, session.optimizer.read_groups()
+    rates = _range([group.get("initial_lr", group["lr"]) for group in groups])
+    decays = _range([group["weight_decay"] for group in groups])
+    is_unset = "weight_decay" not in config.params.model_fields_set and config.params.weight_decay == 0
+    is_torchs = config.type is OptimizerType.ADAMW and is_unset and decays == "0"
+    note = " (the default; torch.optim.AdamW's is 0.01)" if is_torchs else ""
+    return f"{config.type.value}, lr {rates}, weight decay {decays}{note}"
+
+
+def _range(values: list[Any]) -> str:
+    least, most = min(map(float, values), default=0.0), max(map(float, values), default=0.0)
+    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
 def _chunks(session: Session, chunk_numel: int) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from patrickstar.planning.step_plan import Plan
+from patrickstar.sizes import show_size
 
 VARIABLE = "PATRICKSTAR_PLAN_CACHE"
 """Environment variable used if the configuration is silent: ``0``, ``1`` or a folder."""
@@ -92,7 +93,9 @@ class PlanCache:
         text = plan.to_json()
         entry = f"{_digest(text)}\n{text}".encode()
         if len(entry) > self._most_bytes:
-            logger.debug("a plan of %d bytes is not kept: all may take %d", len(entry), self._most_bytes)
+            logger.debug(
+                "a plan of %s is not kept: all may take %s", show_size(len(entry)), show_size(self._most_bytes)
+            )
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from patrickstar.module.preprocess import make_layout
 from patrickstar.planning.micro_batches import most_samples
 from patrickstar.ranks.messages import reading
 from patrickstar.session.session import Session
+from patrickstar.sizes import enough_size, show_exactly, show_shortage, show_size
 
 
 def layout_for(session: Session, num_ranks: int) -> _C.Layout:
@@ -40,12 +41,13 @@ def check_room(session: Session, num_ranks: int) -> None:
     layout = layout_for(session, num_ranks)
     needed = sum(layout.chunk(chunk)["resting_tier_bytes"] for chunk in range(layout.num_chunks))
     there = config.device_memory + config.host_memory + on_disk
-    disk = f" and disk_memory.size ({on_disk})" if on_disk else ""
     if needed > there:
+        disk = f", disk_memory.size ({show_size(on_disk)})" if on_disk else ""
+        device, host = show_size(config.device_memory), show_size(config.host_memory)
         raise _C.MemoryBudgetError(
-            f"each of {num_ranks} ranks has {needed} bytes of parameters and optimizer states, and device_memory "
-            f"({config.device_memory}) and host_memory ({config.host_memory}){disk} are {there} together; keep more "
-            f"ranks, or begin again with a host_memory of at least {needed - there + config.host_memory} bytes"
+            f"parameters and optimizer states of each of {num_ranks} ranks: {show_shortage(needed, there)} "
+            f"(device_memory ({device}){disk} and host_memory ({host}) together); keep more ranks, or begin "
+            f"again with a host_memory of at least {enough_size(needed - there + config.host_memory)}"
         )
 
 
@@ -140,9 +142,10 @@ def check_expected_room(session: Session, staying: Sequence[MemoryFacts], ending
     for rank, budgets in enumerate(expected_budgets(session.config, staying, ending)):
         if needed > budgets.device_bytes + budgets.host_bytes + on_disk:
             raise _C.MemoryBudgetError(
-                f"each of {len(staying)} ranks has {needed} bytes of parameters and optimizer states, and rank {rank} "
-                f"is expected to have {budgets.device_bytes} bytes of its device and {budgets.host_bytes} of its host "
-                f"({staying[rank].host}); keep more ranks, or free memory there"
+                f"each of {len(staying)} ranks has {show_exactly(needed)} of parameters and optimizer states, and rank "
+                f"{rank} is expected to have {show_exactly(budgets.device_bytes)} of its device and "
+                f"{show_exactly(budgets.host_bytes)} of its host ({staying[rank].host}); keep more ranks, or free "
+                "memory there"
             )
 
 
@@ -174,8 +177,8 @@ def check_copies(facts: Sequence[MemoryFacts], copied_bytes: Sequence[int]) -> N
         there = min(one.available_bytes for one in facts if one.host == host)
         if needed > there:
             raise _C.MemoryBudgetError(
-                f"the resize copies {needed} bytes on {host}, where {there} are available; free memory there, or save "
-                "a checkpoint and start as many ranks as you want"
+                f"the resize copies {show_exactly(needed)} on {host}, where {show_exactly(there)} are available; free "
+                "memory there, or save a checkpoint and start as many ranks as you want"
             )
 
 

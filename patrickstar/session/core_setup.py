@@ -22,6 +22,7 @@ from patrickstar.profiling import PlayedInstruction
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.context import DistributedContext
 from patrickstar.ranks.distributed import RankGroups
+from patrickstar.sizes import show_size
 
 logger = logging.getLogger("patrickstar")
 
@@ -141,10 +142,10 @@ def _choose_chunk_size(module: nn.Module, params: SortedParams, config: Config, 
     size = choose_chunk_size(params, module, default_numel, budgets.device_bytes)
     if size.numel != default_numel:
         logger.debug(
-            "chunk size: %d elements instead of %d, for a device budget of %d bytes",
+            "chunk size: %d elements instead of %d, for a device budget of %s",
             size.numel,
             default_numel,
-            budgets.device_bytes,
+            show_size(budgets.device_bytes),
         )
     return size
 

@@ -15,7 +15,8 @@ from patrickstar.sizes import enough_size, show_size
 
 _BACKWARD_NOTE = (
     "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
-    "chunks make room for it. If it fails again, lower the batch size or raise device_memory."
+    "chunks make room for it. If it fails again, turn on activation checkpointing, lower the batch size or raise "
+    "device_memory."
 )
 
 
@@ -53,7 +54,7 @@ def explain_lack_of_memory(
         error: from PyTorch.
         module: whose forward failed.
         report: the runtime's at that access.
-        remedies: settings that reduce activation memory.
+        remedies: settings that reduce activation memory, the most helpful first.
         once: whole sentences on why the forward is not run again; empty: it was.
     """
     if not hasattr(error, "add_note"):  # Python 3.10
@@ -64,7 +65,7 @@ def explain_lack_of_memory(
     where = f" in {place}" if place else ""
     more = f", where {show_size(asked)} more were asked for" if asked else ""
     least = activations + values + asked
-    helpful = "".join(f"{remedy}; " for remedy in ("a smaller batch or shorter sequences", *remedies))
+    helpful = "".join(f"{remedy}; " for remedy in (*remedies, "a smaller batch or shorter sequences"))
     error.add_note(
         f"Activations and inputs take {show_size(activations)}{where}{more}, and the parameters in use "
         f"{show_size(values)}; device_memory is {show_size(budget)}. Nothing was updated. What helps: "

@@ -25,6 +25,7 @@ def run_step(session: Session, param_groups: list[dict[str, Any]], options: list
     decision = session.unfinished
     if decision is None:
         if not session.runtime.gradients_pending():
+            session.run_log.note_step_without_gradients()
             return
         session.parts.recompute_choice.before_step()
         decision = _decide(session, param_groups, options)

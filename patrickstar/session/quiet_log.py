@@ -24,6 +24,9 @@ class NoRunLog:
     def note_zero_grad(self) -> None:
         """Called after gradients were dropped."""
 
+    def note_step_without_gradients(self) -> None:
+        """Called after each optimizer step that found no gradients and did nothing."""
+
     def end_step(self, lr: float) -> None:
         """Called after each optimizer step with the first group's learning rate."""
 

@@ -26,6 +26,7 @@ import dataclasses
 import enum
 import math
 
+from patrickstar.sizes import show_size
 from patrickstar.tensor2d.group import MeshPlace
 from patrickstar.tensor2d.linear import Sent, narrower
 from patrickstar.tensor2d.turning import turned_elements
@@ -230,7 +231,7 @@ def _reason(
     shown = []
     for elements, mode, rows, columns in sorted(found, key=lambda one: one[0]):
         name = "one dimension" if mode is Mode.ONE else f"{rows} x {columns}"
-        shown.append(f"{name} {elements * element_bytes / 2**20:.0f} MiB")
+        shown.append(f"{name} {show_size(elements * element_bytes)}")
     text = f"{tokens} tokens are {tokens / layer.hidden:.3g} times the hidden size; a layer receives, forward and "
     text += f"backward, on each rank: {', '.join(shown)}"
     return text + (f"; not divided by {', '.join(why_not)}" if why_not else "")

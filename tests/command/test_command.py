@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from patrickstar.command import main as command
 from patrickstar.command.flags import OLD_SPELLINGS, CommandParser, memory_size, run_reporting
 from patrickstar.command.main import SUBCOMMANDS, main
 from patrickstar.config import parse_config
-from patrickstar.sizes import enough_size, parse_size, parse_size_with_unit, show_shortage, show_size
+from patrickstar.sizes import enough_size, parse_size, parse_size_with_unit, show_exactly, show_shortage, show_size
 
 try:
     import tomllib
@@ -222,6 +223,15 @@ def test_sizes_are_shown(num_bytes, text):
 
 
 @given(st.integers(1, 2**50))
+def test_each_shown_size_is_read_by_every_command_and_key(num_bytes):
+    shown = show_size(num_bytes)
+    read = parse_size_with_unit(shown)
+    assert read == parse_config({"device_memory": shown}).device_memory == pytest.approx(num_bytes, rel=0.006)
+    exact = show_exactly(num_bytes)
+    assert exact == (shown if read == num_bytes else f"{shown} ({num_bytes} bytes)")
+
+
+@given(st.integers(1, 2**50))
 def test_a_size_to_paste_is_enough(num_bytes):
     pasted = parse_size_with_unit(enough_size(num_bytes))
     assert num_bytes <= pasted <= max(num_bytes * 1.01, num_bytes + 2**11)
@@ -230,16 +240,18 @@ def test_a_size_to_paste_is_enough(num_bytes):
 def test_what_is_short_is_said_in_one_unit():
     assert show_shortage(948 * 2**30, 582 * 2**30) == "needs 948 GiB, has 582, short by 366"
     assert show_shortage(int(2.5 * 2**30), 2**30) == "needs 2.5 GiB, has 1, short by 1.5"
-    assert show_shortage(2**30 + 5, 2**30) == "needs 1073741829 bytes, has 1073741824, short by 5"
+    assert show_shortage(2**30 + 5, 2**30) == "needs 1 GiB (1073741829 bytes), has 1073741824 bytes, short by 5 bytes"
 
 
 @given(st.integers(1, 2**45), st.integers(0, 2**45))
 def test_a_shortage_is_never_understated(needed, there):
     text = show_shortage(needed, there)
-    needs, _, rest = text.removeprefix("needs ").partition(", has ")
-    unit = needs.rpartition(" ")[2].replace("bytes", "B")
-    has, _, short = rest.partition(", short by ")
-    scale = parse_size(f"1{unit}")
-    assert float(needs.split()[0]) * scale >= needed
-    assert float(has) * scale <= there
-    assert float(short) * scale >= needed - there - 1e-6 * scale
+    rounded = re.fullmatch(r"needs (\S+) (\w+), has (\S+), short by (\S+)", text)
+    if rounded is None:
+        found = re.fullmatch(r"needs .+?(?: \((\d+) bytes\))?, has (\d+) bytes, short by (\d+) bytes", text)
+        assert int(found[1] or needed) == needed and int(found[2]) == there and int(found[3]) == max(needed - there, 0)
+        return
+    scale = parse_size(f"1{rounded[2]}")
+    assert float(rounded[1]) * scale >= needed
+    assert float(rounded[3]) * scale <= there
+    assert float(rounded[4]) * scale >= needed - there - 1e-6 * scale

@@ -161,6 +161,33 @@ def test_errors(config, message):
         parse_config(config)
 
 
+def test_numbers_in_quotes_are_numbers():
+    quoted = {
+        "optimizer": {"params": {"lr": "1e-4", "betas": ["0.8", ".95"], "weight_decay": "0"}},
+        "fp16": {"initial_scale_power": "16", "loss_scale_window": "1e3", "loss_scale": "-0.0"},
+        "gradient_clipping": "1.",
+        "default_chunk_size": "33554432",
+        "delays": {"seed": "9007199254740993"},
+    }
+    plain = {
+        "optimizer": {"params": {"lr": 1e-4, "betas": [0.8, 0.95], "weight_decay": 0}},
+        "fp16": {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale": 0},
+        "gradient_clipping": 1,
+        "default_chunk_size": 33554432,
+        "delays": {"seed": 9007199254740993},
+    }
+    assert parse_config(quoted) == parse_config(plain)
+
+
+@pytest.mark.parametrize("text", ["", "1e-4 ", "0x10", "1_000", "1,5", "nan", "inf", "1e999", "٣", "one", "True"])
+def test_other_texts_are_no_numbers(text):
+    with pytest.raises(ValueError, match="lr is .*; give a finite number"):
+        parse_config({"optimizer": {"params": {"lr": text}}})
+    for value in ("1.5", text):
+        with pytest.raises(ValueError, match="default_chunk_size is .*; give an integer"):
+            parse_config({"default_chunk_size": value})
+
+
 def test_accepted_options_are_named_once(caplog):
     with caplog.at_level(logging.INFO, logger="patrickstar"):
         log_accepted_options(parse_config({"client": {"opts": {"with_mem_cache": True, "with_async_move": True}}}))

@@ -224,7 +224,7 @@ def test_conflicts():
         ({"optimizer": {"params": {"hurry": 1}}}, "unknown key optimizer.params.hurry: docs/config.md has"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "but nvme_path is missing; give a folder"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device is "nvme", but nvme_path'),
-        ({"disk_memory": {"size": "1TiB"}}, "disk_memory.size is 1099511627776, but disk_memory.path is missing"),
+        ({"disk_memory": {"size": "1TiB"}}, "disk_memory.size is 1024 GiB, but disk_memory.path is missing"),
         ({"total_num_steps": 1}, "unknown key total_num_steps: did you mean scheduler.params.total_num_steps?"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "params.cycle_max_lr is missing"),
         ({"scheduler": {"params": {}}}, "scheduler.type is missing"),

@@ -12,6 +12,7 @@ from patrickstar.elastic import ElasticSampler, ResizeError, ResizePhase, serve_
 from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.resize.memory import MemoryFacts, check_copies, expected_budgets
 from patrickstar.runtime import initialize_engine
+from patrickstar.sizes import show_size
 from tests.distributed import run_ranks
 from tests.elastic.runs import DEVICE_MEMORY, build, join_another_run, shrink_into_too_little, state_of
 from tests.elastic.test_resize import ALONE, assert_same
@@ -89,8 +90,8 @@ def test_a_process_of_another_run_is_sent_away(difference, why):
 @pytest.mark.parametrize(
     ("host_memory", "available", "why", "last_phase"),
     [
-        (None, 100_000, "rank 0 is expected to have 393216 bytes of its device and", ResizePhase.GATHER),
-        (4 * 2**20, 100_000, r"the resize copies \d+ bytes on .*, where 100000 are available", ResizePhase.PUBLISH),
+        (None, 100_000, "rank 0 is expected to have 384 KiB of its device and", ResizePhase.GATHER),
+        (4 * 2**20, 100_000, r"copies .*iB on .*, where 97.7 KiB \(100000 bytes\) are available", ResizePhase.PUBLISH),
     ],
     ids=["budgets", "copies"],
 )
@@ -122,7 +123,8 @@ def test_expected_budgets():
     given = expected_budgets(parse_config({"device_memory": 5, "host_memory": 6}), staying, ending)
     assert {(each.device_bytes, each.host_bytes) for each in given} == {(5, 6)}
     check_copies([one, one], [4 * 10**9, 5 * 10**9])
-    with pytest.raises(patrickstar.MemoryBudgetError, match="copies 11000000000 bytes on a"):
+    why = r"copies 10.2 GiB \(11000000000 bytes\) on a, where 9.31 GiB \(10000000000 bytes\) are available"
+    with pytest.raises(patrickstar.MemoryBudgetError, match=why):
         check_copies([one, one], [5 * 10**9, 6 * 10**9])
 
 
@@ -130,8 +132,10 @@ def test_ranks_that_budgets_cannot_hold_are_refused_before_anything_moves(tmp_pa
     """128 K elements of 16 bytes take 2 MiB on one rank and half of that on each of two; 1984 KiB are available."""
     host_memory = 1600 * 1024
     for result in run_ranks(2, shrink_into_too_little, host_memory, str(tmp_path)):
-        assert "each of 1 ranks has" in result["error"]
-        assert f"are {DEVICE_MEMORY + host_memory} together; keep more ranks" in result["error"]
+        assert "states of each of 1 ranks: needs 2 MiB, has 1.93, short by 0.07" in result["error"], result["error"]
+        given = f"device_memory ({show_size(DEVICE_MEMORY)}) and host_memory ({show_size(host_memory)}) together"
+        assert f"({given}); keep more ranks" in result["error"]
+        assert "a host_memory of at least 1.63MiB" in result["error"]
         assert result["phases"] == [ResizePhase.GATHER]
         assert_same(result["before"], result["after"])
     assert not list(tmp_path.iterdir())

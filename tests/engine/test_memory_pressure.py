@@ -202,7 +202,8 @@ def test_remedies_of_other_models_are_no_keys_that_would_be_refused():
         with pytest.raises(torch.OutOfMemoryError) as raised:
             engine(torch.randn(10, 64))
         (note,) = raised.value.__notes__
-    assert "torch.utils.checkpoint" in note and LEAVES in note
+    assert "What helps: activation checkpointing (torch.utils.checkpoint); " in note and LEAVES in note
+    assert "; a smaller batch or shorter sequences; or a device_memory of at least " in note
     assert FUSED not in note and TILED not in note and CHECKPOINTED not in note
 
 
@@ -293,7 +294,9 @@ def test_a_backward_that_ran_out_of_memory_can_be_run_again():
     with engine:
         with pytest.raises(torch.OutOfMemoryError) as raised:
             engine.backward(engine(**data)["loss"])
-        assert "Run forward and backward of this step again" in "".join(getattr(raised.value, "__notes__", []))
+        note = "".join(getattr(raised.value, "__notes__", []))
+        assert "Run forward and backward of this step again" in note
+        assert "If it fails again, turn on activation checkpointing, lower" in note
         engine.backward(engine(**data)["loss"])
         optimizer.step()
         assert engine.report()["num_steps"] == 1

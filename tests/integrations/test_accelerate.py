@@ -1,4 +1,5 @@
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,22 @@ def test_the_users_own_objects():
     assert accelerator.unwrap_model(model) is model
     accelerator.free_memory()
     assert type(model.lm_head.weight) is torch.nn.Parameter
+
+
+def test_schedulers_warn_about_their_order_when_it_is_wrong_alone():
+    for is_wrong in (False, True):
+        model, optimizer, loader, _ = parts()
+        accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=engine_config())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, stepped, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        model.train()
+        accelerator.backward(model(**next(iter(loader))).loss)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for one in (scheduler, stepped) if is_wrong else (stepped, scheduler):
+                one.step()
+        assert ["before `optimizer.step()`" in str(warning.message) for warning in caught] == [True] * is_wrong
+        accelerator.free_memory()
 
 
 def test_named_checkpoints(tmp_path):

@@ -39,8 +39,6 @@ class ConfiguredOptimizer:
         """Moves state and groups to ``hybrid``, made from ``taken.groups`` (``move_state``)."""
         with _C.HostAllocations():
             move_state(self._optimizer, hybrid)
-        # Marks step() as called, which it never is; schedulers would otherwise warn about the order.
-        self._optimizer._opt_called = True
 
     def give_back(self, hybrid: HybridOptimizer) -> torch.optim.Optimizer:
         """The user's object, with ``hybrid``'s present state; call it while the engine is open."""
