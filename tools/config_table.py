@@ -29,7 +29,8 @@ HEADER = """# Configuration
 
 `initialize_engine(model_func, local_rank, config)` and `patrickstar.initialize(config=...)` take a dict with the keys
 below, the path of a JSON file with them, or None for the defaults. Unknown keys, wrong types and impossible values are
-refused before the model is built: all of them at once, an unknown key with the nearest known one.
+refused before the model is built: all of them at once, an unknown key with the nearest known one. With
+`patrickstar.initialize` unknown top-level keys are only warned of.
 
 The keys are PatrickStar's own and those of DeepSpeed. What happens to each:
 

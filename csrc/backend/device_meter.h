@@ -2,8 +2,8 @@
 // allocates on the CPU while an engine is open counts as activation memory.
 //
 // `CpuAllocatorMeter` counts through an allocator in front of PyTorch's (csrc/torch_shim/shim.cpp). c10's
-// memory-reporting hook does not serve: it reports after the allocation, misses memory freed by other threads, and blocks
-// torch.profiler.
+// memory-reporting hook does not serve: it reports after the allocation, misses memory freed by other threads, and
+// blocks torch.profiler.
 //
 // Counters are atomic. Any thread allocates and frees, also after the engine is closed.
 #pragma once

@@ -16,6 +16,7 @@ from patrickstar.config.optimizer import (
     OptimizerType,
     Speculation,
     States,
+    nearest_optimizer,
 )
 from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.quantization import QuantizationConfig, QuantizationType
@@ -89,6 +90,7 @@ __all__ = [
     "group_options",
     "log_accepted_options",
     "make_loss_scaler",
+    "nearest_optimizer",
     "parse_bytes",
     "parse_config",
     "profile_of_environment",

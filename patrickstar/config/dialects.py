@@ -12,12 +12,16 @@ from patrickstar.config.update_rules import with_own_defaults
 
 
 class Dialect(enum.Enum):
-    """The entry point, whose defaults are used."""
+    """The entry point: its defaults, and the keys that it acts on."""
 
     PATRICKSTAR = "initialize_engine"
     """No clipping; Adam's weight decay is an L2 term; a section ``fp16`` or ``bf16`` enables it."""
     DEEPSPEED = "patrickstar.initialize"
-    """DeepSpeed's defaults: clipping at 1; Adam is AdamW; these sections are off without ``enabled``."""
+    """DeepSpeed's defaults: clipping at 1; Adam is AdamW; these sections are off without ``enabled``. As in DeepSpeed,
+    unknown keys at top level have no effect; a warning names them.
+    """
+    HOST = "a Trainer or an Accelerator"
+    """``initialize_engine``'s defaults; keys that only ``patrickstar.initialize`` acts on are left to the host."""
 
 
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = {
@@ -28,7 +32,7 @@ DEEPSPEED_DEFAULTS: Mapping[str, Any] = {
 }
 """Where DeepSpeed's defaults differ; those of a section apply if the section is given."""
 
-_LEAST_CHUNK_NUMEL = 1024
+_LEAST_SUB_GROUP_NUMEL = 1_000_000
 _TORCH_ADAMW_DECAY = 0.01
 
 
@@ -61,7 +65,7 @@ def resolve(config: Config) -> Config:
     updates: dict[str, Any] = {
         "fp16": config.fp16 if config.fp16 is not None and config.fp16.enabled else None,
         "bf16": config.bf16 if config.bf16 is not None and config.bf16.enabled else None,
-        "default_chunk_size": min(config.default_chunk_size, max(zero.sub_group_size, _LEAST_CHUNK_NUMEL)),
+        "default_chunk_size": _resolve_chunk_size(config),
         "optimizer": _resolve_optimizer(config),
         "sequence_parallel": sequence,
         "tensor_parallel": _resolve_columns(config),
@@ -77,6 +81,12 @@ def resolve(config: Config) -> Config:
     given = config.model_fields_set
     changed = {name: value for name, value in updates.items() if name in given or value != getattr(config, name)}
     return config.model_copy(update=changed)
+
+
+def _resolve_chunk_size(config: Config) -> int:
+    """The smaller of ``default_chunk_size`` and DeepSpeed's key, unless that is 0 or too small for a chunk."""
+    own, sub_group = config.default_chunk_size, config.zero_optimization.sub_group_size
+    return own if sub_group < _LEAST_SUB_GROUP_NUMEL else min(own, sub_group)
 
 
 def _resolve_disk(config: Config) -> Any:

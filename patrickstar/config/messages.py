@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from patrickstar.config.fates import Action
 from patrickstar.config.keys import Key, all_keys
-from patrickstar.config.nearest import likeness, nearest
+from patrickstar.config.nearest import likeness, nearest, slip_of
 from patrickstar.config.schedulers import SCHEDULERS, TorchSchedule
 from patrickstar.config.shown import key_text, shown
 
@@ -27,7 +28,11 @@ _EXPECTED = {
 }
 _MODELS_OF_SCHEDULES = {*SCHEDULERS, TorchSchedule.__name__}
 _FEW_KEYS = 12
+_MOST_CHOICES = 3
 _LEAST_LIKENESS = 0.55
+_SLIP_LIKENESS = 0.84
+_INNER_SECTIONS = ("optimizer.params", "scheduler.params", "zero_optimization")
+"""Sections whose keys have names that mean the same at top level."""
 
 
 def join(problems: Sequence[str]) -> str:
@@ -61,26 +66,52 @@ def _path(loc: Sequence[int | str]) -> str:
 
 def _unknown_key(path: str) -> str:
     section, _, name = path.rpartition(".")
+    line = f"unknown key {path}: "
+    if not section:
+        meant = _meant_at_top(name)
+        return f"{line}docs/config.md has them all" if meant is None else f"{line}did you mean {meant}?"
     keys = list(all_keys())
     here = list(dict.fromkeys(key.name for key in keys if key.section == section))
     near = nearest(name, here)
-    line = f"unknown key {path}: "
     elsewhere = _elsewhere(name, section, keys)
     if elsewhere and likeness(name, near) < 0.9:
         return f"{line}did you mean {_choice_of_paths(elsewhere)}?"
     if likeness(name, near) < _LEAST_LIKENESS:
         return f"{line}docs/config.md has them all"
-    line += f"did you mean {section + '.' if section else ''}{near}?"
+    line += f"did you mean {section}.{near}?"
     if len(here) <= _FEW_KEYS:
-        line += f" Keys of {section or 'the configuration'}: {', '.join(here)}"
+        line += f" Keys of {section}: {', '.join(here)}"
     return line
+
+
+def unknown_at_top(name: str) -> str:
+    """An unknown key at top level, followed by the one that was meant if that is beyond doubt."""
+    meant = _meant_at_top(name)
+    return key_text(name) if meant is None else f"{key_text(name)} (did you mean {meant}?)"
+
+
+def _meant_at_top(name: str) -> str | None:
+    """A misspelt key, or one of a section that was given beside it. Names such as ``seed`` may mean anything."""
+    keys = list(all_keys())
+    inner = dict.fromkeys(
+        key.path
+        for key in keys
+        if name in (key.name, *key.spellings)
+        and (
+            (key.section in _INNER_SECTIONS and (key.fate is None or key.fate.action is not Action.REFUSED))
+            or ("_" in name and key.fate is not None and key.fate.action in (Action.HONOURED, Action.MAPPED))
+        )
+    )
+    if 0 < len(inner) <= _MOST_CHOICES:
+        return _choice_of_paths(list(inner))
+    return slip_of(name, [key.name for key in keys if not key.section], _SLIP_LIKENESS)
 
 
 def _elsewhere(name: str, section: str, keys: Sequence[Key]) -> list[str]:
     """Other sections with a key of that name, nearest to the top first; empty if there are more than three."""
     paths = dict.fromkeys(key.path for key in keys if key.section != section and name in (key.name, *key.spellings))
     found = sorted(paths, key=lambda path: path.count("."))
-    return found if len(found) <= 3 else []
+    return found if len(found) <= _MOST_CHOICES else []
 
 
 def _choice_of_paths(paths: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
@@ -67,13 +67,44 @@ _INSTEAD_OF_OPTIMIZERS = {
 }
 
 
+class NearestOptimizer(NamedTuple):
+    """The nearest thing to an optimizer that PatrickStar lacks."""
+
+    why: str
+    """The property that both have; empty if there is none but training."""
+    type: OptimizerType
+    states: States
+
+    def __str__(self) -> str:
+        """``"<why>: use <type> with <states>"``, in the configuration's words."""
+        states = "" if self.states is States.FP32 else f' with optimizer.states "{self.states.value}"'
+        return f"{self.why}: use {self.type.value}{states}".removeprefix(": ")
+
+
+_NEAREST_BY_PART = {
+    "muon": NearestOptimizer("Lion too keeps a momentum and no variance", OptimizerType.LION, States.FP32),
+    **dict.fromkeys(
+        ("adafactor", "galore", "apollo", "lomo", "8bit", "4bit"),
+        NearestOptimizer("8-bit states save as much memory", OptimizerType.ADAMW, States.EIGHT_BIT),
+    ),
+}
+"""By a part of the name, in lower case and without underscores."""
+
+
+def nearest_optimizer(name: str) -> NearestOptimizer:
+    """The nearest thing to an optimizer of that name, by which a class, a configuration or a Trainer calls it."""
+    word = name.lower().replace("_", "")
+    found = (nearest for part, nearest in _NEAREST_BY_PART.items() if part in word)
+    return next(found, NearestOptimizer("", OptimizerType.ADAMW, States.FP32))
+
+
 def _optimizer_type(value: object) -> object:
     found = ignoring_case(OptimizerType)(value)
     if isinstance(found, OptimizerType):
         return found
     names = {member.value.lower(): member.value for member in OptimizerType}
-    near = slip_of(str(value).lower(), names, 0.7)
-    instead = "use AdamW" if near is None else f"did you mean {names[near]!r}?"
+    near, nearest = slip_of(str(value).lower(), names, 0.7), nearest_optimizer(str(value))
+    instead = str(nearest) if near is None or nearest.why else f"did you mean {names[near]!r}?"
     instead = _INSTEAD_OF_OPTIMIZERS.get(str(value).lower(), instead)
     *others, last = names.values()
     raise unexpected(f"PatrickStar has {', '.join(others)} and {last}: {instead}")

@@ -14,7 +14,7 @@ from patrickstar.config.checks import find_conflicts
 from patrickstar.config.dialects import Dialect, resolve, with_defaults
 from patrickstar.config.fates import Action, is_one_of
 from patrickstar.config.keys import Key, keys_of, set_keys
-from patrickstar.config.messages import describe, join, wrong_entry_point
+from patrickstar.config.messages import describe, join, unknown_at_top, wrong_entry_point
 from patrickstar.config.reading import read_config
 from patrickstar.config.root import Config
 from patrickstar.config.spellings import auto_keys, one_spelling
@@ -32,7 +32,8 @@ def parse_config(
     Args:
         config: a dict, the path of a JSON file, or None for the defaults. Values of ``"auto"`` count as missing. A
             :class:`Config` is returned unchanged.
-        dialect: the entry point, which decides on some defaults.
+        dialect: the entry point, which decides on some defaults, and whether an unknown key at top level is refused or
+            only warned of.
 
     Raises:
         ValueError: unknown keys (with the most similar known ones), wrong types, or impossible values: all of them, one
@@ -45,6 +46,8 @@ def parse_config(
     values = one_spelling(given, problems)
     if dialect is Dialect.PATRICKSTAR:
         problems += _for_the_other(values)
+    elif dialect is Dialect.DEEPSPEED:
+        values = _without_unknown(values)
     try:
         parsed = Config.model_validate(with_defaults(values, dialect))
     except ValidationError as error:
@@ -59,6 +62,14 @@ def parse_config(
     return parsed
 
 
+def _without_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without unknown keys at top level, after a warning that names them."""
+    unknown = [name for name in values if name not in Config.model_fields]
+    if unknown:
+        logger.warning("unknown keys without effect, as in DeepSpeed: %s", ", ".join(map(unknown_at_top, unknown)))
+    return {name: value for name, value in values.items() if name in Config.model_fields}
+
+
 def _lines_of(error: ValidationError) -> list[str]:
     """One line for each of pydantic's errors, without those about options of a refused optimizer."""
     errors = error.errors(include_url=False)
@@ -69,8 +80,13 @@ def _lines_of(error: ValidationError) -> list[str]:
 
 def _for_the_other(values: Mapping[str, Any]) -> list[str]:
     """One line for each key that only the other entry point supports."""
+    return [wrong_entry_point(key, values[key.name]) for key in keys_for_initialize(values)]
+
+
+def keys_for_initialize(values: Mapping[str, Any]) -> list[Key]:
+    """The keys that ask for something, and that only ``patrickstar.initialize`` acts on."""
     return [
-        wrong_entry_point(key, values[key.name])
+        key
         for key in keys_of()
         if key.reader is not None and key.name in values and _asks_for_something(key, values[key.name])
     ]

@@ -63,7 +63,10 @@ class ZeroConfig(with_other_keys("zero_optimization"), Section):
     """Parameters kept in host memory or on disk."""
     sub_group_size: Annotated[
         AtLeast0,
-        mapped("default_chunk_size", "both are elements that are updated at a time: the smaller counts, at least 1024"),
+        mapped(
+            "default_chunk_size",
+            "both are elements that are updated at a time: the smaller counts; less than 1,000,000 counts as left out",
+        ),
     ] = 1_000_000_000
     """Number of elements of parameters that are updated at a time."""
     cpu_offload: Annotated[

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patrickstar.config import OptimizerType, group_options
+from patrickstar.config import OptimizerType, group_options, nearest_optimizer
 from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.optimizer.lion import Lion
 from patrickstar.optimizer.state import REFUSED_OPTIONS, check_no_refused_option
@@ -129,7 +129,7 @@ def _type_of(optimizer: torch.optim.Optimizer) -> OptimizerType:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise ValueError(
             f"the optimizer is a {name}; PatrickStar updates as torch.optim.Adam, SGD and torch.optim.AdamW do, and as "
-            "patrickstar.optimizer.lion.Lion: give one of these"
+            f"patrickstar.optimizer.lion.Lion: give one of these ({nearest_optimizer(type(optimizer).__qualname__)})"
         )
     if kind is not OptimizerType.ADAM:
         return kind

@@ -31,14 +31,13 @@ from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.engine.start import opening
 from patrickstar.integrations.decided_config import (
+    decided_precision,
     own_config,
-    precision_decisions,
     ranks_per_sample,
     with_optimizer,
     with_parallelism,
-    with_precision,
-    without_decided,
 )
+from patrickstar.integrations.deepspeed_config import pop_loop_config, without_launched_deepspeed
 from patrickstar.integrations.elastic_ranks import ElasticRanks
 from patrickstar.integrations.weights import export_into, only_dtype
 from patrickstar.module.compiled.dynamo import Compiler, make_compiler, unwrapped
@@ -69,13 +68,13 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
 
     Args:
         patrickstar_config: PatrickStar's configuration (docs/config.md), a dict or the path of a JSON file. Keys that
-            the optimizer and ``mixed_precision`` decide may be missing.
+            the optimizer and ``mixed_precision`` decide may be missing. Its keys win over those of a
+            ``DeepSpeedPlugin``, or of ``accelerate launch``, whose configuration is taken.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: dtype of parameters and gradients; masters are float32.
             None: the value from ``accelerate launch``, else the configuration's.
 
     Raises:
-        ValueError: the configuration contradicts ``mixed_precision``, or another engine (DeepSpeed, FSDP, ...) is
-            requested.
+        ValueError: the configuration contradicts ``mixed_precision``, or another engine (FSDP, ...) is requested.
     """
 
     def __init__(
@@ -91,12 +90,17 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         self._user_dtype: torch.dtype | None = None
         self.accumulated_batches: int | None = None
         """Backward passes of a step, for which memory is reserved; None: ``gradient_accumulation_steps``."""
-        self._config = with_parallelism(own_config(patrickstar_config), kwargs.pop("parallelism_config", None))
+        deepspeed, accumulation = pop_loop_config(kwargs)
+        config = {**deepspeed, **own_config(patrickstar_config)}
+        self._config = with_parallelism(config, kwargs.pop("parallelism_config", None))
         if mixed_precision is not None:
-            self._config = _precise(self._config, str(mixed_precision))
+            self._config = decided_precision(self._config, str(mixed_precision))
         elif os.environ.get(_PRECISION_VARIABLE, "no") != "no":  # the default is set too
-            self._config = _precise(self._config, os.environ[_PRECISION_VARIABLE])
-        super().__init__(mixed_precision="no", **kwargs)  # the engine handles precision
+            self._config = decided_precision(self._config, os.environ[_PRECISION_VARIABLE])
+        with without_launched_deepspeed():
+            super().__init__(mixed_precision="no", **kwargs)  # the engine handles precision
+        if accumulation is not None:
+            self.gradient_accumulation_steps = accumulation
         self._check_alone()
 
     def _check_alone(self) -> None:
@@ -389,10 +393,3 @@ class _Aside:
 
 def _is_plain_optimizer(obj: Any) -> bool:
     return isinstance(obj, torch.optim.Optimizer) and not isinstance(obj, PatrickStarOptimizer)
-
-
-def _precise(config: dict[str, Any], precision: str) -> dict[str, Any]:
-    if precision not in ("no", "bf16", "fp16"):
-        raise ValueError(f'mixed_precision is {precision!r}; PatrickStar trains in "no", "bf16" or "fp16"')
-    decided = without_decided(config, precision_decisions(precision, f"mixed_precision={precision!r}"))
-    return with_precision(decided, precision)

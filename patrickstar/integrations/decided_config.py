@@ -108,8 +108,8 @@ def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) ->
         said = section.pop(name, True if name == "enabled" and path else AUTO)
         if said != AUTO and not _same(said, decision.value):
             raise ValueError(
-                f"{decision.key} is {said!r} in patrickstar_config, but {decision.source} is {decision.value!r}; leave "
-                f'{decision.key} out of patrickstar_config or set it to "auto"'
+                f"{decision.key} is {said!r} in the configuration, but {decision.source} is {decision.value!r}; leave "
+                f'{decision.key} out or set it to "auto"'
             )
     return config
 
@@ -137,6 +137,18 @@ def with_precision(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
     if precision != "no":
         result[precision] = {**config.get(precision, {}), "enabled": True}
     return result
+
+
+def decided_precision(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """``config`` with an Accelerator's ``mixed_precision``.
+
+    Raises:
+        ValueError: it has another precision, or PatrickStar lacks this one.
+    """
+    if precision not in ("no", "bf16", "fp16"):
+        raise ValueError(f'mixed_precision is {precision!r}; PatrickStar trains in "no", "bf16" or "fp16"')
+    decided = without_decided(config, precision_decisions(precision, f"mixed_precision={precision!r}"))
+    return with_precision(decided, precision)
 
 
 def with_optimizer(config: Mapping[str, Any], taken: TakenOver) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from patrickstar.config import OptimizerType, rule_of
+from patrickstar.config import OptimizerType, States, nearest_optimizer, rule_of
 from patrickstar.config.spellings import AUTO
 from patrickstar.integrations.decided_config import (
     Decision,
@@ -19,17 +19,30 @@ from patrickstar.integrations.decided_config import (
     with_precision,
     without_decided,
 )
+from patrickstar.integrations.deepspeed_config import for_trainer
 from patrickstar.optimizer.lion import Lion
 
 logger = logging.getLogger("patrickstar")
 
 _OPTIMIZERS = {
-    "adamw_torch": OptimizerType.ADAMW,
-    "adamw_torch_fused": OptimizerType.ADAMW,
-    "lion_32bit": OptimizerType.LION,
-    "sgd": OptimizerType.SGD,
+    "adamw_torch": (OptimizerType.ADAMW, States.FP32),
+    "adamw_torch_fused": (OptimizerType.ADAMW, States.FP32),
+    "paged_adamw_32bit": (OptimizerType.ADAMW, States.FP32),
+    "adamw_bnb_8bit": (OptimizerType.ADAMW, States.EIGHT_BIT),
+    "adamw_8bit": (OptimizerType.ADAMW, States.EIGHT_BIT),
+    "adamw_torch_8bit": (OptimizerType.ADAMW, States.EIGHT_BIT),
+    "paged_adamw_8bit": (OptimizerType.ADAMW, States.EIGHT_BIT),
+    "lion_32bit": (OptimizerType.LION, States.FP32),
+    "paged_lion_32bit": (OptimizerType.LION, States.FP32),
+    "lion_8bit": (OptimizerType.LION, States.EIGHT_BIT),
+    "paged_lion_8bit": (OptimizerType.LION, States.EIGHT_BIT),
+    "sgd": (OptimizerType.SGD, States.FP32),
 }
-"""By the names of ``TrainingArguments.optim``."""
+"""By the names of ``TrainingArguments.optim``. Paged states are PatrickStar's usual ones."""
+_OF_TRANSFORMERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Names whose optimizer needs no package beside PyTorch."""
+TAKEN_DEEPSPEED = "_patrickstar_deepspeed"
+"""Attribute of ``TrainingArguments``: DeepSpeed's configuration, a dict or a path, that ``patrickstar run`` took."""
 _REPORTING = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "flops_profiler")
 
 
@@ -57,8 +70,9 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
             "GPU; leave them out, the engine evaluates in the precision it trains in",
         ),
         (
-            args.deepspeed,
-            "deepspeed is set, and a model has one engine; leave it out, PatrickStar offloads by patrickstar_config",
+            (args.deepspeed and not hasattr(args, TAKEN_DEEPSPEED)) or getattr(args, "deepspeed_plugin", None),
+            "deepspeed is set, and a model has one engine; give its configuration as patrickstar_config, or start the "
+            "script by patrickstar run, which takes it from there",
         ),
         (
             args.fsdp,
@@ -98,26 +112,46 @@ def load_off_devices(given: Iterable[Any]) -> None:
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
 
 
-def optimizer_type(args: TrainingArguments) -> OptimizerType:
-    """The optimizer type for ``args.optim``.
+def optimizer_of(args: TrainingArguments) -> tuple[OptimizerType, States]:
+    """The optimizer type for ``args.optim``, and the type of its states.
 
     Raises:
         ValueError: the optimizer is not supported.
     """
     name = getattr(args.optim, "value", args.optim)
     if name not in _OPTIMIZERS:
+        nearest = nearest_optimizer(name)
+        instead = next(other for other, kind in _OPTIMIZERS.items() if kind == (nearest.type, nearest.states))
         raise ValueError(
-            f"optim is {name!r}; PatrickStar updates as torch's AdamW, Adam and SGD do, and as Lion: set optim to "
-            "'adamw_torch', 'sgd' or 'lion_32bit', or give optimizer_cls_and_kwargs=(torch.optim.Adam, {...})"
+            f"optim is {name!r}; PatrickStar updates as torch's AdamW, Adam and SGD do, and as Lion ({nearest}): set "
+            f"optim to {instead!r}, or give optimizer_cls_and_kwargs=(torch.optim.Adam, {{...}})"
         )
     return _OPTIMIZERS[name]
 
 
 def own_optimizer(args: TrainingArguments) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Class and options for Lion, which the Trainer would take from bitsandbytes; None for other optimizers."""
-    if optimizer_type(args) is not OptimizerType.LION:
+    """Class and options where the Trainer would take the class from bitsandbytes or torchao; None elsewhere."""
+    kind, _ = optimizer_of(args)
+    if getattr(args.optim, "value", args.optim) in _OF_TRANSFORMERS:
         return None
-    return Lion, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    if kind is OptimizerType.LION:
+        return Lion, options
+    return torch.optim.AdamW, {**options, "eps": args.adam_epsilon}
+
+
+def taken_deepspeed(args: TrainingArguments) -> dict[str, Any]:
+    """DeepSpeed's configuration that was taken from ``args``. Its optimizer replaces ``args.optim``, as in DeepSpeed.
+
+    Raises:
+        ValueError: it is not valid.
+    """
+    config = for_trainer(getattr(args, TAKEN_DEEPSPEED, None))
+    kind = OptimizerType(config["optimizer"]["type"]) if config.get("optimizer") else optimizer_of(args)[0]
+    names = {of_name: name for name, (of_name, states) in reversed(_OPTIMIZERS.items()) if states is States.FP32}
+    if kind is not optimizer_of(args)[0] and kind in names:
+        args.optim = names[kind]
+    return config
 
 
 def global_batch(config: Mapping[str, Any], args: TrainingArguments) -> Decision:
@@ -155,12 +189,12 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments, total: De
 
 
 def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """``config`` without the keys of the optimizer that the Trainer makes from ``args``.
+    """``config`` without the keys of the optimizer that the Trainer makes from ``args``, and with its states.
 
     Raises:
         ValueError: ``config`` contradicts ``args``.
     """
-    kind = optimizer_type(args)
+    kind, states = optimizer_of(args)
     of_options = {
         "lr": (args.learning_rate, "learning_rate"),
         "betas": ((args.adam_beta1, args.adam_beta2), "adam_beta1, adam_beta2"),
@@ -171,7 +205,11 @@ def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dic
         Decision(key="optimizer.type", value=kind.value, source="TrainingArguments.optim"),
         *(_decision(f"optimizer.params.{key}", *of_options[key]) for key in rule_of(kind).options if key in of_options),
     ]
-    return without_decided(config, decisions)
+    if states is States.FP32:  # the configuration may ask for others
+        return without_decided(config, decisions)
+    decisions.append(Decision(key="optimizer.states", value=states.value, source="the type of TrainingArguments.optim"))
+    settled = without_decided(config, decisions)
+    return {**settled, "optimizer": {**settled.get("optimizer", {}), "states": states.value}}
 
 
 def schedule_params(section: Mapping[str, Any], args: TrainingArguments, num_steps: int) -> dict[str, Any]:

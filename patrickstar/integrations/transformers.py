@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import IntervalStrategy, Seq2SeqTrainer, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
@@ -29,6 +30,7 @@ from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
+from patrickstar.integrations.replaced_classes import as_it_is
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
     global_batch,
@@ -37,6 +39,7 @@ from patrickstar.integrations.trainer_arguments import (
     precision_of,
     schedule_params,
     settled_config,
+    taken_deepspeed,
     without_optimizer,
 )
 from patrickstar.integrations.weights import (
@@ -159,14 +162,16 @@ class PatrickStarTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Calls the Trainer's method, then makes an accelerator that knows the engine."""
         check_arguments(self.args, self.model)
-        self._engine_config = with_parallelism(self._engine_config, getattr(self.args, "parallelism_config", None))
+        config = {**taken_deepspeed(self.args), **self._engine_config}
+        self._engine_config = with_parallelism(config, getattr(self.args, "parallelism_config", None))
         self.args.parallelism_config = None  # the engine alone handles it
         self._engine_config = settled_config(self._engine_config, self.args, self._global_batch())
         self._schedule = self._engine_config.pop("scheduler", None)
         parse_config(self._engine_config)  # reports errors now, not when training begins
-        super().create_accelerator_and_postprocess()
-        args = {**self._accelerator_args, "mixed_precision": precision_of(self.args)}
-        self.accelerator = TrainerAccelerator(patrickstar_config=self._engine_config, **args)
+        with as_it_is(Accelerator):
+            super().create_accelerator_and_postprocess()
+            args = {**self._accelerator_args, "mixed_precision": precision_of(self.args)}
+            self.accelerator = TrainerAccelerator(patrickstar_config=self._engine_config, **args)
         self.accelerator.accumulated_batches = self.args.gradient_accumulation_steps
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object

@@ -16,13 +16,21 @@ from patrickstar.session.closing import close_session
 from patrickstar.session.session import Session
 
 _sessions: list[weakref.ref[Session]] = []  # in the order of their opening
-_lock = threading.RLock()  # guards _sessions; reentrant, since a signal handler may run in between
+_num_opened = 0
+_lock = threading.RLock()  # guards both; reentrant, since a signal handler may run in between
 
 
 def note_open_session(session: Session) -> None:
     """Adds ``session``."""
+    global _num_opened
     with _lock:
         _sessions.append(weakref.ref(session))
+        _num_opened += 1
+
+
+def num_opened_sessions() -> int:
+    """Sessions that this process has opened so far, including closed ones."""
+    return _num_opened
 
 
 def open_sessions() -> list[Session]:

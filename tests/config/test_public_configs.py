@@ -169,6 +169,7 @@ def test_batch_sizes_that_contradict():
 
 def test_all_problems_are_named_at_once():
     wrong = {
+        "seed": 1,
         "gradient_clipp1ng": 1.0,
         "lr": 1e-4,
         "train_batch_size": 0,
@@ -178,10 +179,11 @@ def test_all_problems_are_named_at_once():
         "zero_optimization": {"stage": 4, "offload_param": {"device": "disk"}, "zero_quantized_gradients": True},
     }
     with pytest.raises(ValueError) as raised:
-        parse_config(wrong, Dialect.DEEPSPEED)
+        parse_config(wrong, Dialect.HOST)
     first, *lines = str(raised.value).splitlines()
     assert first == f"the configuration has {len(lines)} problems:"
     beginnings = [
+        "unknown key seed: docs/config.md has them all",
         "unknown key gradient_clipp1ng: did you mean gradient_clipping?",
         "unknown key lr: did you mean optimizer.params.lr?",
         "train_batch_size is 0; it must be at least 1",
@@ -196,6 +198,27 @@ def test_all_problems_are_named_at_once():
     assert len(lines) == len(beginnings)
     for beginning in beginnings:
         assert [line for line in lines if line.strip().startswith(beginning)], beginning
+
+
+def test_unknown_keys_beside_those_of_deepspeed_are_only_warned_of(caplog):
+    meant = {
+        "gradient_clipp1ng": "gradient_clipping",
+        "optimiser": "optimizer",
+        "train_micro_batch_size": "train_micro_batch_size_per_gpu",
+        "lr": "optimizer.params.lr",
+        "total_num_steps": "scheduler.params.total_num_steps",
+        "offload_optimizer": "zero_optimization.offload_optimizer",
+    }
+    anything = "seed", "fp8", "device", "path", "tokenizer", "hidden_size", "steps_per_checkpoint", "max_grad_norm"
+    config = {**dict.fromkeys((*meant, *anything), 1), "gradient_clipping": 0.5, "_comment": ""}
+    assert parse_config(config, Dialect.DEEPSPEED).gradient_clipping == 0.5
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    said = [f"{name} (did you mean {key}?)" for name, key in meant.items()]
+    assert record.getMessage() == f"unknown keys without effect, as in DeepSpeed: {', '.join([*said, *anything])}"
+    for inner in ({"zero_optimization": {"stag": 1}}, {"bf16": {"enable": True}}):
+        with pytest.raises(ValueError, match="unknown key"):
+            parse_config(inner, Dialect.DEEPSPEED)
 
 
 def test_parameters_on_a_disk_send_optimizer_states_there():
@@ -225,7 +248,6 @@ def test_conflicts():
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "but nvme_path is missing; give a folder"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device is "nvme", but nvme_path'),
         ({"disk_memory": {"size": "1TiB"}}, "disk_memory.size is 1024 GiB, but disk_memory.path is missing"),
-        ({"total_num_steps": 1}, "unknown key total_num_steps: did you mean scheduler.params.total_num_steps?"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "params.cycle_max_lr is missing"),
         ({"scheduler": {"params": {}}}, "scheduler.type is missing"),
     ):
@@ -238,7 +260,9 @@ def test_older_ways_and_comments():
     parsed = parse_config({"_comment": "on 8 GPUs", "zero_optimization": True, "fp16": None})
     assert parsed.zero_optimization.stage == 1
     assert parse_config({"zero_optimization": {"sub_group_size": 5e6}}).default_chunk_size == 5_000_000
-    assert parse_config({"zero_optimization": {"sub_group_size": 10}}).default_chunk_size == 1024
+    usual = parse_config(None).default_chunk_size
+    for tiny in (0, 10, 999_999):
+        assert parse_config({"zero_optimization": {"sub_group_size": tiny}}).default_chunk_size == usual
     torch_schedule = {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}
     assert parse_config(torch_schedule, Dialect.DEEPSPEED).scheduler.params.model_dump() == {"step_size": 3}
 

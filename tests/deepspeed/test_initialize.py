@@ -330,7 +330,7 @@ def test_save_16bit_model(tmp_path, name):
         ({"config": {"train_batch_size": 4}, "model": None}, "needs one model"),
         ({"config": {"train_batch_size": 4}, "mpu": object()}, "mpu"),
         ({"config": {"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2}}, "train_batch_size is 5"),
-        ({"config": {"train_batch_size": 4, "optimzer": {}}}, "optimizer"),
+        ({"config": {"train_batch_size": 4, "optimizer": {"typ": "Adam"}}}, "unknown key optimizer.typ: did you mean"),
         ({"config": {"train_batch_size": 4}, "training_data": 3}, "training_data is a int"),
         ({"config": {"train_batch_size": 4}, "optimizer": torch.optim.Adagrad(net().parameters(), lr=1)}, "Adagrad"),
     ],

@@ -27,7 +27,7 @@ def test_sizes_are_sections_of_the_configuration():
 @pytest.mark.parametrize(
     ("config", "sizes", "why"),
     [
-        ({"tensor_parallel": {"columns": 4}}, {"tp_size": 2}, "tensor_parallel.columns is 4 in patrickstar_config"),
+        ({"tensor_parallel": {"columns": 4}}, {"tp_size": 2}, "tensor_parallel.columns is 4 in the configuration"),
         ({"sequence_parallel": {"size": 2, "mode": "ring"}}, {"sp_size": 2}, "sequence_parallel.mode is 'ring'"),
         ({}, {"tp_size": 2, "dp_shard_size": 4}, "for 8 ranks, and there are 4; leave dp_replicate_size"),
     ],

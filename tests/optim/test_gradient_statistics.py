@@ -295,7 +295,7 @@ def test_integrations_hear_of_it():
         taken = groups_of(FusedAdam(layers().parameters(), bias_correction=corrects))
         made = parse_config(with_optimizer({}, taken))
         assert made.optimizer.params.bias_correction is corrects
-    with pytest.raises(ValueError, match="optimizer.params.bias_correction is True in patrickstar_config"):
+    with pytest.raises(ValueError, match="optimizer.params.bias_correction is True in the configuration"):
         with_optimizer({"optimizer": {"params": {"bias_correction": True}}}, taken)
 
 
