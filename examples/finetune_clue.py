@@ -17,19 +17,20 @@ import json
 import sys
 from pathlib import Path
 
-import command
-import common
-import flags
+import environment  # noqa: F401 (first)
 import torch
 import transformers
-from command import UsageError
-from common import IGNORED, Batch, Output, Task
-from ranks import Ranks, joined_ranks
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from patrickstar.checkpoint import latest_tag
+from patrickstar.finetune import flags, training
+from patrickstar.finetune.batches import IGNORED, Batch, num_rows, unigram_score
+from patrickstar.finetune.ranks import Ranks, joined_ranks
+from patrickstar.finetune.reporting import print_run, save_curves
+from patrickstar.finetune.tasks import Output, Task
+from patrickstar.finetune.usage import UsageError, run_command, shown_path
 
 WHERE_CLUE_IS = """--data is missing: give a folder with the JSON lines of a CLUE classification task.
 CLUE is had from https://github.com/CLUEbenchmark: TNEWS, IFLYTEK, AFQMC and others from its repository CLUE
@@ -176,7 +177,7 @@ def build_language_model(args: argparse.Namespace, tokenizer: PreTrainedTokenize
     classes = {"bert": transformers.BertForMaskedLM, "gpt2": transformers.GPT2LMHeadModel}
     model = classes[args.arch](build_config(args, tokenizer))
     model.loss_type = "ForMaskedLM" if args.arch == "bert" else "ForCausalLM"
-    return common.with_checkpointing(model, args)
+    return training.with_checkpointing(model, args)
 
 
 def build_classifier(
@@ -202,7 +203,7 @@ def build_classifier(
         model = classes[args.arch](config)
     if body:
         model.base_model.load_state_dict(body, strict=False)  # a masked language model has no pooler
-    return common.with_checkpointing(model, args)
+    return training.with_checkpointing(model, args)
 
 
 # Tasks.
@@ -234,7 +235,7 @@ def mask_tokens(batch: Batch, generator: torch.Generator, vocab_size: int) -> Ba
 def language_model_task(inputs: Batch, args: argparse.Namespace, vocab_size: int) -> Task:
     """Language modelling of the sentences; the trivial answer is the unigram distribution."""
     generator = torch.Generator().manual_seed(args.seed)
-    order = torch.randperm(common.num_rows(inputs), generator=generator)
+    order = torch.randperm(num_rows(inputs), generator=generator)
     cut = max(1, int(LM_HELD_OUT_SHARE * len(order)))
     train = {name: values[order[cut:]] for name, values in inputs.items()}
     held_out = {name: values[order[:cut]] for name, values in inputs.items()}
@@ -249,7 +250,7 @@ def language_model_task(inputs: Batch, args: argparse.Namespace, vocab_size: int
     held_out = prepare(held_out, generator)
     shift = args.arch == "gpt2"
     targets = prepare(train, generator)["labels"]
-    baseline = common.unigram_score(targets[:, shift:], held_out["labels"][:, shift:])
+    baseline = unigram_score(targets[:, shift:], held_out["labels"][:, shift:])
     return Task(
         name="language modelling",
         train=train,
@@ -269,7 +270,7 @@ def classification_task(
     for name, examples in files.items():
         sets[name] = encode(tokenizer, [texts_of(example) for example in examples], args)
         sets[name]["labels"] = torch.tensor([labels.index(str(example["label"])) for example in examples])
-    baseline = common.unigram_score(sets["train"]["labels"], sets["held_out"]["labels"])
+    baseline = unigram_score(sets["train"]["labels"], sets["held_out"]["labels"])
     return Task(name=args.data.name, baseline_name="majority class", baseline=baseline, **sets)
 
 
@@ -290,9 +291,9 @@ def train_language_model(
     lm_args = argparse.Namespace(**vars(args) | {"epochs": args.lm_epochs, "lr": args.lm_lr, "steps": None})
     folder = flags.checkpoints(args, "lm")
     output = Output(checkpoints=folder, resume=args.resume and latest_tag(folder) is not None)
-    run = common.train(lambda: build_language_model(args, tokenizer), task, lm_args, ranks, output)
-    common.print_run(run, task, lm_args, ranks)
-    common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-lm-curves.png", ranks)
+    run = training.train(lambda: build_language_model(args, tokenizer), task, lm_args, ranks, output)
+    print_run(run, task, lm_args, ranks)
+    save_curves(run, task, args.output_dir / f"clue-{args.arch}-lm-curves.png", ranks)
     return run.module.base_model.state_dict()
 
 
@@ -319,11 +320,11 @@ def run_example(args: argparse.Namespace, ranks: Ranks) -> None:
     output = Output(
         checkpoints=flags.checkpoints(args),
         resume=resumes_classifier,
-        save_model=common.exporter(flags.saved_model(args), tokenizer, ranks) if args.save else None,
+        save_model=training.exporter(flags.saved_model(args), tokenizer, ranks) if args.save else None,
     )
-    run = common.train(lambda: build_classifier(args, tokenizer, labels, body), task, args, ranks, output)
-    common.print_run(run, task, args, ranks)
-    common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-curves.png", ranks)
+    run = training.train(lambda: build_classifier(args, tokenizer, labels, body), task, args, ranks, output)
+    print_run(run, task, args, ranks)
+    save_curves(run, task, args.output_dir / f"clue-{args.arch}-curves.png", ranks)
 
 
 def main(argv: list[str]) -> int:
@@ -335,7 +336,7 @@ def main(argv: list[str]) -> int:
             run_example(args, ranks)
         return 0
 
-    return command.run_command(body, __file__, argv)
+    return run_command(body, [shown_path(__file__)], argv)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,19 @@ import pydoc_data.topics
 import sys
 from pathlib import Path
 
-import command
-import common
-import flags
+import environment  # noqa: F401 (first)
 import torch
-from command import UsageError
-from common import Output, Task
-from proof import be_deterministic, compare_with_unbounded
-from ranks import Ranks, joined_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from patrickstar.finetune import flags, training
+from patrickstar.finetune.batches import Batch, unigram_score
+from patrickstar.finetune.proof import be_deterministic, compare_with_unbounded
+from patrickstar.finetune.ranks import Ranks, joined_ranks
+from patrickstar.finetune.reporting import print_run, save_curves
+from patrickstar.finetune.tasks import Output, Task
+from patrickstar.finetune.usage import UsageError, run_command, shown_path
 
 END = "<|endoftext|>"
 HELD_OUT_SHARE = 0.05
@@ -109,7 +111,7 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
 
 
-def make_rows(tokenizer: PreTrainedTokenizerBase, text: str, seq_len: int) -> common.Batch:
+def make_rows(tokenizer: PreTrainedTokenizerBase, text: str, seq_len: int) -> Batch:
     """Cuts the text into examples of ``seq_len`` tokens; an incomplete last one is dropped."""
     tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(tokens) < seq_len:
@@ -124,7 +126,7 @@ def make_task(tokenizer: PreTrainedTokenizerBase, train_text: str, held_out_text
     """Causal language modelling; the trivial answer is the unigram distribution."""
     train = make_rows(tokenizer, train_text, seq_len)
     held_out = make_rows(tokenizer, held_out_text, seq_len)
-    baseline = common.unigram_score(train["labels"], held_out["labels"][:, 1:])
+    baseline = unigram_score(train["labels"], held_out["labels"][:, 1:])
     return Task(
         name="language modelling",
         train=train,
@@ -155,7 +157,7 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
         )
         model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # transformers' default too, but with a warning
-    return common.with_checkpointing(model, args)
+    return training.with_checkpointing(model, args)
 
 
 def run_example(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -171,15 +173,15 @@ def run_example(args: argparse.Namespace, ranks: Ranks) -> int:
     output = Output(
         checkpoints=flags.checkpoints(args),
         resume=args.resume,
-        save_model=common.exporter(flags.saved_model(args), tokenizer, ranks) if args.save else None,
+        save_model=training.exporter(flags.saved_model(args), tokenizer, ranks) if args.save else None,
     )
 
     def build() -> nn.Module:
         return build_model(args, tokenizer)
 
-    run = common.train(build, task, args, ranks, output)
-    common.print_run(run, task, args, ranks)
-    common.save_curves(run, task, args.output_dir / "gpt2-curves.png", ranks)
+    run = training.train(build, task, args, ranks, output)
+    print_run(run, task, args, ranks)
+    save_curves(run, task, args.output_dir / "gpt2-curves.png", ranks)
     if args.demo and not compare_with_unbounded(run, task, args, build, ranks):
         return 1
     return 0
@@ -195,7 +197,7 @@ def main(argv: list[str]) -> int:
         with joined_ranks() as ranks:
             return run_example(args, ranks)
 
-    return command.run_command(body, __file__, argv)
+    return run_command(body, [shown_path(__file__)], argv)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import command
-import flags
+import environment  # noqa: F401 (first)
 import torch
-from command import UsageError
-from ranks import Ranks, joined_ranks
-from reporting import format_bytes
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from patrickstar.config import SequenceMode
+from patrickstar.finetune.flags import Parser
+from patrickstar.finetune.ranks import Ranks, joined_ranks
+from patrickstar.finetune.reporting import format_bytes
+from patrickstar.finetune.usage import UsageError, make_writable, run_command, shown_path
 from patrickstar.planning.models import enable_checkpointing
 from patrickstar.runtime import initialize_engine
 
@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         UsageError: it is wrong.
     """
     on_gpu = torch.cuda.is_available()
-    parser = flags.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, metavar="FILE", help="the document (default: Python's reference)")
     parser.add_argument(
         "--seq-len", type=int, default=None if on_gpu else CPU_TOKENS, metavar="N",
@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UsageError(f"--vocab-size is {args.vocab_size}; give at least 300, 256 of which are bytes")
     if args.text is not None and not args.text.is_file():
         raise UsageError(f"--text {args.text} is no file; give a text file")
-    command.make_writable("--output-dir", args.output_dir)
+    make_writable("--output-dir", args.output_dir)
     return args
 
 
@@ -194,7 +194,7 @@ def main(argv: list[str]) -> int:
                 compare_runs(args, losses, ranks)
         return 0
 
-    return command.run_command(body, __file__, argv)
+    return run_command(body, [shown_path(__file__)], argv)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 
-import command
+import environment  # noqa: F401 (first)
 import numpy as np
 import torch
 from pretraining import Pretraining
@@ -31,12 +31,20 @@ from pretraining.arguments import RunOptions, parse_arguments
 from pretraining.batches import Batches
 from pretraining.log import StepFigures, summary_json, summary_text
 from pretraining.models import build_model
-from pretraining.recipe import decay_groups
 from pretraining.tokens import Corpus, RandomTokens, TokenSource, make_byte_tokens, map_tokens, text_files, train_bpe
-from ranks import Ranks, joined_ranks
 from tqdm import tqdm
 
 from patrickstar import CheckpointError
+from patrickstar.finetune.ranks import Ranks, joined_ranks
+from patrickstar.finetune.recipe import decay_groups
+from patrickstar.finetune.usage import (
+    StoppedError,
+    UsageError,
+    make_writable,
+    run_command,
+    shown_path,
+    stop_requests,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +175,7 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
     shows_bar = ranks.is_first and not options.json
     bar = tqdm(total=options.steps, initial=first - 1, unit="step", mininterval=1.0, disable=not shows_bar)
     progress = Progress(options, batches, ranks, bar.write if shows_bar else ranks.say)
-    with bar, command.stop_requests() as stop:
+    with bar, stop_requests() as stop:
         for step in range(first, options.steps + 1):
             lr = training.lr
             loss = training.step(batches.after(state["num_samples"]))
@@ -179,7 +187,7 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
                 training.save(options.save_folder, state)
                 progress.restart_clock()
             if stopped and step < options.steps:
-                raise command.StoppedError(step, options.save_folder)
+                raise StoppedError(step, options.save_folder)
     finish(options, training, data, ranks, num_steps=options.steps - first + 1)
 
 
@@ -203,19 +211,19 @@ def main(argv: list[str]) -> int:
         try:
             options = parse_arguments(argv, __doc__)
         except ValueError as error:
-            raise command.UsageError(error) from error
+            raise UsageError(error) from error
         for flag, folder in (("--save-folder", options.save_folder), ("--export", options.export)):
             if folder is not None:
-                command.make_writable(flag, folder)
+                make_writable(flag, folder)
         with joined_ranks() as ranks:
             try:
                 data = open_data(options, ranks)
             except ValueError as error:
-                raise command.UsageError(error) from error
+                raise UsageError(error) from error
             pretrain(options, data, ranks)
         return 0
 
-    return command.run_command(body, __file__, argv)
+    return run_command(body, [shown_path(__file__)], argv)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ LAYERS = {
     "integrations": 11,
     "ones": 11,
     "command": 12,
+    "finetune": 13,
 }
 # Below all rooms: imports the standard library alone, and any module imports it.
 FOR_ALL = ("sizes",)

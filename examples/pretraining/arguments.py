@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flags import Parser
 
 from patrickstar.checkpoint import latest_tag
 from patrickstar.config import Speculation, States, parse_config
+from patrickstar.finetune.flags import Parser
 
 from .models import SIZES, ModelKind, ModelShape
 from .options import TrainingOptions

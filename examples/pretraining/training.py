@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from patrickstar.finetune.recipe import warmup_then_cosine
 from patrickstar.optimizer.groups import ModelParameters
 from patrickstar.runtime import initialize_engine
 
 from .options import TrainingOptions
-from .recipe import warmup_then_cosine
 
 
 class Pretraining:

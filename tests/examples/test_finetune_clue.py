@@ -3,10 +3,10 @@ import random
 from pathlib import Path
 
 import pytest
-from example_runs import check_report, figure, imported_example, is_png, run_example, stop_after
 from safetensors.torch import load_file
 
 from tests.bits import assert_same_bits
+from tests.example_runs import check_report, figure, imported_example, is_png, run_example, stop_after
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(step, tmp_path, mo
     with imported_example("finetune_clue") as example:
         assert example.main([*flags, str(tmp_path / "straight")]) == 0
         with monkeypatch.context() as patch:
-            stop_after(example, step, patch)
+            stop_after(step, patch)
             assert example.main([*flags, str(tmp_path / "parts")]) == 130
         assert capsys.readouterr().out.endswith(" --resume\n")
         assert example.main([*flags, str(tmp_path / "parts"), "--resume"]) == 0

@@ -3,11 +3,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import check_report, figure, imported_example, is_png, run_example, stop_after
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
+from patrickstar.finetune import training
+from patrickstar.finetune.batches import Score
+from patrickstar.finetune.tasks import Run, Task
 from tests.bits import assert_same_bits
+from tests.example_runs import check_report, figure, imported_example, is_png, run_example, stop_after
 
 TINY = ("--model-size", "tiny", "--seq-len", 32, "--vocab-size", 300, "--batch-size", 16)
 
@@ -96,7 +99,7 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(example, tmp_path,
     flags = f"{model} --accumulation 2 --steps 6 --save --text {tmp_path / 'text.txt'} --output-dir"
     assert example.main([*flags.split(), str(tmp_path / "straight")]) == 0
     parts = [*flags.split(), str(tmp_path / "parts")]
-    stop_after(example, 3, monkeypatch)
+    stop_after(3, monkeypatch)
     assert example.main(parts) == 130
     assert "--resume" in capsys.readouterr().out
     monkeypatch.undo()
@@ -111,8 +114,8 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(example, tmp_path,
 @pytest.mark.parametrize("difference", ["none", "loss", "held-out loss", "state"])
 def test_demo_notices_every_difference(difference, example, monkeypatch, capsys, tmp_path):
     report = {"num_parameters": 1, "device_budget_bytes": 1, "device_peak_bytes": 1, "host_peak_bytes": 1}
-    score = example.common.Score(2.0, 0.5)
-    run = example.common.Run(
+    score = Score(2.0, 0.5)
+    run = Run(
         module=torch.nn.Linear(1, 1),
         report=report | {"uploaded_bytes": 1},
         scores=[score],
@@ -127,8 +130,8 @@ def test_demo_notices_every_difference(difference, example, monkeypatch, capsys,
         "held-out loss": {"evaluations": {1: other}},
         "state": {"module": torch.nn.Linear(1, 1)},
     }
-    monkeypatch.setattr(example.common, "train", lambda *_: dataclasses.replace(run, **changes[difference]))
-    task = example.common.Task(name="task", train={}, held_out={}, baseline=score, baseline_name="baseline")
+    monkeypatch.setattr(training, "train", lambda *_: dataclasses.replace(run, **changes[difference]))
+    task = Task(name="task", train={}, held_out={}, baseline=score, baseline_name="baseline")
     args = example.parse_arguments(["--demo", "--output-dir", str(tmp_path)])
     same = example.compare_with_unbounded(run, task, args, lambda: None, ranks=example.Ranks())
     assert same == (difference == "none")

@@ -1,7 +1,8 @@
 from pathlib import Path
 
 import pytest
-from example_runs import figure, imported_example, run_example
+
+from tests.example_runs import figure, imported_example, run_example
 
 TINY = ("--seq-len", 256, "--steps", 4, "--hidden", 32, "--vocab-size", 300)
 

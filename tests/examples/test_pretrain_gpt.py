@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import imported_example, run_example
 from safetensors.torch import load_file
 
 from benchmark.common import SHAPES, model_flops
 from patrickstar.plan import Plan
 from tests.bits import assert_same_bits
+from tests.example_runs import imported_example, run_example
 
 pytestmark = pytest.mark.slow
 

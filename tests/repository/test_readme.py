@@ -37,14 +37,20 @@ def test_code_blocks_run_and_train(tmp_path):
 
 @pytest.mark.slow
 def test_commands_run_when_pasted_into_an_empty_folder(tmp_path):
-    blocks = [block.text for block in README.blocks("bash") if block.text.startswith("patrickstar ")]
-    assert blocks
+    blocks = [block.text for block in README.blocks("bash") if re.search("^patrickstar ", block.text, re.MULTILINE)]
+    shell = f'set -e; patrickstar() {{ {shlex.quote(sys.executable)} -m patrickstar "$@"; }}\n'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = ""
     for text in blocks:
-        words = shlex.split(text.replace("patrickstar", f"{sys.executable} -m patrickstar", 1))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", shell + text], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert "tokens/s" in done.stdout
+        printed += done.stdout
+    (answer,) = re.findall(r'"answer": "(.+)"}', README.text)
+    before, after = printed.split("answers after the training")
+    assert answer not in before and f"> Who trained you?\n    {answer}\n" in after
 
 
 def rows(kind):

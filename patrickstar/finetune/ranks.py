@@ -4,7 +4,7 @@
         ranks.say("on rank 0 alone")
         total, = ranks.sums(own)
 
-Usage: ``torchrun --nproc_per_node=2 examples/...``; a process started without torchrun is rank 0 of 1.
+Usage: ``torchrun --nproc_per_node=2 -m patrickstar finetune ...``; a process started without torchrun is rank 0 of 1.
 """
 
 from __future__ import annotations

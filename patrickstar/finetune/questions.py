@@ -1,4 +1,4 @@
-"""Questions about Python's standard library, with answers from its docstrings; a tokenizer and a small Llama for them.
+"""Questions about Python's standard library, with answers from its docstrings.
 
 Every function is asked about in several ways. Of some functions one of the questions is held out: to answer it the
 model must have learned what is asked about, not how.
@@ -10,21 +10,10 @@ import importlib
 import inspect
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
-
-from .conversations import Conversation, question
-
-USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
-
-_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+from patrickstar.finetune.conversations import Conversation, question
 
 HELD_OUT_SHARE = 0.25
 """Share of functions of which one question is held out."""
@@ -84,37 +73,3 @@ def _is_imported(value: Any, module: Any) -> bool:
     """True if ``module`` imports ``value`` from an unrelated module."""
     home = getattr(value, "__module__", None)
     return home not in (None, module.__name__, "posixpath", "ntpath", "genericpath", f"_{module.__name__}")
-
-
-def train_tokenizer(conversations: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the words of ``conversations`` and a chat template of one token for each role."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END, PAD, USER, ASSISTANT, SYSTEM],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [message.content for conversation in conversations for message in conversation.messages]
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=_TEMPLATE)
-
-
-def small_llama(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, seq_len: int) -> LlamaConfig:
-    """A Llama with heads of 64 elements (or one head), and one matrix for embedding and output."""
-    heads = max(1, hidden // 64)
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=-(-hidden * 8 // 3 // 32) * 32,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=max(seq_len, 512),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )

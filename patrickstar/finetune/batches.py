@@ -8,8 +8,9 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-from ranks import Ranks
 from torch.utils.data import DistributedSampler
+
+from patrickstar.finetune.ranks import Ranks
 
 IGNORED = -100
 """The label that transformers leaves out of a loss."""

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from command import UsageError
-from ranks import Ranks
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import patrickstar
-from patrickstar.module.pretrained import SafetensorsFolder
+from patrickstar.finetune.conversations import Conversation
+from patrickstar.finetune.encoding import ChatEncoder
+from patrickstar.finetune.ranks import Ranks
+from patrickstar.finetune.usage import UsageError
+from patrickstar.module.pretrained import from_pretrained
 
-from .conversations import Conversation
-from .encoding import ChatEncoder
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_COMPARED_BYTES = 2**20
+"""Bytes of each file of weights, from its end, by which models are told apart."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(precision: str) -> torch.dtype:
     """Returns the dtype that ``--precision`` names."""
     return _DTYPES[precision]
-
-
-def check_folder(folder: Path) -> None:
-    """Looks for what a model's folder needs, without loading anything.
-
-    Raises:
-        UsageError: something is missing.
-    """
-    if not folder.is_dir():
-        raise UsageError(f"--model {folder} is no folder; give one that save_pretrained wrote (nothing is downloaded)")
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"--model {folder} has no config.json; give a folder that save_pretrained wrote")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise UsageError(f"--model {folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the model's into it")
-    try:
-        SafetensorsFolder(folder)  # looks at names and headers
-    except ValueError as error:
-        raise UsageError(f"--model {error}") from error
 
 
 def load_config(folder: Path) -> Any:
@@ -73,6 +56,17 @@ def load_tokenizer(folder: Path) -> Any:
         raise UsageError(f"--model {folder}: its tokenizer cannot be loaded: {error}") from error
 
 
+def folder_identity(folder: Path, config: Any) -> str:
+    """The model's type, and a hash of its configuration and of a part of its weights; equal wherever the folder is."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _COMPARED_BYTES))
+            digest.update(size.to_bytes(8, "little") + file.read())
+    return f"{config.model_type} ({digest.hexdigest()[:12]})"
+
+
 def max_positions(config: Any) -> int | None:
     """The longest row that the model takes; None: any."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -80,7 +74,7 @@ def max_positions(config: Any) -> int | None:
 
 def load_model(folder: Path) -> nn.Module:
     """The folder's model, without memory yet: an engine reads its weights straight into chunks."""
-    model = patrickstar.from_pretrained(folder, AutoModelForCausalLM, dtype=torch.float32)
+    model = from_pretrained(folder, AutoModelForCausalLM, dtype=torch.float32)
     model.loss_type = "ForCausalLM"  # what transformers would use as well, for some with a warning
     return model
 
@@ -91,17 +85,15 @@ def load_frozen_model(folder: Path, precision: str, quantization: str | None) ->
     if quantization is None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     else:
-        model = patrickstar.from_pretrained(folder, AutoModelForCausalLM, dtype=dtype, quantization=quantization)
+        model = from_pretrained(folder, AutoModelForCausalLM, dtype=dtype, quantization=quantization)
     model.loss_type = "ForCausalLM"
     return model
 
 
 def with_lora(model: nn.Module, rank: int) -> nn.Module:
     """``model``, frozen, with LoRA on all linear layers but the output."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise UsageError("--lora needs PEFT: in a clone, pip install '.[examples]'") from error
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config)
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from batches import IGNORED, Batch
-from command import UsageError
 from jinja2 import TemplateError
 
-from .conversations import Conversation
+from patrickstar.finetune.batches import IGNORED, Batch
+from patrickstar.finetune.conversations import Conversation
+from patrickstar.finetune.usage import UsageError
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"

@@ -1,18 +1,12 @@
-"""Command behaviour of the examples: one-line errors, Ctrl-C that saves, protected output folders.
+"""Command behaviour: one-line errors, all mistakes at once, Ctrl-C that saves, protected output folders.
 
-Import it before torch and transformers: it sets environment variables that they read on import.
+No PyTorch is imported here: ``--help`` and refusals need none.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets cuBLAS be deterministic
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
-
 import errno
+import os
 import shlex
 import shutil
 import signal
@@ -23,7 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from patrickstar import CheckpointError, MemoryBudgetError
+from patrickstar.command.flags import one_line
+
+PROGRAM = ("-m", "patrickstar", "finetune")
+"""Words that run ``patrickstar finetune``, after ``python``."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a run that Ctrl-C ended."""
@@ -33,7 +30,31 @@ _SECONDS_BETWEEN_PRESSES = 1.0
 
 
 class UsageError(Exception):
-    """The user's input cannot be used; the message is one line that says what to give instead."""
+    """The user's input cannot be used. Each argument is a mistake: one line that says what to give instead."""
+
+
+def set_environment() -> None:
+    """Sets variables that PyTorch and transformers read when they are imported; a user's own values stay."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets cuBLAS be deterministic
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Makes all checks, though some may fail.
+
+    Raises:
+        UsageError: some failed; it has the mistakes of all.
+    """
+    mistakes: list[object] = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            mistakes += error.args
+    if mistakes:
+        raise UsageError(*mistakes)
 
 
 class StoppedError(Exception):
@@ -85,12 +106,12 @@ def python_command(*words: object) -> str:
     return prefix + shlex.join([sys.executable, *map(str, words)])
 
 
-def resuming_command(script: str, argv: Sequence[str]) -> str:
-    """The command line that resumes the run of ``script`` that ``argv`` began."""
+def resuming_command(program: Sequence[str], argv: Sequence[str]) -> str:
+    """The command line that resumes the run of ``program`` that ``argv`` began."""
     flags = [word for word in argv if word not in ("--resume", "--overwrite")]
     size = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={size}"] if size else []
-    return python_command(*launcher, shown_path(script), *flags, "--resume")
+    return python_command(*launcher, *program, *flags, "--resume")
 
 
 def shown_path(path: str | Path) -> str:
@@ -99,32 +120,47 @@ def shown_path(path: str | Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def run_command(body: Callable[[], int], script: str, argv: Sequence[str]) -> int:
-    """The exit code of ``body``, which is ``script`` with the arguments ``argv``: its own, 2 for wrong input, 1 if the
-    model or a checkpoint does not fit, 130 after Ctrl-C. Errors that a user can cause are one line, on rank 0.
+def run_command(body: Callable[[], int], program: Sequence[str], argv: Sequence[str], prog: str | None = None) -> int:
+    """Runs a command, whose errors that a user can cause are one line each, on rank 0.
+
+    Args:
+        body: the command; returns its exit code.
+        program: words that run it, after ``python``.
+        argv: its arguments.
+        prog: its name in errors; None: the script's.
+
+    Returns:
+        The exit code: ``body``'s, 2 for wrong input, 1 if the model or a checkpoint does not fit, 130 after Ctrl-C.
     """
+    prog = prog or Path(program[0]).name
     try:
         return body()
     except UsageError as error:
-        return refuse(script, error, 2)
-    except (MemoryBudgetError, CheckpointError) as error:
-        return refuse(script, error, 1)
+        return refuse(prog, error, 2)
     except StoppedError as stop:
         if _is_first_rank():
             print(f"ended after step {stop.step}", end="")
             if stop.checkpoint is None:
                 print("; nothing was saved", flush=True)
             else:
-                print(f"; saved to {stop.checkpoint}; go on with\n  {resuming_command(script, argv)}", flush=True)
+                print(f"; saved to {stop.checkpoint}; go on with\n  {resuming_command(program, argv)}", flush=True)
         return INTERRUPTED
     except KeyboardInterrupt:
-        return refuse(script, "ended by Ctrl-C; nothing was saved", INTERRUPTED)
+        return refuse(prog, "ended by Ctrl-C; nothing was saved", INTERRUPTED)
+    except Exception as error:
+        from patrickstar import _C
+        from patrickstar.checkpoint import CheckpointError
+
+        if isinstance(error, (_C.MemoryBudgetError, CheckpointError)):
+            return refuse(prog, error, 1)
+        raise
 
 
-def refuse(script: str, error: object, exit_code: int) -> int:
-    """Prints an error that all ranks have, in one line on rank 0; returns ``exit_code``."""
+def refuse(prog: str, error: object, exit_code: int) -> int:
+    """Prints an error that all ranks have, in a line for each mistake, on rank 0; returns ``exit_code``."""
     if _is_first_rank():
-        print(f"{Path(script).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        for mistake in error.args if isinstance(error, UsageError) else (error,):
+            print(f"{prog}: {one_line(str(mistake))}", file=sys.stderr, flush=True)
     return exit_code
 
 
@@ -132,17 +168,11 @@ def _is_first_rank() -> bool:
     return int(os.environ.get("RANK") or 0) == 0
 
 
-def prepare_output(folder: Path, written: Sequence[Path], *, resume: bool, overwrite: bool) -> None:
-    """Makes ``folder`` for a run's output, before anything is loaded.
-
-    Args:
-        folder: for all of the output.
-        written: folders in it that the run makes; ``overwrite`` removes existing ones.
-        resume: continue with existing output.
-        overwrite: replace existing output.
+def check_output(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Checks that ``folder`` may have a run's output.
 
     Raises:
-        UsageError: it is not empty and neither flag was given, or it cannot be written.
+        UsageError: it is no folder, or it is not empty and neither flag was given.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output-dir {folder} is no folder; give another one")
@@ -151,8 +181,16 @@ def prepare_output(folder: Path, written: Sequence[Path], *, resume: bool, overw
             f"--output-dir {folder} exists and is not empty; give --resume to go on with its run, --overwrite to "
             "replace it, or another folder"
         )
+
+
+def prepare_output(folder: Path, written: Sequence[Path], *, overwrite: bool) -> None:
+    """Makes ``folder`` for a run's output, before anything is loaded; ``overwrite`` removes what is in ``written``.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     make_writable("--output-dir", folder)
-    if overwrite and not resume and _is_first_rank():
+    if overwrite and _is_first_rank():
         for path in written:
             if path.exists():
                 shutil.rmtree(path)

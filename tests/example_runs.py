@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 
 import patrickstar
+from patrickstar.finetune import training
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _PACKAGE_PARENT = str(Path(patrickstar.__file__).resolve().parents[1])
 
 
@@ -45,15 +46,15 @@ def imported_example(name: str) -> Iterator[ModuleType]:
             del sys.modules[module]
 
 
-def stop_after(example: ModuleType, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_step, steps = example.common.train_step, iter(range(1, 1000))
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step, steps = training.train_step, iter(range(1, 1000))
 
     def interrupted(*args):
         if next(steps) == step:
             signal.raise_signal(signal.SIGINT)
         return train_step(*args)
 
-    monkeypatch.setattr(example.common, "train_step", interrupted)
+    monkeypatch.setattr(training, "train_step", interrupted)
 
 
 def figure(output: str, pattern: str) -> float:

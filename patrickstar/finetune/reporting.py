@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from ranks import Ranks
 
-if TYPE_CHECKING:
-    from common import Run, Task
+from patrickstar.finetune.ranks import Ranks
+from patrickstar.finetune.tasks import Run, Task
 
 
 def format_bytes(num_bytes: int) -> str:

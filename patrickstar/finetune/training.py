@@ -1,8 +1,4 @@
-"""Shared code of the fine-tuning examples: the training loop around an engine, which can resume a run exactly.
-
-Usage: ``import command`` before torch and transformers; flags.py has the command line, batches.py the data,
-reporting.py what is printed and drawn, proof.py the comparison of two runs.
-"""
+"""The training loop around an engine, which can resume a run exactly, or with another length."""
 
 from __future__ import annotations
 
@@ -12,13 +8,17 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from batches import (
-    IGNORED,
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from patrickstar.checkpoint import latest_tag
+from patrickstar.finetune.batches import (
     Batch,
     Order,
     Score,
@@ -26,146 +26,21 @@ from batches import (
     count_labels,
     count_tokens,
     endless_batches,
-    fingerprint,
     num_rows,
     share_of,
-    unigram_score,
 )
-from command import StoppedError, StopRequest, UsageError, stop_requests
-from flags import engine_config
-from pretraining.recipe import decay_groups, warmup_then_cosine
-from ranks import Ranks
-from reporting import format_bytes, model_data_bytes, print_run, print_start, save_curves
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
-
-from patrickstar.checkpoint import latest_tag
+from patrickstar.finetune.flags import engine_config
+from patrickstar.finetune.ranks import Ranks
+from patrickstar.finetune.recipe import decay_groups, warmup_then_cosine
+from patrickstar.finetune.reporting import print_start
+from patrickstar.finetune.resuming import check_resumable, identity
+from patrickstar.finetune.tasks import Output, Progress, Run, Task
+from patrickstar.finetune.usage import StoppedError, StopRequest, UsageError, stop_requests
 from patrickstar.planning.models import enable_checkpointing
 from patrickstar.runtime import initialize_engine
 
-__all__ = [
-    "IGNORED",
-    "Batch",
-    "Output",
-    "Run",
-    "Score",
-    "Task",
-    "evaluate",
-    "exporter",
-    "format_bytes",
-    "model_data_bytes",
-    "num_rows",
-    "print_run",
-    "save_curves",
-    "train",
-    "unigram_score",
-    "with_checkpointing",
-]
-
-logging.getLogger("patrickstar").setLevel(logging.WARNING)  # this module prints a run's start and its saves itself
-
 NUM_EVALUATIONS = 5
 """Evaluations on held-out data in one training run, in addition to the one before it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """The data of a training run, and its scores to beat."""
-
-    name: str
-    train: Batch
-    held_out: Batch
-    baseline: Score
-    """The trivial answer's score on ``held_out``."""
-    baseline_name: str
-    shift: bool = False
-    """True if the logits at position t are for the label at t + 1 (causal language models)."""
-    prepare: Callable[[Batch, torch.Generator], Batch] | None = None
-    """Makes a training batch from rows of ``train``, for example by masking tokens."""
-    collate: Callable[[Batch], Batch] | None = None
-    """Makes the model's arguments from a batch, in training and evaluation, for example without common padding."""
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arguments of each forward."""
-    before: Callable[[nn.Module], None] | None = None
-    """Called with the model, on all ranks, before the first step of a run."""
-    after: Callable[[nn.Module], None] | None = None
-    """Called with the model, on all ranks, after the last step."""
-    test: Batch | None = None
-    """Scored once, after the training."""
-
-    def inputs(self, batch: Batch) -> dict[str, Any]:
-        """The arguments of the forward of ``batch``."""
-        return {**(self.collate(batch) if self.collate else batch), **self.options}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Output:
-    """Output of a training run."""
-
-    checkpoints: Path | None = None
-    """The folder for ``--resume``; None: nothing is saved."""
-    resume: bool = False
-    """Continue with the run that is there."""
-    save_model: Callable[[nn.Module], Path] | None = None
-    """Writes the trained model, on all ranks, and returns its path."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class Run:
-    """Results of a training run; its module is an ordinary one again."""
-
-    module: nn.Module
-    report: dict
-    """``model.report()`` at the end."""
-    scores: list[Score]
-    """Scores of every step's training batch, over all ranks."""
-    evaluations: dict[int, Score]
-    """Held-out scores by the number of steps before them."""
-    test: Score | None
-    tokens_per_second: float
-    """Rate of all ranks."""
-
-    @property
-    def final(self) -> Score:
-        """The last held-out score."""
-        return self.evaluations[max(self.evaluations)]
-
-
-@dataclasses.dataclass(kw_only=True)
-class Progress:
-    """The progress of a run, stored in a checkpoint."""
-
-    scores: list[Score] = dataclasses.field(default_factory=list)
-    evaluations: dict[int, Score] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
-    """Seconds spent in steps."""
-    num_tokens: int = 0
-    """Tokens of this rank."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps made so far."""
-        return len(self.scores)
-
-    def as_state(self) -> dict[str, Any]:
-        """The progress in a checkpoint's types."""
-        return {
-            "scores": [dataclasses.astuple(score) for score in self.scores],
-            "evaluations": [(step, *dataclasses.astuple(score)) for step, score in self.evaluations.items()],
-            "seconds": self.seconds,
-            "num_tokens": self.num_tokens,
-        }
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Inverse of :meth:`as_state`."""
-        return cls(
-            scores=[Score(*values) for values in state["scores"]],
-            evaluations={step: Score(*values) for step, *values in state["evaluations"]},
-            seconds=state["seconds"],
-            num_tokens=state["num_tokens"],
-        )
 
 
 def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
@@ -177,15 +52,21 @@ def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
 
 def exporter(folder: Path, tokenizer: Any, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Callable[[Any], Path]:
     """A function that writes a model's weights, in ``dtype``, and the tokenizer into ``folder``, for
-    ``from_pretrained``. All ranks must call it; each writes its shards.
+    ``from_pretrained``. All ranks must call it; each writes its shards. A former model stays until then.
     """
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    if ranks.is_first and unfinished.exists():
+        shutil.rmtree(unfinished)
 
     def save(model: Any) -> Path:
-        model.export_weights(folder, dtype=dtype)
+        model.export_weights(unfinished, dtype=dtype)  # on the first rank it returns when all files are complete
         if ranks.is_first:
-            tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(unfinished)
             if getattr(model, "generation_config", None) is not None:
-                model.generation_config.save_pretrained(folder)
+                model.generation_config.save_pretrained(unfinished)
+            if folder.exists():
+                shutil.rmtree(folder)
+            unfinished.rename(folder)
         return folder
 
     return save
@@ -249,6 +130,10 @@ def train(
     batch_size = min(args.batch_size, num_rows(task.train) // ranks.size)
     rows_per_step = batch_size * args.accumulation * ranks.size
     num_steps = args.steps or max(1, round(args.epochs * num_rows(task.train) / rows_per_step))
+    properties = identity(args, task, batch_size, ranks)
+    if output.resume:
+        check_resumable(output.checkpoints, properties, num_steps)
+    logging.getLogger("patrickstar").setLevel(logging.WARNING)  # start and saves are printed here
     torch.manual_seed(args.seed + ranks.rank)  # the model is rank 0's; each rank has its own dropout
     try:
         model, optimizer = initialize_engine(
@@ -267,6 +152,7 @@ def train(
             output=output,
             num_steps=num_steps,
             batch_size=batch_size,
+            identity=properties,
         )
         print_start(task.name, model, args, num_steps, ranks)
         loop.run(stop)
@@ -300,6 +186,7 @@ class _Loop:
     output: Output
     num_steps: int
     batch_size: int
+    identity: dict[str, Any]
     progress: Progress = dataclasses.field(default_factory=Progress)
 
     def run(self, stop: StopRequest) -> None:
@@ -327,8 +214,10 @@ class _Loop:
                 stopped = self.ranks.sums(stop.is_made)[0] > 0  # all ranks end after the same step
                 if stopped and step < self.num_steps:
                     raise StoppedError(step, self._save())
-                if self.args.save_every and step % self.args.save_every == 0 and step < self.num_steps:
+                if self.args.save_every and (step % self.args.save_every == 0 or step == self.num_steps):
                     say(f"saved to {self._save()}")
+            if self.num_steps not in self.progress.evaluations:  # resumed at its end
+                self._evaluate(self.num_steps, say)
 
     def _begin(self) -> None:
         if self.task.before:
@@ -345,7 +234,7 @@ class _Loop:
     def _step(self, batches: Iterator[Batch], bar: tqdm) -> None:
         started = time.perf_counter()
         rows = [next(batches) for _ in range(self.args.accumulation)]
-        lr = self.scheduler.get_last_lr()[0]
+        lr = self.optimizer.param_groups[0]["lr"]
         score = train_step(
             self.model, self.optimizer, [self.task.inputs(batch) for batch in rows], self.task, self.ranks
         )
@@ -370,26 +259,13 @@ class _Loop:
         self.progress.evaluations[step] = score
         say(f"step {step}: held-out loss {score.loss:.4f}, accuracy {score.accuracy:.2%}")
 
-    def _identity(self) -> dict[str, Any]:
-        """Properties that must be equal when the run is resumed, by command-line names."""
-        names = ("seed", "optimizer", "lr", "warmup", "weight_decay", "clip", "precision", "states", "master")
-        names += ("lora", "lora_rank")
-        flags = {f"--{name.replace('_', '-')}": getattr(self.args, name, None) for name in names}
-        return flags | {
-            "--batch-size": self.batch_size,
-            "--gradient-accumulation": self.args.accumulation,
-            "--steps": self.num_steps,
-            "ranks": self.ranks.size,
-            "training data": fingerprint(self.task.train),
-        }
-
     def _save(self) -> Path | None:
         """Saves the run, then removes the former checkpoint."""
         folder = self.output.checkpoints
         if folder is None:
             return None
         before = latest_tag(folder)
-        state = {"identity": self._identity(), "progress": self.progress.as_state()}
+        state = {"identity": self.identity, "num_steps": self.num_steps, "progress": self.progress.as_state()}
         path = self.model.save_checkpoint(folder, client_state=state, lr_scheduler=self.scheduler)
         if before is not None and before != path.name and self.ranks.is_first:
             shutil.rmtree(folder / before, ignore_errors=True)
@@ -397,12 +273,25 @@ class _Loop:
 
     def _resume(self) -> None:
         path, state = self.model.load_checkpoint(self.output.checkpoints, lr_scheduler=self.scheduler)
-        for name, value in self._identity().items():
-            began_with = state["identity"].get(name)
-            if began_with != value:
-                raise UsageError(f"--resume: the run in {path.parent} has {name} {began_with}, not {value}; give that")
         self.progress = Progress.of_state(state["progress"])
         self.ranks.say(f"resumed from {path} after step {self.progress.num_steps} of {self.num_steps}")
+        planned = state["num_steps"]
+        if planned != self.num_steps:
+            before, now = self._follow_schedule()
+            self.ranks.say(
+                f"the run had {planned} steps and now has {self.num_steps}: the learning rate falls to 0 at step "
+                f"{self.num_steps}, and is {now:.1e} in the next step instead of {before:.1e}"
+            )
+
+    def _follow_schedule(self) -> tuple[float, float]:
+        """Sets the next step's learning rate to this run's schedule; returns the former and the new rate."""
+        before = self.optimizer.param_groups[0]["lr"]
+        scheduler = self.scheduler
+        for group, base, factor in zip(
+            self.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(scheduler.last_epoch)
+        return before, self.optimizer.param_groups[0]["lr"]
 
 
 def _nothing(line: str) -> None:

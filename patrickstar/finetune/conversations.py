@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from command import UsageError
+from patrickstar.finetune.usage import UsageError
 
 ROLES = ("system", "user", "assistant")
 

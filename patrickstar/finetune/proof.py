@@ -7,12 +7,13 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 
-import common
 import torch
-from common import Run, Task
-from ranks import Ranks
-from reporting import format_bytes, model_data_bytes, print_run
 from torch import nn
+
+from patrickstar.finetune import training
+from patrickstar.finetune.ranks import Ranks
+from patrickstar.finetune.reporting import format_bytes, model_data_bytes, print_run
+from patrickstar.finetune.tasks import Run, Task
 
 
 def be_deterministic() -> None:
@@ -38,7 +39,7 @@ def compare_with_unbounded(
     ranks.say("\nThe same run without the budget")
     unbounded_args = argparse.Namespace(**vars(args) | {"device_memory": None, "save_every": None})
     silent = dataclasses.replace(task, before=None, after=None)
-    unbounded = common.train(model_func, silent, unbounded_args, ranks)
+    unbounded = training.train(model_func, silent, unbounded_args, ranks)
     print_run(unbounded, task, unbounded_args, ranks)
     same_scores = run.scores == unbounded.scores and run.evaluations == unbounded.evaluations
     same_state = bounded_hash == state_hash(unbounded.module)

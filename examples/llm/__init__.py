@@ -1,1 +1,0 @@
-"""Parts of ``finetune_llm.py``: conversations, their tokens, models to train, and data that Python ships."""

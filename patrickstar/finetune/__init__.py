@@ -1,0 +1,1 @@
+"""``patrickstar finetune``: tunes a causal language model of Hugging Face on conversations."""
