@@ -72,8 +72,8 @@ class Parser(CommandParser):
             self._mistakes.append(_without_prefix(str(error)))
             return action.default
         if action.choices is not None and value not in action.choices:
-            choices = ", ".join(action.choices)
-            self._mistakes.append(f"{action.option_strings[0]}: it is {value!r}; give one of {choices}")
+            choices = ", ".join(map(str, action.choices))
+            self._mistakes.append(f"{'/'.join(action.option_strings)}: it is {value!r}; give one of {choices}")
             return action.default
         return value
 
@@ -143,7 +143,9 @@ def _add_optimization_arguments(training: Any) -> None:
         help="forwards and backwards per optimizer step",
     )
     training.add_argument("--optimizer", choices=["AdamW", "Lion"], default="AdamW", help="Lion wants a lower rate")
-    training.add_argument("--lr", type=positive, default=5e-4, help="the highest learning rate, after the warm-up")
+    training.add_argument(
+        "--lr", "--learning-rate", type=positive, default=5e-4, help="the highest one, after the warm-up"
+    )
     training.add_argument("--warmup", type=share, default=0.1, help="share of the steps in which the rate rises")
     training.add_argument("--weight-decay", type=not_negative, default=0.01, help="not for biases and norms")
     training.add_argument("--clip", type=not_negative, default=1.0, help="largest gradient norm; 0: no clipping")

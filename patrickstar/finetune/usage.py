@@ -147,6 +147,8 @@ def run_command(body: Callable[[], int], program: Sequence[str], argv: Sequence[
         return INTERRUPTED
     except KeyboardInterrupt:
         return refuse(prog, "ended by Ctrl-C; nothing was saved", INTERRUPTED)
+    except ImportError as error:
+        return refuse(prog, f"{error}; patrickstar env says what is missing and what mends it", 2)
     except Exception as error:
         from patrickstar import _C
         from patrickstar.checkpoint import CheckpointError

@@ -148,7 +148,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
     }
     del config["optimizer"]["params"]
     assert config == {
-        "optimizer": {"type": "AdamW", "speculation": "always"},
+        "optimizer": {"type": "AdamW", "speculation": "always", "states": "fp32"},
         "fp16": {"enabled": True, "loss_scale": 8},
         "gradient_clipping": 0.25,
         "device_memory": "3MiB",
@@ -169,7 +169,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
     ("flags", "message"),
     [
         ("--heads 3", "--hidden is 128, no multiple of --heads 3"),
-        ("--size 5b", "invalid choice: '5b'"),
+        ("--size 5b", "--size: it is '5b'; give one of tiny"),
         ("--batch 0", "--batch-size is 0; give 1 or more"),
         ("--gpu-mem much", "device_memory is 'much'"),
         ("--speculation commit --clipping 0 --accumulate 2", "leave out one"),

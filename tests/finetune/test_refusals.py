@@ -1,3 +1,4 @@
+import importlib.util
 import shlex
 import sys
 
@@ -7,6 +8,7 @@ import transformers
 from safetensors.torch import save_file
 
 from patrickstar.finetune import tuning
+from patrickstar.finetune.flags import default_precision
 from patrickstar.finetune.main import main
 from tests.finetune.tiny import TURNS, make_tokenizer, write_lines
 
@@ -69,12 +71,12 @@ def test_a_broken_line_is_refused_before_anything_is_loaded(text, message, tmp_p
         ("--model Qwen/Qwen3-8B", "models/Qwen3-8B after: hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"),
         ("--lora", "give one with --model"),
         ("--method lroa", "--method: it is 'lroa'; give one of full, lora, qlora"),
-        ("--lerning-rate 1e-4", "there is no flag --lerning-rate; --help lists all"),
+        ("--lerning-rate 1e-4", "there is no flag --lerning-rate; did you mean --learning-rate?"),
         ("--epoch 1", "there is no flag --epoch; did you mean --epochs?"),
         ("more", "'more' belongs to no flag"),
         ("--batch-size", "--batch-size: expected one argument"),
         ("--model {llama} --quantization nf4", "give --lora too"),
-        ("--lr zero", "--lr: it is 'zero'; give a number of more than 0"),
+        ("--lr zero", "--lr/--learning-rate: it is 'zero'; give a number of more than 0"),
         ("--batch-size 0", "--batch-size: it is '0'; give a whole number of at least 1"),
         ("--device-memory much", "--device-memory: 'much' is no amount of memory"),
         ("--model {llama} --device-memory 10KB", "device_memory is 10000 bytes"),
@@ -118,7 +120,7 @@ def test_all_mistakes_are_said_at_once(tmp_path, capsys):
     flags = "--lr fast --optimizer adm --model nowhere --warmup 2 --eval-share 0 --quantization nf4 --step 3"
     found = mistakes(capsys, *flags.split(), "--data", tmp_path / "chat.jsonl", "--output-dir", tmp_path / "out")
     for said in (
-        "--lr: it is 'fast'",
+        "--lr/--learning-rate: it is 'fast'",
         "--optimizer: it is 'adm'; give one of AdamW, Lion",
         "--model nowhere is no folder",
         "--warmup: it is '2'; give a share, from 0 to 1",
@@ -130,3 +132,19 @@ def test_all_mistakes_are_said_at_once(tmp_path, capsys):
     ):
         assert len([line for line in found if said in line]) == 1, (said, found)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_missing_packages_are_named_with_the_remedy(tmp_path, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("peft", "jinja2") else find(name))
+    found = mistakes(capsys, "--model", "nowhere", "--lora", "--output-dir", tmp_path / "out")
+    assert "jinja2, peft: not installed; pip install jinja2 peft" in found and len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_bf16", "precision"), [(False, False, "fp32"), (True, False, "fp16"), (True, True, "bf16")]
+)
+def test_the_precision_is_the_fastest_of_the_device(has_gpu, has_bf16, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
+    assert default_precision() == precision

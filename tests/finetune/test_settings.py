@@ -56,7 +56,7 @@ def test_every_mistake_has_its_line(tmp_path):
     assert mistakes == [
         "1: there is no key modle; did you mean model?",
         "2: there is no key batch_sizes; did you mean batch-size?",
-        "3: --lr: it is 'fast'; give a number of more than 0",
+        "3: --lr/--learning-rate: it is 'fast'; give a number of more than 0",
         "4: --batch-size: it is '2.5'; give a whole number of at least 1",
         '5: packing is "yes"; give true or false',
         "6: seed is true; give one value",
