@@ -1,8 +1,9 @@
-"""Builds patrickstar._C: with CUDA and NCCL when PyTorch has CUDA and nvcc is there, else without.
+"""Builds patrickstar._C and its shim: with CUDA and NCCL when PyTorch has CUDA and nvcc is there, else without.
 
-Environment: PATRICKSTAR_CUDA=0 leaves the CUDA part out, =1 demands it; TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and
-MAX_JOBS as usual; V=1 prints whole commands. `python setup.py build_ext --inplace` (make build) recompiles what
-changed.
+Environment: PATRICKSTAR_CUDA=0 leaves the CUDA part out, =1 demands it, as an NVIDIA driver does;
+TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and MAX_JOBS as usual; PATRICKSTAR_SHIMS: folders `torch` of further versions to
+compile shims for, with colons between; V=1 prints whole commands. `python setup.py build_ext --inplace` (make build)
+recompiles what changed.
 """
 
 import os

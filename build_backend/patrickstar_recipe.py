@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from patrickstar_build import cuda_torch_command, toolkit_command
+from patrickstar_build import cuda_torch_command, has_nvidia_driver, toolkit_command
 
 # PATRICKSTAR_SANITIZE: what is compiled watches itself as it runs (tools/sanitize.py builds and runs it).
 SANITIZE = os.environ.get("PATRICKSTAR_SANITIZE", "")
@@ -180,7 +180,8 @@ def cuda_obstacle(torch_version: str, torch_cuda: str | None, home: str | None) 
 def chosen_cuda_home(torch_version: str, torch_cuda: str | None) -> str | None:
     """The toolkit to build the CUDA part with; None where it is left out, and said so if PyTorch has CUDA.
 
-    PATRICKSTAR_CUDA=0 leaves it out; with 1 an obstacle ends the build.
+    PATRICKSTAR_CUDA=0 leaves it out. With 1, and with an NVIDIA driver unless it is set, an obstacle ends the build:
+    pip hides what a build prints, and whoever has a GPU would find out at the first step.
     """
     choice = os.environ.get("PATRICKSTAR_CUDA", "auto")
     if choice == "0":
@@ -189,8 +190,9 @@ def chosen_cuda_home(torch_version: str, torch_cuda: str | None) -> str | None:
     obstacle = cuda_obstacle(torch_version, torch_cuda, home)
     if obstacle is None:
         return home
-    if choice == "1":
-        sys.exit(f"PATRICKSTAR_CUDA=1, but {obstacle}; or set PATRICKSTAR_CUDA=0.")
+    if choice == "1" or has_nvidia_driver():
+        reason = "PATRICKSTAR_CUDA=1" if choice == "1" else "this machine has an NVIDIA driver"
+        sys.exit(f"{reason}, but {obstacle}; or set PATRICKSTAR_CUDA=0.")
     if torch_cuda is not None:
         print(f"patrickstar: building without CUDA, because {obstacle}.", file=sys.stderr)
     return None

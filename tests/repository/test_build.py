@@ -232,6 +232,25 @@ def test_architectures_are_those_of_pytorch_and_nvcc(tmp_path):
     assert recipe.architectures(None, home) == "7.5;8.0;9.0+PTX"
 
 
+@pytest.mark.parametrize(
+    ("choice", "has_driver", "reason"),
+    [
+        ("auto", True, "this machine has an NVIDIA driver, but PyTorch 2.13.0 has no CUDA: "),
+        ("1", False, "PATRICKSTAR_CUDA=1, but PyTorch 2.13.0 has no CUDA: "),
+        ("auto", False, None),
+        ("0", True, None),
+    ],
+)
+def test_an_obstacle_ends_the_build_where_there_is_a_driver(monkeypatch, choice, has_driver, reason):
+    monkeypatch.setenv("PATRICKSTAR_CUDA", choice)
+    monkeypatch.setattr(recipe, "has_nvidia_driver", lambda: has_driver)
+    if reason is None:
+        assert recipe.chosen_cuda_home("2.13.0", None) is None
+    else:
+        with pytest.raises(SystemExit, match=reason):
+            recipe.chosen_cuda_home("2.13.0", None)
+
+
 def test_the_cuda_part_can_be_demanded(source, tmp_path):
     home = make_toolkit(tmp_path / "cuda", "1.0")
     done = run(
