@@ -55,7 +55,7 @@ def cuda_part() -> ninja.Cuda:
 
 
 def torches(torch, cuda: str | None) -> list[compiling.Torch]:
-    """What shims are compiled for: the PyTorch that is here, and those whose folders PATRICKSTAR_SHIMS lists."""
+    """Versions of PyTorch that get a shim: the installed one, and those whose folders PATRICKSTAR_SHIMS lists."""
     has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     found = [compiling.Torch(torch.__version__, Path(torch.__file__).parent, cuda, has_gloo)]
     for folder in filter(None, os.environ.get("PATRICKSTAR_SHIMS", "").split(os.pathsep)):
@@ -123,7 +123,7 @@ class Build(build_ext):
 
     def pack_shim_sources(self, folder: Path) -> None:
         """Copies what a shim for another PyTorch is compiled from."""
-        for name in (*compiling.HEADERS, *(f"torch_shim/{source}" for source in compiling.SOURCES)):
+        for name in compiling.FILES:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / "csrc" / name, folder / name)
 

@@ -1,6 +1,7 @@
 """The ninja file of the extension: the core, compiled without PyTorch, and shims for versions of PyTorch.
 
-Sources of a room are compiled together in units of some thousand lines, since headers take most of a small file's time.
+Sources of a folder of csrc are compiled together in units of some thousand lines, since headers take most of a small
+file's time.
 The shim of a version of PyTorch is one command (patrickstar/torch_shim/compiling.py).
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import sys
 import sysconfig
@@ -25,8 +25,6 @@ from patrickstar.torch_shim import compiling  # noqa: E402
 # Lines of a unit. Bindings take more time per line, and compile with -O1: registration runs once.
 UNIT_LINES = 2000
 BINDING_LINES = 700
-# In no unit: [Note: ISA files] in csrc/optim/cpu_isa.h.
-_ISA_FILE = re.compile(r"cpu_(scalar|avx2|avx512|[a-z0-9]*neon|sve)\.cpp")
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,12 @@ class Cuda:
     gencode: list[str]
     include_folders: list[str]
     libraries: list[str]
-    """What the linker gets for CUDA's runtime and NCCL."""
+    """Arguments of the linker for CUDA's runtime and NCCL."""
 
 
 @dataclass
 class Build:
-    """What is built where."""
+    """Inputs and outputs of one build."""
 
     root: Path
     folder: Path
@@ -59,11 +57,11 @@ class Build:
 
 def units(sources: Iterable[str], root: Path) -> dict[str, list[str]]:
     """Units by name, such as "engine_2" or "bind_registers_1", with their sources."""
-    open_units: dict[str, tuple[int, int]] = {}  # of a room: number and lines of the last unit
+    open_units: dict[str, tuple[int, int]] = {}  # of a folder: number and lines of the last unit
     result: dict[str, list[str]] = {}
     for source in sources:
         room, name = Path(source).parts[1], Path(source).name
-        if _ISA_FILE.fullmatch(name):
+        if recipe.ISA_FILE.fullmatch(name):
             result[f"{room}_{Path(name).stem}"] = [source]
             continue
         kind, most = room, UNIT_LINES
@@ -122,7 +120,7 @@ def write(build: Build) -> Path:
             lines.append(f"build {objects[-1]}: nvcc {build.root / source}\n  name = {source}")
     lines.append(f"build {build.core}: link {' '.join(map(str, objects))}\n  name = {build.core.name}")
     csrc = build.root / "csrc"
-    read = [csrc / "torch_shim" / name for name in compiling.SOURCES] + [csrc / name for name in compiling.HEADERS]
+    read = [csrc / name for name in compiling.FILES]
     for torch, target in build.shims:
         command = compiling.compile_command(build.compiler, csrc, torch, target, recipe.SHIM_FLAGS)
         lines.append(f"build {target}: shim | {' '.join(map(str, read))}\n  command = {quote(command)}")

@@ -60,6 +60,9 @@ _SANITIZE_LINK_FLAGS = {
 # Without the symbol table: a third of the size, and nothing here is debugged from a wheel.
 LINK_FLAGS = _SANITIZE_LINK_FLAGS[SANITIZE]
 
+# Compiled in no unit with others: [Note: ISA files] in csrc/optim/cpu_isa.h.
+ISA_FILE = re.compile(r"cpu_(scalar|avx2|avx512|[a-z0-9]*neon|sve)\.cpp")
+
 # With no GPU in sight (CI, a build for others) and no PyTorch to ask.
 _FALLBACK_ARCHITECTURES = "7.5;8.0;9.0+PTX"
 

@@ -12,6 +12,10 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "build_backend"))
+
+from patrickstar_recipe import ISA_FILE  # noqa: E402
+
 # A folder includes itself and lower layers; folders of one layer never include each other.
 LAYERS = {
     "common": 0,
@@ -38,7 +42,6 @@ _TORCH_HEADER = re.compile(r"torch/|ATen/|caffe2/|c10/")
 _SHIM = "torch_shim/"
 _PYTHON_HEADER = re.compile(r"pybind11/|Python\.h")
 # [Note: ISA files] in csrc/optim/cpu_isa.h: no header that could emit code shared with other files.
-_ISA_FILE = re.compile(r"(?:optim|quant)/cpu_(scalar|avx2|avx512|[a-z0-9]*neon|sve)\.cpp")
 _ISA_HEADERS = {"immintrin.h", "arm_neon.h", "arm_sve.h", "cstdint", "cstddef"}
 
 
@@ -96,7 +99,7 @@ class Checker:
             for include in includes:
                 self._check_layer(name, include)
                 self._check_library(name, include)
-            if _ISA_FILE.fullmatch(name):
+            if ISA_FILE.fullmatch(name.rpartition("/")[2]):
                 allowed = "|".join(map(re.escape, sorted(_ISA_HEADERS)))
                 self._check_reach(name, re.compile(rf"(?!(?:{allowed})$)"), "see [Note: ISA files] in optim/cpu_isa.h")
         return self.violations

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from patrickstar.torch_shim.compiling import (
-    HEADERS,
-    SOURCES,
+    FILES,
     Torch,
     compile_command,
     find_compiler,
@@ -43,7 +42,7 @@ def compiled(torch: Any, cuda: str | None, name: str) -> Path:
     """The shim `name` in the user's cache, compiled if it is missing. Raises ImportError if that fails."""
     sources = sources_folder()
     digest = hashlib.sha256(torch.__version__.encode())
-    for file in (*HEADERS, *(f"torch_shim/{source}" for source in SOURCES)):
+    for file in FILES:
         digest.update((sources / file).read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "patrickstar" / "torch_shim"
     target = cache / digest.hexdigest()[:16] / name

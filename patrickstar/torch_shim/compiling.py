@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = ("shim.cpp", "group.cpp", "cuda.cpp")
-HEADERS = ("torch_shim/parts.h", "torch_api/torch_api.h")
+FILES = (*(f"torch_shim/{name}" for name in SOURCES), "torch_shim/parts.h", "torch_api/torch_api.h")
+"""Files that a shim is compiled from, below csrc."""
 
 
 @dataclass(frozen=True)
