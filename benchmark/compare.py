@@ -91,6 +91,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="PatrickStar's default_chunk_size, in elements",
     )
+    parser.add_argument(
+        "--fsdp2-recompute", type=int, metavar="N", help="blocks that FSDP2 recomputes, the first ones (default: all)"
+    )
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument(
         "--compile",
@@ -122,6 +125,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             clipping=args.clip,
             speculation=args.speculation,
             chunk_numel=args.chunk_numel,
+            recomputed=args.fsdp2_recompute,
             gpu_bytes=limits[system],
             host_bytes=args.host_memory,
             warmup=args.warmup,

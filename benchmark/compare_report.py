@@ -67,7 +67,7 @@ class Comparison:
         job = dataclasses.asdict(self.runs[0].job)
         common = {
             key: job[key]
-            for key in ("model", "length", "batch", "clipping", "host_bytes", "warmup", "steps", "compiled")
+            for key in ("model", "length", "batch", "clipping", "host_bytes", "warmup", "steps", "compiled", "recomputed")
         }
         provenance = next((run.provenance for run in self.runs if run.provenance), {})
         shape = self.runs[0].job.shape

@@ -60,6 +60,8 @@ class Job:
     """PatrickStar's ``tensor_parallel.rows``."""
     columns: int = 1
     """PatrickStar's ``tensor_parallel.columns``."""
+    recomputed: int | None = None
+    """Blocks that FSDP2 recomputes, the first ones; None: all. PatrickStar chooses by itself."""
     chunk_numel: int = 64 * 2**20
     """PatrickStar's ``default_chunk_size``."""
     shares_sequence: bool = False

@@ -94,6 +94,7 @@ def expected_losses(num_ranks, batch, length):
 
 def test_several_ranks_train_the_same_thing(tmp_path, capsys):
     flags = "--system patrickstar fsdp2-offload --ranks 2 --batch-size 2 --seq-len 48 --warmup 1 --steps 2 "
+    flags += "--fsdp2-recompute 1 "
     flags += "--host-memory 2GiB"
     assert compare.main([*flags.split(), "--json", str(tmp_path / "out.json")]) == 0
     print(capsys.readouterr().out)
