@@ -18,6 +18,9 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_COMMON = ("model", "length", "batch", "clipping", "host_bytes", "warmup", "steps", "compiled", "recomputed")
+
+
 @dataclasses.dataclass
 class Comparison:
     """Runs of one model by several systems, on one or several numbers of ranks."""
@@ -65,10 +68,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         job = dataclasses.asdict(self.runs[0].job)
-        common = {
-            key: job[key]
-            for key in ("model", "length", "batch", "clipping", "host_bytes", "warmup", "steps", "compiled", "recomputed")
-        }
+        common = {key: job[key] for key in _COMMON}
         provenance = next((run.provenance for run in self.runs if run.provenance), {})
         shape = self.runs[0].job.shape
         return {

@@ -24,13 +24,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune import flags, training
 from patrickstar.finetune.batches import Batch, unigram_score
 from patrickstar.finetune.proof import be_deterministic, compare_with_unbounded
 from patrickstar.finetune.ranks import Ranks, joined_ranks
 from patrickstar.finetune.reporting import print_run, save_curves
 from patrickstar.finetune.tasks import Output, Task
-from patrickstar.finetune.usage import UsageError, run_command, shown_path
+from patrickstar.finetune.usage import run_command, shown_path
 
 END = "<|endoftext|>"
 HELD_OUT_SHARE = 0.05

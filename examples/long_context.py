@@ -27,11 +27,12 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from patrickstar.command.flags import UsageError
 from patrickstar.config import SequenceMode
 from patrickstar.finetune.flags import Parser
 from patrickstar.finetune.ranks import Ranks, joined_ranks
 from patrickstar.finetune.reporting import format_bytes
-from patrickstar.finetune.usage import UsageError, make_writable, run_command, shown_path
+from patrickstar.finetune.usage import make_writable, run_command, shown_path
 from patrickstar.planning.models import enable_checkpointing
 from patrickstar.runtime import initialize_engine
 

@@ -35,16 +35,10 @@ from pretraining.tokens import Corpus, RandomTokens, TokenSource, make_byte_toke
 from tqdm import tqdm
 
 from patrickstar import CheckpointError
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune.ranks import Ranks, joined_ranks
 from patrickstar.finetune.recipe import decay_groups
-from patrickstar.finetune.usage import (
-    StoppedError,
-    UsageError,
-    make_writable,
-    run_command,
-    shown_path,
-    stop_requests,
-)
+from patrickstar.finetune.usage import StoppedError, make_writable, run_command, shown_path, stop_requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ LAYERS = {
     "finetune": 13,
 }
 # Below all rooms: imports the standard library alone, and any module imports it.
-FOR_ALL = ("sizes",)
+FOR_ALL = ("choices", "sizes")
 NAMES_OF_USERS = ("checkpointing", "comm", "env", "ops", "plan", "profile", "utils", "zero")
 PACKAGE = "patrickstar"
 EXTENSION = "_C"

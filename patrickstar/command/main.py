@@ -28,7 +28,7 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
-    "plan": Subcommand("patrickstar.plan", "says whether a model fits, how fast it trains and what would help"),
+    "plan": Subcommand("patrickstar.command.plan", "says whether a model fits, how fast it trains and what would help"),
     "finetune": Subcommand("patrickstar.finetune.main", "tunes a Hugging Face language model on conversations"),
     "run": Subcommand("patrickstar.command.run", "runs a script of transformers, TRL or Accelerate in an engine"),
     "profile": Subcommand("patrickstar.profile", "runs a training script and shows one step: a trace and a picture"),

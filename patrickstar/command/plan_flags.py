@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import re
 
-from patrickstar.command.flags import CommandParser, at_least_0, at_least_1, memory_size, not_negative, positive
-from patrickstar.config import (
+from patrickstar.choices import (
     ActivationOffload,
     Master,
+    MatrixMode,
     OptimizerType,
     QuantizationType,
     Recompute,
     Speculation,
     States,
 )
-from patrickstar.planning.cluster import LINKS
+from patrickstar.command.flags import CommandParser, at_least_0, at_least_1, memory_size, not_negative, positive
+from patrickstar.planning import defaults
+from patrickstar.planning.gpus import DATA_SHEETS, H200, PRECISIONS, gpu_name
 from patrickstar.planning.known_models import KNOWN_MODELS
-from patrickstar.planning.machines import MACHINES
-from patrickstar.planning.proposals import LORA_RANK
-from patrickstar.planning.question import DTYPES
-from patrickstar.tensor2d.cost import Mode
+from patrickstar.planning.node_links import LINKS, Link, parse_link
 
-DEFAULT_BATCH, DEFAULT_LENGTH = 16, 1024
 OPTIMIZERS = {member.value.lower(): member for member in OptimizerType}
 
 
@@ -31,27 +30,27 @@ def plan_parser(prog: str) -> CommandParser:
     work = parser.add_argument_group("what is trained")
     work.add_argument(
         "--model", required=True,
-        help=f"a usual name ({', '.join(KNOWN_MODELS)}), gpt:HIDDENxLAYERS, a benchmark's size such as 4.3b, or a "
-        "Hugging Face config.json or folder",
+        help=f"a usual name or its hub id ({', '.join(KNOWN_MODELS)}), gpt:HIDDENxLAYERS, a benchmark's size such as "
+        "4.3b, or a Hugging Face config.json or folder",
     )  # fmt: skip
     work.add_argument(
         "--batch-size", type=at_least_1, metavar="N",
-        help=f"sequences per forward and GPU, or GPUs that share them (default: {DEFAULT_BATCH}, 1 with --longest)",
+        help=f"sequences per forward and GPU, or GPUs that share them (default: {defaults.BATCH})",
     )  # fmt: skip
     work.add_argument(
-        "--seq-len", type=at_least_1, metavar="N", help=f"tokens per sequence (default: {DEFAULT_LENGTH})"
+        "--seq-len", type=at_least_1, metavar="N", help=f"tokens per sequence (default: {defaults.LENGTH})"
     )
     work.add_argument("--longest", action="store_true", help="instead of --seq-len: the longest sequences that fit")
     work.add_argument(
         "--sequence-parallel", type=at_least_1, default=1, metavar="N", help="GPUs that share each sequence"
     )
     work.add_argument(
-        "--tensor-parallel", metavar="MESH",
+        "--tensor-parallel", type=_mesh, metavar="MESH",
         help="GPUs that share matrices: ROWSxCOLUMNS, how many (the mesh that receives least), or auto: all GPUs "
         "that share no sequence",
     )  # fmt: skip
     work.add_argument(
-        "--tensor-mode", choices=["auto", *(mode.value for mode in Mode)], default="auto",
+        "--tensor-mode", choices=[mode.value for mode in MatrixMode], default="auto",
         help="of --tensor-parallel: in blocks, in one dimension with sequences sharded, or what receives less",
     )  # fmt: skip
     work.add_argument(
@@ -70,22 +69,22 @@ def plan_parser(prog: str) -> CommandParser:
         help="instead of --batch-size and --gradient-accumulation: the fastest of these for so many tokens on all GPUs",
     )  # fmt: skip
     work.add_argument(
-        "--checkpointing", action=argparse.BooleanOptionalAction, default=False,
-        help="compute activations again in backward, as far as that pays (default: they are kept)",
+        "--checkpointing", action=argparse.BooleanOptionalAction, default=True,
+        help="compute activations again in backward, as far as that pays (default: yes)",
     )  # fmt: skip
     work.add_argument(
-        "--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank alone, 0: everything"
+        "--lora-rank", type=at_least_0, default=0, metavar="R", help="train adapters of this rank alone, 0: everything"
     )
     work.add_argument(
         "--quantization", choices=[member.value for member in QuantizationType],
         help="quantization.type: what frozen linear weights are stored in (default: as they are); without --lora-rank, "
-        f"adapters of rank {LORA_RANK} are trained",
+        f"adapters of rank {defaults.LORA_RANK} are trained",
     )  # fmt: skip
-    work.add_argument("--precision", choices=DTYPES, default="bf16", help="of compute")
+    work.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of compute")
     work.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")
 
     machine = parser.add_argument_group("on what")
-    machine.add_argument("--gpu", choices=MACHINES, default="h200", help="whose rates to use")
+    machine.add_argument("--gpu", type=_gpu, default=H200, help=f"whose rates to use: {', '.join(DATA_SHEETS)}")
     machine.add_argument("--gpu-tflops", type=positive, metavar="N", help="dense 16-bit, as a data sheet says it")
     machine.add_argument(
         "--gpu-bandwidth", type=positive, metavar="GB/s", help="of its memory, as a data sheet says it"
@@ -100,8 +99,16 @@ def plan_parser(prog: str) -> CommandParser:
     )  # fmt: skip
     machine.add_argument("--nodes", type=at_least_1, default=1, metavar="N", help="of GPUs that share each chunk")
     machine.add_argument("--gpus-per-node", type=at_least_1, default=1, metavar="N", help="connected with each other")
-    machine.add_argument("--link", default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU")
-    machine.add_argument("--also", metavar="GPUS", help="other numbers of GPUs to tell the step of, such as 8,32,256")
+    machine.add_argument(
+        "--link", type=_link, default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU"
+    )
+    machine.add_argument(
+        "--also",
+        type=_sizes,
+        default=(),
+        metavar="GPUS",
+        help="other numbers of GPUs to tell the step of, such as 8,32,256",
+    )
     machine.add_argument("--measure", action="store_true", help="measure this machine's link and Adam instead")
 
     engine = parser.add_argument_group("the engine's configuration")
@@ -117,7 +124,7 @@ def plan_parser(prog: str) -> CommandParser:
         "--disk", type=memory_size, metavar="SIZE",
         help="disk_memory.size of each engine, for optimizer states that nothing else has room for (default: none)",
     )  # fmt: skip
-    engine.add_argument("--chunk-numel", default="auto", metavar="N", help="elements per chunk")
+    engine.add_argument("--chunk-numel", type=_chunk_numel, metavar="N", help="elements per chunk (default: auto)")
     engine.add_argument(
         "--margin-use-ratio", type=positive, default=1.0, metavar="RATIO", help="client.mem_tracer.margin_use_ratio"
     )
@@ -147,6 +154,7 @@ def plan_parser(prog: str) -> CommandParser:
     )  # fmt: skip
 
     output = parser.add_argument_group("output")
+    output.add_argument("--verbose", action="store_true", help="say more: rates, chunk sizes, stalls, configuration")
     output.add_argument(
         "--advice", action=argparse.BooleanOptionalAction, default=True, help="plan what would help, too"
     )
@@ -156,3 +164,44 @@ def plan_parser(prog: str) -> CommandParser:
         "--listing", action="store_true", help="also print the step's program: its instructions, and when each is done"
     )
     return parser
+
+
+def _gpu(text: str) -> str:
+    try:
+        return gpu_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _link(text: str) -> Link:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _chunk_numel(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1024:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give auto or at least 1024 elements")
+    return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give numbers of GPUs, such as 8,32,256")
+    return [int(size) for size in sizes]
+
+
+def _mesh(text: str) -> str:
+    if text != "auto" and mesh_shape(text) is None and not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give ROWSxCOLUMNS such as 2x2, a number of GPUs, or auto")
+    return text
+
+
+def mesh_shape(text: str) -> tuple[int, int] | None:
+    """Rows and columns of ``--tensor-parallel ROWSxCOLUMNS``; None: the shape is to be chosen."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    return None if match is None else (int(match.group(1)), int(match.group(2)))

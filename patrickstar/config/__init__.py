@@ -6,46 +6,45 @@ patrickstar.config``) are generated from them. Keys without effect, and refused 
 other_keys.md, that completes the models.
 """
 
+from patrickstar.choices import (
+    ActivationOffload,
+    DiskIo,
+    HostAffinity,
+    KeepAttention,
+    LossComputation,
+    Master,
+    MatrixMode,
+    OptimizerType,
+    QuantizationType,
+    RankReduction,
+    Recompute,
+    SequenceMode,
+    Speculation,
+    States,
+)
 from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from patrickstar.config.checks import check_loss_scaler_state, make_loss_scaler
 from patrickstar.config.dialects import Dialect
-from patrickstar.config.optimizer import (
-    Master,
-    OptimizerConfig,
-    OptimizerParams,
-    OptimizerType,
-    Speculation,
-    States,
-    nearest_optimizer,
-)
+from patrickstar.config.optimizer import OptimizerConfig, OptimizerParams, nearest_optimizer
 from patrickstar.config.parsing import log_accepted_options, parse_config
-from patrickstar.config.quantization import QuantizationConfig, QuantizationType
+from patrickstar.config.quantization import QuantizationConfig
 from patrickstar.config.root import Config
 from patrickstar.config.schema import (
     PROFILE_VARIABLE,
-    ActivationOffload,
     ActivationsConfig,
     Bf16Config,
     ClientConfig,
     DelaysConfig,
-    DiskIo,
     DiskMemoryConfig,
     Fp16Config,
-    HostAffinity,
     HostThreadsConfig,
-    KeepAttention,
-    LossComputation,
     MemTracerConfig,
     OptsConfig,
     ProfileConfig,
-    RankReduction,
-    Recompute,
-    SequenceMode,
     SequenceParallelConfig,
     profile_of_environment,
 )
 from patrickstar.config.spellings import auto_keys, fill_auto
-from patrickstar.config.tensor_parallel import MatrixMode
 from patrickstar.config.update_rules import ALL_OPTIONS, UpdateRule, group_options, rule_of
 from patrickstar.config.values import parse_bytes
 

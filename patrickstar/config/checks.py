@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from patrickstar.config.optimizer import Master, Speculation
+from patrickstar.choices import Master, MatrixMode, SequenceMode, Speculation
 from patrickstar.config.root import Config
-from patrickstar.config.schema import SequenceMode
 from patrickstar.config.shown import shown
-from patrickstar.config.tensor_parallel import MatrixMode
 from patrickstar.config.update_rules import conflicts_of_params
 from patrickstar.config.values import DataType
 from patrickstar.sizes import show_exactly

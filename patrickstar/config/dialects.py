@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from patrickstar.config.optimizer import OptimizerType
+from patrickstar.choices import OptimizerType
 from patrickstar.config.root import Config
 from patrickstar.config.update_rules import with_own_defaults
 

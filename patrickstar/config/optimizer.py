@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
+from patrickstar.choices import Master, OptimizerType, Speculation, States
 from patrickstar.config.fates import HONOURED, mapped, no_effect, refused
 from patrickstar.config.nearest import slip_of
 from patrickstar.config.values import (
@@ -19,40 +19,6 @@ from patrickstar.config.values import (
     ignoring_case,
     unexpected,
 )
-
-
-class OptimizerType(enum.Enum):
-    """The update rule; Adam and AdamW differ in where weight decay is applied."""
-
-    ADAM = "Adam"
-    ADAMW = "AdamW"
-    LION = "Lion"
-    SGD = "SGD"
-
-
-class Speculation(enum.Enum):
-    """The time at which updates on the host start."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
-    COMMIT = "commit"
-
-
-class States(enum.Enum):
-    """Types in which momentum and variance are stored."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    EIGHT_BIT = "8bit"
-
-
-class Master(enum.Enum):
-    """Values from which a 16-bit parameter is updated."""
-
-    EXACT = "exact"
-    STOCHASTIC = "stochastic"
-
 
 _INSTEAD_OF_OPTIMIZERS = {
     "onebitadam": "compressed gradients change the numbers: use Adam",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
+from patrickstar.choices import QuantizationType
 from patrickstar.config.fates import HONOURED
 from patrickstar.config.values import Names, Section, ignoring_case
-
-
-class QuantizationType(enum.Enum):
-    """Storage formats of frozen weights."""
-
-    NF4 = "nf4"
-    INT8 = "int8"
 
 
 class QuantizationConfig(Section):

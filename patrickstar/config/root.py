@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import BeforeValidator, Field
 
+from patrickstar.choices import RankReduction
 from patrickstar.config.fates import HONOURED, OtherSpelling, Reader, mapped
 from patrickstar.config.monitors import (
     CsvMonitorConfig,
@@ -28,7 +28,6 @@ from patrickstar.config.schema import (
     Fp16Config,
     HostThreadsConfig,
     ProfileConfig,
-    RankReduction,
     SequenceParallelConfig,
     profile_of_environment,
 )
@@ -47,6 +46,9 @@ from patrickstar.config.values import (
     ignoring_case,
 )
 from patrickstar.config.zero import ZeroConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _steps(value: Any) -> Any:
@@ -126,6 +128,8 @@ class _EngineKeys(Section):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of parameters and gradients in forward and backward."""
+        import torch
+
         if self.fp16 is not None:
             return torch.float16
         return torch.float32 if self.bf16 is None else torch.bfloat16

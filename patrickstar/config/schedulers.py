@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
-from torch.optim import lr_scheduler
 
 from patrickstar.config.fates import HONOURED
 from patrickstar.config.nearest import nearest
@@ -27,6 +26,8 @@ Warmup = Annotated[Literal["log", "linear"], HONOURED]
 
 
 def _torch_schedule(value: Any) -> str:
+    from torch.optim import lr_scheduler
+
     cls = getattr(lr_scheduler, value, None) if isinstance(value, str) else None
     if not inspect.isclass(cls) or not issubclass(cls, lr_scheduler.LRScheduler):
         raise unexpected(

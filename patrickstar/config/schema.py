@@ -5,12 +5,20 @@ Other files: optimizer.py, quantization.py, tensor_parallel.py.
 
 from __future__ import annotations
 
-import enum
 import os
 from typing import Annotated
 
 from pydantic import Field
 
+from patrickstar.choices import (
+    ActivationOffload,
+    DiskIo,
+    HostAffinity,
+    KeepAttention,
+    LossComputation,
+    Recompute,
+    SequenceMode,
+)
 from patrickstar.config.fates import HONOURED, OtherSpelling, no_effect, refused
 from patrickstar.config.values import (
     AtLeast0,
@@ -27,70 +35,6 @@ from patrickstar.config.values import (
 PROFILE_VARIABLE = "PATRICKSTAR_PROFILE"
 """The environment variable that requests a profile if the configuration does not: ``<step>,<folder>``."""
 _MOST_THREADS = 4096
-
-
-class RankReduction(enum.Enum):
-    """Reduction of the ranks' gradients."""
-
-    MEAN = "mean"
-    SUM = "sum"
-
-
-class SequenceMode(enum.Enum):
-    """Context-parallel attention modes (:class:`patrickstar.sequence.Mode`)."""
-
-    AUTO = "auto"
-    RING = "ring"
-    ZIGZAG = "zigzag"
-    ULYSSES = "ulysses"
-    HYBRID = "hybrid"
-    RSA = "rsa"
-
-
-class LossComputation(enum.Enum):
-    """How much of a language model's logits exists at a time."""
-
-    WHOLE = "whole"
-    FUSED = "fused"
-
-
-class ActivationOffload(enum.Enum):
-    """Models whose activations may be offloaded between forward and backward."""
-
-    AUTO = "auto"
-    NEVER = "never"
-    ALWAYS = "always"
-
-
-class Recompute(enum.Enum):
-    """Recomputation of checkpointed calls."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-
-
-class KeepAttention(enum.Enum):
-    """Selective recomputation: keeps attention's outputs in checkpointed layers for their backward."""
-
-    AUTO = "auto"
-    NEVER = "never"
-    ALWAYS = "always"
-
-
-class DiskIo(enum.Enum):
-    """The interface for disk transfers."""
-
-    AUTO = "auto"
-    IO_URING = "io_uring"
-    THREADS = "threads"
-
-
-class HostAffinity(enum.Enum):
-    """CPU affinity of the threads that compute on the host."""
-
-    AUTO = "auto"
-    PINNED = "pinned"
-    FREE = "free"
 
 
 class Fp16Config(Section):

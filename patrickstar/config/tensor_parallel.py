@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 from pydantic import Field
 
+from patrickstar.choices import MatrixMode
 from patrickstar.config.fates import HONOURED, mapped
 from patrickstar.config.other_keys import with_other_keys
 from patrickstar.config.values import AtLeast0, AtLeast1, Section
-
-
-class MatrixMode(enum.Enum):
-    """Dimensions of tensor parallelism (:class:`patrickstar.tensor2d.cost.Mode`)."""
-
-    TWO = "2d"
-    ONE = "1d"
-    AUTO = "auto"
 
 
 class InnerTensorParallelConfig(with_other_keys("tensor_parallel.tp"), Section):

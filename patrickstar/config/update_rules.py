@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from patrickstar.config.optimizer import OptimizerParams, OptimizerType
+from patrickstar.choices import OptimizerType
+from patrickstar.config.optimizer import OptimizerParams
 from patrickstar.config.shown import shown
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -141,7 +140,11 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _data_type(value: Any) -> Any:
-    name = str(value).removeprefix("torch.").lower() if isinstance(value, (str, DataType, torch.dtype)) else None
+    name = (
+        str(value).removeprefix("torch.").lower()
+        if isinstance(value, (str, DataType)) or type(value).__module__ == "torch"
+        else None
+    )
     return next((member for member in DataType if name in _DATA_TYPE_NAMES[member]), value)
 
 

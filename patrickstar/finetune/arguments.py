@@ -10,12 +10,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from patrickstar.command.flags import at_least_0, at_least_1
+from patrickstar.command.flags import UsageError, at_least_0, at_least_1, check_all
 from patrickstar.finetune import flags
 from patrickstar.finetune.conversations import Conversation, read_conversations
 from patrickstar.finetune.questions import python_questions
 from patrickstar.finetune.settings import read_settings
-from patrickstar.finetune.usage import UsageError, check_all
 
 DESCRIPTION = """Fine-tunes a Hugging Face causal language model on your conversations, within a device memory budget.
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from patrickstar.finetune.usage import UsageError
+from patrickstar.command.flags import UsageError
 
 ROLES = ("system", "user", "assistant")
 

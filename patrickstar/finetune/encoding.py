@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune.batches import IGNORED, Batch
 from patrickstar.finetune.conversations import Conversation
-from patrickstar.finetune.usage import UsageError
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"

@@ -6,13 +6,21 @@ No PyTorch is imported before the arguments are read.
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from patrickstar.command.flags import CommandParser, at_least_0, at_least_1, memory_size, not_negative, positive
-from patrickstar.finetune.usage import UsageError, check_all, check_output, prepare_output
+from patrickstar.command.flags import (
+    CommandParser,
+    UsageError,
+    at_least_0,
+    at_least_1,
+    check_all,
+    memory_size,
+    not_negative,
+    positive,
+)
+from patrickstar.finetune.usage import check_output, prepare_output
 
 
 class Parser(CommandParser):
@@ -20,69 +28,10 @@ class Parser(CommandParser):
 
     def __init__(self, description: str | None, prog: str | None = None):
         super().__init__(prog, description)
-        self._mistakes: list[str] = []
 
-    def error(self, message: str) -> NoReturn:
+    def refuse(self, mistakes: Sequence[str]) -> NoReturn:
         """Raises UsageError."""
-        raise UsageError(*self._mistakes, _without_prefix(message))
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """Parses arguments.
-
-        Raises:
-            UsageError: some are wrong.
-        """
-        options, mistakes = self.parse_with_mistakes(args, namespace)
-        if mistakes:
-            raise UsageError(*mistakes)
-        return options
-
-    def parse_with_mistakes(
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the options, with defaults for wrong values, and the mistakes.
-
-        Raises:
-            UsageError: a flag has no value.
-        """
-        self._mistakes = []
-        options, unknown = self.parse_known_args(args, namespace)
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        if not flags and unknown:
-            self._mistakes.append(f"{' '.join(unknown)!r} belongs to no flag")
-        return options, [*self._mistakes, *map(self.unknown_flag, flags)]
-
-    def named(self, flag: str) -> argparse.Action | None:
-        """Returns the action of a flag; None if there is no such flag."""
-        return self._option_string_actions.get(flag)
-
-    def unknown_flag(self, flag: str) -> str:
-        """Returns the mistake in a flag that does not exist, with the name that is meant."""
-        return f"there is no flag {flag}{self.meant(flag)}"
-
-    def meant(self, flag: str) -> str:
-        """Returns the question for the nearest flag; empty without one."""
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        return f"; did you mean {near[0]}?" if near else "; --help lists all"
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            value = super()._get_value(action, arg_string)
-        except argparse.ArgumentError as error:
-            self._mistakes.append(_without_prefix(str(error)))
-            return action.default
-        if action.choices is not None and value not in action.choices:
-            choices = ", ".join(map(str, action.choices))
-            self._mistakes.append(f"{'/'.join(action.option_strings)}: it is {value!r}; give one of {choices}")
-            return action.default
-        return value
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Does nothing: choices were checked with the type."""
-
-
-def _without_prefix(message: str) -> str:
-    return message.removeprefix("argument ")
+        raise UsageError(*mistakes)
 
 
 def share(text: str) -> float:

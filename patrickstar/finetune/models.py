@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune.conversations import Conversation
 from patrickstar.finetune.encoding import ChatEncoder
 from patrickstar.finetune.ranks import Ranks
-from patrickstar.finetune.usage import UsageError
 from patrickstar.module.pretrained import from_pretrained
 
 _COMPARED_BYTES = 2**20
@@ -137,7 +137,7 @@ def print_answers(
     tokenizer = encoder.tokenizer
     model.eval()
     for conversation in asked:
-        prompt = torch.tensor([encoder.prompt(conversation)])
+        prompt = torch.tensor([encoder.prompt(conversation)], device=model.device)
         tokens = model.generate(  # on all ranks: each has a part of the model
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),

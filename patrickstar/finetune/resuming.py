@@ -9,10 +9,10 @@ from typing import Any
 
 from patrickstar.checkpoint import Checkpoint
 from patrickstar.checkpoint.training_state import TrainingState
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune.batches import fingerprint
 from patrickstar.finetune.ranks import Ranks
 from patrickstar.finetune.tasks import Progress, Task
-from patrickstar.finetune.usage import UsageError
 
 _FLAGS = ("seed", "optimizer", "lr", "warmup", "weight_decay", "clip", "precision", "states", "master")
 

@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune.flags import Parser
-from patrickstar.finetune.usage import UsageError
 
 
 def read_settings(path: Path, parser: Parser) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from patrickstar.checkpoint import latest_tag
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune.batches import (
     Batch,
     Order,
@@ -35,7 +36,7 @@ from patrickstar.finetune.recipe import decay_groups, warmup_then_cosine
 from patrickstar.finetune.reporting import print_start
 from patrickstar.finetune.resuming import check_resumable, identity
 from patrickstar.finetune.tasks import Output, Progress, Run, Task
-from patrickstar.finetune.usage import StoppedError, StopRequest, UsageError, stop_requests
+from patrickstar.finetune.usage import StoppedError, StopRequest, stop_requests
 from patrickstar.planning.models import enable_checkpointing
 from patrickstar.runtime import initialize_engine
 

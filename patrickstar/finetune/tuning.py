@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune import flags, training
 from patrickstar.finetune.arguments import LONGEST_ROW
 from patrickstar.finetune.batches import Batch, num_rows, unigram_score
@@ -32,7 +33,7 @@ from patrickstar.finetune.ranks import Ranks, joined_ranks
 from patrickstar.finetune.reporting import print_run, save_curves
 from patrickstar.finetune.small_llama import small_llama, train_tokenizer
 from patrickstar.finetune.tasks import Output, Task
-from patrickstar.finetune.usage import PROGRAM, UsageError, python_command
+from patrickstar.finetune.usage import PROGRAM, python_command
 from patrickstar.integrations.weights import adapter_state
 
 

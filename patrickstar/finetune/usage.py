@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from patrickstar.command.flags import one_line
+from patrickstar.command.flags import UsageError, one_line
 
 PROGRAM = ("-m", "patrickstar", "finetune")
 """Words that run ``patrickstar finetune``, after ``python``."""
@@ -29,32 +29,12 @@ _SECONDS_BETWEEN_PRESSES = 1.0
 """A signal that follows another one sooner is the same Ctrl-C, seen by a process and forwarded by its launcher."""
 
 
-class UsageError(Exception):
-    """The user's input cannot be used. Each argument is a mistake: one line that says what to give instead."""
-
-
 def set_environment() -> None:
     """Sets variables that PyTorch and transformers read when they are imported; a user's own values stay."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets cuBLAS be deterministic
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
-
-
-def check_all(*checks: Callable[[], object]) -> None:
-    """Makes all checks, though some may fail.
-
-    Raises:
-        UsageError: some failed; it has the mistakes of all.
-    """
-    mistakes: list[object] = []
-    for check in checks:
-        try:
-            check()
-        except UsageError as error:
-            mistakes += error.args
-    if mistakes:
-        raise UsageError(*mistakes)
 
 
 class StoppedError(Exception):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from patrickstar.config import Speculation
+from patrickstar.config import Recompute, Speculation
 from patrickstar.planning.activation_proposals import (
     fewer_activations,
     fused_loss,
     host_memory_for_activations,
     tiles,
 )
-from patrickstar.planning.planner import Answer, Planner
+from patrickstar.planning.planner import CHUNK_SIZES, Answer, Planner
 from patrickstar.planning.proposals import (
     Proposal,
     adapters_alone,
@@ -43,6 +44,8 @@ _LENGTH_UNIT = 128
 _MOST_CHANGES = 8
 _TRIES = 4
 _ENDLESS_DISK = 2**50
+_BOUGHT = ("host memory", "GPUs")
+"""Kinds of proposals that ask for more than the machine has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,21 +73,19 @@ class Advice:
 
 def advise(planner: Planner, answer: Answer) -> list[Advice]:
     """Returns changes that raise tokens per second by at least :data:`LEAST_GAIN`, best first."""
-    least = answer.tokens_per_second * (1 + LEAST_GAIN)
-    found = [
-        advice for advice in _planned(planner, _proposals(planner, answer)) if advice.answer.tokens_per_second >= least
-    ]
-    return _best_of_each_kind(found)
+    least, numel = answer.tokens_per_second * (1 + LEAST_GAIN), answer.chosen.chunk_numel
+    proposals = _proposals(planner, answer)
+    found = _planned(proposals, lambda question: planner.glance(question, numel))
+    return _best_of_each_kind([advice for advice in found if advice.answer.tokens_per_second >= least])
 
 
 def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
     """Returns changes that make a refused question fit, best first."""
-    found = list(_planned(planner, _remedies(question, refusal)))
+    plan = functools.partial(_least, planner)
+    found = list(_planned(_remedies(question, refusal), plan))
     if refusal.least_device_bytes is not None:
         for proposals in (fewer_activations(question), host_memory_for_activations(planner, question, None)):
-            found += itertools.islice(
-                _planned(planner, proposals), 1
-            )  # each proposal traces a model, which takes seconds
+            found += itertools.islice(_planned(proposals, plan), 1)  # each proposal traces a model, which takes seconds
     if refusal.least_host_bytes is not None:
         found += _host_memory_that_fits(planner, question, refusal)
         found += _fewer_bytes(planner, question)
@@ -96,24 +97,30 @@ def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> li
     return _best_of_each_kind(found)
 
 
-def _planned(planner: Planner, proposals: Iterator[Proposal]) -> Iterator[Advice]:
+def _least(planner: Planner, question: Question) -> Answer:
+    """Returns an answer with the smallest chunks: if they do not fit, none do."""
+    return planner.glance(question, CHUNK_SIZES[0])
+
+
+def _planned(proposals: Iterator[Proposal], plan: Callable[[Question], Answer]) -> Iterator[Advice]:
     for proposal in proposals:
         try:
-            yield Advice(proposal=proposal, answer=planner.answer(proposal.question))
+            yield Advice(proposal=proposal, answer=plan(proposal.question))
         except (DoesNotFitError, CannotDivideError):
             continue
 
 
 def _best_of_each_kind(found: Sequence[Advice]) -> list[Advice]:
-    """Returns one proposal per kind, best first: the cheapest within :data:`LEAST_GAIN` of the kind's best. Within a
-    kind, ``found`` begins with the cheapest.
+    """Returns one proposal per kind: the cheapest within :data:`LEAST_GAIN` of the kind's best. Within a kind,
+    ``found`` begins with the cheapest. Proposals for the present machine come first, then :data:`_BOUGHT`, each the
+    best first.
     """
     kept = []
     for kind in dict.fromkeys(advice.proposal.kind for advice in found):
         same = [advice for advice in found if advice.proposal.kind == kind]
         best = max(advice.answer.tokens_per_second for advice in same)
         kept.append(next(a for a in same if a.answer.tokens_per_second * (1 + LEAST_GAIN) >= best))
-    return sorted(kept, key=lambda advice: -advice.answer.tokens_per_second)
+    return sorted(kept, key=lambda advice: (advice.proposal.kind in _BOUGHT, -advice.answer.tokens_per_second))
 
 
 # For a model that fits
@@ -123,7 +130,7 @@ def _proposals(planner: Planner, answer: Answer) -> Iterator[Proposal]:
     question, step = answer.question, answer.chosen.step
     waits = step.seconds - step.compute_seconds > LEAST_GAIN * step.seconds  # else the GPU's work hides everything
     yield from _device_memory(question)
-    if question.workload.checkpointing:
+    if question.workload.checkpointing and question.setting.recompute is Recompute.ALWAYS:
         text = "keep activations instead of recomputing them"
         yield other_work("checkpointing", text, ("--no-checkpointing",), question, checkpointing=False)
         fused = fused_loss(question)
@@ -231,7 +238,7 @@ def _shared_sequences(question: Question) -> Iterator[Proposal]:
 def _fewer_bytes(planner: Planner, question: Question) -> list[Advice]:
     """The first kind of inexact storage that fits, the more exact first; else adapters."""
     for proposals in (fewer_state_bytes, without_masters, adapters_alone):
-        found = list(_planned(planner, proposals(question)))
+        found = list(_planned(proposals(question), functools.partial(_least, planner)))
         if found:
             return found
     return []
@@ -240,9 +247,9 @@ def _fewer_bytes(planner: Planner, question: Question) -> list[Advice]:
 def _disk_that_fits(planner: Planner, question: Question) -> list[Advice]:
     """Disk bytes that placement would use if the disk were unlimited."""
     try:
-        endless = planner.answer(on_a_disk(question, _ENDLESS_DISK).question)
+        endless = _least(planner, on_a_disk(question, _ENDLESS_DISK).question)
         proposal = on_a_disk(question, endless.chosen.disk_bytes)
-        return [Advice(proposal=proposal, answer=planner.answer(proposal.question))]
+        return [Advice(proposal=proposal, answer=_least(planner, proposal.question))]
     except DoesNotFitError:
         return []
 
@@ -254,7 +261,7 @@ def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNo
             break
         proposal = more_host_memory(question, refusal.least_host_bytes)
         try:
-            return [Advice(proposal=proposal, answer=planner.answer(proposal.question))]
+            return [Advice(proposal=proposal, answer=_least(planner, proposal.question))]
         except DoesNotFitError as error:
             refusal = error
     return []
@@ -297,7 +304,7 @@ def _largest(
     def plan(count: int) -> Advice | DoesNotFitError:
         proposal = proposal_of(count)
         try:
-            return Advice(proposal=proposal, answer=planner.answer(proposal.question))
+            return Advice(proposal=proposal, answer=_least(planner, proposal.question))
         except DoesNotFitError as error:
             return error
 
@@ -337,7 +344,7 @@ def _changes_together(planner: Planner, question: Question, refusal: DoesNotFitE
         changes[change.kind] = change  # replaces an earlier change of its kind, on which it builds
         question = change.question
         try:
-            answer = planner.answer(question)
+            answer = _least(planner, question)
         except DoesNotFitError as error:
             refusal = error
             continue

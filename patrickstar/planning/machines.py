@@ -10,11 +10,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from patrickstar import _C
-from patrickstar.planning.measuring import engine_threads, measure_host_adam_gparams, measure_link_gbps
+from patrickstar.planning import gpus
+from patrickstar.planning.gpus import DATA_SHEETS, PRECISIONS
 from patrickstar.planning.update_costs import ADAM, UpdateCost, UpdateRates
 from patrickstar.sizes import show_size
 
@@ -47,23 +45,31 @@ class Gpu:
         """:attr:`memory_gbps` in bytes per second."""
         return self.memory_gbps * 1e9
 
-    def matmul_flops(self, dtype: torch.dtype) -> float:
-        """Operations per second of matrix products."""
-        return (self.matmul_tflops if dtype.itemsize == 2 else self.matmul_float32_tflops) * 1e12
+    def matmul_flops(self, itemsize: int) -> float:
+        """Operations per second of products of matrices whose elements have ``itemsize`` bytes."""
+        return (self.matmul_tflops if itemsize == 2 else self.matmul_float32_tflops) * 1e12
 
-    def attention_flops(self, dtype: torch.dtype, length: int, *, causal: bool) -> float:
+    def attention_flops(self, itemsize: int, length: int, *, causal: bool) -> float:
         """Operations per second of attention over ``length`` tokens, counted without regard to the mask. Causal kernels
         skip half of them in long sequences, few at 1024 tokens. Rates between the measured lengths are linear in the
         length's logarithm.
         """
-        at_most = self.matmul_flops(dtype)
+        at_most = self.matmul_flops(itemsize)
         done = 2 if causal else 1
         short, middle, far = (
             min(tflops * 1e12, at_most)
             for tflops in (self.attention_tflops, self.middle_attention_tflops, self.long_attention_tflops)
         )
-        rates = (short, max(middle * done, short), max(far * done, short))
-        return float(np.interp(math.log(length), np.log((_SHORT_TOKENS, _MIDDLE_TOKENS, _LONG_TOKENS)), rates))
+        middle, far = max(middle * done, short), max(far * done, short)
+        if length <= _MIDDLE_TOKENS:
+            return _between(length, _SHORT_TOKENS, short, _MIDDLE_TOKENS, middle)
+        return _between(length, _MIDDLE_TOKENS, middle, _LONG_TOKENS, far)
+
+
+def _between(length: int, low: int, at_low: float, high: int, at_high: float) -> float:
+    """Interpolates linearly in the logarithm of ``length``; constant outside ``low`` and ``high``."""
+    share = math.log(length / low) / math.log(high / low)
+    return at_low + min(max(share, 0.0), 1.0) * (at_high - at_low)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +82,8 @@ class Machine:
     gpu: Gpu
     gpu_bytes: int
     """Size of the GPU's memory in bytes."""
-    compute_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    """Dtypes whose matrix products reach these rates."""
+    precisions: tuple[str, ...] = PRECISIONS
+    """Compute dtypes whose matrix products reach these rates, keys of :data:`PRECISIONS`."""
     upload_gbps: float
     """Host to device, both directions busy, 1e9 bytes per second."""
     download_gbps: float
@@ -162,7 +168,7 @@ class Machine:
 
 
 H200 = Machine(
-    name="h200",
+    name=gpus.H200,
     source="one H200 and 16 Xeon cores: link, Adam and matrix products measured, other rates fitted (docs/log.md)",
     gpu=Gpu(
         matmul_tflops=710.0,
@@ -199,45 +205,33 @@ H200 = Machine(
     launch_ahead_seconds=0.1,
 )
 
-# The H200's data sheet, the reference of the others.
-_SHEET_TFLOPS, _SHEET_GBPS, _SHEET_NVLINK_GBPS = 989.0, 4800.0, 900.0
+_SHEET = DATA_SHEETS[gpus.H200]  # the reference of the others
 _OF_PCIE_5 = {3: 0.25, 4: 0.5, 5: 1.0}
 _OF_FLOAT32 = 0.75  # of the data sheet's rate without tensor cores, as measured on the H200 (67 TFLOPS)
 
 
-def _of_data_sheet(
-    name: str,
-    *,
-    tflops: float,
-    float32_tflops: float,
-    gbps: float,
-    gib: float,
-    pcie: int,
-    nvlink_gbps: float = 0.0,
-    compute_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
-) -> Machine:
-    """An H200's host with another GPU. Rates are the H200's, scaled by data sheets: dense 16-bit matrix products with
-    float32 sums, memory, NVLink (both directions; 0: collectives over PCIe), PCIe.
-    """
-    arithmetic, memory, pcie_share = tflops / _SHEET_TFLOPS, gbps / _SHEET_GBPS, _OF_PCIE_5[pcie]
-    link = H200.upload_gbps * pcie_share
-    nvlink = nvlink_gbps / _SHEET_NVLINK_GBPS
+def _of_data_sheet(name: str) -> Machine:
+    """An H200's host with another GPU, whose rates are the H200's, scaled by data sheets."""
+    sheet = DATA_SHEETS[name]
+    arithmetic, memory = sheet.tflops / _SHEET.tflops, sheet.gbps / _SHEET.gbps
+    link = H200.upload_gbps * _OF_PCIE_5[sheet.pcie]
+    nvlink = sheet.nvlink_gbps / _SHEET.nvlink_gbps
     return dataclasses.replace(
         H200,
         name=name,
-        source=f"an H200's measured rates scaled by data sheets ({tflops:g} TFLOPS, {gbps:g} GB/s, PCIe {pcie}, "
-        f"{f'NVLink {nvlink_gbps:g} GB/s' if nvlink_gbps else 'no NVLink'}); not measured",
+        source=f"an H200's measured rates scaled by data sheets ({sheet.tflops:g} TFLOPS, {sheet.gbps:g} GB/s, PCIe "
+        f"{sheet.pcie}, {f'NVLink {sheet.nvlink_gbps:g} GB/s' if nvlink else 'no NVLink'}); not measured",
         gpu=Gpu(
             matmul_tflops=H200.gpu.matmul_tflops * arithmetic,
-            matmul_float32_tflops=float32_tflops * _OF_FLOAT32,
+            matmul_float32_tflops=sheet.float32_tflops * _OF_FLOAT32,
             attention_tflops=H200.gpu.attention_tflops * arithmetic,
             middle_attention_tflops=H200.gpu.middle_attention_tflops * arithmetic,
             long_attention_tflops=H200.gpu.long_attention_tflops * arithmetic,
             memory_gbps=H200.gpu.memory_gbps * memory,
             launch_seconds=H200.gpu.launch_seconds,
         ),
-        compute_dtypes=compute_dtypes,
-        gpu_bytes=int(gib * 2**30),
+        precisions=sheet.precisions,
+        gpu_bytes=int(sheet.gib * 2**30),
         upload_gbps=link,
         download_gbps=link,
         device_adam_gparams=H200.device_adam_gparams * memory,
@@ -246,24 +240,7 @@ def _of_data_sheet(
     )
 
 
-_NO_BF16 = (torch.float16, torch.float32)
-# Data sheets, not measured: TFLOPS of dense bf16 (V100: fp16) tensor cores with float32 sums (GeForce: half of the
-# advertised 16-bit sums), float32 TFLOPS without tensor cores, memory GB/s, and GiB usable by a process without ECC.
-_DATA_SHEETS = (
-    _of_data_sheet("b200", tflops=2250, float32_tflops=75, gbps=8000, gib=178, pcie=5, nvlink_gbps=1800),
-    _of_data_sheet("h100", tflops=989, float32_tflops=67, gbps=3350, gib=79, pcie=5, nvlink_gbps=900),
-    _of_data_sheet("a100", tflops=312, float32_tflops=19.5, gbps=2000, gib=79, pcie=4, nvlink_gbps=600),
-    _of_data_sheet("a100-40", tflops=312, float32_tflops=19.5, gbps=1555, gib=39.4, pcie=4, nvlink_gbps=600),
-    _of_data_sheet("l40s", tflops=362, float32_tflops=91.6, gbps=864, gib=44.4, pcie=4),
-    _of_data_sheet("a10", tflops=125, float32_tflops=31.2, gbps=600, gib=22, pcie=4),
-    _of_data_sheet("v100", tflops=125, float32_tflops=15.7, gbps=900, gib=31.7, pcie=3, nvlink_gbps=300,
-                   compute_dtypes=_NO_BF16),
-    _of_data_sheet("rtx3090", tflops=71, float32_tflops=35.6, gbps=936, gib=23.5, pcie=4),
-    _of_data_sheet("rtx4090", tflops=165, float32_tflops=82.6, gbps=1008, gib=23.5, pcie=4),
-    _of_data_sheet("rtx5090", tflops=209.5, float32_tflops=104.8, gbps=1792, gib=31.3, pcie=5),
-)  # fmt: skip
-
-MACHINES = {machine.name: machine for machine in (H200, *_DATA_SHEETS)}
+MACHINES = {name: H200 if name == gpus.H200 else _of_data_sheet(name) for name in DATA_SHEETS}
 
 
 def given_gpu(
@@ -286,7 +263,7 @@ def given_gpu(
     gpu, told = machine.gpu, []
     values: dict[str, object] = {}
     if tflops is not None:
-        share = tflops / _SHEET_TFLOPS
+        share = tflops / _SHEET.tflops
         gpu = dataclasses.replace(
             gpu,
             matmul_tflops=H200.gpu.matmul_tflops * share,
@@ -297,8 +274,8 @@ def given_gpu(
         )
         told.append(f"{tflops:g} TFLOPS")
     if gbps is not None:
-        gpu = dataclasses.replace(gpu, memory_gbps=H200.gpu.memory_gbps * gbps / _SHEET_GBPS)
-        values["device_adam_gparams"] = H200.device_adam_gparams * gbps / _SHEET_GBPS
+        gpu = dataclasses.replace(gpu, memory_gbps=H200.gpu.memory_gbps * gbps / _SHEET.gbps)
+        values["device_adam_gparams"] = H200.device_adam_gparams * gbps / _SHEET.gbps
         told.append(f"{gbps:g} GB/s")
     if num_bytes is not None:
         values["gpu_bytes"] = num_bytes
@@ -349,14 +326,18 @@ def measured(machine: Machine) -> Machine:
     """Returns ``machine`` with rates measured here: host updates, and with a GPU the link and GPU updates. Takes about
     a second and 0.5 GB of host memory.
     """
+    import torch
+
+    from patrickstar.planning import measuring
+
     what = ["host Adam"]
     values: dict[str, float] = {
-        "host_adam_gparams": measure_host_adam_gparams(),
-        "host_threads": engine_threads().num_threads,
+        "host_adam_gparams": measuring.measure_host_adam_gparams(),
+        "host_threads": measuring.engine_threads().num_threads,
     }
     if torch.cuda.is_available():
         what.append("link")
-        values["upload_gbps"], values["download_gbps"] = measure_link_gbps()
+        values["upload_gbps"], values["download_gbps"] = measuring.measure_link_gbps()
     return dataclasses.replace(
         machine, source=f"{' and '.join(what)} measured on this machine; the rest: {machine.source}", **values
     )

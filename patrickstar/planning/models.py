@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,25 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.planning.known_models import KNOWN_MODELS, OTHER_NAMES
+from patrickstar.planning.known_models import KNOWN_MODELS, gpt_shape, known_name, model_mistake
 from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.sharded_matrices import PlannedMatrices, SharedMatrices
 from patrickstar.sequence.choice import Links
 
 _VOCAB = 50304
-# hidden size x layers of the benchmarks' GPTs; untied output layer
-_SIZES = {
-    "0.1b": (768, 12),
-    "1.6b": (1600, 48),
-    "4.3b": (2304, 64),
-    "6.3b": (3072, 53),
-    "10.5b": (4096, 50),
-    "16.1b": (4096, 78),
-    "18.5b": (4096, 90),
-    "21b": (8192, 25),
-    "68b": (9216, 66),
-}
-_HEADS = {768: 12, 1600: 25, 8192: 64, 9216: 72}  # others: 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +127,7 @@ def build_model(
     of_text = _config_of_text(name, config)
     config.use_cache = of_text.use_cache = False
     num_positions = getattr(of_text, "max_position_embeddings", None)
-    is_made_for_length = num_positions == length and _gpt_shape(name) is not None
+    is_made_for_length = num_positions == length and gpt_shape(name) is not None
     with torch.device("meta"):
         module = _from_config(_auto_class(transformers, name, config), config)
         if lora_rank > 0:
@@ -186,18 +171,15 @@ def model_config(name: str, length: int) -> Any:
     Raises:
         ValueError: the model does not exist.
     """
+    mistake = model_mistake(name)
+    if mistake is not None:
+        raise ValueError(mistake)
     transformers = _transformers()
     config = _gpt_config(name, length) or _known_config(transformers, name)
     if config is not None:
         return config
-    path = Path(name)
-    if not path.exists():
-        raise ValueError(
-            f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, a name"
-            f"{_similar(name)}, or the path of a Hugging Face config.json or of its folder"
-        )
     try:
-        return transformers.AutoConfig.from_pretrained(str(path))
+        return transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model {name}: transformers cannot read it: {error}") from error
 
@@ -242,31 +224,22 @@ def _from_config(auto_class: Any, config: Any) -> nn.Module:
 
 
 def _known_config(transformers: Any, name: str) -> Any:
-    found = KNOWN_MODELS.get(OTHER_NAMES.get(name.lower(), name.lower()))
-    return None if found is None else getattr(transformers, found[0])(**found[1])
-
-
-def _similar(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), [*KNOWN_MODELS, *OTHER_NAMES], n=3)
-    return f" ({', '.join(near or ('llama-3.1-8b', 'qwen2.5-7b', 'mistral-7b'))})"
-
-
-def _gpt_shape(name: str) -> tuple[int, int] | None:
-    """Hidden size and layers of a GPT named by its shape or size."""
-    match = re.fullmatch(r"gpt:([1-9]\d*)x([1-9]\d*)", name)
-    return _SIZES.get(name.lower()) if match is None else (int(match.group(1)), int(match.group(2)))
+    if Path(name).exists():
+        return None
+    found = known_name(name)
+    if found is None:
+        return None
+    kind, values = KNOWN_MODELS[found]
+    return getattr(transformers, kind)(**values)
 
 
 def _gpt_config(name: str, length: int) -> Any:
     from transformers import GPT2Config
 
-    shape = _gpt_shape(name)
+    shape = gpt_shape(name)
     if shape is None:
         return None
-    hidden, layers = shape
-    heads = _HEADS.get(hidden, 16)
-    if hidden % heads:
-        raise ValueError(f"--model {name}: the hidden size {hidden} is not a multiple of {heads}, the number of heads")
+    hidden, layers, heads = shape
     return GPT2Config(
         vocab_size=_VOCAB,
         n_positions=length,

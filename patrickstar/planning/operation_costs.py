@@ -89,14 +89,14 @@ class OperationCosts:
             return Cost(seconds)
         args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # products with an explicit output dtype
         flops = float(count(*args, **kwargs, out_val=out))
-        narrowest = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)  # sums may be wider
+        narrowest = min(tensor.itemsize for tensor in inputs)  # sums may be wider
         return Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
 
     def _count_attention(self, kernel: FusedKernel, args: Any, kwargs: Any) -> Cost:
         query, key = args[kernel.query], args[kernel.query + 1]
         causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
         flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
-        return Cost(flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal), flops)
+        return Cost(flops / self._gpu.attention_flops(query.itemsize, key.shape[-2], causal=causal), flops)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

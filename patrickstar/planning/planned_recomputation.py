@@ -7,8 +7,16 @@ from collections.abc import Iterable
 
 from patrickstar import _C
 from patrickstar.planning.prediction import Case, Predictor
-from patrickstar.planning.recomputation import choose_rung
+from patrickstar.planning.recomputation import WORTH_SAVING, choose_rung
 from patrickstar.planning.setting import DoesNotFitError, Setting
+
+
+def may_pay(case: Case) -> bool:
+    """False if another resource than compute bounds the step of ``case``, in which all is recomputed. Saved activations
+    take room from chunks, so no other resource gets less to do.
+    """
+    busy = [seconds for name, seconds in case.step.roofline.items() if name != "compute"]
+    return case.step.seconds > (1 + WORTH_SAVING) * max(busy)
 
 
 def shortest_recomputation(predictor: Predictor, settings: Iterable[Setting]) -> list[Case]:

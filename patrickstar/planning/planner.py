@@ -12,7 +12,7 @@ from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Re
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.models import PlannedModel, build_model
-from patrickstar.planning.planned_recomputation import shortest_recomputation
+from patrickstar.planning.planned_recomputation import may_pay, shortest_recomputation
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.prediction import Case, Predictor
 from patrickstar.planning.question import DTYPES, Question
@@ -131,6 +131,7 @@ class Planner:
         self._traces: dict[tuple[Any, ...], _Trace] = {}
         self._predictors: dict[tuple[Any, ...], Predictor] = {}
         self._answers: dict[Question, Answer] = {}
+        self._glances: dict[Question, Answer] = {}
 
     def answer(self, question: Question) -> Answer:
         """Returns the plan with the shortest step.
@@ -150,7 +151,19 @@ class Planner:
         except DoesNotFitError as refusal:
             return refusal
 
-    def _answer(self, question: Question) -> Answer:
+    def glance(self, question: Question, chunk_numel: int) -> Answer:
+        """Returns an answer that tries one chunk size and all of the budgets: sooner, with a step that
+        :meth:`answer` may shorten.
+
+        Raises:
+            As :meth:`answer`.
+        """
+        if question not in self._answers and question not in self._glances:
+            one_size = dataclasses.replace(question, chunk_numel=question.chunk_numel or chunk_numel)
+            self._glances[question] = dataclasses.replace(self._answer(one_size, num_searched=0), question=question)
+        return self._answers.get(question) or self._glances[question]
+
+    def _answer(self, question: Question, num_searched: int = _NUM_SEARCHED) -> Answer:
         workload = question.workload
         trace = self._trace(question)
         cases, refusals = [], []
@@ -164,7 +177,7 @@ class Planner:
                 refusals.append(refusal)
         if not cases:
             raise refusals[0]
-        searched = {case.chunk_numel for case in sorted(cases, key=lambda case: case.step.seconds)[:_NUM_SEARCHED]}
+        searched = {case.chunk_numel for case in sorted(cases, key=lambda case: case.step.seconds)[:num_searched]}
         cases = [
             ShortestStep(predictors[case.chunk_numel]).choose(case) if case.chunk_numel in searched else case
             for case in cases
@@ -175,7 +188,8 @@ class Planner:
         chosen = min(shortest_cases(cases), key=lambda case: case.waste_bytes)
         all_recomputed = None
         predictor = predictors[chosen.chunk_numel]
-        if question.setting.recompute is Recompute.AUTO and predictor.recomputations.top > 0:
+        may_save = question.setting.recompute is Recompute.AUTO and predictor.recomputations.top > 0
+        if may_save and may_pay(chosen):
             all_recomputed = chosen.step
             settings = dict.fromkeys([chosen.setting, question.setting])
             chosen = shortest_cases([*shortest_recomputation(predictor, settings), chosen])[0]
@@ -223,7 +237,7 @@ class Planner:
     def _trace(self, question: Question) -> _Trace:
         question.check()
         workload, gpu = question.workload, question.machine.gpu
-        asked = CHUNK_SIZES if question.chunk_numel is None else (question.chunk_numel,)
+        asked = tuple(dict.fromkeys((*CHUNK_SIZES, *_asked_numel(question))))
         shared, matrices = question.shared_sequences(), question.shared_matrices()
         key = (workload, gpu, asked, shared, matrices)
         if key not in self._traces:
@@ -255,7 +269,8 @@ class Planner:
     def _sizes(self, question: Question, trace: _Trace) -> list[int]:
         """Returns the chunk sizes to try. An engine reduces the given size on a scarce device."""
         ample = question.setting.device_bytes >= trace.ample_bytes
-        return sorted({asked if ample else scarce for asked, scarce in trace.scarce_numels.items()})
+        wanted = _asked_numel(question) or CHUNK_SIZES
+        return sorted({asked if ample else trace.scarce_numels[asked] for asked in wanted})
 
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
@@ -272,6 +287,10 @@ class Planner:
         if key not in self._predictors:
             self._predictors[key] = Predictor(trace.uses, layout, question.machine, cluster)
         return self._predictors[key]
+
+
+def _asked_numel(question: Question) -> tuple[int, ...]:
+    return () if question.chunk_numel is None else (question.chunk_numel,)
 
 
 def _exchanged(matrices: PlannedMatrices | None) -> Exchanged | None:

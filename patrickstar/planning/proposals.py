@@ -8,11 +8,9 @@ from typing import Any
 
 from patrickstar.config import Master, QuantizationType, Speculation, States, rule_of
 from patrickstar.machine.budgets import expected_device_bytes
+from patrickstar.planning.defaults import LORA_RANK
 from patrickstar.planning.question import Question
 from patrickstar.sizes import enough_size, show_size, size_in_words
-
-LORA_RANK = 16
-"""Default rank of adapters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

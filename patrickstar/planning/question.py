@@ -138,7 +138,7 @@ class Question:
         gpu, dtype = self.machine.gpu, DTYPES[workload.precision]
         tflops = Links.attention_tflops * gpu.attention_tflops / H200.gpu.attention_tflops
         links = Links(
-            attention_tflops=min(tflops, gpu.matmul_flops(dtype) / 1e12),
+            attention_tflops=min(tflops, gpu.matmul_flops(dtype.itemsize) / 1e12),
             gbps=self.cluster.pass_on_gbps(
                 self.machine, workload.sequence_ranks, 1 if workload.mesh is None else workload.mesh.size
             ),
@@ -153,8 +153,6 @@ class Question:
 
 def check_precision(precision: str, machine: Machine) -> None:
     """Raises ValueError if the GPU does not support the precision."""
-    if DTYPES[precision] not in machine.compute_dtypes:
-        there = [name for name, dtype in DTYPES.items() if dtype in machine.compute_dtypes]
-        raise ValueError(
-            f"--precision is {precision}, which {machine.name} does not compute in; give one of {', '.join(there)}"
-        )
+    if precision not in machine.precisions:
+        there = ", ".join(machine.precisions)
+        raise ValueError(f"--precision is {precision}, which {machine.name} does not compute in; give one of {there}")

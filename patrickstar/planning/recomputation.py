@@ -34,7 +34,7 @@ _FRAGMENTS = 1.1
 """Device memory of saved activations relative to their bytes: PyTorch's allocator does not fill its segments. With 45
 GB saved beside chunk buffers, 2 GB more were reserved than planned (docs/log.md).
 """
-_WORTH_SAVING = 0.01
+WORTH_SAVING = 0.01
 """Least gain for which a higher rung is chosen. Not measured."""
 
 
@@ -339,5 +339,5 @@ def choose_rung(top: int, seconds_of: Callable[[list[int]], list[float]]) -> Cho
             break
         play(middles)
     least = min(known.values())
-    rung = min(rung for rung, seconds in known.items() if seconds <= least * (1 + _WORTH_SAVING))
+    rung = min(rung for rung, seconds in known.items() if seconds <= least * (1 + WORTH_SAVING))
     return Choice(rung, dict(sorted(known.items())))

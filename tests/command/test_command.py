@@ -85,7 +85,7 @@ def test_a_slip_is_answered_with_what_was_meant():
     [
         (["plan", "--model", "4.3b", "--device-memory", "24"], "24 what? 24GiB or 24GB"),
         (["plan"], "the following arguments are required: --model"),
-        (["plan", "--model", "4.3b", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["plan", "--model", "4.3b", "--no-such-flag"], "there is no flag --no-such-flag"),
         (["plan", "--model", "no/such"], "--model is 'no/such'; give"),
         (["finetune", "--config", "nowhere.yaml"], "--config nowhere.yaml cannot be read"),
         (["profile", "nowhere.py"], "there is no script nowhere.py"),
@@ -96,7 +96,7 @@ def test_a_slip_is_answered_with_what_was_meant():
         (["checkpoint", "inspect", "nowhere"], "nowhere has no file 'latest'"),
         (["checkpoint", "verify", "nowhere"], "nothing was saved there yet"),
         (["checkpoint"], "the following arguments are required"),
-        (["bench", "--jsn"], "unrecognized arguments: --jsn"),
+        (["bench", "--jsn"], "there is no flag --jsn; did you mean --json?"),
     ],
 )
 def test_errors_are_one_line_and_status_2(words, said):

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from patrickstar.command.flags import UsageError
 from patrickstar.finetune.arguments import parse_arguments
-from patrickstar.finetune.usage import UsageError
 from tests.finetune.tiny import run
 
 

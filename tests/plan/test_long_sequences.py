@@ -14,7 +14,7 @@ from patrickstar.sequence.choice import Links
 from tests.models import llama_config
 
 BF16 = ["--host-memory", "4GiB", "--device-memory", "256MiB", "--no-advice"]
-GPT = ["--model", "gpt:128x4", "--host-memory", "4GiB", "--device-memory", "2GiB", "--no-advice"]
+GPT = ["--model", "gpt:128x4", "--no-checkpointing", "--host-memory", "4GiB", "--device-memory", "2GiB", "--no-advice"]
 LAYERS, HIDDEN, WIDE, VOCAB = 2, 64, 128, 1000
 
 
@@ -65,11 +65,11 @@ def test_a_share_of_the_tokens_and_no_more(capsys):
 
 def test_it_says_which_mode_and_why(capsys):
     asked = [*GPT, "--batch-size", "1", "--seq-len", "1024", "--gpus-per-node", "4", "--sequence-parallel", "4"]
-    out = run(capsys, *asked).out
+    out = run(capsys, *asked, "--verbose").out
     assert "4 GPUs share each sequence, mode " in out
     assert " ms a layer" in out and "of which GPUs wait" in out
     llama_heads = ["--nodes", "3", "--sequence-parallel", "3"]
-    assert "16 heads cannot be divided among 3 ranks" in run(capsys, *asked[:-4], *llama_heads).out
+    assert "16 heads cannot be divided among 3 ranks" in run(capsys, *asked[:-4], *llama_heads, "--verbose").out
 
 
 def test_exposed_transfers_take_their_time(llama):
@@ -102,7 +102,7 @@ def test_activations_grow_with_the_tokens(llama, size):
 
 
 def test_the_longest_that_fits(capsys, llama):
-    asked = ["--model", llama, *BF16, "--checkpointing", "--fused-loss", "--chunk-numel", "65536"]
+    asked = ["--model", llama, "--no-checkpointing", *BF16, "--checkpointing", "--fused-loss", "--chunk-numel", "65536"]
     two = ["--gpus-per-node", "2", "--sequence-parallel", "2"]
     found = as_json(capsys, *asked, *two, "--longest")
     one, shared = found["longest"]
@@ -114,8 +114,8 @@ def test_the_longest_that_fits(capsys, llama):
         flags = [*flags, "--batch-size", "1", "--seq-len"]
         assert as_json(capsys, *asked, *flags, str(length))["fits"]
         assert not as_json(capsys, *asked, *flags, str(length + 1024), expect=1)["fits"]
-    out = run(capsys, *asked, *two, "--longest").out
-    assert out.startswith("longest sequences that fit:")
+    out = run(capsys, *asked, *two, "--longest", "--verbose").out
+    assert "longest sequences that fit:" in out
     assert f"{shared['seq_len']:,}" in out
     assert "more than the 4096 positions" in out
 

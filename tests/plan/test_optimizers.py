@@ -31,7 +31,17 @@ def test_bytes_per_parameter(kind, states, expects):
 @pytest.mark.slow
 def test_the_command(capsys):
     def plan(*flags):
-        shape = ("--model", "gpt2", "--batch-size", "1", "--seq-len", "64", "--device-memory", "1GiB")
+        shape = (
+            "--model",
+            "gpt2",
+            "--no-checkpointing",
+            "--batch-size",
+            "1",
+            "--seq-len",
+            "64",
+            "--device-memory",
+            "1GiB",
+        )
         assert main([*shape, "--host-memory", "16GiB", "--no-advice", "--json", *flags]) == 0
         return json.loads(capsys.readouterr().out)
 

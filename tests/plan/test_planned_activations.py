@@ -145,7 +145,17 @@ def test_attention_that_is_kept():
 
 def test_the_command(capsys, tmp_path):
     build().config.save_pretrained(tmp_path)
-    asked = ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "32000", "--host-memory", "4GiB"]
+    asked = [
+        "--model",
+        str(tmp_path),
+        "--no-checkpointing",
+        "--batch-size",
+        "1",
+        "--seq-len",
+        "32000",
+        "--host-memory",
+        "4GiB",
+    ]
     asked += ["--device-memory", "1GiB", "--chunk-numel", "32768", "--checkpointing", "--fused-loss", "--no-advice"]
     asked += ["--recompute", "always"]
 
@@ -164,9 +174,9 @@ def test_the_command(capsys, tmp_path):
     assert left["offloaded_bytes"] > 0 == kept["offloaded_bytes"]
     assert left["host_peak_bytes"] >= kept["host_peak_bytes"]
     assert kept["config"]["activations"]["offload"] == "never"
-    assert main([*asked, *scarce]) == 0
+    assert main([*asked, *scarce, "--verbose"]) == 0
     out = capsys.readouterr().out
     assert "activations that leave the device: " in out and "MLPs and norms in tiles of 4096 tokens" in out
     assert tiled["selective_attention"] == 0 and "attention of checkpointed layers" not in out
-    assert main([*asked, "--seq-len", "40000"]) == 0
+    assert main([*asked, "--seq-len", "40000", "--verbose"]) == 0
     assert f"attention of checkpointed layers: {LAYERS} calls are kept for backward" in capsys.readouterr().out

@@ -215,7 +215,17 @@ def test_bad_input_is_named(capsys, args, match):
 
 
 def test_all_that_engines_do_together_is_planned_together(capsys, llama):
-    asked = ["--model", llama, "--batch-size", "2", "--device-memory", "2GiB", "--host-memory", "4GiB"]
+    asked = [
+        "--model",
+        llama,
+        "--no-checkpointing",
+        "--batch-size",
+        "2",
+        "--device-memory",
+        "2GiB",
+        "--host-memory",
+        "4GiB",
+    ]
     asked += ["--checkpointing", "--gpus-per-node", "4", "--fused-loss", "--tile-tokens", "64"]
     found = as_json(capsys, *asked, "--seq-len", "512", "--tensor-parallel", "1x2", "--sequence-parallel", "2")
     config = parse_config(found["config"] | {"optimizer": {}})
