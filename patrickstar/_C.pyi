@@ -783,6 +783,12 @@ def example_messages(num_chunks: int) -> dict[str, bytes]:
 def read_message(kind: str, message: bytes, num_chunks: int) -> None:
     """Parses a message as a rank does. Raises StateError if it is not of that kind."""
 
+def show_exactly(num_bytes: int) -> str:
+    """The text that :func:`patrickstar.sizes.show_exactly` returns."""
+
+def show_enough(num_bytes: int) -> str:
+    """The text of :func:`patrickstar.sizes.enough_size`, then the bytes in brackets where they differ."""
+
 def agreed_vote(votes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The values that all ranks plan with: ``can_measure``, ``has_plan``, ``updates`` by chunk, and ``rates`` (or None)
     with ``compute_seconds`` and ``activations`` by access.

@@ -10,6 +10,7 @@ from torch import nn
 
 from patrickstar import MemoryBudgetError
 from patrickstar.runtime import initialize_engine
+from patrickstar.sizes import parse_size
 from tests.bits import assert_same_bits
 from tests.models import Case
 
@@ -121,6 +122,15 @@ def train_plain(
     return Run(losses, {name: value.detach().clone() for name, value in module.state_dict().items()}, {}, norms)
 
 
+def least_named(error: object) -> int:
+    """The least budget that an error or its text names; its short form with a unit is enough as well."""
+    shown, exact = re.search(r"at least (\d[\d.]*\w+)(?: \((\d+) bytes\))?", str(error)).groups()
+    enough = parse_size(shown)
+    least = enough if exact is None else int(exact)
+    assert least <= enough <= 1.01 * least
+    return least
+
+
 def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kwargs: Any) -> int:
     """The least device budget that works for ``steps``, by the bytes that errors name: those of the first step, and of
     a later step that needs more.
@@ -131,7 +141,7 @@ def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kw
             train(case, {**config, "device_memory": budget}, steps=steps, **kwargs)
             return budget
         except (MemoryBudgetError, torch.OutOfMemoryError) as error:
-            named = int(re.search(r"at least (\d+) bytes", str(error)).group(1))
+            named = least_named(error)
             assert named > budget, f"the error names {named} bytes for a budget of {budget}: {error}"
             budget = named
     raise AssertionError(f"the errors' budgets do not come to an end at {budget} bytes")

@@ -39,6 +39,11 @@ enum class LimitPolicy {
 
 constexpr int64_t kUnlimited = INT64_MAX;
 
+// Remedies for errors that the device's memory is too small: in a training step, and elsewhere.
+constexpr const char* kCheckpointOrSmallerBatch =
+    "turn on activation checkpointing if it is off (model.gradient_checkpointing_enable()), lower the batch size";
+constexpr const char* kSmallerBatch = "lower the batch size";
+
 class Backend : public DeviceAllocator {
  public:
   virtual const char* name() const = 0;

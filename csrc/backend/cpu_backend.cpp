@@ -13,6 +13,7 @@
 #include "backend/backend.h"
 #include "backend/device_meter.h"
 #include "common/check.h"
+#include "common/sizes.h"
 #include "common/work_queue.h"
 
 namespace patrickstar {
@@ -170,8 +171,8 @@ class CpuBackend final : public Backend {
     const int64_t alignment = num_bytes >= kHugePage ? kHugePage : 64;
     void* pointer = nullptr;
     const int error = posix_memalign(&pointer, static_cast<size_t>(alignment), static_cast<size_t>(num_bytes));
-    PS_CHECK(error == 0, SystemError, "cannot allocate ", num_bytes,
-             " bytes for the simulated device: ", std::strerror(error), "; lower device_memory");
+    PS_CHECK(error == 0, SystemError, "cannot allocate ", show_exactly(num_bytes),
+             " for the simulated device: ", std::strerror(error), "; lower device_memory");
     if (alignment == kHugePage) madvise(pointer, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint
     return pointer;
   }
@@ -212,8 +213,8 @@ std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_a
 
 std::shared_ptr<void> take_cpu_memory(int64_t num_bytes) {
   std::shared_ptr<void> memory(std::malloc(static_cast<size_t>(std::max<int64_t>(num_bytes, 1))), std::free);
-  PS_CHECK(memory != nullptr, MemoryBudgetError, "the host has no room for ", num_bytes,
-           " bytes of values between two cores; free memory there");
+  PS_CHECK(memory != nullptr, MemoryBudgetError, "the host has no room for ", show_exactly(num_bytes),
+           " of values between two cores; free memory there");
   return memory;
 }
 

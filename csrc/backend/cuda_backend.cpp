@@ -20,6 +20,7 @@
 #include "backend/cuda_device.h"
 #include "backend/cuda_event_pool.h"
 #include "backend/cuda_pressure.h"
+#include "common/sizes.h"
 
 namespace patrickstar {
 
@@ -252,8 +253,8 @@ class CudaBackend final : public Backend {
     const CudaDeviceGuard guard(device_);
     const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable);
     if (error != cudaSuccess) cudaGetLastError();  // clear the error for the thread's next launch check
-    PS_CHECK(error == cudaSuccess, SystemError, num_bytes, " bytes of host memory cannot be locked for transfers (",
-             cudaGetErrorString(error),
+    PS_CHECK(error == cudaSuccess, SystemError, show_exactly(num_bytes),
+             " of host memory cannot be locked for transfers (", cudaGetErrorString(error),
              "): the system has no more, or limits locked memory (ulimit -l); lower host_memory");
   }
   std::function<void(void*, int64_t)> unpinner() const override {
@@ -348,8 +349,8 @@ std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes) {
   const cudaStream_t stream = lasting_stream(device, Queue::kUpload);
   const CudaDeviceBufferAllocationScope scope;
   void* const pointer = cuda_api().allocate(num_bytes, stream);
-  PS_CHECK(pointer != nullptr, MemoryBudgetError, "cuda:", device, " has no room for ", num_bytes,
-           " bytes of values between two cores; give device_memory that leaves it some");
+  PS_CHECK(pointer != nullptr, MemoryBudgetError, "cuda:", device, " has no room for ", show_exactly(num_bytes),
+           " of values between two cores; give device_memory that leaves it some");
   taken_bytes(device) += num_bytes;
   std::shared_ptr<void> memory(pointer, [device, num_bytes](void* data) {
     taken_bytes(device) -= num_bytes;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "torch_api/attached_torch.h"
 
 namespace patrickstar {
@@ -139,12 +140,13 @@ bool CpuAllocatorMeter::counts_this_thread() const { return host_scopes == 0 && 
 
 const char* CpuAllocatorMeter::refusal(int64_t num_bytes) {
   if (meter_->make_room_for_activation_memory(num_bytes) == 0) return nullptr;
-  // Later allocations are unknown, so the message names no sufficient limit.
+  const int64_t in_use = meter_->in_use();
   thread_local std::string message;
-  message = detail::join("out of simulated device memory: ", num_bytes, " bytes more are needed, ", meter_->in_use(),
-                         " of ", meter_->limit_,
-                         " are in use by activations and by chunks that running operations hold; raise device_memory, "
-                         "or lower the batch size");
+  message = detail::join("out of simulated device memory: ", show_exactly(num_bytes), " more are needed, ",
+                         show_exactly(in_use), " of ", show_exactly(meter_->limit_),
+                         " are in use by activations and by chunks that running operations hold; ",
+                         kCheckpointOrSmallerBatch, ", or raise device_memory to at least ",
+                         show_enough(in_use + num_bytes), "; later allocations may need more");
   return message.c_str();
 }
 

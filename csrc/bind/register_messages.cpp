@@ -4,6 +4,7 @@
 
 #include "bind/bind.h"
 #include "common/check.h"
+#include "common/sizes.h"
 #include "engine/collectives.h"
 #include "plan/plan_vote.h"
 
@@ -36,12 +37,16 @@ void read_message(const std::string& kind, const py::bytes& message, int num_chu
 
 }  // namespace
 
-// For tests: messages that ranks exchange in a step (engine/collectives.h, plan/plan_vote.h).
+// For tests: messages that ranks exchange in a step (engine/collectives.h, plan/plan_vote.h), and sizes in messages of
+// errors (common/sizes.h).
 void register_messages(py::module_& module) {
   module.def("example_messages", &example_messages, py::arg("num_chunks"),
              "One example message of each kind, by kind.");
   module.def("read_message", &read_message, py::arg("kind"), py::arg("message"), py::arg("num_chunks"),
              "Parses a message as a rank does. Raises StateError if it is not of that kind.");
+  module.def("show_exactly", &show_exactly, py::arg("num_bytes"), "As patrickstar.sizes.show_exactly.");
+  module.def("show_enough", &show_enough, py::arg("num_bytes"),
+             "As patrickstar.sizes.enough_size, with the bytes in brackets where they differ.");
 }
 
 }  // namespace patrickstar::bind

@@ -37,6 +37,7 @@
 #include "collective/communicator.h"
 #include "common/check.h"
 #include "common/process_fork.h"
+#include "common/sizes.h"
 #include "common/work_queue.h"
 
 namespace patrickstar {
@@ -108,11 +109,10 @@ class StagingMemory {
       void* block = nullptr;
       const cudaError_t error = cudaHostAlloc(&block, static_cast<size_t>(num_bytes), cudaHostAllocDefault);
       if (error != cudaSuccess) cudaGetLastError();  // clear the error for the thread's next launch check
-      PS_CHECK(
-          error == cudaSuccess, SystemError, num_bytes,
-          " bytes of host memory, through which ranks that share a GPU send what they exchange, cannot be locked for "
-          "transfers (",
-          cudaGetErrorString(error), "); lower host_memory or default_chunk_size");
+      PS_CHECK(error == cudaSuccess, SystemError, show_exactly(num_bytes),
+               " of host memory, through which ranks that share a GPU send what they exchange, cannot be locked for "
+               "transfers (",
+               cudaGetErrorString(error), "); lower host_memory or default_chunk_size");
       blocks_.push_back(block);
       num_bytes_ = num_bytes;
     }

@@ -1,8 +1,8 @@
 // Exceptions of the core, and the macro that throws them.
 //
 // Messages name the subject, the value, the limit and the remedy:
-//   PS_CHECK(bytes <= room, MemoryBudgetError, "chunk ", id, " needs ", bytes, " bytes on the device, ",
-//            room, " are left; raise device_memory");
+//   PS_CHECK(bytes <= room, MemoryBudgetError, "chunk ", id, " needs ", show_exactly(bytes),
+//            " on the device, ", show_exactly(room), " are left; raise device_memory");
 // `bind/register_errors.cpp` maps each class to a Python exception. Any thread may throw. An exception on a worker
 // thread is rethrown on the thread that waits for the work (`HostEvent`).
 #pragma once

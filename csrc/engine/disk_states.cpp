@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 
 namespace patrickstar {
 
@@ -172,8 +173,8 @@ void DiskStates::run_read(const Passage& passage) {
     const Piece& piece = passage.pieces[i];
     PS_CHECK(
         crcs[i] == piece.extent->crc, DiskError, "disk_memory: ", memory_.store().describe(piece.id), ": the ",
-        piece.range.num_bytes, " bytes that were read in ", options_.folder, " are not those that were written (",
-        "CRC-32C ", crcs[i], " instead of ", piece.extent->crc,
+        show_exactly(piece.range.num_bytes), " that were read in ", options_.folder,
+        " are not those that were written (", "CRC-32C ", crcs[i], " instead of ", piece.extent->crc,
         "): the disk, its controller or memory is faulty; set disk_memory.path to a folder on another disk, and go "
         "on from the last checkpoint, which this does not touch");
   }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "plan/chunk_bytes.h"
 #include "plan/placement.h"
 
@@ -87,11 +88,10 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
            "GradientPlace.OWN");
   const int64_t limit = options.device.device_limit_bytes;
   const int64_t working_set = working_set_bytes(this->layout(), module_params);
-  PS_CHECK(working_set <= limit, MemoryBudgetError, "device_memory is ", limit,
-           " bytes, but the largest module's chunks and their gradients alone take ", working_set,
-           " bytes; raise device_memory to at least ", working_set,
-           " bytes (activations come on top), or lower default_chunk_size (", this->layout().chunk_numel(),
-           " elements)");
+  PS_CHECK(working_set <= limit, MemoryBudgetError, "device_memory is ", show_exactly(limit),
+           ", but the largest module's chunks and their gradients alone take ", show_exactly(working_set),
+           "; raise device_memory to at least ", show_enough(working_set),
+           " (activations come on top), or lower default_chunk_size (", this->layout().chunk_numel(), " elements)");
   // A warm-up may exceed the limit, to measure by how much; nothing is updated then.
   backend().set_limit_policy(LimitPolicy::kMeasure);
   memory.arena().reuse_regions(std::move(kept_regions));

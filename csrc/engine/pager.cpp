@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "plan/chunk_bytes.h"
 
 namespace patrickstar {
@@ -269,8 +270,8 @@ void Pager::send_to_host(ArrayId id) {
 
 void Pager::ensure_host_buffer(ArrayId id) {
   PS_CHECK(reserve_host_buffer(id), MemoryBudgetError, "host memory: ", store().describe(id), " needs ",
-           store().num_bytes(id), " bytes more, ", memory_.arena().used_bytes(), " of ", memory_.arena().limit_bytes(),
-           " are in use and ", reserved_host_bytes(),
+           show_exactly(store().num_bytes(id)), " more, ", show_exactly(memory_.arena().used_bytes()), " of ",
+           show_exactly(memory_.arena().limit_bytes()), " are in use and ", show_exactly(reserved_host_bytes()),
            " set aside; raise host_memory, or give the device more of the model with ", "device_memory");
 }
 

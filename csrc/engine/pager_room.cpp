@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "engine/pager.h"
 
 namespace patrickstar {
@@ -52,9 +53,16 @@ DeviceBuffer Pager::take_device_buffer(int64_t num_bytes, ArrayId what, DeviceBu
   // Chunks in use and activations together exceed the limit. The backend's policy decides: the first step measures the
   // need, later steps fail with an error that names it.
   if (!device_buffer) device_buffer = device_buffers.acquire(num_bytes, fit, OverLimit::kAllow);
-  PS_CHECK(device_buffer, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
-           device_buffers.used_bytes(), " bytes of chunks are in use and ", backend.activation_bytes(),
-           " bytes of activations, of ", backend.limit_bytes(), "; raise device_memory or lower the batch size");
+  if (!device_buffer) {
+    const int64_t chunks = device_buffers.used_bytes();
+    const int64_t activations = backend.activation_bytes();
+    throw MemoryBudgetError(detail::join(
+        store().describe(what), " needs ", show_exactly(num_bytes), " on the device; ", show_exactly(chunks),
+        " of chunks are in use and ", show_exactly(activations), " of activations, of ",
+        show_exactly(backend.limit_bytes()), "; ", step_.is_recorded() ? kCheckpointOrSmallerBatch : kSmallerBatch,
+        ", or raise device_memory to at least ", show_enough(chunks + activations + num_bytes),
+        "; later accesses may need more"));
+  }
   return device_buffer;
 }
 

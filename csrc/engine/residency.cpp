@@ -8,6 +8,7 @@
 
 #include "common/ablation.h"
 #include "common/check.h"
+#include "common/sizes.h"
 #include "plan/host_demand.h"
 
 namespace patrickstar {
@@ -59,18 +60,21 @@ void Residency::check_fits(const InitialPlacement& placement, int64_t device_roo
   const int64_t missing = placement.host_bytes - left;
   const int64_t own = arena.mapped_bytes();  // updates of whole matrices (engine/matrix_updates.h)
   const int64_t others = arena.limit_bytes() - left - own;
-  const std::string on_disk =
-      placement.disk_bytes > 0 ? detail::join(", and the disk has ", placement.disk_bytes) : std::string();
-  std::string taken = others > 0 ? detail::join(", of which other engines of this process have ", others) : "";
-  if (own > 0) taken += detail::join(", and updates of whole matrices take ", own);
+  const std::string on_disk = placement.disk_bytes > 0
+                                  ? detail::join(", and the disk has ", show_exactly(placement.disk_bytes))
+                                  : std::string();
+  std::string taken =
+      others > 0 ? detail::join(", of which other engines of this process have ", show_exactly(others)) : "";
+  if (own > 0) taken += detail::join(", and updates of whole matrices take ", show_exactly(own));
   PS_CHECK(missing <= 0, MemoryBudgetError,
            accumulates
                ? "parameters, optimizer states and gradients that accumulate (gradient_accumulation_steps) need "
                : "parameters and optimizer states need ",
-           needed, " bytes, of which the device has ", "room for ", device_room_bytes, " before activations", on_disk,
-           "; the others and a gradient on its way take ", placement.host_bytes, " on the host, and host memory takes ",
-           left, " (host_memory is ", arena.limit_bytes(), taken, "); raise host_memory to at least ",
-           arena.limit_bytes() + missing, " bytes, or device_memory",
+           show_exactly(needed), ", of which the device has room for ", show_exactly(device_room_bytes),
+           " before activations", on_disk, "; the others and a gradient on its way take ",
+           show_exactly(placement.host_bytes), " on the host, and host memory takes ", show_exactly(left),
+           "; host_memory is ", show_exactly(arena.limit_bytes()), taken, "; raise host_memory to at least ",
+           show_enough(arena.limit_bytes() + missing), ", or device_memory",
            pager_.disk().options().limit_bytes > 0 ? ", or disk_memory.size" : "");
 }
 

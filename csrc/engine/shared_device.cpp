@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "memory/interleave.h"
 
 namespace patrickstar {
@@ -77,9 +78,10 @@ std::shared_ptr<SharedDevice> SharedDevice::open(const DeviceOptions& options) {
 }
 
 void SharedDevice::check_same(const DeviceOptions& options) const {
-  const auto check = [](const char* name, int64_t theirs, int64_t mine) {
-    PS_CHECK(theirs == mine, ArgumentError, name, " is ", mine,
-             " bytes, but an engine that is open in this process has ", theirs,
+  const auto shown = [](int64_t limit) { return limit == kUnlimited ? "unlimited" : show_exactly(limit); };
+  const auto check = [&](const char* name, int64_t theirs, int64_t mine) {
+    PS_CHECK(theirs == mine, ArgumentError, name, " is ", shown(mine),
+             ", but an engine that is open in this process has ", shown(theirs),
              ", and all engines of a process share one budget; give both the same, or leave it out of the later one");
   };
   check("device_memory", options_.device_limit_bytes, options.device_limit_bytes);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "plan/step_measurement.h"
 
 namespace patrickstar {
@@ -55,7 +56,7 @@ int64_t largest_whole_chunk_bytes(const Layout& layout) {
 // An error that asks for a larger budget must name enough memory. So on the simulated device, excess allocations pass
 // (LimitPolicy::kMeasure) if the call cannot be repeated with an emptier device. Once the peak is known, this check
 // refuses the call on all ranks, before any update.
-void check_least_limit(OpenEngine& open, const char* what) {
+void check_least_limit(OpenEngine& open, const char* what, const char* first_remedies) {
   if (!open.backend().may_exceed_limit()) return;
   int64_t least = open.backend().least_limit_bytes();
   if (open.layout().has_other_ranks()) least = open.collectives->max_over_ranks(least);
@@ -65,9 +66,9 @@ void check_least_limit(OpenEngine& open, const char* what) {
     least += largest_whole_chunk_bytes(open.layout());  // all-gathered before its use, as a plan may do
   if (least >= open.options.ample_limit_bytes) least += open.options.ample_extra_bytes;
   open.backend().reset_least_limit();
-  PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", what, " needs ", least,
-           " bytes at its peak even with every idle chunk evicted; raise device_memory to at least ", least,
-           " bytes, or lower the batch size or default_chunk_size",
+  PS_CHECK(false, MemoryBudgetError, "device_memory is ", show_exactly(limit), ", but ", what, " needs ",
+           show_exactly(least), " at its peak even with every idle chunk evicted; ", first_remedies,
+           ", raise device_memory to at least ", show_enough(least), ", or lower default_chunk_size",
            open.updates.num_committed() > 0 ? "" : ". Nothing was updated");
 }
 
@@ -193,7 +194,7 @@ void end_forward(OpenEngine& open) {
   }
   open.step.go_back();
   open.backend().set_limit_policy(training ? LimitPolicy::kMeasure : policy_between_calls(open));
-  if (!training) check_least_limit(open, "this forward pass");
+  if (!training) check_least_limit(open, "this forward pass", kSmallerBatch);
 }
 
 void undo_forward(OpenEngine& open) {
@@ -233,7 +234,7 @@ void end_backward(OpenEngine& open) {
   open.updates.fetch_gradients();
   open.step.move(StepState::kGradients);
   open.backend().set_limit_policy(policy_between_calls(open));
-  check_least_limit(open, "this step");
+  check_least_limit(open, "this step", kCheckpointOrSmallerBatch);
 }
 
 bool keep_joint_backward(OpenEngine& open) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "plan/chunk_bytes.h"
 #include "plan/placement.h"
 
@@ -78,11 +79,10 @@ void Unfreezing::train(const std::vector<ParamId>& params) {
 void Unfreezing::check_device(const Layout& then) const {
   const int64_t working_set = working_set_bytes(then, module_params_);
   const int64_t limit = memory_.device().options().device_limit_bytes;
-  PS_CHECK(
-      working_set <= limit, MemoryBudgetError, "device_memory is ", limit,
-      " bytes, but with the parameters that are unfrozen the largest module's chunks and their gradients alone take ",
-      working_set, " bytes; raise device_memory to at least ", working_set,
-      " bytes (activations come on top), or lower default_chunk_size (", then.chunk_numel(), " elements)");
+  PS_CHECK(working_set <= limit, MemoryBudgetError, "device_memory is ", show_exactly(limit),
+           ", but with the parameters that are unfrozen the largest module's chunks and their gradients alone take ",
+           show_exactly(working_set), "; raise device_memory to at least ", show_enough(working_set),
+           " (activations come on top), or lower default_chunk_size (", then.chunk_numel(), " elements)");
 }
 
 int64_t Unfreezing::free_host_bytes() const {
@@ -99,10 +99,11 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
   }
   if (needed > free_host_bytes()) updates_.release_host_memory();
   const int64_t free = free_host_bytes();
-  PS_CHECK(needed <= free, MemoryBudgetError, "the parameters that are unfrozen need ", needed,
-           " bytes of host memory for optimizer states and values, but of host_memory (", memory_.arena().limit_bytes(),
-           " bytes) ", std::max<int64_t>(free, 0), " are free; raise host_memory to at least ",
-           memory_.arena().limit_bytes() + needed - free, " bytes, or freeze them again with requires_grad_(False)");
+  const int64_t limit = memory_.arena().limit_bytes();
+  PS_CHECK(needed <= free, MemoryBudgetError, "the parameters that are unfrozen need ", show_exactly(needed),
+           " of host memory for optimizer states and values, but of host_memory, ", show_exactly(limit), ", ",
+           show_exactly(std::max<int64_t>(free, 0)), " are free; raise host_memory to at least ",
+           show_enough(limit + needed - free), ", or freeze them again with requires_grad_(False)");
 }
 
 void Unfreezing::make_states_of(ChunkId chunk) {

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "memory/host_mapping.h"
 
 namespace patrickstar {
@@ -36,7 +37,7 @@ void read_file(int descriptor, char* to, int64_t num_bytes, int64_t at) {
     const ssize_t done = pread(descriptor, to, static_cast<size_t>(num_bytes), at);
     if (done < 0 && errno == EINTR) continue;
     PS_CHECK(done >= 0, SystemError, "cannot read shards of a file: ", std::strerror(errno));
-    PS_CHECK(done > 0, SystemError, "a file of shards ends ", num_bytes, " bytes too early");
+    PS_CHECK(done > 0, SystemError, "a file of shards ends ", show_exactly(num_bytes), " too early");
     to += done;
     num_bytes -= done;
     at += done;
@@ -119,8 +120,8 @@ void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<
       const RangeFile& file = files[static_cast<size_t>(i)];
       if (file.num_bytes == 0) continue;
       const int failure = posix_fallocate(file.descriptor, 0, file.num_bytes);
-      PS_CHECK(failure == 0, SystemError, "no room for ", file.num_bytes,
-               " bytes of shards in their folder: ", std::strerror(failure));
+      PS_CHECK(failure == 0, SystemError, "no room for ", show_exactly(file.num_bytes),
+               " of shards in their folder: ", std::strerror(failure), "; free space there");
     }
   });
   std::vector<Copy> copies;

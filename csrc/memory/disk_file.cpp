@@ -16,6 +16,7 @@
 
 #include "common/check.h"
 #include "common/crc32c.h"
+#include "common/sizes.h"
 
 namespace patrickstar {
 
@@ -198,16 +199,16 @@ void DiskFile::open() {
 bool DiskFile::is_plain() const { return options_.faults != nullptr && options_.faults->is_plain; }
 
 void DiskFile::allocate() {
-  int error = is_plain() ? EOPNOTSUPP : fallocate(fd_, 0, 0, num_bytes_) == 0 ? 0 : errno;
   struct statvfs system{};
-  const bool is_known = fstatvfs(fd_, &system) == 0;
+  const bool is_known = fstatvfs(fd_, &system) == 0;  // before a failed fallocate, which may keep what it found
   const int64_t free_bytes = static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
+  int error = is_plain() ? EOPNOTSUPP : fallocate(fd_, 0, 0, num_bytes_) == 0 ? 0 : errno;
   if (error == EOPNOTSUPP) {
     error = is_known && free_bytes < num_bytes_ ? ENOSPC : ftruncate(fd_, num_bytes_) == 0 ? 0 : errno;
   }
-  PS_CHECK(error == 0, DiskError, "disk_memory: optimizer states need ", num_bytes_, " bytes in ", folder_,
-           is_known ? detail::join(", where ", free_bytes, " are free: ") : std::string(": "), std::strerror(error),
-           "; ", remedy(error), ". Nothing was trained yet");
+  PS_CHECK(error == 0, DiskError, "disk_memory: optimizer states need ", show_exactly(num_bytes_), " in ", folder_,
+           is_known ? detail::join(", where ", show_exactly(free_bytes), " are free: ") : std::string(": "),
+           std::strerror(error), "; ", remedy(error), ". Nothing was trained yet");
 }
 
 std::vector<uint32_t> DiskFile::read(const std::vector<DiskRange>& ranges) {
@@ -233,8 +234,8 @@ std::vector<uint32_t> DiskFile::run(Transfer& transfer) {
   const DiskDirection direction = transfer.direction();
   const std::lock_guard<std::mutex> lock(lane(direction).mutex);
   const int error = transfer.run();
-  PS_CHECK(error == 0, DiskError, "disk_memory: ", doing(direction), " ", transfer.num_bytes(),
-           " bytes of optimizer states in ", folder_, " failed: ", std::strerror(error), "; ", remedy(error));
+  PS_CHECK(error == 0, DiskError, "disk_memory: ", doing(direction), " ", show_exactly(transfer.num_bytes()),
+           " of optimizer states in ", folder_, " failed: ", std::strerror(error), "; ", remedy(error));
   if (!is_direct_) {
     for (const DiskRange& range : transfer.ranges()) drop_from_cache(direction, range);
   }
@@ -248,8 +249,8 @@ void DiskFile::drop_from_cache(DiskDirection direction, const DiskRange& range) 
     const int error = sync_file_range(fd_, range.offset, range.num_bytes, flags) == 0 ? 0 : errno;
     // the file system has no sync_file_range
     const bool is_refused = error == ESPIPE || error == EINVAL || error == ENOSYS;
-    PS_CHECK(error == 0 || is_refused, DiskError, "disk_memory: writing ", range.num_bytes,
-             " bytes of optimizer states in ", folder_, " failed: ", std::strerror(error), "; ", remedy(error));
+    PS_CHECK(error == 0 || is_refused, DiskError, "disk_memory: writing ", show_exactly(range.num_bytes),
+             " of optimizer states in ", folder_, " failed: ", std::strerror(error), "; ", remedy(error));
   }
   posix_fadvise(fd_, range.offset, range.num_bytes, POSIX_FADV_DONTNEED);
 }

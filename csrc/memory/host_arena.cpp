@@ -7,6 +7,7 @@
 
 #include "common/check.h"
 #include "common/reserve.h"
+#include "common/sizes.h"
 #include "common/types.h"
 #include "memory/host_mapping.h"
 
@@ -59,8 +60,8 @@ int64_t HostArena::most_region_bytes(int64_t total_bytes) {
 std::vector<HostBuffer> HostArena::reserve(const std::vector<int64_t>& block_bytes) {
   int64_t total = 0;
   for (int64_t bytes : block_bytes) total += round_up(bytes, kBlockAlignment);
-  PS_CHECK(total <= unreserved_bytes(), MemoryBudgetError, "the chunks need ", total,
-           " bytes of host memory, the limit is ", limit_bytes(),
+  PS_CHECK(total <= unreserved_bytes(), MemoryBudgetError, "the chunks need ", show_exactly(total),
+           " of host memory, the limit is ", show_exactly(limit_bytes()),
            budget_->mapped_bytes > mapped_bytes_ ? " for all engines of this process" : "", "; raise host_memory");
   std::vector<HostBuffer> blocks;
   for (size_t begin = 0; begin < block_bytes.size();) {
@@ -180,8 +181,8 @@ void HostArena::release_reserved() {
 
 HostBuffer HostArena::allocate(int64_t num_bytes) {
   HostBuffer block = try_allocate(num_bytes);
-  PS_CHECK(block, MemoryBudgetError, "host memory: ", num_bytes, " bytes more are needed, ", budget_->mapped_bytes,
-           " of ", limit_bytes(),
+  PS_CHECK(block, MemoryBudgetError, "host memory: ", show_exactly(num_bytes), " more are needed, ",
+           show_exactly(budget_->mapped_bytes), " of ", show_exactly(limit_bytes()),
            " are taken; raise host_memory, or give the device more of the "
            "model with device_memory");
   return block;

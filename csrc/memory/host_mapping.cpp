@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "common/check.h"
+#include "common/sizes.h"
 #include "common/types.h"
 
 namespace patrickstar {
@@ -20,8 +21,8 @@ char* map_host_memory(int64_t num_bytes) {
   const int64_t slack = num_bytes >= kHugePage ? kHugePage : 0;
   void* mapped = mmap(nullptr, static_cast<size_t>(num_bytes + slack), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  PS_CHECK(mapped != MAP_FAILED, SystemError, "cannot map ", num_bytes, " bytes of host memory: ", std::strerror(errno),
-           "; lower host_memory");
+  PS_CHECK(mapped != MAP_FAILED, SystemError, "cannot map ", show_exactly(num_bytes),
+           " of host memory: ", std::strerror(errno), "; lower host_memory");
   if (slack == 0) return static_cast<char*>(mapped);
   const auto address = reinterpret_cast<int64_t>(mapped);
   const int64_t begin = round_up(address, kHugePage);

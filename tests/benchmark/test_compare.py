@@ -117,7 +117,7 @@ def test_a_system_that_does_not_fit_is_reported_and_the_others_go_on(tmp_path, c
     print(table)
     patrickstar, missing = json.loads((tmp_path / "out.json").read_text())["systems"]
     assert patrickstar["outcome"] == "out of memory" and patrickstar["reason"].startswith("rank ")
-    assert "device_memory is 65536 bytes" in patrickstar["reason"] and "the initialisation" in patrickstar["reason"]
+    assert "device_memory is 64 KiB, but" in patrickstar["reason"] and "the initialisation" in patrickstar["reason"]
     assert patrickstar["reason"] in table
     assert "Traceback" in patrickstar["log_tail"]
     assert missing["outcome"] == "not installed"

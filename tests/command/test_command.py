@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import benchmark.compare
 import benchmark.steps
 import patrickstar
+from patrickstar import _C
 from patrickstar.command import main as command
 from patrickstar.command.flags import OLD_SPELLINGS, CommandParser, memory_size, run_reporting
 from patrickstar.command.main import SUBCOMMANDS, main
@@ -242,6 +243,13 @@ def test_each_shown_size_is_read_by_every_command_and_key(num_bytes):
     assert read == parse_config({"device_memory": shown}).device_memory == pytest.approx(num_bytes, rel=0.006)
     exact = show_exactly(num_bytes)
     assert exact == (shown if read == num_bytes else f"{shown} ({num_bytes} bytes)")
+
+
+@given(st.integers(0, 2**53) | st.sampled_from([*range(2048), *(2**k * 5 // 4 for k in range(53))]))
+def test_the_core_shows_sizes_as_python_does(num_bytes):
+    assert _C.show_exactly(num_bytes) == show_exactly(num_bytes)
+    enough = enough_size(num_bytes)
+    assert _C.show_enough(num_bytes) == (enough if parse_size(enough) == num_bytes else f"{enough} ({num_bytes} bytes)")
 
 
 @given(st.integers(1, 2**50))

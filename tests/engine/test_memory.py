@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -16,7 +15,7 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.models import VOCAB, Case, Mlp, gpt2, token_batch
-from tests.training import least_device_memory, make_config
+from tests.training import least_device_memory, least_named, make_config
 
 _INIT_SCRIPT = """
 import json, resource, sys
@@ -212,7 +211,7 @@ def climb():
             state = train(budget, done)
             break
         except (MemoryBudgetError, RankFailure) as error:  # RankFailure: another rank raised first
-            named = int(re.search(r"at least (\d+) bytes", str(error)).group(1))
+            named = least_named(error)
         finally:
             seen.append((budget, len(done)))
         budget = named
@@ -234,6 +233,26 @@ def check(seen):
 
 def test_one_process():
     check(climb())
+
+
+def test_remedies_for_the_device_come_in_order():
+    """Training, evaluation (where checkpointing saves nothing), and an allocation between calls."""
+    few, many = torch.randn(4, 64), torch.randn(512, 64)
+    checkpointing = r"turn on activation checkpointing if it is off \(model.gradient_checkpointing_enable\(\)\)"
+    engine, optimizer = initialize_engine(Net, 0, {"device_memory": "128KiB", "default_chunk_size": 4160})
+    with engine:
+        engine.backward(engine(few))
+        optimizer.step()
+        remedies = rf"evicted; {checkpointing}, lower the batch size, raise device_memory to at least \d.*, or lower"
+        with pytest.raises(MemoryBudgetError, match=rf"^device_memory is 128 KiB, but this step needs \d.*{remedies}"):
+            engine.backward(engine(many))
+        needs = r"this forward pass needs \d.* evicted; lower the batch size, raise device_memory to at least \d"
+        with torch.no_grad(), pytest.raises(MemoryBudgetError, match=needs):
+            engine(many)
+        refused = rf": 1 MiB more are needed, .* of 128 KiB are .*; {checkpointing}, lower the batch size, or raise"
+        with pytest.raises(torch.OutOfMemoryError, match=refused) as caught:
+            torch.empty(2**20, dtype=torch.uint8)
+        assert 2**20 <= least_named(caught.value) < 2**20 + 2**17
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.models import Mlp, gpt2, lora, token_batch
 from tests.ranks.runs import rank_and_size, rows
-from tests.training import ADAM, make_config
+from tests.training import ADAM, least_named, make_config
 
 SCARCE = {"device_memory": 400_000}
 
@@ -314,7 +314,7 @@ def test_too_little_host_memory_changes_nothing():
     assert_same(scarce, ample)
     assert failures[0] == failures[1]
     assert re.search(r"transformer.wte.weight and \d+ more parameters cannot be trained from now on", failures[0])
-    least = int(re.search(r"host_memory to at least (\d+) bytes", failures[0]).group(1))
+    least = least_named(failures[0])
     thaw = lambda model, step: model.requires_grad_(True) if step == 2 else None  # noqa: E731
     assert_same(run(thaw=thaw, host_memory=least, **SCARCE), run(thaw=thaw))
 

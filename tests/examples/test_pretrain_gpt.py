@@ -202,7 +202,7 @@ def test_what_is_wrong_is_said_before_work_starts(flags, message, script, tmp_pa
 
 def test_a_model_that_does_not_fit_is_an_answer(script, capsys):
     assert script.main([*TINY, "--gpu-mem", "10KB"]) == 1
-    assert "device_memory is 10000 bytes" in capsys.readouterr().err
+    assert "device_memory is 9.77 KiB (10000 bytes)" in capsys.readouterr().err
 
 
 def test_a_folder_with_a_run_is_not_overwritten(script, tmp_path, capsys):

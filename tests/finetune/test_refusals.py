@@ -79,7 +79,7 @@ def test_a_broken_line_is_refused_before_anything_is_loaded(text, message, tmp_p
         ("--lr zero", "--lr/--learning-rate: it is 'zero'; give a number of more than 0"),
         ("--batch-size 0", "--batch-size: it is '0'; give a whole number of at least 1"),
         ("--device-memory much", "--device-memory: 'much' is no amount of memory"),
-        ("--model {llama} --device-memory 10KB", "device_memory is 10000 bytes"),
+        ("--model {llama} --device-memory 10KB", "device_memory is 9.77 KiB (10000 bytes)"),
         ("--output-dir {tmp}", "exists and is not empty; give --resume"),
         ("--output-dir {tmp}/config.json/x", "cannot be written (Not a directory)"),
         ("--resume --output-dir {tmp}", "has no checkpoint"),

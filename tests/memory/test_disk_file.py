@@ -86,7 +86,7 @@ def test_errors_of_the_disk(io, tmp_path):
     file = _C.DiskFile(str(tmp_path), 8 << 20, io, faults)
     data = random_bytes(8 << 20, 3)
     faults.writes_before_error = 2
-    with pytest.raises(DiskError, match="writing 8388608 bytes .* failed: Input/output error; check") as raised:
+    with pytest.raises(DiskError, match="writing 8 MiB of .* failed: Input/output error; check") as raised:
         file.write([whole(data)])
     assert str(tmp_path) in str(raised.value)
     faults.writes_before_error = 0
@@ -96,7 +96,7 @@ def test_errors_of_the_disk(io, tmp_path):
     faults.writes_before_error = -1
     file.write([whole(data)])
     faults.reads_before_error, faults.error_number = 0, errno.EIO
-    with pytest.raises(DiskError, match="reading 8388608 bytes"):
+    with pytest.raises(DiskError, match="reading 8 MiB of"):
         file.read([whole(data)])
     faults.reads_before_error = -1
     assert file.read([whole(data)]) == [_C.crc32c(data.numpy())]
@@ -114,7 +114,7 @@ def test_a_wrong_bit_is_another_checksum(io, tmp_path):
 
 def test_a_disk_without_room_is_found_at_once(tmp_path):
     free = os.statvfs(tmp_path)
-    with pytest.raises(DiskError, match=r"need \d+ bytes in .*, where \d+ are free: .*Nothing was trained yet"):
+    with pytest.raises(DiskError, match=r"need \d.*iB .*in /.*, where \d.*iB.* are free: .*Nothing was trained yet"):
         _C.DiskFile(str(tmp_path), 2 * free.f_blocks * free.f_frsize)
     with pytest.raises(DiskError, match="No such file or directory; make the folder"):
         _C.DiskFile(str(tmp_path / "none"), PAGE)

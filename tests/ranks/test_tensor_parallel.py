@@ -1,6 +1,5 @@
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.ranks.on_mesh import (
 )
 from tests.ranks.sharded import Model
 from tests.ranks.test_training import relative_error
+from tests.training import least_named
 
 GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
 SCALE = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "hysteresis": 1}
@@ -247,9 +247,8 @@ def test_a_forward_that_runs_out_of_memory_names_the_module_and_what_helps():
 def test_a_batch_that_outgrows_the_device_ends_with_the_least_that_would_do():
     run = MeshRun(LLAMA, columns=2, steps=2, clip=0.0, options={"default_chunk_size": 4096})
     free, tight = run_ranks(2, outgrow, run, (None, 600_000))[0]
-    least = re.search(r"MemoryBudgetError: .*raise device_memory to at least (\d+) bytes", tight)
-    assert least is not None, tight
-    assert run_ranks(2, outgrow, run, (int(least[1]),)) == [[free]] * 2
+    assert tight.startswith("MemoryBudgetError: ") and "raise device_memory to at least" in tight
+    assert run_ranks(2, outgrow, run, (least_named(tight),)) == [[free]] * 2
 
 
 @pytest.mark.parametrize(
