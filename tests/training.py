@@ -45,7 +45,7 @@ def make_host_config(precision: str, **config: Any) -> dict[str, Any]:
 def train(
     case: Case,
     config: dict[str, Any],
-    steps: int = 20,
+    steps: int = 10,
     accumulate: int = 1,
     seed: int = 0,
     checkpointing: bool | None = None,
@@ -78,7 +78,7 @@ def train(
         return Run(losses, engine.state_dict(), engine.report(), norms, reports)
 
 
-_MOST_KEPT = 64
+_MOST_KEPT = 32
 _kept: dict[Any, Any] = {}
 
 
@@ -122,7 +122,7 @@ def go_on(case: Case, config: dict[str, Any], steps: int, folder: Any, *, load: 
 def train_plain(
     case: Case,
     optimizer: str = "AdamW",
-    steps: int = 20,
+    steps: int = 10,
     accumulate: int = 1,
     seed: int = 0,
     clipping: float = 0.0,
