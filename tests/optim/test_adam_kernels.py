@@ -52,7 +52,7 @@ def adam_cases(draw):
     }
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(
     case=adam_cases(),
     scalars=st.sampled_from(sorted(SCALARS)),
