@@ -23,9 +23,8 @@ torch.set_num_threads(1)  # small models gain nothing from more, and other tests
 @pytest.fixture(autouse=True, scope="module")
 def _set_libraries_aside():
     """Freezes the objects of PyTorch, transformers and other libraries: a collection would visit them for a quarter of
-    a second.
+    a second. What is frozen stays so, for the same reason.
     """
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -3,9 +3,10 @@
 Each rank has torchrun's environment, one thread, and torch's store on a free port. `function` must be importable from a
 module's top level; `function`, arguments and results are pickled. Ranks are forked from a server that has imported
 tests/rank_imports.py, which saves five seconds for each rank. With `prefixes`, and with a GPU (CUDA does not survive
-forks), each rank is a new process.
+forks), each rank is a new process. `run_python` runs a script or a module in such a fork.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -95,12 +97,12 @@ def _start_process(folder, rank, variables, prefix):
 
 
 class _Fork:
-    """A forked rank with the methods of Popen that this module uses."""
+    """A fork of the server with the methods of Popen that this module uses."""
 
-    def __init__(self, folder, rank, variables):
+    def __init__(self, target, *args):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.rank_imports"])
-        self._process = context.Process(target=_run_fork, args=(folder, rank, variables))
+        self._process = context.Process(target=target, args=args)
         with server_environment():
             self._process.start()
         self.pid = self._process.pid
@@ -118,7 +120,42 @@ class _Fork:
 
 
 def _start_fork(folder, rank, variables, _prefix):
-    return _Fork(folder, rank, variables)
+    return _Fork(_run_fork, folder, rank, variables)
+
+
+def run_python(*arguments, cwd=ROOT, environment=None, timeout_seconds=300):
+    """``subprocess.run(["python", *arguments])`` with captured text, in a fork of the server: PyTorch, transformers and
+    patrickstar are imported already. ``arguments`` begin with a script, ``-m`` or ``-c``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {**os.environ, **(environment or {}), "CUDA_VISIBLE_DEVICES": ""}
+        process = _Fork(_run_script, folder, [str(argument) for argument in arguments], str(cwd), variables)
+        returncode, _ = _wait({0: process}, timeout_seconds, False)[0]
+        texts = [Path(folder, name).read_text(errors="replace") for name in ("stdout", "stderr")]
+        if returncode is None:
+            raise subprocess.TimeoutExpired(arguments, timeout_seconds, *texts)
+        return subprocess.CompletedProcess(arguments, returncode, *texts)
+
+
+def _run_script(folder, arguments, cwd, variables):
+    _become(cwd, variables, Path(folder, "stdout"), Path(folder, "stderr"))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path[:0] = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
+    try:
+        if arguments[0] == "-m":
+            sys.argv = ["-m", *arguments[2:]]
+            sys.path.insert(0, cwd)
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            sys.path.insert(0, cwd)
+            exec(arguments[1], {"__name__": "__main__"})
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(cwd, arguments[0]).parent))
+            runpy.run_path(str(Path(cwd, arguments[0])), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
 
 
 @contextlib.contextmanager
@@ -139,14 +176,18 @@ def server_environment():
 
 
 def _run_fork(folder, rank, variables):
+    output = Path(folder, f"output-{rank}")
+    _become(ROOT, variables, output, output)
+    _run_rank(folder)
+
+
+def _become(cwd, variables, *outputs):
     os.setsid()
-    os.chdir(ROOT)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
-    output = os.open(Path(folder, f"output-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    _run_rank(folder)
+    for stream, output in enumerate(outputs, 1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
 
 
 def free_port():

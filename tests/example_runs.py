@@ -13,6 +13,7 @@ import pytest
 
 import patrickstar
 from patrickstar.finetune import training
+from tests.distributed import run_python
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _PACKAGE_PARENT = str(Path(patrickstar.__file__).resolve().parents[1])
@@ -24,12 +25,9 @@ def run_example(
     """Runs ``examples/<script>`` on the simulated device, by torchrun for several ranks; returns its output."""
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH")]
     python_path = os.pathsep.join(path for path in paths if path)
-    environment = {**os.environ, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *torchrun, str(EXAMPLES / script), *map(str, flags)]
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
-    )
+    command = [*torchrun, str(EXAMPLES / script), *map(str, flags)]
+    result = run_python(*command, environment={"PYTHONPATH": python_path}, timeout_seconds=timeout_seconds)
     print(" ".join(command), result.stdout, result.stderr[-2000:], sep="\n")
     return result
 

@@ -92,6 +92,7 @@ def come_and_go(num_engines, config, collecting_rank=None):
             gc.collect()
 
     gc.disable()
+    gc.freeze()  # a collection would visit the objects of libraries
     try:
         losses = [train_and_close(0, collect, **config) for _ in range(2)]
         before, resident = footprint(), resident_bytes()

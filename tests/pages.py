@@ -1,13 +1,12 @@
 """Pages of the documentation: fenced blocks, links, and Python blocks as one script."""
 
 import dataclasses
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.distributed import ROOT, run_python
+
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^```(\S*)[^`\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -75,16 +74,8 @@ def all_pages() -> list[Page]:
 def run_page(page: Page, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / page.name.replace("/", "-").replace(".md", ".py")
     script.write_text(page.script(), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "HOME": str(folder),
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-W", "ignore", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    environment = {"HOME": str(folder), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return run_python(script, cwd=folder, environment=environment)
 
 
 def shows(output: str, excerpt: str) -> bool:

@@ -19,7 +19,7 @@ PARAMS = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
     "Nesterov": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
 }
-STEPS = 6
+STEPS = 4
 
 
 def config_of(

@@ -1,6 +1,7 @@
 """Training runs that tests compare: through the engine, and with plain PyTorch."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -45,7 +46,7 @@ def make_host_config(precision: str, **config: Any) -> dict[str, Any]:
 def train(
     case: Case,
     config: dict[str, Any],
-    steps: int = 20,
+    steps: int = 10,
     accumulate: int = 1,
     seed: int = 0,
     checkpointing: bool | None = None,
@@ -78,6 +79,29 @@ def train(
         return Run(losses, engine.state_dict(), engine.report(), norms, reports)
 
 
+_MOST_KEPT = 32
+_kept: dict[Any, Any] = {}
+
+
+def _once(function):
+    """Keeps results by arguments."""
+
+    @functools.wraps(function)
+    def call(case: Case, config: Any, *args: Any, **kwargs: Any) -> Any:
+        key = (function, case, repr(config), args, tuple(sorted(kwargs.items())))
+        if key not in _kept:
+            if len(_kept) == _MOST_KEPT:
+                del _kept[next(iter(_kept))]
+            _kept[key] = function(case, config, *args, **kwargs)
+        return _kept[key]
+
+    return call
+
+
+train_once = _once(train)
+"""Runs once for several tests that compare theirs with it."""
+
+
 def go_on(case: Case, config: dict[str, Any], steps: int, folder: Any, *, load: bool, save: bool = False, look=None):
     """Trains from the checkpoint in ``folder``; states of model and optimizer. ``look(engine)`` is called first."""
     engine, optimizer = initialize_engine(case.build, 0, config)
@@ -99,7 +123,7 @@ def go_on(case: Case, config: dict[str, Any], steps: int, folder: Any, *, load: 
 def train_plain(
     case: Case,
     optimizer: str = "AdamW",
-    steps: int = 20,
+    steps: int = 10,
     accumulate: int = 1,
     seed: int = 0,
     clipping: float = 0.0,
@@ -131,6 +155,7 @@ def least_named(error: object) -> int:
     return least
 
 
+@_once
 def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kwargs: Any) -> int:
     """The least device budget that works for ``steps``, by the bytes that errors name: those of the first step, and of
     a later step that needs more.

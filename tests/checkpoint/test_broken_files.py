@@ -54,7 +54,7 @@ def all_of(engine, optimizer):
 def save_on_a_rank(folder):
     engine, _ = trained_engine(0)
     with engine:
-        save(engine, folder, 20_000)
+        save(engine, folder, 40_000)
 
 
 def damaged_copies(path, copies):
@@ -97,7 +97,7 @@ def load_each(folders):
     return results
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2)])
 def test_a_broken_file_is_found_before_anything_changes(tmp_path, saving, loading):
     run_ranks(saving, save_on_a_rank, str(tmp_path / "whole"))
     path = tmp_path / "whole" / TAG

@@ -1,5 +1,6 @@
 import copy
 import errno
+import functools
 import os
 import random
 import shutil
@@ -486,13 +487,20 @@ class ModelledDisk(Disk):
         self._note()
 
 
-def write_after_a_cut(node, path, generator):
-    if isinstance(node, Folder):
-        path.mkdir()
-        for name, child in generator.choice(node.history).items():
-            write_after_a_cut(child, path / name, generator)
+def after_a_cut(node, generator):
+    """A file's bytes, or a folder's ``((name, node), ...)``."""
+    if isinstance(node, File):
+        return node.after_a_cut(generator)
+    return tuple((name, after_a_cut(child, generator)) for name, child in generator.choice(node.history).items())
+
+
+def write_state(state, path):
+    if isinstance(state, bytes):
+        path.write_bytes(state)
     else:
-        path.write_bytes(node.after_a_cut(generator))
+        path.mkdir()
+        for name, child in state:
+            write_state(child, path / name)
 
 
 def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk, others=()):
@@ -503,16 +511,18 @@ def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk, others=()):
     save(path, tag, HeldSource(tensors(2, 1), 0), {"version": 2}, SaveOptions(disk=disk))
     generator = random.Random(0)
     expected = {"old": {1} if tag == "new" else {1, 2}, "new": {2}, "other": {1}}
-    versions = []
-    for tree in disk.states:
-        for _ in range(STATES_PER_PREFIX):
-            left = tmp_path / "left"
-            write_after_a_cut(tree, left, generator)
-            versions.append(loaded_version(left))
-            for found in tags(left):
-                assert loaded_version(left, found) in expected[found]
-            shutil.rmtree(left)
-    return versions
+
+    @functools.cache
+    def version_of(state):
+        left = tmp_path / "left"
+        write_state(state, left)
+        for found in tags(left):
+            assert loaded_version(left, found) in expected[found]
+        version = loaded_version(left)
+        shutil.rmtree(left)
+        return version
+
+    return [version_of(after_a_cut(tree, generator)) for tree in disk.states for _ in range(STATES_PER_PREFIX)]
 
 
 @pytest.mark.parametrize(("tag", "others"), [("new", []), ("old", []), ("old", ["other"])])

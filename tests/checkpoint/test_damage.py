@@ -2,8 +2,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from patrickstar.checkpoint.manifest import Manifest
 from tests.bits import assert_same_bits
 from tests.checkpoint.ranks import Held, HeldSink
 from tests.checkpoint.ranks import HeldSource as Source
+from tests.distributed import run_python
 
 TENSORS = [
     Held("embed.weight", "master", torch.randn(20, 8, generator=torch.Generator().manual_seed(0)), (0, 160)),
@@ -278,9 +277,7 @@ def test_verify_on_the_command_line(tmp_path, capsys):
     assert "stranger does not belong there" in capsys.readouterr().out
     (path / "stranger").unlink()
     flip(path / FILE, 1000, 0)
-    done = subprocess.run(
-        [sys.executable, "-m", "patrickstar.checkpoint", "verify", str(tmp_path)], capture_output=True, text=True
-    )
+    done = run_python("-m", "patrickstar.checkpoint", "verify", tmp_path)
     assert done.returncode == 1
     assert f"{path}: DAMAGED" in done.stdout
     assert f"{tmp_path / 'u'}: every byte is right" in done.stdout

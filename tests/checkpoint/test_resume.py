@@ -1,11 +1,9 @@
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.checkpoint.resumed_run import run
+from tests.distributed import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +29,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path, precision):
             "default_chunk_size": 4096,
         },
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.resumed_run", json.dumps(runs)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python("-m", "tests.checkpoint.resumed_run", json.dumps(runs))
     assert done.returncode == 0, done.stderr[-3000:]
     resumed = json.loads(done.stdout.splitlines()[-1])
     assert resumed[1]["evictions"] > 0

@@ -1,21 +1,23 @@
 import dataclasses
+import datetime
 import json
+import os
 import random
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from patrickstar.checkpoint import Checkpoint, CheckpointError, OneRank, SaveOptions, save
+from patrickstar.checkpoint import Checkpoint, CheckpointError, GroupPeers, OneRank, SaveOptions, save
 from patrickstar.checkpoint.export import INDEX_NAME, ExportOptions, export
 from patrickstar.checkpoint.peers import phase
 from tests.bits import assert_same_bits
 from tests.checkpoint.ranks import Held, HeldSink, HeldSource, on_ranks
+from tests.distributed import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHAPES = [(), (1,), (7,), (0, 3), (5, 6), (3, 1, 4), (2, 3, 2, 2)]
@@ -188,40 +190,22 @@ def tensors(size):
     return [Held(name, "master", torch.arange(100.0) * (1 + index), EDGES[size]) for index, name in enumerate("ab")]
 
 
-_SCRIPT = """
-import datetime, json, sys
-import torch.distributed as dist
-from patrickstar.checkpoint import CheckpointError, GroupPeers, SaveOptions, save
-from tests.checkpoint.ranks import HeldSource
-from tests.checkpoint.test_shards import tensors
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group(
-    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
-)
-peers = GroupPeers()
-sizes = [len(message) for message in peers.exchange(b"x" * (rank * 1000))]
-save(f"{folder}/saved", "t", HeldSource(tensors(2), rank), {}, SaveOptions(peers=peers))
-source = HeldSource(tensors(2) if rank == 0 else [], rank)  # rank 1 lost its part
-try:
-    save(f"{folder}/saved", "u", source, {}, SaveOptions(peers=peers))
-    error = None
-except CheckpointError as refused:
-    error = str(refused)
-print(json.dumps([sizes, error]))
-dist.destroy_process_group()
-"""
+def save_and_lose_a_part(folder):
+    rank = int(os.environ["RANK"])
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
+    peers = GroupPeers()
+    sizes = [len(message) for message in peers.exchange(b"x" * (rank * 1000))]
+    save(f"{folder}/saved", "t", HeldSource(tensors(2), rank), {}, SaveOptions(peers=peers))
+    source = HeldSource(tensors(2) if rank == 0 else [], rank)  # rank 1 lost its part
+    with pytest.raises(CheckpointError) as refused:
+        save(f"{folder}/saved", "u", source, {}, SaveOptions(peers=peers))
+    dist.destroy_process_group()
+    return sizes, str(refused.value)
 
 
 def test_two_processes(tmp_path):
-    children = [
-        subprocess.Popen([sys.executable, "-c", _SCRIPT, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    results = [child.communicate(timeout=300)[0] for child in children]
-    assert [child.returncode for child in children] == [0, 0]
-    for result in results:
-        sizes, error = json.loads(result.splitlines()[-1])
+    for sizes, error in run_ranks(2, save_and_lose_a_part, str(tmp_path)):
         assert sizes == [0, 1000]
         assert "master of a: 33 of its 100 elements" in error
     check_load_on(1, tmp_path / "saved", tensors(1))

@@ -23,15 +23,19 @@ from patrickstar.diagnostics import env_findings
 from patrickstar.diagnostics.used_packages import PACKAGES, REQUIRED, UsedPackage
 from patrickstar.finetune.arguments import NEEDED_PACKAGES
 from patrickstar.machine import host_memory
+from tests.distributed import run_python
 
 PACKAGE = Path(patrickstar.__file__).parent
 ROOT = PACKAGE.parent
 
 
-def run(*arguments, python=(sys.executable,), cwd=ROOT, **variables):
+def run_in(folder, *command):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [*python, "-m", "patrickstar.env", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment | variables)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def run(*arguments, **environment):
+    return run_python("-m", "patrickstar.env", *arguments, environment=environment)
 
 
 @pytest.fixture
@@ -69,65 +73,61 @@ def test_json_report():
 
 
 def test_without_the_extension(bare_package):
-    done = run(cwd=bare_package)
+    code = """
+try:
+    from patrickstar import initialize_engine
+except ImportError as error:
+    print(error)
+from patrickstar import env
+raise SystemExit(env.main([]))
+"""
+    done = run_in(bare_package, "-c", code)
     assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stdout.partition("\n")[0].count("python -m patrickstar.env says what is missing") == 1
     assert torch.__version__ in done.stdout and "cgroup limit" in done.stdout
     assert "missing: the extension patrickstar._C cannot be imported" in done.stdout
     assert re.search(r"fix: \S+ -m pip install --force-reinstall --no-deps ", done.stdout)
 
 
-def test_without_the_extension_in_a_checkout(bare_package):
+def test_with_an_extension_that_does_not_load_in_a_checkout(bare_package):
     (bare_package / "setup.py").touch()
-    done = run(cwd=bare_package)
-    assert done.returncode == 1
-    assert f"fix: make -C {bare_package} build" in done.stdout
-
-
-def test_with_an_extension_that_does_not_load(bare_package):
     (bare_package / "patrickstar" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
-    done = run(cwd=bare_package)
+    done = run_in(bare_package, "-m", "patrickstar.env")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "missing: the extension patrickstar._C cannot be imported (ImportError: " in done.stdout
+    assert f"fix: make -C {bare_package} build" in done.stdout
 
 
 def test_without_pytorch(bare_package):
     # -S: no site-packages, thus the standard library alone.
-    done = run(cwd=bare_package, python=(sys.executable, "-S"))
+    done = run_in(bare_package, "-S", "-m", "patrickstar.env")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "missing: PyTorch cannot be imported (ModuleNotFoundError" in done.stdout
     assert f"pip install torch=={env_findings.TORCH}" in done.stdout
     assert "host memory" in done.stdout and "model" in done.stdout
 
 
-def test_importing_without_the_extension_points_to_the_report(bare_package):
-    code = "from patrickstar import initialize_engine"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=bare_package)
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].count("python -m patrickstar.env says what is missing") == 1
-
-
-@pytest.mark.parametrize(
-    ("version", "refusal"),
-    [
-        (f"{torch.__version__}.other", ""),
-        ("2.5.1+cpu", "no shim for PyTorch 2.5.1+cpu (here: torch"),
-    ],
-)
-def test_a_pytorch_without_shim_and_compiler_is_refused_at_every_import(version, refusal, tmp_path):
+def test_a_pytorch_without_shim_and_compiler_is_refused_at_every_import(tmp_path):
     code = f"""
-import torch
-torch.__version__ = {version!r}
-for names in ("_C", "initialize_engine", "_C"):
-    try:
-        exec(f"from patrickstar import {{names}}")
-    except ImportError as error:
-        print(error)
+import os, sys, torch
+for version in ({torch.__version__ + ".other"!r}, "2.5.1+cpu"):
+    if os.fork() > 0:
+        assert os.wait()[1] == 0
+        continue
+    torch.__version__ = version
+    for names in ("_C", "initialize_engine", "_C"):
+        try:
+            exec(f"from patrickstar import {{names}}")
+        except ImportError as error:
+            print(error, flush=True)
+    os._exit(0)
 """
     environment = {**os.environ, "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("CXX", None)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(refusal) == 3 if refusal else done.stdout == "", done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all("no shim for PyTorch 2.5.1+cpu (here: torch" in line for line in lines), lines
 
 
 def test_a_shim_is_compiled_once_for_a_pytorch_that_has_none(tmp_path):
@@ -141,20 +141,27 @@ def test_a_shim_is_compiled_once_for_a_pytorch_that_has_none(tmp_path):
     )
     compiler.chmod(0o755)
     code = """
-import torch
+import os, sys, torch
 from pathlib import Path
-from patrickstar import torch_shim
-torch_shim.FOLDER = Path("empty")
-from patrickstar import initialize_engine
-model, _ = initialize_engine(lambda: torch.nn.Linear(2, 2), local_rank=0, config={"device_memory": "1MiB",
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
-print(model(torch.ones(1, 2)).shape)
+for run in range(2):
+    if os.fork() > 0:
+        assert os.wait()[1] == 0
+        continue
+    print("run", run, file=sys.stderr, flush=True)
+    from patrickstar import torch_shim
+    torch_shim.FOLDER = Path("empty")
+    from patrickstar import initialize_engine
+    model, _ = initialize_engine(lambda: torch.nn.Linear(2, 2), local_rank=0, config={"device_memory": "1MiB",
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    print(model(torch.ones(1, 2)).shape, flush=True)
+    sys.stderr.flush()
+    os._exit(0)
 """
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
-    for said in (f"compiling the shim for PyTorch {torch.__version__}, once", ""):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
-        assert done.returncode == 0 and "torch.Size([1, 2])" in done.stdout, done.stderr
-        assert said in done.stderr and ("compiling" in done.stderr) == bool(said)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0 and done.stdout.count("torch.Size([1, 2])") == 2, done.stderr
+    first, second = done.stderr.partition("run 0")[2].split("run 1")
+    assert f"compiling the shim for PyTorch {torch.__version__}, once" in first and "compiling" not in second
     assert [path.name for path in tmp_path.rglob("torch*.so")] == [name]
 
 

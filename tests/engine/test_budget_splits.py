@@ -6,7 +6,7 @@ from patrickstar import _C, MemoryBudgetError
 from patrickstar.config import Dialect, parse_config
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, Case, gpt2, token_batch
-from tests.training import assert_same, least_device_memory, least_named, make_config, taken_over, train
+from tests.training import assert_same, least_device_memory, least_named, make_config, taken_over, train, train_once
 
 STEPS = 3
 DEVICES = [1.0, 1.2, 1.6, 2.2, 3.2]
@@ -20,7 +20,7 @@ GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 class Splits:
     def __init__(self, case, config):
         self.case, self.config = case, config
-        self.unlimited = train(case, config, steps=STEPS)
+        self.unlimited = train_once(case, config, steps=STEPS)
         self.least_device = least_device_memory(case, config, steps=STEPS)
         engine, _ = initialize_engine(case.build, 0, config)
         with engine:

@@ -16,7 +16,10 @@ from tests.models import Case, gpt2, token_batch
 from tests.training import assert_same, make_config, relative_error, train, train_plain
 
 NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
-EVERY = list(itertools.product(Saved, repeat=3))
+EVERY_PAIR = [
+    (one, other, list(Saved)[(i + j) % 4]) for (i, one), (j, other) in itertools.product(enumerate(Saved), repeat=2)
+]
+"""Saved tensors of three layers: any two layers have all pairs."""
 
 
 def dropping():
@@ -34,20 +37,20 @@ def choose(engine, *saved):
 
 
 def each_in_turn(engine, step):
-    choose(engine, *EVERY[step % len(EVERY)])
+    choose(engine, *EVERY_PAIR[step % len(EVERY_PAIR)])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_assignment_has_the_same_bits(precision):
+def test_any_assignment_has_the_same_bits(precision):
     config = make_config(precision, **SCARCE)
-    chosen = train(DROPPING, config, len(EVERY), checkpointing=False, before_step=each_in_turn)
-    assert_same(chosen, train(DROPPING, config, len(EVERY), checkpointing=False))
-    assert_same(chosen, train(DROPPING, config, len(EVERY)))
+    chosen = train(DROPPING, config, len(EVERY_PAIR), checkpointing=False, before_step=each_in_turn)
+    assert_same(chosen, train(DROPPING, config, len(EVERY_PAIR), checkpointing=False))
+    assert_same(chosen, train(DROPPING, config, len(EVERY_PAIR)))
     offloaded = [report["offloaded_bytes"] for report in chosen.chunk_reports]
     has_left = [after > before for before, after in zip([0, *offloaded], offloaded, strict=False)]
-    assert has_left == [ON_HOST in saved for saved in EVERY]
+    assert has_left == [ON_HOST in saved for saved in EVERY_PAIR]
     if precision == "fp32":
-        plain = train_plain(DROPPING, steps=len(EVERY))
+        plain = train_plain(DROPPING, steps=len(EVERY_PAIR))
         assert chosen.losses[0] == plain.losses[0]
         assert relative_error(chosen, plain) <= 1e-6
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.test_equality import WIDE
 from tests.models import MODELS
-from tests.training import assert_same, least_device_memory, make_config, train
+from tests.training import assert_same, least_device_memory, make_config, train, train_once
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def delayed(seed: int, speculation: str, **config):
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "shared", "mixture_of_experts"])
 def test_random_delays_change_no_number(name, speculation):
     case = MODELS[name]
-    expected = train(case, make_config("bf16"), steps=4)
+    expected = train_once(case, make_config("bf16"), steps=4)
     least = least_device_memory(case, make_config("bf16", default_chunk_size=4096), steps=4)
     for seed, budget in ((1, least), (2, 2 * least), (3, None)):
         run = train(case, {**delayed(seed, speculation), "device_memory": budget}, steps=4)
@@ -29,7 +29,7 @@ def test_random_delays_change_no_number(name, speculation):
 
 @pytest.mark.parametrize("clipping", [0.05, 100.0])
 def test_random_delays_with_clipping_and_accumulation(clipping):
-    expected = train(WIDE, make_config("bf16", gradient_clipping=clipping), steps=4, accumulate=2)
+    expected = train_once(WIDE, make_config("bf16", gradient_clipping=clipping), steps=4, accumulate=2)
     for seed in (1, 2):
         config = delayed(seed, "always", gradient_clipping=clipping, device_memory="4MiB")
         config["delays"]["link_gbps"] = 1.0

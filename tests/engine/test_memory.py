@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from patrickstar.config import Dialect, parse_config
 from patrickstar.machine.host_memory import usable_bytes
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.distributed import run_ranks
+from tests.distributed import run_python, run_ranks
 from tests.models import VOCAB, Case, Mlp, gpt2, token_batch
 from tests.training import least_device_memory, least_named, make_config
 
@@ -51,8 +49,9 @@ def test_the_model_is_never_held_twice():
     """50 M parameters: 4 bytes each while the model is built, and one chunk; 14 in training, and the device's
     buffers.
     """
-    output = subprocess.run([sys.executable, "-c", _INIT_SCRIPT], text=True, capture_output=True, check=True).stdout
-    figures = json.loads(output.splitlines()[-1])
+    done = run_python("-c", _INIT_SCRIPT)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
     count = figures["num_parameters"]
     per_param = {key: figures[key] / count for key in ("init", "step", "host")}
     print(f"{count} parameters; bytes per parameter: {per_param}")

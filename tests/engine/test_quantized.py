@@ -10,7 +10,7 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import Case, gpt2, llama, token_batch
 from tests.quant.formulas import dequantized
-from tests.training import Run, assert_same, make_config, make_host_config, train
+from tests.training import Run, assert_same, make_config, make_host_config, train, train_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,7 +81,7 @@ def test_training_is_that_of_plain_pytorch():
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_budgets_change_no_bit(kind):
     config = {"quantization": {"type": kind}}
-    reference = train(CASE, make_config("bf16", **config), steps=5)
+    reference = train_once(CASE, make_config("bf16", **config), steps=5)
     assert len({report["uploaded_bytes"] for report in reference.chunk_reports}) == 1
     small = train(CASE, make_host_config("bf16", device_memory=150_000, default_chunk_size=2048, **config), steps=5)
     assert small.report["num_evictions"] > 0 and small.report["uploaded_bytes"] > 0

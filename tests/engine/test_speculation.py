@@ -8,7 +8,16 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import PRECISIONS, WIDE
 from tests.models import MODELS, VARIED, Case
-from tests.training import assert_same, least_device_memory, make_config, num_committed, taken_over, train, two_passes
+from tests.training import (
+    assert_same,
+    least_device_memory,
+    make_config,
+    num_committed,
+    taken_over,
+    train,
+    train_once,
+    two_passes,
+)
 
 
 def on_host(precision, speculation, **config):
@@ -35,13 +44,13 @@ def test_every_update_is_taken_over(precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_clipping_that_acts_now_and_then(precision):
     norms = sorted(train(WIDE, on_host(precision, "never", gradient_clipping=1e9)).grad_norms)
-    config = {"gradient_clipping": norms[14]}
+    config = {"gradient_clipping": norms[7]}
     run = train(WIDE, on_host(precision, "always", **config))
     started, taken = updates(run)
     print(f"{precision}: {started} started, {taken} taken over")
     assert 0 < taken <= started
     assert (run.report["num_scale_independent_updates"] > 0) == (precision != "fp32")
-    assert_same(run, train(WIDE, on_host(precision, "never", **config)))
+    assert_same(run, train_once(WIDE, on_host(precision, "never", **config)))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -53,7 +62,7 @@ def test_clipping_that_always_acts(precision):
     started, taken = updates(run)
     print(f"{precision}: {started} started, {taken} taken over, {report['num_scale_independent_updates']} independent")
     assert taken == report["num_scale_independent_updates"] >= 8 * report["num_chunks"]
-    assert_same(run, train(WIDE, on_host(precision, "never", **config), steps=16))
+    assert_same(run, train_once(WIDE, on_host(precision, "never", **config), steps=16))
 
 
 def test_clipping_that_always_acts_ends_speculation_in_32_bits():
@@ -61,7 +70,7 @@ def test_clipping_that_always_acts_ends_speculation_in_32_bits():
     started, taken = updates(run)
     assert taken == 0
     assert started <= 6 * run.report["num_chunks"]
-    assert_same(run, train(WIDE, on_host("fp32", "never", gradient_clipping=1e-3), steps=24))
+    assert_same(run, train_once(WIDE, on_host("fp32", "never", gradient_clipping=1e-3), steps=24))
 
 
 def test_factors_that_nobody_foresaw():
@@ -82,7 +91,7 @@ def test_overflow():
     for speculation in ("always", "never"):
         settings = on_host("fp16", speculation)
         settings["fp16"] |= config
-        runs.append(train(MODELS["gpt2"], settings))
+        runs.append(train(MODELS["gpt2"], settings, steps=20))
     assert runs[0].report["num_skipped_steps"] == runs[1].report["num_skipped_steps"] > 3
     assert updates(runs[0])[1] > 0
     assert_same(*runs)
@@ -224,7 +233,7 @@ def test_two_phase_updates_where_memory_is_short(precision, frugal):
     print(f"{precision}: {started} started, {taken} taken over, {two_passes(run.report)} passes of states")
     assert started == taken >= 6 * run.report["num_chunks"]
     assert two_passes(run.report) >= taken / 2
-    assert_same(run, train(WIDE, on_host(precision, "never"), steps=8))
+    assert_same(run, train_once(WIDE, on_host(precision, "never"), steps=8))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -233,13 +242,13 @@ def test_two_phase_updates_where_clipping_acts(precision, share, frugal):
     norms = sorted(train(WIDE, on_host(precision, "never", gradient_clipping=1e9), steps=8).grad_norms)
     run = train(WIDE, frugal(precision, share, gradient_clipping=norms[4]), steps=8)
     assert two_passes(run.report) > 0
-    assert_same(run, train(WIDE, on_host(precision, "never", gradient_clipping=norms[4]), steps=8))
+    assert_same(run, train_once(WIDE, on_host(precision, "never", gradient_clipping=norms[4]), steps=8))
 
 
 def test_two_phase_updates_with_accumulation(frugal):
     run = train(WIDE, frugal("bf16", 1.0, accumulate=2), steps=8, accumulate=2)
     assert two_passes(run.report) > 0
-    assert_same(run, train(WIDE, on_host("bf16", "never"), steps=8, accumulate=2))
+    assert_same(run, train_once(WIDE, on_host("bf16", "never"), steps=8, accumulate=2))
 
 
 def test_it_comes_back_after_memory_was_needed():
@@ -258,7 +267,7 @@ def test_it_comes_back_after_memory_was_needed():
     run = train(WIDE, always, steps=16, before_step=evict_all)
     print(f"{run.report['num_device_state_chunks']} chunks on the device; {counts}")
     assert counts[4] == counts[6] < counts[-1]  # host memory is prepared in the background
-    assert_same(run, train(WIDE, never, steps=16))
+    assert_same(run, train_once(WIDE, never, steps=16))
     assert run.report["num_device_state_chunks"] > 0  # they have come back by now
 
 

@@ -17,7 +17,17 @@ from tests.engine.test_speculation import (
     updates,
 )
 from tests.models import MODELS, VARIED, Case
-from tests.training import ADAM, assert_same, go_on, least_device_memory, make_config, taken_over, train, two_passes
+from tests.training import (
+    ADAM,
+    assert_same,
+    go_on,
+    least_device_memory,
+    make_config,
+    taken_over,
+    train,
+    train_once,
+    two_passes,
+)
 
 CHUNK = 16 * 1024
 
@@ -58,7 +68,7 @@ def test_all_updates_begin_in_backward(wide):
     assert two_passes(run.report) == taken
     assert in_place > num_values / 2  # the learning rate is 1e-3, and the model 64 wide
     assert run.report["host_peak_bytes"] <= wide["host_memory"]
-    assert_same(run, train(WIDE, plain(), steps=10))
+    assert_same(run, train_once(WIDE, plain(), steps=10))
 
 
 def test_nearly_all_values_are_in_place_in_fine_tuning(wide):
@@ -66,13 +76,13 @@ def test_nearly_all_values_are_in_place_in_fine_tuning(wide):
     run = train(WIDE, config, steps=10)
     num_values = 9 * run.report["num_chunk_elements"]
     assert run.report["num_values_in_place"] > 0.9 * num_values
-    assert_same(run, train(WIDE, fine_tuning(plain()), steps=10))
+    assert_same(run, train_once(WIDE, fine_tuning(plain()), steps=10))
 
 
 def test_room_enough_changes_the_way_and_no_number(wide):
     run = train(WIDE, changed(wide, host_memory=4 * wide["host_memory"]), steps=10)
     assert run.report["num_values_in_place"] == 0
-    assert_same(run, train(WIDE, wide, steps=10))
+    assert_same(run, train_once(WIDE, wide, steps=10))
 
 
 def half_frozen():
@@ -103,7 +113,7 @@ def test_clipping_that_acts_now_and_then(wide, rank):
     started, taken = updates(run)
     print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} independent")
     assert run.report["num_values_in_place"] > 0
-    assert_same(run, train(WIDE, plain(**clipping), steps=8))
+    assert_same(run, train_once(WIDE, plain(**clipping), steps=8))
 
 
 def test_clipping_that_always_acts(wide):
@@ -113,7 +123,7 @@ def test_clipping_that_always_acts(wide):
     print(f"{started} started, {taken} taken over, {run.report['num_scale_independent_updates']} independent")
     assert taken == run.report["num_scale_independent_updates"] >= 8 * run.report["num_chunks"]
     assert run.report["num_values_in_place"] > 0
-    assert_same(run, train(WIDE, fine_tuning(plain(gradient_clipping=1e-3)), steps=16))
+    assert_same(run, train_once(WIDE, fine_tuning(plain(gradient_clipping=1e-3)), steps=16))
 
 
 def another_forward(engine, optimizer, data, step):
@@ -215,7 +225,7 @@ def test_states_on_both_sides(share):
     print(f"{run.report['num_device_state_chunks']} of {run.report['num_chunks']} chunks on the device")
     assert 0 < run.report["num_device_state_chunks"] < run.report["num_chunks"]
     assert run.report["num_values_in_place"] > 0
-    assert_same(run, train(WIDE, plain(), steps=10))
+    assert_same(run, train_once(WIDE, plain(), steps=10))
 
 
 @pytest.fixture
@@ -256,7 +266,7 @@ def gradients_with_device_buffers(engine):
 def test_gradients_wait_where_activations_were(full, left_share):
     run = train(WIDE, full(left_share), steps=8)
     assert run.report["num_device_state_chunks"] > 0 < run.report["num_values_in_place"]
-    assert_same(run, train(WIDE, plain(), steps=8))
+    assert_same(run, train_once(WIDE, plain(), steps=8))
 
 
 def test_plans_reckon_what_lies_where_activations_were_as_nothing(full):
@@ -285,7 +295,7 @@ def test_gradients_where_activations_were_survive(full, interference):
     config = full(0.3, 0.6, **more)
     config["host_memory"] *= accumulate  # for sums
     run = train(WIDE, config, steps=6, before_step=interfere, accumulate=accumulate)
-    assert_same(run, train(WIDE, plain(**more), steps=6, accumulate=accumulate))
+    assert_same(run, train_once(WIDE, plain(**more), steps=6, accumulate=accumulate))
 
 
 def test_checkpoints_do_not_know_of_it(tmp_path, wide):
@@ -301,7 +311,7 @@ def test_checkpoints_do_not_know_of_it(tmp_path, wide):
 
 def test_gradients_that_accumulate(wide):
     run = train(WIDE, changed(wide, host_memory=2 * wide["host_memory"]), steps=6, accumulate=2)
-    assert_same(run, train(WIDE, plain(), steps=6, accumulate=2))
+    assert_same(run, train_once(WIDE, plain(), steps=6, accumulate=2))
 
 
 def test_memory_that_others_need(wide):
@@ -318,13 +328,13 @@ def test_memory_that_others_need(wide):
     budgets = {"device_memory": least + 2_000_000, "host_memory": wide["host_memory"]}
     run = train(WIDE, changed(config, **budgets), steps=24, before_step=evict_all)
     assert counts[-1] > counts[5]
-    assert_same(run, train(WIDE, plain(), steps=24))
+    assert_same(run, train_once(WIDE, plain(), steps=24))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", [0.0, 0.05, 1e-3])
 def test_random_delays_change_no_number(wide, clipping):
-    expected = train(WIDE, plain(gradient_clipping=clipping), steps=6)
+    expected = train_once(WIDE, plain(gradient_clipping=clipping), steps=6)
     for seed in range(4):
         config = changed(wide, gradient_clipping=clipping, delays={"max_random_us": 2000, "seed": seed})
         assert_same(train(WIDE, config, steps=6), expected)
@@ -365,7 +375,7 @@ def test_updates_ahead_keep_their_memory_where_chunks_take_more_than_their_limit
     started, taken = updates(run)
     print(f"{started} started, {taken} taken over, {run.report['num_evictions']} evictions")
     assert taken > 5 * (run.report["num_chunks"] - run.report["num_device_state_chunks"])
-    assert_same(run, train(WIDE, plain(), steps=10))
+    assert_same(run, train_once(WIDE, plain(), steps=10))
 
 
 @pytest.mark.parametrize("share", [0.55, 0.7])
@@ -387,7 +397,7 @@ def test_leading_states_leave_last(share, monkeypatch):
     config["optimizer"]["speculation"] = "always"
     monkeypatch.setattr(state_scheme, "lacks_room_ahead", lambda layout, **budgets: True)
     monkeypatch.setattr(core_setup, "make_engine_options", make_limited_options)
-    expected = train(WIDE, plain(), steps=5)
+    expected = train_once(WIDE, plain(), steps=5)
     for num_bytes in range(0, 16 * CHUNK, CHUNK):
         host_memory = report["host_peak_bytes"] - states // 2 + num_bytes
         budgets = {"device_memory": least + int(share * states), "host_memory": host_memory}

@@ -34,7 +34,7 @@ def lora():
     return get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
-@pytest.mark.parametrize("build", [gpt2, lora])
+@pytest.mark.parametrize("build", [gpt2, pytest.param(lora, marks=pytest.mark.slow)])
 def test_trainer(build, tmp_path):
     logs = []
     for kind in (PatrickStarTrainer, Trainer):

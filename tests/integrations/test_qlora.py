@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -12,6 +9,7 @@ from patrickstar import _C
 from patrickstar.integrations.weights import adapter_state
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
+from tests.distributed import run_python
 from tests.models import llama, token_batch
 from tests.quant.formulas import dequantized
 from tests.training import ADAM, make_config
@@ -199,9 +197,8 @@ def test_memory_of_a_folder(tmp_path):
     """Mapped files apart, less than a byte per weight is ever taken."""
     model = llama(hidden=512, layers=8, heads=8, kv_heads=8, intermediate=2048, vocab=512, length=2048)
     model.bfloat16().save_pretrained(tmp_path, max_shard_size="30MB")
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", MEMORY_SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
     peak, after = map(float, done.stdout.splitlines()[-1].split())
     print(f"{peak:.2f} bytes per parameter at the peak, {after:.2f} afterwards")
     assert peak < 1.2

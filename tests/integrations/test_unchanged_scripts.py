@@ -1,30 +1,17 @@
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.bits import assert_same_bits
-from tests.pages import ROOT
+from tests.distributed import run_python
 
 CLASSES = {
     "language_model": AutoModelForCausalLM,
     "classifier": AutoModelForSequenceClassification,
     "sft": AutoModelForCausalLM,
 }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scripts")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "resting_tier"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.scripts.runs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder / "runs"
 
 
 def history(folder):
@@ -39,8 +26,11 @@ def numbers(steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", CLASSES)
-def test_a_script_trains_saves_and_resumes_as_it_does_alone(runs, script):
-    plain, whole, small, resumed = (runs / f"{script}-{kind}" for kind in ("plain", "whole", "small", "resumed"))
+def test_a_script_trains_saves_and_resumes_as_it_does_alone(script, tmp_path):
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "resting_tier"), "OMP_NUM_THREADS": "1"}
+    done = run_python("-m", "tests.integrations.scripts.runs", tmp_path, script, environment=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    plain, whole, small, resumed = (tmp_path / "runs" / kind for kind in ("plain", "whole", "small", "resumed"))
     (steps, evals), (expected, expected_evals) = history(whole), history(plain)
     assert len(steps) == 6 and steps[-1]["loss"] < 0.8 * steps[0]["loss"]
     for one, other in zip(numbers(steps), numbers(expected), strict=True):

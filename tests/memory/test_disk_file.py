@@ -1,13 +1,12 @@
 import errno
 import os
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from patrickstar import _C, DiskError
+from tests.distributed import run_python
 
 PAGE = 4096
 IO = {"threads": _C.DiskIo.THREADS, "io_uring": _C.DiskIo.URING}
@@ -132,7 +131,7 @@ except DiskError as error:
     print(error)
 """
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
-    output = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True).stdout
+    output = run_python("-c", script).stdout
     assert "File too large; raise the limit of this process on the size of files (ulimit -f)" in output
 
 

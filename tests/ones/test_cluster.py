@@ -21,7 +21,7 @@ from patrickstar.command.ones import main
 from patrickstar.ones.cluster.client import ClusterClient, ClusterError, StartOptions, start
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE
 from patrickstar.ones.cluster.submission import Submission
-from tests.distributed import ROOT
+from tests.distributed import ROOT, run_python
 from tests.ones import elastic_script, trainer_script
 
 SCRIPT = Path(elastic_script.__file__)
@@ -80,9 +80,8 @@ def pid_of(name):
 def values_alone(tmp_path, num_steps, script=SCRIPT):
     folder = tmp_path / f"alone-{num_steps}"
     folder.mkdir()
-    command = [sys.executable, str(script), str(folder), str(num_steps), "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, capture_output=True, env=environment)
+    done = run_python(script, folder, num_steps, 0, environment={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
     return result_of(folder)
 
 
@@ -110,13 +109,14 @@ def samples_by_step(folder):
 def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_path):
     client, _ = cluster
     alone = {num_steps: values_alone(tmp_path, num_steps) for num_steps in (30, 60)}
-    submit(client, tmp_path / "long", 60)
-    submit(client, tmp_path / "failing", 30, environment=(("FAIL_ONCE", "1"),))
+    submit(client, tmp_path / "long", 60, gpus=(1, 2))  # each rank is a process that imports PyTorch
+    submit(client, tmp_path / "failing", 30, gpus=(1, 2), environment=(("FAIL_ONCE", "1"),))
     until(client, lambda found: found["long"].num_steps > 0)
 
     killed = pid_of(SCHEDULER)
     os.kill(killed, signal.SIGKILL)
-    before = samples_by_step(tmp_path / "long")
+    found = samples_by_step(tmp_path / "long").items()
+    before = {step: samples for step, samples in found if len(samples) == elastic_script.GLOBAL_BATCH}
     until_alive(client)
     assert pid_of(SCHEDULER) != killed
     found = until(client, lambda found: all(row.state in ("finished", "failed") for row in found.values()))

@@ -1,8 +1,5 @@
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy
@@ -13,6 +10,7 @@ from hypothesis import strategies as st
 
 from patrickstar import _C
 from tests.bits import assert_same_bits, bits
+from tests.distributed import run_python
 from tests.optim.kernel_calls import (
     CANONICAL_NAN,
     DTYPES,
@@ -54,7 +52,7 @@ def adam_cases(draw):
     }
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(
     case=adam_cases(),
     scalars=st.sampled_from(sorted(SCALARS)),
@@ -301,12 +299,11 @@ def test_casts_and_sums_are_equal_on_every_isa(numel, dtype, misalign, seed, num
 
 
 def isa_of_a_process_with(value):
-    command = [sys.executable, "-c", "import torch; from patrickstar import _C; print(_C.optim.isa())"]
-    environment = {**os.environ, "PATRICKSTAR_ISA": value, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    code = "from patrickstar import _C; print(_C.optim.isa())"
+    return run_python("-c", code, environment={"PATRICKSTAR_ISA": value})
 
 
-@pytest.mark.parametrize("isa", [ISAS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])])
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_environment_chooses_the_isa(isa):
     assert isa_of_a_process_with(isa).stdout.strip() == isa
 

@@ -67,7 +67,7 @@ def shortest(tried):
     return [entry for entry in tried if entry[2]["seconds"] <= least * 1.005]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(steps(), st.data(), st.sampled_from([AT_FINALISE, NEVER]))
 def test_against_brute_force(problem, data, update):
     """The least step on a machine whose transfers and updates take half as long again; among those within 0.5 % of it
@@ -97,7 +97,7 @@ def delayed(count, first_deferred):
     return [PARAM_FIRST] * first_deferred + [AFTER_NORM] * (count - first_deferred)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(steps(), st.data())
 def test_updates_that_wait_against_brute_force(problem, data):
     rates = rates_of(**draw_rates(data))

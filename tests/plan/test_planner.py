@@ -68,7 +68,7 @@ def problems(draw, sizes):
     return uses, size_list, activation_levels, limit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(st.just(10)))
 def test_optimal_for_equal_sizes(problem):
     uses, sizes, activation_levels, limit = problem
@@ -79,7 +79,7 @@ def test_optimal_for_equal_sizes(problem):
     assert abs(uploaded - least_uploaded_bytes(uses, sizes, room)) < 1e-6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(st.integers(1, 50)))
 def test_valid_for_any_sizes(problem):
     uses, sizes, activation_levels, limit = problem
@@ -151,7 +151,7 @@ def test_the_activation_memory_decides():
     assert peak["least_limit_bytes"] == 30
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.one_of(problems(st.integers(1, 20)), problems(st.just(10))), st.integers(1, 60))
 def test_room_for_prefetches(problem, prefetch_bytes):
     uses, sizes, activation_levels, limit = problem

@@ -402,7 +402,7 @@ def test_an_update_in_two_passes_counts_both():
     assert busy["seconds"] == pytest.approx((16 + 26) / 28)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(steps(), st.data(), st.sampled_from([AT_FINALISE, PARAM_FIRST, AFTER_NORM]), RANKS)
 def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
     rates = draw_rates(data)
@@ -415,7 +415,7 @@ def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
     assert step["seconds"] == pytest.approx(compute + sum(step["stall_seconds"].values()), rel=1e-6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(steps(), st.data(), st.sampled_from(["upload", "download", "adam", "gather", "scatter"]), RANKS)
 def test_faster_is_not_slower(problem, data, name, ranks):
     rates = draw_rates(data)
@@ -424,7 +424,7 @@ def test_faster_is_not_slower(problem, data, name, ranks):
     assert simulate(**problem, rates=rates_of(**rates), update=AT_FINALISE, ranks=ranks)["seconds"] <= slow * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps(), st.data(), st.integers(1, 5))
 def test_the_same_plan_in_more_memory_is_not_slower(problem, data, more):
     rates = rates_of(**draw_rates(data))

@@ -236,6 +236,17 @@ def test_all_that_engines_do_together_is_planned_together(capsys, llama):
     assert auto["tensor_parallel"]["rows"] * auto["tensor_parallel"]["columns"] == 2
     bad = run(capsys, *asked, "--longest", "--tensor-parallel", "auto", expect=2).err
     assert "whose mesh follows from the length that --longest looks for; give ROWSxCOLUMNS, or --seq-len" in bad
-    asked = [*asked, "--longest", "--device-memory", "96MiB", "--tensor-parallel", "1x2", "--sequence-parallel", "2"]
+    asked = [
+        *asked,
+        "--longest",
+        "--tile-tokens",
+        "512",
+        "--device-memory",
+        "96MiB",
+        "--tensor-parallel",
+        "1x2",
+        "--sequence-parallel",
+        "2",
+    ]
     one, two = as_json(capsys, *asked)["longest"]
     assert 1.3 * one["seq_len"] < two["seq_len"] < 3 * one["seq_len"]

@@ -8,7 +8,7 @@ from patrickstar.plan import Plan, predict
 from patrickstar.runtime import initialize_engine
 from tests.engine.test_offloaded_activations import DEEP, least, offloading
 from tests.models import MODELS, Case, gpt2, token_batch
-from tests.training import assert_same, least_device_memory, make_config, train, two_passes
+from tests.training import assert_same, least_device_memory, make_config, train, train_once, two_passes
 
 STEPS = 6
 MEASURED = 1  # the second step
@@ -44,7 +44,7 @@ def plans_of(case, config, steps=STEPS, before_step=None, **kwargs):
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "shared", "mixture_of_experts", "t5", "frozen"])
 def test_no_number_depends_on_it(name):
     case = MODELS[name]
-    expected = train(case, make_config("bf16"), steps=STEPS)
+    expected = train_once(case, make_config("bf16"), steps=STEPS)
     least = least_device_memory(case, make_config("bf16", default_chunk_size=4096), steps=STEPS)
     for device_memory in (least, 3 * least // 2, 4 * least):
         run = train(case, linked(1.0, default_chunk_size=4096, device_memory=device_memory), steps=STEPS)
@@ -58,7 +58,7 @@ def test_no_number_depends_on_it(name):
 
 @pytest.mark.parametrize(("speculation", "accumulate"), [("always", 1), ("always", 2), ("commit", 1)])
 def test_no_number_depends_on_it_with_updates_in_backward(budget, speculation, accumulate):
-    expected = train(LAYERS, make_config("bf16"), steps=STEPS, accumulate=accumulate)
+    expected = train_once(LAYERS, make_config("bf16"), steps=STEPS, accumulate=accumulate)
     config = linked(device_memory=budget, speculation=speculation)
     run, plans = plans_of(LAYERS, config, steps=STEPS - 1, accumulate=accumulate)
     assert_same(run, expected)
@@ -70,7 +70,7 @@ def test_clipping_that_always_acts_is_planned_for(budget):
     config = linked(device_memory=budget, speculation="always", gradient_clipping=1e-3)
     run, plans = plans_of(LAYERS, config)
     assert set(plans[-1].times.updates) == {"HOST_TWO_PASSES_AHEAD"}
-    assert_same(run, train(LAYERS, make_config("bf16", gradient_clipping=1e-3), steps=STEPS + 1))
+    assert_same(run, train_once(LAYERS, make_config("bf16", gradient_clipping=1e-3), steps=STEPS + 1))
 
 
 def test_updates_that_wait_change_no_number(budget, tmp_path):
@@ -351,7 +351,7 @@ def test_without_a_limit():
     assert plans[-1].uploaded_bytes == sum(
         cost[0] for (_, kind), cost in plans[-1].problem["costs"].items() if kind == _C.ArrayKind.PARAM
     )
-    assert_same(run, train(LAYERS, make_config("bf16"), steps=STEPS + 1))
+    assert_same(run, train_once(LAYERS, make_config("bf16"), steps=STEPS + 1))
 
 
 def test_activations_that_leave_are_part_of_the_choice():

@@ -1,10 +1,7 @@
 import itertools
 import json
 import logging
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +9,7 @@ from patrickstar import _C
 from patrickstar.profiling import ChunkLayers, PlayedInstruction, chrome_trace, summarize, write_profile
 from patrickstar.profiling.layers import layer_of, short_names
 from patrickstar.profiling.program import compare
+from tests.distributed import ROOT, run_python
 from tests.models import Case, gpt2, token_batch
 from tests.plan.test_timed_planner import LAYERS, MEASURED, linked
 from tests.profiling.traces import total_bytes, traced
@@ -215,7 +213,6 @@ def test_a_run_that_is_too_short(tmp_path, caplog):
     assert "closed after 3 steps, before step 5 was over" in caplog.text
 
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
 import helper
@@ -250,9 +247,7 @@ def script(tmp_path):
 
 
 def profile(*arguments, cwd):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "patrickstar.profile", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+    return run_python("-m", "patrickstar.profile", *arguments, cwd=cwd, environment={"PYTHONPATH": str(ROOT)})
 
 
 def test_profile(script, tmp_path):

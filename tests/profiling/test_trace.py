@@ -5,7 +5,7 @@ from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, VARIED, Case, gpt2, token_batch
 from tests.profiling.traces import check, total_bytes, traced
-from tests.training import assert_same, least_device_memory, make_config, make_host_config, train
+from tests.training import assert_same, least_device_memory, make_config, make_host_config, train, train_once
 
 WIDE = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 
@@ -19,7 +19,7 @@ def updated(result, track):
 )
 def test_budgets(precision):
     config = make_config(precision, gradient_clipping=1.0)
-    plain = train(WIDE, config, steps=6)
+    plain = train_once(WIDE, config, steps=6)
     least = least_device_memory(WIDE, config)
     for budget in (least, 3 * least // 2, 2 * least, None):
         result = traced(WIDE, {**config, "device_memory": budget})
@@ -49,7 +49,7 @@ def test_accumulation_and_speculation(accumulate, speculation):
     config["optimizer"]["speculation"] = speculation
     result = traced(WIDE, config, accumulate=accumulate)
     check(result)
-    assert_same(result.run, train(WIDE, config, steps=6, accumulate=accumulate))
+    assert_same(result.run, train_once(WIDE, config, steps=6, accumulate=accumulate))
     phases = [access["phase"] for access in result.trace["accesses"]]
     changes = sum(before != after for before, after in zip(phases, phases[1:], strict=False))
     assert changes == 2 * accumulate - 1
@@ -89,7 +89,7 @@ def test_managed_parameters():
     config = make_config("bf16", use_cpu_embedding=True, gradient_clipping=1.0)
     result = traced(WIDE, config)
     check(result)
-    assert_same(result.run, train(WIDE, config, steps=6))
+    assert_same(result.run, train_once(WIDE, config, steps=6))
 
 
 def evaluate(engine, step):

@@ -28,7 +28,7 @@ class MeshRun:
     """Ranks that share each sequence and hold the same blocks."""
     sequence_mode: str = "auto"
     kind: str = "plain"
-    steps: int = 10
+    steps: int = 5
     precision: str = "fp32"
     clip: float = CLIP
     checkpointing: bool | None = None

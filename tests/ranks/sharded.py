@@ -89,7 +89,7 @@ class Run:
     size: int = 1
     """Ranks that share a sequence."""
     mode: str = "auto"
-    steps: int = 5
+    steps: int = 3
     precision: str = "fp32"
     length: int = LENGTH
     checkpointing: bool | None = None

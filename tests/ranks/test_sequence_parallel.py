@@ -39,10 +39,10 @@ ONE = [
     Run(LLAMA, length=LENGTH - 5),
     Run(QWEN2, checkpointing=False),
     Run(GPT2, checkpointing=True),
-    Run(ROBERTA, "left", steps=3),
-    Run(STABLELM, checkpointing=False, steps=3),
-    Run(STABLELM, "packed", checkpointing=True, steps=3),
-    Run(BART, length=LENGTH - 5, steps=3),
+    Run(ROBERTA, "left"),
+    Run(STABLELM, checkpointing=False),
+    Run(STABLELM, "packed", checkpointing=True),
+    Run(BART, length=LENGTH - 5),
 ]
 
 

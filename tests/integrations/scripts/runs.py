@@ -1,6 +1,6 @@
-"""Runs scripts with and without ``patrickstar run`` in one process, since imports take longest.
+"""Runs a script with and without ``patrickstar run`` in one process.
 
-``python -m tests.integrations.scripts.runs FOLDER`` leaves each run's files in ``FOLDER/runs``.
+``python -m tests.integrations.scripts.runs FOLDER SCRIPT`` leaves each run's files in ``FOLDER/runs``.
 """
 
 import json
@@ -65,23 +65,22 @@ def arguments_of(script: Path, folder: Path) -> list[str]:
     return ["--do_train", "--do_eval", *phases, *(str(word) for item in given.items() for word in item)]
 
 
-def run_all(folder: Path) -> None:
+def run_all(folder: Path, script: Path) -> None:
     write_inputs(folder)
     config = folder / "patrickstar.json"
     config.write_text(json.dumps({"default_chunk_size": 8192}))
-    for script in (LANGUAGE_MODEL, CLASSIFIER, SFT):
-        words, runs = arguments_of(script, folder), folder / "runs"
+    words, runs = arguments_of(script, folder), folder / "runs"
 
-        def output(kind: str, runs: Path = runs, script: Path = script) -> list[str]:
-            return ["--output_dir", str(runs / f"{script.stem}-{kind}")]
+    def output(kind: str) -> list[str]:
+        return ["--output_dir", str(runs / kind)]
 
-        small = ["run", "--config", str(config), "--device-memory", SMALL[script], str(script)]
-        resume = ["--resume_from_checkpoint", str(runs / f"{script.stem}-small" / "checkpoint-6")]
-        assert run_script(script, [*words, *output("plain")]) == 0
-        assert main(["run", str(script), *words, *output("whole")]) == 0
-        assert main([*small, *words, *output("small")]) == 0
-        assert main(["run", str(script), *words, *output("resumed"), *resume]) == 0
+    small = ["run", "--config", str(config), "--device-memory", SMALL[script], str(script)]
+    assert run_script(script, [*words, *output("plain")]) == 0
+    assert main(["run", str(script), *words, *output("whole")]) == 0
+    assert main([*small, *words, *output("small")]) == 0
+    resume = ["--resume_from_checkpoint", str(runs / "small" / "checkpoint-6")]
+    assert main(["run", str(script), *words, *output("resumed"), *resume]) == 0
 
 
 if __name__ == "__main__":
-    run_all(Path(sys.argv[1]))
+    run_all(Path(sys.argv[1]), next(script for script in SMALL if script.stem == sys.argv[2]))
