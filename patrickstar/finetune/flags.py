@@ -22,6 +22,9 @@ from patrickstar.command.flags import (
 )
 from patrickstar.finetune.usage import check_output, prepare_output
 
+_PICTURED_STEP = 6
+"""The demo's step that is drawn; plans have settled then."""
+
 
 class Parser(CommandParser):
     """Raises UsageError with all wrong arguments, so that one rank prints them."""
@@ -198,4 +201,11 @@ def engine_config(args: argparse.Namespace) -> dict:
         config["default_chunk_size"] = args.chunk_size
     if args.precision != "fp32":
         config[args.precision] = {"enabled": True}
+    if getattr(args, "demo", False) and args.device_memory is not None:
+        config["profile"] = {"step": _PICTURED_STEP, "output": str(profile_folder(args))}
     return config
+
+
+def profile_folder(args: argparse.Namespace) -> Path:
+    """The folder of the demo's profile: a picture of chunks and activations within the budget."""
+    return args.output_dir / "profile"

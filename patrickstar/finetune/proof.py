@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from patrickstar.finetune import training
+from patrickstar.finetune.flags import profile_folder
 from patrickstar.finetune.ranks import Ranks
 from patrickstar.finetune.reporting import format_bytes, model_data_bytes, print_run
 from patrickstar.finetune.tasks import Run, Task
@@ -53,6 +54,8 @@ def compare_with_unbounded(
     ranks.say(f"  to the device      {format_bytes(report['uploaded_bytes'])} in {len(run.scores)} steps")
     ranks.say(f"  final loss         {run.scores[-1].loss:.6f}")
     ranks.say(f"  held-out loss      {run.final.loss:.6f} ({baseline})")
+    for picture in sorted(profile_folder(args).rglob("step*.svg"))[:1]:
+        ranks.say(f"  picture            {picture}: chunks and activations below the budget")
     ranks.say(f"  {len(run.scores)} losses, {len(run.evaluations)} held-out scores: {verdicts[same_scores]}")
     ranks.say(f"  final state_dict: {verdicts[same_state]} (sha256 {bounded_hash[:16]})")
     return same_scores and same_state

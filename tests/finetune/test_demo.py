@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,12 +31,14 @@ def run_in_shell(command: str) -> str:
 
 @pytest.mark.slow
 def test_demo_learns_and_keeps_its_budget(demo):
-    _, output = demo
+    folder, output = demo
     check_report(output.split("\nThe same run")[0], "unigram baseline")
     summary = output.split("\nDemo\n")[1]
     assert "50 losses, 6 held-out scores: bitwise the same without the budget" in summary
     assert "final state_dict: bitwise the same without the budget" in summary
     budget = figure(summary, r"device budget +([0-9.]+) MiB")
+    picture = Path(re.search(r"picture +(\S+\.svg)", summary).group(1))
+    assert picture.is_relative_to(folder) and picture.stat().st_size > 10_000
     assert figure(summary, r"device peak +([0-9.]+) MiB") <= budget < figure(summary, r"model data +([0-9.]+) MiB")
 
 
@@ -46,5 +49,5 @@ def test_the_commands_that_the_demo_prints_work(demo):
     assert all(command.count(sys.executable) == 1 for command in (ask, tune, plan, flags))
     assert run_in_shell(ask)
     assert f"saved to {folder}/next/adapter" in run_in_shell(f"{tune} --steps 1 --samples 0")
-    assert "\nfits: " in run_in_shell(plan)
+    assert run_in_shell(plan).startswith("FITS: ")
     assert "(default: demo-output" not in run_in_shell(flags)
