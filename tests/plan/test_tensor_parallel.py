@@ -170,7 +170,7 @@ def test_auto_takes_what_receives_least_and_says_why(capsys):
     config = as_json(capsys, *GPT, "--tensor-parallel", "auto", "--batch-size", "2")["config"]
     assert parse_config(config | {"optimizer": {}}).tensor_parallel.mode is MatrixMode.ONE
     assert few["received_bytes"] > 0 and few["link_seconds"] > 0
-    out = run(capsys, *GPT, "--tensor-parallel", "4", "--tensor-mode", "1d").out
+    out = run(capsys, *GPT, "--tensor-parallel", "4", "--tensor-mode", "1d", "--verbose").out
     assert "4 GPUs share matrices, divided in one dimension: in forward and backward each receives" in out
     assert "so divided since" in out and '"mode": "1d"' in out
 
