@@ -44,7 +44,7 @@ from benchmark.compare_report import Comparison, format_table
 from benchmark.plot_results import plot
 from benchmark.systems import COMPILED, SYSTEMS, Job
 from benchmark.systems.run import run_system
-from patrickstar.command.flags import CommandParser, memory_size
+from patrickstar.command.flags import CommandParser, at_least_0, memory_size
 from patrickstar.config import Master, Speculation, States
 from patrickstar.sizes import parse_size_with_unit
 
@@ -92,7 +92,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="PatrickStar's default_chunk_size, in elements",
     )
     parser.add_argument(
-        "--fsdp2-recompute", type=int, metavar="N", help="blocks that FSDP2 recomputes, the first ones (default: all)"
+        "--fsdp2-recompute",
+        type=at_least_0,
+        metavar="N",
+        help="blocks that FSDP2 recomputes, the first ones (default: all)",
     )
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument(

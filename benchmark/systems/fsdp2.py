@@ -44,8 +44,9 @@ class Sharded:
         self.settings: dict[str, Any] = {"param_dtype": "bfloat16", "offload_policy": repr(offload)}
         self._model = build_job_model(job)
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for block in blocks(self._model)[job.recomputed :] if job.recomputed is not None else ():
-            block.gradient_checkpointing = False
+        if job.recomputed is not None:
+            for block in blocks(self._model)[job.recomputed :]:
+                block.gradient_checkpointing = False
         for block in blocks(self._model):
             fully_shard(block, mp_policy=precision, offload_policy=offload)
         fully_shard(self._model, mp_policy=precision, offload_policy=offload)

@@ -1,4 +1,4 @@
-"""``patrickstar plan``: the command line. What plans is imported after all arguments are read."""
+"""``patrickstar plan``: the command line. The planner is imported after all arguments are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from patrickstar.choices import Master, MatrixMode, Speculation
 from patrickstar.command.flags import UsageError, run_reporting
 from patrickstar.command.plan_flags import mesh_shape, plan_parser
-from patrickstar.planning.gpus import DATA_SHEETS
+from patrickstar.planning.gpus import DATA_SHEETS, precision_mistake
 from patrickstar.planning.known_models import model_mistake
 
 
@@ -49,9 +49,9 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
         yield "--speculation commit updates in every backward, for good; leave out --gradient-accumulation and --clip"
     if args.master == Master.STOCHASTIC.value and (speculation is Speculation.ALWAYS or args.precision != "bf16"):
         yield "--master stochastic needs --precision bf16 and not --speculation always; change these, or leave it out"
-    there = DATA_SHEETS[args.gpu].precisions
-    if args.precision not in there:
-        yield f"--precision is {args.precision}, which {args.gpu} does not compute in; give one of {', '.join(there)}"
+    mistake = precision_mistake(args.precision, args.gpu, DATA_SHEETS[args.gpu].precisions)
+    if mistake is not None:
+        yield mistake
     yield from _mesh_contradictions(args)
 
 

@@ -104,7 +104,7 @@ def plan_parser(prog: str) -> CommandParser:
     )
     machine.add_argument(
         "--also",
-        type=_sizes,
+        type=_gpu_counts,
         default=(),
         metavar="GPUS",
         help="other numbers of GPUs to tell the step of, such as 8,32,256",
@@ -188,11 +188,11 @@ def _chunk_numel(text: str) -> int | None:
     return int(text)
 
 
-def _sizes(text: str) -> list[int]:
-    sizes = text.split(",")
-    if not all(size.isdecimal() and int(size) for size in sizes):
+def _gpu_counts(text: str) -> list[int]:
+    counts = text.split(",")
+    if not all(count.isdecimal() and int(count) for count in counts):
         raise argparse.ArgumentTypeError(f"it is {text!r}; give numbers of GPUs, such as 8,32,256")
-    return [int(size) for size in sizes]
+    return [int(count) for count in counts]
 
 
 def _mesh(text: str) -> str:

@@ -23,7 +23,7 @@ from patrickstar.command.flags import (
 from patrickstar.finetune.usage import check_output, prepare_output
 
 _PICTURED_STEP = 6
-"""The demo's step that is drawn; plans have settled then."""
+"""Number of the demo's profiled step, from 1. The plan does not change any more by then."""
 
 
 class Parser(CommandParser):

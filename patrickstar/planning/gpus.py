@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Sequence
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 """Compute dtypes, by the names of ``--precision``."""
@@ -75,6 +76,13 @@ _OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "h10094": "h100-nvl", "h2001
                 "a10040": "a100-40", "a100pcie": "a100", "rtxa6000": "a6000", "rtxa5000": "a5000", "l4048": "l40",
                 "l40s48": "l40s", "l424": "l4", "a4048": "a40", "a1024": "a10", "t416": "t4",
                 "rtxpro6000blackwell": "rtxpro6000", "6000ada": "rtx6000-ada"}  # fmt: skip
+
+
+def precision_mistake(precision: str, gpu: str, precisions: Sequence[str]) -> str | None:
+    """Returns the reason why ``gpu``, which computes in ``precisions``, cannot train in ``precision``; None: it can."""
+    if precision in precisions:
+        return None
+    return f"--precision is {precision}, which {gpu} does not compute in; give one of {', '.join(precisions)}"
 
 
 def gpu_name(text: str) -> str:

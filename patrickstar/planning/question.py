@@ -11,6 +11,7 @@ from torch import nn
 from patrickstar.config import LossComputation, QuantizationType
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
+from patrickstar.planning.gpus import precision_mistake
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import SharedSequences
 from patrickstar.planning.setting import Setting
@@ -153,6 +154,6 @@ class Question:
 
 def check_precision(precision: str, machine: Machine) -> None:
     """Raises ValueError if the GPU does not support the precision."""
-    if precision not in machine.precisions:
-        there = ", ".join(machine.precisions)
-        raise ValueError(f"--precision is {precision}, which {machine.name} does not compute in; give one of {there}")
+    mistake = precision_mistake(precision, machine.name, machine.precisions)
+    if mistake is not None:
+        raise ValueError(mistake)
