@@ -35,6 +35,7 @@ constexpr int kNumQueues = 8;
 enum class LimitPolicy {
   kEnforce,  // refuse the allocation: out of memory in the operation that allocates
   kMeasure,  // let the allocation pass where the device can, and record the excess (`least_limit_bytes`)
+  kLifted,   // the memory is lent: no limit, and no record
 };
 
 constexpr int64_t kUnlimited = INT64_MAX;

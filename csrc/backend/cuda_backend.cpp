@@ -293,7 +293,13 @@ class CudaBackend final : public Backend {
 
   int64_t limit_bytes() const override { return limit_bytes_; }
   bool may_exceed_limit() const override { return false; }
-  void set_limit_policy(LimitPolicy) override {}
+  void set_limit_policy(LimitPolicy policy) override {
+    if (policy == LimitPolicy::kLifted) {
+      allocator_limit_.reset();
+    } else if (!allocator_limit_) {
+      allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
+    }
+  }
   void set_pressure_handler(PressureHandler* handler) override {
     pressure_.reset();
     if (handler == nullptr) return;

@@ -92,7 +92,7 @@ void DeviceMeter::note_peaks() {
 }
 
 int64_t DeviceMeter::make_room_for_activation_memory(int64_t num_bytes) {
-  if (limit_ == kUnlimited || in_use() + num_bytes <= limit_) return 0;
+  if (limit_ == kUnlimited || policy_ == LimitPolicy::kLifted || in_use() + num_bytes <= limit_) return 0;
   pressure_.ask(in_use() + num_bytes - limit_);
   const int64_t need = in_use() + num_bytes;
   if (need <= limit_) return 0;

@@ -225,6 +225,9 @@ void register_memory_calls(RuntimeClass& runtime) {
              open.updates.release_device_memory();
              open.pager.evict_all(what);
            }))
+      .def("lend_device", bound<Call::kLendDevice>(&lend_device), py::arg("keep_bytes"))
+      .def("take_device_back", bound<Call::kDevice>(&take_device_back))
+      .def("return_states", bound<Call::kLendDevice>(&OpenEngine::residency, &Residency::return_states))
       .def("activation_bytes",
            bound<Call::kInspect>(+[](OpenEngine& open) { return open.backend().activation_bytes(); }))
       .def("take_live_activation_peak",

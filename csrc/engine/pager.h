@@ -147,6 +147,9 @@ class Pager final : public MemoryClient {
 
   // Evicts all that can leave.
   void evict_all(EvictionScope what);
+  // Evicts until chunks take at most `keep_bytes`, optimizer states last. Returns the bytes that stay: more if host
+  // memory has no room for them.
+  int64_t shrink_to(int64_t keep_bytes);
   // Frees values that can be made again from other arrays or ranks.
   void drop_derivable();
 
@@ -196,6 +199,8 @@ class Pager final : public MemoryClient {
 
   // The value can be made again without a copy: rounded from its master, dequantised, or all-gathered.
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
+  // Bytes of all arrays' device buffers.
+  int64_t array_bytes() const;
   bool is_evictable(ArrayId id) const;
   bool evict(ArrayId id, HostRoom room);
   // The array is on the device. False if host memory has no room.

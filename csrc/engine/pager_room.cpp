@@ -137,6 +137,20 @@ void Pager::evict_all(EvictionScope what) {
   memory_.backend().reclaim();
 }
 
+int64_t Pager::shrink_to(int64_t keep_bytes) {
+  memory_.device_buffers().trim(INT64_MAX);
+  give_up(std::max<int64_t>(array_bytes() - keep_bytes, 0), EvictionScope::kEverything);
+  memory_.backend().reclaim();
+  return array_bytes();
+}
+
+int64_t Pager::array_bytes() const {
+  int64_t bytes = 0;
+  for (int index = 0; index < store().num_arrays(); ++index)
+    bytes += memory_.array(ArrayId::from_index(index)).device_buffer.num_bytes;
+  return bytes;
+}
+
 void Pager::drop_derivable() {
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);

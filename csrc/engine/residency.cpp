@@ -179,12 +179,22 @@ bool Residency::has_room_for_more(const Timeline& step) const {
   return bytes > share(device_limit(), kWorthMoving);
 }
 
+bool Residency::is_away(ChunkId chunk) const {
+  const bool has_states = placed_bytes(layout().chunk(chunk)) > 0;
+  return store().resting_tier(chunk) == Tier::kDevice && has_states && !store().has_states_on_device(chunk);
+}
+
 bool Residency::any_away() const {
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    const bool has_states = placed_bytes(layout().chunk(chunk)) > 0;
-    if (store().resting_tier(chunk) == Tier::kDevice && has_states && !store().has_states_on_device(chunk)) return true;
+    if (is_away(chunk)) return true;
   }
   return false;
+}
+
+void Residency::return_states() {
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    if (is_away(chunk)) move_states_to_device(chunk);
+  }
 }
 
 bool Residency::is_time_to_return() {

@@ -7,6 +7,7 @@
 //   after the next few      once more, if those steps leave more room than the first (is_settling())
 //   after an unfreezing     once more, for the new states
 //   once that is over       frozen values that stay on the device leave the host (leave_to_device())
+//   while memory is lent    states leave the device, and return afterwards (step_course.h)
 //   under pressure          states leave the device (engine/shared_device.h), and return after steps without pressure
 //   after every step        poses the planner's problem for the next
 //
@@ -62,6 +63,8 @@ class Residency {
   // Resting tier for the states of a newly trained chunk: the device if it is unlimited, otherwise the host.
   Tier resting_tier_of_new_states(ChunkId chunk) const;
   void move_states_to_device(ChunkId chunk);
+  // Brings back all states that rest on the device and are away. Their host memory stays prepared for the next time.
+  void return_states();
   // Call after a step that followed `plan`, which is also the next step's plan. Frozen values that the plan keeps on
   // the device throughout rest there from now on, without a host copy. If one must leave later (another plan,
   // pressure), it is downloaded once and keeps that copy (Pager::keep_place). With several ranks, and during
@@ -96,7 +99,8 @@ class Residency {
   // By chunk.
   std::vector<Tier> resting_tiers() const;
   std::vector<uint8_t> states_on_device() const;
-  // True if states are off the device because of pressure.
+  // True if the chunk's states rest on the device and have left it under pressure, or for a loan of its memory.
+  bool is_away(ChunkId chunk) const;
   bool any_away() const;
   void leave_frozen_to_device(const Plan& plan);
   // Drops the host copy of a frozen chunk whose values are on the device.

@@ -58,6 +58,8 @@ Rule rule_of(Call call) {
       return {kAnyState, "the engine was asked", O::kAny};
     case Call::kDevice:
       return {kAnyState, "device memory was asked for"};
+    case Call::kLendDevice:
+      return {kBetweenCalls, "device memory was to be lent or filled", O::kAfterCompute, H::kTransientEnd};
     case Call::kReadValues:
       return {kAnyState, "values were to be read", O::kAfterCompute, H::kStay, C::kStay, E::kValuesRestored};
     case Call::kWriteValues:

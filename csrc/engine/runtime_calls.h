@@ -16,6 +16,7 @@ namespace patrickstar {
 enum class Call : uint8_t {
   kInspect,       // facts of the core, and memory that belongs to no array
   kDevice,        // kInspect in the order of the compute queue
+  kLendDevice,    // device memory goes to others, or chunks come back to it
   kReadValues,    // values without speculative updates
   kWriteValues,   // values or step counts, which speculative updates have read
   kGiveUpValues,  // values belong to another owner from now on

@@ -263,6 +263,15 @@ void meet_ranks(OpenEngine& open) {
   if (open.layout().has_other_ranks() && !is_planned) open.turns.finish_phase();
 }
 
+int64_t lend_device(OpenEngine& open, int64_t keep_bytes) {
+  open.updates.release_device_memory();
+  const int64_t left = open.pager.shrink_to(keep_bytes);
+  open.backend().set_limit_policy(LimitPolicy::kLifted);
+  return left;
+}
+
+void take_device_back(OpenEngine& open) { open.backend().set_limit_policy(policy_between_calls(open)); }
+
 double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
   std::sort(left_out.begin(), left_out.end());
   open.memory.tracer().begin_optimizer();

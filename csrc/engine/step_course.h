@@ -40,6 +40,12 @@ int abort_backward(OpenEngine& open);
 // until all have arrived. A replay needs no such wait.
 void meet_ranks(OpenEngine& open);
 
+// Moves chunks to the host until at most `keep_bytes` are on the device, and lifts the device's limit. Returns the
+// bytes that stay (Pager::shrink_to).
+int64_t lend_device(OpenEngine& open, int64_t keep_bytes);
+// Restores the limit. Chunks come back as they are used, or by Residency::return_states().
+void take_device_back(OpenEngine& open);
+
 // Sum of squares of the gradients, except those of `left_out`, which other ranks own as well and count.
 double prepare_step(OpenEngine& open, std::vector<ParamId> left_out);
 // If these throw, they may be repeated with the same arguments, as the step's state says.

@@ -24,6 +24,7 @@ from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.monitor import MonitorOptions, Phase
 from patrickstar.resize.plan import UserState
 from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.lending import lend, take_back
 from patrickstar.session.session import Session
 
 
@@ -259,6 +260,28 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def offload_states(
+        self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves chunks to the host and lends the device's memory until :meth:`reload_states`; see :meth:`lend`.
+
+        Args:
+            include: kinds of states in DeepSpeed; all leave here.
+            device: ``"cpu"``.
+            pin_memory, non_blocking: no effect: host memory is pinned, and the call returns when all have left.
+
+        Raises:
+            ValueError: the device is not the CPU.
+        """
+        name = getattr(device, "value", device)
+        if name != "cpu":
+            raise ValueError(f'offload_states: device is {name!r}; give "cpu"')
+        lend(self._session, 0)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Ends the loan of :meth:`offload_states`. ``non_blocking``: no effect, since copies overlap with compute."""
+        take_back(self._session)
 
     # Other ranks.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from patrickstar.resize.resizing import resize_session
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.session.closing import abandon_session, close_session, discard_session
 from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.lending import lend, take_back
 from patrickstar.state.export_weights import export_session
 from patrickstar.state.save_load import Scheduler, load_session, save_session
 
@@ -241,6 +243,32 @@ class Engine(ModuleFace):
     def make_stall_sampler(self) -> StallSampler:
         """A sampler that traces some steps and measures the share of each in which the device waited, by cause."""
         return make_stall_sampler(self._session)
+
+    @contextlib.contextmanager
+    def lend(self, keep: int | str = 0) -> Iterator[None]:
+        """Context in which others use the device's memory, such as a generator in this process or another.
+
+        Chunks are on the host meanwhile, PyTorch's cache is returned, and ``device_memory`` limits nothing. Saving and
+        ``export_weights`` are allowed; forwards, backwards and steps are not. No number changes. Collective over all
+        ranks. The first loan prepares host memory for what leaves, which takes longer than later ones.
+
+        Args:
+            keep: bytes of chunks that may stay, or a size such as ``"4GiB"``; parameters leave before states.
+
+        Raises:
+            MemoryBudgetError: ``host_memory`` has no room for the chunks; or, at the end, others still hold memory.
+                Training can go on.
+            StateError: the memory is lent, or a forward, a backward or a step is not over.
+            ValueError: ``keep`` is no size.
+        """
+        lend(self._session, keep)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(_C.MemoryBudgetError):  # the first error is the cause
+                take_back(self._session)
+            raise
+        take_back(self._session)
 
     def resize(
         self,

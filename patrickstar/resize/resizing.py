@@ -218,7 +218,7 @@ def _check_memory(
 
 def check_supported(session: Session, call: str) -> None:
     """Raises StateError if an engine of this kind cannot be resized."""
-    session.check_whole()
+    session.check_ready()
     config = session.config
     if session.owner.keeps_ranks is not None:
         raise _C.StateError(f"{call}: {session.owner.keeps_ranks}")

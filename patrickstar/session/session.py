@@ -26,6 +26,7 @@ from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.mesh import MeshRanks
 from patrickstar.sequence.survey import Survey
 from patrickstar.session.core_setup import Core, current_plan
+from patrickstar.session.device_loan import DeviceLoan
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.kept_plan import NoKeptPlan
 from patrickstar.session.one_thread import OneThread
@@ -87,6 +88,7 @@ class Session:
         self.course = StepCourse()
         self.survey = Survey()
         self.whole = Wholeness()
+        self.loan = DeviceLoan()
         self.thread = OneThread()
         self.teardown = Teardown()
         self.closed = False
@@ -172,6 +174,11 @@ class Session:
         self.check_open()
         self.whole.check()
 
+    def check_ready(self) -> None:
+        """:meth:`check_whole`. Raises StateError also while the device's memory is lent."""
+        self.check_whole()
+        self.loan.check()
+
     def train_unfrozen(self) -> None:
         """Starts training parameters that require grad and are in a group by now (``TrainedParams.follow``).
 
@@ -182,6 +189,7 @@ class Session:
             DisagreementError: ranks found different parameters; nothing is changed.
         """
         self.check_open()
+        self.loan.check()
         with deferred_signals():
             self.parts.trained.follow(lambda: self.guard("unfreezing"))
 
@@ -192,6 +200,7 @@ class Session:
             StateError: no gradients.
         """
         self.check_open()
+        self.loan.check()
         if not self.runtime.gradients_pending():
             raise _C.StateError("the norm of gradients was asked for, but there are none; call backward first")
         with deferred_signals(), self.guard("the norm of all gradients"):

@@ -47,7 +47,7 @@ class StepLoop:
             inputs: the module's arguments, if known.
         """
         session, parts = self._session, self._session.parts
-        session.check_whole()
+        session.check_ready()
         if not torch.is_grad_enabled():  # a model from from_pretrained is in evaluation mode, and may be trained so
             with deferred_signals() as signals, session.guard("evaluation forward"):
                 return parts.forwards.run(call, signals, _C.Tracking.UNTRACKED)
@@ -67,7 +67,7 @@ class StepLoop:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scales ``loss`` and runs its backward; gradients end up in chunks. ``kwargs``: of ``Tensor.backward``."""
         session = self._session
-        session.check_whole()
+        session.check_ready()
         comes_first = session.stage is not StepStage.FORWARDED and has_forwards_in_backward(loss, session.has_param)
         check_loss(loss, has_forward=comes_first or session.stage is not StepStage.IDLE)
         check_no_compiled_autograd()
@@ -89,6 +89,7 @@ class StepLoop:
         """
         session = self._session
         session.check_open()
+        session.loan.check()
         session.whole.check_step()
         with deferred_signals(), session.guard("step"):
             run_step(session, param_groups, options)
@@ -105,7 +106,7 @@ class StepLoop:
     def zero_grad(self) -> None:
         """Drops all gradients since the last step."""
         session = self._session
-        session.check_whole()
+        session.check_ready()
         with deferred_signals(), session.thread.hold("zero_grad"):
             session.parts.trained.drop_left_gradients()
             session.runtime.clear_gradients()

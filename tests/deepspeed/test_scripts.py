@@ -45,6 +45,24 @@ def test_what_the_configuration_says():
         assert isinstance(optimizer, HybridAdam)
 
 
+def test_offloaded_states():
+    engine, *_ = deepspeed.initialize(model=net(), config=config(bf16={"enabled": True}))
+    with engine:
+        engine.backward(engine(*BATCHES[0]))
+        engine.step()
+        with pytest.raises(ValueError, match="offload_states: device is 'nvme'; give \"cpu\""):
+            engine.offload_states(device="nvme")
+        engine.offload_states(include=["optim_states"], pin_memory=False, non_blocking=True)
+        assert engine.report()["device_chunk_buffer_bytes"] == 0
+        with pytest.raises(StateError, match=r"is lent; .* or call reload_states\(\)"):
+            engine(*BATCHES[0])
+        engine.reload_states()
+        with pytest.raises(StateError, match="not lent"):
+            engine.reload_states()
+        engine.backward(engine(*BATCHES[0]))
+        engine.step()
+
+
 def test_attributes_of_parameters():
     model = net()
     engine, *_ = deepspeed.initialize(

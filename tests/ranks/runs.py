@@ -33,6 +33,8 @@ class Task:
     on_host: bool = False
     swaps: bool = False
     """Between steps all values are read, overwritten and restored."""
+    lends: bool = False
+    """Between steps the device's memory is lent."""
     round_trips: bool = False
     """GPU round-trip updates from the second step on, in small pieces."""
 
@@ -80,6 +82,9 @@ def train(task: Task) -> dict[str, Any]:
                 losses.append(loss.item())
             optimizer.step()
             norms.append(engine.report()["grad_norm"])
+            if task.lends:
+                with engine.lend():
+                    pass
             if task.swaps:
                 swap(engine.module)
         return {"losses": losses, "norms": norms, "state": engine.state_dict(), "report": engine.report()}

@@ -1,0 +1,94 @@
+"""Loan of a device's memory to others between two calls of an engine: to a generator, or to another process.
+
+    lend(session, keep=0)
+    ...  # others use the device
+    take_back(session)
+
+Chunks leave for the host, PyTorch's cache for the device, and the engine's limit on PyTorch's allocator is lifted.
+Values and optimizer states keep their bits, and gradients that wait for a step stay. Saving and export go on from the
+host; forwards, backwards and steps are refused. Parameters and buffers outside of chunks stay on the device.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from patrickstar import _C
+from patrickstar.session.device_loan import Holder
+from patrickstar.session.interrupts import deferred_signals
+from patrickstar.session.session import Session
+from patrickstar.sizes import enough_size, parse_size, show_size
+
+
+def lend(session: Session, keep: int | str) -> None:
+    """Moves chunks to the host until at most ``keep`` bytes, or a size such as ``"4GiB"``, are on the device.
+
+    Parameters leave first, optimizer states last. Collective over all ranks.
+
+    Raises:
+        MemoryBudgetError: host memory has no room; nothing is lent.
+        StateError: the memory is lent, or a forward, a backward or a step is not over.
+        ValueError: ``keep`` is no size.
+    """
+    keep_bytes = parse_size(keep) if isinstance(keep, str) else keep
+    if keep_bytes is None or keep_bytes < 0:
+        raise ValueError(f'lend: keep is {keep!r}; give bytes, or a size such as "4GiB"')
+    session.check_open()
+    session.loan.check()
+    with deferred_signals(), session.guard("lend"):
+        session.ranks.meet()
+        gc.collect()  # autograd graphs in cycles hold activations
+        left = session.runtime.lend_device(keep_bytes)
+        session.loan.room_bytes = _room_bytes(session)
+        if left > keep_bytes:
+            _return(session)
+            host = session.runtime.report()["host_budget_bytes"]
+            raise _C.MemoryBudgetError(
+                f"lend: {show_size(left)} of chunks must stay on the device and keep is {show_size(keep_bytes)}, since "
+                f"the other chunks fill host_memory of {show_size(host)}; raise host_memory to "
+                f"{enough_size(host + left - keep_bytes)}, or give keep={left}"
+            )
+        session.loan.holder = Holder.OTHERS
+
+
+def take_back(session: Session) -> None:
+    """Ends the loan. Optimizer states return to the device now, parameters as they are used.
+
+    Raises:
+        MemoryBudgetError: others hold device memory that the engine had. The loan is over, and states return later.
+        StateError: nothing is lent.
+    """
+    session.check_open()
+    if session.loan.holder is Holder.ENGINE:
+        raise _C.StateError("the engine's device memory is not lent; call lend() first")
+    with deferred_signals(), session.guard("take_back"):
+        session.ranks.meet()
+        session.loan.holder = Holder.ENGINE
+        _return(session)
+
+
+def _return(session: Session) -> None:
+    gc.collect()
+    session.runtime.take_device_back()
+    room = _room_bytes(session)
+    missing = session.loan.room_bytes - room
+    if missing > _C.CUDA_SLACK_RATIO * session.loan.room_bytes:
+        raise _C.MemoryBudgetError(
+            f"after a loan the device has room for {show_size(room)} of chunks and activations, before it for "
+            f"{show_size(session.loan.room_bytes)}; free the {show_size(missing)} that others hold before training "
+            "goes on: delete tensors and call torch.cuda.empty_cache(), or let the generator sleep"
+        )
+    session.runtime.return_states()
+
+
+def _room_bytes(session: Session) -> int:
+    """Bytes that chunks and activations may take; 0 on the simulated device."""
+    device = session.device
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    budget = session.runtime.report()["device_budget_bytes"]
+    return min(int(budget), free + torch.cuda.memory_reserved(device)) - torch.cuda.memory_allocated(device)

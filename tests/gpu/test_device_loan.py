@@ -1,0 +1,53 @@
+import gc
+
+import pytest
+import torch
+
+from patrickstar import MemoryBudgetError
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.models import Case, gpt2, token_batch
+from tests.training import assert_same, make_config, train
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case(lambda: gpt2(hidden=512, layers=4), token_batch)
+LIMIT = 2**30
+CONFIG = make_config("bf16", default_chunk_size=2**21, device_memory=LIMIT)
+
+
+def test_others_take_more_than_the_limit():
+    def before_step(engine, step):
+        if step in (2, 3, 5):
+            free, _ = torch.cuda.mem_get_info()
+            with engine.lend():
+                assert torch.cuda.memory_reserved() < 64 * 2**20
+                others = torch.empty(2 * LIMIT, dtype=torch.uint8, device="cuda")
+                assert torch.cuda.mem_get_info()[0] < free
+                del others
+
+    run = train(CASE, CONFIG, steps=7, before_step=before_step)
+    assert run.report["num_device_state_chunks"] == run.report["num_chunks"]
+    assert_same(run, train(CASE, CONFIG, steps=7))
+
+
+def test_others_keep_some():
+    engine, optimizer = initialize_engine(CASE.build, 0, CONFIG)
+    batch = token_batch(torch.Generator().manual_seed(0))
+
+    def step():
+        engine.backward(engine(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with engine:
+        step()
+        before = engine.state_dict()
+        with pytest.raises(MemoryBudgetError, match=r"free the .* that others hold"), engine.lend():
+            others = torch.empty(LIMIT // 2, dtype=torch.uint8, device="cuda")
+        assert_same_bits(engine.state_dict(), before)
+        del others
+        gc.collect()
+        with engine.lend():
+            pass
+        step()
