@@ -7,7 +7,7 @@ GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
 QUIET = $(if $(filter 1,$(V)),,@)
 
-.PHONY: help build demo quick test test-slow test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
+.PHONY: help build demo quick test test-slow test-all test-gpu sanitize lint format check-cuda docs wheel wheels env clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -68,6 +68,9 @@ docs: build  ## docs/ as HTML, into build/docs
 
 wheel:  ## build, check and try a wheel for the PyTorch that is here, into dist/ (ARGS="--torch 2.6.0 2.13.0")
 	$(RUN) --extras build,wheel -- tools/wheel.py $(ARGS)
+
+wheels:  ## CPU and CUDA wheels for all supported versions of PyTorch, into dist/ (downloads 9 GB once, into .cache)
+	$(RUN) --extras build,wheel -- tools/wheel.py --matrix --second $(ARGS)
 
 env:  ## what this machine offers, what is missing, what mends it
 	$(RUN) -- -m patrickstar.env

@@ -1,13 +1,13 @@
 """Builds patrickstar._C and its shim: with CUDA and NCCL when PyTorch has CUDA and nvcc is there, else without.
 
 Environment: PATRICKSTAR_CUDA=0 leaves the CUDA part out, =1 demands it, as an NVIDIA driver does;
-TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and MAX_JOBS as usual; PATRICKSTAR_SHIMS: folders `torch` of further versions to
-compile shims for, with colons between; V=1 prints whole commands. `python setup.py build_ext --inplace` (make build)
-recompiles what changed.
+TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and MAX_JOBS as usual; PATRICKSTAR_TORCH: the folder `torch` to build for, instead
+of the installed one; PATRICKSTAR_SHIMS: folders of further versions to compile shims for, with colons between; V=1
+prints whole commands. `python setup.py build_ext --inplace` (make build) recompiles what changed; a wheel is made of
+the same objects.
 """
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -22,19 +22,21 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 
 import patrickstar_ninja as ninja  # noqa: E402
 import patrickstar_recipe as recipe  # noqa: E402
-from patrickstar_build import expose_torch, torch_command  # noqa: E402
+from patrickstar_build import expose_torch, torch_command, torch_folder, torch_versions  # noqa: E402
 from patrickstar_pins import MINIMUM_TORCH  # noqa: E402
 
 from patrickstar.torch_shim import compiling  # noqa: E402
 
 
-def prepare_cuda(torch) -> bool:
+def prepare_cuda(version: str, cuda: str | None) -> bool:
     """Whether to build the CUDA part; sets what PyTorch's build reads from the environment."""
-    cuda_home = recipe.chosen_cuda_home(torch.__version__, torch.version.cuda)
+    cuda_home = recipe.chosen_cuda_home(version, cuda)
     if cuda_home is None:
         return False
     os.environ["CUDA_HOME"] = cuda_home
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        import torch
+
         flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
         here = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
         visible = ";".join(f"{major}.{minor}" for major, minor in sorted(here))
@@ -54,12 +56,20 @@ def cuda_part() -> ninja.Cuda:
     return ninja.Cuda(home, recipe.gencode(os.environ["TORCH_CUDA_ARCH_LIST"]), includes, libraries)
 
 
-def torches(torch, cuda: str | None) -> list[compiling.Torch]:
-    """Versions of PyTorch that get a shim: the installed one, and those whose folders PATRICKSTAR_SHIMS lists."""
-    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-    found = [compiling.Torch(torch.__version__, Path(torch.__file__).parent, cuda, has_gloo)]
-    for folder in filter(None, os.environ.get("PATRICKSTAR_SHIMS", "").split(os.pathsep)):
-        found.append(compiling.Torch(runpy.run_path(f"{folder}/version.py")["__version__"], Path(folder), cuda))
+def shims(cuda: str | None) -> dict[str, compiling.Torch]:
+    """Versions of PyTorch by the name of their shim: the one that the build is for, and those whose folders
+    PATRICKSTAR_SHIMS lists. Of two with the same name the first counts.
+    """
+    has_gloo = True
+    if "PATRICKSTAR_TORCH" not in os.environ:
+        import torch
+
+        has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    further = filter(None, os.environ.get("PATRICKSTAR_SHIMS", "").split(os.pathsep))
+    found: dict[str, compiling.Torch] = {}
+    for folder in [torch_folder(), *map(Path, further)]:
+        each = compiling.Torch(torch_versions(folder)[0], folder, cuda, has_gloo or bool(found))
+        found.setdefault(compiling.file_name(each), each)
     return found
 
 
@@ -83,41 +93,54 @@ def choose_compiler() -> None:
     os.environ["CXX"] = usable
 
 
-def check_tools(torch) -> None:
+def check_tools(version: str) -> None:
     """Exits with a remedy when PyTorch is too old or there is no compiler."""
-    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
         sys.exit(
             f"PatrickStar needs PyTorch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and {sys.prefix} has "
-            f"{torch.__version__}; upgrade it: {torch_command()}"
+            f"{version}; upgrade it: {torch_command()}"
         )
     choose_compiler()
 
 
+def put(built: Path, folder: Path) -> None:
+    """Copies a library into a folder, unless it is there. A process that has loaded the former one keeps that."""
+    target = folder / built.name
+    if target.exists() and target.stat().st_mtime == built.stat().st_mtime:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    shutil.copy2(built, unfinished)
+    unfinished.replace(target)
+
+
 class Build(build_ext):
-    """Compiles the core and the shim for the PyTorch that is here, with ninja."""
+    """Compiles the core and its shims with ninja, and copies them into the package."""
 
     def run(self) -> None:
         """Builds into build_lib, or in place."""
         expose_torch()
         import pybind11
-        import torch
 
-        check_tools(torch)
-        with_cuda = prepare_cuda(torch)
-        package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "patrickstar"
-        (package / "torch_shim").mkdir(parents=True, exist_ok=True)
-        shims = torches(torch, torch.version.cuda if with_cuda else None)
+        version, cuda = torch_versions()
+        check_tools(version)
+        with_cuda = prepare_cuda(version, cuda)
+        folder = Path(f"{self.build_temp}{'-cuda' * with_cuda}").resolve()
         build = ninja.Build(
             root=ROOT,
-            folder=Path(self.build_temp).resolve(),
-            core=package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}",
+            folder=folder,
+            core=folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}",
             pybind11=pybind11.get_include(),
             compiler=os.environ["CXX"],
             cuda=cuda_part() if with_cuda else None,
-            shims=[(each, package / "torch_shim" / compiling.file_name(each)) for each in shims],
+            shims=[(each, folder / name) for name, each in shims(cuda if with_cuda else None).items()],
         )
         if subprocess.run(ninja.ninja_command(ninja.write(build))).returncode != 0:
             sys.exit("patrickstar: the extension does not compile; see the first error above")
+        package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "patrickstar"
+        put(build.core, package)
+        for _, shim in build.shims:
+            put(shim, package / "torch_shim")
         if not self.inplace:
             self.pack_shim_sources(package / "torch_shim" / "csrc")
 

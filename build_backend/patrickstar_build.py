@@ -74,9 +74,17 @@ def expose_torch() -> None:
     sys.exit(f"PatrickStar is compiled against the PyTorch it will run with, and {sys.prefix} has none; {remedy}")
 
 
-def torch_versions() -> tuple[str, str | None]:
-    """The version of PyTorch and of its CUDA (None: it has none), without importing it; after `expose_torch`."""
-    facts = runpy.run_path(str(Path(importlib.util.find_spec("torch").origin).parent / "version.py"))
+def torch_folder() -> Path:
+    """The folder `torch` that the build is for: PATRICKSTAR_TORCH, else the installed one; after `expose_torch`."""
+    told = os.environ.get("PATRICKSTAR_TORCH")
+    return Path(told) if told else Path(importlib.util.find_spec("torch").origin).parent
+
+
+def torch_versions(folder: Path | None = None) -> tuple[str, str | None]:
+    """The version of the PyTorch in `folder` (default: `torch_folder()`) and of its CUDA (None: it has none), without
+    importing it.
+    """
+    facts = runpy.run_path(str((folder or torch_folder()) / "version.py"))
     return facts["__version__"], facts["cuda"]
 
 

@@ -22,21 +22,18 @@ sys.path[:0] = [str(ROOT / "build_backend"), str(ROOT / "tools")]
 import fetching  # noqa: E402
 import patrickstar_ninja as ninja  # noqa: E402
 import patrickstar_recipe as recipe  # noqa: E402
-from patrickstar_pins import CUDA_NCCL, CUDA_TOOLKIT, CUDA_TOOLKIT_MAJOR, CUDA_TORCH  # noqa: E402
+from patrickstar_pins import (  # noqa: E402
+    CUDA_ARCHITECTURES,
+    CUDA_NCCL,
+    CUDA_TOOLKIT,
+    CUDA_TOOLKIT_MAJOR,
+    CUDA_TORCH,
+)
 
 from patrickstar.torch_shim import compiling  # noqa: E402
 
-CACHE = ROOT / ".cache" / "cuda"
-BUILD = CACHE / "build"
-WHEELS = CACHE / f"wheels-{sysconfig.get_config_var('SOABI')}"
-TOOLKIT = WHEELS / "nvidia" / "cu13"
-
-# Files kept of each wheel.
-KEPT = {
-    CUDA_NCCL: ("nvidia/nccl/",),
-    **dict.fromkeys(CUDA_TOOLKIT, ("nvidia/cu13/",)),
-}
-ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "7.5;8.0;8.6;9.0;10.0;12.0+PTX"  # of the pinned PyTorch
+BUILD = fetching.CACHE / "cuda" / "build"
+ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
 
 
 def dynamic_symbols(file: Path, kind: str) -> set[str]:
@@ -67,10 +64,10 @@ def plan_build(python_symbols: Path, torch_folder: Path) -> ninja.Build:
     """The core and the shim, from the wheels."""
     import pybind11
 
-    cudart = min((TOOLKIT / "lib").glob("libcudart.so.*"))
-    libraries = [str(python_symbols), str(WHEELS / "nvidia/nccl/lib/libnccl.so.2"), str(cudart)]
-    includes = [str(WHEELS / "nvidia" / "nccl" / "include"), str(TOOLKIT / "include")]
-    cuda = ninja.Cuda(str(TOOLKIT), recipe.gencode(ARCHITECTURES), includes, libraries)
+    cudart = min((fetching.TOOLKIT / "lib").glob("libcudart.so.*"))
+    libraries = [str(python_symbols), str(fetching.CUDA / "nvidia/nccl/lib/libnccl.so.2"), str(cudart)]
+    includes = [str(fetching.CUDA / "nvidia" / "nccl" / "include"), str(fetching.TOOLKIT / "include")]
+    cuda = ninja.Cuda(str(fetching.TOOLKIT), recipe.gencode(ARCHITECTURES), includes, libraries)
     torch = compiling.Torch(CUDA_TORCH.partition("==")[2], torch_folder, f"{CUDA_TOOLKIT_MAJOR}.0")
     return ninja.Build(
         root=ROOT,
@@ -100,10 +97,8 @@ def report(library: Path, seconds: float) -> None:
 
 def main() -> None:
     """Fetches, compiles, links and reports."""
-    WHEELS.mkdir(parents=True, exist_ok=True)
     BUILD.mkdir(parents=True, exist_ok=True)
-    for requirement, kept in KEPT.items():
-        fetching.fetch(requirement, kept, WHEELS)
+    fetching.fetch_cuda()
     torch = fetching.fetch_torch(CUDA_TORCH.partition("==")[2])
     started = time.monotonic()
     build = plan_build(python_library(), torch)

@@ -2,6 +2,10 @@
 
     tools/newcomer.sh              # in a temporary folder, which is removed
     tools/newcomer.sh FOLDER       # in FOLDER, which must be empty or missing, and stays: FOLDER/work has the clone
+    tools/newcomer.sh --wheel dist/patrickstar-0.7.0+cpu-cp311-cp311-manylinux_2_35_x86_64.whl
+
+With --wheel nothing is cloned: the blocks are those of docs/installation.md, in a folder whose dist/ has the wheel. The
+run fails unless most of the trained model's answers are those of held-out questions.
 
 `git clone` gets this checkout, so uncommitted changes are not seen. All `bash` blocks run in one shell. A `python`
 block is a script, run by that shell's `python` in the shell's folder. The run stops at the first failure. Blocks in
@@ -22,12 +26,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = "README.md"
+INSTALLATION = "docs/installation.md"
 
 _BLOCK = re.compile(r"^```(\S*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _REMARK = re.compile(r"<!--\s*(newcomer|not run):\s*(.+?)\s*-->\s*\Z", re.DOTALL)
@@ -36,6 +43,7 @@ _CLONE = re.compile(r"git clone (?:\S+ )*?([^\s&;|<>]+[:/][^\s&;|<>]+)")
 _KEPT = re.compile(
     r"PATH|LANG|LC_ALL|TZ|PIP_.*|(http|https|no|all)_proxy|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE", re.I
 )
+_RIGHT = re.compile(r"(\d+) of (\d+) answers are the held-out ones")
 _SHOWN = {"text", "output", "json"}
 _NOT_SOURCE = (".venv", ".cache", "build", "dist", "__pycache__", "*.so", "*.egg-info", ".*_cache", ".hypothesis")
 
@@ -83,8 +91,8 @@ def commands(text: str) -> Iterator[tuple[int, str]]:
         yield len(text.splitlines()) - len(pending), "\n".join(pending)  # the shell reports the error
 
 
-def steps(page: str) -> Iterator[Step]:
-    """Yields the page's steps in order. Exits if a block has no language or an unknown one."""
+def steps(page: str, name: str = README) -> Iterator[Step]:
+    """Yields the steps of the page `name` in order. Exits if a block has no language or an unknown one."""
     visible = _HIDDEN.sub(lambda hidden: "\n" * hidden.group().count("\n"), page)
     for block in _BLOCK.finditer(visible):
         language, text = block.groups()
@@ -94,7 +102,7 @@ def steps(page: str) -> Iterator[Step]:
             continue
         if language not in ("bash", "python"):
             known = ", ".join(["bash", "python", *sorted(_SHOWN)])
-            sys.exit(f"newcomer: {README}:{line - 1}: a block of {language or 'no language'}; give one of {known}")
+            sys.exit(f"newcomer: {name}:{line - 1}: a block of {language or 'no language'}; give one of {known}")
         if remark is not None:
             reason = "it needs a GPU" if remark.groups() == ("newcomer", "GPU") else remark.group(2)
             yield Step(line, language, text.rstrip("\n"), not_run=reason)
@@ -105,17 +113,17 @@ def steps(page: str) -> Iterator[Step]:
                 yield Step(line + before, language, command)
 
 
-def script(todo: list[Step], folder: Path) -> str:
-    """Returns the shell script of these steps; writes Python scripts to `folder`."""
+def script(todo: list[Step], folder: Path, name: str = README) -> str:
+    """Returns the shell script of these steps of the page `name`; writes Python scripts to `folder`."""
     lines = [_SHELL]
     for step in todo:
-        place, shown = f"{README}:{step.line}", step.text
+        place, shown = f"{name}:{step.line}", step.text
         if step.not_run is not None:
             lines.append(f"printf '\\n=== %s: not run: %s\\n%s\\n' {shlex.join([place, step.not_run, step.text])}")
             continue
         command = step.text
         if step.language == "python":
-            file = folder / f"readme_line_{step.line}.py"
+            file = folder / f"{Path(name).stem.lower()}_line_{step.line}.py"
             file.write_text(step.text, encoding="utf-8")
             shown = command = f"python {shlex.quote(str(file))}"
         lines.append(f"newcomer_run {shlex.join([place, shown, command])}")
@@ -142,48 +150,80 @@ def git(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedPr
     return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=check)
 
 
-def newcomers_environment(folder: Path, page: str, cloned: Path) -> dict[str, str]:
-    """Returns the variables of a newcomer's shell, with home and Python in `folder`; git maps the README's address to
-    `cloned`.
-    """
+def shell_environment(folder: Path) -> dict[str, str]:
+    """Returns the variables of a newcomer's shell, with home and Python in `folder`."""
     kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
     active = os.environ.get("VIRTUAL_ENV")
     path = [part for part in kept["PATH"].split(os.pathsep) if not active or part != f"{active}/bin"]
-    kept["PATH"] = os.pathsep.join([str(folder / "python" / "bin"), *path])
+    return kept | {"PATH": os.pathsep.join([str(folder / "python" / "bin"), *path]), "HOME": str(folder / "home")}
+
+
+def newcomers_environment(folder: Path, page: str, cloned: Path) -> dict[str, str]:
+    """Returns `shell_environment`, in which git maps the README's address to `cloned`."""
+    kept = shell_environment(folder)
     settings = {f"url.{cloned.as_uri()}.insteadOf": address for address in _CLONE.findall(page)[:1]}
     if not settings:
         sys.exit(f"newcomer: {README} has no `git clone ADDRESS`, with which everything begins")
     for number, (name, value) in enumerate(settings.items()):
         kept |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
-    return kept | {"HOME": str(folder / "home"), "GIT_CONFIG_COUNT": str(len(settings))}
+    return kept | {"GIT_CONFIG_COUNT": str(len(settings))}
 
 
-def run(folder: Path, minutes: float) -> int:
+def has_learned(printed: str) -> bool:
+    """True if most answers of the trained model are right, and not those of the untrained one."""
+    found = [(int(equal), int(asked)) for equal, asked in _RIGHT.findall(printed)]
+    return len(found) > 1 and 2 * found[0][0] < found[0][1] and 2 * found[-1][0] > found[-1][1]
+
+
+def run(folder: Path, minutes: float, wheel: Path | None = None) -> int:
     """Runs all steps in `folder`; returns the exit status."""
+    started = time.monotonic()
     for name in ("home", "work", "blocks"):
         (folder / name).mkdir(parents=True)
-    venv.create(folder / "python", with_pip=True)
-    cloned = origin(folder)
-    page = git(cloned, "show", f"HEAD:{README}").stdout
-    todo = list(steps(page))
-    environment = newcomers_environment(folder, page, cloned)
-    file = folder / "blocks" / "readme.sh"
-    file.write_text(script(todo, folder / "blocks"), encoding="utf-8")
-    print(f"newcomer: {len(todo)} steps of {README} in {folder / 'work'}; PATH={environment['PATH']}", flush=True)
+    venv.create(folder / "python", with_pip=wheel is None)
+    if wheel is None:
+        name, cloned = README, origin(folder)
+        page = git(cloned, "show", f"HEAD:{README}").stdout
+        environment = newcomers_environment(folder, page, cloned)
+    else:
+        name, page = INSTALLATION, (ROOT / INSTALLATION).read_text(encoding="utf-8")
+        environment = shell_environment(folder)
+        (folder / "work" / "dist").mkdir()
+        shutil.copy(wheel, folder / "work" / "dist")
+    todo = list(steps(page, name))
+    file = folder / "blocks" / f"{Path(name).stem.lower()}.sh"
+    file.write_text(script(todo, folder / "blocks", name), encoding="utf-8")
+    print(f"newcomer: {len(todo)} steps of {name} in {folder / 'work'}; PATH={environment['PATH']}", flush=True)
     print(f"newcomer: processors {len(os.sched_getaffinity(0))}, load {os.getloadavg()[0]:.1f}", flush=True)
     shell = subprocess.Popen(
-        ["bash", "--noprofile", "--norc", str(file)], cwd=folder / "work", env=environment, start_new_session=True
+        ["bash", "--noprofile", "--norc", str(file)],
+        cwd=folder / "work",
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
     )
+    timer = threading.Timer(60 * minutes, lambda: os.killpg(shell.pid, 9))
+    timer.start()
+    printed = []
     try:
-        status = shell.wait(timeout=60 * minutes)
-    except subprocess.TimeoutExpired:
-        status = f"it took more than {minutes:g} minutes"
+        for line in shell.stdout:
+            print(line, end="", flush=True)
+            printed.append(line)
+        status: int | str = shell.wait()
     finally:
+        late = not timer.is_alive()
+        timer.cancel()
         if shell.poll() is None:
             os.killpg(shell.pid, 9)
+    if late:
+        status = f"it took more than {minutes:g} minutes"
+    elif wheel is not None and status == 0 and not has_learned("".join(printed)):
+        status = "the trained model does not answer held-out questions"
     left_out = sum(step.not_run is not None for step in todo)
     verdict = "passed" if status == 0 else "FAILED"
     print(f"\nnewcomer: {verdict}" + (f", {left_out} of {len(todo)} not run" if left_out else ""), flush=True)
+    print(f"newcomer: {time.monotonic() - started:.0f} s from an empty home to the end of {name}", flush=True)
     if isinstance(status, str):
         print(f"newcomer: {status}")
     return int(status != 0)
@@ -194,16 +234,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", help="empty or missing; it stays (default: a temporary one)")
     parser.add_argument("--minutes", type=float, default=20, help="how long all of it may take")
+    parser.add_argument("--wheel", type=Path, help=f"install this one, as {INSTALLATION} says it; nothing is cloned")
     options = parser.parse_args()
+    if options.wheel is not None and not options.wheel.is_file():
+        sys.exit(f"newcomer: {options.wheel} is no file; make wheel builds one")
     if options.folder is None:
         folder = Path(tempfile.mkdtemp(prefix="newcomer-"))
         try:
-            return run(folder, options.minutes)
+            return run(folder, options.minutes, options.wheel)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     if options.folder.exists() and any(options.folder.iterdir()):
         sys.exit(f"newcomer: {options.folder} is not empty; name a folder that is, or one that is not there")
-    return run(options.folder.resolve(), options.minutes)
+    return run(options.folder.resolve(), options.minutes, options.wheel)
 
 
 if __name__ == "__main__":

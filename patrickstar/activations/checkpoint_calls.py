@@ -29,6 +29,7 @@ from patrickstar.module.compiled.door import get_call
 from patrickstar.module.observed_buffers import buffer_places
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
+_TOP_HOOKS = "_top_saved_tensors_default_hooks"
 _lock = threading.Lock()
 _running = threading.local()  # .calls: those of the thread's running forward
 _num_running = 0
@@ -108,6 +109,8 @@ class CheckpointCalls:
             return "a recomputation updates the running statistics of its batch norms once more"
         if not _is_replaceable():
             return f"this PyTorch ({torch.__version__}) has no {_GENERATOR} with the expected arguments"
+        if not hasattr(torch._C._autograd, _TOP_HOOKS):
+            return f"this PyTorch ({torch.__version__}) does not tell its hooks on saved tensors (no {_TOP_HOOKS})"
         return ""
 
     def choose(self, saved: Sequence[Saved]) -> None:
@@ -238,7 +241,7 @@ def _first_of(bound: inspect.BoundArguments) -> Any:
 
 def _hooks_on_saved_tensors() -> Any:
     """The innermost hooks on saved tensors; None if there are none. Within a checkpoint they are the checkpoint's."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return getattr(torch._C._autograd, _TOP_HOOKS)(True)
 
 
 _signature_of = functools.cache(inspect.signature)

@@ -33,7 +33,7 @@ chat.jsonl is {"messages": [{"role": "user", "content": "…"}, {"role": "assist
 Ctrl-C finishes the step, saves the run and prints the command that resumes it."""
 
 METHODS = ("full", "lora", "qlora")
-SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 800, "lr": 2e-3}
+SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 320, "lr": 2e-3}
 CPU_DEMO = SMALL | {"device_memory": "40MiB"}
 RANKS_DEMO = CPU_DEMO | {"device_memory": "24MiB", "batch_size": 1, "hidden": 128, "steps": 60}
 GPU_DEMO = {"seq_len": 256, "batch_size": 8, "packing": True, "steps": 240, "lr": 4e-4, "checkpointing": True}

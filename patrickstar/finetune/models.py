@@ -133,9 +133,12 @@ def check_packing(model: nn.Module, vocab_size: int, precision: str) -> None:
 def print_answers(
     model: nn.Module, encoder: ChatEncoder, asked: Sequence[Conversation], num_tokens: int, ranks: Ranks
 ) -> None:
-    """Prints what the model answers now, the likeliest token each time, to the last questions of ``asked``."""
+    """Prints the model's answers to the last questions of ``asked``, the likeliest token each time, and counts those
+    that are equal to the answers of ``asked``.
+    """
     tokenizer = encoder.tokenizer
     model.eval()
+    num_equal = 0
     for conversation in asked:
         prompt = torch.tensor([encoder.prompt(conversation)], device=model.device)
         tokens = model.generate(  # on all ranks: each has a part of the model
@@ -150,6 +153,8 @@ def print_answers(
         )
         said = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
         ranks.say(f"  > {_one_line(conversation.messages[-2].content)}\n    {_one_line(said)}")
+        num_equal += said.split() == conversation.messages[-1].content.split()
+    ranks.say(f"  {num_equal} of {len(asked)} answers are the held-out ones, word for word")
 
 
 def _one_line(text: str, longest: int = 110) -> str:

@@ -1,4 +1,4 @@
-"""Questions about Python's standard library, with answers from its docstrings.
+"""Questions about Python's modules math and itertools, with answers from their docstrings.
 
 Every function is asked about in several ways. Of some functions one of the questions is held out: to answer it the
 model must have learned what is asked about, not how.
@@ -18,9 +18,15 @@ from patrickstar.finetune.conversations import Conversation, question
 HELD_OUT_SHARE = 0.25
 """Share of functions of which one question is held out."""
 
-_MODULES = ("builtins", "math", "os.path", "random", "itertools", "shutil", "time")
-_SKIPPED = ("bytes", "bytearray", "memoryview", "random.Random", "random.SystemRandom")  # others have their methods
-_QUESTIONS = ("What does {} do?", "What is {} for?", "Explain {}.")
+_MODULES = ("math", "itertools")
+_QUESTIONS = (
+    "What does {} do?",
+    "What is {} for?",
+    "Explain {}.",
+    "Describe {}.",
+    "Tell me about {}.",
+    "How would you explain {}?",
+)
 _SIGNATURE = re.compile(r"^[\w.]+\(.*?\)(\s*->\s*\S+)?(\s|$)")
 _SENTENCE = re.compile(r"(.{12,110}?\.)\s")
 
@@ -53,23 +59,8 @@ def _answers() -> dict[str, str]:
 
 
 def _functions() -> Iterator[tuple[str, Any]]:
-    """Public functions, classes and their methods, with the names that one writes."""
+    """Public functions and classes, with the names that one writes."""
     for module_name in _MODULES:
-        module = importlib.import_module(module_name)
-        prefix = "" if module_name == "builtins" else f"{module_name}."
-        for name, value in sorted(vars(module).items()):
-            if name.startswith("_") or not callable(value) or _is_imported(value, module):
-                continue
-            if inspect.isclass(value) and issubclass(value, BaseException):
-                continue
-            yield prefix + name, value
-            if inspect.isclass(value) and prefix + name not in _SKIPPED:
-                for method, function in sorted(vars(value).items()):
-                    if not method.startswith("_") and callable(function):
-                        yield f"{prefix}{name}.{method}", function
-
-
-def _is_imported(value: Any, module: Any) -> bool:
-    """True if ``module`` imports ``value`` from an unrelated module."""
-    home = getattr(value, "__module__", None)
-    return home not in (None, module.__name__, "posixpath", "ntpath", "genericpath", f"_{module.__name__}")
+        for name, value in sorted(vars(importlib.import_module(module_name)).items()):
+            if not name.startswith("_") and callable(value):
+                yield f"{module_name}.{name}", value

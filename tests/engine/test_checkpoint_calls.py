@@ -198,6 +198,14 @@ def test_models_whose_checkpoints_stay_are_refused(opened):
         choose(engine, EVERYTHING)
 
 
+def test_a_pytorch_that_does_not_tell_its_hooks_keeps_its_checkpoints(opened, monkeypatch):
+    expected = train(DROPPING, make_config("fp32", **SCARCE), 2)
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # PyTorch 2.6
+    assert_same(train(DROPPING, make_config("fp32", **SCARCE), 2), expected)
+    with pytest.raises(ValueError, match="cannot save activations: .*does not tell its hooks"):
+        choose(opened()[0], EVERYTHING)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"preserve_rng_state": False}, {"context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())}],

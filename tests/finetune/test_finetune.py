@@ -38,6 +38,8 @@ def test_every_model_trains_within_a_budget_and_is_saved(kind, folders, chat, mo
     assert seen.code == 0
     printed = capsys.readouterr().out
     assert f"saved to {output / 'model'}" in printed and "answers after the training" in printed
+    counts = re.findall(r"^  (\d) of (\d) answers are the held-out ones, word for word$", printed, re.MULTILINE)
+    assert counts == [("0", str(printed.count("\n  > ") // 2))] * 2  # two steps teach nothing
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoder = ChatEncoder(tokenizer)
     tokens = [each for conversation in read_conversations(chat) for each in encoder.tokens(conversation)]

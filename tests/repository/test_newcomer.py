@@ -113,3 +113,38 @@ def test_an_archive_without_history_is_cloned_too(tmp_path, monkeypatch):
     assert newcomer.git(cloned, "ls-files").stdout.split() == ["README.md"]
     newcomer.git(unpacked, "init", "-q")
     assert newcomer.origin(folder) == unpacked
+
+
+@pytest.mark.parametrize(
+    ("numbers", "learned"),
+    [
+        ([(0, 3), (3, 3)], True),
+        ([(0, 3), (2, 3)], True),
+        ([(0, 3), (1, 3)], False),
+        ([(2, 3), (3, 3)], False),
+        ([], False),
+    ],
+)
+def test_a_model_has_learned_what_it_could_not_say_before(numbers, learned):
+    printed = "\n".join(
+        f"  {equal} of {asked} answers are the held-out ones, word for word" for equal, asked in numbers
+    )
+    assert newcomer.has_learned(printed) is learned
+
+
+@pytest.mark.parametrize(("last", "status"), [("3", 0), ("0", 1)])
+def test_a_wheel_is_installed_as_the_page_says_it(last, status, tmp_path, monkeypatch, capfd):
+    wheel = tmp_path / "patrickstar-1.whl"
+    wheel.touch()
+    page = tmp_path / "root" / "docs" / "installation.md"
+    page.parent.mkdir(parents=True)
+    says = "answers are the held-out ones"
+    page.write_text(f"```bash\nls dist $HOME\necho 0 of 3 {says}\necho {last} of 3 {says}\n```\n")
+    monkeypatch.setattr(newcomer, "ROOT", tmp_path / "root")
+    assert newcomer.run(tmp_path / "walk", 1, wheel) == status
+    printed = capfd.readouterr().out
+    assert (
+        "dist:\npatrickstar-1.whl\n" in printed
+        and " s from an empty home to the end of docs/installation.md" in printed
+    )
+    assert ("does not answer held-out questions" in printed) == bool(status)
