@@ -1,9 +1,9 @@
 """Seconds to lend the GPU to others and to take it back, beside moving the same bytes with PyTorch.
 
-* left, back: ``engine.lend()``'s begin and end, synchronised.
+* left, back: ``engine.lend()``'s begin and end, synchronised. Parameters come back in the next step.
 * step: the step after a loan, and the median of steps without one.
-* to, pinned: the same number of bytes in tensors of 64 MiB, by ``tensor.to("cpu")`` and ``tensor.to("cuda")``, and by
-  ``copy_`` into pinned tensors that exist, all copies enqueued at once.
+* PyTorch: GB/s of 8 GiB in tensors of 64 MiB, by ``tensor.to("cpu")`` and ``tensor.to("cuda")``, and by ``copy_`` into
+  pinned tensors that exist, all copies enqueued at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmark.steps import add_engine_arguments, make_job, timed_step
 _STEPS_BEFORE = 12
 _STEPS_BETWEEN = 4
 _PIECE_NUMEL = 2**24  # float32
+_NUM_PIECES = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     steps = [step() for _ in range(_STEPS_BEFORE)]
     rows: list[dict[str, Any]] = []
-    num_bytes = 0
     for _ in range(args.loans):
         before = engine.report()["device_chunk_buffer_bytes"]
         loan = engine.lend()
@@ -67,43 +67,43 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         back = seconds_of(lambda loan=loan: loan.__exit__(None, None, None))
         rows.append({"bytes": moved, "left": left, "back": back, "step": step()})
         show(_line(rows[-1]))
-        num_bytes = max(num_bytes, moved)
         steps += [step() for _ in range(_STEPS_BETWEEN)]
     engine.discard()
     return {
         "case": "lend", "model": args.model, "batch": args.batch_size, "config": config, "rows": rows,
-        "steady_step": statistics.median(steps[_STEPS_BEFORE:]), "pytorch": _with_pytorch(num_bytes, device),
+        "steady_step": statistics.median(steps[_STEPS_BEFORE:]), "pytorch": _with_pytorch(device),
         **provenance(),
     }  # fmt: skip
 
 
-def _with_pytorch(num_bytes: int, device: torch.device) -> dict[str, float]:
-    """Seconds of the docstring's ``to`` and ``pinned``."""
-    held = [torch.zeros(_PIECE_NUMEL, device=device) for _ in range(num_bytes // (4 * _PIECE_NUMEL))]
-    found = _with_pinned(held)
-
-    def move(where: torch.device | str) -> None:
-        for index, tensor in enumerate(held):
-            held[index] = tensor.to(where)
-
-    return found | {"to_left": seconds_of(lambda: move("cpu")), "to_back": seconds_of(lambda: move(device))}
-
-
-def _with_pinned(held: list[torch.Tensor]) -> dict[str, float]:
+def _with_pytorch(device: torch.device) -> dict[str, float]:
+    """GB/s of the docstring's copies."""
+    held = [torch.zeros(_PIECE_NUMEL, device=device) for _ in range(_NUM_PIECES)]
     away = [torch.empty(_PIECE_NUMEL, pin_memory=tensor.is_cuda) for tensor in held]
 
     def copy(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
         for one, other in zip(to, source, strict=True):
             one.copy_(other, non_blocking=True)
 
-    return {"pinned_left": seconds_of(lambda: copy(away, held)), "pinned_back": seconds_of(lambda: copy(held, away))}
+    def move(where: torch.device | str) -> None:
+        for index, tensor in enumerate(held):
+            held[index] = tensor.to(where)
+
+    calls = {
+        "pinned_left": lambda: copy(away, held),
+        "pinned_back": lambda: copy(held, away),
+        "to_left": lambda: move("cpu"),
+        "to_back": lambda: move(device),
+    }
+    num_bytes = 4 * _PIECE_NUMEL * _NUM_PIECES
+    return {name: num_bytes / 1e9 / seconds_of(call) for name, call in calls.items()}
 
 
 def _line(row: dict[str, Any]) -> str:
-    rate = row["bytes"] / 1e9
+    rate = row["bytes"] / 1e9 / row["left"]
     return (
-        f"{row['bytes'] / 2**30:.1f} GiB left in {row['left']:.2f} s ({rate / row['left']:.1f} GB/s), back in "
-        f"{row['back']:.2f} s ({rate / row['back']:.1f} GB/s), next step {row['step']:.3f} s"
+        f"{row['bytes'] / 2**30:.1f} GiB left in {row['left']:.2f} s ({rate:.1f} GB/s), back in {row['back']:.2f} s, "
+        f"next step {row['step']:.3f} s"
     )
 
 
@@ -114,7 +114,7 @@ def format_table(result: dict[str, Any]) -> str:
         [
             f"{result['model']}, batch {result['batch']}, steps of {result['steady_step']:.3f} s",
             *map(_line, result["rows"]),
-            f"PyTorch, into pinned tensors that exist: {plain['pinned_left']:.2f} s, {plain['pinned_back']:.2f} s",
-            f"PyTorch, tensor.to: {plain['to_left']:.2f} s, {plain['to_back']:.2f} s",
+            f"PyTorch into pinned tensors: {plain['pinned_left']:.1f} GB/s, back {plain['pinned_back']:.1f}",
+            f"PyTorch, tensor.to: {plain['to_left']:.1f} GB/s, back {plain['to_back']:.1f}",
         ]
     )

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 from patrickstar.session import recompute_choice
 
 ACCESS, RECOMPUTATION, PRODUCTS = 1e-3, 6e-3, 3e-3
@@ -19,3 +21,13 @@ def choose_by_fixed_times(setattr=setattr):
     setattr(recompute_choice, "_NUMEL", 2**16)
     setattr(recompute_choice, "steady_seconds", lambda seconds, calls, numels: [ACCESS] * len(seconds))
     setattr(recompute_choice.CallMeasurement, "finish", fixed)
+
+
+def out_of_memory_once(module):
+    """The next call of ``module`` runs out of memory."""
+
+    def fail(*_):
+        handle.remove()
+        raise torch.OutOfMemoryError("CUDA out of memory, so the test says")
+
+    handle = module.register_forward_hook(fail)

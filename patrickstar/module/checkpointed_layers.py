@@ -52,14 +52,19 @@ def run_checkpointed(module: nn.Module, call: Callable[..., Any], args: tuple[An
     return module._gradient_checkpointing_func(run, *args)
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """True if layers in ``module`` are checkpointed."""
+    return any(map(is_checkpointing, checkpointable_modules(module)))
+
+
 def turn_on_checkpoints(module: nn.Module) -> bool:
     """Lets the outermost Hugging Face model in ``module`` checkpoint its layers. False if it has none that can, or
     checkpoints already.
     """
-    if any(map(is_checkpointing, checkpointable_modules(module))):
+    if is_checkpointed(module):
         return False
     for child in module.modules():
         if getattr(child, "supports_gradient_checkpointing", False):
             child.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            return any(map(is_checkpointing, checkpointable_modules(module)))
+            return is_checkpointed(module)
     return False

@@ -25,7 +25,7 @@ from patrickstar.activations.checkpoint_calls import CheckpointCalls
 from patrickstar.activations.selective_recomputation import ComparedProducts
 from patrickstar.config import Config, OptimizerType, Recompute
 from patrickstar.machine.engine_options import update_start
-from patrickstar.module.checkpointed_layers import turn_on_checkpoints
+from patrickstar.module.checkpointed_layers import is_checkpointed, turn_on_checkpoints
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.measuring import engine_threads, measure_host_adam_gparams
@@ -62,7 +62,7 @@ class ChoiceStage(enum.Enum):
     """Progress of the choice."""
 
     MEASURING = enum.auto()
-    """Until the end of the first step."""
+    """Until the end of the first step in which all ranks have checkpoints, or none."""
     OVER = enum.auto()
 
 
@@ -91,7 +91,7 @@ class RecomputeChoice(NoRecomputeChoice):
 
     A forward with more tokens than any before saves less, so that its activations take no more memory than planned.
 
-    A forward of a Hugging Face model that runs out of memory without checkpoints gets them.
+    A forward of a Hugging Face model that runs out of memory without checkpoints gets them; the other ranks follow.
 
     Args:
         module: the engine's.
@@ -179,9 +179,10 @@ class RecomputeChoice(NoRecomputeChoice):
 
     def give_up(self) -> None:
         """See :class:`NoRecomputeChoice`. On one rank the repeated forward already saves nothing; several ranks agree
-        before the next, and get no checkpoints.
+        before the next. Several ranks get checkpoints in a measured step only, at whose end they agree.
         """
-        if self._num_ranks == 1 and turn_on_checkpoints(self._module):
+        may_turn_on = self._num_ranks == 1 or self._stage is ChoiceStage.MEASURING
+        if may_turn_on and turn_on_checkpoints(self._module):
             logger.warning(
                 "the forward ran out of memory: gradient_checkpointing_enable() of %s is called, with "
                 '{"use_reentrant": False}',
@@ -206,9 +207,13 @@ class RecomputeChoice(NoRecomputeChoice):
         num_calls = max((call.number + 1 for call in calls), default=0)
         keeps_products = self._calls.sees_operations and not self._measurement.products_differ
         has_products = keeps_products and any(call.product_bytes for call in calls)
-        found = json.dumps([num_calls, has_products])
+        found = json.dumps([num_calls, has_products, is_checkpointed(self._module)])
         agreed = [json.loads(text) for text in self._exchange(found, "the number of checkpointed calls")]
-        counts = {count for count, _ in agreed}
+        if len({has_checkpoints for *_, has_checkpoints in agreed}) > 1:  # memory ran out on some ranks
+            turn_on_checkpoints(self._module)
+            self._stage = ChoiceStage.MEASURING
+            return
+        counts = {count for count, *_ in agreed}
         if step is None or 0 in counts or len(counts) > 1 or sum(step.timed.seconds) < _LEAST_STEP_SECONDS:
             return
         budget, host_bytes, resting_tiers = self._runtime.placement_facts()
@@ -220,7 +225,7 @@ class RecomputeChoice(NoRecomputeChoice):
             has_device_states=self._has_device_states,
             start=_C.possible_start(self._start, budget.backwards, _can_roll_back(self._layout)),
         )
-        ladder = Ladder(num_calls, has_products=all(has for _, has in agreed))
+        ladder = Ladder(num_calls, has_products=all(has for _, has, _ in agreed))
         choice = choose_rung(ladder.top, lambda rungs: self._longest(engine, step, ladder, rungs))
         if choice.tried[choice.rung] == math.inf:  # no step fits the budgets; the engine says so
             return

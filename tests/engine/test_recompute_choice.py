@@ -17,7 +17,7 @@ from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
 from patrickstar.session import recompute_choice
 from tests.models import VOCAB, Case, gpt2, llama, token_batch
-from tests.recomputing import choose_by_fixed_times
+from tests.recomputing import choose_by_fixed_times, out_of_memory_once
 from tests.training import assert_same, make_config, train
 
 LAYERS = 4
@@ -209,14 +209,6 @@ def test_random_shapes_fail_no_more_than_with_all_recomputed(choosing):
             outcomes.append([step(engine, optimizer, batch(generator, *size)) for size in sizes])
             engine.discard()
         assert outcomes[0] == outcomes[1]
-
-
-def out_of_memory_once(module):
-    def fail(*_):
-        handle.remove()
-        raise torch.OutOfMemoryError("CUDA out of memory, so the test says")
-
-    handle = module.register_forward_hook(fail)
 
 
 def test_after_lack_of_memory_nothing_is_saved(choosing, caplog):

@@ -7,7 +7,7 @@ from patrickstar.activations.activation_rules import Saved
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.models import VOCAB, gpt2, llama
-from tests.recomputing import choose_by_fixed_times
+from tests.recomputing import choose_by_fixed_times, out_of_memory_once
 from tests.training import make_config
 
 LAYERS = 4
@@ -62,3 +62,43 @@ def test_ranks_that_share_calls_choose_alike(name):
     assert [losses for losses, _ in auto] == [losses for losses, _ in always]
     assert auto[0][1] == auto[1][1]
     assert Saved.NOTHING.value not in auto[0][1][2]
+
+
+def train_out_of_memory(failing):
+    """Losses, and what calls saved in each step, if the first forward runs out of memory on the ranks ``failing``.
+    None: it does not, and layers are checkpointed.
+    """
+    choose_by_fixed_times()
+    torch.manual_seed(0)
+    build = functools.partial(llama, hidden=64, layers=LAYERS, length=64)
+    engine, optimizer = initialize_engine(build, 0, make_config("bf16", default_chunk_size=2**14))
+    with engine:
+        engine.train()
+        rank = torch.distributed.get_rank()
+        layers = engine.module.model.layers
+        if failing is None:
+            engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+        elif rank in failing:
+            out_of_memory_once(layers[1])
+        generator = torch.Generator().manual_seed(rank)
+        losses, saved = [], []
+        for _ in range(5):
+            tokens = torch.randint(0, VOCAB, (2, 32), generator=generator)
+            loss = engine(input_ids=tokens, labels=tokens)["loss"]
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            assert all(layer.gradient_checkpointing for layer in layers)
+            saved.append([kept.value for kept in engine._session.checkpoint_calls.saved])
+        return losses, saved
+
+
+def test_all_ranks_get_checkpoints_if_memory_runs_out_on_some():
+    of_ranks = {failing: run_ranks(2, train_out_of_memory, failing) for failing in (None, (0,), (0, 1))}
+    expected = of_ranks.pop(None)
+    for failing, found in of_ranks.items():
+        assert [losses for losses, _ in found] == [losses for losses, _ in expected], failing
+        assert found[0][1] == found[1][1]
+        assert found[0][1][1:] == expected[0][1][1:] != [], failing
+        assert Saved.NOTHING.value not in found[0][1][-1]
