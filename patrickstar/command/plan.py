@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterator, Sequence
 
 from patrickstar.choices import Master, MatrixMode, Speculation
@@ -10,6 +11,9 @@ from patrickstar.command.flags import UsageError, run_reporting
 from patrickstar.command.plan_flags import mesh_shape, plan_parser
 from patrickstar.planning.gpus import DATA_SHEETS, precision_mistake
 from patrickstar.planning.known_models import model_mistake
+
+_COLLECTIONS = (100_000, 20, 100)
+"""Thresholds of the garbage collector. With Python's, it takes a seventh of an answer's time (docs/log.md)."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.plan") -> int:
@@ -20,9 +24,14 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     def answer() -> int:
         if mistakes:
             raise UsageError(*mistakes)
-        from patrickstar.command.plan_answer import tell
+        usual = gc.get_threshold()
+        gc.set_threshold(*_COLLECTIONS)
+        try:
+            from patrickstar.command.plan_answer import tell
 
-        return tell(args)
+            return tell(args)
+        finally:
+            gc.set_threshold(*usual)
 
     return run_reporting(prog, answer)
 

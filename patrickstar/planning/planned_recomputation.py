@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from patrickstar import _C
 from patrickstar.planning.prediction import Case, Predictor
-from patrickstar.planning.recomputation import WORTH_SAVING, choose_rung
+from patrickstar.planning.recomputation import WORTH_SAVING, Choice
 from patrickstar.planning.setting import DoesNotFitError, Setting
+
+Search = Callable[[int, Callable[[list[int]], list[float]]], Choice]
+"""``choose_rung``, or ``choose_roughly``."""
 
 
 def may_pay(case: Case) -> bool:
@@ -19,16 +22,16 @@ def may_pay(case: Case) -> bool:
     return case.step.seconds > (1 + WORTH_SAVING) * max(busy)
 
 
-def shortest_recomputation(predictor: Predictor, settings: Iterable[Setting]) -> list[Case]:
-    """The case with the shortest step of each setting. The engine compares steps at cautious rates.
+def shortest_recomputation(predictor: Predictor, settings: Iterable[Setting], choose: Search) -> list[Case]:
+    """The case with the shortest step of each setting, by ``choose``. The engine compares steps at cautious rates.
 
     Raises:
         DoesNotFitError: a setting does not fit if all checkpointed calls are recomputed.
     """
-    return [_shortest(predictor, setting) for setting in settings]
+    return [_shortest(predictor, setting, choose) for setting in settings]
 
 
-def _shortest(predictor: Predictor, setting: Setting) -> Case:
+def _shortest(predictor: Predictor, setting: Setting, choose: Search) -> Case:
     ladder = predictor.recomputations
 
     def seconds_of(rung: int) -> float:
@@ -37,5 +40,5 @@ def _shortest(predictor: Predictor, setting: Setting) -> Case:
         except DoesNotFitError:
             return math.inf
 
-    choice = choose_rung(ladder.top, lambda rungs: [seconds_of(rung) for rung in rungs])
+    choice = choose(ladder.top, lambda rungs: [seconds_of(rung) for rung in rungs])
     return predictor.predict(setting, ladder.saved(choice.rung))

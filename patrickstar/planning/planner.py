@@ -12,10 +12,11 @@ from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Re
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.models import PlannedModel, build_model
-from patrickstar.planning.planned_recomputation import may_pay, shortest_recomputation
+from patrickstar.planning.planned_recomputation import Search, may_pay, shortest_recomputation
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.prediction import Case, Predictor
 from patrickstar.planning.question import DTYPES, Question
+from patrickstar.planning.recomputation import choose_roughly, choose_rung
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.sharded_matrices import PlannedMatrices
 from patrickstar.planning.shortest_step import ShortestStep, shortest_cases
@@ -23,9 +24,21 @@ from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sequence.choice import Choice
 from patrickstar.sizes import enough_size, parse_size
 
-_NUM_SEARCHED = 2
-"""Chunk sizes, those with the shortest steps, for which budgets with a shorter step are searched."""
 CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Effort:
+    """Amount of search for an answer."""
+
+    num_searched: int
+    """Chunk sizes, those with the shortest steps, for which budgets with a shorter step are searched."""
+    choose: Search
+    """Chooses the recomputation."""
+
+
+_THOROUGH = _Effort(2, choose_rung)
+_ROUGH = _Effort(0, choose_roughly)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +154,7 @@ class Planner:
             ValueError: the model does not exist, or the GPU does not support the dtype.
         """
         if question not in self._answers:
-            self._answers[question] = self._answer(question)
+            self._answers[question] = self._answer(question, _THOROUGH)
         return self._answers[question]
 
     def try_answer(self, question: Question) -> Answer | DoesNotFitError:
@@ -160,10 +173,10 @@ class Planner:
         """
         if question not in self._answers and question not in self._glances:
             one_size = dataclasses.replace(question, chunk_numel=question.chunk_numel or chunk_numel)
-            self._glances[question] = dataclasses.replace(self._answer(one_size, num_searched=0), question=question)
+            self._glances[question] = dataclasses.replace(self._answer(one_size, _ROUGH), question=question)
         return self._answers.get(question) or self._glances[question]
 
-    def _answer(self, question: Question, num_searched: int = _NUM_SEARCHED) -> Answer:
+    def _answer(self, question: Question, effort: _Effort) -> Answer:
         workload = question.workload
         trace = self._trace(question)
         cases, refusals = [], []
@@ -177,7 +190,8 @@ class Planner:
                 refusals.append(refusal)
         if not cases:
             raise refusals[0]
-        searched = {case.chunk_numel for case in sorted(cases, key=lambda case: case.step.seconds)[:num_searched]}
+        by_step = sorted(cases, key=lambda case: case.step.seconds)
+        searched = {case.chunk_numel for case in by_step[: effort.num_searched]}
         cases = [
             ShortestStep(predictors[case.chunk_numel]).choose(case) if case.chunk_numel in searched else case
             for case in cases
@@ -192,7 +206,7 @@ class Planner:
         if may_save and may_pay(chosen):
             all_recomputed = chosen.step
             settings = dict.fromkeys([chosen.setting, question.setting])
-            chosen = shortest_cases([*shortest_recomputation(predictor, settings), chosen])[0]
+            chosen = shortest_cases([*shortest_recomputation(predictor, settings, effort.choose), chosen])[0]
         return Answer(
             question=question,
             num_params=trace.model.num_params,

@@ -114,14 +114,18 @@ class Predictor:
         self._uses_of_levels: dict[tuple[int, int], StepUses] = {}
         self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
         self._least: dict[tuple[Setting, int], int] = {}
+        self._needed: dict[Setting, int] = {}
 
     def needed_device_bytes(self, setting: Setting) -> int:
         """Device bytes of activations and of the largest access's chunks, with all states on the host and the
         activation offload of this ``device_memory``. Exceeds ``device_memory`` if the model does not fit.
         """
-        accesses = self._timeline(self._first_device(setting), self._nowhere).accesses
-        problem = _C.pose_problem(self.layout, accesses, self._nowhere, self.device_budget(setting))
-        return int(_C.make_plan(accesses, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
+        if setting not in self._needed:
+            accesses = self._timeline(self._first_device(setting), self._nowhere).accesses
+            problem = _C.pose_problem(self.layout, accesses, self._nowhere, self.device_budget(setting))
+            least = _C.make_plan(accesses, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)
+            self._needed[setting] = int(least) + 1
+        return self._needed[setting]
 
     def least_device_bytes(self, setting: Setting) -> int:
         """Least ``device_memory`` with all states on the host. With activation offload it is up to 1 % too high, never
@@ -131,8 +135,7 @@ class Predictor:
         high = self.needed_device_bytes(staying)
         if not self._may_leave(setting):
             return high
-        room = self._first_room(setting)
-        key = (dataclasses.replace(setting, device_bytes=0), room)
+        key = (dataclasses.replace(setting, device_bytes=0), self._first_room(setting))
         if key not in self._least:
             low = 0
             while high - low > high // _EXACT:
@@ -176,7 +179,8 @@ class Predictor:
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         later = self._later_device(setting, room)
         timed = self._timeline(self._first_device(setting), on_device, later, saved)
-        timed = _slowed(timed, self._cluster.slowdown(self._machine))
+        slowdown = self._cluster.slowdown(self._machine)
+        timed = dataclasses.replace(timed, seconds=[seconds * slowdown for seconds in timed.seconds])
         offloaded_bytes = 0 if later is None else self._activation_levels(later).away_bytes
         room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
@@ -389,10 +393,6 @@ class Predictor:
 def _starts_in_backward(recipe: str) -> bool:
     member: _C.Recipe = _C.Recipe.__members__[recipe]
     return member.starts_in_backward and member.states != _C.Tier.DEVICE
-
-
-def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
-    return dataclasses.replace(timed, seconds=[seconds * slowdown for seconds in timed.seconds])
 
 
 def _with_joiners(peak_bytes: int, offloaded_bytes: int, limit_bytes: int) -> int:

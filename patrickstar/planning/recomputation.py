@@ -26,6 +26,8 @@ from patrickstar.planning.timeline import TimedTimeline
 
 _COARSE = 8
 """Rungs that are tried at first, beside the lowest; between the best two neighbours the search halves."""
+_ROUGH = 4
+"""Rungs that are tried for proposals, beside the lowest."""
 _FORWARD_OF_RECOMPUTATION = 1.2
 """A forward relative to its recomputation, which stops before the last product. 1.18 for Llama's layers (log.md)."""
 _LOSS_OF_PRODUCTS = 2.0
@@ -338,6 +340,16 @@ def choose_rung(top: int, seconds_of: Callable[[list[int]], list[float]]) -> Cho
         if not middles:
             break
         play(middles)
-    least = min(known.values())
-    rung = min(rung for rung, seconds in known.items() if seconds <= least * (1 + WORTH_SAVING))
-    return Choice(rung, dict(sorted(known.items())))
+    return _lowest_of_shortest(known)
+
+
+def choose_roughly(top: int, seconds_of: Callable[[list[int]], list[float]]) -> Choice:
+    """:func:`choose_rung` among a few rungs: sooner, with a step that may be a little longer."""
+    rungs = sorted({round(top * part / _ROUGH) for part in range(_ROUGH + 1)})
+    return _lowest_of_shortest(dict(zip(rungs, seconds_of(rungs), strict=True)))
+
+
+def _lowest_of_shortest(seconds_of: dict[int, float]) -> Choice:
+    least = min(seconds_of.values())
+    rung = min(rung for rung, seconds in seconds_of.items() if seconds <= least * (1 + WORTH_SAVING))
+    return Choice(rung, dict(sorted(seconds_of.items())))

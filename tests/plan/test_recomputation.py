@@ -17,6 +17,7 @@ from patrickstar.planning.recomputation import (
     MeasuredStep,
     PlacedEngine,
     SavedLimit,
+    choose_roughly,
     choose_rung,
     predicted_seconds,
     steady_seconds,
@@ -165,6 +166,13 @@ def test_the_shortest_step_is_found_with_few_plans(best):
 
 def test_of_almost_equal_steps_the_one_with_least_memory():
     assert choose_rung(16, lambda rungs: [1.0 - 1e-5 * rung for rung in rungs]).rung == 0
+
+
+def test_a_rough_choice_tries_quarters():
+    tried = choose_roughly(16, lambda rungs: [abs(rung - 9) + 1.0 for rung in rungs])
+    assert (tried.rung, list(tried.tried)) == (8, [0, 4, 8, 12, 16])
+    assert choose_roughly(16, lambda rungs: [1.0 - 1e-5 * rung for rung in rungs]).rung == 0
+    assert list(choose_roughly(2, lambda rungs: [float("inf")] * len(rungs)).tried) == [0, 1, 2]
 
 
 def test_more_memory_never_gives_a_longer_step(first):
