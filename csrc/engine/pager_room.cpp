@@ -138,8 +138,10 @@ void Pager::evict_all(EvictionScope what) {
 }
 
 int64_t Pager::shrink_to(int64_t keep_bytes) {
+  const auto leaves = [&](HostRoom room) { return evict_one(EvictionScope::kEverything, room, RoomFor::kActivations); };
+  while (array_bytes() > keep_bytes && (leaves(HostRoom::kFree) || leaves(HostRoom::kOfUpdatesAhead))) {
+  }
   memory_.device_buffers().trim(INT64_MAX);
-  give_up(std::max<int64_t>(array_bytes() - keep_bytes, 0), EvictionScope::kEverything);
   memory_.backend().reclaim();
   return array_bytes();
 }

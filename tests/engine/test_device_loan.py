@@ -45,7 +45,8 @@ def test_no_number_changes(precision, room):
 def test_what_is_kept_stays():
     seen = []
     config = make_config("bf16", default_chunk_size=4096)
-    train(CASE, config, steps=4, before_step=lend_every_second("64KiB", seen))
+    run = train(CASE, config, steps=4, before_step=lend_every_second("64KiB", seen))
+    assert run.report["num_pressure_evictions"] == 0
     assert any(inside > 0 for _, _, inside, _ in seen)
     assert all(inside <= 64 * 1024 for _, _, inside, _ in seen)
 

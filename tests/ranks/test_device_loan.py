@@ -8,7 +8,7 @@ from tests.ranks.runs import Task, train_tasks
 def test_no_number_changes():
     small = {"default_chunk_size": 4096, "device_memory": "850KB"}
     tasks = [
-        Task(model, "bf16", steps=4, options=options)
+        Task(model, "bf16", steps=3, options=options)
         for model, options in (("gpt2", small | {"gradient_clipping": 0.05}), ("mixture_of_experts", {}))
     ]
     lent = [dataclasses.replace(task, lends=True) for task in tasks]
