@@ -42,19 +42,18 @@ def lend(session: Session, keep: int | str) -> None:
         gc.collect()  # autograd graphs in cycles hold activations
         left = session.runtime.lend_device(keep_bytes)
         session.loan.room_bytes = _room_bytes(session)
-        if left > keep_bytes:
-            _return(session)
-            host = session.runtime.report()["host_budget_bytes"]
-            raise _C.MemoryBudgetError(
-                f"lend: {show_size(left)} of chunks must stay on the device and keep is {show_size(keep_bytes)}, since "
-                f"the other chunks fill host_memory of {show_size(host)}; raise host_memory to "
-                f"{enough_size(host + left - keep_bytes)}, or give keep={left}"
-            )
-        session.loan.holder = Holder.OTHERS
+        refusal = _of_any_rank(session, "" if left <= keep_bytes else _too_many_stay(session, left, keep_bytes))
+        if refusal:
+            session.runtime.take_device_back()
+            session.runtime.return_states()
+        else:
+            session.loan.holder = Holder.OTHERS
+    if refusal:
+        raise _C.MemoryBudgetError(refusal)
 
 
 def take_back(session: Session) -> None:
-    """Ends the loan. Optimizer states return to the device now, parameters as they are used.
+    """Ends the loan. Optimizer states return to the device now, parameters as they are used. Collective over all ranks.
 
     Raises:
         MemoryBudgetError: others hold device memory that the engine had. The loan is over, and states return later.
@@ -65,22 +64,43 @@ def take_back(session: Session) -> None:
         raise _C.StateError("the engine's device memory is not lent; call lend() first")
     with deferred_signals(), session.guard("take_back"):
         session.ranks.meet()
+        gc.collect()
         session.loan.holder = Holder.ENGINE
-        _return(session)
+        session.runtime.take_device_back()
+        refusal = _of_any_rank(session, _what_others_hold(session))
+        if not refusal:
+            session.runtime.return_states()
+    if refusal:
+        raise _C.MemoryBudgetError(refusal)
 
 
-def _return(session: Session) -> None:
-    gc.collect()
-    session.runtime.take_device_back()
-    room = _room_bytes(session)
-    missing = session.loan.room_bytes - room
-    if missing > _C.CUDA_SLACK_RATIO * session.loan.room_bytes:
-        raise _C.MemoryBudgetError(
-            f"after a loan the device has room for {show_size(room)} of chunks and activations, before it for "
-            f"{show_size(session.loan.room_bytes)}; free the {show_size(missing)} that others hold before training "
-            "goes on: delete tensors and call torch.cuda.empty_cache(), or let the generator sleep"
-        )
-    session.runtime.return_states()
+def _of_any_rank(session: Session, refusal: str) -> str:
+    """The first rank's refusal, the same on all ranks; empty: none refuses."""
+    if len(session.ranks.members) == 1:
+        return refusal
+    said = session.ranks.control.exchange(refusal.encode(), "a loan of device memory")
+    return next((f"rank {rank}: {text.decode()}" for rank, text in enumerate(said) if text), "")
+
+
+def _too_many_stay(session: Session, left: int, keep_bytes: int) -> str:
+    host = session.runtime.report()["host_budget_bytes"]
+    return (
+        f"lend: {show_size(left)} of chunks must stay on the device and keep is {show_size(keep_bytes)}, since the "
+        f"other chunks fill host_memory of {show_size(host)}; raise host_memory to "
+        f"{enough_size(host + left - keep_bytes)}, or give keep={left}"
+    )
+
+
+def _what_others_hold(session: Session) -> str:
+    """A refusal if the device has less room than before the loan; empty: it has enough."""
+    before, room = session.loan.room_bytes, _room_bytes(session)
+    if before - room <= _C.CUDA_SLACK_RATIO * before:
+        return ""
+    return (
+        f"after a loan the device has room for {show_size(room)} of chunks and activations, before it for "
+        f"{show_size(before)}; free the {show_size(before - room)} that others hold before training goes on: delete "
+        "tensors and call torch.cuda.empty_cache(), or let the generator sleep"
+    )
 
 
 def _room_bytes(session: Session) -> int:
