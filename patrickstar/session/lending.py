@@ -64,7 +64,6 @@ def take_back(session: Session) -> None:
         raise _C.StateError("the engine's device memory is not lent; call lend() first")
     with deferred_signals(), session.guard("take_back"):
         session.ranks.meet()
-        gc.collect()
         session.loan.holder = Holder.ENGINE
         session.runtime.take_device_back()
         refusal = _of_any_rank(session, _what_others_hold(session))
@@ -93,8 +92,13 @@ def _too_many_stay(session: Session, left: int, keep_bytes: int) -> str:
 
 def _what_others_hold(session: Session) -> str:
     """A refusal if the device has less room than before the loan; empty: it has enough."""
-    before, room = session.loan.room_bytes, _room_bytes(session)
-    if before - room <= _C.CUDA_SLACK_RATIO * before:
+    before = session.loan.room_bytes
+    enough = before - _C.CUDA_SLACK_RATIO * before
+    if _room_bytes(session) >= enough:
+        return ""
+    gc.collect()  # what others have dropped may be in cycles
+    room = _room_bytes(session)
+    if room >= enough:
         return ""
     return (
         f"after a loan the device has room for {show_size(room)} of chunks and activations, before it for "
