@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_take_part():
     outcomes = rank_outcomes(2, stay_away, timeout_seconds=PATIENCE_SECONDS)
     print(outcomes[0].error)
     assert outcomes[0].error.startswith("RankFailure: ") and "rank 1" in outcomes[0].error
-    assert outcomes[0].seconds < 7
+    assert outcomes[0].seconds < outcomes[1].seconds  # it does not wait for the other to come
 
 
 def abort_from_a_thread():
