@@ -28,6 +28,7 @@ _NUM_PIECES = 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--loans", type=int, default=4)
+    parser.set_defaults(steps=0)
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -45,7 +46,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from benchmark.systems.weights import build_job_model
     from patrickstar.runtime import initialize_engine
 
-    args.steps = 0
     job = make_job(args, 1.0)
     config = training_options(job).engine_config() | args.further
     device = training_device()

@@ -22,7 +22,7 @@ from patrickstar import _C
 from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
 from patrickstar.activations.call_measurement import CallMeasurement, MeasuredCall
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
-from patrickstar.module.checkpointed_layers import is_checkpointing
+from patrickstar.module.checkpointed_layers import is_checkpointed
 from patrickstar.module.chunked_parameter import accumulated_gradient, become_chunked, become_tied
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
@@ -330,7 +330,7 @@ def trace_uses(
         num_operations=costs.num_operations,
         static_bytes=static_bytes,
         module_params=owned,
-        checkpoints=any(map(is_checkpointing, module.modules())),
+        checkpoints=is_checkpointed(module),
         calls=measurement.finish(),
         is_quadratic=measurement.is_quadratic,
     )

@@ -179,7 +179,7 @@ class RecomputeChoice(NoRecomputeChoice):
 
     def give_up(self) -> None:
         """See :class:`NoRecomputeChoice`. On one rank the repeated forward already saves nothing; several ranks agree
-        before the next. Several ranks get checkpoints in a measured step only, at whose end they agree.
+        before the next. One of several ranks turns checkpoints on only in a measured step, at whose end all agree.
         """
         may_turn_on = self._num_ranks == 1 or self._stage is ChoiceStage.MEASURING
         if may_turn_on and turn_on_checkpoints(self._module):
