@@ -295,8 +295,10 @@ class CudaBackend final : public Backend {
   bool may_exceed_limit() const override { return false; }
   void set_limit_policy(LimitPolicy policy) override {
     if (policy == LimitPolicy::kLifted) {
+      note_peaks();
       allocator_limit_.reset();
     } else if (!allocator_limit_) {
+      cuda_api().reset_peaks(device_);  // those of others
       allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
     }
   }

@@ -86,6 +86,7 @@ void note_freed(void* data) {
 }  // namespace
 
 void DeviceMeter::note_peaks() {
+  if (policy_ == LimitPolicy::kLifted) return;
   raise_to(activation_peak_, activation_memory_);
   raise_to(live_peak_, activation_memory_);
   raise_to(peak_, in_use());

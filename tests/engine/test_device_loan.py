@@ -42,6 +42,20 @@ def test_no_number_changes(precision, room):
         assert states_after == states_before
 
 
+def test_memory_of_others_is_no_peak():
+    def lend(engine, step):
+        if step >= 2:
+            with engine.lend():
+                torch.empty(2**30, dtype=torch.uint8)
+
+    config = make_config("bf16", default_chunk_size=16 * 1024)
+    config["device_memory"] = least_device_memory(CASE, config) + 200_000
+    lent, plain = train(CASE, config, steps=STEPS, before_step=lend), train(CASE, config, steps=STEPS)
+    assert plain.report["num_device_state_chunks"] > 0
+    assert lent.report["num_device_state_chunks"] == plain.report["num_device_state_chunks"]
+    assert lent.report["device_peak_bytes"] <= plain.report["device_peak_bytes"]
+
+
 def test_what_is_kept_stays():
     seen = []
     config = make_config("bf16", default_chunk_size=4096)
