@@ -120,7 +120,7 @@ class Build(build_ext):
     def run(self) -> None:
         """Builds into build_lib, or in place."""
         expose_torch()
-        import pybind11
+        import nanobind
 
         version, cuda = torch_versions()
         check_tools(version)
@@ -130,7 +130,7 @@ class Build(build_ext):
             root=ROOT,
             folder=folder,
             core=folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}",
-            pybind11=pybind11.get_include(),
+            nanobind=Path(nanobind.__file__).parent,
             compiler=os.environ["CXX"],
             cuda=cuda_part() if with_cuda else None,
             shims=[(each, folder / name) for name, each in shims(cuda if with_cuda else None).items()],

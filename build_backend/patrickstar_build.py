@@ -114,12 +114,12 @@ def _build_in_place():
 
 def get_requires_for_build_wheel(config_settings=None):
     expose_torch()  # before anything is downloaded
-    return ["ninja", "pybind11>=3.0"]
+    return ["ninja", "nanobind>=3.1,<4"]
 
 
 def get_requires_for_build_editable(config_settings=None):
     expose_torch()
-    return ["ninja", "pybind11>=3.0"]
+    return ["ninja", "nanobind>=3.1,<4"]
 
 
 def get_requires_for_build_sdist(config_settings=None):

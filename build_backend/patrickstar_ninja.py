@@ -47,8 +47,8 @@ class Build:
     """Holds objects, units and build.ninja."""
     core: Path
     """The extension module."""
-    pybind11: str
-    """Folder of pybind11's headers."""
+    nanobind: Path
+    """The package's folder: headers, and sources that are compiled with the core."""
     compiler: str
     cuda: Cuda | None = None
     shims: list[tuple[compiling.Torch, Path]] = field(default_factory=list)
@@ -87,7 +87,11 @@ def write(build: Build) -> Path:
     """Writes units and build.ninja into the build's folder; returns the ninja file."""
     build.folder.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{build.root / 'csrc'}"]
-    system = [build.pybind11, sysconfig.get_path("include"), *(build.cuda.include_folders if build.cuda else [])]
+    system = [
+        str(build.nanobind / "include"),
+        sysconfig.get_path("include"),
+        *(build.cuda.include_folders if build.cuda else []),
+    ]
     isystem = [part for folder in system for part in ("-isystem", folder)]
     macros = [f"-D{name}={value}" for name, value in [recipe.CUDA_MACRO] if build.cuda]
     cxx = [*shlex.split(build.compiler), *includes, *isystem, *macros, *recipe.CXX_FLAGS, "-std=c++17", "-fPIC"]
@@ -102,7 +106,10 @@ def write(build: Build) -> Path:
         "rule shim\n  command = $command\n  description = $name",
     ]
     sources = recipe.sources(build.root, with_cuda=build.cuda is not None)
-    objects = []
+    objects = [build.folder / "nanobind.o"]
+    further = shlex.join([f"-I{build.nanobind}/ext/robin_map/include", *recipe.NANOBIND_FLAGS])
+    lines.append(f"build {objects[0]}: cxx {build.nanobind}/src/nb_combined.cpp")
+    lines.append(f"  name = nanobind\n  further = {further}")
     for name, members in units([source for source in sources if source.endswith(".cpp")], build.root).items():
         unit = build.folder / "units" / f"{name}.cpp"
         _write_if_changed(unit, "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in members))

@@ -42,12 +42,14 @@ CXX_FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-unused-parameter",
+    "-DNDEBUG",
 ]
 # Numerics: no contraction into fma, IEEE division and square root, denormals kept (all but the first are nvcc's
 # defaults, named here because results must equal the CPU's to the last bit).
 NVCC_FLAGS = ["-O3", "--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo"]
 NVCC_FLAGS += ["--expt-relaxed-constexpr", "--threads", "2"]
 CUDA_MACRO = ("PATRICKSTAR_WITH_CUDA", "1")
+NANOBIND_FLAGS = ["-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS"]  # as nanobind's src/nb_combined.cpp says
 REGISTER_FLAG = "-O0" if CXX_FLAGS[0] == "-O0" else "-O1"  # for registration of bindings, which runs once
 # A shim is not instrumented: PyTorch is not either.
 SHIM_FLAGS = ["-Wall", "-Wextra", "-Wno-unused-parameter"]

@@ -6,6 +6,7 @@ module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, ClassVar, final
 
 from torch.autograd.graph import Node
@@ -31,49 +32,35 @@ class RankMismatch(StateError):
 class RankFailure(RuntimeError):
     """Another rank of a group died, raised an exception, or timed out."""
 
-class _Enum:
-    __members__: ClassVar[dict[str, Any]]
-    def __init__(self, value: int) -> None: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-@final
-class DType(_Enum):
+class DType(Enum):
     """Element type of a chunk's arrays."""
 
-    FLOAT32: ClassVar[DType]
-    BFLOAT16: ClassVar[DType]
-    FLOAT16: ClassVar[DType]
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
 
-@final
-class StateType(_Enum):
+class StateType(Enum):
     """Element type of an optimizer state."""
 
-    FLOAT32: ClassVar[StateType]
-    LOWER_HALF: ClassVar[StateType]
-    BFLOAT16: ClassVar[StateType]
-    SIGNED8: ClassVar[StateType]
-    UNSIGNED8: ClassVar[StateType]
-    NONE: ClassVar[StateType]
+    FLOAT32 = 0
+    LOWER_HALF = 1
+    BFLOAT16 = 2
+    SIGNED8 = 3
+    UNSIGNED8 = 4
+    NONE = 5
 
-@final
-class MomentumRule(_Enum):
+class MomentumRule(Enum):
     """Optimizers with momentum and no variance (csrc/optim/kernels.h)."""
 
-    LION: ClassVar[MomentumRule]
-    SGD: ClassVar[MomentumRule]
-    NESTEROV: ClassVar[MomentumRule]
+    LION = 0
+    SGD = 1
+    NESTEROV = 2
 
-@final
-class GradientPlace(_Enum):
+class GradientPlace(Enum):
     """Where a gradient waits for the step (csrc/chunk/layout.h)."""
 
-    OF_PARAM: ClassVar[GradientPlace]
-    OWN: ClassVar[GradientPlace]
+    OF_PARAM = 0
+    OWN = 1
 
 class StateFormat:
     """The types of a parameter's optimizer states (csrc/chunk/layout.h)."""
@@ -94,173 +81,155 @@ class StateFormat:
     @property
     def gradient(self) -> GradientPlace: ...
 
-@final
-class ArrayKind(_Enum):
+class ArrayKind(Enum):
     """The arrays of a chunk."""
 
-    PARAM: ClassVar[ArrayKind]
-    GRAD: ClassVar[ArrayKind]
-    GRAD_SUM: ClassVar[ArrayKind]
-    PARAM_SHARD: ClassVar[ArrayKind]
-    GRAD_SHARD: ClassVar[ArrayKind]
-    MASTER: ClassVar[ArrayKind]
-    MOMENTUM: ClassVar[ArrayKind]
-    VARIANCE: ClassVar[ArrayKind]
-    QUANTIZED: ClassVar[ArrayKind]
+    PARAM = 0
+    GRAD = 1
+    GRAD_SUM = 2
+    PARAM_SHARD = 6
+    GRAD_SHARD = 7
+    MASTER = 3
+    MOMENTUM = 4
+    VARIANCE = 5
+    QUANTIZED = 8
 
-@final
-class QuantType(_Enum):
+class QuantType(Enum):
     """How the values of a frozen parameter are stored."""
 
-    NONE: ClassVar[QuantType]
-    NF4: ClassVar[QuantType]
-    INT8: ClassVar[QuantType]
+    NONE = 0
+    NF4 = 1
+    INT8 = 2
 
-@final
-class EvictionScope(_Enum):
+class EvictionScope(Enum):
     """Chunk buffers to evict from the device."""
 
-    VALUES: ClassVar[EvictionScope]
-    EVERYTHING: ClassVar[EvictionScope]
+    VALUES = 0
+    EVERYTHING = 1
 
-@final
-class Mechanism(_Enum):
+class Mechanism(Enum):
     """Mechanisms that an ablation can switch off (csrc/common/ablation.h)."""
 
-    WHOLE_UPDATES_AHEAD: ClassVar[Mechanism]
-    TWO_PHASE_UPDATES: ClassVar[Mechanism]
-    SCALE_INDEPENDENT_VALUES: ClassVar[Mechanism]
-    DEFERRED_UPDATES: ClassVar[Mechanism]
-    ORDER_OF_NEED: ClassVar[Mechanism]
-    RESTING_TIERS_IN_TURN: ClassVar[Mechanism]
-    ROUND_TRIPS: ClassVar[Mechanism]
-    RARE_SIZES: ClassVar[Mechanism]
-    EXACT_DEVICE_BUFFERS: ClassVar[Mechanism]
+    WHOLE_UPDATES_AHEAD = 0
+    TWO_PHASE_UPDATES = 1
+    SCALE_INDEPENDENT_VALUES = 2
+    DEFERRED_UPDATES = 3
+    ORDER_OF_NEED = 4
+    RESTING_TIERS_IN_TURN = 5
+    ROUND_TRIPS = 6
+    RARE_SIZES = 7
+    EXACT_DEVICE_BUFFERS = 8
 
-@final
-class Tier(_Enum):
+class Tier(Enum):
     """Memory tier."""
 
-    HOST: ClassVar[Tier]
-    DEVICE: ClassVar[Tier]
-    DISK: ClassVar[Tier]
+    HOST = 0
+    DEVICE = 1
+    DISK = 2
 
-@final
-class Phase(_Enum):
+class Phase(Enum):
     """Half of a step."""
 
-    FORWARD: ClassVar[Phase]
-    BACKWARD: ClassVar[Phase]
+    FORWARD = 0
+    BACKWARD = 1
 
-@final
-class ArrayUseMode(_Enum):
+class ArrayUseMode(Enum):
     """How an access uses an array."""
 
-    READ: ClassVar[ArrayUseMode]
-    WRITE: ClassVar[ArrayUseMode]
-    FINALISE: ClassVar[ArrayUseMode]
+    READ = 0
+    WRITE = 1
+    FINALISE = 2
 
-@final
-class StatePlacement(_Enum):
+class StatePlacement(Enum):
     """Tiers allowed for optimizer states."""
 
-    HYBRID: ClassVar[StatePlacement]
-    HOST: ClassVar[StatePlacement]
+    HYBRID = 0
+    HOST = 1
 
-@final
-class Tracking(_Enum):
+class Tracking(Enum):
     """A forward inside or outside a training step."""
 
-    TRAINING: ClassVar[Tracking]
-    UNTRACKED: ClassVar[Tracking]
+    TRAINING = 0
+    UNTRACKED = 1
 
-@final
-class Attempt(_Enum):
+class Attempt(Enum):
     """Retry rule of a forward that runs out of device memory."""
 
-    FIRST: ClassVar[Attempt]
-    AGAIN: ClassVar[Attempt]
-    LAST: ClassVar[Attempt]
-    ONLY: ClassVar[Attempt]
+    FIRST = 0
+    AGAIN = 1
+    LAST = 2
+    ONLY = 3
 
-@final
-class StepState(_Enum):
+class StepState(Enum):
     """State of an engine's step (csrc/engine/step_state.h)."""
 
-    READY: ClassVar[StepState]
-    GRADIENTS: ClassVar[StepState]
-    FORWARD: ClassVar[StepState]
-    EVALUATION: ClassVar[StepState]
-    BACKWARD: ClassVar[StepState]
-    UPDATING: ClassVar[StepState]
-    TORN: ClassVar[StepState]
-    ENDING: ClassVar[StepState]
+    READY = 0
+    GRADIENTS = 1
+    FORWARD = 2
+    EVALUATION = 3
+    BACKWARD = 4
+    UPDATING = 5
+    TORN = 6
+    ENDING = 7
 
-@final
-class HoldUntil(_Enum):
+class HoldUntil(Enum):
     """When a scope's parameters are released."""
 
-    SCOPE_END: ClassVar[HoldUntil]
-    NEXT_EVENT: ClassVar[HoldUntil]
+    SCOPE_END = 0
+    NEXT_EVENT = 1
 
-@final
-class WeightDecay(_Enum):
+class WeightDecay(Enum):
     """Adam's L2 term or AdamW's decoupled decay."""
 
-    L2: ClassVar[WeightDecay]
-    DECOUPLED: ClassVar[WeightDecay]
+    L2 = 0
+    DECOUPLED = 1
 
-@final
-class BiasCorrection(_Enum):
+class BiasCorrection(Enum):
     """Adam's moments are divided by 1 - beta^step before an update (APPLIED), or not."""
 
-    APPLIED: ClassVar[BiasCorrection]
-    NONE: ClassVar[BiasCorrection]
+    APPLIED = 0
+    NONE = 1
 
-@final
-class Track(_Enum):
+class Track(Enum):
     """Track of a span in a trace."""
 
-    STALL: ClassVar[Track]
-    UPLOAD: ClassVar[Track]
-    DOWNLOAD: ClassVar[Track]
-    GATHER: ClassVar[Track]
-    SCATTER: ClassVar[Track]
-    HOST_ADAM: ClassVar[Track]
-    HOST_STATES: ClassVar[Track]
-    HOST_OPEN: ClassVar[Track]
-    DEVICE_ADAM: ClassVar[Track]
-    DISK_READ: ClassVar[Track]
-    DISK_ADAM: ClassVar[Track]
-    DISK_WRITE: ClassVar[Track]
-    ROUND_TRIP: ClassVar[Track]
+    STALL = 0
+    UPLOAD = 1
+    DOWNLOAD = 2
+    GATHER = 3
+    SCATTER = 4
+    HOST_ADAM = 5
+    HOST_STATES = 6
+    HOST_OPEN = 7
+    DEVICE_ADAM = 8
+    DISK_READ = 9
+    DISK_ADAM = 10
+    DISK_WRITE = 11
+    ROUND_TRIP = 12
 
-@final
-class StallCause(_Enum):
+class StallCause(Enum):
     """Cause of a stall of the compute queue."""
 
-    NONE: ClassVar[StallCause]
-    UPLOAD: ClassVar[StallCause]
-    DOWNLOAD: ClassVar[StallCause]
-    HOST_UPDATE: ClassVar[StallCause]
-    HOST_WORK: ClassVar[StallCause]
-    ROOM: ClassVar[StallCause]
-    NORM: ClassVar[StallCause]
-    COLLECTIVE: ClassVar[StallCause]
+    NONE = 0
+    UPLOAD = 1
+    DOWNLOAD = 2
+    HOST_UPDATE = 3
+    HOST_WORK = 4
+    ROOM = 5
+    NORM = 6
+    COLLECTIVE = 7
 
-@final
-class SpanOwner(_Enum):
+class SpanOwner(Enum):
     """The step that a span belongs to."""
 
-    THIS_STEP: ClassVar[SpanOwner]
-    STEP_BEFORE: ClassVar[SpanOwner]
+    THIS_STEP = 0
+    STEP_BEFORE = 1
 
-@final
-class StepOutcome(_Enum):
+class StepOutcome(Enum):
     """How a step ended."""
 
-    APPLIED: ClassVar[StepOutcome]
-    SKIPPED: ClassVar[StepOutcome]
+    APPLIED = 0
+    SKIPPED = 1
 
 UNLIMITED: int
 """Limit of an unlimited budget, in bytes."""
@@ -305,19 +274,17 @@ class CpuTopology:
 def read_cpu_topology(cpus: Sequence[int], root: str = "") -> CpuTopology:
     """Reads these CPUs' topology from ``/sys`` and ``/proc`` below ``root``."""
 
-@final
-class Affinity(_Enum):
+class Affinity(Enum):
     """Pinning of worker threads."""
 
-    PINNED: ClassVar[Affinity]
-    FREE: ClassVar[Affinity]
+    PINNED = 0
+    FREE = 1
 
-@final
-class LaunchingCore(_Enum):
+class LaunchingCore(Enum):
     """Use of the core on which the launching thread runs."""
 
-    RESERVED: ClassVar[LaunchingCore]
-    SHARED: ClassVar[LaunchingCore]
+    RESERVED = 0
+    SHARED = 1
 
 class HostThreadOptions:
     """Options of the host's compute threads; all fields have defaults."""
@@ -348,11 +315,11 @@ class HostThreads:
 def choose_host_threads(topology: CpuTopology, options: HostThreadOptions) -> HostThreads:
     """Chooses number and CPUs of the compute threads. Raises ValueError for impossible options."""
 
-class Priority(_Enum):
+class Priority(Enum):
     """Workers of a pool take urgent loops first."""
 
-    URGENT: ClassVar[Priority]
-    BACKGROUND: ClassVar[Priority]
+    URGENT = 0
+    BACKGROUND = 1
 
 class ThreadPool:
     """Threads that share the work of loops; the calling thread is one of them, and never pinned."""
@@ -445,13 +412,12 @@ def make_plan(
         idle_bytes: by access, device buffers that idle for another access; or empty.
     """
 
-@final
-class Backwards(_Enum):
+class Backwards(Enum):
     """Number of backwards per step (csrc/plan/chunk_bytes.h)."""
 
-    ONE: ClassVar[Backwards]
+    ONE = 0
     """Or unknown."""
-    SEVERAL: ClassVar[Backwards]
+    SEVERAL = 1
     """Gradients accumulate."""
 
 class DeviceBudget:
@@ -511,14 +477,13 @@ def bytes_on_host(layout: Layout, resting_tiers: Sequence[Tier], backwards: Back
 def disk_set_bytes(layout: Layout, resting_tiers: Sequence[Tier]) -> int:
     """Host bytes of the buffer sets through which disk states pass."""
 
-@final
-class Ahead(_Enum):
+class Ahead(Enum):
     """Part of a chunk's update that runs before the norm is known."""
 
-    NOTHING: ClassVar[Ahead]
-    PARAM: ClassVar[Ahead]
+    NOTHING = 0
+    PARAM = 1
     """New parameters; states follow after the norm."""
-    EVERYTHING: ClassVar[Ahead]
+    EVERYTHING = 2
 
 def choose_ahead(layout: Layout, resting_tiers: Sequence[Tier], room_bytes: int) -> list[Ahead]:
     """By chunk, the part of its update that ``room_bytes`` of host memory allow before the norm."""
@@ -538,16 +503,15 @@ def leaving_gradient_bytes(
 ) -> int:
     """Bytes of gradients that wait for the norm on the host, for lack of device memory."""
 
-@final
-class UseCall(_Enum):
+class UseCall(Enum):
     """A call that reports parameter uses (csrc/plan/played_uses.h)."""
 
-    OPEN_SCOPE: ClassVar[UseCall]
-    CLOSE_SCOPE: ClassVar[UseCall]
-    TOUCH: ClassVar[UseCall]
-    END_FORWARD: ClassVar[UseCall]
-    ENTER_BACKWARD: ClassVar[UseCall]
-    ACCUMULATE: ClassVar[UseCall]
+    OPEN_SCOPE = 0
+    CLOSE_SCOPE = 1
+    TOUCH = 2
+    END_FORWARD = 3
+    ENTER_BACKWARD = 4
+    ACCUMULATE = 5
 
 def play_uses(
     layout: Layout,
@@ -572,25 +536,24 @@ def pose_problem(
 ) -> dict[str, Any]:
     """The planner's problem for a timeline: the arguments of ``make_plan``."""
 
-@final
-class Recipe(_Enum):
+class Recipe(Enum):
     """Way to update a chunk (csrc/plan/recipe.h)."""
 
-    NEVER: ClassVar[Recipe]
-    HOST_COMMITTED: ClassVar[Recipe]
+    NEVER = 0
+    HOST_COMMITTED = 1
     """Optimizer-in-backward."""
-    ROUND_TRIP: ClassVar[Recipe]
+    ROUND_TRIP = 2
     """GPU round trip of states that rest on the host."""
-    HOST_AHEAD: ClassVar[Recipe]
+    HOST_AHEAD = 3
     """Speculative, in backward; rolled back if clipping changes the update."""
-    HOST_TWO_PASSES_AHEAD: ClassVar[Recipe]
+    HOST_TWO_PASSES_AHEAD = 4
     """Two phases: new parameters in backward, states after the norm."""
-    HOST_TWO_PASSES: ClassVar[Recipe]
-    HOST: ClassVar[Recipe]
-    DISK_COMMITTED: ClassVar[Recipe]
-    DISK: ClassVar[Recipe]
-    DEVICE_COMMITTED: ClassVar[Recipe]
-    DEVICE: ClassVar[Recipe]
+    HOST_TWO_PASSES = 5
+    HOST = 6
+    DISK_COMMITTED = 7
+    DISK = 8
+    DEVICE_COMMITTED = 9
+    DEVICE = 10
     @property
     def states(self) -> Tier:
         """Resting tier of the chunk's optimizer states."""
@@ -598,42 +561,39 @@ class Recipe(_Enum):
     def starts_in_backward(self) -> bool:
         """True where it begins before the norm of all gradients is known."""
 
-@final
-class Lane(_Enum):
+class Lane(Enum):
     """The queue or worker that is busy with an instruction (csrc/plan/ops.h)."""
 
-    LAUNCH: ClassVar[Lane]
-    COMPUTE: ClassVar[Lane]
-    UPLOAD: ClassVar[Lane]
-    DOWNLOAD: ClassVar[Lane]
-    GATHER: ClassVar[Lane]
-    SCATTER: ClassVar[Lane]
-    HOST: ClassVar[Lane]
-    DISK_READ: ClassVar[Lane]
-    DISK_HOST: ClassVar[Lane]
-    DISK_WRITE: ClassVar[Lane]
-    ROUND_TRIP: ClassVar[Lane]
+    LAUNCH = 0
+    COMPUTE = 1
+    UPLOAD = 2
+    DOWNLOAD = 3
+    GATHER = 4
+    SCATTER = 5
+    HOST = 6
+    DISK_READ = 7
+    DISK_HOST = 8
+    DISK_WRITE = 9
+    ROUND_TRIP = 10
 
-@final
-class UpdateStart(_Enum):
+class UpdateStart(Enum):
     """Earliest start of host updates."""
 
-    AFTER_NORM: ClassVar[UpdateStart]
-    SPECULATIVE: ClassVar[UpdateStart]
+    AFTER_NORM = 0
+    SPECULATIVE = 1
     """In backward, as far as new values fit memory; rolled back if clipping changes the update."""
-    COMMITTED: ClassVar[UpdateStart]
+    COMMITTED = 2
     """Optimizer-in-backward."""
 
 def possible_start(wanted: UpdateStart, backwards: Backwards, can_roll_back: bool) -> UpdateStart:
     """The earliest update start that a step allows."""
 
-@final
-class ExpectedScale(_Enum):
+class ExpectedScale(Enum):
     """Gradient scale that speculative updates assume."""
 
-    EXACT: ClassVar[ExpectedScale]
+    EXACT = 0
     """One value: clipping does not act."""
-    BETWEEN: ClassVar[ExpectedScale]
+    BETWEEN = 1
     """A range: clipping acts."""
 
 def cautious(rates: Rates) -> Rates:
@@ -799,15 +759,14 @@ class HostAllocations:
 
     def __init__(self) -> None: ...
     def __enter__(self) -> None: ...
-    def __exit__(self, kind: object, error: object, traceback: object, /) -> None: ...
+    def __exit__(self, type: object, error: object, traceback: object) -> None: ...
 
-@final
-class DiskIo(_Enum):
+class DiskIo(Enum):
     """I/O interface of a disk (csrc/memory/disk_channel.h)."""
 
-    AUTO: ClassVar[DiskIo]
-    URING: ClassVar[DiskIo]
-    THREADS: ClassVar[DiskIo]
+    AUTO = 0
+    URING = 1
+    THREADS = 2
 
 class DiskFaults:
     """Disk faults that a test injects (csrc/memory/disk_file.h). A count of -1: never."""
@@ -850,12 +809,11 @@ class DiskOptions:
     io: DiskIo
     def __init__(self) -> None: ...
 
-@final
-class DeviceBufferFit(_Enum):
+class DeviceBufferFit(Enum):
     """Device buffers that serve a request: larger ones too, or exact ones."""
 
-    LOOSE: ClassVar[DeviceBufferFit]
-    EXACT: ClassVar[DeviceBufferFit]
+    LOOSE = 0
+    EXACT = 1
 
 class DeviceBufferPool:
     """Pool of device buffers (memory/device_buffer_pool.h), for tests: addresses without memory."""
@@ -1047,11 +1005,11 @@ class EngineOptions:
     def set_compute_format(self, function: Callable[[list[int], DType, int], object], /) -> None:
         """Sets ``function(shape, dtype, values)`` as the compute format (csrc/optim/compute_format.h)."""
 
-class SgdMomentum(_Enum):
+class SgdMomentum(Enum):
     """SGD's momentum rule (csrc/engine/group_options.h)."""
 
-    HEAVY_BALL: ClassVar[SgdMomentum]
-    NESTEROV: ClassVar[SgdMomentum]
+    HEAVY_BALL = 0
+    NESTEROV = 1
 
 class AdamOptions:
     """Options of an Adam or AdamW parameter group in one step."""
@@ -1100,7 +1058,7 @@ class UseListener:
 class BackwardEntry:
     """A pre-hook of an autograd node (csrc/bind/use_observer.h)."""
 
-    def __call__(self, gradient: object, /) -> None: ...
+    def __call__(self, gradient: object) -> None: ...
 
 @final
 class UseObserver:
@@ -1122,8 +1080,8 @@ class ModuleHook:
     def __init__(
         self, observer: UseObserver | None = None, params: Sequence[int] = [], until: HoldUntil = HoldUntil.SCOPE_END
     ) -> None: ...
-    def before_forward(self, module: object, args: object, /) -> None: ...
-    def after_forward(self, module: object, args: object, output: object, /) -> None: ...
+    def before_forward(self, module: object, inputs: object) -> None: ...
+    def after_forward(self, module: object, inputs: object, output: object) -> None: ...
     @property
     def params(self) -> list[int]: ...
     @property
@@ -1132,14 +1090,14 @@ class ModuleHook:
     def until(self) -> HoldUntil: ...
     def finish_learning(self, params: Sequence[int], /) -> None: ...
 
-class Way(_Enum):
+class Way(Enum):
     """How a function uses a parameter's memory (csrc/bind/torch_function.h)."""
 
-    LOOK: ClassVar[Way]
-    READ: ClassVar[Way]
-    READ_ONCE: ClassVar[Way]
-    ALIAS: ClassVar[Way]
-    MAY_WRITE: ClassVar[Way]
+    LOOK = 0
+    READ = 1
+    READ_ONCE = 2
+    ALIAS = 3
+    MAY_WRITE = 4
 
 def torch_function(
     *,
@@ -1537,7 +1495,7 @@ class optim:
         threads: int | ThreadPool,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """One Adam step over ``numel`` elements at raw addresses (csrc/optim/kernels.h).
 
@@ -1566,7 +1524,7 @@ class optim:
         threads: int | ThreadPool,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
@@ -1584,7 +1542,7 @@ class optim:
         num_threads: int,
         most_grad_scale: float,
         logs: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam_param``, for 16-bit values that are the same for every ``grad_scale`` up to ``most_grad_scale``.
         Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements.
@@ -1603,7 +1561,7 @@ class optim:
         numel: int,
         num_threads: int,
         logs: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam_param``, for the values that ``adam_param_between`` logged."""
 
@@ -1622,7 +1580,7 @@ class optim:
         new_states: Sequence[optim.StateArray],
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam``, but writes the new states to ``new_states`` (master, momentum, variance) and keeps the old
         ones.
@@ -1666,7 +1624,7 @@ class optim:
         num_threads: int,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """One step of Lion or SGD with momentum, with arrays as for ``adam``.
 
@@ -1688,7 +1646,7 @@ class optim:
         num_threads: int,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``momentum_step``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
@@ -1707,7 +1665,7 @@ class optim:
         new_states: Sequence[optim.StateArray],
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``momentum_step``, but writes the new master and momentum to ``new_states`` and keeps the old ones."""
 
@@ -1725,7 +1683,7 @@ class optim:
         num_threads: int,
         most_grad_scale: float,
         logs: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam_param_between``, for ``momentum_param``."""
 
@@ -1742,7 +1700,7 @@ class optim:
         numel: int,
         num_threads: int,
         logs: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``momentum_param``, for the values that ``momentum_param_between`` logged."""
 
@@ -1759,7 +1717,7 @@ class optim:
         stream: int,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``momentum_step``."""
 
@@ -1774,7 +1732,7 @@ class optim:
         param: int,
         numel: int,
         num_threads: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam``, for masters split into bfloat16 ``param``, ``lower`` halves and signs of the variance."""
 
@@ -1791,7 +1749,7 @@ class optim:
         logs: int,
         most_grad_scale: float,
         capacity: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """In-place speculative update of bfloat16 params, the upper halves of split masters.
 
@@ -1812,7 +1770,7 @@ class optim:
         logs: int,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Writes the values that ``adam_put_values`` logged."""
 
@@ -1830,7 +1788,7 @@ class optim:
         least_grad_scale: float,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> int:
         """Phase two: updates the states. Returns the number of params that differ from the update's result."""
 
@@ -1845,7 +1803,7 @@ class optim:
         numel: int,
         num_threads: int,
         logs: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Rolls back ``adam_put_values``, given the same arguments."""
 
@@ -1867,7 +1825,7 @@ class optim:
         param: int,
         numel: int,
         stream: int,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam_split``."""
 
@@ -1884,7 +1842,7 @@ class optim:
         stream: int,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         """Like ``adam``."""
 

@@ -62,7 +62,7 @@ def python_library() -> Path:
 
 def plan_build(python_symbols: Path, torch_folder: Path) -> ninja.Build:
     """The core and the shim, from the wheels."""
-    import pybind11
+    import nanobind
 
     cudart = min((fetching.TOOLKIT / "lib").glob("libcudart.so.*"))
     libraries = [str(python_symbols), str(fetching.CUDA / "nvidia/nccl/lib/libnccl.so.2"), str(cudart)]
@@ -73,7 +73,7 @@ def plan_build(python_symbols: Path, torch_folder: Path) -> ninja.Build:
         root=ROOT,
         folder=BUILD,
         core=BUILD / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}",
-        pybind11=pybind11.get_include(),
+        nanobind=Path(nanobind.__file__).parent,
         compiler=os.environ.get("CXX", "c++"),
         cuda=cuda,
         shims=[(torch, BUILD / compiling.file_name(torch))],

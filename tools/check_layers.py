@@ -40,7 +40,7 @@ _INCLUDE = re.compile(r'\s*#\s*include\s*([<"])([^>"]+)[>"]')
 _CUDA_HEADER = re.compile(r"cuda|nccl|cub/|thrust/|cooperative_groups|driver_types\.h|vector_types\.h")
 _TORCH_HEADER = re.compile(r"torch/|ATen/|caffe2/|c10/")
 _SHIM = "torch_shim/"
-_PYTHON_HEADER = re.compile(r"pybind11/|Python\.h")
+_PYTHON_HEADER = re.compile(r"nanobind/|Python\.h")
 # [Note: ISA files] in csrc/optim/cpu_isa.h: no header that could emit code shared with other files.
 _ISA_HEADERS = {"immintrin.h", "arm_neon.h", "arm_sve.h", "cstdint", "cstddef"}
 

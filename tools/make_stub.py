@@ -7,15 +7,16 @@ Stub and extension must agree on names, kinds, bases and parameters (names, orde
 positional-only markers). The stub's types must be equal or narrower. Everything with a docstring in the extension needs
 one in the stub; its text may say more.
 
-Types and names of positional-only parameters are handwritten, because pybind11's signatures lack them (pybind11-stubgen
+Types and names of positional-only parameters are handwritten, because nanobind's signatures lack them (its own stubgen
 reads the same ones). There a dict or list built by C++ is a bare ``dict`` or ``list``, a callable or optional result is
-an ``object``, and a parameter without ``py::arg`` is ``arg0``. The CUDA part is missing unless compiled in.
+an ``object``, and a parameter without ``nb::arg`` is ``arg0``. The CUDA part is missing unless compiled in.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import enum
 import inspect
 import re
 import sys
@@ -35,37 +36,27 @@ SIGNATURE = re.compile(r"(\w*\(.*\) -> .*)\n*")
 
 
 def signature(text: str | None) -> str | None:
-    """Returns the signature at the start of a pybind11 docstring, from the parenthesis on, with types as in a stub."""
+    """Returns the signature at the start of nanobind's docstring, from the parenthesis on, with types as in a stub."""
     match = SIGNATURE.match(text or "")
     if match is None:
         return None
-    line = re.sub(r"<([\w.]+): -?\d+>", r"\1", match.group(1))  # the representation of an enum's member
-    line = re.sub(r"(?:\w+::)+(\w+)", r"\1", line)  # a class that is registered later than the function
+    line = re.sub(r"(?:\w+::)+(\w+)", r"\1", match.group(1))  # a class that is registered later than the function
     line = re.sub(r"\b(?:patrickstar\._C|collections\.abc|typing|typing_extensions)\.", "", line)
-    line = re.sub(r"\bSupports(Int|Float) \| SupportsIndex", lambda found: found.group(1).lower(), line)
-    line = line.replace(" = None", " | None = None")
-    return re.sub(r"Annotated\[(.*?), \"FixedSize\(\d+\)\"\]", r"\1", line[line.index("(") :])
+    return line[line.index("(") :]
 
 
 def declared(source: str, text: str | None = None) -> ast.stmt:
-    """Parses a declaration; adds the docstring in ``text``, without signature and list of enum members."""
+    """Parses a declaration; adds the docstring in ``text``, without signature."""
     node = ast.parse(source).body[0]
-    text = re.sub(r"\s*\bMembers:\n.*", "", SIGNATURE.sub("", text or "", count=1), flags=re.DOTALL).strip()
+    text = SIGNATURE.sub("", text or "", count=1).strip()
     if text:
         node.body.insert(0, ast.Expr(ast.Constant(text)))
     return node
 
 
-def made_function(name: str, function: Any, owner: Any, is_method: bool) -> ast.stmt:
-    """Returns a function of the extension as a stub declares it."""
-    marker = "" if is_method or owner is _C else "@staticmethod\n"
-    node = declared(f"{marker}def {name}{signature(function.__doc__)}: ...", function.__doc__)
-    if is_method:
-        (node.args.posonlyargs or node.args.args)[0] = ast.arg("self")
-    unnamed = [index for index, arg in enumerate(node.args.args, 1) if re.fullmatch(r"arg\d+", arg.arg)]
-    node.args.posonlyargs += node.args.args[: max(unnamed, default=0)]
-    del node.args.args[: max(unnamed, default=0)]
-    return node
+def is_static(function: Any, owner: Any) -> bool:
+    """True for a class's functions without ``self``, and for functions of submodules, which the stub has as classes."""
+    return owner is not _C and type(function).__name__ == "nb_func"
 
 
 def made(owner: Any = _C) -> list[ast.stmt]:
@@ -75,21 +66,21 @@ def made(owner: Any = _C) -> list[ast.stmt]:
         is_dunder = name.startswith("__") and name.endswith("__")
         if name in NOT_LISTED or (name.startswith("_") and not is_dunder):
             continue
-        function = value.__func__ if isinstance(value, staticmethod) else value
-        if callable(function) and signature(function.__doc__):
-            body.append(made_function(name, function, owner, inspect.isclass(owner) and function is value))
+        if callable(value) and not inspect.isclass(value) and signature(value.__doc__):
+            marker = "@staticmethod\n" * is_static(value, owner)
+            body.append(declared(f"{marker}def {name}{signature(value.__doc__)}: ...", value.__doc__))
+        elif isinstance(value, enum.Enum):
+            body.append(declared(f"{name} = {value.value}"))
         elif isinstance(value, property):
             kind = signature(value.fget.__doc__).rpartition("-> ")[2]
-            if type(value) is not property:
-                body.append(declared(f"{name}: ClassVar[{kind}]"))
-            elif value.fset is not None:
+            if value.fset is not None:
                 body.append(declared(f"{name}: {kind}"))
             else:
                 body.append(declared(f"@property\ndef {name}(self) -> {kind}: ...", value.__doc__))
         elif is_dunder:
             continue  # the __init__ of a class that Python cannot construct, or a standard attribute
         elif inspect.ismodule(value) or inspect.isclass(value):
-            bases = [base.__name__ for base in getattr(value, "__bases__", ()) if base.__name__ != "pybind11_object"]
+            bases = [base.__name__ for base in getattr(value, "__bases__", ()) if base is not object]
             node = declared(f"class {name}({', '.join(bases)}): ...", value.__doc__)
             is_error = inspect.isclass(value) and issubclass(value, BaseException)
             body.append(node)
@@ -100,13 +91,20 @@ def made(owner: Any = _C) -> list[ast.stmt]:
     return body
 
 
+def name_of(node: ast.ClassDef | ast.FunctionDef | ast.AnnAssign | ast.Assign) -> str:
+    """Returns the name that a declaration declares."""
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0])
+    return ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else node.name
+
+
 def flat(body: list[ast.stmt], prefix: str = "") -> dict[str, ast.stmt]:
     """Returns {qualified name: declaration}. A class includes declarations of its private bases, unknown to C++."""
     private = {node.name: node.body for node in body if isinstance(node, ast.ClassDef) and node.name.startswith("_")}
     names: dict[str, ast.stmt] = {}
     for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AnnAssign):
-            name = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else node.name
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AnnAssign | ast.Assign):
+            name = name_of(node)
             assert prefix + name not in names, f"{prefix}{name} is declared twice"
             if name not in private:
                 names[prefix + name] = node
@@ -122,6 +120,8 @@ def shape(node: ast.stmt) -> tuple[str, list[ast.expr | None]]:
         return f"class({', '.join(base for base in map(ast.unparse, node.bases) if not base.startswith('_'))})", []
     if isinstance(node, ast.AnnAssign):
         return "attribute", [node.annotation]
+    if isinstance(node, ast.Assign):
+        return f"member {ast.unparse(node.value)}", []
     args, words, types = node.args, [], [node.returns]
     positional = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults + args.kw_defaults
@@ -169,7 +169,7 @@ def difference(ours: ast.stmt, theirs: ast.stmt) -> str | None:
     for pair in zip(our_types, their_types, strict=True):
         if not narrows(*pair):
             return "has type {} in the stub, {} in the extension".format(*(one and ast.unparse(one) for one in pair))
-    text = None if isinstance(theirs, ast.AnnAssign) else ast.get_docstring(theirs)
+    text = None if isinstance(theirs, ast.AnnAssign | ast.Assign) else ast.get_docstring(theirs)
     return f"has no docstring in the stub; in the extension: {text}" if text and not ast.get_docstring(ours) else None
 
 

@@ -1,7 +1,7 @@
 // Converts Python keyword arguments to AdamScalars (optim/kernels.h).
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include <iterator>
 
@@ -26,12 +26,12 @@ inline constexpr ScalarField kScalarFields[] = {
     {"step_size", &optim::AdamScalars::step_size},
 };
 
-inline optim::AdamScalars scalars_of(const pybind11::kwargs& kwargs) {
+inline optim::AdamScalars scalars_of(const nanobind::kwargs& kwargs) {
   optim::AdamScalars scalars{};
   for (const ScalarField& field : kScalarFields) {
     PS_CHECK(kwargs.contains(field.name), ArgumentError, "adam got no ", field.name,
              "; pass all fields of AdamScalars");
-    scalars.*field.member = kwargs[field.name].cast<float>();
+    scalars.*field.member = nanobind::cast<float>(kwargs[field.name]);
   }
   PS_CHECK(kwargs.size() == std::size(kScalarFields), ArgumentError, "adam got ", kwargs.size(),
            " keyword arguments, it takes the ", std::size(kScalarFields), " fields of AdamScalars; remove the others");

@@ -5,7 +5,7 @@
 // the engine would never be freed.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include "bind/interned.h"
 #include "engine/runtime.h"
@@ -16,26 +16,26 @@ class GradientHook {
  public:
   // `runtime`: a Runtime. `take(param)` removes and returns the gradient. `rearrange(gradient, param)` copies gradients
   // that are sparse or whose strides differ from `strides`.
-  GradientHook(pybind11::object runtime, ParamId param, pybind11::tuple strides, pybind11::object take,
-               pybind11::object rearrange);
+  GradientHook(nanobind::object runtime, ParamId param, nanobind::tuple strides, nanobind::object take,
+               nanobind::object rearrange);
 
-  void operator()(pybind11::handle param);
+  void operator()(nanobind::handle param);
 
   ParamId param() const { return param_; }
   // True once a gradient was accumulated.
   bool has_accumulated() const { return has_accumulated_; }
 
  private:
-  pybind11::object keeper_;  // keeps runtime_ alive
+  nanobind::object keeper_;  // keeps runtime_ alive
   Runtime& runtime_;
   ParamId param_;
-  pybind11::tuple strides_;
-  pybind11::object take_;
-  pybind11::object rearrange_;
+  nanobind::tuple strides_;
+  nanobind::object take_;
+  nanobind::object rearrange_;
   bool has_accumulated_ = false;
-  pybind11::object is_sparse_ = interned("is_sparse");
-  pybind11::object stride_ = interned("stride");
-  pybind11::object data_ptr_ = interned("data_ptr");
+  nanobind::object is_sparse_ = interned("is_sparse");
+  nanobind::object stride_ = interned("stride");
+  nanobind::object data_ptr_ = interned("data_ptr");
 };
 
 }  // namespace patrickstar::bind

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -11,8 +11,8 @@ namespace {
 bool is_waiting = false;  // guarded by the GIL
 
 // Never destroyed: hooks may run while the interpreter ends.
-py::object& delivery() {
-  static auto* function = new py::object;
+nb::object& delivery() {
+  static auto* function = new nb::object;
   return *function;
 }
 
@@ -22,11 +22,11 @@ void deliver_interrupt() {
   if (is_waiting) delivery()();
 }
 
-void register_interrupts(py::module_& module) {
+void register_interrupts(nb::module_& module) {
   module.def(
-      "set_interrupt_delivery", [](py::object function) { delivery() = std::move(function); }, py::arg("function"),
+      "set_interrupt_delivery", [](nb::object function) { delivery() = std::move(function); }, nb::arg("function"),
       "Sets the function that module and gradient hooks call while an interrupt is waiting.");
-  module.def("set_interrupt_waiting", [](bool waiting) { is_waiting = waiting; }, py::arg("waiting"));
+  module.def("set_interrupt_waiting", [](bool waiting) { is_waiting = waiting; }, nb::arg("waiting"));
 }
 
 }  // namespace patrickstar::bind

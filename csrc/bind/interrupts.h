@@ -3,13 +3,13 @@
 // GIL.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 namespace patrickstar::bind {
 
 // Calls the function of set_interrupt_delivery() if an interrupt is waiting. May raise.
 void deliver_interrupt();
 
-void register_interrupts(pybind11::module_& module);
+void register_interrupts(nanobind::module_& module);
 
 }  // namespace patrickstar::bind

@@ -1,7 +1,7 @@
 // Arguments of the leaf kernels' bindings: raw addresses, checked and converted to the ranges of optim/kernels.h.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include <algorithm>
 #include <initializer_list>

@@ -1,9 +1,10 @@
 #include "bind/bind.h"
 #include "bind/interrupts.h"
 
-PYBIND11_MODULE(_C, module) {
+NB_MODULE(_C, module) {
   namespace bind = patrickstar::bind;
   module.doc() = "The core of PatrickStar: chunks, transfers, planner, hybrid Adam, loss scaling.";
+  nanobind::set_leak_warnings(false);  // an engine that is open when Python ends is no mistake
   bind::register_build(module);
   bind::register_errors(module);
   bind::register_types(module);

@@ -1,6 +1,6 @@
 #include "bind/python_rules.h"
 
-#include <pybind11/stl.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <utility>
@@ -8,7 +8,7 @@
 #include "backend/device_meter.h"
 #include "common/check.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -19,9 +19,9 @@ uintptr_t address(const void* data) { return reinterpret_cast<uintptr_t>(data); 
 // Callable from any thread, with or without the GIL.
 class PythonFunction {
  public:
-  explicit PythonFunction(py::function function) : function_(std::move(function)) {}
+  explicit PythonFunction(nb::callable function) : function_(std::move(function)) {}
   ~PythonFunction() {
-    const py::gil_scoped_acquire acquire;
+    const nb::gil_scoped_acquire acquire;
     function_ = {};
   }
   PythonFunction(const PythonFunction&) = delete;
@@ -29,22 +29,22 @@ class PythonFunction {
 
   template <typename... Args>
   void operator()(const char* what, const Args&... args) const {
-    const py::gil_scoped_acquire acquire;
+    const nb::gil_scoped_acquire acquire;
     const HostAllocationScope allocations;
     try {
       function_(args...);
-    } catch (const py::error_already_set& error) {
+    } catch (const nb::python_error& error) {
       throw StateError(detail::join(what, " raised ", error.what()));
     }
   }
 
  private:
-  py::function function_;
+  nb::callable function_;
 };
 
 class PythonMatrixRule final : public optim::MatrixRule {
  public:
-  explicit PythonMatrixRule(py::function function) : function_(std::move(function)) {}
+  explicit PythonMatrixRule(nb::callable function) : function_(std::move(function)) {}
   void make_direction(const optim::Matrix& matrix) const override {
     function_("the rule of whole matrices", matrix.rows, matrix.columns, address(matrix.direction),
               address(matrix.momentum), address(matrix.master));
@@ -56,7 +56,7 @@ class PythonMatrixRule final : public optim::MatrixRule {
 
 class PythonComputeFormat final : public optim::ComputeFormat {
  public:
-  explicit PythonComputeFormat(py::function function) : function_(std::move(function)) {}
+  explicit PythonComputeFormat(nb::callable function) : function_(std::move(function)) {}
   void round(const std::vector<int64_t>& shape, DType dtype, void* values) const override {
     function_("the compute format", shape, dtype, address(values));
   }
@@ -67,11 +67,11 @@ class PythonComputeFormat final : public optim::ComputeFormat {
 
 }  // namespace
 
-std::shared_ptr<const optim::MatrixRule> make_matrix_rule(py::function function) {
+std::shared_ptr<const optim::MatrixRule> make_matrix_rule(nb::callable function) {
   return std::make_shared<PythonMatrixRule>(std::move(function));
 }
 
-std::shared_ptr<const optim::ComputeFormat> make_compute_format(py::function function) {
+std::shared_ptr<const optim::ComputeFormat> make_compute_format(nb::callable function) {
   return std::make_shared<PythonComputeFormat>(std::move(function));
 }
 

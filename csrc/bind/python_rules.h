@@ -3,7 +3,7 @@
 // count as host memory; their exceptions become StateError.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include <memory>
 
@@ -13,8 +13,8 @@
 namespace patrickstar::bind {
 
 // function(rows, columns, direction, momentum, master), with addresses as in optim::Matrix.
-std::shared_ptr<const optim::MatrixRule> make_matrix_rule(pybind11::function function);
+std::shared_ptr<const optim::MatrixRule> make_matrix_rule(nanobind::callable function);
 // function(shape, dtype, values), where `values` is an address.
-std::shared_ptr<const optim::ComputeFormat> make_compute_format(pybind11::function function);
+std::shared_ptr<const optim::ComputeFormat> make_compute_format(nanobind::callable function);
 
 }  // namespace patrickstar::bind

@@ -1,7 +1,7 @@
 #include "bind/bind.h"
 #include "common/crc32c.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -10,8 +10,8 @@ namespace {
 // The contiguous bytes of a Python buffer, held while this lives.
 class Bytes {
  public:
-  explicit Bytes(const py::buffer& buffer) {
-    if (PyObject_GetBuffer(buffer.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  explicit Bytes(const nb::object& buffer) {
+    if (PyObject_GetBuffer(buffer.ptr(), &view_, PyBUF_SIMPLE) != 0) nb::raise_python_error();
   }
   ~Bytes() { PyBuffer_Release(&view_); }
   Bytes(const Bytes&) = delete;
@@ -25,18 +25,18 @@ class Bytes {
 };
 
 template <uint32_t (*function)(uint32_t, const void*, size_t)>
-uint32_t checksum(const py::buffer& data, uint32_t crc) {
+uint32_t checksum(const nb::object& data, uint32_t crc) {
   const Bytes bytes(data);
-  const py::gil_scoped_release release;
+  const nb::gil_scoped_release release;
   return function(crc, bytes.data(), bytes.size());
 }
 
 }  // namespace
 
-void register_checksum(py::module_& module) {
-  module.def("crc32c", &checksum<crc32c>, py::arg("data"), py::arg("crc") = 0,
+void register_checksum(nb::module_& module) {
+  module.def("crc32c", &checksum<crc32c>, nb::arg("data"), nb::arg("crc") = 0,
              "CRC-32C of the bytes of a contiguous buffer, after those of checksum crc (common/crc32c.h).");
-  module.def("crc32c_portable", &checksum<crc32c_portable>, py::arg("data"), py::arg("crc") = 0,
+  module.def("crc32c_portable", &checksum<crc32c_portable>, nb::arg("data"), nb::arg("crc") = 0,
              "crc32c by table lookup, on any processor.");
 }
 

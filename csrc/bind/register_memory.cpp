@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -14,7 +12,7 @@
 #include "memory/host_mapping.h"
 #include "memory/interleave.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -24,7 +22,7 @@ namespace {
 class HostAllocations {
  public:
   void enter() { scope_ = std::make_unique<HostAllocationScope>(); }
-  void exit(const py::object&, const py::object&, const py::object&) { scope_.reset(); }
+  void exit(const nb::object&, const nb::object&, const nb::object&) { scope_.reset(); }
 
  private:
   std::unique_ptr<HostAllocationScope> scope_;
@@ -137,27 +135,27 @@ auto of_arena(Result (HostArena::*method)() const) {
 
 }  // namespace
 
-void register_memory(py::module_& module) {
+void register_memory(nb::module_& module) {
   module.def(
-      "nodes_to_interleave", &nodes_to_interleave, py::arg("nodes"),
+      "nodes_to_interleave", &nodes_to_interleave, nb::arg("nodes"),
       "The nodes, if there are several and this process may choose among them; else none (memory/interleave.h).");
   module.def(
       "interleave_pages",
       [](uintptr_t data, int64_t num_bytes, const std::vector<int>& nodes) {
         return interleave_pages(reinterpret_cast<void*>(data), num_bytes, nodes);
       },
-      py::arg("data"), py::arg("num_bytes"), py::arg("nodes"),
+      nb::arg("data"), nb::arg("num_bytes"), nb::arg("nodes"),
       "Spreads untouched pages at address data over NUMA nodes. False if the system refused.");
-  py::class_<HostAllocations>(module, "HostAllocations",
+  nb::class_<HostAllocations>(module, "HostAllocations",
                               "Context in which CPU tensors count as host memory, not as the simulated device's.")
-      .def(py::init<>())
+      .def(nb::init<>())
       .def("__enter__", &HostAllocations::enter)
-      .def("__exit__", &HostAllocations::exit);
-  py::class_<HostMapping>(module, "HostMapping", "Untouched host memory of huge pages (memory/host_mapping.h).")
-      .def(py::init<int64_t>(), py::arg("num_bytes"))
-      .def_property_readonly("address",
-                             [](const HostMapping& self) { return reinterpret_cast<uintptr_t>(self.data()); });
-  py::class_<DeviceMemory>(module, "DeviceMemory",
+      .def("__exit__", &HostAllocations::exit, nb::arg("type").none(), nb::arg("error").none(),
+           nb::arg("traceback").none());
+  nb::class_<HostMapping>(module, "HostMapping", "Untouched host memory of huge pages (memory/host_mapping.h).")
+      .def(nb::init<int64_t>(), nb::arg("num_bytes"))
+      .def_prop_ro("address", [](const HostMapping& self) { return reinterpret_cast<uintptr_t>(self.data()); });
+  nb::class_<DeviceMemory>(module, "DeviceMemory",
                            R"(Device memory outside all engines, for values on their way from an
 ending engine's core to the next one. Use it on the current stream, and release it when that work is over.
 
@@ -167,20 +165,21 @@ Args:
 
 Raises:
     MemoryBudgetError: no room.)")
-      .def(py::init<int, int64_t>(), py::arg("cuda_device"), py::arg("num_bytes"),
-           py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("address", &DeviceMemory::address)
-      .def_property_readonly("num_bytes", &DeviceMemory::num_bytes);
-  py::class_<KeptRegions, std::shared_ptr<KeptRegions>>(
-      module, "KeptRegions", "Prepared host memory, kept for the next engine (memory/host_arena.h).")
-      .def(py::init<>())
-      .def_property_readonly("num_bytes", &KeptRegions::num_bytes);
-  py::class_<AddressedArena>(module, "HostArena", "Host memory for chunk buffers (memory/host_arena.h).")
-      .def(py::init([](int64_t limit_bytes, bool prepares, const std::vector<int>& nodes, int num_failures) {
-             return std::make_unique<AddressedArena>(limit_bytes, region_hooks(prepares, num_failures, nodes));
-           }),
-           py::arg("limit_bytes"), py::arg("prepares") = false, py::arg("nodes") = std::vector<int>{},
-           py::arg("num_failures") = 0)
+      .def(nb::init<int, int64_t>(), nb::arg("cuda_device"), nb::arg("num_bytes"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("address", &DeviceMemory::address)
+      .def_prop_ro("num_bytes", &DeviceMemory::num_bytes);
+  nb::class_<KeptRegions>(module, "KeptRegions",
+                          "Prepared host memory, kept for the next engine (memory/host_arena.h).")
+      .def(init_shared<KeptRegions>())
+      .def_prop_ro("num_bytes", &KeptRegions::num_bytes);
+  nb::class_<AddressedArena>(module, "HostArena", "Host memory for chunk buffers (memory/host_arena.h).")
+      .def(
+          "__init__",
+          [](AddressedArena* self, int64_t limit_bytes, bool prepares, const std::vector<int>& nodes,
+             int num_failures) { new (self) AddressedArena(limit_bytes, region_hooks(prepares, num_failures, nodes)); },
+          nb::arg("limit_bytes"), nb::arg("prepares") = false, nb::arg("nodes") = std::vector<int>{},
+          nb::arg("num_failures") = 0)
       .def("reserve",
            [](AddressedArena& self, const std::vector<int64_t>& block_bytes) { self.arena().reserve(block_bytes); })
       .def("prepare_ahead", [](AddressedArena& self) { self.arena().prepare_ahead(); })
@@ -198,31 +197,29 @@ Raises:
            [](AddressedArena& self, int64_t num_bytes) {
              return self.keep(self.arena().try_allocate_prepared(num_bytes));
            })
-      .def_property_readonly("is_preparing", [](AddressedArena& self) { return self.arena().is_preparing(); })
-      .def_property_readonly("unreserved_bytes", of_arena(&HostArena::unreserved_bytes))
-      .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
-      .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))
-      .def_property_readonly("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
-  py::enum_<DeviceBufferFit>(
+      .def_prop_ro("is_preparing", [](AddressedArena& self) { return self.arena().is_preparing(); })
+      .def_prop_ro("unreserved_bytes", of_arena(&HostArena::unreserved_bytes))
+      .def_prop_ro("used_bytes", of_arena(&HostArena::used_bytes))
+      .def_prop_ro("mapped_bytes", of_arena(&HostArena::mapped_bytes))
+      .def_prop_ro("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
+  nb::enum_<DeviceBufferFit>(
       module, "DeviceBufferFit",
       "Device buffers that serve a request: larger ones too, or exact ones (memory/device_buffer_pool.h).")
       .value("LOOSE", DeviceBufferFit::kLoose)
       .value("EXACT", DeviceBufferFit::kExact);
-  py::class_<AddressedDeviceBuffers>(
+  nb::class_<AddressedDeviceBuffers>(
       module, "DeviceBufferPool",
       "Pool of device buffers (memory/device_buffer_pool.h), for tests: addresses without memory.")
-      .def(py::init<int64_t, double>(), py::arg("limit_bytes"), py::arg("max_waste_ratio"))
-      .def("acquire", &AddressedDeviceBuffers::acquire, py::arg("num_bytes"), py::arg("fit") = DeviceBufferFit::kLoose,
+      .def(nb::init<int64_t, double>(), nb::arg("limit_bytes"), nb::arg("max_waste_ratio"))
+      .def("acquire", &AddressedDeviceBuffers::acquire, nb::arg("num_bytes"), nb::arg("fit") = DeviceBufferFit::kLoose,
            "The buffer's address; 0: no room.")
-      .def("release", &AddressedDeviceBuffers::release, py::arg("address"))
+      .def("release", &AddressedDeviceBuffers::release, nb::arg("address"))
       .def(
           "trim", [](AddressedDeviceBuffers& self, int64_t num_bytes) { return self.device_buffers().trim(num_bytes); },
-          py::arg("num_bytes"))
-      .def_property_readonly("num_allocations", &AddressedDeviceBuffers::num_allocations)
-      .def_property_readonly("used_bytes",
-                             [](AddressedDeviceBuffers& self) { return self.device_buffers().used_bytes(); })
-      .def_property_readonly("idle_bytes",
-                             [](AddressedDeviceBuffers& self) { return self.device_buffers().idle_bytes(); });
+          nb::arg("num_bytes"))
+      .def_prop_ro("num_allocations", &AddressedDeviceBuffers::num_allocations)
+      .def_prop_ro("used_bytes", [](AddressedDeviceBuffers& self) { return self.device_buffers().used_bytes(); })
+      .def_prop_ro("idle_bytes", [](AddressedDeviceBuffers& self) { return self.device_buffers().idle_bytes(); });
 }
 
 }  // namespace patrickstar::bind

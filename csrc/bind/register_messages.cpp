@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <map>
 
 #include "bind/bind.h"
@@ -8,22 +6,24 @@
 #include "engine/collectives.h"
 #include "plan/plan_vote.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
 namespace {
 
-std::map<std::string, py::bytes> example_messages(int num_chunks) {
+nb::bytes in_python(const std::string& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+
+std::map<std::string, nb::bytes> example_messages(int num_chunks) {
   const std::vector<Recipe> updates(static_cast<size_t>(num_chunks), Recipe::kHostAhead);
   const StepTimes times{Rates{}, {{0.5, 0.25, 0.0}, {}, {}}};
-  return {{"request", packed(ChunkRequest{0, {num_chunks - 1}})},
-          {"summary", packed(StepSummary{7, {0, 1 << 20, 3}, true, {5, 0}, "note"})},
-          {"vote", packed(PlanVote{true, false, updates, times})}};
+  return {{"request", in_python(packed(ChunkRequest{0, {num_chunks - 1}}))},
+          {"summary", in_python(packed(StepSummary{7, {0, 1 << 20, 3}, true, {5, 0}, "note"}))},
+          {"vote", in_python(packed(PlanVote{true, false, updates, times}))}};
 }
 
-void read_message(const std::string& kind, const py::bytes& message, int num_chunks) {
-  const std::string bytes = message;
+void read_message(const std::string& kind, const nb::bytes& message, int num_chunks) {
+  const std::string bytes(message.c_str(), message.size());
   if (kind == "request") {
     unpacked_request(bytes, num_chunks);
   } else if (kind == "summary") {
@@ -39,13 +39,13 @@ void read_message(const std::string& kind, const py::bytes& message, int num_chu
 
 // For tests: messages that ranks exchange in a step (engine/collectives.h, plan/plan_vote.h), and sizes in messages of
 // errors (common/sizes.h).
-void register_messages(py::module_& module) {
-  module.def("example_messages", &example_messages, py::arg("num_chunks"),
+void register_messages(nb::module_& module) {
+  module.def("example_messages", &example_messages, nb::arg("num_chunks"),
              "One example message of each kind, by kind.");
-  module.def("read_message", &read_message, py::arg("kind"), py::arg("message"), py::arg("num_chunks"),
+  module.def("read_message", &read_message, nb::arg("kind"), nb::arg("message"), nb::arg("num_chunks"),
              "Parses a message as a rank does. Raises StateError if it is not of that kind.");
-  module.def("show_exactly", &show_exactly, py::arg("num_bytes"), "As patrickstar.sizes.show_exactly.");
-  module.def("show_enough", &show_enough, py::arg("num_bytes"),
+  module.def("show_exactly", &show_exactly, nb::arg("num_bytes"), "As patrickstar.sizes.show_exactly.");
+  module.def("show_enough", &show_enough, nb::arg("num_bytes"),
              "As patrickstar.sizes.enough_size, with the bytes in brackets where they differ.");
 }
 

@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <array>
 #include <cstddef>
 #include <iterator>
@@ -12,7 +10,7 @@
 #include "optim/cuda_kernels.h"
 #endif
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -37,7 +35,7 @@ constexpr MomentumField kSgdFields[] = {
     {"one_minus_dampening", &optim::MomentumScalars::one_minus_dampening},
 };
 
-optim::MomentumScalars momentum_scalars_of(optim::MomentumRule rule, const py::kwargs& kwargs) {
+optim::MomentumScalars momentum_scalars_of(optim::MomentumRule rule, const nb::kwargs& kwargs) {
   optim::MomentumScalars scalars{};
   scalars.rule = rule;
   size_t taken = 0;
@@ -45,7 +43,7 @@ optim::MomentumScalars momentum_scalars_of(optim::MomentumRule rule, const py::k
     for (const MomentumField& field : fields) {
       PS_CHECK(kwargs.contains(field.name), ArgumentError, "momentum_step got no ", field.name,
                "; pass all fields of MomentumScalars that this rule reads");
-      scalars.*field.member = kwargs[field.name].cast<float>();
+      scalars.*field.member = nb::cast<float>(kwargs[field.name]);
     }
     taken += std::size(fields);
   };
@@ -68,30 +66,30 @@ AdamArrays arrays_of(const StateArray& master, const StateArray& momentum, Addre
 using MomentumKernel = void (*optim::CpuKernels::*)(const optim::AdamRange& range,
                                                     const optim::MomentumScalars& scalars);
 
-void register_step(py::module_& module, const char* name, MomentumKernel kernel, const char* doc) {
+void register_step(nb::module_& module, const char* name, MomentumKernel kernel, const char* doc) {
   module.def(
       name,
       [kernel](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
                Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
-               const OptionalKey& key, const py::kwargs& scalars_by_name) {
+               const OptionalKey& key, const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, key);
         const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
         const auto update = kernels_of(isa).*kernel;
         if (kernel == &optim::CpuKernels::momentum_param) check_whole_master(arrays);
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split(num_threads, numel, [&](int64_t begin, int64_t size) { update(arrays.range(begin, size), scalars); });
       },
-      doc, py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
-      py::kw_only(), py::arg("key") = py::none());
+      doc, nb::arg("isa"), nb::arg("rule"), nb::arg("master"), nb::arg("momentum"), nb::arg("grad"),
+      nb::arg("grad_dtype"), nb::arg("param"), nb::arg("param_dtype"), nb::arg("numel"), nb::arg("num_threads"),
+      nb::kw_only(), nb::arg("key") = nb::none(), nb::arg("scalars"));
 }
 
-void register_apart(py::module_& module) {
+void register_apart(nb::module_& module) {
   module.def(
       "momentum_apart",
       [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
-         const std::array<StateArray, 2>& new_states, const OptionalKey& key, const py::kwargs& scalars_by_name) {
+         const std::array<StateArray, 2>& new_states, const OptionalKey& key, const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, key);
         const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
@@ -101,7 +99,7 @@ void register_apart(py::module_& module) {
           check_state("new master", new_master, {master.type});
           check_state("new momentum", new_momentum, {momentum.type});
         }
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split(num_threads, numel, [&](int64_t begin, int64_t size) {
           optim::AdamRange range = arrays.range(begin, size);
           range.new_master = static_cast<float*>(new_states[0].at(begin));
@@ -111,24 +109,24 @@ void register_apart(py::module_& module) {
         });
       },
       "Like momentum_step, but writes the new master and momentum to new_states and keeps the old ones.",
-      py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
-      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("new_states"),
-      py::kw_only(), py::arg("key") = py::none());
+      nb::arg("isa"), nb::arg("rule"), nb::arg("master"), nb::arg("momentum"), nb::arg("grad"), nb::arg("grad_dtype"),
+      nb::arg("param"), nb::arg("param_dtype"), nb::arg("numel"), nb::arg("num_threads"), nb::arg("new_states"),
+      nb::kw_only(), nb::arg("key") = nb::none(), nb::arg("scalars"));
 }
 
 // Speculative updates with scale-independent values (optim/kernels.h).
-void register_scale_independent(py::module_& module) {
+void register_scale_independent(nb::module_& module) {
   module.def(
       "momentum_param_between",
       [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
-         float most_grad_scale, Address logs, const py::kwargs& scalars_by_name) {
+         float most_grad_scale, Address logs, const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, {});
         const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_half(grad_dtype, param_dtype);
         check_whole_master(arrays);
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           ScaleDependentLog& log = pointer<ScaleDependentLog>(logs)[piece];
           optim::ScaleDependentValues dependent = log.values();
@@ -136,58 +134,58 @@ void register_scale_independent(py::module_& module) {
           log.count = dependent.count;
         });
       },
-      "Like adam_param_between, for momentum_param.", py::arg("isa"), py::arg("rule"), py::arg("master"),
-      py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"),
-      py::arg("numel"), py::arg("num_threads"), py::arg("most_grad_scale"), py::arg("logs"));
+      "Like adam_param_between, for momentum_param.", nb::arg("isa"), nb::arg("rule"), nb::arg("master"),
+      nb::arg("momentum"), nb::arg("grad"), nb::arg("grad_dtype"), nb::arg("param"), nb::arg("param_dtype"),
+      nb::arg("numel"), nb::arg("num_threads"), nb::arg("most_grad_scale"), nb::arg("logs"), nb::arg("scalars"));
   module.def(
       "momentum_param_scale_dependent",
       [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
-         const py::kwargs& scalars_by_name) {
+         const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, {});
         const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_half(grad_dtype, param_dtype);
         check_whole_master(arrays);
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           kernels.momentum_param_scale_dependent(arrays.range(begin, size), scalars,
                                                  pointer<ScaleDependentLog>(logs)[piece].values());
         });
       },
-      "Like momentum_param, for the values that momentum_param_between logged.", py::arg("isa"), py::arg("rule"),
-      py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
-      py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
+      "Like momentum_param, for the values that momentum_param_between logged.", nb::arg("isa"), nb::arg("rule"),
+      nb::arg("master"), nb::arg("momentum"), nb::arg("grad"), nb::arg("grad_dtype"), nb::arg("param"),
+      nb::arg("param_dtype"), nb::arg("numel"), nb::arg("num_threads"), nb::arg("logs"), nb::arg("scalars"));
 }
 
 #ifdef PATRICKSTAR_WITH_CUDA
-void register_cuda_step(py::module_& module) {
+void register_cuda_step(nb::module_& module) {
   module.def(
       "cuda_momentum_step",
       [](optim::MomentumRule rule, const StateArray& master, const StateArray& momentum, Address grad, DType grad_dtype,
          Address param, DType param_dtype, int64_t numel, Address stream, const OptionalKey& key,
-         const py::kwargs& scalars_by_name) {
+         const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, key);
         const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         optim::cuda::momentum_step(arrays.range(0, numel), scalars, reinterpret_cast<cudaStream_t>(stream));
       },
-      "Like momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"),
-      py::kw_only(), py::arg("key") = py::none());
+      "Like momentum_step.", nb::arg("rule"), nb::arg("master"), nb::arg("momentum"), nb::arg("grad"),
+      nb::arg("grad_dtype"), nb::arg("param"), nb::arg("param_dtype"), nb::arg("numel"), nb::arg("stream"),
+      nb::kw_only(), nb::arg("key") = nb::none(), nb::arg("scalars"));
 }
 #endif
 
 }  // namespace
 
-void register_momentum_rule(py::module_& module) {
-  py::enum_<optim::MomentumRule>(module, "MomentumRule", "Optimizers with momentum and no variance (optim/kernels.h).")
+void register_momentum_rule(nb::module_& module) {
+  nb::enum_<optim::MomentumRule>(module, "MomentumRule", "Optimizers with momentum and no variance (optim/kernels.h).")
       .value("LION", optim::MomentumRule::kLion)
       .value("SGD", optim::MomentumRule::kSgd)
       .value("NESTEROV", optim::MomentumRule::kNesterov);
 }
 
-void register_momentum_kernels(py::module_& module) {
+void register_momentum_kernels(nb::module_& module) {
   register_step(module, "momentum_step", &optim::CpuKernels::momentum_step,
                 "One step of Lion or SGD with momentum, with arrays as for adam. Keyword arguments: all fields of "
                 "MomentumScalars that the rule reads. Raises ValueError as adam does.");

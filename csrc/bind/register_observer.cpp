@@ -1,4 +1,4 @@
-#include <pybind11/stl.h>
+#include <nanobind/trampoline.h>
 
 #include <memory>
 #include <utility>
@@ -7,33 +7,35 @@
 #include "bind/torch_function.h"
 #include "bind/use_observer.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
-void register_backward_entry(py::module_& module);  // defined in use_observer.cpp
+void register_backward_entry(nb::module_& module);  // defined in use_observer.cpp
 
 namespace {
 
 class PythonListener final : public UseListener {
  public:
+  NB_TRAMPOLINE(UseListener, 5);
+
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override {
-    PYBIND11_OVERRIDE_PURE(Tick, UseListener, open_scope, params, until);
+    NB_OVERRIDE_PURE(open_scope, params, until);
   }
-  void close_scope() override { PYBIND11_OVERRIDE_PURE(void, UseListener, close_scope, ); }
-  Tick tick() override { PYBIND11_OVERRIDE_PURE(Tick, UseListener, tick, ); }
-  Tick touch(const std::vector<ParamId>& params) override { PYBIND11_OVERRIDE_PURE(Tick, UseListener, touch, params); }
+  void close_scope() override { NB_OVERRIDE_PURE(close_scope); }
+  Tick tick() override { NB_OVERRIDE_PURE(tick); }
+  Tick touch(const std::vector<ParamId>& params) override { NB_OVERRIDE_PURE(touch, params); }
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) override {
-    PYBIND11_OVERRIDE_PURE(void, UseListener, enter_backward, begin, end, params);
+    NB_OVERRIDE_PURE(enter_backward, begin, end, params);
   }
 };
 
-void register_listener(py::module_& module) {
-  py::enum_<HoldUntil>(module, "HoldUntil")
+void register_listener(nb::module_& module) {
+  nb::enum_<HoldUntil>(module, "HoldUntil")
       .value("SCOPE_END", HoldUntil::kScopeEnd)
       .value("NEXT_EVENT", HoldUntil::kNextEvent);
-  py::class_<UseListener, PythonListener>(module, "UseListener", "Receives parameter uses (engine/use_listener.h).")
-      .def(py::init<>())
+  nb::class_<UseListener, PythonListener>(module, "UseListener", "Receives parameter uses (engine/use_listener.h).")
+      .def(nb::init<>())
       .def("open_scope", &UseListener::open_scope, ReleaseGil())
       .def("close_scope", &UseListener::close_scope, ReleaseGil())
       .def("tick", &UseListener::tick, ReleaseGil())
@@ -41,17 +43,16 @@ void register_listener(py::module_& module) {
       .def("enter_backward", &UseListener::enter_backward, ReleaseGil());
 }
 
-void register_uses(py::module_& module) {
-  py::class_<UseObserver, std::shared_ptr<UseObserver>>(
-      module, "UseObserver", "Turns parameter uses into acquire and release (bind/use_observer.h).")
-      .def(py::init<py::object, py::object>(), py::arg("listener"), py::arg("find_nodes"))
+void register_uses(nb::module_& module) {
+  nb::class_<UseObserver>(module, "UseObserver", "Turns parameter uses into acquire and release (bind/use_observer.h).")
+      .def(nb::init<nb::object, nb::object>(), nb::arg("listener"), nb::arg("find_nodes"))
       .def("forget_scopes", &UseObserver::forget_scopes)
       .def("touch", &UseObserver::touch)
-      .def_property_readonly("is_between_calls", &UseObserver::is_between_calls)
+      .def_prop_ro("is_between_calls", &UseObserver::is_between_calls)
       .def("was_read", &UseObserver::was_read)
       .def("note_read", &UseObserver::note_read)
       .def("forget_reads", &UseObserver::forget_reads);
-  py::enum_<Way>(module, "Way", "How a function uses a parameter's memory.")
+  nb::enum_<Way>(module, "Way", "How a function uses a parameter's memory.")
       .value("LOOK", Way::kLook)
       .value("READ", Way::kRead)
       .value("READ_ONCE", Way::kReadOnce)
@@ -60,33 +61,39 @@ void register_uses(py::module_& module) {
   // A function, not an object with __call__, since Python calls functions faster.
   module.def(
       "torch_function",
-      [](const py::tuple& types, py::object way_of, py::object write, py::object refuse, py::object as_view) {
+      [](const nb::tuple& types, nb::object way_of, nb::object write, nb::object refuse, nb::object as_view) {
         auto function = std::make_shared<TorchFunction>(types, std::move(way_of), std::move(write), std::move(refuse),
                                                         std::move(as_view));
-        return py::cpp_function(
-            [function](const py::handle& func, const py::handle& given, py::tuple args, const py::handle& kwargs) {
+        return nb::cpp_function(
+            [function](const nb::handle& func, const nb::handle& given, nb::tuple args, const nb::handle& kwargs) {
               return (*function)(func, given, std::move(args), kwargs);
             },
-            py::arg("func"), py::arg("types"), py::arg("args") = py::tuple(), py::arg("kwargs") = py::none());
+            nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(), nb::arg("kwargs") = nb::none());
       },
-      "Makes a __torch_function__ (bind/torch_function.h).", py::kw_only(), py::arg("types"), py::arg("way_of"),
-      py::arg("write"), py::arg("refuse"), py::arg("as_view"));
-  py::class_<ModuleHook>(module, "ModuleHook", "The forward hooks of one module (bind/use_observer.h).")
-      .def(py::init<std::shared_ptr<UseObserver>, std::vector<ParamId>, HoldUntil>(), py::arg("observer") = py::none(),
-           py::arg("params") = std::vector<ParamId>{}, py::arg("until") = HoldUntil::kScopeEnd)
-      .def("before_forward", [](ModuleHook& self, const py::handle&, const py::handle&) { self.before_forward(); })
-      .def("after_forward", [](ModuleHook& self, const py::handle&, const py::handle&,
-                               const py::handle& output) { self.after_forward(output); })
-      .def_property_readonly("params", &ModuleHook::params)
-      .def_property_readonly("touched", &ModuleHook::touched)
-      .def_property_readonly("until", &ModuleHook::until)
+      "Makes a __torch_function__ (bind/torch_function.h).", nb::kw_only(), nb::arg("types"), nb::arg("way_of"),
+      nb::arg("write"), nb::arg("refuse"), nb::arg("as_view"));
+  nb::class_<ModuleHook>(module, "ModuleHook", "The forward hooks of one module (bind/use_observer.h).")
+      .def(nb::init<std::shared_ptr<UseObserver>, std::vector<ParamId>, HoldUntil>(), nb::arg("observer") = nb::none(),
+           nb::arg("params") = std::vector<ParamId>{}, nb::arg("until") = HoldUntil::kScopeEnd)
+      .def(
+          "before_forward", [](ModuleHook& self, const nb::handle&, const nb::handle&) { self.before_forward(); },
+          nb::arg("module").none(), nb::arg("inputs").none())
+      .def(
+          "after_forward",
+          [](ModuleHook& self, const nb::handle&, const nb::handle&, const nb::handle& output) {
+            self.after_forward(output);
+          },
+          nb::arg("module").none(), nb::arg("inputs").none(), nb::arg("output").none())
+      .def_prop_ro("params", &ModuleHook::params)
+      .def_prop_ro("touched", &ModuleHook::touched)
+      .def_prop_ro("until", &ModuleHook::until)
       .def("finish_learning", &ModuleHook::finish_learning)
-      .def("__reduce__", [](const py::object& self) { return py::make_tuple(py::type::of(self), py::tuple()); });
+      .def("__reduce__", [](const nb::object& self) { return nb::make_tuple(self.type(), nb::tuple()); });
 }
 
 }  // namespace
 
-void register_observer(py::module_& module) {
+void register_observer(nb::module_& module) {
   register_listener(module);
   register_backward_entry(module);
   register_uses(module);

@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <array>
 #include <iterator>
 #include <string>
@@ -12,7 +10,7 @@
 #include "common/check.h"
 #include "optim/wide_sum.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -20,12 +18,12 @@ namespace {
 
 using AdamKernel = void (*optim::CpuKernels::*)(const optim::AdamRange& range, const optim::AdamScalars& scalars);
 
-void register_adam(py::module_& module, const char* name, AdamKernel kernel, const char* doc) {
+void register_adam(nb::module_& module, const char* name, AdamKernel kernel, const char* doc) {
   module.def(
       name,
       [kernel](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
                Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, Threads threads,
-               const OptionalKey& key, const py::kwargs& scalars_by_name) {
+               const OptionalKey& key, const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum,   variance,    grad,
                                 param,  grad_dtype, param_dtype, key.value_or(optim::RandomKey{})};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
@@ -33,29 +31,29 @@ void register_adam(py::module_& module, const char* name, AdamKernel kernel, con
         check_arrays(arrays, numel);
         if (kernel == &optim::CpuKernels::adam_param) check_whole_master(arrays);
         const auto part = [&](int64_t begin, int64_t size) { update(arrays.range(begin, size), scalars); };
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         if (ThreadPool* const* pool = std::get_if<ThreadPool*>(&threads)) return split(**pool, numel, part);
         split(std::get<int>(threads), numel, part);
       },
-      doc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"),
-      py::kw_only(), py::arg("key") = py::none());
+      doc, nb::arg("isa"), nb::arg("master"), nb::arg("momentum"), nb::arg("variance"), nb::arg("grad"),
+      nb::arg("grad_dtype"), nb::arg("param"), nb::arg("param_dtype"), nb::arg("numel"), nb::arg("threads"),
+      nb::kw_only(), nb::arg("key") = nb::none(), nb::arg("scalars"));
 }
 
 // Speculative updates with scale-independent values (optim/kernels.h).
-void register_scale_independent_values(py::module_& module) {
+void register_scale_independent_values(nb::module_& module) {
   module.def(
       "adam_param_between",
       [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
-         float most_grad_scale, Address logs, const py::kwargs& scalars_by_name) {
+         float most_grad_scale, Address logs, const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
         check_half(grad_dtype, param_dtype);
         check_whole_master(arrays);
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           ScaleDependentLog& log = pointer<ScaleDependentLog>(logs)[piece];
           optim::ScaleDependentValues dependent = log.values();
@@ -65,36 +63,36 @@ void register_scale_independent_values(py::module_& module) {
       },
       "Writes the 16-bit values that are the same for every grad_scale up to most_grad_scale. Scale-dependent values "
       "go to logs of OPEN_LOG_BYTES per SCALE_DEPENDENT_PIECE elements (optim/kernels.h).",
-      py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
-      py::arg("most_grad_scale"), py::arg("logs"));
+      nb::arg("isa"), nb::arg("master"), nb::arg("momentum"), nb::arg("variance"), nb::arg("grad"),
+      nb::arg("grad_dtype"), nb::arg("param"), nb::arg("param_dtype"), nb::arg("numel"), nb::arg("num_threads"),
+      nb::arg("most_grad_scale"), nb::arg("logs"), nb::arg("scalars"));
   module.def(
       "adam_param_scale_dependent",
       [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
-         const py::kwargs& scalars_by_name) {
+         const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
         check_half(grad_dtype, param_dtype);
         check_whole_master(arrays);
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           kernels.adam_param_scale_dependent(arrays.range(begin, size), scalars,
                                              pointer<ScaleDependentLog>(logs)[piece].values());
         });
       },
-      "Like adam_param, for the values that adam_param_between logged.", py::arg("isa"), py::arg("master"),
-      py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
-      py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
+      "Like adam_param, for the values that adam_param_between logged.", nb::arg("isa"), nb::arg("master"),
+      nb::arg("momentum"), nb::arg("variance"), nb::arg("grad"), nb::arg("grad_dtype"), nb::arg("param"),
+      nb::arg("param_dtype"), nb::arg("numel"), nb::arg("num_threads"), nb::arg("logs"), nb::arg("scalars"));
 }
 
-void register_split_masters(py::module_& module) {
+void register_split_masters(nb::module_& module) {
   module.def(
       "adam_split",
       [](const std::string& isa, Address lower, Address momentum, Address variance, Address grad, DType grad_dtype,
-         Address param, int64_t numel, int num_threads, const py::kwargs& scalars_by_name) {
+         Address param, int64_t numel, int num_threads, const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays{{StateType::kLowerHalf, lower},
                                 {StateType::kFloat32, momentum},
                                 {StateType::kFloat32, variance},
@@ -105,72 +103,80 @@ void register_split_masters(py::module_& module) {
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split(num_threads, numel,
               [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); });
       },
       "Like adam, for masters split into bfloat16 params, 16-bit lower halves and signs of the variance "
       "(optim/kernels.h).",
-      py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("numel"), py::arg("num_threads"));
+      nb::arg("isa"), nb::arg("lower"), nb::arg("momentum"), nb::arg("variance"), nb::arg("grad"),
+      nb::arg("grad_dtype"), nb::arg("param"), nb::arg("numel"), nb::arg("num_threads"), nb::arg("scalars"));
   module.def(
       "split_master",
       [](const std::string& isa, Address master, Address param, Address lower, Address variance, int64_t numel) {
         kernels_of(isa).split_master(pointer<const float>(master), pointer<uint16_t>(param), pointer<uint16_t>(lower),
                                      pointer<float>(variance), numel);
       },
-      "Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance.", py::arg("isa"),
-      py::arg("master"), py::arg("param"), py::arg("lower"), py::arg("variance"), py::arg("numel"), ReleaseGil());
+      "Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance.", nb::arg("isa"),
+      nb::arg("master"), nb::arg("param"), nb::arg("lower"), nb::arg("variance"), nb::arg("numel"), ReleaseGil());
   module.def(
       "join_master",
       [](const std::string& isa, Address param, Address lower, Address variance, Address master, int64_t numel) {
         kernels_of(isa).join_master(pointer<const uint16_t>(param), pointer<const uint16_t>(lower),
                                     pointer<const float>(variance), pointer<float>(master), numel);
       },
-      "Inverse of split_master.", py::arg("isa"), py::arg("param"), py::arg("lower"), py::arg("variance"),
-      py::arg("master"), py::arg("numel"), ReleaseGil());
+      "Inverse of split_master.", nb::arg("isa"), nb::arg("param"), nb::arg("lower"), nb::arg("variance"),
+      nb::arg("master"), nb::arg("numel"), ReleaseGil());
 }
 
 // Optimizer states of 16 and 8 bits.
-void register_states(py::module_& module) {
+void register_states(nb::module_& module) {
   module.attr("STATE_BLOCK") = kStateBlock;
-  py::class_<StateArray>(module, "StateArray",
+  nb::class_<StateArray>(module, "StateArray",
                          "An optimizer state: type, address, and address of its scales (8-bit states only; "
                          "common/dtype.h). A bare address means float32.")
-      .def(py::init([](Address data, StateType type, Address scales) { return StateArray{type, data, scales}; }),
-           py::arg("data"), py::arg("type") = StateType::kFloat32, py::arg("scales") = 0);
-  py::implicitly_convertible<py::int_, StateArray>();
-  py::class_<optim::RandomKey>(module, "RandomKey", "Key of the random bits for stochastic rounding (optim/kernels.h).")
-      .def(py::init([](uint32_t a, uint32_t b, int64_t first) { return optim::RandomKey{a, b, first}; }),
-           py::arg("a") = 0, py::arg("b") = 0, py::arg("first") = 0)
+      .def(
+          "__init__",
+          [](StateArray* self, Address data, StateType type, Address scales) {
+            new (self) StateArray{type, data, scales};
+          },
+          nb::arg("data"), nb::arg("type") = StateType::kFloat32, nb::arg("scales") = 0);
+  nb::implicitly_convertible<nb::int_, StateArray>();
+  nb::class_<optim::RandomKey>(module, "RandomKey", "Key of the random bits for stochastic rounding (optim/kernels.h).")
+      .def(
+          "__init__",
+          [](optim::RandomKey* self, uint32_t a, uint32_t b, int64_t first) {
+            new (self) optim::RandomKey{a, b, first};
+          },
+          nb::arg("a") = 0, nb::arg("b") = 0, nb::arg("first") = 0)
       .def("__repr__",
            [](const optim::RandomKey& key) {
              return "optim.RandomKey(" + std::to_string(key.a) + ", " + std::to_string(key.b) + ", " +
                     std::to_string(key.first) + ")";
            })
-      .def_readonly("a", &optim::RandomKey::a)
-      .def_readonly("b", &optim::RandomKey::b)
-      .def_readonly("first", &optim::RandomKey::first);
+      .def_ro("a", &optim::RandomKey::a)
+      .def_ro("b", &optim::RandomKey::b)
+      .def_ro("first", &optim::RandomKey::first);
   module.def("random_key", &optim::random_key,
-             "Key of one step and parameter, for a range that starts at its element first.", py::arg("seed"),
-             py::arg("step"), py::arg("param"), py::arg("first"));
+             "Key of one step and parameter, for a range that starts at its element first.", nb::arg("seed"),
+             nb::arg("step"), nb::arg("param"), nb::arg("first"));
   module.def(
       "expand_state",
       [](const std::string& isa, const StateArray& state, Address out, int64_t numel) {
         kernels_of(isa).expand_state(state.type, state.at(0), state.scales_at(0), pointer<float>(out), numel);
       },
-      "Converts a state to float32.", py::arg("isa"), py::arg("state"), py::arg("out"), py::arg("numel"), ReleaseGil());
+      "Converts a state to float32.", nb::arg("isa"), nb::arg("state"), nb::arg("out"), nb::arg("numel"), ReleaseGil());
   module.def(
       "compress_state",
       [](const std::string& isa, Address in, const StateArray& state, int64_t numel, const OptionalKey& key) {
         kernels_of(isa).compress_state(pointer<const float>(in), state.type, state.at(0), state.scales_at(0), numel,
                                        key.value_or(optim::RandomKey{}));
       },
-      "Stores float32 values in the format of a state, as adam stores a momentum.", py::arg("isa"), py::arg("in_"),
-      py::arg("state"), py::arg("numel"), py::kw_only(), py::arg("key") = py::none(), ReleaseGil());
+      "Stores float32 values in the format of a state, as adam stores a momentum.", nb::arg("isa"), nb::arg("in_"),
+      nb::arg("state"), nb::arg("numel"), nb::kw_only(), nb::arg("key") = nb::none(), ReleaseGil());
 }
 
-void register_cpu_kernels(py::module_& module) {
+void register_cpu_kernels(nb::module_& module) {
   register_adam(module, "adam", &optim::CpuKernels::adam, kAdamDoc);
   register_adam(module, "adam_param", &optim::CpuKernels::adam_param,
                 "Like adam, but writes param only, in memory apart from grad. Requires a float32 master.");
@@ -178,7 +184,7 @@ void register_cpu_kernels(py::module_& module) {
       "adam_apart",
       [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
          Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
-         const std::array<StateArray, 3>& new_states, const OptionalKey& key, const py::kwargs& scalars_by_name) {
+         const std::array<StateArray, 3>& new_states, const OptionalKey& key, const nb::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum,   variance,    grad,
                                 param,  grad_dtype, param_dtype, key.value_or(optim::RandomKey{})};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
@@ -191,7 +197,7 @@ void register_cpu_kernels(py::module_& module) {
           check_state("new momentum", new_momentum, {momentum.type});
           check_state("new variance", new_variance, {variance.type});
         }
-        const py::gil_scoped_release release;
+        const nb::gil_scoped_release release;
         split(num_threads, numel, [&](int64_t begin, int64_t size) {
           optim::AdamRange range = arrays.range(begin, size);
           range.new_master = static_cast<float*>(new_states[0].at(begin));
@@ -203,9 +209,9 @@ void register_cpu_kernels(py::module_& module) {
         });
       },
       "Like adam, but writes the new master, momentum and variance to new_states and keeps the old ones.",
-      py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
-      py::arg("new_states"), py::kw_only(), py::arg("key") = py::none());
+      nb::arg("isa"), nb::arg("master"), nb::arg("momentum"), nb::arg("variance"), nb::arg("grad"),
+      nb::arg("grad_dtype"), nb::arg("param"), nb::arg("param_dtype"), nb::arg("numel"), nb::arg("num_threads"),
+      nb::arg("new_states"), nb::kw_only(), nb::arg("key") = nb::none(), nb::arg("scalars"));
   module.def(
       "cast_from_float",
       [](const std::string& isa, Address in, Address out, DType out_dtype, int64_t numel, int num_threads) {
@@ -215,8 +221,8 @@ void register_cpu_kernels(py::module_& module) {
                                   out_dtype, size);
         });
       },
-      "out[i] = round(in[i]), in float32.", py::arg("isa"), py::arg("in_"), py::arg("out"), py::arg("out_dtype"),
-      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+      "out[i] = round(in[i]), in float32.", nb::arg("isa"), nb::arg("in_"), nb::arg("out"), nb::arg("out_dtype"),
+      nb::arg("numel"), nb::arg("num_threads"), ReleaseGil());
   module.def(
       "cast_to_float",
       [](const std::string& isa, Address in, DType in_dtype, Address out, int64_t numel, int num_threads) {
@@ -226,11 +232,11 @@ void register_cpu_kernels(py::module_& module) {
                                 size);
         });
       },
-      "out[i] = in[i], out float32.", py::arg("isa"), py::arg("in_"), py::arg("in_dtype"), py::arg("out"),
-      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+      "out[i] = in[i], out float32.", nb::arg("isa"), nb::arg("in_"), nb::arg("in_dtype"), nb::arg("out"),
+      nb::arg("numel"), nb::arg("num_threads"), ReleaseGil());
 }
 
-void register_cpu_sums(py::module_& module) {
+void register_cpu_sums(nb::module_& module) {
   module.def(
       "add",
       [](const std::string& isa, Address sum, Address x, DType dtype, int64_t numel, int num_threads) {
@@ -240,8 +246,8 @@ void register_cpu_sums(py::module_& module) {
                       size);
         });
       },
-      "sum[i] = round(sum[i] + x[i]), both of dtype.", py::arg("isa"), py::arg("sum"), py::arg("x"), py::arg("dtype"),
-      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+      "sum[i] = round(sum[i] + x[i]), both of dtype.", nb::arg("isa"), nb::arg("sum"), nb::arg("x"), nb::arg("dtype"),
+      nb::arg("numel"), nb::arg("num_threads"), ReleaseGil());
   module.def(
       "add_to_float",
       [](const std::string& isa, Address sum, Address x, DType x_dtype, int64_t numel, int num_threads) {
@@ -251,8 +257,8 @@ void register_cpu_sums(py::module_& module) {
                                size);
         });
       },
-      "sum[i] += x[i], sum float32.", py::arg("isa"), py::arg("sum"), py::arg("x"), py::arg("x_dtype"),
-      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+      "sum[i] += x[i], sum float32.", nb::arg("isa"), nb::arg("sum"), nb::arg("x"), nb::arg("x_dtype"),
+      nb::arg("numel"), nb::arg("num_threads"), ReleaseGil());
   module.def(
       "sum_squares",
       [](const std::string& isa, Address x, DType dtype, int64_t numel, Address partials, int num_threads) {
@@ -263,23 +269,23 @@ void register_cpu_sums(py::module_& module) {
         });
       },
       "partials[b] = sum of squares of block b of SQUARES_BLOCK elements; partials float64, one per block begun.",
-      py::arg("isa"), py::arg("x"), py::arg("dtype"), py::arg("numel"), py::arg("partials"), py::arg("num_threads"),
+      nb::arg("isa"), nb::arg("x"), nb::arg("dtype"), nb::arg("numel"), nb::arg("partials"), nb::arg("num_threads"),
       ReleaseGil());
   module.def(
       "add_up",
       [](Address partials, int64_t first, int64_t count) {
         const optim::WideSum sum = optim::add_up(pointer<const double>(partials), {first, count});
-        return py::make_tuple(sum.high, sum.low);
+        return nb::make_tuple(sum.high, sum.low);
       },
-      "Sum of `count` float64 partials from the first on: (rounded sum, rounding error).", py::arg("partials"),
-      py::arg("first"), py::arg("count"));
+      "Sum of `count` float64 partials from the first on: (rounded sum, rounding error).", nb::arg("partials"),
+      nb::arg("first"), nb::arg("count"));
 }
 
 }  // namespace
 
-void register_optim(py::module_& module) {
+void register_optim(nb::module_& module) {
   register_momentum_rule(module);
-  py::module_ optim_module = module.def_submodule("optim", "Leaf kernels of the optimizers and the loss scaler.");
+  nb::module_ optim_module = module.def_submodule("optim", "Leaf kernels of the optimizers and the loss scaler.");
   optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
   optim_module.attr("SCALE_DEPENDENT_PIECE") = optim::kScaleDependentPiece;
   optim_module.attr("OPEN_LOG_BYTES") = sizeof(ScaleDependentLog);

@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -7,31 +5,31 @@
 #include "bind/bind.h"
 #include "plan/plan_vote.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
 namespace {
 
-PlanVote parse_vote(const py::dict& fields) {
+PlanVote parse_vote(const nb::dict& fields) {
   PlanVote vote;
-  vote.can_measure = fields["can_measure"].cast<bool>();
-  vote.has_plan = fields["has_plan"].cast<bool>();
-  vote.updates = fields["updates"].cast<std::vector<Recipe>>();
+  vote.can_measure = nb::cast<bool>(fields["can_measure"]);
+  vote.has_plan = nb::cast<bool>(fields["has_plan"]);
+  vote.updates = nb::cast<std::vector<Recipe>>(fields["updates"]);
   if (!fields["rates"].is_none()) {
     vote.times =
-        StepTimes{fields["rates"].cast<Rates>(), {fields["compute_seconds"].cast<std::vector<double>>(), {}, {}}};
-    vote.times->shape.activations = parse_copies(fields["activations"].cast<CopiesByAccess>());
+        StepTimes{nb::cast<Rates>(fields["rates"]), {nb::cast<std::vector<double>>(fields["compute_seconds"]), {}, {}}};
+    vote.times->shape.activations = parse_copies(nb::cast<CopiesByAccess>(fields["activations"]));
   }
   return vote;
 }
 
-py::dict describe_vote(const PlanVote& vote) {
-  py::dict fields;
+nb::dict describe_vote(const PlanVote& vote) {
+  nb::dict fields;
   fields["can_measure"] = vote.can_measure;
   fields["has_plan"] = vote.has_plan;
   fields["updates"] = vote.updates;
-  fields["rates"] = vote.times ? py::cast(vote.times->rates) : py::none();
+  fields["rates"] = vote.times ? nb::cast(vote.times->rates) : nb::none();
   fields["compute_seconds"] = vote.times ? vote.times->shape.compute_seconds : std::vector<double>{};
   fields["activations"] = vote.times ? describe_copies(vote.times->shape.activations) : CopiesByAccess{};
   return fields;
@@ -39,18 +37,18 @@ py::dict describe_vote(const PlanVote& vote) {
 
 }  // namespace
 
-void register_plan_vote(py::module_& module) {
+void register_plan_vote(nb::module_& module) {
   module.def(
       "agreed_vote",
-      [](const std::vector<py::dict>& votes) {
+      [](const std::vector<nb::dict>& votes) {
         std::vector<PlanVote> received;
-        for (const py::dict& fields : votes) {
+        for (const nb::dict& fields : votes) {
           const PlanVote vote = parse_vote(fields);
           received.push_back(unpacked_vote(packed(vote), vote.updates.size()));
         }
         return describe_vote(agreed(received));
       },
-      py::arg("votes"), "The values that all ranks plan with, after an exchange of these votes (plan/plan_vote.h).");
+      nb::arg("votes"), "The values that all ranks plan with, after an exchange of these votes (plan/plan_vote.h).");
 }
 
 }  // namespace patrickstar::bind

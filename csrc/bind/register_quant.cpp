@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <string>
 
 #include "bind/bind.h"
@@ -13,7 +11,7 @@
 #include "quant/cuda_kernels.h"
 #endif
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -30,35 +28,35 @@ QuantizedPart part_of(QuantType type, Address array, int64_t numel) {
   return spec_of(type, numel).quantized_part(reinterpret_cast<void*>(array), 0, 0, {0, numel, 0});
 }
 
-py::list floats(const float* values, int count) {
-  py::list result;
+nb::list floats(const float* values, int count) {
+  nb::list result;
   for (int i = 0; i < count; ++i) result.append(static_cast<double>(values[i]));
   return result;
 }
 
 }  // namespace
 
-void register_quant(py::module_& module) {
-  py::module_ quant_module = module.def_submodule("quant", "Leaf kernels of quantised values (quant/kernels.h).");
+void register_quant(nb::module_& module) {
+  nb::module_ quant_module = module.def_submodule("quant", "Leaf kernels of quantised values (quant/kernels.h).");
   quant_module.attr("NF4_VALUES") = floats(quant::kNf4Map.values, 16);
   quant_module.attr("DYNAMIC_VALUES") = floats(quant::kDynamicMap.values, 256);
   quant_module.def(
       "num_bytes", [](QuantType type, int64_t numel) { return spec_of(type, numel).num_bytes(ArrayKind::kQuantized); },
-      py::arg("type"), py::arg("numel"), "Bytes of a quantised parameter of numel elements.");
+      nb::arg("type"), nb::arg("numel"), "Bytes of a quantised parameter of numel elements.");
   quant_module.def(
       "layout",
       [](QuantType type, int64_t numel) {
         constexpr Address kSomewhere = 1 << 12;
         const QuantizedPart part = part_of(type, kSomewhere, numel);
         const auto offset = [](const void* pointer) { return reinterpret_cast<Address>(pointer) - kSomewhere; };
-        py::dict result;
+        nb::dict result;
         result["codes"] = offset(part.codes);
         if (type == QuantType::kNf4) result["block_scales"] = offset(part.block_scales);
         result["scales"] = offset(part.scales);
         if (type == QuantType::kNf4) result["offset"] = offset(part.offset);
         return result;
       },
-      py::arg("type"), py::arg("numel"), "Byte offset of each part in that array.");
+      nb::arg("type"), nb::arg("numel"), "Byte offset of each part in that array.");
   quant_module.def(
       "quantize",
       [](const std::string& isa, QuantType type, Address values, int64_t numel, Address array, int num_threads) {
@@ -66,8 +64,8 @@ void register_quant(py::module_& module) {
         quant::make_host_compute(pool, isa.c_str())
             ->quantize(reinterpret_cast<const float*>(values), numel, part_of(type, array, numel));
       },
-      py::arg("isa"), py::arg("type"), py::arg("values"), py::arg("numel"), py::arg("array"), py::arg("num_threads"),
-      py::call_guard<py::gil_scoped_release>(),
+      nb::arg("isa"), nb::arg("type"), nb::arg("values"), nb::arg("numel"), nb::arg("array"), nb::arg("num_threads"),
+      nb::call_guard<nb::gil_scoped_release>(),
       "Quantises float32 `values` into `array`, num_bytes() of zeros. Raises ValueError unless all are finite.");
   quant_module.def(
       "dequantize",
@@ -77,8 +75,8 @@ void register_quant(py::module_& module) {
         quant::make_host_compute(pool, isa.c_str())
             ->dequantize({{part_of(type, array, numel), reinterpret_cast<void*>(out), dtype}});
       },
-      py::arg("isa"), py::arg("type"), py::arg("array"), py::arg("numel"), py::arg("out"), py::arg("dtype"),
-      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>(), "Dequantises `array` into `out`.");
+      nb::arg("isa"), nb::arg("type"), nb::arg("array"), nb::arg("numel"), nb::arg("out"), nb::arg("dtype"),
+      nb::arg("num_threads"), nb::call_guard<nb::gil_scoped_release>(), "Dequantises `array` into `out`.");
 #ifdef PATRICKSTAR_WITH_CUDA
   quant_module.def(
       "cuda_dequantize",
@@ -86,8 +84,8 @@ void register_quant(py::module_& module) {
         quant::cuda::dequantize(part_of(type, array, numel), reinterpret_cast<void*>(out), dtype,
                                 reinterpret_cast<cudaStream_t>(stream));
       },
-      py::arg("type"), py::arg("array"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>(), "dequantize on the device; `stream` is a cudaStream_t.");
+      nb::arg("type"), nb::arg("array"), nb::arg("numel"), nb::arg("out"), nb::arg("dtype"), nb::arg("stream"),
+      nb::call_guard<nb::gil_scoped_release>(), "dequantize on the device; `stream` is a cudaStream_t.");
 #endif
 }
 

@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <cctype>
 #include <memory>
@@ -13,15 +11,15 @@
 #include "engine/runtime_report.h"
 #include "engine/step_course.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
 namespace {
 
-py::dict describe_report(const RuntimeReport& report) {
+nb::dict describe_report(const RuntimeReport& report) {
   const Counters& counters = report.counters;
-  py::dict result;
+  nb::dict result;
   result["device_budget_bytes"] = report.device_budget_bytes;
   result["device_peak_bytes"] = report.device_peak_bytes;
   result["device_activation_bytes"] = report.device_activation_bytes;
@@ -73,16 +71,16 @@ py::dict describe_report(const RuntimeReport& report) {
 }
 
 // None until the traced step is over.
-py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(const StepTrace&)) {
+nb::object take_trace(Runtime& self, TraceReader reader, nb::dict (*describe)(const StepTrace&)) {
   const auto trace = without_gil<Call::kInspect>(self, [reader](OpenEngine& open) { return open.traces.take(reader); });
-  return trace ? py::object(describe(*trace)) : py::none();
+  return trace ? nb::object(describe(*trace)) : nb::none();
 }
 
 // {"rates": Rates, "compute_seconds": [float], "updates": [Recipe], "activations": [(int, int, int)]}, as simulate()
 // takes them.
-py::object describe_times(const std::optional<StepTimes>& times) {
-  if (!times) return py::none();
-  py::dict result;
+nb::object describe_times(const std::optional<StepTimes>& times) {
+  if (!times) return nb::none();
+  nb::dict result;
   result["rates"] = times->rates;
   result["compute_seconds"] = times->shape.compute_seconds;
   result["updates"] = times->shape.updates;
@@ -90,16 +88,16 @@ py::object describe_times(const std::optional<StepTimes>& times) {
   return result;
 }
 
-std::optional<StepTimes> parse_times(const py::object& times) {
+std::optional<StepTimes> parse_times(const nb::object& times) {
   if (times.is_none()) return std::nullopt;
   StepTimes parsed{
-      times["rates"].cast<Rates>(),
-      {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<Recipe>>(), {}}};
-  parsed.shape.activations = parse_copies(times["activations"].cast<CopiesByAccess>());
+      nb::cast<Rates>(times["rates"]),
+      {nb::cast<std::vector<double>>(times["compute_seconds"]), nb::cast<std::vector<Recipe>>(times["updates"]), {}}};
+  parsed.shape.activations = parse_copies(nb::cast<CopiesByAccess>(times["activations"]));
   return parsed;
 }
 
-void adopt(Runtime& self, const py::list& accesses, const py::object& times) {
+void adopt(Runtime& self, const nb::list& accesses, const nb::object& times) {
   Timeline timeline = parse_timeline(accesses);
   std::optional<StepTimes> parsed = parse_times(times);
   without_gil<Call::kDevice>(self,
@@ -107,13 +105,13 @@ void adopt(Runtime& self, const py::list& accesses, const py::object& times) {
 }
 
 // None if the running step is not traced.
-py::object describe_step_so_far(Runtime& self) {
+nb::object describe_step_so_far(Runtime& self) {
   const auto step = without_gil<Call::kDevice>(self, &step_so_far);
-  if (!step) return py::none();
-  return py::make_tuple(describe_timeline(step->timeline), describe_times(step->times), step->stall_seconds);
+  if (!step) return nb::none();
+  return nb::make_tuple(describe_timeline(step->timeline), describe_times(step->times), step->stall_seconds);
 }
 
-void expect(Runtime& self, const py::list& accesses, const py::object& times) {
+void expect(Runtime& self, const nb::list& accesses, const nb::object& times) {
   ExpectedStep expected{parse_timeline(accesses), parse_times(times)};
   without_gil<Call::kDevice>(self, [&](OpenEngine& open) { expect_step(open, std::move(expected)); });
 }
@@ -177,7 +175,7 @@ void register_course(RuntimeClass& runtime) {
       .def("undo_forward", bound<Call::kUndoForward>(&undo_forward))
       .def("abort_forward", bound<Call::kAbort>(&abort_forward))
       .def("begin_backward", bound<Call::kBeginBackward>(&begin_backward),
-           py::arg("expected_groups") = std::vector<GroupOptions>{}, py::arg("expected_grad_scale") = 1.0)
+           nb::arg("expected_groups") = std::vector<GroupOptions>{}, nb::arg("expected_grad_scale") = 1.0)
       .def(
           "accumulate_gradient",
           [](Runtime& self, ParamId param, uintptr_t data) {
@@ -188,23 +186,23 @@ void register_course(RuntimeClass& runtime) {
       .def("keep_joint_backward", bound<Call::kDevice>(&keep_joint_backward))
       .def("abort_backward", bound<Call::kAbort>(&abort_backward))
       .def("meet_ranks", bound<Call::kDevice>(&meet_ranks))
-      .def("prepare_step", bound<Call::kPrepareStep>(&prepare_step), py::arg("left_out") = std::vector<ParamId>())
+      .def("prepare_step", bound<Call::kPrepareStep>(&prepare_step), nb::arg("left_out") = std::vector<ParamId>())
       .def("apply_step", bound<Call::kApplyStep>(&apply_step))
       .def("skip_step", bound<Call::kSkipStep>(&skip_step))
       .def("drop_step", bound<Call::kDropStep>(&drop_step))
       .def("clear_gradients", bound<Call::kClearGradients>(&clear_gradients))
       .def("forget_plan", bound<Call::kInspect>(&OpenEngine::planner, &StepPlanner::forget_plan))
       .def("plan_anew", bound<Call::kInspect>(&plan_anew))
-      .def("adopt_timeline", &adopt, py::arg("accesses"), py::arg("times") = py::none())
+      .def("adopt_timeline", &adopt, nb::arg("accesses"), nb::arg("times") = nb::none())
       .def("ask_for_step_so_far",
            bound<Call::kInspect>(+[](OpenEngine& open) { open.traces.ask(TraceReader::kChoice); }))
       .def("step_so_far", &describe_step_so_far)
-      .def("expect_step", &expect, py::arg("accesses"), py::arg("times") = py::none())
+      .def("expect_step", &expect, nb::arg("accesses"), nb::arg("times") = nb::none())
       .def("make_states", bound<Call::kChangeChunks>(&OpenEngine::unfreezing, &Unfreezing::make_states))
       .def("discard_states", bound<Call::kDevice>(&OpenEngine::unfreezing, &Unfreezing::discard_states))
       .def("train", bound<Call::kChangeChunks>(&train))
-      .def("set_round_trips", bound<Call::kInspect>(&set_round_trips), py::arg("chunks"),
-           py::arg("piece_numel") = kRoundTripPiece,
+      .def("set_round_trips", bound<Call::kInspect>(&set_round_trips), nb::arg("chunks"),
+           nb::arg("piece_numel") = kRoundTripPiece,
            "For tests: chunks whose updates are GPU round trips until the next measured plan, in pieces of piece_numel "
            "elements.");
 }
@@ -220,12 +218,12 @@ void register_memory_calls(RuntimeClass& runtime) {
              open.backend().copy(Queue::kCompute, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from),
                                  bytes);
            }),
-           py::arg("to"), py::arg("from_"), py::arg("num_bytes"))
+           nb::arg("to"), nb::arg("from_"), nb::arg("num_bytes"))
       .def("evict_all_from_device", bound<Call::kDevice>(+[](OpenEngine& open, EvictionScope what) {
              open.updates.release_device_memory();
              open.pager.evict_all(what);
            }))
-      .def("lend_device", bound<Call::kLendDevice>(&lend_device), py::arg("keep_bytes"))
+      .def("lend_device", bound<Call::kLendDevice>(&lend_device), nb::arg("keep_bytes"))
       .def("take_device_back", bound<Call::kDevice>(&take_device_back))
       .def("return_states", bound<Call::kLendDevice>(&OpenEngine::residency, &Residency::return_states))
       .def("activation_bytes",
@@ -254,19 +252,19 @@ void register_inspection(RuntimeClass& runtime) {
       .def("take_trace", [](Runtime& self) { return take_trace(self, TraceReader::kUser, &describe_trace); })
       .def("start_stall_trace", asked([](OpenEngine& open) { open.traces.ask(TraceReader::kMonitor); }))
       .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
-      .def_property_readonly("disk_faults", asked([](OpenEngine& open) { return open.disk.options().file.faults; }),
-                             "Faults that a test injects.")
-      .def_property_readonly("closed",
-                             [](Runtime& self) {
-                               const py::gil_scoped_release release;
-                               return self.closed();
-                             })
-      .def_property_readonly("step_state", asked([](OpenEngine& open) { return open.step.state(); }))
-      .def_property_readonly("num_committed", bound<kInspect>(&OpenEngine::updates, &Updates::num_committed))
-      .def_property_readonly("replays", bound<kInspect>(&OpenEngine::pager, &Pager::replays),
-                             "True while the running step follows its plan.")
-      .def_property_readonly("num_pressure_evictions",
-                             asked([](OpenEngine& open) { return open.memory.counters().num_pressure_evictions; }))
+      .def_prop_ro("disk_faults", asked([](OpenEngine& open) { return open.disk.options().file.faults; }),
+                   "Faults that a test injects.")
+      .def_prop_ro("closed",
+                   [](Runtime& self) {
+                     const nb::gil_scoped_release release;
+                     return self.closed();
+                   })
+      .def_prop_ro("step_state", asked([](OpenEngine& open) { return open.step.state(); }))
+      .def_prop_ro("num_committed", bound<kInspect>(&OpenEngine::updates, &Updates::num_committed))
+      .def_prop_ro("replays", bound<kInspect>(&OpenEngine::pager, &Pager::replays),
+                   "True while the running step follows its plan.")
+      .def_prop_ro("num_pressure_evictions",
+                   asked([](OpenEngine& open) { return open.memory.counters().num_pressure_evictions; }))
       .def("report", [](Runtime& self) { return describe_report(without_gil<Call::kInspect>(self, &report_of)); })
       .def("reset_report", bound<kInspect>(&reset_report))
       .def("param_state",
@@ -279,11 +277,11 @@ void register_inspection(RuntimeClass& runtime) {
       .def("resting_tier",
            asked([](OpenEngine& open, ChunkId chunk) { return open.memory.store().resting_tier(chunk); }),
            "Resting tier of the chunk's optimizer states.")
-      .def_property_readonly("num_accesses", asked([](OpenEngine& open) { return open.recorder.position() + 1; }))
+      .def_prop_ro("num_accesses", asked([](OpenEngine& open) { return open.recorder.position() + 1; }))
       .def("placement_facts",
            [](Runtime& self) {
              const PlacementFacts facts = without_gil<Call::kInspect>(self, &placement_facts);
-             return py::make_tuple(facts.budget, facts.host_limit_bytes, facts.resting_tiers);
+             return nb::make_tuple(facts.budget, facts.host_limit_bytes, facts.resting_tiers);
            })
       .def("timeline",
            [](Runtime& self) {
@@ -304,25 +302,28 @@ void register_inspection(RuntimeClass& runtime) {
            })
       .def("predicted_step", [](Runtime& self) {
         const auto step = without_gil<Call::kInspect>(self, [](OpenEngine& open) { return open.planner.predicted(); });
-        return step ? py::object(describe_step(*step)) : py::none();
+        return step ? nb::object(describe_step(*step)) : nb::none();
       });
 }
 
 }  // namespace
 
-void register_runtime(py::module_& module) {
+void register_runtime(nb::module_& module) {
   RuntimeClass runtime(module, "Runtime",
-                       "The core's façade (engine/runtime.h; calls of a step: engine/step_course.h).");
+                       "The core's façade (engine/runtime.h; calls of a step: engine/step_course.h).",
+                       nb::is_weak_referenceable());
   runtime
-      .def(py::init([](Layout layout, std::vector<std::string> param_names,
-                       const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
-                       std::shared_ptr<Collectives> collectives, std::shared_ptr<KeptRegions> kept) {
-             if (collectives == nullptr) collectives = std::make_shared<Collectives>();
-             return RuntimeHolder(new Runtime(std::move(layout), std::move(param_names), module_params, options,
-                                              std::move(collectives), std::move(kept)));
-           }),
-           py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"),
-           py::arg("collectives") = nullptr, py::arg("kept") = nullptr, ReleaseGil())
+      .def(
+          "__init__",
+          [](ClosedWithoutGil* self, Layout layout, std::vector<std::string> param_names,
+             const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
+             std::shared_ptr<Collectives> collectives, std::shared_ptr<KeptRegions> kept) {
+            if (collectives == nullptr) collectives = std::make_shared<Collectives>();
+            new (self) ClosedWithoutGil(std::move(layout), std::move(param_names), module_params, options,
+                                        std::move(collectives), std::move(kept));
+          },
+          nb::arg("layout"), nb::arg("param_names"), nb::arg("module_params"), nb::arg("options"),
+          nb::arg("collectives") = nb::none(), nb::arg("kept") = nb::none(), ReleaseGil())
       .def("close", &Runtime::close, ReleaseGil());
   register_course(runtime);
   register_runtime_values(runtime);

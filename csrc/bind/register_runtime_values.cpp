@@ -1,11 +1,9 @@
-#include <pybind11/stl.h>
-
 #include <tuple>
 
 #include "bind/bind.h"
 #include "bind/runtime_calls.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -53,7 +51,7 @@ std::vector<uintptr_t> addresses_of(const std::vector<const void*>& pointers) {
 }
 
 // Returns (addresses of values, regions with values, all other regions).
-py::tuple set_aside(Runtime& self, const std::vector<RangeTuple>& ranges) {
+nb::tuple set_aside(Runtime& self, const std::vector<RangeTuple>& ranges) {
   const auto aside = without_gil<Call::kGiveUpValues>(self, [&ranges](OpenEngine& open) {
     auto free = std::make_shared<KeptRegions>();
     open.memory.arena().keep_regions(free);
@@ -62,7 +60,7 @@ py::tuple set_aside(Runtime& self, const std::vector<RangeTuple>& ranges) {
   });
   std::vector<uintptr_t> addresses;
   for (const float* values : aside.values) addresses.push_back(reinterpret_cast<uintptr_t>(values));
-  return py::make_tuple(addresses, aside.with, aside.free);
+  return nb::make_tuple(addresses, aside.with, aside.free);
 }
 
 void discard_arrays(OpenEngine& open, ChunkId chunk) {
@@ -101,10 +99,10 @@ void register_runtime_values(RuntimeClass& runtime) {
                                +[](OpenEngine& open, std::vector<RangeTuple> ranges, std::vector<FileTuple> files) {
                                  open.ranges.write(value_ranges(ranges), range_files(files));
                                }))
-      .def("stored_bytes", bound<Call::kInspect>(&OpenEngine::ranges, &ValueRanges::stored_bytes), py::arg("param"),
+      .def("stored_bytes", bound<Call::kInspect>(&OpenEngine::ranges, &ValueRanges::stored_bytes), nb::arg("param"),
            "Bytes per element of each array of the parameter; empty: its arrays cannot be copied as stored.")
       .def("is_stored_on_device", bound<Call::kInspect>(&OpenEngine::ranges, &ValueRanges::is_stored_on_device),
-           py::arg("param"))
+           nb::arg("param"))
       .def("stored_on_device", bound<Call::kDevice>(+[](OpenEngine& open, ParamId param) {
              return addresses_of(open.ranges.stored_on_device(param));
            }))
@@ -114,7 +112,7 @@ void register_runtime_values(RuntimeClass& runtime) {
             open.ranges.write_stored(param, stored_ranges(ranges));
           }),
           "Writes elements of this rank's part: [(array, begin, end, address, tier)], arrays as in stored_on_device().")
-      .def("leave_stored", bound_to_chunk<Call::kGiveUpValues>(&discard_arrays), py::arg("chunk"))
+      .def("leave_stored", bound_to_chunk<Call::kGiveUpValues>(&discard_arrays), nb::arg("chunk"))
       .def("release_chunk", bound_to_chunk<Call::kGiveUpValues>(+[](OpenEngine& open, ChunkId chunk) {
              open.disk.forget(chunk);
              discard_arrays(open, chunk);

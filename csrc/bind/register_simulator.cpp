@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <array>
 #include <utility>
 #include <vector>
@@ -9,15 +7,15 @@
 #include "plan/plan_choice.h"
 #include "plan/simulator.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
-py::dict describe_step(const SimulatedStep& step) {
+nb::dict describe_step(const SimulatedStep& step) {
   constexpr const char* causes[kNumShortages] = {"upload", "memory", "host_update", "launch", "collective"};
-  py::dict stalls;
+  nb::dict stalls;
   for (size_t cause = 0; cause < kNumShortages; ++cause) stalls[causes[cause]] = step.stall_seconds[cause];
-  py::dict result;
+  nb::dict result;
   result["seconds"] = step.seconds;
   result["compute_seconds"] = step.compute_seconds;
   result["device_adam_seconds"] = step.device_adam_seconds;
@@ -42,8 +40,8 @@ py::dict describe_step(const SimulatedStep& step) {
 
 namespace {
 
-py::dict describe_choice(const PlanChoice& choice) {
-  py::dict result;
+nb::dict describe_choice(const PlanChoice& choice) {
+  nb::dict result;
   result["plan"] = describe_plan(choice.plan);
   result["prefetch_bytes"] = choice.prefetch_bytes;
   result["predicted"] = describe_step(choice.predicted);
@@ -51,10 +49,10 @@ py::dict describe_choice(const PlanChoice& choice) {
   return result;
 }
 
-void register_choice(py::module_& module) {
+void register_choice(nb::module_& module) {
   module.def(
       "choose_plan",
-      [](const py::list& accesses, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
+      [](const nb::list& accesses, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
          std::vector<Recipe> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_activation_bytes,
          int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByAccess& activations,
          std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int64_t> idle_bytes,
@@ -73,18 +71,18 @@ void register_choice(py::module_& module) {
                         parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
         return describe_choice(choose_plan(problem, rates, shape, round_trip_bytes));
       },
-      py::arg("accesses"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
-      py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_activation_bytes") = 0,
-      py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
-      py::arg("activations") = CopiesByAccess{}, py::arg("disk_bytes") = std::vector<int64_t>{},
-      py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("idle_bytes") = std::vector<int64_t>{},
-      py::arg("gradient_room_bytes") = INT64_MAX, py::arg("round_trip_costs") = RoundTripCosts{},
-      py::arg("round_trip_bytes") = 0,
+      nb::arg("accesses"), nb::arg("costs"), nb::arg("rates"), nb::kw_only(), nb::arg("compute_seconds"),
+      nb::arg("updates"), nb::arg("numels"), nb::arg("limit_bytes"), nb::arg("least_activation_bytes") = 0,
+      nb::arg("fixed_bytes") = 0, nb::arg("prefetch_bytes") = 0, nb::arg("num_ranks") = 1,
+      nb::arg("activations") = CopiesByAccess{}, nb::arg("disk_bytes") = std::vector<int64_t>{},
+      nb::arg("dequantized_bytes") = std::vector<int64_t>{}, nb::arg("idle_bytes") = std::vector<int64_t>{},
+      nb::arg("gradient_room_bytes") = INT64_MAX, nb::arg("round_trip_costs") = RoundTripCosts{},
+      nb::arg("round_trip_bytes") = 0,
       "The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips "
       "(plan/plan_choice.h).");
   module.def(
       "choose_step",
-      [](const Layout& layout, const py::list& accesses, const std::vector<bool>& states_on_device,
+      [](const Layout& layout, const nb::list& accesses, const std::vector<bool>& states_on_device,
          const DeviceBudget& budget, const Rates& rates, std::vector<double> compute_seconds,
          std::vector<Recipe> updates, UpdateStart start, const CopiesByAccess& activations,
          std::vector<int64_t> dequantized_bytes) {
@@ -100,37 +98,37 @@ void register_choice(py::module_& module) {
         const PlanChoice choice =
             choose_plan(problem, rates, shape, start == UpdateStart::kCommitted ? round_trip_bytes(layout) : 0);
         problem.prefetch_bytes = choice.prefetch_bytes;
-        py::dict result = describe_choice(choice);
+        nb::dict result = describe_choice(choice);
         result["problem"] = describe_problem(problem);
         return result;
       },
-      py::arg("layout"), py::arg("accesses"), py::arg("states_on_device"), py::arg("budget"), py::arg("rates"),
-      py::kw_only(), py::arg("compute_seconds"), py::arg("updates"), py::arg("start"),
-      py::arg("activations") = CopiesByAccess{}, py::arg("dequantized_bytes") = std::vector<int64_t>{},
+      nb::arg("layout"), nb::arg("accesses"), nb::arg("states_on_device"), nb::arg("budget"), nb::arg("rates"),
+      nb::kw_only(), nb::arg("compute_seconds"), nb::arg("updates"), nb::arg("start"),
+      nb::arg("activations") = CopiesByAccess{}, nb::arg("dequantized_bytes") = std::vector<int64_t>{},
       "choose_plan for a layout, as by an engine with these measured times. Returns its result and the problem. GPU "
       "round trips are allowed with optimizer-in-backward only.");
 }
 
 // Per instruction: {"op", "lane", "access", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None where not
 // applicable.
-py::list describe_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
+nb::list describe_program(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   const PlayedProgram played = play_program(problem, plan, rates, shape);
-  py::object access = py::none();
-  py::list result;
+  nb::object access = nb::none();
+  nb::list result;
   for (size_t index = 0; index < played.spans.size(); ++index) {
     const Instruction& instruction = played.program.instructions[index];
     const OpRow& row = row_of(instruction.op);
-    if (instruction.op == Op::kBegin) access = py::int_(instruction.operand);
-    if (instruction.op == Op::kNorm) access = py::none();
-    py::dict fields;
+    if (instruction.op == Op::kBegin) access = nb::int_(instruction.operand);
+    if (instruction.op == Op::kNorm) access = nb::none();
+    nb::dict fields;
     fields["op"] = row.name;
     fields["lane"] = row.lane;
     fields["access"] = access;
     fields["chunk"] = row.operand == Operand::kArray || row.operand == Operand::kChunk
-                          ? py::object(py::int_(instruction.chunk()))
-                          : py::object(py::none());
-    fields["kind"] = row.operand == Operand::kArray ? py::cast(ArrayId::from_index(instruction.operand).kind)
-                                                    : py::object(py::none());
+                          ? nb::object(nb::int_(instruction.chunk()))
+                          : nb::none();
+    fields["kind"] =
+        row.operand == Operand::kArray ? nb::cast(ArrayId::from_index(instruction.operand).kind) : nb::none();
     fields["amount"] = amount_of(instruction, problem, shape);
     fields["begin_seconds"] = played.spans[index].begin;
     fields["seconds"] = played.spans[index].end - played.spans[index].begin;
@@ -140,10 +138,10 @@ py::list describe_program(const PlanProblem& problem, const Plan& plan, const Ra
 }
 
 template <class Describe>
-void define_played(py::module_& module, const char* name, const Describe& describe, const char* text) {
+void define_played(nb::module_& module, const char* name, const Describe& describe, const char* text) {
   module.def(
       name,
-      [describe](const py::list& accesses, const CostMap& costs, const py::dict& plan, const Rates& rates,
+      [describe](const nb::list& accesses, const CostMap& costs, const nb::dict& plan, const Rates& rates,
                  std::vector<double> compute_seconds, std::vector<Recipe> updates, std::vector<int64_t> numels,
                  int64_t limit_bytes, int64_t least_activation_bytes, int64_t fixed_bytes, int num_ranks,
                  const CopiesByAccess& activations, std::vector<int64_t> disk_bytes,
@@ -168,18 +166,18 @@ void define_played(py::module_& module, const char* name, const Describe& descri
                               std::move(chunk_ranks)};
         return describe(problem, parse_plan(plan), rates, shape);
       },
-      py::arg("accesses"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
-      py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
-      py::arg("least_activation_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
-      py::arg("activations") = CopiesByAccess{}, py::arg("disk_bytes") = std::vector<int64_t>{},
-      py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
-      py::arg("round_trip_costs") = RoundTripCosts{}, py::arg("chunk_ranks") = std::vector<int>{}, text);
+      nb::arg("accesses"), nb::arg("costs"), nb::arg("plan"), nb::arg("rates"), nb::kw_only(),
+      nb::arg("compute_seconds"), nb::arg("updates"), nb::arg("numels"), nb::arg("limit_bytes"),
+      nb::arg("least_activation_bytes") = 0, nb::arg("fixed_bytes") = 0, nb::arg("num_ranks") = 1,
+      nb::arg("activations") = CopiesByAccess{}, nb::arg("disk_bytes") = std::vector<int64_t>{},
+      nb::arg("dequantized_bytes") = std::vector<int64_t>{}, nb::arg("gradient_room_bytes") = INT64_MAX,
+      nb::arg("round_trip_costs") = RoundTripCosts{}, nb::arg("chunk_ranks") = std::vector<int>{}, text);
 }
 
-void register_recipes(py::module_& module) {
+void register_recipes(nb::module_& module) {
   module.attr("PREDICTION_TOLERANCE") = kPredictionTolerance;
-  module.def("cautious", &cautious, py::arg("rates"), "Rates by which plans are compared (plan/plan_choice.h).");
-  py::enum_<UpdateStart>(module, "UpdateStart", "Earliest start of host updates (plan/recipe.h).")
+  module.def("cautious", &cautious, nb::arg("rates"), "Rates by which plans are compared (plan/plan_choice.h).");
+  nb::enum_<UpdateStart>(module, "UpdateStart", "Earliest start of host updates (plan/recipe.h).")
       .value("AFTER_NORM", UpdateStart::kAfterNorm)
       .value("SPECULATIVE", UpdateStart::kSpeculative)
       .value("COMMITTED", UpdateStart::kCommitted);
@@ -188,9 +186,9 @@ void register_recipes(py::module_& module) {
       [](UpdateStart wanted, Backwards backwards, bool can_roll_back) {
         return possible_start(wanted, backwards, can_roll_back ? Rollback::kPossible : Rollback::kImpossible);
       },
-      py::arg("wanted"), py::arg("backwards"), py::arg("can_roll_back"),
+      nb::arg("wanted"), nb::arg("backwards"), nb::arg("can_roll_back"),
       "The earliest update start that a step allows (plan/recipe.h).");
-  py::enum_<ExpectedScale>(module, "ExpectedScale", "Gradient scale that speculative updates assume (plan/recipe.h).")
+  nb::enum_<ExpectedScale>(module, "ExpectedScale", "Gradient scale that speculative updates assume (plan/recipe.h).")
       .value("EXACT", ExpectedScale::kExact)
       .value("BETWEEN", ExpectedScale::kBetween);
   module.def(
@@ -198,21 +196,21 @@ void register_recipes(py::module_& module) {
       [](bool trainable, DType dtype, Tier states, UpdateStart start, Ahead ahead, ExpectedScale scale) {
         return earliest_recipe({trainable, dtype, states, ahead}, start, scale);
       },
-      py::arg("trainable"), py::arg("dtype"), py::arg("states"), py::arg("start"), py::arg("ahead") = Ahead::kNothing,
-      py::arg("scale") = ExpectedScale::kExact, "The earliest-starting recipe that fits memory (plan/recipe.h).");
+      nb::arg("trainable"), nb::arg("dtype"), nb::arg("states"), nb::arg("start"), nb::arg("ahead") = Ahead::kNothing,
+      nb::arg("scale") = ExpectedScale::kExact, "The earliest-starting recipe that fits memory (plan/recipe.h).");
 }
 
 }  // namespace
 
-void register_simulator(py::module_& module) {
-  py::enum_<Recipe> recipes(module, "Recipe", "Way to update a chunk (plan/recipe.h).");
+void register_simulator(nb::module_& module) {
+  nb::enum_<Recipe> recipes(module, "Recipe", "Way to update a chunk (plan/recipe.h).");
   for (size_t index = 0; index < kNumRecipes; ++index) recipes.value(kRecipes[index].name, static_cast<Recipe>(index));
-  recipes.def_property_readonly(
+  recipes.def_prop_ro(
       "states", [](Recipe recipe) { return row_of(recipe).states; }, "Resting tier of the chunk's optimizer states.");
-  recipes.def_property_readonly(
+  recipes.def_prop_ro(
       "starts_in_backward", [](Recipe recipe) { return starts_in_backward(row_of(recipe)); },
       "True where it begins before the norm of all gradients is known.");
-  py::enum_<Lane>(module, "Lane", "The queue or worker that is busy with an instruction (plan/ops.h).")
+  nb::enum_<Lane>(module, "Lane", "The queue or worker that is busy with an instruction (plan/ops.h).")
       .value("LAUNCH", Lane::kLaunch)
       .value("COMPUTE", Lane::kCompute)
       .value("UPLOAD", Lane::kUpload)
@@ -224,23 +222,23 @@ void register_simulator(py::module_& module) {
       .value("DISK_HOST", Lane::kDiskHost)
       .value("DISK_WRITE", Lane::kDiskWrite)
       .value("ROUND_TRIP", Lane::kRoundTrip);
-  py::class_<Rates>(module, "Rates", "Rates of a machine (plan/simulator.h).")
-      .def(py::init<>())
-      .def_readwrite("upload_gbps", &Rates::upload_gbps)
-      .def_readwrite("download_gbps", &Rates::download_gbps)
-      .def_readwrite("transfer_latency_seconds", &Rates::transfer_latency_seconds)
-      .def_readwrite("gather_gbps", &Rates::gather_gbps)
-      .def_readwrite("scatter_gbps", &Rates::scatter_gbps)
-      .def_readwrite("collective_latency_seconds", &Rates::collective_latency_seconds)
-      .def_readwrite("host_adam_params_per_second", &Rates::host_adam_params_per_second)
-      .def_readwrite("param_pass", &Rates::param_pass)
-      .def_readwrite("states_pass", &Rates::states_pass)
-      .def_readwrite("device_adam_params_per_second", &Rates::device_adam_params_per_second)
-      .def_readwrite("device_memory_gbps", &Rates::device_memory_gbps)
-      .def_readwrite("disk_read_gbps", &Rates::disk_read_gbps)
-      .def_readwrite("disk_write_gbps", &Rates::disk_write_gbps)
-      .def_readwrite("synchronize_seconds", &Rates::synchronize_seconds)
-      .def_readwrite("launch_ahead_seconds", &Rates::launch_ahead_seconds);
+  nb::class_<Rates>(module, "Rates", "Rates of a machine (plan/simulator.h).")
+      .def(nb::init<>())
+      .def_rw("upload_gbps", &Rates::upload_gbps)
+      .def_rw("download_gbps", &Rates::download_gbps)
+      .def_rw("transfer_latency_seconds", &Rates::transfer_latency_seconds)
+      .def_rw("gather_gbps", &Rates::gather_gbps)
+      .def_rw("scatter_gbps", &Rates::scatter_gbps)
+      .def_rw("collective_latency_seconds", &Rates::collective_latency_seconds)
+      .def_rw("host_adam_params_per_second", &Rates::host_adam_params_per_second)
+      .def_rw("param_pass", &Rates::param_pass)
+      .def_rw("states_pass", &Rates::states_pass)
+      .def_rw("device_adam_params_per_second", &Rates::device_adam_params_per_second)
+      .def_rw("device_memory_gbps", &Rates::device_memory_gbps)
+      .def_rw("disk_read_gbps", &Rates::disk_read_gbps)
+      .def_rw("disk_write_gbps", &Rates::disk_write_gbps)
+      .def_rw("synchronize_seconds", &Rates::synchronize_seconds)
+      .def_rw("launch_ahead_seconds", &Rates::launch_ahead_seconds);
   define_played(
       module, "simulate",
       [](const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {

@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,74 +12,74 @@
 #include "common/thread_pool.h"
 #include "common/work_queue.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
 namespace {
 
-void register_topology(py::module_& module) {
+void register_topology(nb::module_& module) {
   module.def("num_available_cpus", &num_available_cpus, "Processors this process may run on.");
   module.def("allowed_cpus", &allowed_cpus, "The calling thread's affinity mask, ascending.");
-  module.def("parse_cpu_list", &parse_cpu_list, py::arg("text"),
+  module.def("parse_cpu_list", &parse_cpu_list, nb::arg("text"),
              "Parses the kernel's CPU list notation, \"0-3,8,10-11\".");
-  module.def("format_cpu_list", &format_cpu_list, py::arg("cpus"), "Formats CPUs in the kernel's list notation.");
-  module.def("read_cpu_topology", &read_cpu_topology, py::arg("cpus"), py::arg("root") = "",
+  module.def("format_cpu_list", &format_cpu_list, nb::arg("cpus"), "Formats CPUs in the kernel's list notation.");
+  module.def("read_cpu_topology", &read_cpu_topology, nb::arg("cpus"), nb::arg("root") = "",
              "Reads these CPUs' topology from /sys and /proc below root (common/cpu_topology.h).");
-  py::class_<CpuTopology>(module, "CpuTopology", "The CPUs that a process may use (common/cpu_topology.h).")
-      .def_property_readonly("cpus",
-                             [](const CpuTopology& self) {
-                               py::list cpus;
-                               for (const Cpu& cpu : self.cpus) cpus.append(py::make_tuple(cpu.id, cpu.core, cpu.node));
-                               return cpus;
-                             })
-      .def_readonly("quota_cpus", &CpuTopology::quota_cpus);
+  nb::class_<CpuTopology>(module, "CpuTopology", "The CPUs that a process may use (common/cpu_topology.h).")
+      .def_prop_ro("cpus",
+                   [](const CpuTopology& self) {
+                     nb::list cpus;
+                     for (const Cpu& cpu : self.cpus) cpus.append(nb::make_tuple(cpu.id, cpu.core, cpu.node));
+                     return cpus;
+                   })
+      .def_ro("quota_cpus", &CpuTopology::quota_cpus);
 }
 
-void register_host_threads(py::module_& module) {
-  py::enum_<Affinity>(module, "Affinity").value("PINNED", Affinity::kPinned).value("FREE", Affinity::kFree);
-  py::enum_<LaunchingCore>(module, "LaunchingCore")
+void register_host_threads(nb::module_& module) {
+  nb::enum_<Affinity>(module, "Affinity").value("PINNED", Affinity::kPinned).value("FREE", Affinity::kFree);
+  nb::enum_<LaunchingCore>(module, "LaunchingCore")
       .value("RESERVED", LaunchingCore::kReserved)
       .value("SHARED", LaunchingCore::kShared);
-  py::class_<HostThreadOptions>(module, "HostThreadOptions",
+  nb::class_<HostThreadOptions>(module, "HostThreadOptions",
                                 "Options of the host's compute threads (common/host_threads.h).")
-      .def(py::init<>())
-      .def_readwrite("num_threads", &HostThreadOptions::num_threads)
-      .def_readwrite("affinity", &HostThreadOptions::affinity)
-      .def_readwrite("launching_core", &HostThreadOptions::launching_core)
-      .def_readwrite("sharing_index", &HostThreadOptions::sharing_index)
-      .def_readwrite("num_sharing", &HostThreadOptions::num_sharing);
-  py::class_<HostThreads>(module, "HostThreads", "Threads, where they are pinned, and their NUMA nodes.")
-      .def_readonly("num_threads", &HostThreads::num_threads)
-      .def_readonly("worker_cpus", &HostThreads::worker_cpus)
-      .def_readonly("nodes", &HostThreads::nodes);
-  module.def("choose_host_threads", &choose_host_threads, py::arg("topology"), py::arg("options"),
+      .def(nb::init<>())
+      .def_rw("num_threads", &HostThreadOptions::num_threads)
+      .def_rw("affinity", &HostThreadOptions::affinity)
+      .def_rw("launching_core", &HostThreadOptions::launching_core)
+      .def_rw("sharing_index", &HostThreadOptions::sharing_index)
+      .def_rw("num_sharing", &HostThreadOptions::num_sharing);
+  nb::class_<HostThreads>(module, "HostThreads", "Threads, where they are pinned, and their NUMA nodes.")
+      .def_ro("num_threads", &HostThreads::num_threads)
+      .def_ro("worker_cpus", &HostThreads::worker_cpus)
+      .def_ro("nodes", &HostThreads::nodes);
+  module.def("choose_host_threads", &choose_host_threads, nb::arg("topology"), nb::arg("options"),
              "Chooses number and CPUs of the compute threads (common/host_threads.h).");
-  py::enum_<Priority>(module, "Priority", "Workers take urgent loops first (common/thread_pool.h).")
+  nb::enum_<Priority>(module, "Priority", "Workers take urgent loops first (common/thread_pool.h).")
       .value("URGENT", Priority::kUrgent)
       .value("BACKGROUND", Priority::kBackground);
-  py::class_<ThreadPool>(module, "ThreadPool", "Threads that share the work of loops (common/thread_pool.h).")
-      .def(py::init<int, const std::vector<int>&>(), py::arg("num_threads"),
-           py::arg("worker_cpus") = std::vector<int>{})
-      .def_property_readonly("num_threads", &ThreadPool::num_threads)
-      .def_property_readonly("num_urgent", &ThreadPool::num_urgent)
-      .def_property_readonly("pinned_cpus", &ThreadPool::pinned_cpus)
+  nb::class_<ThreadPool>(module, "ThreadPool", "Threads that share the work of loops (common/thread_pool.h).")
+      .def(nb::init<int, const std::vector<int>&>(), nb::arg("num_threads"),
+           nb::arg("worker_cpus") = std::vector<int>{})
+      .def_prop_ro("num_threads", &ThreadPool::num_threads)
+      .def_prop_ro("num_urgent", &ThreadPool::num_urgent)
+      .def_prop_ro("pinned_cpus", &ThreadPool::pinned_cpus)
       // For tests: one thread at a time calls the function, with the GIL.
       .def(
           "parallel_for",
-          [](ThreadPool& self, int64_t size, int64_t grain, const py::function& fn, Priority priority) {
+          [](ThreadPool& self, int64_t size, int64_t grain, const nb::callable& fn, Priority priority) {
             const auto call = [&fn](int64_t begin, int64_t end) {
-              const py::gil_scoped_acquire acquire;
+              const nb::gil_scoped_acquire acquire;
               try {
                 fn(begin, end);
-              } catch (const py::error_already_set& error) {
+              } catch (const nb::python_error& error) {
                 throw StateError(error.what());
               }
             };
-            const py::gil_scoped_release release;
+            const nb::gil_scoped_release release;
             self.parallel_for(size, grain, call, priority);
           },
-          py::arg("size"), py::arg("grain"), py::arg("fn"), py::arg("priority") = Priority::kUrgent,
+          nb::arg("size"), nb::arg("grain"), nb::arg("fn"), nb::arg("priority") = Priority::kUrgent,
           "Calls fn(begin, end) on disjoint ranges that cover [0, size).");
 }
 
@@ -111,23 +109,23 @@ class NotingQueue {
   WorkQueue queue_;
 };
 
-void register_work_queue(py::module_& module) {
-  py::class_<HostEvent, std::shared_ptr<HostEvent>>(module, "HostEvent", "Completion of host work (common/event.h).")
-      .def(py::init<>())
+void register_work_queue(nb::module_& module) {
+  nb::class_<HostEvent>(module, "HostEvent", "Completion of host work (common/event.h).")
+      .def(init_shared<HostEvent>())
       .def("complete", &HostEvent::complete)
       .def("wait", &HostEvent::wait, ReleaseGil(), "Re-raises the work's error.")
       .def("settle", &HostEvent::settle, ReleaseGil())
-      .def_property_readonly("is_over", &HostEvent::is_over);
-  py::class_<NotingQueue>(module, "WorkQueue", "A queue of tasks with a thread of its own (common/work_queue.h).")
-      .def(py::init<>())
-      .def("submit", &NotingQueue::submit, py::arg("failure") = "", py::arg("name") = "", py::arg("after") = nullptr,
-           py::arg("rank") = py::none())
-      .def_property_readonly("names", &NotingQueue::names);
+      .def_prop_ro("is_over", &HostEvent::is_over);
+  nb::class_<NotingQueue>(module, "WorkQueue", "A queue of tasks with a thread of its own (common/work_queue.h).")
+      .def(nb::init<>())
+      .def("submit", &NotingQueue::submit, nb::arg("failure") = "", nb::arg("name") = "", nb::arg("after") = nb::none(),
+           nb::arg("rank") = nb::none())
+      .def_prop_ro("names", &NotingQueue::names);
 }
 
 }  // namespace
 
-void register_threads(py::module_& module) {
+void register_threads(nb::module_& module) {
   register_topology(module);
   register_host_threads(module);
   register_work_queue(module);

@@ -1,31 +1,29 @@
-#include <pybind11/stl.h>
-
 #include <map>
 
 #include "bind/bind.h"
 #include "trace/step_tracer.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
 namespace {
 
-py::dict describe_memory(const MemorySample& sample) {
-  py::dict chunk_buffers;
+nb::dict describe_memory(const MemorySample& sample) {
+  nb::dict chunk_buffers;
   for (int kind = 0; kind < kNumArrayKinds; ++kind)
-    chunk_buffers[py::cast(static_cast<ArrayKind>(kind))] = sample.chunk_buffer_bytes[static_cast<size_t>(kind)];
-  py::dict fields;
+    chunk_buffers[nb::cast(static_cast<ArrayKind>(kind))] = sample.chunk_buffer_bytes[static_cast<size_t>(kind)];
+  nb::dict fields;
   fields["activation_bytes"] = sample.activation_bytes;
   fields["idle_bytes"] = sample.idle_bytes;
   fields["chunk_buffer_bytes"] = chunk_buffers;
   return fields;
 }
 
-py::dict describe_access(const TracedAccess& access) {
-  py::list acquired;
-  for (ArrayId id : access.acquired) acquired.append(py::make_tuple(id.chunk, id.kind));
-  py::dict fields = describe_memory(access.memory);
+nb::dict describe_access(const TracedAccess& access) {
+  nb::list acquired;
+  for (ArrayId id : access.acquired) acquired.append(nb::make_tuple(id.chunk, id.kind));
+  nb::dict fields = describe_memory(access.memory);
   fields["phase"] = access.phase;
   fields["activation_peak_bytes"] = access.activation_peak_bytes;
   fields["acquired"] = acquired;
@@ -37,8 +35,8 @@ py::dict describe_access(const TracedAccess& access) {
   return fields;
 }
 
-py::dict describe_span(const TracedSpan& span) {
-  py::dict fields;
+nb::dict describe_span(const TracedSpan& span) {
+  nb::dict fields;
   fields["track"] = span.label.track;
   fields["cause"] = span.label.cause;
   fields["chunk"] = span.label.array.chunk;
@@ -54,18 +52,18 @@ py::dict describe_span(const TracedSpan& span) {
 
 }  // namespace
 
-py::dict describe_trace(const StepTrace& trace) {
-  py::list accesses;
+nb::dict describe_trace(const StepTrace& trace) {
+  nb::list accesses;
   for (const TracedAccess& access : trace.accesses) accesses.append(describe_access(access));
-  py::list spans;
+  nb::list spans;
   for (const TracedSpan& span : trace.spans) spans.append(describe_span(span));
-  py::list samples;
+  nb::list samples;
   for (const MemorySample& sample : trace.samples) {
-    py::dict fields = describe_memory(sample);
+    nb::dict fields = describe_memory(sample);
     fields["seconds"] = sample.seconds;
     samples.append(fields);
   }
-  py::dict result;
+  nb::dict result;
   result["outcome"] = trace.outcome;
   result["seconds"] = trace.seconds;
   result["optimizer_begin_seconds"] = trace.optimizer_begin_seconds;
@@ -76,20 +74,20 @@ py::dict describe_trace(const StepTrace& trace) {
   return result;
 }
 
-py::dict describe_stalls(const StepTrace& trace) {
+nb::dict describe_stalls(const StepTrace& trace) {
   std::map<StallCause, double> stalled;
   for (const TracedSpan& span : trace.spans) {
     if (span.label.track == Track::kStall && span.owner == SpanOwner::kThisStep)
       stalled[span.label.cause] += span.end_seconds - span.begin_seconds;
   }
-  py::dict result;
+  nb::dict result;
   result["seconds"] = trace.seconds;
   result["stalled_seconds"] = stalled;
   return result;
 }
 
-void register_trace(py::module_& module) {
-  py::enum_<Track>(module, "Track", "Track of a span in a trace (common/tracing.h).")
+void register_trace(nb::module_& module) {
+  nb::enum_<Track>(module, "Track", "Track of a span in a trace (common/tracing.h).")
       .value("STALL", Track::kStall)
       .value("UPLOAD", Track::kUpload)
       .value("DOWNLOAD", Track::kDownload)
@@ -103,7 +101,7 @@ void register_trace(py::module_& module) {
       .value("DISK_ADAM", Track::kDiskAdam)
       .value("DISK_WRITE", Track::kDiskWrite)
       .value("ROUND_TRIP", Track::kRoundTrip);
-  py::enum_<StallCause>(module, "StallCause", "Cause of a stall of the compute queue (common/tracing.h).")
+  nb::enum_<StallCause>(module, "StallCause", "Cause of a stall of the compute queue (common/tracing.h).")
       .value("NONE", StallCause::kNone)
       .value("UPLOAD", StallCause::kUpload)
       .value("DOWNLOAD", StallCause::kDownload)
@@ -112,10 +110,10 @@ void register_trace(py::module_& module) {
       .value("ROOM", StallCause::kRoom)
       .value("NORM", StallCause::kNorm)
       .value("COLLECTIVE", StallCause::kCollective);
-  py::enum_<SpanOwner>(module, "SpanOwner", "The step that a span belongs to (trace/step_tracer.h).")
+  nb::enum_<SpanOwner>(module, "SpanOwner", "The step that a span belongs to (trace/step_tracer.h).")
       .value("THIS_STEP", SpanOwner::kThisStep)
       .value("STEP_BEFORE", SpanOwner::kStepBefore);
-  py::enum_<StepOutcome>(module, "StepOutcome", "How a step ended (trace/step_tracer.h).")
+  nb::enum_<StepOutcome>(module, "StepOutcome", "How a step ended (trace/step_tracer.h).")
       .value("APPLIED", StepOutcome::kApplied)
       .value("SKIPPED", StepOutcome::kSkipped);
 }

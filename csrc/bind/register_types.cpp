@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <vector>
 
 #include "bind/bind.h"
@@ -10,7 +8,7 @@
 #include "common/dtype.h"
 #include "common/types.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -23,8 +21,8 @@ State parse_state(const std::string& name) {
   throw ArgumentError("there is no state " + name);
 }
 
-void register_ablation(py::module_& module) {
-  py::enum_<Mechanism>(module, "Mechanism", "Mechanisms that an ablation can switch off (common/ablation.h).")
+void register_ablation(nb::module_& module) {
+  nb::enum_<Mechanism>(module, "Mechanism", "Mechanisms that an ablation can switch off (common/ablation.h).")
       .value("WHOLE_UPDATES_AHEAD", Mechanism::kWholeUpdatesAhead)
       .value("TWO_PHASE_UPDATES", Mechanism::kTwoPhaseUpdates)
       .value("SCALE_INDEPENDENT_VALUES", Mechanism::kScaleIndependentValues)
@@ -41,37 +39,39 @@ void register_ablation(py::module_& module) {
         for (Mechanism mechanism : mechanisms) bits |= uint32_t{1} << static_cast<uint32_t>(mechanism);
         set_left_out(bits);
       },
-      py::arg("mechanisms"), "Switches these mechanisms off in engines built from now on, and all others on.");
+      nb::arg("mechanisms"), "Switches these mechanisms off in engines built from now on, and all others on.");
 }
 
 }  // namespace
 
-void register_types(py::module_& module) {
-  py::enum_<DType>(module, "DType", "Element type of a chunk's arrays.")
+void register_types(nb::module_& module) {
+  nb::enum_<DType>(module, "DType", "Element type of a chunk's arrays.")
       .value("FLOAT32", DType::kFloat32)
       .value("BFLOAT16", DType::kBFloat16)
       .value("FLOAT16", DType::kFloat16);
-  py::enum_<StateType>(module, "StateType", "Element type of an optimizer state (common/dtype.h).")
+  nb::enum_<StateType>(module, "StateType", "Element type of an optimizer state (common/dtype.h).")
       .value("FLOAT32", StateType::kFloat32)
       .value("LOWER_HALF", StateType::kLowerHalf)
       .value("BFLOAT16", StateType::kBFloat16)
       .value("SIGNED8", StateType::kSigned8)
       .value("UNSIGNED8", StateType::kUnsigned8)
       .value("NONE", StateType::kNone);
-  py::enum_<GradientPlace>(module, "GradientPlace", "Where a gradient waits for the step (chunk/layout.h).")
+  nb::enum_<GradientPlace>(module, "GradientPlace", "Where a gradient waits for the step (chunk/layout.h).")
       .value("OF_PARAM", GradientPlace::kOfParam)
       .value("OWN", GradientPlace::kOwn);
-  py::class_<StateFormat>(module, "StateFormat", "The types of a parameter's optimizer states (chunk/layout.h).")
-      .def(py::init([](StateType master, StateType momentum, StateType variance, GradientPlace gradient) {
-             return StateFormat{master, momentum, variance, gradient};
-           }),
-           py::arg("master") = StateType::kFloat32, py::arg("momentum") = StateType::kFloat32,
-           py::arg("variance") = StateType::kFloat32, py::arg("gradient") = GradientPlace::kOfParam)
-      .def_readonly("master", &StateFormat::master)
-      .def_readonly("momentum", &StateFormat::momentum)
-      .def_readonly("variance", &StateFormat::variance)
-      .def_readonly("gradient", &StateFormat::gradient);
-  py::enum_<ArrayKind>(module, "ArrayKind", "The arrays of a chunk (common/types.h).")
+  nb::class_<StateFormat>(module, "StateFormat", "The types of a parameter's optimizer states (chunk/layout.h).")
+      .def(
+          "__init__",
+          [](StateFormat* self, StateType master, StateType momentum, StateType variance, GradientPlace gradient) {
+            new (self) StateFormat{master, momentum, variance, gradient};
+          },
+          nb::arg("master") = StateType::kFloat32, nb::arg("momentum") = StateType::kFloat32,
+          nb::arg("variance") = StateType::kFloat32, nb::arg("gradient") = GradientPlace::kOfParam)
+      .def_ro("master", &StateFormat::master)
+      .def_ro("momentum", &StateFormat::momentum)
+      .def_ro("variance", &StateFormat::variance)
+      .def_ro("gradient", &StateFormat::gradient);
+  nb::enum_<ArrayKind>(module, "ArrayKind", "The arrays of a chunk (common/types.h).")
       .value("PARAM", ArrayKind::kParam)
       .value("GRAD", ArrayKind::kGrad)
       .value("GRAD_SUM", ArrayKind::kGradSum)
@@ -81,16 +81,16 @@ void register_types(py::module_& module) {
       .value("MOMENTUM", ArrayKind::kMomentum)
       .value("VARIANCE", ArrayKind::kVariance)
       .value("QUANTIZED", ArrayKind::kQuantized);
-  py::enum_<QuantType>(module, "QuantType", "How the values of a frozen parameter are stored (common/quantized.h).")
+  nb::enum_<QuantType>(module, "QuantType", "How the values of a frozen parameter are stored (common/quantized.h).")
       .value("NONE", QuantType::kNone)
       .value("NF4", QuantType::kNf4)
       .value("INT8", QuantType::kInt8);
-  py::enum_<Tier>(module, "Tier", "Memory tier.")
+  nb::enum_<Tier>(module, "Tier", "Memory tier.")
       .value("HOST", Tier::kHost)
       .value("DEVICE", Tier::kDevice)
       .value("DISK", Tier::kDisk);
   register_ablation(module);
-  module.def("state_bytes", &state_bytes, py::arg("type"), py::arg("numel"),
+  module.def("state_bytes", &state_bytes, nb::arg("type"), nb::arg("numel"),
              "Bytes of an optimizer state of numel elements, block scales included (common/dtype.h).");
   module.def(
       "check_transition",

@@ -5,7 +5,7 @@
 //   })) .def("is_offloaded", bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::is_over))
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include <memory>
 #include <type_traits>
@@ -15,22 +15,23 @@
 
 namespace patrickstar::bind {
 
-// Closes the runtime without the GIL, if still open.
-struct DeleteWithoutGil {
-  void operator()(Runtime* runtime) const {
-    const pybind11::gil_scoped_release release;
-    delete runtime;
+// Python's Runtime: its destructor closes it without the GIL, if still open.
+class ClosedWithoutGil final : public Runtime {
+ public:
+  using Runtime::Runtime;
+  ~ClosedWithoutGil() override {
+    const nanobind::gil_scoped_release release;
+    abandon();
   }
 };
-using RuntimeHolder = std::unique_ptr<Runtime, DeleteWithoutGil>;
-using RuntimeClass = pybind11::class_<Runtime, UseListener, RuntimeHolder>;
+using RuntimeClass = nanobind::class_<Runtime, UseListener, ClosedWithoutGil>;
 
 void register_runtime_values(RuntimeClass& runtime);
 
 // Runs `work(open)` without the GIL.
 template <Call call, typename Work>
 auto without_gil(Runtime& self, const Work& work) -> std::decay_t<decltype(work(std::declval<OpenEngine&>()))> {
-  const pybind11::gil_scoped_release release;
+  const nanobind::gil_scoped_release release;
   const Runtime::Entry open = self.enter(call);
   return work(*open);
 }
@@ -65,7 +66,7 @@ auto bound(Part OpenEngine::* part, Result (Part::*method)(Args...) const) {
 template <Call call, typename Result, typename... Args>
 auto bound_to_param(Result (*function)(OpenEngine&, ParamId, Args...)) {
   return [function](Runtime& self, ParamId param, Args... args) -> std::decay_t<Result> {
-    const pybind11::gil_scoped_release release;
+    const nanobind::gil_scoped_release release;
     const Runtime::Entry open = self.enter(call, param);
     return function(*open, param, std::move(args)...);
   };
@@ -75,7 +76,7 @@ auto bound_to_param(Result (*function)(OpenEngine&, ParamId, Args...)) {
 template <Call call, typename Result>
 auto bound_to_chunk(Result (*function)(OpenEngine&, ChunkId)) {
   return [function](Runtime& self, ChunkId chunk) -> std::decay_t<Result> {
-    const pybind11::gil_scoped_release release;
+    const nanobind::gil_scoped_release release;
     const Runtime::Entry open = self.enter(call, CallChunks::of(chunk));
     return function(*open, chunk);
   };

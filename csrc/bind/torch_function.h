@@ -8,7 +8,7 @@
 // again.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include <cstdint>
 #include <vector>
@@ -34,37 +34,37 @@ class TorchFunction {
   // - `write(func, args, kwargs)` performs a write to a parameter; NotImplemented if the call writes none.
   // - `refuse(func, handle)` raises after an unrecognised write to the handle's parameter.
   // - `as_view(result, func, handles)` makes results on a chunk's memory report their uses.
-  TorchFunction(const pybind11::tuple& types, pybind11::object way_of, pybind11::object write, pybind11::object refuse,
-                pybind11::object as_view);
+  TorchFunction(const nanobind::tuple& types, nanobind::object way_of, nanobind::object write, nanobind::object refuse,
+                nanobind::object as_view);
 
-  pybind11::object operator()(pybind11::handle func, pybind11::handle types, pybind11::tuple args,
-                              pybind11::handle kwargs) const;
+  nanobind::object operator()(nanobind::handle func, nanobind::handle types, nanobind::tuple args,
+                              nanobind::handle kwargs) const;
 
  private:
   // A parameter, or a view of one, among an operation's arguments.
   struct Argument {
-    pybind11::object handle;
+    nanobind::object handle;
     const void* impl;  // c10::TensorImpl
     uint32_t version;  // before the operation
   };
   using Arguments = std::vector<Argument>;
 
-  void collect(pybind11::handle value, Arguments& arguments) const;
-  pybind11::object read(Way way, const Arguments& arguments, pybind11::handle func, pybind11::handle types,
-                        pybind11::handle args, pybind11::handle kwargs) const;
+  void collect(nanobind::handle value, Arguments& arguments) const;
+  nanobind::object read(Way way, const Arguments& arguments, nanobind::handle func, nanobind::handle types,
+                        nanobind::handle args, nanobind::handle kwargs) const;
 
   std::vector<PyTypeObject*> types_;  // immortal, owned by the module
-  pybind11::object way_of_;
-  pybind11::object write_;
-  pybind11::object refuse_;
-  pybind11::object as_view_;
-  pybind11::object call_plainly_;  // torch._C._disabled_torch_function_impl
+  nanobind::object way_of_;
+  nanobind::object write_;
+  nanobind::object refuse_;
+  nanobind::object as_view_;
+  nanobind::object call_plainly_;  // torch._C._disabled_torch_function_impl
   PyTypeObject* tensor_type_;
-  pybind11::object handle_ = interned("_patrickstar");
-  pybind11::object impl_ = interned("_patrickstar_impl");
-  pybind11::object id_ = interned("id");
-  pybind11::object uses_ = interned("uses");
-  pybind11::object is_view_ = interned("_is_view");
+  nanobind::object handle_ = interned("_patrickstar");
+  nanobind::object impl_ = interned("_patrickstar_impl");
+  nanobind::object id_ = interned("id");
+  nanobind::object uses_ = interned("uses");
+  nanobind::object is_view_ = interned("_is_view");
 };
 
 }  // namespace patrickstar::bind

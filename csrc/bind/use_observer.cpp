@@ -7,7 +7,7 @@
 #include "bind/interrupts.h"
 #include "torch_api/attached_torch.h"
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 namespace patrickstar::bind {
 
@@ -16,46 +16,46 @@ namespace {
 // Pre-hook of an autograd node.
 class BackwardEntry {
  public:
-  BackwardEntry(py::object keeper, UseListener& listener, Use use)
+  BackwardEntry(nb::object keeper, UseListener& listener, Use use)
       : keeper_(std::move(keeper)), listener_(listener), use_(std::move(use)) {}
 
-  void operator()(const py::handle& /*gradient*/) const {
+  void operator()(const nb::handle& /*gradient*/) const {
     deliver_interrupt();
-    const py::gil_scoped_release release;
+    const nb::gil_scoped_release release;
     listener_.enter_backward(use_.begin, use_.end, use_.params);
   }
 
  private:
-  py::object keeper_;  // keeps listener_ alive
+  nb::object keeper_;  // keeps listener_ alive
   UseListener& listener_;
   Use use_;
 };
 
 // Takes over a new reference; throws the Python error if null.
-py::object checked(PyObject* result) {
-  if (result == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
+nb::object checked(PyObject* result) {
+  if (result == nullptr) nb::raise_python_error();
+  return nb::steal<nb::object>(result);
 }
 
 }  // namespace
 
-py::object call_without_torch_function(const py::object& impl, py::handle func, py::handle types, py::handle args,
-                                       py::handle kwargs) {
+nb::object call_without_torch_function(const nb::object& impl, nb::handle func, nb::handle types, nb::handle args,
+                                       nb::handle kwargs) {
   PyObject* arguments[] = {func.ptr(), types.ptr(), args.ptr(), kwargs.ptr()};
   return checked(PyObject_Vectorcall(impl.ptr(), arguments, kwargs.is_none() ? 3 : 4, nullptr));
 }
 
-UseObserver::UseObserver(py::object listener, py::object find_nodes)
-    : listener_(std::move(listener)), listens_(listener_.cast<UseListener&>()), find_nodes_(std::move(find_nodes)) {
-  const py::module_ torch = py::module_::import("torch");
+UseObserver::UseObserver(nb::object listener, nb::object find_nodes)
+    : listener_(std::move(listener)), listens_(nb::cast<UseListener&>(listener_)), find_nodes_(std::move(find_nodes)) {
+  const nb::module_ torch = nb::module_::import_("torch");
   tensor_type_ = torch.attr("Tensor");
-  scratch_ = torch.attr("empty")(0, py::arg("device") = "cpu", py::arg("requires_grad") = true);
+  scratch_ = torch.attr("empty")(0, nb::arg("device") = "cpu", nb::arg("requires_grad") = true);
 }
 
 void UseObserver::open_scope(const void* caller, const std::vector<ParamId>& params, HoldUntil until) {
   Tick begin;
   {
-    const py::gil_scoped_release release;
+    const nb::gil_scoped_release release;
     begin = listens_.open_scope(params, until);
   }
   scopes_.open({caller,
@@ -65,12 +65,12 @@ void UseObserver::open_scope(const void* caller, const std::vector<ParamId>& par
                 {}});
 }
 
-std::optional<Scope> UseObserver::close_scope(const void* caller, py::handle output) {
+std::optional<Scope> UseObserver::close_scope(const void* caller, nb::handle output) {
   std::optional<Scope> scope = scopes_.close(caller);
   if (!scope) return scope;
   if (!scope->uncovered.empty() && scope->grad_enabled && torch_api().is_grad_enabled())
     acquire_before(output, {scope->begin, listens_.tick(), scope->uncovered});
-  const py::gil_scoped_release release;
+  const nb::gil_scoped_release release;
   listens_.close_scope();
   return scope;
 }
@@ -90,38 +90,38 @@ void UseObserver::note_read(const std::vector<ParamId>& params) {
 }
 
 void UseObserver::touch(const std::vector<ParamId>& params) {
-  const py::gil_scoped_release release;
+  const nb::gil_scoped_release release;
   listens_.touch(params);
 }
 
 Tick UseObserver::begin_use(const std::vector<ParamId>& params) {
-  const py::gil_scoped_release release;
+  const nb::gil_scoped_release release;
   return listens_.touch(params);
 }
 
-void UseObserver::end_use(py::handle result, Tick begin, const std::vector<ParamId>& params, BackwardNeed need) {
+void UseObserver::end_use(nb::handle result, Tick begin, const std::vector<ParamId>& params, BackwardNeed need) {
   if (scopes_.note_use(params) && need == BackwardNeed::kValue) acquire_before(result, {begin, begin, params});
 }
 
-py::object UseObserver::node_of(py::handle result) const {
+nb::object UseObserver::node_of(nb::handle result) const {
   // F.linear returns a view of addmm's result. An in-place change gives the view another node, but its base keeps
   // addmm's.
-  const py::object base = result.attr(base_);
-  const py::object node = base.is_none() ? base : base.attr(grad_fn_);
-  return node.is_none() ? py::object(result.attr(grad_fn_)) : node;
+  const nb::object base = result.attr(base_);
+  const nb::object node = base.is_none() ? base : base.attr(grad_fn_);
+  return node.is_none() ? nb::object(result.attr(grad_fn_)) : node;
 }
 
-void UseObserver::acquire_before(py::handle result, Use use) {
+void UseObserver::acquire_before(nb::handle result, Use use) {
   const bool is_tensor = Py_TYPE(result.ptr()) == reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());
-  const py::object nodes = is_tensor ? node_of(result) : find_nodes_(result);
+  const nb::object nodes = is_tensor ? node_of(result) : find_nodes_(result);
   if (nodes.is_none()) return;
-  py::dict hooks;
-  hooks[hook_key_] = py::cast(BackwardEntry(listener_, listens_, std::move(use)));
+  nb::dict hooks;
+  hooks[hook_key_] = nb::cast(BackwardEntry(listener_, listens_, std::move(use)));
   scratch_.attr(backward_hooks_) = hooks;
   if (is_tensor) {
     checked(PyObject_CallMethodOneArg(nodes.ptr(), register_hook_dict_.ptr(), scratch_.ptr()));
   } else {
-    for (const py::handle& node : nodes) node.attr(register_hook_dict_)(scratch_);
+    for (const nb::handle& node : nodes) node.attr(register_hook_dict_)(scratch_);
   }
 }
 
@@ -134,7 +134,7 @@ void ModuleHook::before_forward() {
   observer_->open_scope(this, params_, until_);
 }
 
-void ModuleHook::after_forward(py::handle output) {
+void ModuleHook::after_forward(nb::handle output) {
   if (!observer_) return;
   const std::optional<Scope> scope = observer_->close_scope(this, output);
   if (!scope || stage_ == Stage::kLearned) return;
@@ -149,9 +149,9 @@ void ModuleHook::finish_learning(std::vector<ParamId> params) {
   stage_ = Stage::kLearned;
 }
 
-void register_backward_entry(py::module_& module) {
-  py::class_<BackwardEntry>(module, "BackwardEntry", "A pre-hook of an autograd node (bind/use_observer.h).")
-      .def("__call__", &BackwardEntry::operator());
+void register_backward_entry(nb::module_& module) {
+  nb::class_<BackwardEntry>(module, "BackwardEntry", "A pre-hook of an autograd node (bind/use_observer.h).")
+      .def("__call__", &BackwardEntry::operator(), nb::arg("gradient").none());
 }
 
 }  // namespace patrickstar::bind

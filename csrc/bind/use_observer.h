@@ -14,7 +14,7 @@
 // One thread at a time, with the GIL: the user's in forward, autograd's in backward. The core runs without the GIL.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include <cstdint>
 #include <memory>
@@ -42,18 +42,18 @@ enum class BackwardNeed : uint8_t {
 
 // func(*args, **kwargs) without __torch_function__. `impl`: torch._C._disabled_torch_function_impl. `kwargs`: dict or
 // None.
-pybind11::object call_without_torch_function(const pybind11::object& impl, pybind11::handle func,
-                                             pybind11::handle types, pybind11::handle args, pybind11::handle kwargs);
+nanobind::object call_without_torch_function(const nanobind::object& impl, nanobind::handle func,
+                                             nanobind::handle types, nanobind::handle args, nanobind::handle kwargs);
 
 class UseObserver {
  public:
   // `listener`: a UseListener. `find_nodes(value)` returns the distinct autograd nodes of all tensors in a value.
-  UseObserver(pybind11::object listener, pybind11::object find_nodes);
+  UseObserver(nanobind::object listener, nanobind::object find_nodes);
 
   // `caller` identifies the module's hook.
   void open_scope(const void* caller, const std::vector<ParamId>& params, HoldUntil until);
   // Ends `caller`'s call, the innermost one, with its `output`. Returns nothing if the call never began.
-  std::optional<Scope> close_scope(const void* caller, pybind11::handle output);
+  std::optional<Scope> close_scope(const void* caller, nanobind::handle output);
   // Drops calls that an exception left open.
   void forget_scopes() { scopes_.clear(); }
 
@@ -69,25 +69,25 @@ class UseObserver {
   void touch(const std::vector<ParamId>& params);
   // Call before and after an operation that uses `params`; the backward of its result acquires them again.
   Tick begin_use(const std::vector<ParamId>& params);
-  void end_use(pybind11::handle result, Tick begin, const std::vector<ParamId>& params, BackwardNeed need);
+  void end_use(nanobind::handle result, Tick begin, const std::vector<ParamId>& params, BackwardNeed need);
 
  private:
-  void acquire_before(pybind11::handle result, Use use);
+  void acquire_before(nanobind::handle result, Use use);
   // None if no node made it. A view's node is that of its base, which in-place changes of the view do not replace.
-  pybind11::object node_of(pybind11::handle result) const;
+  nanobind::object node_of(nanobind::handle result) const;
 
-  pybind11::object listener_;
+  nanobind::object listener_;
   UseListener& listens_;
   ScopeStack scopes_;
   std::vector<uint8_t> read_;  // by parameter; may be shorter
-  pybind11::object find_nodes_;
-  pybind11::object tensor_type_;
-  pybind11::object scratch_;  // lends its hook dict to nodes
-  pybind11::object hook_key_ = pybind11::int_(0);
-  pybind11::object grad_fn_ = interned("grad_fn");
-  pybind11::object base_ = interned("_base");
-  pybind11::object backward_hooks_ = interned("_backward_hooks");
-  pybind11::object register_hook_dict_ = interned("_register_hook_dict");
+  nanobind::object find_nodes_;
+  nanobind::object tensor_type_;
+  nanobind::object scratch_;  // lends its hook dict to nodes
+  nanobind::object hook_key_ = nanobind::int_(0);
+  nanobind::object grad_fn_ = interned("grad_fn");
+  nanobind::object base_ = interned("_base");
+  nanobind::object backward_hooks_ = interned("_backward_hooks");
+  nanobind::object register_hook_dict_ = interned("_register_hook_dict");
 };
 
 class ModuleHook {
@@ -96,7 +96,7 @@ class ModuleHook {
   ModuleHook(std::shared_ptr<UseObserver> observer, std::vector<ParamId> params, HoldUntil until);
 
   void before_forward();
-  void after_forward(pybind11::handle output);
+  void after_forward(nanobind::handle output);
 
   // Parameters that a call acquires.
   const std::vector<ParamId>& params() const { return params_; }

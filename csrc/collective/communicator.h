@@ -36,7 +36,7 @@ struct PeerBytes {
   int64_t num_bytes;
 };
 
-class Communicator {
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
@@ -67,7 +67,7 @@ class Communicator {
 // Each exchange carries the user's call that this rank is in and the purpose of the exchange. If ranks differ (one has
 // an extra batch, or saves while others train), all of them throw RankMismatch in this exchange. The error names each
 // rank's call.
-class ControlGroup {
+class ControlGroup : public std::enable_shared_from_this<ControlGroup> {
  public:
   virtual ~ControlGroup() = default;
   virtual int rank() const = 0;

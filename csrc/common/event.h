@@ -21,7 +21,7 @@ using Event = std::shared_ptr<EventState>;
 // An exception of a worker thread is stored in the event of its task. wait() rethrows it on the waiting thread, so
 // dependent work fails instead of reading unwritten data. settle() ignores it, for callers that only need the memory
 // back. Any thread may call any method.
-class HostEvent final : public EventState {
+class HostEvent final : public EventState, public std::enable_shared_from_this<HostEvent> {
  public:
   void complete() { end(nullptr); }
   void fail(std::exception_ptr failure) { end(std::move(failure)); }

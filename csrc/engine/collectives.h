@@ -80,7 +80,7 @@ struct RankRound {
   ChunkId needed = kNone;         // all-gathered next; kNone when all ranks' phases are over
 };
 
-class Collectives {
+class Collectives : public std::enable_shared_from_this<Collectives> {
  public:
   Collectives();
   Collectives(std::shared_ptr<Communicator> gather, std::shared_ptr<Communicator> scatter,

@@ -17,7 +17,7 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
                                        std::move(collectives), std::move(kept));
 }
 
-Runtime::~Runtime() {
+void Runtime::abandon() noexcept {
   if (!made_in_.is_here()) {
     open_.release();  // its threads belong to the other process
     return;

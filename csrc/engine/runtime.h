@@ -19,7 +19,7 @@
 
 namespace patrickstar {
 
-class Runtime final : public UseListener {
+class Runtime : public UseListener {
  public:
   // The open engine during one call, with the lock held.
   class Entry {
@@ -38,8 +38,7 @@ class Runtime final : public UseListener {
   Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
           const EngineOptions& options, std::shared_ptr<Collectives> collectives,
           std::shared_ptr<KeptRegions> kept = nullptr);
-  // Without close(), aborts running operations with other ranks instead of waiting for them.
-  ~Runtime() override;
+  ~Runtime() override { abandon(); }
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
@@ -50,6 +49,8 @@ class Runtime final : public UseListener {
   // Ends all threads, frees all memory and restores PyTorch's allocator; a failure does not stop the rest. Throws the
   // first failure. Idempotent. Autograd graphs may outlive the engine and refer to this object.
   void close();
+  // Closes without waiting for other ranks: aborts running operations with them. Ignores failures.
+  void abandon() noexcept;
   bool closed();
 
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override;

@@ -31,7 +31,7 @@
 namespace patrickstar {
 
 // Faults that tests inject. A count of -1: never.
-struct DiskFaults {
+struct DiskFaults : std::enable_shared_from_this<DiskFaults> {
   std::atomic<int64_t> reads_before_error{-1};  // pieces; all later ones fail
   std::atomic<int64_t> writes_before_error{-1};
   std::atomic<int> error_number{5};            // EIO

@@ -85,7 +85,7 @@ struct RegionHooks {
 };
 
 // Prepared regions of one arena, kept for another. Regions that no arena takes are unmapped with this.
-class KeptRegions {
+class KeptRegions : public std::enable_shared_from_this<KeptRegions> {
  public:
   struct Region {
     char* data = nullptr;

@@ -1,5 +1,5 @@
 // Groups of torch.distributed on the CPU. Python's groups are reached by name, because a pybind11 type of PyTorch
-// cannot cross into an extension with another pybind11.
+// cannot cross into an extension made with nanobind.
 #include "torch_shim/parts.h"
 
 #ifdef PATRICKSTAR_WITH_C10D

@@ -33,6 +33,10 @@ _LOADER_OPTIONS = (
 )
 
 
+# Sums that the Trainer zeroes at the start of its loop; its versions have more and fewer.
+_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+
+
 class LeftRun(SystemExit):  # noqa: N818 (it ends a script, and is no error)
     """Raised when this process is no longer a rank, and its model has no values: ends the script with status 0, unless
     caught.
@@ -229,10 +233,7 @@ class _Progress:
             "callbacks": json.dumps([(type(item).__name__, item.state()["attributes"]) for item in self._exported()]),
             "sums": {
                 "_tr_loss": trainer._tr_loss.item(),
-                "_total_loss_scalar": trainer._total_loss_scalar,
-                "_globalstep_last_logged": trainer._globalstep_last_logged,
-                "_initial_global_step": trainer._initial_global_step,
-                "_initial_num_input_tokens_seen": trainer._initial_num_input_tokens_seen,
+                **{name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)},
             },
         }
 

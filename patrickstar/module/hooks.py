@@ -5,8 +5,10 @@ The hooks search inputs and outputs only for autograd nodes, so any pytree, keyw
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
-from collections.abc import Container
+from collections.abc import Callable, Container
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +17,14 @@ from patrickstar import _C
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.observer import Observer
 from patrickstar.module.tiled_modules import inside_tiled, is_tiled
+
+
+def _reduce_bound(method: Any) -> tuple[Callable[..., Any], tuple[Any, str]]:
+    return getattr, (method.__self__, method.__func__.__name__)
+
+
+# A module's copies and pickles include its hooks; nanobind's bound methods cannot be pickled by themselves.
+copyreg.pickle(type(_C.ModuleHook().before_forward), _reduce_bound)
 
 
 @dataclasses.dataclass(frozen=True)

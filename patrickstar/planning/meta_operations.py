@@ -27,6 +27,11 @@ _CONSTANTS = (
 )
 
 
+# Products of 16-bit matrices onto a float32 one (tensor2d/local_products.py). PyTorch 2.11 confuses the arguments in
+# its meta function; older versions have no such operation.
+_PRODUCT_ONTO = getattr(torch.ops.aten.addmm, "dtype_out", None)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
     """A new tensor."""
@@ -47,6 +52,8 @@ class MetaOperations:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Hashable]:
         """Returns the result of ``func`` and a key that determines its shapes; None if no key does."""
+        if func is _PRODUCT_ONTO:
+            return kwargs["out"], None
         if func.is_view or func._schema.is_mutable:
             return func(*args, **kwargs), None
         key = _describe((func, args, *kwargs.items()))

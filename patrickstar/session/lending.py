@@ -65,8 +65,8 @@ def take_back(session: Session) -> None:
     with deferred_signals(), session.guard("take_back"):
         session.ranks.meet()
         session.loan.holder = Holder.ENGINE
+        refusal = _of_any_rank(session, _what_others_hold(session))  # first, since it empties PyTorch's cache
         session.runtime.take_device_back()
-        refusal = _of_any_rank(session, _what_others_hold(session))
         if not refusal:
             session.runtime.return_states()
     if refusal:

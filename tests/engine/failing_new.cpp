@@ -5,7 +5,7 @@
 //   ... MemoryError ...
 //   int64_t num_asked = stop_failing();
 //
-// Threads that hold the GIL are left alone: pybind11 ends the process where it cannot note an object that it has made.
+// Threads that hold the GIL are left alone: nanobind ends the process where it cannot note an object that it has made.
 #include <dlfcn.h>
 
 #include <atomic>

@@ -30,7 +30,7 @@ GUARDED = "#ifdef PATRICKSTAR_WITH_CUDA\n#include <cuda_runtime_api.h>\n#include
     "files",
     [
         {"chunk/store.cpp": '#include "memory/arena.h"\n#include "chunk/store.h"\n', "chunk/store.h": ""},
-        {"bind/module.cpp": "#include <pybind11/pybind11.h>\n"},
+        {"bind/module.cpp": "#include <nanobind/nanobind.h>\n"},
         {"backend/cuda_backend.cpp": "#include <cuda_runtime_api.h>\n"},
         {"collective/nccl_group.cpp": "#include <nccl.h>\n"},
         {"torch_shim/group.cpp": "#include <torch/extension.h>\n#include <c10/core/Device.h>\n"},
@@ -61,7 +61,7 @@ def test_what_is_allowed(tmp_path, files):
         ({"engine/runtime.cpp": "#include <torch/extension.h>\n"}, "the core is compiled without PyTorch"),
         ({"bind/module.cpp": "#include <ATen/ATen.h>\n"}, "the core is compiled without PyTorch"),
         ({"chunk/store.h": "#include <c10/core/StorageImpl.h>\n"}, "the core is compiled without PyTorch"),
-        ({"optim/compute.cpp": "#include <pybind11/pybind11.h>\n"}, "Python is for bind/ alone"),
+        ({"optim/compute.cpp": "#include <nanobind/nanobind.h>\n"}, "Python is for bind/ alone"),
         ({"engine/runtime.cpp": "#include <cuda_runtime_api.h>\n"}, "#ifdef PATRICKSTAR_WITH_CUDA may"),
         ({"torch_shim/shim.cpp": "#include <c10/cuda/CUDAStream.h>\n"}, "#ifdef PATRICKSTAR_WITH_CUDA may"),
         ({"engine/a.cpp": f"{GUARDED}#include <nccl.h>\n"}, "#ifdef PATRICKSTAR_WITH_CUDA may"),

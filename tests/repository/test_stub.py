@@ -37,18 +37,18 @@ def test_the_extension_agrees_with_itself():
 _REST_OF_ADAM = """,
         *,
         key: optim.RandomKey | None = None,
-        **kwargs: float,
+        **scalars: float,
     ) -> None:
         \"\"\"One"""
 EDITS = {
     "a function is missing": ("def num_available_cpus() -> int:", "def _num_available_cpus() -> int:"),
     "a function too many": ("UNLIMITED: int\n", "UNLIMITED: int\ndef surplus() -> None: ...\n"),
     "a method is missing": ("    def trim(self) -> None: ...\n", ""),
-    "a member is missing": ("    BFLOAT16: ClassVar[DType]\n", ""),
-    "a member of another class": ("    BFLOAT16: ClassVar[DType]\n", "    BFLOAT16: ClassVar[Tier]\n"),
+    "a member is missing": ("    BFLOAT16 = 1\n", ""),
+    "another value of a member": ("    BFLOAT16 = 1\n", "    BFLOAT16 = 2\n"),
     "an attribute is missing": ("    prefetches_far: bool\n", ""),
     "a constant is missing": ("    SQUARES_BLOCK: ClassVar[int]\n", ""),
-    "a special method is missing": ("    def __index__(self) -> int: ...\n", ""),
+    "a special method is missing": ("    def __enter__(self) -> None: ...\n", ""),
     "another base": ("class RankMismatch(StateError):", "class RankMismatch(RuntimeError):"),
     "a method in place of a property": ("    @property\n    def num_urgent(self)", "    def num_urgent(self)"),
     "an attribute that cannot be set": (
