@@ -3,7 +3,8 @@
     engine, optimizer, *_ = patrickstar.initialize(model=lambda: patrickstar.from_pretrained(folder), config=config)
 
 The model is built on the meta device. An engine reads its weights unit by unit (``patrickstar.module.materialize``), so
-no rank ever holds a whole copy of them.
+no rank ever holds a whole copy of them. Files in another form than the model's are converted as they are read
+(``patrickstar.module.conversions``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Export of an engine's weights as a Hugging Face folder: names of tied weights, and the model's configuration."""
+"""Export of an engine's weights as a Hugging Face folder: names and forms of its files, and the configuration."""
 
 from __future__ import annotations
 

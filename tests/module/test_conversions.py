@@ -13,6 +13,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import patrickstar
+from patrickstar.command.checkpoints import main
 from patrickstar.integrations.weights import load_into
 from patrickstar.module import pretrained
 from patrickstar.module.conversions import ModelValues
@@ -208,3 +209,16 @@ def test_conversions_that_need_values(tmp_path, caplog, unknown_conversion):
             engine.export_weights(tmp_path / "exported")
         assert "Qwen3MoeForCausalLM is exported under its own names" in caplog.text
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == model.state_dict().keys()
+
+
+def test_a_checkpoint_is_exported_by_its_configuration(tmp_path, capsys):
+    model = build("Qwen3Moe")
+    model.save_pretrained(tmp_path / "saved")
+    with engine_of(patrickstar.from_pretrained(tmp_path / "saved")) as engine:
+        engine.save_checkpoint(tmp_path / "run")
+    config = tmp_path / "saved" / "config.json"
+    for name, flags in {"known": ["--config", str(config)], "unknown": []}.items():
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / name), *flags]) == 0
+    known, unknown = (load_file(tmp_path / name / "model.safetensors") for name in ("known", "unknown"))
+    assert_same_bits(known, load_file(tmp_path / "saved" / "model.safetensors"))
+    assert_same_bits(unknown, dict(model.state_dict()))
