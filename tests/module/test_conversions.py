@@ -47,6 +47,7 @@ MORE = {
         "mamba_d_head": 16,
         "mamba_n_groups": 1,
     },
+    "HrmText": {"num_key_value_heads": 4},
 }
 TEXT_CONFIGS = {"Llama4": "Llama4TextConfig"}
 FAMILIES = [*MIXTURES, *MORE, "Qwen3VLMoe", "Llava"]
@@ -70,7 +71,7 @@ def engine_of(model):
     return initialize_engine(lambda: model, 0, {})[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)  # in HrmText's files query, key and value are one tensor
 def test_folders_are_those_of_transformers(tmp_path, family):
     model = build(family)
     model.save_pretrained(tmp_path / "saved", max_shard_size="60kB")
