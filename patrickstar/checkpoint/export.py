@@ -108,7 +108,7 @@ def check_free(target: Path) -> None:
 
 
 def _describe(shard: TensorShard, options: ExportOptions) -> dict[str, Any]:
-    dtype = _export_dtype(shard, options)
+    dtype = file_dtype(shard, options.dtype)
     return {
         "name": options.rename(shard.name),
         "shape": list(shard.shape),
@@ -118,9 +118,10 @@ def _describe(shard: TensorShard, options: ExportOptions) -> dict[str, Any]:
     }
 
 
-def _export_dtype(shard: TensorShard, options: ExportOptions) -> torch.dtype:
-    keeps = options.dtype is None or shard.kind == "buffer" or not shard.dtype.is_floating_point
-    return shard.dtype if keeps else options.dtype
+def file_dtype(shard: TensorShard, dtype: torch.dtype | None) -> torch.dtype:
+    """A shard's dtype in a file, if :attr:`ExportOptions.dtype` is ``dtype``."""
+    keeps = dtype is None or shard.kind == "buffer" or not shard.dtype.is_floating_point
+    return shard.dtype if keeps else dtype
 
 
 def _plan(records: Iterable[Mapping[str, Any]], max_file_bytes: int) -> dict[str, list[FileTensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -63,6 +63,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = torch.float32,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     texts: Mapping[str, str] | None = None,
+    form: Callable[[list[TensorShard]], list[TensorShard]] = list,
 ) -> Path:
     """Writes the weights in Hugging Face's format, without a model or an engine, and returns the folder.
 
@@ -72,9 +73,10 @@ def export_checkpoint(
         dtype: dtype of floating point parameters; None: the stored one.
         max_file_bytes: limit of one file's tensors.
         texts: more files by name, such as a ``config.json``, which no checkpoint holds.
+        form: makes the files' tensors from the checkpoint's.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the folder cannot be written.
     """
     options = ExportOptions(dtype=dtype, max_file_bytes=max_file_bytes, texts=texts or {})
-    return export(target, list(StoredSource(checkpoint).values()), options)
+    return export(target, form(list(StoredSource(checkpoint).values())), options)

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint import Checkpoint, CheckpointError
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.checkpoint.folder import find_checkpoint, latest_tag, tags
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, StoredTensor
-from patrickstar.checkpoint.shards import STATE_KINDS
+from patrickstar.checkpoint.shards import STATE_KINDS, TensorShard
 from patrickstar.checkpoint.stored_source import export_checkpoint, merge
 from patrickstar.command.flags import CommandParser, at_least_1, memory_size, run_reporting
 from patrickstar.sizes import show_size
+from patrickstar.state.file_tensors import FileTensors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "stored": None}
 _STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "momentum_buffer": "momentum"}
@@ -59,7 +61,9 @@ def _make_parser(prog: str) -> CommandParser:
         "--max-file-size", type=memory_size, default=DEFAULT_MAX_FILE_BYTES, metavar="SIZE",
         help="of the tensors of one file (default: 5GB)",
     )  # fmt: skip
-    export.add_argument("--config", type=Path, metavar="FILE", help="a config.json to put beside the weights")
+    export.add_argument(
+        "--config", type=Path, metavar="FILE", help="a config.json to put beside the weights, which names their form"
+    )
     export.set_defaults(run=_export)
 
     merging = commands.add_parser("merge", help="write it as one rank would have saved it: whole tensors")
@@ -235,11 +239,36 @@ def _verify(path: Path, num_threads: int) -> bool:
 
 def _export(options: argparse.Namespace) -> int:
     texts = {"config.json": options.config.read_text(encoding="utf-8")} if options.config else {}
+    dtype = _DTYPES[options.dtype]
     with Checkpoint.find(options.directory, options.tag) as checkpoint:
-        path = export_checkpoint(checkpoint, options.target, _DTYPES[options.dtype], options.max_file_size, texts)
+        form = functools.partial(_as_files, _model_of(options.config) if options.config else None, dtype)
+        path = export_checkpoint(checkpoint, options.target, dtype, options.max_file_size, texts, form)
     files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
     print(f"{path}: {show_size(sum(file.stat().st_size for file in files))} in {len(files)} files")
     return 0
+
+
+def _model_of(config: Path) -> nn.Module | None:
+    """The model of transformers that ``config`` names, on the meta device; None if it names none."""
+    try:
+        import transformers
+
+        known = transformers.AutoConfig.from_pretrained(config)
+    except (ImportError, OSError, ValueError):
+        return None
+    kind = getattr(transformers, (known.architectures or [""])[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        return None
+    with torch.device("meta"):
+        return kind(known)
+
+
+def _as_files(model: nn.Module | None, dtype: torch.dtype | None, shards: list[TensorShard]) -> list[TensorShard]:
+    """The tensors as ``save_pretrained`` writes those of ``model``; as they are if they are another's."""
+    held = {} if model is None else {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if any(held.get(shard.name) != tuple(shard.shape) for shard in shards):
+        return shards
+    return FileTensors(model, {shard.name: shard.shape for shard in shards}).made_of(shards, dtype)
 
 
 def _merge(options: argparse.Namespace) -> int:

@@ -193,9 +193,10 @@ class Engine(ModuleFace):
     ) -> Path:
         """Writes parameters and persistent buffers as Hugging Face's sharded safetensors.
 
-        Names are those of the module's ``state_dict``, with tied weights once. A Hugging Face model's ``config.json``
-        is added, so its ``from_pretrained`` reads the folder. Parameters are written one at a time, without a copy of
-        the model.
+        Names are those of the module's ``state_dict``, with tied weights once. For a Hugging Face model they are those
+        that its ``save_pretrained`` writes, with fused experts split again, and ``config.json`` is added. Parameters
+        are written one at a time, without a copy of the model. With several ranks the first one writes a model whose
+        parameters are converted so.
 
         Args:
             directory: the folder to make.

@@ -45,7 +45,7 @@ from patrickstar.integrations.trainer_arguments import (
 from patrickstar.integrations.weights import (
     adapter_state,
     export_into,
-    exports_as_it_is,
+    exports_like_save_pretrained,
     has_sharded_matrices,
     load_adapter,
     load_into,
@@ -292,7 +292,7 @@ class PatrickStarTrainerMixin:
             # PEFT may query the model itself, on every rank
             elif callable(getattr(self.model, "get_base_model", None)):
                 self.model.save_pretrained(folder, state_dict=state, is_main_process=False)
-        elif dtype is not None and exports_as_it_is(self.model):
+        elif dtype is not None and exports_like_save_pretrained(self.model):
             if self.args.should_save:
                 self._save(folder, state_dict={})  # everything but the weights
             export_into(self.engine, folder, dtype, is_first_rank=self.args.should_save)

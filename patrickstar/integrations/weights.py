@@ -21,6 +21,7 @@ from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
 from patrickstar.checkpoint.shards import TensorShard
 from patrickstar.engine.engine import Engine
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
+from patrickstar.module.conversions import UnknownConversionError, model_values
 from patrickstar.module.pretrained import SINGLE_NAME, SafetensorsFolder
 from patrickstar.state.whole_values import names_of, whole_shards
 
@@ -71,31 +72,36 @@ def export_into(
 @torch.no_grad()
 def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
     """Reads a folder of safetensors into the parameters and buffers of ``module``, converted or not, one at a time.
-    Tied weights need only one of their names.
+    Names and forms are those of ``from_pretrained``. Tied weights need only one of their names.
 
     Raises:
-        ValueError: there are none, they cannot be read, or a tensor has another shape than its parameter; nothing was
-            loaded then.
+        ValueError: there are none, they cannot be read or converted, or a tensor has another shape than its parameter;
+            nothing was loaded then.
     """
     targets = {
         without_wrappers(name): held
         for name, held in module.state_dict(keep_vars=True).items()
         if isinstance(held, torch.Tensor)
     }
-    values = SafetensorsFolder(folder)
-    names = [name for name in values if name in targets]
-    for name in names:
+    try:
+        values = model_values(unwrapped(module), targets, SafetensorsFolder(folder))
+    except UnknownConversionError as error:
+        raise ValueError(
+            f"{os.fspath(folder)} is not read one tensor at a time ({error}); load it with from_pretrained of "
+            "transformers, and its state_dict into the engine"
+        ) from error
+    for name in values:
         if values.shape(name) != tuple(targets[name].shape):
             raise ValueError(
                 f"{os.fspath(folder)}: {name} has shape {values.shape(name)}, in the model "
                 f"{tuple(targets[name].shape)}; load weights of the same model"
             )
-    for name in names:
+    for name in values:
         with _C.HostAllocations():
             targets[name].copy_(values.read(name))
-    filled = {id(targets[name]) for name in names}
+    filled = {id(targets[name]) for name in values}
     missing = [name for name, tensor in targets.items() if id(tensor) not in filled]
-    return LoadedKeys(missing, [name for name in values if name not in targets])
+    return LoadedKeys(missing, values.left)
 
 
 def has_sharded_matrices(engine: Engine) -> bool:
@@ -181,21 +187,8 @@ def only_dtype(module: nn.Module) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def exports_as_it_is(module: nn.Module) -> bool:
-    """True if a Hugging Face model's files have the names and shapes of its parameters: no adapters of its own, no
-    quantiser, no names that are left out, no conversion between files and modules (fused experts).
+def exports_like_save_pretrained(module: nn.Module) -> bool:
+    """True if ``engine.export_weights`` writes what ``save_pretrained`` does: no adapters of the model's own, and no
+    quantiser.
     """
-    if getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "hf_quantizer", None) is not None:
-        return False
-    if getattr(module, "_keys_to_ignore_on_save", None):
-        return False
-    module = unwrapped(module)
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not isinstance(module, PreTrainedModel):
-        return True
-    held = module.state_dict(keep_vars=True)
-    probes = {name: _probe(tensor) for name, tensor in held.items()}
-    reverted = revert_weight_conversion(module, dict(probes))
-    return all(reverted.get(name) is probe for name, probe in probes.items())
+    return not getattr(module, "_hf_peft_config_loaded", False) and getattr(module, "hf_quantizer", None) is None

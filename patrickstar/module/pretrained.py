@@ -3,15 +3,18 @@
     engine, optimizer, *_ = patrickstar.initialize(model=lambda: patrickstar.from_pretrained(folder), config=config)
 
 The model is built on the meta device. An engine reads its weights unit by unit (``patrickstar.module.materialize``), so
-no rank ever holds a whole copy of them.
+no rank ever holds a whole copy of them. Files in another form than the model's are converted as they are read
+(``patrickstar.module.conversions``).
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
 import os
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch
 from torch import nn
 
 from patrickstar.checkpoint.export import INDEX_NAME
+from patrickstar.module.conversions import ModelValues, UnknownConversionError, dequantized, model_values
 from patrickstar.module.materialize import attach_values
 from patrickstar.module.quantization import freeze_quantizable, quantization_of
 
@@ -26,11 +30,12 @@ logger = logging.getLogger("patrickstar")
 
 SINGLE_NAME = "model.safetensors"
 _SHOWN = 3
+_FP8_BLOCK = (128, 128)  # DeepSeek-V3's
 _AGAIN = "copy the folder again, or write it with save_pretrained of transformers"
 
 
 class SafetensorsFolder:
-    """The tensors in a folder of safetensors, by ``state_dict`` names of one model.
+    """The tensors in a folder of safetensors. FP8 weights are dequantised by their scales, whose names are left out.
 
     Args:
         folder: has ``model.safetensors``, or several files and their index.
@@ -46,34 +51,53 @@ class SafetensorsFolder:
                 f"{os.fspath(folder)} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert its weights with "
                 "save_pretrained of transformers"
             )
+        self._folder = Path(folder)
         self._open = {path: _open_file(path) for path in paths}  # memory-mapped: nothing is read yet
         self._files = {key: path for path, file in self._open.items() for key in file.keys()}  # noqa: SIM118
-        self._keys = {key: key for key in self._files}
+        self._scales = {key: scale for key in self._files if (scale := f"{key}_scale_inv") in self._files}
+
+    @property
+    def has_scales(self) -> bool:
+        """True if some weights are in FP8."""
+        return bool(self._scales)
 
     @property
     def keys(self) -> set[str]:
         """Tensor names in the files."""
-        return set(self._files)
+        return set(self._files).difference(self._scales.values())
 
-    def rename(self, keys: dict[str, str]) -> None:
-        """Renames tensors: ``keys`` maps new names to names in the files."""
-        self._keys = dict(keys)
+    def probe(self, key: str) -> torch.Tensor:
+        """A tensor on the meta device, of the shape of tensor ``key``, whose values are not read.
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor ``name``; its values are not read."""
-        key = self._keys[name]
-        return tuple(self._open[self._files[key]].get_slice(key).get_shape())
+        Raises:
+            UnknownConversionError: FP8 codes without their scales.
+        """
+        held = self._open[self._files[key]].get_slice(key)
+        if key in self._scales:
+            return dequantized(self._get(key).to("meta"), self._get(self._scales[key]).to("meta"), self._block)
+        if held.get_dtype().startswith("F8"):
+            raise UnknownConversionError(f"{key} is in {held.get_dtype()} and has no {key}_scale_inv")
+        return torch.empty(held.get_shape(), device="meta")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._keys
+    def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Reads a tensor to the CPU; one that is dequantised gets ``dtype``."""
+        values = self._get(key)
+        return (
+            dequantized(values, self._get(self._scales[key]), self._block).to(dtype or torch.float32)
+            if key in self._scales
+            else values
+        )
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def read(self, name: str) -> torch.Tensor:
-        """Reads a tensor to the CPU."""
-        key = self._keys[name]
+    def _get(self, key: str) -> torch.Tensor:
         return self._open[self._files[key]].get_tensor(key)
+
+    @functools.cached_property
+    def _block(self) -> tuple[int, int]:
+        """Rows and columns that have one scale, by ``config.json``."""
+        config = self._folder / "config.json"
+        said = json.loads(config.read_bytes()).get("quantization_config") if config.is_file() else None
+        rows, columns = (said or {}).get("weight_block_size") or _FP8_BLOCK
+        return rows, columns
 
 
 def from_pretrained(
@@ -101,14 +125,16 @@ def from_pretrained(
             others are refused.
         **config_options: put into the model configuration, for example ``attn_implementation="sdpa"``.
 
-    Parameters that the folder lacks are initialised by the model and named in a warning, as transformers does. If the
-    files need more than renaming (merged experts), transformers loads the model in host memory, and the log says so.
+    Parameters that the folder lacks are initialised by the model and named in a warning, as transformers does. Files
+    that transformers converts (experts that the model has fused) are converted one parameter at a time. FP8 weights
+    with scales for blocks are dequantised to ``dtype``. If a conversion cannot be done so, transformers loads the model
+    in host memory, and the log says so.
 
     Raises:
         ImportError: transformers is missing.
         ValueError: the folder has no safetensors or no configuration, its index is damaged or leads out of it, a tensor
-            has another shape than its parameter, the folder's weights are quantised already, or the quantization is
-            unknown.
+            has another shape than its parameter, the folder's weights are quantised already (other than in FP8), or the
+            quantization is unknown.
     """
     wanted = quantization_of(quantization if quantization_config is None else quantization_config)
     try:
@@ -117,30 +143,28 @@ def from_pretrained(
         raise ImportError("from_pretrained needs transformers: in a clone, pip install '.[transformers]'") from error
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{os.fspath(folder)} has no config.json; give a folder that save_pretrained wrote")
-    values = SafetensorsFolder(folder)
-    config = config or transformers.AutoConfig.from_pretrained(folder, **config_options)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{os.fspath(folder)} has weights that are quantised already (quantization_config in config.json); give "
-            'the folder that they were made of, with quantization="nf4" or "int8"'
-        )
+    files = SafetensorsFolder(folder)
+    config = _unquantized(config or transformers.AutoConfig.from_pretrained(folder, **config_options), folder)
     if model_class is None:
         model_class = _class_of(transformers, config, folder)
     dtype = _dtype_of(config) if dtype == "auto" else dtype
     build = getattr(model_class, "_from_config", None) or model_class.from_config
     with torch.device("meta"):
         model = build(config, dtype=dtype)
+    _widen(model, dtype)
     model.tie_weights()
-    keys = _match(model, values.keys)
-    missing = _missing(model, keys)
-    left = values.keys - set(keys.values())
-    if missing and left and _has_conversions(model):
-        logger.info("%s: transformers converts its weights, so it loads them, in host memory", os.fspath(folder))
+    try:
+        values = model_values(model, model.state_dict(keep_vars=True), files)
+    except UnknownConversionError as error:
+        if files.has_scales:
+            raise ValueError(f"{os.fspath(folder)} cannot be dequantised ({error}); give one in 16 bits") from error
+        logger.info("%s: transformers loads its weights, in host memory (%s)", os.fspath(folder), error)
         loaded = type(model).from_pretrained(folder, config=config, dtype=dtype)
         if wanted is not None:
             freeze_quantizable(loaded, wanted)
         return loaded
-    values.rename(keys)
+    model._weight_conversions = values.used  # save_pretrained reverts them
+    missing = _missing(model, values)
     _check_shapes(model, values)
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
@@ -221,26 +245,40 @@ def _class_of(transformers: Any, config: Any, folder: str | os.PathLike[str]) ->
     )
 
 
+def _unquantized(config: Any, folder: str | os.PathLike[str]) -> Any:
+    """A model configuration without the section of FP8 weights, which are dequantised.
+
+    Raises:
+        ValueError: the weights are quantised in another way.
+    """
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return config
+    method = said.get("quant_method") if isinstance(said, dict) else said.quant_method
+    if method != "fp8":
+        raise ValueError(
+            f"{os.fspath(folder)} has weights that are quantised already (quantization_config in config.json: "
+            f'{method}); give the folder that they were made of, with quantization="nf4" or "int8"'
+        )
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config
+
+
+def _widen(model: Any, dtype: torch.dtype) -> None:
+    """Gives tensors that the model keeps in float32 that dtype, as ``from_pretrained`` of transformers does."""
+    names = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    for name, tensor in model.state_dict(keep_vars=True).items() if names else ():
+        if tensor.is_floating_point() and any(re.search(pattern, name) for pattern in names):
+            tensor.data = tensor.data.float()
+
+
 def _dtype_of(config: Any) -> torch.dtype:
     dtype = getattr(config, "dtype", None) or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def _match(model: nn.Module, keys: set[str]) -> dict[str, str]:
-    """Maps the model's names to names in the files: the same name, or with or without the prefix of the model's body.
-    Checkpoints of the body alone lack the prefix.
-    """
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    result = {}
-    for name in model.state_dict(keep_vars=True):
-        for key in (name, prefix + name, name.removeprefix(prefix)):
-            if key in keys:
-                result[name] = key
-                break
-    return result
-
-
-def _missing(model: nn.Module, keys: dict[str, str]) -> list[str]:
+def _missing(model: nn.Module, keys: ModelValues) -> list[str]:
     """Parameters without values under any of their names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -248,15 +286,7 @@ def _missing(model: nn.Module, keys: dict[str, str]) -> list[str]:
     return [found[0] for found in names.values() if not any(name in keys for name in found)]
 
 
-def _has_conversions(model: Any) -> bool:
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        return False
-    return bool(get_model_conversion_mapping(model))
-
-
-def _check_shapes(model: nn.Module, values: SafetensorsFolder) -> None:
+def _check_shapes(model: nn.Module, values: ModelValues) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in values and values.shape(name) != tuple(tensor.shape):
             raise ValueError(

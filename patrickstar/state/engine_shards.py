@@ -28,13 +28,23 @@ from patrickstar.state.parts import Frozen, Part
 class EngineSource:
     """The tensors that an engine holds on this rank."""
 
-    def __init__(self, session: Session, params: Iterable[tuple[str, nn.Parameter]], frozen: Frozen = Frozen.SAVED):
-        """``params``: parameters that this rank saves, whole or as its shard, with their names in the checkpoint."""
+    def __init__(
+        self,
+        session: Session,
+        params: Iterable[tuple[str, nn.Parameter]],
+        frozen: Frozen = Frozen.SAVED,
+        *,
+        whole: bool = False,
+    ):
+        """Args:
+        params: parameters that this rank saves, with their names in the checkpoint.
+        whole: each rank has whole parameters, which all ranks read together, instead of its shard.
+        """
         self._session = session
         self._params = list(params)
         self._frozen = frozen
         self._rank = session.ranks.control.rank
-        self._sharded = session.chunk_ranks.size > 1
+        self._sharded = session.chunk_ranks.size > 1 and not whole
         self._scratch = Scratch()
 
     def shards(self) -> Iterator[TensorShard]:

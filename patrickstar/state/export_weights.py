@@ -1,8 +1,9 @@
-"""Export of an engine's weights as a Hugging Face folder: names of tied weights, and the model's configuration."""
+"""Export of an engine's weights as a Hugging Face folder: names and forms of its files, and the configuration."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import nn
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.export import ExportOptions, check_free, export
 from patrickstar.checkpoint.peers import phase
+from patrickstar.checkpoint.shards import TensorShard
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
-from patrickstar.state.engine_shards import EngineSource, named_params
+from patrickstar.state.engine_shards import EngineSource, named_params, persistent_buffers
+from patrickstar.state.file_tensors import FileTensors
 from patrickstar.state.save_load import RankPeers
 from patrickstar.state.whole_values import whole_shards
 
@@ -27,31 +30,35 @@ def export_session(
     """Writes the folder that ``Engine.export_weights`` describes, and returns its path."""
     session.check_whole()
     check_shared(session, "export_weights")
+    target = Path(directory).absolute()
+    options = ExportOptions(dtype=dtype, max_file_bytes=max_file_bytes, texts=_config_text(session.module, dtype))
     if session.matrices.names is not None:
-        return _export_whole(session, Path(directory).absolute(), dtype, max_file_bytes)
+        shards = whole_shards(session)
+        tensors = FileTensors(session.module, {shard.name: shard.shape for shard in shards})
+        return _export_whole(session, target, tensors, shards, options)
     names = _export_names(session.module)
-    options = ExportOptions(
-        dtype=dtype,
-        max_file_bytes=max_file_bytes,
-        rename=lambda name: names.get(name, name),
-        texts=_config_text(session.module, dtype),
-        peers=RankPeers(session),
-    )
-    return export(directory, list(EngineSource(session, named_params(session.module)).values()), options)
+    params = {names.get(name, name): param for name, param in named_params(session.module)}
+    held = [*params.items(), *persistent_buffers(session.module)]
+    tensors = FileTensors(session.module, {name: tensor.shape for name, tensor in held})
+    shards = list(EngineSource(session, params.items(), whole=tensors.converts).values())
+    if tensors.converts:
+        return _export_whole(session, target, tensors, shards, options)
+    kept = tensors.names
+    options = dataclasses.replace(options, rename=kept.__getitem__, peers=RankPeers(session))
+    return export(target, [shard for shard in shards if shard.name in kept], options)
 
 
-def _export_whole(session: Session, target: Path, dtype: torch.dtype | None, max_file_bytes: int) -> Path:
-    """Exports a tensor-parallel model: all ranks assemble each full parameter, and the first rank writes them."""
+def _export_whole(
+    session: Session, target: Path, tensors: FileTensors, shards: list[TensorShard], options: ExportOptions
+) -> Path:
+    """Exports converted tensors: all ranks assemble each full parameter, and the first rank writes them."""
     with phase(RankPeers(session), f"nothing was exported to {target}"):
         check_free(target)
-    shards = whole_shards(session)
     if session.ranks.control.rank > 0:
-        for shard in shards:
-            shard.read()
+        tensors.read_all(shards)
         return target
-    options = ExportOptions(dtype=dtype, max_file_bytes=max_file_bytes, texts=_config_text(session.module, dtype))
     try:
-        return export(target, shards, options)
+        return export(target, tensors.made_of(shards, options.dtype), options)
     except CheckpointError as error:
         error.on_all_ranks = False  # other ranks learn of it from the guard
         raise
