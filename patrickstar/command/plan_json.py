@@ -69,6 +69,8 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
     return {
         "num_parameters": found.num_params,
         "num_trained_parameters": found.num_trained,
+        "num_active_parameters": found.num_active,
+        "num_unused_parameters": found.num_unused,
         "machine": question.machine.name,
         "nodes": question.cluster.nodes,
         "gpus_per_node": question.cluster.gpus_per_node,

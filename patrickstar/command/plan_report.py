@@ -38,9 +38,9 @@ def answer_lines(answer: Answer) -> list[str]:
     if case.num_two_phase_updates:
         early += f", of {case.num_two_phase_updates} of them the parameters, and the states in phase two the step"
     lines = [
-        f"{answer.num_params / 1e9:.2f} B parameters{_trained(answer)} on {question.machine.name} "
-        f"({question.machine.source})",
+        f"{parameters_text(answer)}{_trained(answer)} on {question.machine.name} ({question.machine.source})",
         work_line(question),
+        *text_lines(answer),
         *_position_lines(answer),
         *_cluster_lines(answer),
         *_attention_lines(answer),
@@ -87,6 +87,22 @@ def answer_lines(answer: Answer) -> list[str]:
     if question.clipping > 0:
         lines.append(f"steps in which clipping acts: {case.clipped_step.seconds:.3f} s")
     return lines
+
+
+def parameters_text(answer: Answer) -> str:
+    """Returns the number of parameters, and that of active ones where they differ."""
+    text = f"{answer.num_params / 1e9:.2f} B parameters"
+    return text if answer.num_active == answer.num_params else f"{text}, {answer.num_active / 1e9:.2f} B active"
+
+
+def text_lines(answer: Answer) -> list[str]:
+    """Returns a line if the model has parts that no token of text reaches."""
+    if not answer.num_unused:
+        return []
+    return [
+        f"planned for text alone: {answer.num_unused / 1e9:.2f} B parameters that no token of text reaches, such as "
+        "towers of images, take memory, and their work is not counted"
+    ]
 
 
 def length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[str]:

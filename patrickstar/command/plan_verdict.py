@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from patrickstar.command.plan_report import budgets_line, work_line
+from patrickstar.command.plan_report import budgets_line, parameters_text, text_lines, work_line
 from patrickstar.planning.advice import Advice
 from patrickstar.planning.planner import Answer
 from patrickstar.planning.question import Question
@@ -25,7 +25,7 @@ def verdict_line(question: Question, found: Answer | DoesNotFitError) -> str:
     tflops = found.model_flops / seconds / 1e12
     return (
         f"FITS: {where}: {seconds:.3f} s per step, {found.tokens_per_second:,.0f} tokens/s, {tflops:.0f} model TFLOPS "
-        f"per GPU ({found.num_params / 1e9:.2f} B parameters)"
+        f"per GPU ({parameters_text(found)})"
     )
 
 
@@ -48,6 +48,7 @@ def _fitting(answer: Answer) -> list[str]:
     disk = f", disk {show_size(case.disk_bytes)} of {show_size(setting.disk_bytes)}" if setting.disk_bytes else ""
     return [
         work,
+        *text_lines(answer),
         f"device memory {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (at least "
         f"{enough_size(case.least_device_bytes)}), host memory {show_size(case.host_peak_bytes)} of "
         f"{show_size(setting.host_bytes)} (at least {enough_size(case.least_host_bytes)}){disk}",

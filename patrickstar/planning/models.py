@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ class PlannedModel:
     """Elements of all parameters, over all ranks that share matrices."""
     num_trained: int
     """Elements of trained parameters."""
+    num_active: int
+    """Elements that compute for each token: all but experts to which it is not sent."""
+    num_active_trained: int
+    """Elements of these that are trained."""
     num_positions: int | None
     """Positions in the configuration; None: not given. Longer sequences have positions without training."""
     most_tokens: int | None
@@ -50,12 +55,23 @@ class PlannedModel:
         """Sequence and tensor parallelism, as far as present."""
         return [division for division in (self.division, self.matrices) if division is not None]
 
+    def without(self, unused: Iterable[nn.Parameter]) -> PlannedModel:
+        """Returns the model in which parameters that no token reaches are not active."""
+        num = {True: 0, False: 0}
+        for param in unused:
+            num[param.requires_grad] += param.numel()
+        return dataclasses.replace(
+            self,
+            num_active=self.num_active - sum(num.values()),
+            num_active_trained=self.num_active_trained - num[True],
+        )
+
     def model_flops(self, batch: int, length: int) -> float:
-        """FLOPs of forward and backward: 6 per parameter and token (4 if frozen), plus 6 per layer, hidden unit,
+        """FLOPs of forward and backward: 6 per active parameter and token (4 if frozen), plus 6 per layer, hidden unit,
         position and token for attention (causal masks count half). Recomputation is not counted.
         """
         tokens = batch * length
-        of_params = (4.0 * self.num_params + 2.0 * self.num_trained) * tokens
+        of_params = (4.0 * self.num_active + 2.0 * self.num_active_trained) * tokens
         return of_params + 6.0 * self.num_layers * self.hidden * length * tokens
 
 
@@ -140,6 +156,7 @@ def build_model(
         enable_checkpointing(module)
     num_params = sum(param.numel() for param in module.parameters())
     num_trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    left_out = _left_out(module, of_text)
     sharded = None if matrices is None else PlannedMatrices(module, batch, length, matrices)
     if prepare is not None:
         prepare(module)
@@ -158,11 +175,27 @@ def build_model(
         hidden=of_text.hidden_size,
         num_params=num_params,
         num_trained=num_trained,
+        num_active=num_params - sum(left_out.values()),
+        num_active_trained=num_trained - sum(num for param, num in left_out.items() if param.requires_grad),
         num_positions=None if is_made_for_length else num_positions,
         most_tokens=most_tokens,
         division=division,
         matrices=sharded,
     )
+
+
+def _left_out(module: nn.Module, config: Any) -> dict[nn.Parameter, int]:
+    """Parameters of experts, and how many elements of each a token does not meet. All experts of a layer are one
+    parameter of [experts, ...], beside which their biases are.
+    """
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    found = {}
+    for child in module.modules():
+        own = list(child.parameters(recurse=False))
+        num = getattr(child, "num_experts", None)
+        if isinstance(chosen, int) and any(param.dim() > 2 and param.shape[0] == num for param in own):
+            found |= {param: param.numel() // num * (num - chosen) for param in own if param.shape[0] == num}
+    return found
 
 
 def model_config(name: str, length: int) -> Any:
@@ -230,7 +263,7 @@ def _known_config(transformers: Any, name: str) -> Any:
     if found is None:
         return None
     kind, values = KNOWN_MODELS[found]
-    return getattr(transformers, kind)(**values)
+    return getattr(transformers, kind)(**copy.deepcopy(values))
 
 
 def _gpt_config(name: str, length: int) -> Any:
@@ -265,6 +298,8 @@ def _has_table(module: nn.Module, num_positions: int) -> bool:
 def _auto_class(transformers: Any, name: str, config: Any) -> Any:
     """The auto class of models that take tokens and return their loss."""
     kinds = ["CausalLM", "ImageTextToText", "Seq2SeqLM", "MaskedLM"]
+    if hasattr(config, "vision_config"):
+        kinds.insert(0, "ImageTextToText")  # with the vision tower
     if any("MaskedLM" in architecture for architecture in config.architectures or ()):
         kinds.reverse()
     for kind in kinds:

@@ -31,11 +31,13 @@ class FusedKernel:
     """A fused attention kernel: positions of its arguments, and its amount of work."""
 
     query: int
-    """Index of the queries; the keys follow."""
+    """Index of the queries; keys and values follow."""
     causal: int
     dropout: int
     products: int
-    """Products of queries x keys x head_dim: 2 in forward, 5 in backward."""
+    """Products of queries x keys x head_dim: 2 in forward, 5 in backward. Half of them, rounded down, have the values'
+    head_dim.
+    """
 
 
 FUSED_ATTENTION = {
@@ -44,6 +46,12 @@ FUSED_ATTENTION = {
     _aten._scaled_dot_product_efficient_attention: FusedKernel(0, 6, 5, 2),
     _aten._scaled_dot_product_efficient_attention_backward: FusedKernel(1, 11, 9, 5),
 }
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of ``_grouped_mm``. Offsets divide a dimension among groups, so that each row meets one group's matrix."""
+    per_matrix = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    return per_matrix * a.shape[0] if a.dim() == b.dim() == 3 else per_matrix
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class OperationCosts:
         if packet in FUSED_ATTENTION:
             attention = self._count_attention(FUSED_ATTENTION[packet], args, kwargs)
             return Cost(max(seconds, attention.seconds), attention.flops)
-        count = flop_registry.get(packet)
+        count = _grouped_flops if packet is _aten._grouped_mm else flop_registry.get(packet)
         if count is None or not inputs:
             return Cost(seconds)
         args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # products with an explicit output dtype
@@ -93,9 +101,11 @@ class OperationCosts:
         return Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
 
     def _count_attention(self, kernel: FusedKernel, args: Any, kwargs: Any) -> Cost:
-        query, key = args[kernel.query], args[kernel.query + 1]
+        query, key, value = args[kernel.query : kernel.query + 3]
         causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
-        flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
+        of_values = kernel.products // 2
+        width = (kernel.products - of_values) * query.shape[-1] + of_values * value.shape[-1]
+        flops = 2.0 * width * query.shape[:-1].numel() * key.shape[-2]
         return Cost(flops / self._gpu.attention_flops(query.itemsize, key.shape[-2], causal=causal), flops)
 
 
@@ -124,7 +134,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if attn_mask is None and query.itemsize == 2:  # supports grouped-query attention itself
+    if attn_mask is None and query.itemsize == 2 and query.shape[-1] == value.shape[-1]:  # groups queries itself
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))

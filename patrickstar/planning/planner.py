@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torch import nn
+
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Recompute, Speculation, States
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
@@ -62,6 +64,10 @@ class Answer:
     """Elements of all parameters."""
     num_trained: int
     """Elements of trained parameters."""
+    num_active: int
+    """Elements that compute for each token: neither experts to which it is not sent nor towers of images and sound."""
+    num_unused: int
+    """Elements that no token reaches, such as a vision tower's: the step is planned for text."""
     chosen: Case
     """The case of the requested chunk size, or the best."""
     all_recomputed: Prediction | None
@@ -135,6 +141,8 @@ class _Trace:
     ample_bytes: int
     scarce_numels: dict[int, int]
     exchanged: Exchanged | None
+    num_unused: int
+    """Elements of parameters that the step does not use."""
 
 
 class Planner:
@@ -211,6 +219,8 @@ class Planner:
             question=question,
             num_params=trace.model.num_params,
             num_trained=trace.model.num_trained,
+            num_active=trace.model.num_active,
+            num_unused=trace.num_unused,
             chosen=chosen,
             all_recomputed=all_recomputed,
             cases=cases,
@@ -270,13 +280,23 @@ class Planner:
             params = plan_params(model.module, dtype, use_cpu_embedding=False, quantization=quantization)
             # Before the trace, which changes the module.
             scarce = {size: choose_chunk_size(params, model.module, size, 0) for size in asked}
+            try:
+                uses = trace_uses(model.module, params, dtype, model.inputs, gpu, divisions=model.divisions)
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"--model {workload.model}: {type(model.module).__name__} computes with shapes that follow from "
+                    "values, such as a loop over the experts that are hit, which a plan has not; plan a model of about "
+                    f"this size whose experts are one parameter, such as qwen3-30b-a3b ({str(error).splitlines()[0]})"
+                ) from error
+            unused = _unused(params, uses)
             self._traces[key] = _Trace(
-                model,
+                model.without(unused),
                 params,
-                trace_uses(model.module, params, dtype, model.inputs, gpu, divisions=model.divisions),
+                uses,
                 next(iter(scarce.values())).ample_bytes,
                 {size: chosen.numel for size, chosen in scarce.items()},
                 _exchanged(model.matrices),
+                sum(param.numel() for param in unused),
             )
         return self._traces[key]
 
@@ -301,6 +321,11 @@ class Planner:
         if key not in self._predictors:
             self._predictors[key] = Predictor(trace.uses, layout, question.machine, cluster)
         return self._predictors[key]
+
+
+def _unused(params: SortedParams, uses: StepUses) -> list[nn.Parameter]:
+    used = set().union(*(use.params for use in uses.uses))
+    return [spec.param for index, spec in enumerate(params.chunked) if index not in used]
 
 
 def _asked_numel(question: Question) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from patrickstar.sequence.ulysses import query_heads
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 _FILLS = {"labels": IGNORED, "shift_labels": IGNORED}
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
+_NO_TOKENS = ("pixel_values", "pixel_values_videos", "input_features")
 
 
 class ShardedModel:
@@ -121,6 +122,7 @@ class ShardedModel:
         Raises:
             ValueError: arguments do not fit together, or cannot be sharded.
         """
+        _check_only_tokens(self._model, kwargs)
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         batch, length = tokens.shape[:2]
         division = Division(self._group.rank, self._group.size, self._mode_for(batch, length), length)
@@ -257,6 +259,15 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{name} adds a loss of its routers (output_router_logits), which is no sum over tokens; set it to False, "
             "or leave sequence_parallel out"
+        )
+
+
+def _check_only_tokens(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    other = next((name for name in _NO_TOKENS if kwargs.get(name) is not None), None)
+    if other is not None:
+        raise ValueError(
+            f"{type(model).__name__} is given {other}, but only tokens are divided among the ranks of a sequence; give "
+            "batches without it, or leave sequence_parallel out"
         )
 
 

@@ -2,6 +2,7 @@
 experts.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,37 @@ VISION = {
 QWEN_VISION = {"num_heads": 4, "in_channels": 3, "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
 IMAGE = {"image_token_id": IMAGE_TOKEN}
 IMAGE_INDEX = {**IMAGE, "image_token_index": IMAGE_TOKEN}
+DELTA_NET = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 16}
 QWEN_TOKENS = {**IMAGE, "vision_start_token_id": 96, "vision_end_token_id": 97, "video_token_id": 98}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
 SIGLIP = {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    **QWEN_VISION,
+}
+DEEPSTACK = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
 
 VISION_MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Llava": (
@@ -111,18 +139,29 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], int]] = {
         },
         1,
     ),
-    "Qwen3VLMoe": (
+    "Qwen2_5_VL": (
         {
             "vision_config": {
                 "depth": 2,
                 "hidden_size": 32,
                 "intermediate_size": 48,
                 "out_hidden_size": 32,
-                "deepstack_visual_indexes": [0],
-                "num_position_embeddings": 16,
+                "window_size": 32,
+                "fullatt_block_indexes": [1],
                 **QWEN_VISION,
             },
-            "text_config": {**TEXT, **EXPERTS, **MROPE},
+            "text_config": {**TEXT, **MROPE},
+            **QWEN_TOKENS,
+        },
+        1,
+    ),
+    "Qwen3VL": ({"vision_config": DEEPSTACK, "text_config": {**TEXT, **MROPE}, **QWEN_TOKENS}, 1),
+    "Qwen3VLMoe": ({"vision_config": DEEPSTACK, "text_config": {**TEXT, **EXPERTS, **MROPE}, **QWEN_TOKENS}, 1),
+    "Qwen3_5": ({"vision_config": QWEN3_VISION, "text_config": {**TEXT, **DELTA_NET, **MROPE}, **QWEN_TOKENS}, 1),
+    "Qwen3_5Moe": (
+        {
+            "vision_config": QWEN3_VISION,
+            "text_config": {**TEXT, **EXPERTS, **SHARED_EXPERT, **DELTA_NET, **MROPE},
             **QWEN_TOKENS,
         },
         1,
@@ -152,20 +191,33 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], int]] = {
 """By family: configuration, and tokens per image."""
 
 MIXTURES: dict[str, dict[str, Any]] = {
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+    "Mixtral": LOCAL_EXPERTS,
+    "Qwen2Moe": {**EXPERTS, **SHARED_EXPERT},
     "Qwen3Moe": EXPERTS,
+    "Qwen3Next": {**EXPERTS, **SHARED_EXPERT, **DELTA_NET},
     "Olmoe": EXPERTS,
-    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
-    "DeepseekV3": {
-        "n_routed_experts": 4,
+    "GraniteMoe": LOCAL_EXPERTS,
+    "GraniteMoeHybrid": {
+        **LOCAL_EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_d_state": 8,
+        "shared_intermediate_size": 16,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_chunk_size": 8,
+    },
+    "Jamba": {
+        "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
+    "Phimoe": {**LOCAL_EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "DeepseekV3": {
+        **ROUTED,
         "kv_lora_rank": 8,
         "q_lora_rank": 8,
         "qk_rope_head_dim": 8,
@@ -173,18 +225,36 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
         "num_key_value_heads": 4,
     },
-    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "Glm4Moe": ROUTED,
+    "GptOss": {**LOCAL_EXPERTS, "sliding_window": 8},
+    "Llama4": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "moe_layers": [0, 1]},
 }
-FAMILIES = [*VISION_MODELS, *MIXTURES]
+OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma3n": {
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.5] * 5,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+        "sliding_window": 8,
+    },
+}
+"""Decoders of vision-language models whose towers need a package of their own."""
+FAMILIES = [*VISION_MODELS, *MIXTURES, *OTHERS]
+_TEXT_CONFIGS = ("Llama4", "Gemma3n")
+_COUNTED_TYPES = ("Gemma3", "PaliGemma")
 
 
-def build(family: str) -> Callable[[], nn.Module]:
+def build(family: str, experts: str = "eager") -> Callable[[], nn.Module]:
     import transformers
 
     def make() -> nn.Module:
-        fields = VISION_MODELS[family][0] if family in VISION_MODELS else {**TEXT, **MIXTURES[family]}
-        config = getattr(transformers, f"{family}Config")(**fields)
-        config._experts_implementation = "eager"
+        own = {**MIXTURES, **OTHERS}
+        fields = VISION_MODELS[family][0] if family in VISION_MODELS else {**TEXT, **own[family]}
+        part = "TextConfig" if family in _TEXT_CONFIGS else "Config"
+        config = getattr(transformers, family + part)(**copy.deepcopy(fields))
+        config._experts_implementation = experts
         suffix = "ForConditionalGeneration" if family in VISION_MODELS else "ForCausalLM"
         return getattr(transformers, family + suffix)(config)
 
@@ -196,7 +266,7 @@ def batch(family: str, seed: int, is_common: bool, has_image: bool) -> dict[str,
     generator = torch.Generator().manual_seed(seed)
     high = 90 if is_common else 5
     tokens = torch.randint(3, high, (2, LENGTH), generator=generator)
-    if family in MIXTURES:
+    if family not in VISION_MODELS:
         return {"input_ids": tokens, "labels": tokens.clone()}
     num_tokens = VISION_MODELS[family][1]
     found: dict[str, torch.Tensor] = {}
@@ -206,7 +276,7 @@ def batch(family: str, seed: int, is_common: bool, has_image: bool) -> dict[str,
     if family.startswith("Qwen"):
         tokens[:, 0] = 96 if has_image else 4
         found["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).int()
-    if family in ("Gemma3", "PaliGemma"):
+    if family in _COUNTED_TYPES:
         found["token_type_ids"] = (tokens == IMAGE_TOKEN).long()
     labels = torch.where((tokens == IMAGE_TOKEN) | (tokens == 96), -100, tokens)
     return {"input_ids": tokens, "labels": labels, **found}
