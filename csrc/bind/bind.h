@@ -30,8 +30,8 @@ namespace patrickstar::bind {
 using ReleaseGil = nanobind::call_guard<nanobind::gil_scoped_release>;
 using Address = uintptr_t;
 
-// A constructor of classes that the core shares. They derive from std::enable_shared_from_this: otherwise nanobind hands
-// out pointers whose last owner takes the GIL, and threads of the core must not wait for it.
+// A constructor of classes that the core shares. They derive from std::enable_shared_from_this: otherwise nanobind
+// hands out pointers whose last owner takes the GIL, for which threads of the core must not wait.
 template <class Shared, class... Args>
 auto init_shared() {
   return nanobind::new_([](Args... args) { return std::make_shared<Shared>(std::move(args)...); });
