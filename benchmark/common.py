@@ -34,6 +34,10 @@ class Shape(Protocol):
 
     def num_parameters(self) -> int: ...
 
+    def num_active_parameters(self) -> int:
+        """Parameters that a token uses."""
+        return self.num_parameters()
+
     def build(self) -> nn.Module:
         """The model with random weights, without dropout, with ``sdpa`` attention."""
         ...
@@ -42,14 +46,15 @@ class Shape(Protocol):
 def model_flops(shape: Shape, batch: int) -> float:
     """Floating point operations of forward and backward of one step, without recomputation.
 
-    6 per parameter and token, and 6 per layer, hidden unit, position and token for attention (half of it is masked).
+    6 per token and parameter that it uses, and 6 per layer, hidden unit, position and token for attention (half of it
+    is masked).
     """
     tokens = batch * shape.length
-    return 6.0 * shape.num_parameters() * tokens + 6.0 * shape.layers * shape.hidden * shape.length * tokens
+    return 6.0 * shape.num_active_parameters() * tokens + 6.0 * shape.layers * shape.hidden * shape.length * tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class GptShape:
+class GptShape(Shape):
     """A GPT-2 with an untied output layer."""
 
     hidden: int
@@ -74,7 +79,7 @@ class GptShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaShape:
+class LlamaShape(Shape):
     """A Llama or, with biases in attention, a Qwen2: grouped queries, gated MLP, untied output layer."""
 
     hidden: int
@@ -105,6 +110,51 @@ class LlamaShape:
         return _trainable(model, config, self.checkpointing)
 
 
+@dataclasses.dataclass(frozen=True)
+class MixtureShape(Shape):
+    """A Qwen3-MoE: grouped queries with norms, gated experts in every layer, untied output layer."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    active_experts: int
+    intermediate: int
+    """Hidden units of an expert."""
+    vocab: int
+    length: int
+    checkpointing: bool
+
+    def num_parameters(self) -> int:
+        return self._with_experts(self.experts)
+
+    def num_active_parameters(self) -> int:
+        return self._with_experts(self.active_experts)
+
+    def _with_experts(self, count: int) -> int:
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim + 2 * self.head_dim
+        router = self.hidden * self.experts
+        block = attention + router + 3 * count * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * block + (2 * self.vocab + 1) * self.hidden
+
+    def build(self) -> nn.Module:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        config = Qwen3MoeConfig(
+            vocab_size=self.vocab, hidden_size=self.hidden, num_hidden_layers=self.layers, head_dim=self.head_dim,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, num_experts=self.experts,
+            num_experts_per_tok=self.active_experts, moe_intermediate_size=self.intermediate, norm_topk_prob=True,
+            max_position_embeddings=self.length, **_COMMON,
+        )  # fmt: skip
+        return _trainable(Qwen3MoeForCausalLM, config, self.checkpointing)
+
+
+def _qwen3_30b(layers: int) -> MixtureShape:
+    return MixtureShape(2048, layers, 32, 4, 128, 128, 8, 768, 151936, 4096, checkpointing=True)
+
+
 def _trainable(model_class: Any, config: Any, checkpointing: bool) -> nn.Module:
     config._attn_implementation = "sdpa"
     model = model_class(config)
@@ -113,9 +163,10 @@ def _trainable(model_class: Any, config: Any, checkpointing: bool) -> nn.Module:
     return model
 
 
-SHAPES: dict[str, GptShape | LlamaShape] = {
+SHAPES: dict[str, GptShape | LlamaShape | MixtureShape] = {
     "tiny": GptShape(128, 4, 4, 1024, 64, checkpointing=True),
     "tiny-llama": LlamaShape(128, 4, 4, 2, 384, 1024, 64, checkpointing=True),
+    "tiny-mixture": MixtureShape(128, 4, 4, 2, 32, 8, 2, 64, 1024, 64, checkpointing=True),
     "0.1b": GptShape(768, 12, 12, 50304, 1024, checkpointing=True),
     "0.4b": GptShape(1024, 24, 16, 50304, 1024, checkpointing=True),
     "1.5b": GptShape(1600, 48, 25, 50304, 1024, checkpointing=True),
@@ -136,6 +187,9 @@ SHAPES: dict[str, GptShape | LlamaShape] = {
     "60b": GptShape(9216, 58, 72, 50304, 1024, checkpointing=True),
     "68b": GptShape(9216, 66, 72, 50304, 1024, checkpointing=True),
     "110b": GptShape(9216, 107, 72, 50304, 1024, checkpointing=True),
+    # Qwen3-30B-A3B, and its first layers
+    "qwen3-30b-a3b": _qwen3_30b(48),
+    "qwen3-30b-8-layers": _qwen3_30b(8),
     # Llama-3.1-70B
     "llama-70b": LlamaShape(8192, 80, 64, 8, 28672, 128256, 4096, checkpointing=True),
 }

@@ -23,6 +23,7 @@ import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before an initialisation is timed
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel

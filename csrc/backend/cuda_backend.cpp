@@ -299,6 +299,7 @@ class CudaBackend final : public Backend {
       allocator_limit_.reset();
     } else if (!allocator_limit_) {
       cuda_api().reset_peaks(device_);  // those of others
+      if (pressure_) pressure_->restart();
       allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
     }
   }

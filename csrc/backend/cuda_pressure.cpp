@@ -117,10 +117,8 @@ CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t 
                                      PressureHandler* handler) {
   static EvictChunks evict_chunks;  // without a handler it does nothing
   cuda_api().set_listener(&evict_chunks);
+  restart();
   Listener& target = listener();
-  target.largest_request = 0;
-  target.fragments = kUnknown;
-  target.has_released = false;
   target.device = device;
   target.allowed_bytes = allowed_bytes;
   target.headroom_bytes = headroom_bytes;
@@ -129,6 +127,13 @@ CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t 
 }
 
 CudaPressureScope::~CudaPressureScope() { listener().gate.set(nullptr); }
+
+void CudaPressureScope::restart() {
+  Listener& target = listener();
+  target.largest_request = 0;
+  target.fragments = kUnknown;
+  target.has_released = false;
+}
 
 int64_t CudaPressureScope::fragment_bytes() const { return std::max<int64_t>(listener().fragments, 0); }
 

@@ -24,8 +24,10 @@ class CudaPressureScope {
   CudaPressureScope(const CudaPressureScope&) = delete;
   CudaPressureScope& operator=(const CudaPressureScope&) = delete;
 
-  // Highest bytes of fragments since the scope began: cached memory on pages that blocks in use share, which serves no
-  // large request. Expandable segments only; 0 until the allocator first returned memory to the driver.
+  // Forgets the sizes of requests and fragments, after others have used the allocator.
+  void restart();
+  // Highest bytes of fragments since the scope began or restarted: cached memory on pages that blocks in use share,
+  // which serves no large request. Expandable segments only; 0 until the allocator first returned memory to the driver.
   int64_t fragment_bytes() const;
 };
 
