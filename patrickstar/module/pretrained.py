@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from patrickstar.checkpoint.export import INDEX_NAME
+from patrickstar.checkpoint.safetensors_format import DTYPES, NAMES
 from patrickstar.module.conversions import ModelValues, UnknownConversionError, dequantized, model_values
 from patrickstar.module.materialize import attach_values
 from patrickstar.module.quantization import freeze_quantizable, quantization_of
@@ -72,12 +73,12 @@ class SafetensorsFolder:
         Raises:
             UnknownConversionError: FP8 codes without their scales.
         """
-        held = self._open[self._files[key]].get_slice(key)
         if key in self._scales:
-            return dequantized(self._get(key).to("meta"), self._get(self._scales[key]).to("meta"), self._block)
-        if held.get_dtype().startswith("F8"):
-            raise UnknownConversionError(f"{key} is in {held.get_dtype()} and has no {key}_scale_inv")
-        return torch.empty(held.get_shape(), device="meta")
+            return dequantized(self._header(key), self._header(self._scales[key]), self._block)
+        probe = self._header(key)
+        if probe.dtype.itemsize == 1 and probe.is_floating_point():
+            raise UnknownConversionError(f"{key} is in {NAMES[probe.dtype]} and has no {key}_scale_inv")
+        return probe
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Reads a tensor to the CPU; one that is dequantised gets ``dtype``."""
@@ -87,6 +88,11 @@ class SafetensorsFolder:
             if key in self._scales
             else values
         )
+
+    def _header(self, key: str) -> torch.Tensor:
+        """A tensor on the meta device, of the shape and dtype that the file's header names."""
+        held = self._open[self._files[key]].get_slice(key)
+        return torch.empty(held.get_shape(), dtype=DTYPES[held.get_dtype()], device="meta")
 
     def _get(self, key: str) -> torch.Tensor:
         return self._open[self._files[key]].get_tensor(key)
