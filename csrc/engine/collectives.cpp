@@ -10,6 +10,7 @@
 #include "collective/message.h"
 #include "common/check.h"
 #include "common/fingerprint.h"
+#include "plan/timeline_merge.h"
 
 namespace patrickstar {
 
@@ -239,6 +240,15 @@ StepAgreement Collectives::agree_on(Timeline& timeline, std::vector<int64_t>* pl
       (*planned_activation_levels)[t] = std::max((*planned_activation_levels)[t], theirs.planned_activation_levels[t]);
   }
   return agreement;
+}
+
+Timeline Collectives::merge(const Timeline& mine, int num_chunks) {
+  Timeline all;
+  for (const std::string& message : exchange("which accesses the step made", packed(mine))) {
+    const Timeline theirs = unpacked_timeline(message, num_chunks);
+    if (!theirs.accesses.empty()) all = all.accesses.empty() ? theirs : merged(all, theirs);
+  }
+  return all;
 }
 
 }  // namespace patrickstar

@@ -116,6 +116,8 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   // all ranks followed the plan. Distributes each rank's note. One exchange.
   StepAgreement agree_on(Timeline& timeline, std::vector<int64_t>* planned_activation_levels,
                          const std::string& note = {});
+  // All ranks' accesses in one timeline (plan/timeline_merge.h). One exchange.
+  Timeline merge(const Timeline& mine, int num_chunks);
 
  private:
   int num_ranks_ = 1;

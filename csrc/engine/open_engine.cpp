@@ -73,12 +73,12 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
                options.disk.limit_bytes > 0 ? Tier::kDisk : Tier::kHost),
       updates(pager, gradients, matrices, host_updates, disk_updates, speculation, update_states),
       flow(pager, gradients, updates, recorder, *collectives, step),
-      turns(pager, flow, *collectives),
+      turns(pager, updates, flow, *collectives, paths),
       tracker(pager, flow, turns, step),
       values(pager, *collectives),
       ranges(pager, values),
       residency(pager, residency_options(options, memory.layout())),
-      planner(pager, recorder, *collectives, residency, updates, flow, traces),
+      planner(pager, recorder, *collectives, residency, updates, flow, traces, paths),
       unfreezing(pager, values, residency, matrices, flow, updates, planner, module_params) {
   PS_CHECK(this->layout().num_ranks() == collectives->num_ranks(), ArgumentError, "the layout is for ",
            this->layout().num_ranks(), " ranks, there are ", collectives->num_ranks());

@@ -34,6 +34,7 @@
 #include "engine/rank_turns.h"
 #include "engine/residency.h"
 #include "engine/shared_device.h"
+#include "engine/step_paths.h"
 #include "engine/step_planner.h"
 #include "engine/step_state.h"
 #include "engine/unfreezing.h"
@@ -95,6 +96,7 @@ struct OpenEngine {
   ChunkMemory memory;
   TraceRequests traces;
   Recorder recorder;
+  StepPaths paths;
   HostUpdates host_updates;
   HostUpdates disk_updates;
   DiskStates disk;

@@ -35,6 +35,7 @@
 #include "engine/executor.h"
 #include "engine/plan_replay.h"
 #include "engine/speculation.h"
+#include "engine/step_paths.h"
 #include "engine/step_state.h"
 #include "plan/planner.h"
 #include "trace/recorder.h"
@@ -119,13 +120,14 @@ class Pager final : public MemoryClient {
   // others.
   void gather(ChunkId chunk);
 
-  // The next step's plan. set_chunk_buffer_limit() bounds chunk buffers on the device, whatever activations take
-  // (warm-up).
-  void set_plan(Plan plan, NextUse next_use);
-  void set_chunk_buffer_limit(int64_t chunk_buffer_limit_bytes) {
-    chunk_buffer_limit_bytes_ = chunk_buffer_limit_bytes;
-  }
+  // The next step's plan; null: it fetches on demand. The caller keeps `path`.
+  void set_path(const StepPath* path);
+  // Bounds chunk buffers on the device, whatever activations take.
+  void limit_chunk_buffers(const ChunkBufferLimit& limit);
   void restart_replay();
+  // The running step goes on in another plan, of a path that makes the same accesses up to here. Values that the plan
+  // expects here are fetched in the order of need, others leave. All ranks must call it at the same position.
+  void switch_to(const StepPath& path);
   // With several ranks: this rank's part in the next planned access, which its own model leaves out.
   void skip_access();
   // With several ranks: enqueues the first `most` of the planned all-gathers that found no room.
@@ -134,7 +136,8 @@ class Pager final : public MemoryClient {
   void leave_plan();
   PlanReplay& replay() { return replay_; }
   const PlanReplay& replay() const { return replay_; }
-  const Plan& plan() const { return replay_.plan(); }
+  // Empty if there is none.
+  const Plan& plan() const;
   // True while the running step has followed its plan, on all ranks.
   bool replays() const { return replay_.is_running(); }
   // Peak activation memory since the running access began; the planned one while a replay makes measuring needless.
@@ -161,8 +164,11 @@ class Pager final : public MemoryClient {
 
  private:
   bool measures_activation_memory() const {
-    return !replays() || memory_.device().backend().measures_activation_memory_freely();
+    const bool is_known = replays() && replay_.course() == PlanReplay::Course::kExact;
+    return !is_known || memory_.device().backend().measures_activation_memory_freely();
   }
+  // The step is about to differ from the plan: activation memory is measured from here on.
+  void measure_from_here();
   void begin_planned();
   void settle_planned();
   // Brings the value into the array's device buffer. `staging`: take_staging() of its part.

@@ -16,7 +16,8 @@ void Pager::begin_access(Phase phase, const std::vector<ArrayId>& acquired) {
     ++memory_.counters().num_replayed_accesses;
     begin_planned();
   } else if (replay_.is_running()) {
-    layout().has_other_ranks() ? replay_.note_between() : leave_plan();
+    measure_from_here();
+    replay_.note_between();
   }
 }
 
@@ -27,7 +28,14 @@ void Pager::settle_access() {
   memory_.tracer().settle_access();
 }
 
+void Pager::measure_from_here() {
+  if (replay_.course() != PlanReplay::Course::kExact) return;
+  recorder_.note_activations(activation_memory_of_running_access());
+  memory_.device().take_activation_peak(*this);
+}
+
 void Pager::skip_access() {
+  measure_from_here();
   replay_.note_skipped();
   const std::vector<ArrayId> acquired = replay_.next_access().acquired;
   begin_planned();
@@ -60,14 +68,48 @@ int64_t Pager::activation_memory_of_running_access() {
   return peak;
 }
 
-void Pager::set_plan(Plan plan, NextUse next_use) {
-  replay_.set_plan(std::move(plan), std::move(next_use));
-  ++memory_.counters().num_plans;
+const Plan& Pager::plan() const {
+  static const Plan none;
+  return replay_.has_plan() ? replay_.path().plan : none;
+}
+
+void Pager::set_path(const StepPath* path) {
+  replay_.set_path(path);
+  if (path != nullptr) limit_chunk_buffers(path->buffer_limit);
   if (!replay_.has_plan()) postponed_.clear();
 }
 
+void Pager::limit_chunk_buffers(const ChunkBufferLimit& limit) {
+  chunk_buffer_limit_bytes_ = limit.most_bytes;
+  memory_.device_buffers().set_ample_bytes(limit.ample_bytes);
+}
+
+// Plans alone decide about values that need all-gathers, since all ranks must enqueue the same ones.
+void Pager::switch_to(const StepPath& path) {
+  gather_postponed();
+  postponed_.clear();
+  const int64_t next = replay_.position() + 1;
+  const StepPath& before = replay_.path();
+  const std::vector<bool> planned = planned_values(before.plan, before.timeline, next, store().num_arrays());
+  const auto is_there = [&](ArrayId id) {
+    return memory_.is_whole(id) ? planned[static_cast<size_t>(id.index())] : memory_.array(id).on_device;
+  };
+  replay_.switch_to(path, layout());
+  limit_chunk_buffers(path.buffer_limit);
+  const std::vector<ArrayId> expected = expected_values(path.plan, path.timeline, next);
+  std::vector<bool> is_expected(planned.size());
+  for (ArrayId id : expected) is_expected[static_cast<size_t>(id.index())] = true;
+  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
+    const ArrayId id{chunk, ArrayKind::kParam};
+    if (is_there(id) && !is_expected[static_cast<size_t>(id.index())] && !is_placed_on_device(id)) evict_as_planned(id);
+  }
+  for (ArrayId id : expected) {
+    if (!is_there(id)) postponed_.push_back(id);
+  }
+}
+
 void Pager::restart_replay() {
-  replay_.restart(recorder_.last());
+  replay_.restart(layout());
   postponed_.clear();
   outlived_.clear();
   // All ranks begin with the same values, whatever an evaluation has left on this one.
@@ -78,6 +120,7 @@ void Pager::restart_replay() {
 }
 
 void Pager::leave_plan() {
+  measure_from_here();
   gather_postponed();
   postponed_.clear();
   outlived_.clear();

@@ -5,54 +5,71 @@
 
 namespace patrickstar {
 
-void PlanReplay::set_plan(Plan plan, NextUse next_use) {
-  plan_ = std::move(plan);
-  next_use_ = std::move(next_use);
+void PlanReplay::set_path(const StepPath* path) {
+  path_ = path;
   if (!has_plan()) course_ = Course::kNone;
 }
 
-void PlanReplay::restart(const Timeline& timeline) {
+void PlanReplay::restart(const Layout& layout) {
   course_ = has_plan() ? Course::kExact : Course::kNone;
-  timeline_ = &timeline;
   next_ = phase_begin_ = 0;
-  phase_end_ = static_cast<int64_t>(timeline.accesses.size());
   num_phases_ = next_scatter_ = 0;
+  activation_levels_.assign(has_plan() ? timeline().accesses.size() : 0, 0);
+  phase_end_ = static_cast<int64_t>(activation_levels_.size());
+  list_scatters(layout);
+}
+
+void PlanReplay::switch_to(const StepPath& path, const Layout& layout) {
+  path_ = &path;
+  activation_levels_.resize(timeline().accesses.size(), 0);
+  phase_end_ = num_phases_ == 0 ? next_ : timeline().phase_ends[num_phases_ - 1];
+  list_scatters(layout);
+  const auto is_due_later = [this](const Scatter& scatter) { return scatter.access >= next_; };
+  next_scatter_ =
+      static_cast<size_t>(std::find_if(scatters_.begin(), scatters_.end(), is_due_later) - scatters_.begin());
+}
+
+void PlanReplay::list_scatters(const Layout& layout) {
   scatters_.clear();
-  activation_levels_.assign(has_plan() ? timeline.accesses.size() : 0, 0);
+  if (!has_plan() || !layout.has_other_ranks()) return;
+  for (size_t t = 0; t < timeline().accesses.size(); ++t) {
+    for (const ArrayUse& use : timeline().accesses[t].uses) {
+      const bool is_scatter = use.mode == ArrayUseMode::kFinalise && use.array.kind == ArrayKind::kGrad;
+      if (is_scatter && layout.chunk(use.array.chunk).is_sharded())
+        scatters_.push_back({static_cast<int64_t>(t), use.array.chunk});
+    }
+  }
 }
 
 void PlanReplay::end_step() {
   if (is_running()) course_ = Course::kReady;
 }
 
-bool PlanReplay::begin_phase(Phase phase, const Layout& layout) {
-  const std::vector<Access>& accesses = timeline_->accesses;
-  if (num_phases_ == 0) {
-    for (size_t t = 0; t < accesses.size(); ++t) {
-      for (const ArrayUse& use : accesses[t].uses) {
-        const bool is_scatter = use.mode == ArrayUseMode::kFinalise && use.array.kind == ArrayKind::kGrad;
-        if (is_scatter && layout.chunk(use.array.chunk).is_sharded())
-          scatters_.push_back({static_cast<int64_t>(t), use.array.chunk});
-      }
-    }
-  }
-  phase_begin_ = next_;
-  if (!timeline_->phase_ends.empty()) {
-    if (num_phases_ >= timeline_->phase_ends.size()) return false;
-    phase_end_ = std::max(next_, timeline_->phase_ends[num_phases_]);
-  } else {
-    const auto first = accesses.begin() + next_;
+int64_t PlanReplay::end_of(size_t num_phases_before, int64_t begin, Phase phase) const {
+  const std::vector<Access>& accesses = timeline().accesses;
+  const std::vector<int64_t>& phase_ends = timeline().phase_ends;
+  if (phase_ends.empty()) {
+    const auto first = accesses.begin() + begin;
     const auto end =
         std::find_if(first, accesses.end(), [phase](const Access& access) { return access.phase != phase; });
-    if (first == end) return false;
-    phase_end_ = end - accesses.begin();
+    return first == end ? -1 : end - accesses.begin();
   }
+  if (num_phases_before >= phase_ends.size()) return -1;
+  const int64_t end = std::max(begin, phase_ends[num_phases_before]);
+  return begin == end || accesses[static_cast<size_t>(begin)].phase == phase ? end : -1;
+}
+
+bool PlanReplay::begin_phase(Phase phase) {
+  const int64_t end = end_of(num_phases_, next_, phase);
+  if (end < 0) return false;
+  phase_begin_ = next_;
+  phase_end_ = end;
   ++num_phases_;
-  return next_ == phase_end_ || next_access().phase == phase;
+  return true;
 }
 
 bool PlanReplay::matches(int64_t access, Phase phase, const std::vector<ArrayId>& acquired) const {
-  const Access& planned = timeline_->accesses[static_cast<size_t>(access)];
+  const Access& planned = timeline().accesses[static_cast<size_t>(access)];
   return planned.phase == phase && planned.acquired == acquired;
 }
 
@@ -93,7 +110,7 @@ void PlanReplay::note_activations(int64_t num_bytes) {
 
 int64_t PlanReplay::planned_activation_memory() const {
   if (position() < 0) return 0;
-  return timeline_->accesses[static_cast<size_t>(position())].activation_peak_bytes;
+  return timeline().accesses[static_cast<size_t>(position())].activation_peak_bytes;
 }
 
 }  // namespace patrickstar

@@ -12,10 +12,11 @@
 //   nothing that is absent
 //   any other                   leaves the plan with all ranks (engine/rank_turns.h)
 //
-// On a single rank, any access that is not the next planned one leaves the plan at once.
+// On a single rank every array is there. A step that takes another path for which there is a plan goes on in that plan
+// (engine/step_paths.h).
 //
-//   replay.set_plan(plan, next_use);   // after a step
-//   replay.restart(timeline);          // a step begins
+//   replay.set_path(&path);            // after a step
+//   replay.restart(layout);            // a step begins
 //   replay.begin_phase(Phase::kForward);
 //   replay.find(phase, acquired, is_there);
 //   replay.advance();
@@ -30,8 +31,8 @@
 
 #include "chunk/layout.h"
 #include "common/timeline.h"
+#include "engine/step_paths.h"
 #include "plan/planner.h"
-#include "trace/recorder.h"
 
 namespace patrickstar {
 
@@ -51,15 +52,17 @@ class PlanReplay {
     int64_t access = -1;  // the planned access, for kNext and kLater
   };
 
-  // An empty plan ends a replay in the middle of a step.
-  void set_plan(Plan plan, NextUse next_use);
-  // A step begins, whose plan was made for `timeline`. The caller keeps `timeline` until the end of the step.
-  void restart(const Timeline& timeline);
+  // The next step's plan; null for none, which ends a replay in the middle of a step. The caller keeps `path`.
+  void set_path(const StepPath* path);
+  void restart(const Layout& layout);
+  // Goes on in another plan, of a path that makes the same accesses up to here.
+  void switch_to(const StepPath& path, const Layout& layout);
   void leave() { course_ = Course::kNone; }
   void end_step();
 
-  const Plan& plan() const { return plan_; }
-  bool has_plan() const { return !plan_.accesses.empty(); }
+  bool has_plan() const { return path_ != nullptr && !path_->plan.accesses.empty(); }
+  // The next or the running step's; has_plan() must hold.
+  const StepPath& path() const { return *path_; }
   Course course() const { return course_; }
   // True while the running step has followed its plan.
   bool is_running() const {
@@ -69,7 +72,9 @@ class PlanReplay {
   // Index of the last planned access that was begun or left out; -1 before the first.
   int64_t position() const { return next_ - 1; }
   // False if the plan has no such phase next; all ranks must then leave the plan.
-  bool begin_phase(Phase phase, const Layout& layout);
+  bool begin_phase(Phase phase);
+  // Phases begun in this step.
+  size_t num_phases() const { return num_phases_; }
   // Index of the planned access after the running phase; the number of all accesses before the first phase.
   int64_t phase_end() const { return phase_end_; }
   // Fit of an access of the running phase. `is_there`: it needs no all-gather.
@@ -79,17 +84,18 @@ class PlanReplay {
   void advance() { ++next_; }
   void note_skipped();
   void note_between() { course_ = Course::kVarying; }
-  const Access& next_access() const { return timeline_->accesses[static_cast<size_t>(next_)]; }
-  const AccessPlan& current() const { return plan_.accesses[static_cast<size_t>(position())]; }
+  const Access& next_access() const { return timeline().accesses[static_cast<size_t>(next_)]; }
+  const AccessPlan& current() const { return path_->plan.accesses[static_cast<size_t>(position())]; }
 
   // The next reduce-scatter that is due at the running access. Call pop_scatter() before the next one.
   std::optional<ChunkId> due_scatter() const;
   void pop_scatter() { ++next_scatter_; }
 
   int64_t next_use(ArrayId id, int64_t recorded_position) const {
-    return next_use_.empty() ? NextUse::kNever : next_use_.after(id, is_running() ? position() : recorded_position);
+    if (!knows_uses()) return NextUse::kNever;
+    return path_->next_use.after(id, is_running() ? position() : recorded_position);
   }
-  bool knows_uses() const { return !next_use_.empty(); }
+  bool knows_uses() const { return path_ != nullptr && !path_->next_use.empty(); }
 
   // Activation memory since the last planned access began.
   void note_activations(int64_t num_bytes);
@@ -102,13 +108,15 @@ class PlanReplay {
     int64_t access;
     ChunkId chunk;
   };
+  const Timeline& timeline() const { return path_->timeline; }
+  // Index of the planned access after the phase; -1 if the plan has no such phase next.
+  int64_t end_of(size_t num_phases_before, int64_t begin, Phase phase) const;
+  void list_scatters(const Layout& layout);
   bool matches(int64_t access, Phase phase, const std::vector<ArrayId>& acquired) const;
 
-  Plan plan_;
-  NextUse next_use_;
+  const StepPath* path_ = nullptr;
   Course course_ = Course::kNone;
-  const Timeline* timeline_ = nullptr;  // of the running step's plan
-  std::vector<Scatter> scatters_;       // in order
+  std::vector<Scatter> scatters_;  // in order
   std::vector<int64_t> activation_levels_;
   int64_t next_ = 0;
   int64_t phase_begin_ = 0;

@@ -1,5 +1,10 @@
 #include "engine/rank_turns.h"
 
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "collective/message.h"
 #include "common/check.h"
 
 namespace patrickstar {
@@ -11,30 +16,70 @@ void RankTurns::begin_forward(CallSharing sharing) {
 
 void RankTurns::begin_backward() { begin_phase(Phase::kBackward); }
 
+void RankTurns::begin_step() {
+  paths_.begin_step();
+  pager_.restart_replay();
+}
+
 // A rank that makes another call must be found here: the others would wait for its collectives.
 void RankTurns::begin_phase(Phase phase) {
-  if (!has_others() || !pager_.replays()) return;
+  if (!pager_.replays()) return;
   collectives_.exchange("its beginning", {});
-  if (!pager_.replay().begin_phase(phase, pager_.layout())) pager_.leave_plan();
+  PlanReplay& replay = pager_.replay();
+  if (replay.begin_phase(phase)) return;
+  const Branch here{replay.num_phases(), replay.position() + 1};
+  const int choice = paths_.choice_of_phase(here, phase);
+  if (choice != StepPaths::kNone) take(here, {choice});
+  if (!replay.begin_phase(phase)) pager_.leave_plan();
 }
 
 void RankTurns::follow_plan(Phase phase, const std::vector<ArrayId>& acquired) {
-  if (!has_others() || !pager_.replays()) return;
-  bool is_there = true;
-  for (ArrayId id : acquired) is_there = is_there && !pager_.needs_gather(id);
-  const PlanReplay::Position place = pager_.replay().find(phase, acquired, is_there);
-  switch (place.fit) {
-    case PlanReplay::Fit::kNext:
-    case PlanReplay::Fit::kLater:
-      skip_until(place.access);
-      gradients_.scatter_due();
-      break;
-    case PlanReplay::Fit::kBetween:
-      break;
-    case PlanReplay::Fit::kNone:
-      leave_plan(phase);
-      break;
+  if (!pager_.replays()) return;
+  PlanReplay& replay = pager_.replay();
+  const auto is_there = [this](ArrayId id) { return !pager_.needs_gather(id); };
+  const bool all_there = std::all_of(acquired.begin(), acquired.end(), is_there);
+  for (;;) {
+    const PlanReplay::Position place = replay.find(phase, acquired, all_there);
+    const bool advances = place.fit != PlanReplay::Fit::kBetween;
+    const std::optional<int64_t> branch = paths_.next_branch(planned_phase());
+    if (branch == replay.position() + 1) {
+      const int choice = paths_.choice_of_access(planned_phase(), phase, acquired);
+      if (choice != StepPaths::kNone || advances) {
+        take_branch(choice);
+        continue;
+      }
+    }
+    if (!advances) return;
+    const bool leaves = place.fit == PlanReplay::Fit::kNone;
+    const int64_t end = leaves ? replay.phase_end() : place.access;
+    if (branch && *branch <= end) {
+      skip_until(*branch);
+      continue;
+    }
+    if (leaves) return leave_plan(phase);
+    skip_until(end);
+    return gradients_.scatter_due();
   }
+}
+
+void RankTurns::take_branch(int choice) {
+  constexpr const char* kWhat = "which path the model takes";
+  gradients_.scatter_due();
+  const Branch here{planned_phase(), *paths_.next_branch(planned_phase())};
+  std::vector<int> choices;
+  for (const std::string& message : collectives_.exchange(kWhat, MessageWriter().add(choice).str())) {
+    MessageReader reader(message, kWhat);
+    choices.push_back(reader.next<int>());
+    reader.finish();
+    reader.check(choices.back() >= StepPaths::kNone && choices.back() < paths_.size(), "no path");
+  }
+  take(here, choices);
+}
+
+void RankTurns::take(Branch at, const std::vector<int>& choices) {
+  if (!paths_.take(at, choices)) return;
+  pager_.switch_to(paths_.current());
+  updates_.follow(paths_.current().recipes);
 }
 
 void RankTurns::skip_until(int64_t end) {
@@ -42,6 +87,15 @@ void RankTurns::skip_until(int64_t end) {
     gradients_.scatter_due();
     pager_.skip_access();
   }
+}
+
+void RankTurns::finish_planned_phase() {
+  while (const std::optional<int64_t> branch = paths_.next_branch(planned_phase())) {
+    skip_until(*branch);
+    take_branch(paths_.choice_of_end(planned_phase()));
+  }
+  skip_until(pager_.replay().phase_end());
+  gradients_.scatter_due();
 }
 
 void RankTurns::leave_plan(Phase phase) {
@@ -72,10 +126,10 @@ void RankTurns::finish_phase() {
 }
 
 bool RankTurns::finish_forward() {
-  if (!has_others()) return true;
   const bool replayed = pager_.replays();
+  if (replayed) finish_planned_phase();
+  if (!has_others()) return true;
   if (replayed) {
-    skip_until(pager_.replay().phase_end());
     const bool varied = pager_.replay().course() == PlanReplay::Course::kVarying;
     if (all_stay(varied ? ForwardEnd::kLeavesPlan : ForwardEnd::kStays)) return true;
   }
@@ -85,7 +139,7 @@ bool RankTurns::finish_forward() {
 
 void RankTurns::undo_forward() {
   if (has_others() && pager_.replays()) {
-    skip_until(pager_.replay().phase_end());
+    finish_planned_phase();
     all_stay(ForwardEnd::kLeavesPlan);
   } else {
     pager_.leave_plan();
@@ -99,10 +153,9 @@ bool RankTurns::all_stay(ForwardEnd mine) {
 }
 
 void RankTurns::finish_backward() {
+  if (pager_.replays()) finish_planned_phase();
   if (!has_others()) return;
   if (pager_.replays()) {
-    skip_until(pager_.replay().phase_end());
-    gradients_.scatter_due();
     if (gradients_.scatter_rest(BackwardEnd::kComplete)) return;
     pager_.leave_plan();
   }
@@ -111,9 +164,8 @@ void RankTurns::finish_backward() {
 }
 
 bool RankTurns::may_plan_after(StepAgreement::Ways ways) {
-  const bool apart = ways == StepAgreement::Ways::kApart;
-  if (apart && sharing_ == CallSharing::kShared) shared_calls_vary_ = true;
-  return !apart && !shared_calls_vary_;
+  if (ways == StepAgreement::Ways::kApart && sharing_ == CallSharing::kShared) shared_calls_vary_ = true;
+  return !shared_calls_vary_;
 }
 
 ChunkId RankTurns::take_turn(ChunkId needed) {

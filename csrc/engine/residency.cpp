@@ -92,7 +92,7 @@ void Residency::place_initially(int64_t working_set_bytes) {
   first_resting_tiers_ = placement.resting_tiers;
   reserve_resting_tiers_on_host();
   pager_.disk().open();
-  pager_.set_chunk_buffer_limit(warmup_chunk_buffer_limit());
+  pager_.limit_chunk_buffers({warmup_chunk_buffer_limit(), 0});
 }
 
 Tier Residency::resting_tier_of_new_states(ChunkId chunk) const {
@@ -124,7 +124,7 @@ void Residency::reserve_resting_tiers_on_host() {
 
 void Residency::place_in_headroom(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
-  pager_.set_chunk_buffer_limit(options_.chunk_buffer_limit_bytes);
+  pager_.limit_chunk_buffers({options_.chunk_buffer_limit_bytes, 0});
   fill_headroom(step);
 }
 
@@ -269,11 +269,10 @@ void Residency::leave_host(ChunkId chunk) {
   has_left_host_ = true;
 }
 
-void Residency::limit_chunk_buffers(const Timeline& last) {
+ChunkBufferLimit Residency::chunk_buffer_limit(const Timeline& last) const {
   const bool bounded = !memory_.backend().follows_activations() && device_limit() != kUnlimited;
   const int64_t ample = bounded ? limit_within_slack() - highest_activation_memory(last) : kUnlimited;
-  pager_.set_chunk_buffer_limit(std::min(ample, options_.chunk_buffer_limit_bytes));
-  memory_.device_buffers().set_ample_bytes(bounded ? ample : 0);
+  return {std::min(ample, options_.chunk_buffer_limit_bytes), bounded ? ample : 0};
 }
 
 DeviceBudget Residency::device_budget() const {

@@ -70,8 +70,8 @@ class Residency {
   // pressure), it is downloaded once and keeps that copy (Pager::keep_place). With several ranks, and during
   // is_settling(), no values move. Returns true if the host has gained room since the last call.
   bool leave_to_device(const Plan& plan);
-  // After a step: bounds chunk buffers in the next one, also after a plan miss.
-  void limit_chunk_buffers(const Timeline& last);
+  // For a step like `last`, also after a plan miss.
+  ChunkBufferLimit chunk_buffer_limit(const Timeline& last) const;
   // `states_on_device`: by chunk, as all ranks agree.
   PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
   // Bytes of gradients that will not fit on the device during a step like `last`, with states where they are now

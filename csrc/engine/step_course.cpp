@@ -6,6 +6,7 @@
 #include "common/check.h"
 #include "common/sizes.h"
 #include "plan/step_measurement.h"
+#include "plan/timeline_merge.h"
 
 namespace patrickstar {
 
@@ -109,13 +110,19 @@ void end_gradients(OpenEngine& open) {
   }
 }
 
+// After a step in which ranks took different paths: a path that all can follow, also those who follow the last plan.
+Timeline path_of_all(OpenEngine& open, bool any_access) {
+  const Timeline all =
+      open.collectives->merge(any_access ? open.recorder.last() : Timeline(), open.layout().num_chunks());
+  return open.pager.replay().has_plan() ? merged(all, open.pager.replay().path().timeline) : all;
+}
+
 void finish_step(OpenEngine& open, StepOutcome outcome) {
   end_gradients(open);
   // With several ranks, one without accesses still takes part in all decisions.
   const bool any_access = open.recorder.position() >= 0;
   if (!any_access && !open.layout().has_other_ranks()) return open.memory.tracer().abandon();
   const bool first = open.placing == StatesPlacing::kFirst;
-  Timeline previous = open.recorder.last();
   const PlanReplay::Course course = open.pager.replay().course();
   const bool is_exact = any_access && (!open.pager.replays() || course == PlanReplay::Course::kExact);
   std::vector<int64_t> planned_activation_levels = open.pager.replay().activation_levels();
@@ -133,7 +140,7 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
     choose_speculation(open);
   }
   Timeline last = open.recorder.last();
-  const PlanVote mine = open.planner.vote(previous, is_exact ? StepWay::kAsRecorded : StepWay::kAsBefore);
+  const PlanVote mine = open.planner.vote(is_exact ? StepWay::kAsRecorded : StepWay::kAsBefore);
   const StepAgreement agreement = open.collectives->agree_on(last, followed, packed(mine));
   std::vector<PlanVote> votes;
   for (const std::string& note : agreement.notes) {
@@ -141,12 +148,13 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   }
   const PlanVote all = agreed(votes);
   if (agreement.ways == StepAgreement::Ways::kAsPlanned && !expected)
-    last = with_activation_levels(previous, planned_activation_levels);
+    last = with_activation_levels(open.pager.replay().path().timeline, planned_activation_levels);
+  if (agreement.ways == StepAgreement::Ways::kApart) last = path_of_all(open, any_access);
   open.recorder.set_last(std::move(last));
   is_exact ? open.memory.tracer().end_step(open.recorder.last(), outcome) : open.memory.tracer().abandon();
-  open.residency.limit_chunk_buffers(open.recorder.last());
+  open.pager.limit_chunk_buffers(open.residency.chunk_buffer_limit(open.recorder.last()));
   if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // the same on all ranks
-  const bool holds = open.planner.end_step(previous, all);
+  const bool holds = open.planner.end_step(all);
   if (expected && expected->times) open.planner.adopt(expected->times);
   if (!holds) leave_to_gradients(open);  // activation memory may have risen
   if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
@@ -165,7 +173,7 @@ void begin_forward(OpenEngine& open, Tracking tracking, Attempt attempt) {
   const bool begins_step = open.recorder.position() < 0 && !open.pager.replays();
   if (tracking == Tracking::kTraining && begins_step && first) {
     open.device->take_activation_peak(open.pager);
-    open.pager.restart_replay();
+    open.turns.begin_step();
     open.memory.arena().release_reused();
     open.memory.arena().prepare_ahead();  // for momentum and variance, during the first step
     open.planner.begin_step();
@@ -347,7 +355,6 @@ void adopt_timeline(OpenEngine& open, Timeline timeline, std::optional<StepTimes
            "a plan is adopted before the first step only");
   open.recorder.set_last(std::move(timeline));
   open.residency.place_in_headroom(open.recorder.last());
-  open.residency.limit_chunk_buffers(open.recorder.last());
   open.planner.adopt(std::move(times));
 }
 

@@ -5,6 +5,7 @@
 
 #include "common/check.h"
 #include "plan/step_measurement.h"
+#include "plan/timeline_paths.h"
 
 namespace patrickstar {
 
@@ -15,52 +16,10 @@ namespace {
 // values were not measured.
 constexpr int64_t kStepsUntilAgain = 8;
 
-bool same_use(const ArrayUse& a, const ArrayUse& b) { return a.array == b.array && a.mode == b.mode; }
-
-bool same_uses(const Access& x, const Access& y) {
-  return std::equal(x.uses.begin(), x.uses.end(), y.uses.begin(), y.uses.end(), same_use);
-}
-
-// Equal accesses, except for gradients that leave the device.
-bool same_needed_uses(const Access& x, const Access& y) {
-  const auto next_use = [](auto from, auto end) {
-    return std::find_if(from, end, [](const ArrayUse& use) { return use.mode != ArrayUseMode::kFinalise; });
-  };
-  auto of_x = next_use(x.uses.begin(), x.uses.end());
-  auto of_y = next_use(y.uses.begin(), y.uses.end());
-  while (of_x != x.uses.end() && of_y != y.uses.end()) {
-    if (!same_use(*of_x, *of_y)) return false;
-    of_x = next_use(of_x + 1, x.uses.end());
-    of_y = next_use(of_y + 1, y.uses.end());
-  }
-  return of_x == x.uses.end() && of_y == y.uses.end();
-}
-
-template <class SameUses>
-bool same_accesses(const Timeline& a, const Timeline& b, const SameUses& same) {
-  return std::equal(a.accesses.begin(), a.accesses.end(), b.accesses.begin(), b.accesses.end(),
-                    [&same](const Access& x, const Access& y) {
-                      return x.phase == y.phase && x.acquired == y.acquired && same(x, y);
-                    });
-}
-
-// A plan holds for accesses that differ in activation memory alone.
-bool same_structure(const Timeline& a, const Timeline& b) { return same_accesses(a, b, same_uses); }
-
-// Times hold while the model makes the same accesses.
-bool same_way(const Timeline& a, const Timeline& b) { return same_accesses(a, b, same_needed_uses); }
-
-bool activation_memory_rose(const Timeline& before, const Timeline& now) {
-  for (size_t t = 0; t < now.accesses.size(); ++t) {
-    if (now.accesses[t].activation_peak_bytes > before.accesses[t].activation_peak_bytes) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 StepPlanner::StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency,
-                         Updates& updates, const GradientFlow& gradients, TraceRequests& traces)
+                         Updates& updates, const GradientFlow& gradients, TraceRequests& traces, StepPaths& paths)
     : pager_(pager),
       store_(pager.store()),
       recorder_(recorder),
@@ -68,63 +27,81 @@ StepPlanner::StepPlanner(Pager& pager, Recorder& recorder, Collectives& collecti
       residency_(residency),
       updates_(updates),
       gradients_(gradients),
-      traces_(traces) {}
+      traces_(traces),
+      paths_(paths) {}
 
 void StepPlanner::begin_step() {
-  if (stage_ != Stage::kUnmeasured || !all_can_measure_) return;
+  const std::list<StepPath>& paths = paths_.all();
+  const auto is_due = [](const StepPath& path) {
+    return path.num_measurements == 0 || (path.num_measurements == 1 && path.num_steps >= kStepsUntilAgain);
+  };
+  if (stage_ != Stage::kIdle || !all_can_measure_ || std::none_of(paths.begin(), paths.end(), is_due)) return;
   traces_.ask(TraceReader::kPlanner);
   stage_ = Stage::kAsked;
 }
 
-PlanVote StepPlanner::vote(const Timeline& previous, StepWay way) {
-  const bool alike = way == StepWay::kAsBefore || same_way(previous, recorder_.last());
-  measure(alike);
-  return {can_measure(alike), !pager_.plan().accesses.empty(), earliest_recipes(), own_times_};
+PlanVote StepPlanner::vote(StepWay way) {
+  if (stage_ == Stage::kAsked) traced_copies_ = recorder_.last_copies();
+  if (stage_ == Stage::kTraced) take_times();
+  const StepPath* path = paths_.find(recorder_.last());
+  const bool alike = way == StepWay::kAsBefore || num_steps_ == 0 ||
+                     (path != nullptr && same_needed_uses(path->timeline, recorder_.last()));
+  const bool can_measure = alike && residency_.prefetches_far() && !pager_.memory().arena().is_preparing();
+  return {can_measure, pager_.replay().has_plan(), earliest_recipes(), own_times_};
 }
 
-bool StepPlanner::can_measure(bool alike) const {
-  if (stage_ != Stage::kUnmeasured) return true;
-  const bool may_go_alike = alike || num_steps_ == 0;
-  return may_go_alike && residency_.prefetches_far() && !pager_.memory().arena().is_preparing();
-}
-
-void StepPlanner::forget_times() {
-  own_times_.reset();
-  times_.reset();
-  if (stage_ == Stage::kMeasured) stage_ = Stage::kUnmeasured;
-}
-
-void StepPlanner::measure(bool alike) {
-  if (!alike) own_times_.reset();
-  if (stage_ == Stage::kMeasured && !alike) stage_ = Stage::kUnmeasured;
-  if (stage_ != Stage::kTraced) return;
-  stage_ = Stage::kUnmeasured;
+void StepPlanner::take_times() {
   const std::optional<StepTrace> trace = traces_.take(TraceReader::kPlanner);
-  if (!trace || !alike || trace->outcome != StepOutcome::kApplied) return;
+  if (!trace || trace->outcome != StepOutcome::kApplied) return;
   own_times_ = {measured_rates(*trace), {measured_compute_seconds(*trace), {}, {}}};
-  own_times_->shape.activations = recorder_.last_copies();
-  stage_ = Stage::kMeasured;
+  own_times_->shape.activations = traced_copies_;
 }
 
-bool StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
-  if (++num_steps_ == kStepsUntilAgain && stage_ == Stage::kMeasured) stage_ = Stage::kUnmeasured;
+bool StepPlanner::end_step(const PlanVote& agreed) {
+  ++num_steps_;
   all_can_measure_ = agreed.can_measure;
   agreed_updates_ = agreed.updates;
-  if (stage_ == Stage::kAsked && traces_.is_ready(TraceReader::kPlanner)) stage_ = Stage::kTraced;
-  if (!same_way(previous, recorder_.last())) {
-    forget_times();
-  } else if (agreed.times) {
-    own_times_.reset();
-    times_ = agreed.times;
+  const Timeline& last = recorder_.last();
+  const bool is_known = paths_.find(last) != nullptr;
+  StepPath& path = paths_.keep(last);
+  ++path.num_steps;
+  if (!same_needed_uses(path.timeline, last)) path.forget_times();
+  const bool holds = is_known && agreed.has_plan && same_uses(path.timeline, last) &&
+                     !activation_memory_rose(path.timeline, last) && path.planned_updates == agreed_updates_;
+  path.timeline = last;
+  path.buffer_limit = residency_.chunk_buffer_limit(last);
+  if (!holds) path.plan = {};
+  end_measurement(agreed, is_known ? path.id : StepPath::kNoId);
+  const bool still_holds = !path.plan.accesses.empty();
+  for (StepPath& kept : paths_.all()) {
+    if (kept.plan.accesses.empty()) make_plan_of(kept);
   }
-  const bool holds = agreed.has_plan && !agreed.times && same_structure(previous, recorder_.last()) &&
-                     !activation_memory_rose(previous, recorder_.last()) &&
-                     !(times_ && planned_updates_ != agreed_updates_);
-  if (!holds) make_next_plan();
-  return holds;
+  replay_first();
+  return still_holds;
+}
+
+// Ranks ask for a trace in the same step, and give up waiting for its times in the same step.
+void StepPlanner::end_measurement(const PlanVote& agreed, int64_t path_of_step) {
+  if (stage_ == Stage::kAsked) {
+    traced_path_ = path_of_step;
+    stage_ = Stage::kTraced;
+    return;
+  }
+  if (stage_ != Stage::kTraced) return;
+  StepPath* const traced = paths_.find(traced_path_);
+  if (traced != nullptr && agreed.times &&
+      agreed.times->shape.compute_seconds.size() == traced->timeline.accesses.size()) {
+    traced->times = agreed.times;
+    ++traced->num_measurements;
+    traced->plan = {};
+  }
+  own_times_.reset();
+  stage_ = Stage::kIdle;
 }
 
 void StepPlanner::adopt(std::optional<StepTimes> times) {
+  StepPath& path = paths_.keep(recorder_.last());
+  path.buffer_limit = residency_.chunk_buffer_limit(path.timeline);
   if (times && residency_.prefetches_far()) {
     const std::vector<Recipe> now = earliest_recipes();
     std::vector<Recipe>& then = times->shape.updates;
@@ -139,22 +116,41 @@ void StepPlanner::adopt(std::optional<StepTimes> times) {
       if (!may_start) then[chunk] = now[chunk];
       then[chunk] = without_round_trip(then[chunk]);  // round trips are chosen again
     }
-    times_ = std::move(times);
+    path.times = std::move(times);
   }
-  make_next_plan();
+  make_plan_of(path);
+  replay_first();
 }
 
-void StepPlanner::forget_plan() {
-  pager_.set_plan({}, {});
-  predicted_.reset();
+void StepPlanner::replay_first() {
+  StepPath& path = *paths_.first();
+  updates_.follow(path.recipes);
+  pager_.set_path(&path);
+}
+
+void StepPlanner::forget_plan() { pager_.set_path(nullptr); }
+
+void StepPlanner::plan_anew() {
+  for (StepPath& path : paths_.all()) path.planned_updates.clear();
 }
 
 void StepPlanner::forget_step() {
   recorder_.set_last({});
   forget_plan();
+  paths_.clear();
 }
 
-PlanProblem StepPlanner::untimed_problem() const {
+const std::optional<StepTimes>& StepPlanner::times() const {
+  static const std::optional<StepTimes> none;
+  return paths_.first() == nullptr ? none : paths_.first()->times;
+}
+
+const std::optional<SimulatedStep>& StepPlanner::predicted() const {
+  static const std::optional<SimulatedStep> none;
+  return pager_.replay().has_plan() ? pager_.replay().path().predicted : none;
+}
+
+PlanProblem StepPlanner::untimed_problem(const Timeline& timeline) const {
   std::vector<uint8_t> states_on_device;
   for (Recipe recipe : agreed_updates_.empty() ? earliest_recipes() : agreed_updates_) {
     const auto chunk = static_cast<ChunkId>(states_on_device.size());
@@ -163,13 +159,15 @@ PlanProblem StepPlanner::untimed_problem() const {
     states_on_device.push_back(is_quantized ? store_.resting_tier(chunk) == Tier::kDevice
                                             : row_of(recipe).states == Tier::kDevice);
   }
-  return residency_.plan_problem(recorder_.last(), states_on_device);
+  return residency_.plan_problem(timeline, states_on_device);
 }
 
 PlanProblem StepPlanner::problem() const {
-  PlanProblem problem = untimed_problem();
-  if (predicted_) problem.prefetch_bytes = prefetch_bytes_;
-  problem.fixed_bytes += round_trip_bytes_;
+  PlanProblem problem = untimed_problem(recorder_.last());
+  if (!pager_.replay().has_plan()) return problem;
+  const StepPath& path = pager_.replay().path();
+  if (path.predicted) problem.prefetch_bytes = path.prefetch_bytes;
+  problem.fixed_bytes += path.round_trip_bytes;
   return problem;
 }
 
@@ -180,33 +178,32 @@ std::vector<Recipe> StepPlanner::earliest_recipes() const {
   return result;
 }
 
-void StepPlanner::make_next_plan() {
-  const Timeline& last = recorder_.last();
-  const PlanProblem untimed = untimed_problem();
-  predicted_.reset();
-  Plan plan;
-  std::vector<Recipe> recipes;
-  round_trip_bytes_ = 0;
-  if (times_) {
-    StepShape& shape = times_->shape;
+void StepPlanner::make_plan_of(StepPath& path) {
+  const PlanProblem untimed = untimed_problem(path.timeline);
+  path.predicted.reset();
+  path.recipes.clear();
+  path.round_trip_bytes = 0;
+  path.planned_updates = agreed_updates_.empty() ? earliest_recipes() : agreed_updates_;
+  if (path.times) {
+    StepShape& shape = path.times->shape;
     if (num_steps_ > 0) shape.updates = agreed_updates_;
-    planned_updates_ = shape.updates;
+    path.planned_updates = shape.updates;
     describe_updates(store_.layout(), shape);
     const bool may_round_trip = updates_.may_round_trip() && !gradients_.accumulates();
     const int64_t round_trip_buffers = !may_round_trip ? 0 : round_trip_bytes(store_.layout());
-    PlanChoice choice = choose_plan(untimed, times_->rates, shape, round_trip_buffers);
-    plan = std::move(choice.plan);
-    recipes = choice.recipes;
+    PlanChoice choice = choose_plan(untimed, path.times->rates, shape, round_trip_buffers);
+    path.plan = std::move(choice.plan);
+    path.recipes = choice.recipes;
     shape.updates = std::move(choice.recipes);
-    round_trip_bytes_ = any_round_trips(recipes) ? round_trip_buffers : 0;
-    prefetch_bytes_ = choice.prefetch_bytes;
-    predicted_ = choice.predicted;
+    path.round_trip_bytes = any_round_trips(path.recipes) ? round_trip_buffers : 0;
+    path.prefetch_bytes = choice.prefetch_bytes;
+    path.predicted = choice.predicted;
   } else {
-    plan = make_plan(untimed);
+    path.plan = make_plan(untimed);
   }
-  updates_.follow(std::move(recipes));
-  collectives_.check_same_plan(fingerprint(plan));
-  pager_.set_plan(std::move(plan), NextUse(last, store_.num_arrays()));
+  collectives_.check_same_plan(fingerprint(path.plan));
+  path.next_use = NextUse(path.timeline, store_.num_arrays());
+  ++pager_.memory().counters().num_plans;
 }
 
 }  // namespace patrickstar

@@ -80,18 +80,23 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
 
 PlanVote agreed(const std::vector<PlanVote>& votes) {
   PlanVote all = votes.front();
+  all.times.reset();
+  const auto num_accesses = [](const PlanVote& vote) {
+    return vote.times ? vote.times->shape.compute_seconds.size() : 0;
+  };
+  size_t most = 0;
+  for (const PlanVote& vote : votes) most = std::max(most, num_accesses(vote));
   for (const PlanVote& vote : votes) {
     all.can_measure = all.can_measure && vote.can_measure;
     all.has_plan = all.has_plan && vote.has_plan;
     for (size_t chunk = 0; chunk < all.updates.size(); ++chunk) {
       all.updates[chunk] = std::max(all.updates[chunk], vote.updates[chunk]);
     }
-    const bool of_one_step =
-        all.times && vote.times && all.times->shape.compute_seconds.size() == vote.times->shape.compute_seconds.size();
-    if (of_one_step) {
+    if (!vote.times || num_accesses(vote) < most) continue;
+    if (all.times) {
       keep_slower(*all.times, *vote.times);
     } else {
-      all.times.reset();
+      all.times = vote.times;
     }
   }
   return all;

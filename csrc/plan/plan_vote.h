@@ -29,7 +29,7 @@ struct PlanVote {
   bool can_measure = false;     // the next step may be traced here, or one already was
   bool has_plan = false;        // the last step replayed a plan, or could have
   std::vector<Recipe> updates;  // by chunk, the earliest that fit memory
-  // From a traced step, until all ranks have it; `shape` has compute_seconds and activations only.
+  // From a traced step that took the plan's path; `shape` has compute_seconds and activations only.
   std::optional<StepTimes> times;
 };
 
@@ -39,7 +39,8 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks);
 
 // - can_measure, has_plan: true if true on all ranks.
 // - updates: by chunk the latest recipe on any rank. Device recipes come last, since memory is reserved for them.
-// - times, once all ranks have some: lowest rates, longest waits, and by access longest compute and most activations.
+// - times, of the ranks that made the most accesses: lowest rates, longest waits, and by access longest compute and
+//   most activations. The other ranks left accesses out.
 //
 // Collective rates are the fastest rank's: it came last, and the other ranks' times include waiting for it.
 PlanVote agreed(const std::vector<PlanVote>& votes);

@@ -60,7 +60,7 @@ void Recorder::add_at(int64_t position, ArrayUse use) {
 }
 
 void Recorder::finish_step() {
-  if (running_.accesses.empty()) return;
+  if (running_.accesses.empty()) return abandon_step();
   last_ = std::move(running_);
   running_ = {};
   absent_.clear();

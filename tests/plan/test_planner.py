@@ -310,7 +310,11 @@ def test_what_holds_for_all(flag):
     assert not _C.agreed_vote([vote(), vote(**{flag: False})])[flag]
 
 
-def test_times_wait_for_all_ranks():
-    assert _C.agreed_vote([vote(1.0, [1.0]), vote()])["rates"] is None
-    assert _C.agreed_vote([vote(), vote(1.0, [1.0])])["rates"] is None
-    assert _C.agreed_vote([vote(1.0, [1.0]), vote(1.0, [1.0, 2.0])])["rates"] is None
+def test_times_are_those_of_the_ranks_that_made_all_accesses():
+    """The others left accesses out, or have no trace."""
+    all_made = vote(1.0, [1.0, 2.0])
+    for order in ([all_made, vote(2.0, [9.0]), vote()], [vote(), vote(2.0, [9.0]), all_made]):
+        found = _C.agreed_vote(order)
+        assert found["compute_seconds"] == [1.0, 2.0]
+        assert found["rates"].upload_gbps == 1.0
+    assert _C.agreed_vote([vote(), vote()])["rates"] is None
