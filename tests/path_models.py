@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-HIDDEN, TOKENS = 64, 16
+TOKENS = 16
 TOWERS = "abc"
 
 
@@ -17,12 +17,12 @@ class Towers(nn.Module):
     letter ends the gradient behind its tower: the forward is the same, the backward is not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 64) -> None:
         super().__init__()
-        self.stem = nn.Linear(HIDDEN, HIDDEN)
-        self.towers = nn.ModuleDict({name: nn.Sequential(*map(block, range(3))) for name in TOWERS})
-        self.trunk = nn.ModuleList(block(index) for index in range(5))
-        self.head = nn.Linear(HIDDEN, HIDDEN)
+        self.stem = nn.Linear(hidden, hidden)
+        self.towers = nn.ModuleDict({name: nn.Sequential(*(block(hidden) for _ in range(3))) for name in TOWERS})
+        self.trunk = nn.ModuleList(block(hidden) for _ in range(5))
+        self.head = nn.Linear(hidden, hidden)
 
     def forward(self, x: torch.Tensor, path: str = "") -> torch.Tensor:
         hidden = self.stem(x)
@@ -34,12 +34,12 @@ class Towers(nn.Module):
         return self.head(hidden).float().square().mean()
 
 
-def block(_index: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
+def block(hidden: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden))
 
 
-def batch(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(2, TOKENS, HIDDEN, generator=generator)
+def batch(generator: torch.Generator, hidden: int = 64) -> torch.Tensor:
+    return torch.randn(2, TOKENS, hidden, generator=generator)
 
 
 def drawn_path(generator: random.Random) -> str:

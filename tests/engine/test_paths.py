@@ -14,18 +14,18 @@ TIGHT = {"device_memory": "600KB", "default_chunk_size": 8192}
 AMPLE = {"device_memory": "64MiB", "default_chunk_size": 8192}
 
 
-def train(paths, options, precision="fp32"):
+def train(paths, options, precision="fp32", hidden=64):
     """Trains one step for each list of micro-batches' paths. Returns losses, state, and counters of each step."""
     torch.manual_seed(0)
     config = make_config(precision, gradient_clipping=0.1, **options)
-    engine, optimizer = initialize_engine(Towers, 0, config)
+    engine, optimizer = initialize_engine(lambda: Towers(hidden), 0, config)
     generator = torch.Generator().manual_seed(1)
     losses, counters, before = [], [], None
     with engine:
         for step in paths:
             optimizer.zero_grad()
             for path in step:
-                loss = engine(batch(generator), path)
+                loss = engine(batch(generator, hidden).to(engine.device), path)
                 engine.backward(loss / len(step))
                 losses.append(loss.item())
             optimizer.step()

@@ -18,20 +18,23 @@ COUNTED = ("num_accesses", "num_replayed_accesses", "num_on_demand_fetches", "nu
 
 
 def train(runs):
-    """Each run: options, and by step the path of each rank."""
-    return [train_once(options, paths) for options, paths in runs]
+    """Each run: arguments of ``train_once``."""
+    return [train_once(*run) for run in runs]
 
 
-def train_once(options, paths):
+def train_once(options, paths, hidden=64):
+    """``paths``: by step, that of each rank."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(Towers, 0, make_config("fp32", gradient_clipping=0.1, **options))
+    config = make_config("fp32", gradient_clipping=0.1, **options)
+    engine, optimizer = initialize_engine(lambda: Towers(hidden), rank, config)
     generator = torch.Generator().manual_seed(1)
     losses, counters, before = [], [], None
     with engine:
         for step in paths:
             optimizer.zero_grad()
-            loss = engine([batch(generator) for _ in range(size)][rank], step[rank])
+            of_ranks = [batch(generator, hidden) for _ in range(size)]
+            loss = engine(of_ranks[rank].to(engine.device), step[rank])
             engine.backward(loss)
             losses.append(loss.item())
             optimizer.step()
