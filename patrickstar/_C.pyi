@@ -1382,6 +1382,54 @@ class quant:
     def cuda_dequantize(type: QuantType, array: int, numel: int, out: int, dtype: DType, stream: int) -> None:
         """``dequantize`` on the device; ``stream`` is a ``cudaStream_t``. CUDA builds only."""
 
+class experts:
+    """Kernels between the grouped products of a mixture of experts (a submodule). CUDA builds only.
+
+    Enqueued on ``stream`` of the current device. Rows are contiguous, ``width`` elements of ``dtype`` each; positions
+    and tokens are int64.
+    """
+
+    @staticmethod
+    def cuda_sum_rows(
+        rows: int,
+        positions: int,
+        weights: int,
+        out: int,
+        dtype: DType,
+        rounds_products: bool,
+        num_tokens: int,
+        num_chosen: int,
+        width: int,
+        stream: int,
+    ) -> None:
+        """For each token the sum of its experts' weighted rows.
+
+        ``positions`` and ``weights`` (float32, or 0 for weights of 1): ``[num_tokens, num_chosen]``. Rows at negative
+        positions are left out.
+        """
+    @staticmethod
+    def cuda_scale_rows(
+        grad_out: int,
+        rows: int,
+        tokens: int,
+        weights: int,
+        grad_rows: int,
+        grad_weights: int,
+        dtype: DType,
+        num_rows: int,
+        width: int,
+        stream: int,
+    ) -> None:
+        """Backward of ``cuda_sum_rows`` with weights. ``weights`` and ``grad_weights``: float32, by row."""
+    @staticmethod
+    def cuda_gate(gate_up: int, out: int, dtype: DType, num_rows: int, width: int, stream: int) -> None:
+        """SwiGLU of rows that hold gate and up side by side."""
+    @staticmethod
+    def cuda_gate_backward(
+        gate_up: int, grad_out: int, grad_gate_up: int, dtype: DType, num_rows: int, width: int, stream: int
+    ) -> None:
+        """Backward of ``cuda_gate``."""
+
 class optim:
     """Leaf kernels of the optimizers and the loss scaler (a submodule).
 

@@ -56,6 +56,13 @@ class SequenceMode(enum.Enum):
     RSA = "rsa"
 
 
+class ExpertsComputation(enum.Enum):
+    """Work of transformers' mixtures between their experts' products (``patrickstar.module.fused_experts``)."""
+
+    FUSED = "fused"
+    MODEL = "model"
+
+
 class LossComputation(enum.Enum):
     """How much of a language model's logits exists at a time."""
 

@@ -27,6 +27,7 @@ LAYERS = {
     "trace": 4,
     "optim": 4,
     "quant": 4,
+    "experts": 4,
     "collective": 4,
     "plan": 5,
     "engine": 6,

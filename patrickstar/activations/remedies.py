@@ -1,4 +1,4 @@
-"""Changes of a model that reduce its activation memory (``activations`` in the configuration).
+"""Changes of a model that reduce its activation memory, or its passes over it (``activations`` in the configuration).
 
     remedies = ActivationRemedies(module, config)  # texts for out-of-memory errors
     changed = change_activations(module, config.activations, num_ranks=1)
@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from patrickstar.config import ActivationOffload, ActivationsConfig, Config, LossComputation
+from patrickstar.config import ActivationOffload, ActivationsConfig, Config, ExpertsComputation, LossComputation
 from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
+from patrickstar.module.fused_experts import fuse_experts
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable, tile_modules
 from patrickstar.sequence.fused_loss import check_fusable, fuse_loss
 from patrickstar.sequence.hugging_face import find_model
@@ -49,6 +50,10 @@ def change_activations(module: nn.Module, section: ActivationsConfig, num_ranks:
     undo: list[Callable[[], None]] = []
     if section.loss is LossComputation.FUSED and not _has_sharded_loss(module):
         undo.append(fuse_loss(_language_model(module), num_ranks).restore)
+    if section.experts is ExpertsComputation.FUSED:
+        experts = fuse_experts(module)
+        undo.append(experts.restore)
+        logger.debug("%d mixtures of experts are fused", len(experts.names))
     if section.tile_tokens:
         tiled = tile_modules(module, section.tile_tokens)
         undo.append(tiled.restore)

@@ -9,6 +9,7 @@ other_keys.md, that completes the models.
 from patrickstar.choices import (
     ActivationOffload,
     DiskIo,
+    ExpertsComputation,
     HostAffinity,
     KeepAttention,
     LossComputation,
@@ -65,6 +66,7 @@ __all__ = [
     "HostAffinity",
     "HostThreadsConfig",
     "KeepAttention",
+    "ExpertsComputation",
     "LossComputation",
     "Master",
     "MatrixMode",

@@ -13,6 +13,7 @@ from pydantic import Field
 from patrickstar.choices import (
     ActivationOffload,
     DiskIo,
+    ExpertsComputation,
     HostAffinity,
     KeepAttention,
     LossComputation,
@@ -200,6 +201,11 @@ class ActivationsConfig(Section):
     computes the loss together with its output layer, some tokens at a time. ``logits`` of an output then cannot be used
     in training with labels; without autograd they are computed on use. A model with another loss is refused. With
     ``tensor_parallel`` it changes nothing: a rank has its part of the logits, and nothing else of their size.
+    """
+    experts: Annotated[ExpertsComputation, HONOURED] = ExpertsComputation.FUSED
+    """``"fused"``: experts that transformers computes with ``grouped_mm`` gather, gate and add up in one pass each. The
+    products are the same; gradients of tokens and routing weights are summed in float32, not in the model's dtype.
+    ``"model"``: as transformers does. Other experts are computed as they are.
     """
     tile_tokens: Annotated[AtLeast0, HONOURED] = 0
     """Tokens for which the MLPs and norms of a model's layers are computed at a time, with recomputation in backward;

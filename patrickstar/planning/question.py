@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from patrickstar.config import LossComputation, QuantizationType
+from patrickstar.module.fused_experts import fuse_experts
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.gpus import precision_mistake
@@ -67,6 +68,7 @@ class Workload:
         """
         if self.loss is LossComputation.FUSED and self.mesh is None:  # tensor parallelism has its own loss
             fuse_loss(module)
+        fuse_experts(module)
         if self.tile_tokens:
             tile_modules(module, self.tile_tokens)
 

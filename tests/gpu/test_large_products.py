@@ -7,7 +7,7 @@ from torch import nn
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # takes 60 GiB: alone on its GPU
 
 TOKENS, SLICES = 180_000, 8
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 2048, 768, 32, 8

@@ -1,0 +1,70 @@
+#include "bind/bind.h"
+#ifdef PATRICKSTAR_WITH_CUDA
+#include "experts/cuda_kernels.h"
+#endif
+
+namespace nb = nanobind;
+
+namespace patrickstar::bind {
+
+#ifdef PATRICKSTAR_WITH_CUDA
+namespace {
+
+cudaStream_t expert_stream(Address stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+}  // namespace
+#endif
+
+void register_experts(nb::module_& module) {
+  nb::module_ experts =
+      module.def_submodule("experts", "Kernels between the grouped products of experts (experts/cuda_kernels.h).");
+#ifdef PATRICKSTAR_WITH_CUDA
+  experts.def(
+      "cuda_sum_rows",
+      [](Address rows, Address positions, Address weights, Address out, DType dtype, bool rounds_products,
+         int64_t num_tokens, int num_chosen, int64_t width, Address stream) {
+        patrickstar::experts::cuda::sum_rows(
+            {pointer<const void>(rows), pointer<const int64_t>(positions), pointer<const float>(weights),
+             pointer<void>(out), dtype, rounds_products, num_tokens, num_chosen, width},
+            expert_stream(stream));
+      },
+      "Sum over a token's experts of their weighted rows. ``weights``: float32, or 0 for weights of 1.",
+      nb::arg("rows"), nb::arg("positions"), nb::arg("weights"), nb::arg("out"), nb::arg("dtype"),
+      nb::arg("rounds_products"), nb::arg("num_tokens"), nb::arg("num_chosen"), nb::arg("width"), nb::arg("stream"),
+      ReleaseGil());
+  experts.def(
+      "cuda_scale_rows",
+      [](Address grad_out, Address rows, Address tokens, Address weights, Address grad_rows, Address grad_weights,
+         DType dtype, int64_t num_rows, int64_t width, Address stream) {
+        patrickstar::experts::cuda::scale_rows(
+            {pointer<const void>(grad_out), pointer<const void>(rows), pointer<const int64_t>(tokens),
+             pointer<const float>(weights), pointer<void>(grad_rows), pointer<float>(grad_weights), dtype, num_rows,
+             width},
+            expert_stream(stream));
+      },
+      "Backward of ``cuda_sum_rows`` with weights. ``weights`` and ``grad_weights``: float32, by row.",
+      nb::arg("grad_out"), nb::arg("rows"), nb::arg("tokens"), nb::arg("weights"), nb::arg("grad_rows"),
+      nb::arg("grad_weights"), nb::arg("dtype"), nb::arg("num_rows"), nb::arg("width"), nb::arg("stream"),
+      ReleaseGil());
+  experts.def(
+      "cuda_gate",
+      [](Address gate_up, Address out, DType dtype, int64_t num_rows, int64_t width, Address stream) {
+        patrickstar::experts::cuda::gate(pointer<const void>(gate_up), pointer<void>(out), dtype, num_rows, width,
+                                         expert_stream(stream));
+      },
+      "SwiGLU of rows that hold gate and up side by side.", nb::arg("gate_up"), nb::arg("out"), nb::arg("dtype"),
+      nb::arg("num_rows"), nb::arg("width"), nb::arg("stream"), ReleaseGil());
+  experts.def(
+      "cuda_gate_backward",
+      [](Address gate_up, Address grad_out, Address grad_gate_up, DType dtype, int64_t num_rows, int64_t width,
+         Address stream) {
+        patrickstar::experts::cuda::gate_backward(pointer<const void>(gate_up), pointer<const void>(grad_out),
+                                                  pointer<void>(grad_gate_up), dtype, num_rows, width,
+                                                  expert_stream(stream));
+      },
+      "Backward of ``cuda_gate``.", nb::arg("gate_up"), nb::arg("grad_out"), nb::arg("grad_gate_up"), nb::arg("dtype"),
+      nb::arg("num_rows"), nb::arg("width"), nb::arg("stream"), ReleaseGil());
+#endif
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,192 @@
+// Kernels of cuda_kernels.h: each reads and writes every row once. Torch-free.
+#include "common/cuda_elementwise.h"
+#include "experts/cuda_kernels.h"
+
+namespace patrickstar::experts::cuda {
+
+namespace {
+
+using namespace patrickstar::cuda;
+
+constexpr int kWarp = 32;
+constexpr int kRowsPerBlock = kThreads / kWarp;
+// Partial sums of torch.sum over a dimension that is not the last (vt0 of its reduce_kernel).
+constexpr int kPartialSums = 4;
+
+template <DType kType>
+constexpr int pack_size() {
+  return static_cast<int>(16 / sizeof(typename Storage<kType>::Element));
+}
+
+template <DType kType>
+__device__ inline float rounded(float x) {
+  return to_float<kType>(from_float<kType>(x));
+}
+
+template <DType kType>
+bool in_packs(int64_t width, std::initializer_list<const void*> arrays) {
+  if (width % pack_size<kType>() != 0) return false;
+  for (const void* array : arrays) {
+    if (!is_aligned(array, 16)) return false;
+  }
+  return true;
+}
+
+// Element i is element i % width of token i / width.
+template <DType kType>
+struct SumBody {
+  SumRows args;
+
+  template <int kCount>
+  __device__ void run(int64_t i) const {
+    const int64_t token = i / args.width;
+    const int64_t column = i - token * args.width;
+    const int64_t first = token * args.num_chosen;
+    float sums[kPartialSums][kCount] = {};
+    for (int k = 0; k < args.num_chosen; k += kPartialSums) {
+      float x[kPartialSums][kCount] = {};
+#pragma unroll
+      for (int part = 0; part < kPartialSums; ++part) {  // loads first, so that they overlap
+        const int64_t position = k + part < args.num_chosen ? args.positions[first + k + part] : -1;
+        if (position >= 0) load<kType>(args.rows, position * args.width + column, x[part]);
+      }
+#pragma unroll
+      for (int part = 0; part < kPartialSums; ++part) {
+        const bool is_weighted = args.weights != nullptr && k + part < args.num_chosen;
+        const float weight = is_weighted ? args.weights[first + k + part] : 1.0f;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          float product = __fmul_rn(weight, x[part][j]);
+          if (args.rounds_products) product = rounded<kType>(product);
+          sums[part][j] = __fadd_rn(sums[part][j], product);
+        }
+      }
+    }
+    float total[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      total[j] = __fadd_rn(__fadd_rn(__fadd_rn(sums[0][j], sums[1][j]), sums[2][j]), sums[3][j]);
+    }
+    store<kType>(args.out, i, total);
+  }
+};
+
+// A warp per row. Lanes add up in a fixed order.
+template <DType kType, int kCount>
+__global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaleRows args) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp; row < args.num_rows;
+       row += step) {
+    const int64_t in_grad = args.tokens[row] * args.width;
+    const float weight = args.weights[row];
+    float dot = 0.0f;
+    for (int64_t column = lane * kCount; column < args.width; column += kWarp * kCount) {
+      float grad[kCount], x[kCount];
+      load<kType>(args.grad_out, in_grad + column, grad);
+      load<kType>(args.rows, row * args.width + column, x);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        dot = __fadd_rn(dot, __fmul_rn(grad[j], x[j]));
+        grad[j] = __fmul_rn(weight, grad[j]);
+      }
+      store<kType>(args.grad_rows, row * args.width + column, grad);
+    }
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      dot = __fadd_rn(dot, __shfl_down_sync(0xffffffffu, dot, distance));
+    }
+    if (lane == 0) args.grad_weights[row] = dot;
+  }
+}
+
+__device__ inline float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
+
+template <DType kType>
+struct GateBody {
+  const void* gate_up;
+  void* out;
+  int64_t width;
+
+  template <int kCount>
+  __device__ void run(int64_t i) const {
+    const int64_t in_gate = i + i / width * width;
+    float gate[kCount], up[kCount];
+    load<kType>(gate_up, in_gate, gate);
+    load<kType>(gate_up, in_gate + width, up);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) up[j] = __fmul_rn(rounded<kType>(silu(gate[j])), up[j]);
+    store<kType>(out, i, up);
+  }
+};
+
+// d silu(x) / dx = s * (1 + x * (1 - s)) with s the logistic function of x.
+template <DType kType>
+struct GateBackwardBody {
+  const void* gate_up;
+  const void* grad_out;
+  void* grad_gate_up;
+  int64_t width;
+
+  template <int kCount>
+  __device__ void run(int64_t i) const {
+    const int64_t in_gate = i + i / width * width;
+    float gate[kCount], up[kCount], grad[kCount];
+    load<kType>(gate_up, in_gate, gate);
+    load<kType>(gate_up, in_gate + width, up);
+    load<kType>(grad_out, i, grad);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float logistic = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate[j])));
+      const float slope = __fmul_rn(logistic, __fadd_rn(1.0f, __fmul_rn(gate[j], __fsub_rn(1.0f, logistic))));
+      const float of_gate = __fmul_rn(rounded<kType>(__fmul_rn(grad[j], up[j])), slope);
+      up[j] = __fmul_rn(grad[j], rounded<kType>(silu(gate[j])));
+      gate[j] = of_gate;
+    }
+    store<kType>(grad_gate_up, in_gate, gate);
+    store<kType>(grad_gate_up, in_gate + width, up);
+  }
+};
+
+}  // namespace
+
+void sum_rows(const SumRows& args, cudaStream_t stream) {
+  with_dtype(args.dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    const bool packs = in_packs<kType>(args.width, {args.rows, args.out});
+    launch<pack_size<kType>()>("sum_rows", SumBody<kType>{args}, packs, args.num_tokens * args.width, stream);
+  });
+}
+
+void scale_rows(const ScaleRows& args, cudaStream_t stream) {
+  if (args.num_rows <= 0) return;
+  with_dtype(args.dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    const unsigned blocks = num_blocks(args.num_rows, kRowsPerBlock);
+    if (in_packs<kType>(args.width, {args.grad_out, args.rows, args.grad_rows})) {
+      scale_rows_kernel<kType, pack_size<kType>()><<<blocks, kThreads, 0, stream>>>(args);
+    } else {
+      scale_rows_kernel<kType, 1><<<blocks, kThreads, 0, stream>>>(args);
+    }
+    check_launch("scale_rows", args.num_rows * args.width);
+  });
+}
+
+void gate(const void* gate_up, void* out, DType dtype, int64_t num_rows, int64_t width, cudaStream_t stream) {
+  with_dtype(dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    const bool packs = in_packs<kType>(width, {gate_up, out});
+    launch<pack_size<kType>()>("gate", GateBody<kType>{gate_up, out, width}, packs, num_rows * width, stream);
+  });
+}
+
+void gate_backward(const void* gate_up, const void* grad_out, void* grad_gate_up, DType dtype, int64_t num_rows,
+                   int64_t width, cudaStream_t stream) {
+  with_dtype(dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    const bool packs = in_packs<kType>(width, {gate_up, grad_out, grad_gate_up});
+    launch<pack_size<kType>()>("gate_backward", GateBackwardBody<kType>{gate_up, grad_out, grad_gate_up, width}, packs,
+                               num_rows * width, stream);
+  });
+}
+
+}  // namespace patrickstar::experts::cuda

@@ -1,0 +1,55 @@
+// Data movement and elementwise work of a mixture of experts, between its grouped products. The CUDA part only.
+//
+// A routed row is one token's copy for one of its experts. Routed rows lie in the order of experts; positions[t, k] is
+// the row of token t's k-th expert, negative where that expert belongs to another rank. Matrices are row-major and
+// contiguous, of `dtype`; sums are binary32. Pointers are device pointers; calls enqueue on `stream` and return. The
+// caller selects the device. A failed launch throws SystemError.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace patrickstar::experts::cuda {
+
+struct SumRows {
+  const void* rows;          // [routed rows, width]
+  const int64_t* positions;  // [num_tokens, num_chosen]
+  const float* weights;      // [num_tokens, num_chosen], or null: 1
+  void* out;                 // [num_tokens, width]
+  DType dtype;
+  bool rounds_products;  // to dtype, before they are summed
+  int64_t num_tokens;
+  int num_chosen;
+  int64_t width;
+};
+
+// out[t] = sum over k of weights[t, k] * rows[positions[t, k]], in the order of torch.sum on CUDA.
+void sum_rows(const SumRows& args, cudaStream_t stream);
+
+// Backward of sum_rows() with weights.
+struct ScaleRows {
+  const void* grad_out;   // [num_tokens, width]
+  const void* rows;       // [num_rows, width]
+  const int64_t* tokens;  // [num_rows]: token of each row
+  const float* weights;   // [num_rows]
+  void* grad_rows;        // [num_rows, width]: weights[i] * grad_out[tokens[i]]
+  float* grad_weights;    // [num_rows]: dot product of rows[i] and grad_out[tokens[i]]
+  DType dtype;
+  int64_t num_rows;
+  int64_t width;
+};
+
+void scale_rows(const ScaleRows& args, cudaStream_t stream);
+
+// SwiGLU of gate and up projections that lie side by side: out = silu(gate) * up, silu(gate) rounded to dtype.
+// `gate_up`: [num_rows, 2 * width], `out`: [num_rows, width].
+void gate(const void* gate_up, void* out, DType dtype, int64_t num_rows, int64_t width, cudaStream_t stream);
+
+// `grad_out`: [num_rows, width]. `grad_gate_up`: [num_rows, 2 * width].
+void gate_backward(const void* gate_up, const void* grad_out, void* grad_gate_up, DType dtype, int64_t num_rows,
+                   int64_t width, cudaStream_t stream);
+
+}  // namespace patrickstar::experts::cuda

@@ -1,0 +1,187 @@
+"""Rows of tokens between the grouped products of experts (``csrc/experts/cuda_kernels.h``).
+
+    rows = dispatch(hidden, order, positions)         # a row for each token and chosen expert, by expert
+    rows = gate(rows)                                 # SwiGLU
+    out = combine(rows, weights, order, positions)    # each token's weighted sum
+
+``positions``: ``[tokens, chosen experts]``, the row, or -1 for an expert that is not here. ``order``: by row, its index
+in the flattened ``positions``. Both are int64. Each kernel is a custom operator, which ``torch.compile`` and the meta
+device know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from patrickstar import _C
+
+_DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
+
+
+def dispatch(hidden: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """A copy of its token for each row. The gradient of a token is the sum of its rows' in float32."""
+    return _Dispatch.apply(hidden, order, positions)
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[rows, 2 * width]``, gate first."""
+    return _Gate.apply(gate_up)
+
+
+def combine(rows: Tensor, weights: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """Sum over each token's experts of ``weights[token, k] * rows[positions[token, k]]``.
+
+    Products have the dtype that PyTorch gives them, and are summed in float32.
+
+    Args:
+        rows: ``[rows, width]``.
+        weights: as ``positions``, of the dtype of ``rows`` or float32.
+    """
+    return _Combine.apply(rows, weights, order, positions)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, order, positions):
+        ctx.save_for_backward(positions)
+        return hidden.index_select(0, order // positions.size(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (positions,) = ctx.saved_tensors
+        return sum_rows(grad.contiguous(), positions, None, False), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        return swiglu(gate_up.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        return swiglu_backward(gate_up.contiguous(), grad.contiguous())
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, order, positions):
+        rows = rows.contiguous()
+        ctx.save_for_backward(rows, weights, order, positions)
+        return sum_rows(rows, positions, weights.float().contiguous(), weights.dtype == rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rows, weights, order, positions = ctx.saved_tensors
+        of_rows = weights.flatten()[order].float()
+        grad_rows, by_row = scale_rows(grad.contiguous(), rows, order // positions.size(1), of_rows)
+        grad_weights = torch.where(positions >= 0, by_row[positions.clamp(min=0)], 0.0)
+        return grad_rows, grad_weights.to(weights.dtype), None, None
+
+
+@torch.library.custom_op("patrickstar::sum_rows", mutates_args=(), device_types="cpu")
+def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, rounds_products: bool) -> Tensor:
+    """Each token's sum of rows. ``rounds_products``: products with ``weights`` (float32) round to the rows' dtype."""
+    found = rows.index_select(0, positions.clamp(min=0).flatten()).view(*positions.shape, rows.size(-1))
+    if weights is not None:
+        found = found * (weights.to(rows.dtype) if rounds_products else weights).unsqueeze(-1)
+    return found.masked_fill((positions < 0).unsqueeze(-1), 0.0).sum(dim=1).to(rows.dtype)
+
+
+@torch.library.custom_op("patrickstar::scale_rows", mutates_args=(), device_types="cpu")
+def scale_rows(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Backward of :func:`sum_rows` by row: gradients of rows, and of ``weights`` (float32)."""
+    found = grad.index_select(0, tokens).float()
+    return (found * weights.unsqueeze(-1)).to(rows.dtype), (found * rows.float()).sum(dim=-1)
+
+
+@torch.library.custom_op("patrickstar::swiglu", mutates_args=(), device_types="cpu")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See :func:`gate`."""
+    half, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(half) * up
+
+
+@torch.library.custom_op("patrickstar::swiglu_backward", mutates_args=(), device_types="cpu")
+def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of :func:`swiglu`'s argument."""
+    half, up = gate_up.chunk(2, dim=-1)
+    of_gate = torch.ops.aten.silu_backward(grad * up, half)
+    return torch.cat([of_gate, grad * functional.silu(half)], dim=-1)
+
+
+@sum_rows.register_fake
+def _(rows, positions, weights, rounds_products):
+    return rows.new_empty(positions.size(0), rows.size(-1))
+
+
+@scale_rows.register_fake
+def _(grad, rows, tokens, weights):
+    return torch.empty_like(rows), weights.new_empty(rows.size(0))
+
+
+@swiglu.register_fake
+def _(gate_up):
+    return gate_up.new_empty(gate_up.size(0), gate_up.size(-1) // 2)
+
+
+@swiglu_backward.register_fake
+def _(gate_up, grad):
+    return torch.empty_like(gate_up)
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+@sum_rows.register_kernel("cuda")
+def _(rows, positions, weights, rounds_products):
+    num_tokens, num_chosen = positions.shape
+    out = rows.new_empty(num_tokens, rows.size(-1))
+    at = 0 if weights is None else weights.data_ptr()
+    with torch.cuda.device(rows.device):
+        _C.experts.cuda_sum_rows(
+            rows.data_ptr(), positions.data_ptr(), at, out.data_ptr(), _DTYPES[rows.dtype], rounds_products, num_tokens,
+            num_chosen, rows.size(-1), _stream(rows),
+        )  # fmt: skip
+    return out
+
+
+@scale_rows.register_kernel("cuda")
+def _(grad, rows, tokens, weights):
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    with torch.cuda.device(rows.device):
+        _C.experts.cuda_scale_rows(
+            grad.data_ptr(), rows.data_ptr(), tokens.data_ptr(), weights.data_ptr(), grad_rows.data_ptr(),
+            grad_weights.data_ptr(), _DTYPES[rows.dtype], rows.size(0), rows.size(-1), _stream(rows),
+        )  # fmt: skip
+    return grad_rows, grad_weights
+
+
+@swiglu.register_kernel("cuda")
+def _(gate_up):
+    num_rows, width = gate_up.size(0), gate_up.size(-1) // 2
+    out = gate_up.new_empty(num_rows, width)
+    with torch.cuda.device(gate_up.device):
+        _C.experts.cuda_gate(
+            gate_up.data_ptr(), out.data_ptr(), _DTYPES[gate_up.dtype], num_rows, width, _stream(gate_up)
+        )
+    return out
+
+
+@swiglu_backward.register_kernel("cuda")
+def _(gate_up, grad):
+    out = torch.empty_like(gate_up)
+    with torch.cuda.device(gate_up.device):
+        _C.experts.cuda_gate_backward(
+            gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), _DTYPES[gate_up.dtype], grad.size(0), grad.size(-1),
+            _stream(gate_up),
+        )  # fmt: skip
+    return out

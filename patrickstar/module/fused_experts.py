@@ -1,0 +1,132 @@
+"""Experts of transformers' mixtures without passes over memory between their grouped products.
+
+    fused = fuse_experts(model)   # before it goes into an engine, or any other training
+    fused.restore()
+
+transformers' ``grouped_mm`` sorts tokens by expert and multiplies each group. Between the products it gathers, scales,
+restores the order and adds up in separate passes, which take two thirds of the time. The same products are computed
+here with one pass each for gathering, gating and the weighted sum. On a GPU the forward has the bits of ``grouped_mm``.
+Gradients of tokens and of routing weights are summed in float32, those of ``grouped_mm`` in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.module import expert_rows
+
+IMPLEMENTATION = "patrickstar"
+"""Value of a model's ``config._experts_implementation``."""
+
+
+def fuse_experts(model: nn.Module) -> FusedExperts:
+    """Fuses all experts of ``model`` that transformers would compute with ``grouped_mm``.
+
+    Returns:
+        an object that undoes the change.
+    """
+    return FusedExperts(model)
+
+
+class FusedExperts:
+    """See :func:`fuse_experts`. ``names``: the modules that changed."""
+
+    def __init__(self, model: nn.Module):
+        self._configs: list[Any] = []
+        self.names: list[str] = []
+        moe = sys.modules.get("transformers.integrations.moe")
+        if moe is None or not hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
+            return
+        for name, module in model.named_modules():
+            config = getattr(module, "config", None)
+            is_grouped = getattr(config, "_experts_implementation", None) in ("grouped_mm", IMPLEMENTATION)
+            if not is_grouped or not _is_experts(module):
+                continue
+            moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+            self.names.append(name)
+            if config._experts_implementation != IMPLEMENTATION:
+                config._experts_implementation = IMPLEMENTATION
+                self._configs.append(config)
+
+    def restore(self) -> None:
+        """Undoes the change."""
+        while self._configs:
+            self._configs.pop()._experts_implementation = "grouped_mm"
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """True for a module whose forward takes its implementation from transformers' registry."""
+    names = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj", "_apply_gate")
+    return all(hasattr(module, name) for name in names)
+
+
+@dataclasses.dataclass
+class Routing:
+    """Order of the rows, one for each token and chosen expert."""
+
+    experts: torch.Tensor
+    """By row: its expert, ascending; of other ranks' experts the number of experts or more."""
+    order: torch.Tensor
+    """By row: its index in the flattened ``positions``."""
+    positions: torch.Tensor
+    """``[tokens, chosen experts]``: the row; -1 for other ranks' experts."""
+    offsets: torch.Tensor
+    """int32, by expert: end of its rows."""
+
+    @staticmethod
+    def of(chosen: torch.Tensor, num_experts: int) -> Routing:
+        """Args: ``chosen``: ``[tokens, chosen experts]``, indices of experts."""
+        ids = chosen.reshape(-1)
+        experts, order = torch.sort(ids, stable=True)
+        positions = torch.empty_like(order)
+        positions[order] = torch.arange(order.numel(), device=order.device)
+        positions.masked_fill_(ids >= num_experts, -1)
+        every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+        return Routing(
+            experts=experts,
+            order=order,
+            positions=positions.view(chosen.shape),
+            offsets=torch.searchsorted(experts, every, right=True).to(torch.int32),
+        )
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Implementation for transformers' registry of experts; arguments and result as of ``grouped_mm``."""
+    from transformers.integrations import moe
+
+    up_name = "gate_up_proj" if self.has_gate else "up_proj"
+    up = getattr(self, up_name)
+    if hidden_states.dtype != up.dtype or top_k_weights.dtype not in (up.dtype, torch.float32):  # autocast
+        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    routing = Routing.of(top_k_index, self.num_experts)
+    biased = routing.experts.clamp(max=self.num_experts - 1) if self.has_bias else None
+
+    def product(rows: torch.Tensor, name: str, weight: torch.Tensor) -> torch.Tensor:
+        bias = None if biased is None else getattr(self, f"{name}_bias")[biased]
+        return moe._grouped_linear(rows, weight, routing.offsets, bias=bias, is_transposed=self.is_transposed)
+
+    rows = product(expert_rows.dispatch(hidden_states, routing.order, routing.positions), up_name, up)
+    if not self.has_gate:
+        rows = self.act_fn(rows)
+    elif _is_swiglu(self, moe):
+        rows = expert_rows.gate(rows)
+    else:
+        rows = self._apply_gate(rows)
+    rows = product(rows, "down_proj", self.down_proj)
+    if getattr(self, "has_post_expert_norm", False):
+        rows = self.post_expert_norm(rows)
+    return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
+
+
+def _is_swiglu(module: nn.Module, moe: Any) -> bool:
+    from transformers.activations import SiLUActivation
+
+    is_default = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
+    return is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))

@@ -1,0 +1,108 @@
+import copy
+
+import pytest
+import torch
+
+from patrickstar.module import expert_rows
+from patrickstar.module.fused_experts import IMPLEMENTATION, Routing, fuse_experts
+from patrickstar.runtime import initialize_engine
+from tests.ranks.mixed_models import batch, build
+from tests.training import make_config
+
+SWIGLU, BIASED, SHARED = "Qwen3Moe", "GptOss", "DeepseekV3"
+
+
+def with_gradients(model, given):
+    loss = model(**given).loss
+    loss.backward()
+    return loss.item(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("family", [SWIGLU, BIASED, SHARED, "Mixtral", "Jamba", "Qwen3VLMoe"])
+def test_a_fused_model_equals_grouped_mm(family):
+    torch.manual_seed(0)
+    model = build(family, "grouped_mm")()
+    fused_model = copy.deepcopy(model)
+    fused = fuse_experts(fused_model)
+    assert fused.names
+    given = batch(family, 1, True, True)
+    loss, gradients = with_gradients(model, given)
+    fused_loss, fused_gradients = with_gradients(fused_model, given)
+    assert fused_loss == loss
+    assert gradients.keys() == fused_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-5, atol=1e-7)
+    fused.restore()
+    assert all(fused_model.get_submodule(name).config._experts_implementation == "grouped_mm" for name in fused.names)
+
+
+def test_other_experts_are_left_alone():
+    model = build(SWIGLU, "eager")()
+    assert fuse_experts(model).names == []
+    assert model.config._experts_implementation == "eager"
+
+
+@pytest.mark.parametrize(("section", "expected"), [({}, IMPLEMENTATION), ({"experts": "model"}, "grouped_mm")])
+def test_an_engine_fuses_experts_until_it_closes(section, expected):
+    config = make_config("fp32", device_memory="64MiB", activations=section)
+    engine, optimizer = initialize_engine(build(SWIGLU, "grouped_mm"), 0, config)
+    model = engine.module
+    with engine:
+        assert model.config._experts_implementation == expected
+        engine.backward(engine(**batch(SWIGLU, 1, True, False)).loss)
+        optimizer.step()
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def plain_rows(hidden, chosen, weights, scales, num_experts):
+    """The weighted sum by loops over tokens; expert ``e`` multiplies by ``scales[e]``, and others are absent."""
+    out = []
+    for token in range(hidden.size(0)):
+        parts = [
+            weights[token, k] * hidden[token] * scales[expert]
+            for k, expert in enumerate(chosen[token].tolist())
+            if expert < num_experts
+        ]
+        out.append(sum(parts, torch.zeros_like(hidden[token])))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("num_absent", [0, 2])
+def test_rows_are_gathered_and_summed(num_absent):
+    """Experts of other ranks have indices beyond the last one here."""
+    generator = torch.Generator().manual_seed(0)
+    num_experts = 4
+    chosen = torch.stack([torch.randperm(num_experts + num_absent, generator=generator)[:3] for _ in range(7)])
+    scales = torch.randn(num_experts, 1, generator=generator)
+    hidden = torch.randn(7, 10, generator=generator, requires_grad=True)
+    weights = torch.rand(7, 3, generator=generator, requires_grad=True)
+    wanted = plain_rows(hidden, chosen, weights, scales, num_experts)
+    direction = torch.randn(wanted.shape, generator=generator)
+    of_plain = torch.autograd.grad(wanted, (hidden, weights), direction)
+
+    routing = Routing.of(chosen, num_experts)
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)[:num_experts]
+    assert routing.offsets.tolist() == counts.cumsum(0).tolist()
+    rows = expert_rows.dispatch(hidden, routing.order, routing.positions)
+    rows = rows * torch.nn.functional.pad(scales, (0, 0, 0, num_absent), value=torch.nan)[routing.experts]
+    out = expert_rows.combine(rows, weights, routing.order, routing.positions)
+    torch.testing.assert_close(out, wanted)
+    for found, expected in zip(torch.autograd.grad(out, (hidden, weights), direction), of_plain, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_gate_is_swiglu():
+    rows = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(expert_rows.gate, (rows,))
+    half, up = rows.chunk(2, dim=-1)
+    assert expert_rows.gate(rows).equal(torch.nn.functional.silu(half) * up)
+
+
+def test_operators_describe_themselves():
+    """``torch.compile`` and the meta device use these descriptions."""
+    rows, positions = torch.randn(6, 8), torch.tensor([[0, 3], [1, 4], [2, -1]])
+    torch.library.opcheck(expert_rows.sum_rows, (rows, positions, torch.rand(3, 2), True))
+    tokens = torch.tensor([0, 1, 2, 0, 1, 2])
+    torch.library.opcheck(expert_rows.scale_rows, (torch.randn(3, 8), rows, tokens, torch.rand(6)))
+    torch.library.opcheck(expert_rows.swiglu, (rows,))
+    torch.library.opcheck(expert_rows.swiglu_backward, (rows, torch.randn(6, 4)))
