@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of model, batches and engine, for :func:`make_job`."""
     parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step and rank")
     parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
-    parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
+    parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="of a rank (default: what is free)")
     parser.add_argument("--speculation", choices=[member.value for member in Speculation], default="auto")
     parser.add_argument("--states", choices=[member.value for member in States], default="fp32")
     parser.add_argument("--master", choices=[member.value for member in Master], default="exact")
@@ -50,13 +51,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_job(args: argparse.Namespace, clipping: float) -> Job:
-    """The job of :func:`add_engine_arguments`'s flags on one rank."""
+    """The job of :func:`add_engine_arguments`'s flags, on the ranks that torchrun started."""
     from benchmark.systems import Job
 
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    host_bytes = None if args.host_memory is None else args.host_memory * ranks
     return Job(
-        system="patrickstar", model=args.model, ranks=1, length=args.seq_len or SHAPES[args.model].length,
+        system="patrickstar", model=args.model, ranks=ranks, length=args.seq_len or SHAPES[args.model].length,
         batch=args.batch_size, clipping=clipping, speculation=args.speculation, states=args.states, master=args.master,
-        gpu_bytes=args.device_memory, host_bytes=args.host_memory, warmup=0, steps=args.steps,
+        gpu_bytes=args.device_memory, host_bytes=host_bytes, warmup=0, steps=args.steps,
     )  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     init_seconds = time.perf_counter() - begin
     show(f"initialised in {init_seconds:.1f} s")
     engine.train()
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
     rows: list[dict[str, Any]] = []
     texts = {}
     before = counts(engine)
@@ -114,7 +117,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     engine.discard()
     median = statistics.median(row["seconds"] for row in rows[len(rows) // 2 :])
     return {
-        "case": "steps", "model": args.model, "batch": args.batch_size, "init_seconds": init_seconds,
+        "case": "steps", "model": args.model, "ranks": job.ranks, "batch": args.batch_size,
+        "init_seconds": init_seconds,
         "median_of_second_half": median, "model_tflops": model_flops(job.shape, job.batch) / median / 1e12,
         "config": config, "rows": rows, "traces": texts, "report": report, **provenance(),
     }  # fmt: skip
@@ -130,7 +134,7 @@ def format_table(result: dict[str, Any]) -> str:
     """All steps, and the bounds of traced steps."""
     report = result["report"]
     lines = [
-        f"{result['model']}, batch {result['batch']}: median of the second half "
+        f"{result['model']}, {result['ranks']} ranks, batch {result['batch']} each: median of the second half "
         f"{result['median_of_second_half']:.3f} s, {result['model_tflops']:.1f} model TFLOPS; initialised in "
         f"{result['init_seconds']:.1f} s; {report['num_device_state_chunks']} of {report['num_chunks']} chunks have "
         f"their states on the device; peaks {report['device_peak_bytes'] / 2**30:.1f} GiB of it, "

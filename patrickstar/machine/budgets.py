@@ -65,8 +65,9 @@ def make_budgets(
         host_bytes = shared[1]
     else:
         ratio = tracer.overall_cpu_mem_ratio
-        host_bytes = default_budget_bytes(held_bytes) if ratio is None else int(usable_bytes() * ratio)
-        host_bytes //= max(sharers, num_local_ranks)
+        num_ranks = max(sharers, num_local_ranks)
+        by_ratio = None if ratio is None else int(usable_bytes() * ratio) // num_ranks
+        host_bytes = default_budget_bytes(held_bytes, num_ranks) if by_ratio is None else by_ratio
     return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)
 
 

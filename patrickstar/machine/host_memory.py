@@ -88,12 +88,12 @@ def mem_available_bytes() -> int:
     return next(kibibytes, total_bytes() // 1024) * 1024
 
 
-def default_budget_bytes(held_bytes: int = 0) -> int:
-    """The default host budget: the available bytes less :func:`reserve_bytes`, at least a tenth of them.
+def default_budget_bytes(held_bytes: int = 0, num_ranks: int = 1) -> int:
+    """The default host budget of one of ``num_ranks`` ranks on this machine, see :func:`budget_within`.
 
-    ``held_bytes`` that the caller holds count as available.
+    ``held_bytes`` that the ranks hold together count as available.
     """
-    return budget_within(min(available_bytes() + held_bytes, usable_bytes()), reserve_bytes())
+    return budget_within(min(available_bytes() + held_bytes, usable_bytes()), reserve_bytes(), num_ranks)
 
 
 def reserve_bytes() -> int:
@@ -101,9 +101,15 @@ def reserve_bytes() -> int:
     return max(usable_bytes() // 20, 2**30)
 
 
-def budget_within(available: int, reserve: int) -> int:
-    """Returns the default budget for given available and reserved bytes."""
-    return max(available - reserve, available // 10)
+def budget_within(available: int, reserve: int, num_ranks: int = 1) -> int:
+    """The default budget of one of ``num_ranks`` ranks that share ``available`` bytes.
+
+    ``reserve`` is left for one process, and up to 4 GiB for each further one: its libraries, CUDA's and NCCL's memory.
+    Two ranks on two H200s took 15.6 of 252 GiB besides their budgets (benchmark/results/h200-qwen3-30b-a3b.txt). At
+    least a tenth of ``available`` is shared.
+    """
+    further = (num_ranks - 1) * min(available // 50, 4 * 2**30)
+    return max(available - reserve - further, available // 10) // num_ranks
 
 
 def usable_bytes() -> int:

@@ -118,7 +118,7 @@ def test_expected_budgets():
     ending = [dataclasses.replace(one, available_bytes=11 * 10**9, held_bytes=0)]
     staying = [one, dataclasses.replace(one, device_bytes=8), dataclasses.replace(one, host="b", held_bytes=0)]
     budgets = expected_budgets(parse_config({}), staying, ending)
-    assert [each.host_bytes for each in budgets] == [7 * 10**9, 7 * 10**9, 8 * 10**9]
+    assert [each.host_bytes for each in budgets] == [6.84e9, 6.84e9, 8e9]
     assert [each.device_bytes for each in budgets] == [7, 8, 7]
     given = expected_budgets(parse_config({"device_memory": 5, "host_memory": 6}), staying, ending)
     assert {(each.device_bytes, each.host_bytes) for each in given} == {(5, 6)}

@@ -48,10 +48,13 @@ def test_the_hosts_budget(machine):
     reserve = 10 * GIB  # 5 %
     cpu = torch.device("cpu")
     assert make_budgets(parse_config({}), cpu).host_bytes == 110 * GIB == 120 * GIB - reserve
-    assert make_budgets(parse_config({}), cpu, num_local_ranks=4).host_bytes == 110 * GIB // 4
+    further = 120 * GIB // 50  # of each further rank, 2 %
+    assert make_budgets(parse_config({}), cpu, num_local_ranks=4).host_bytes == (110 * GIB - 3 * further) // 4
     ratio = {"client": {"mem_tracer": {"overall_cpu_mem_ratio": 0.5}}}
     assert make_budgets(parse_config(ratio), cpu).host_bytes == 100 * GIB
     assert make_budgets(parse_config({**ratio, "host_memory": "3GiB"}), cpu).host_bytes == 3 * GIB
+    machine(total=1000, available=900)
+    assert make_budgets(parse_config({}), cpu, num_local_ranks=2).host_bytes == (850 - 4) * GIB // 2
 
 
 def test_the_gpus_budget(monkeypatch):
