@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -234,6 +235,7 @@ def _run_rank(folder):
     torch.set_num_threads(1)
     result = Path(folder, f"result-{os.environ['RANK']}")  # a resize gives the process another rank
     function, args, timeout_seconds = pickle.loads(Path(folder, "task").read_bytes())
+    gc.freeze()  # collections need not visit what the function's module imports
     faulthandler.dump_traceback_later(max(timeout_seconds - 3, 1))  # where it is when it is about to be killed
     value, error = None, ""
     try:

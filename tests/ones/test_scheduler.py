@@ -1,5 +1,7 @@
 import dataclasses
 import functools
+import subprocess
+import sys
 import types
 
 import pytest
@@ -379,3 +381,10 @@ def test_those_that_have_joined_go_on_when_the_others_end(outcomes):
     processes.status()
     assert joins.actors == ["joins"]
     assert processes._groups == [joins]
+
+
+def test_a_rank_is_started_without_pytorch():
+    """Its script imports PyTorch; the actor beside each rank has no use for it."""
+    code = "import patrickstar.ones.cluster.rank_process, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

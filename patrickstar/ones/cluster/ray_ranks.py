@@ -7,11 +7,6 @@ continues from its checkpoint.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,82 +19,15 @@ from patrickstar.elastic import Orders, OutcomeKind
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, ServedRendezvous
 from patrickstar.elastic.run import JOINS_VARIABLE
 from patrickstar.ones.cluster.fleet import JobPhase, Status
+from patrickstar.ones.cluster.rank_process import RankProcess
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ranks.addresses import listen
-from patrickstar.ranks.private_files import append_private, create_private
 from patrickstar.ranks.run_secret import SECRET_VARIABLE, RunSecret
 
 _GPUS_WAIT_SECONDS = 20.0
 _START_SECONDS = 300.0
-"""Time for processes of ranks to start and import PyTorch, even on a loaded node."""
+"""Time for the actors of ranks to start, even on a loaded node."""
 _ANSWER_SECONDS = 30.0
-_TAIL_BYTES = 2000
-_PR_SET_PDEATHSIG = 1
-
-
-class RankProcess:
-    """An actor: the process of one rank, on the actor's GPU."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: Path | None = None
-        self._secret_file: Path | None = None
-
-    def place(self) -> tuple[str, int, list[str]]:
-        """(address of this node, a free port there, ids of this actor's GPUs)."""
-        address = ray.util.get_node_ip_address()
-        with listen(address, 0) as probe:
-            port = probe.getsockname()[1]
-        return address, port, [str(gpu) for gpu in ray.get_gpu_ids()]
-
-    def start(self, plain: dict[str, Any], environment: dict[str, str], secret: str, log: str) -> None:
-        """Starts the script, which ends with this actor. A private file beside the log holds the run's secret
-        (hexadecimal) while the process runs.
-        """
-        submission = Submission.of(plain)
-        self._log = Path(log)
-        self._log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._secret_file = self._log.with_suffix(f".{os.getpid()}.secret")
-        with os.fdopen(create_private(self._secret_file), "w") as file:
-            file.write(secret)
-        environment = {**environment, SECRET_VARIABLE: str(self._secret_file)}
-        with os.fdopen(append_private(self._log), "ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, submission.script, *submission.arguments],
-                cwd=submission.folder,
-                env={**os.environ, **dict(submission.environment), **environment},
-                stdout=output,
-                stderr=output,
-                preexec_fn=_die_with_parent,
-            )
-
-    def poll(self) -> int | None:
-        """The exit status; None while it runs."""
-        status = None if self._process is None else self._process.poll()
-        if status is not None:
-            self._forget_secret()
-        return status
-
-    def kill(self) -> None:
-        """Kills the process, and waits for its end."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._forget_secret()
-
-    def _forget_secret(self) -> None:
-        if self._secret_file is not None:
-            self._secret_file.unlink(missing_ok=True)
-
-    def tail(self) -> str:
-        """The end of its output."""
-        if self._log is None:
-            return ""
-        return self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Ranks:
@@ -245,9 +173,12 @@ class JobProcesses:
 
     def _launch(self, actor: Any, environment: dict[str, str]) -> None:
         self._num_started += 1
-        environment = {**environment, ADDRESS_VARIABLE: self._store.address}
+        submission = self._submission
+        words = [submission.script, *submission.arguments]
+        environment = {**dict(submission.environment), **environment, ADDRESS_VARIABLE: self._store.address}
         log = self._logs / f"{self._num_started}.log"
-        started = actor.start.remote(self._submission.as_plain(), environment, self._secret.hex(), str(log))
+        secret = (SECRET_VARIABLE, self._secret.hex())
+        started = actor.start.remote(words, submission.folder, environment, secret, str(log))
         ray.get(started, timeout=_ANSWER_SECONDS)
 
     def _note_outcome(self) -> None:
