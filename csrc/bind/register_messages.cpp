@@ -19,7 +19,7 @@ std::map<std::string, nb::bytes> example_messages(int num_chunks) {
   const StepTimes times{Rates{}, {{0.5, 0.25, 0.0}, {}, {}}};
   return {{"request", in_python(packed(ChunkRequest{0, {num_chunks - 1}}))},
           {"summary", in_python(packed(StepSummary{7, {0, 1 << 20, 3}, true, {5, 0}, "note"}))},
-          {"vote", in_python(packed(PlanVote{true, false, updates, times}))}};
+          {"vote", in_python(packed(PlanVote{true, false, updates, true, 3, times}))}};
 }
 
 void read_message(const std::string& kind, const nb::bytes& message, int num_chunks) {

@@ -16,6 +16,8 @@ PlanVote parse_vote(const nb::dict& fields) {
   vote.can_measure = nb::cast<bool>(fields["can_measure"]);
   vote.has_plan = nb::cast<bool>(fields["has_plan"]);
   vote.updates = nb::cast<std::vector<Recipe>>(fields["updates"]);
+  vote.awaits_trace = nb::cast<bool>(fields["awaits_trace"]);
+  vote.timed_path = nb::cast<int64_t>(fields["timed_path"]);
   if (!fields["rates"].is_none()) {
     vote.times =
         StepTimes{nb::cast<Rates>(fields["rates"]), {nb::cast<std::vector<double>>(fields["compute_seconds"]), {}, {}}};
@@ -29,6 +31,8 @@ nb::dict describe_vote(const PlanVote& vote) {
   fields["can_measure"] = vote.can_measure;
   fields["has_plan"] = vote.has_plan;
   fields["updates"] = vote.updates;
+  fields["awaits_trace"] = vote.awaits_trace;
+  fields["timed_path"] = vote.timed_path;
   fields["rates"] = vote.times ? nb::cast(vote.times->rates) : nb::none();
   fields["compute_seconds"] = vote.times ? vote.times->shape.compute_seconds : std::vector<double>{};
   fields["activations"] = vote.times ? describe_copies(vote.times->shape.activations) : CopiesByAccess{};

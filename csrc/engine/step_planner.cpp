@@ -41,13 +41,15 @@ void StepPlanner::begin_step() {
 }
 
 PlanVote StepPlanner::vote(StepWay way) {
-  if (stage_ == Stage::kAsked) traced_copies_ = recorder_.last_copies();
   if (stage_ == Stage::kTraced) take_times();
+  if (!own_times_) traced_copies_ = recorder_.last_copies();
+  const bool awaits_trace = stage_ == Stage::kTraced && !own_times_ && traced_way_ == StepWay::kAsRecorded;
+  last_way_ = way;
   const StepPath* path = paths_.find(recorder_.last());
   const bool alike = way == StepWay::kAsBefore || num_steps_ == 0 ||
                      (path != nullptr && same_needed_uses(path->timeline, recorder_.last()));
   const bool can_measure = alike && residency_.prefetches_far() && !pager_.memory().arena().is_preparing();
-  return {can_measure, pager_.replay().has_plan(), earliest_recipes(), own_times_};
+  return {can_measure, pager_.replay().has_plan(), earliest_recipes(), awaits_trace, traced_path_, own_times_};
 }
 
 void StepPlanner::take_times() {
@@ -80,23 +82,24 @@ bool StepPlanner::end_step(const PlanVote& agreed) {
   return still_holds;
 }
 
-// Ranks ask for a trace in the same step, and give up waiting for its times in the same step.
+// Ranks ask in the same step. A user's trace puts off that of a rank by a step or more (TraceRequests); the others keep
+// their times until it has its own.
 void StepPlanner::end_measurement(const PlanVote& agreed, int64_t path_of_step) {
-  if (stage_ == Stage::kAsked) {
+  if (stage_ == Stage::kIdle) return;
+  if (stage_ == Stage::kTraced && !agreed.awaits_trace) {
+    StepPath* const traced = paths_.find(agreed.timed_path);
+    if (traced != nullptr && agreed.times) {
+      traced->times = agreed.times;
+      ++traced->num_measurements;
+      traced->plan = {};
+    }
+    own_times_.reset();
+    stage_ = Stage::kIdle;
+  } else if (!own_times_) {
     traced_path_ = path_of_step;
+    traced_way_ = last_way_;
     stage_ = Stage::kTraced;
-    return;
   }
-  if (stage_ != Stage::kTraced) return;
-  StepPath* const traced = paths_.find(traced_path_);
-  if (traced != nullptr && agreed.times &&
-      agreed.times->shape.compute_seconds.size() == traced->timeline.accesses.size()) {
-    traced->times = agreed.times;
-    ++traced->num_measurements;
-    traced->plan = {};
-  }
-  own_times_.reset();
-  stage_ = Stage::kIdle;
 }
 
 void StepPlanner::adopt(std::optional<StepTimes> times) {

@@ -71,7 +71,7 @@ class StepPlanner {
   enum class Stage : uint8_t {
     kIdle,
     kAsked,   // requested a trace of the next step to begin
-    kTraced,  // the step before this one was traced
+    kTraced,  // a step since was to be traced
   };
 
   void take_times();
@@ -97,9 +97,12 @@ class StepPlanner {
   int64_t num_steps_ = 0;
   bool all_can_measure_ = false;        // in the next step
   std::vector<Recipe> agreed_updates_;  // by chunk, as early as all ranks can; empty before the first step
+  StepWay last_way_ = StepWay::kAsRecorded;
+  // The traced step, or the last one that was to be traced.
   int64_t traced_path_ = StepPath::kNoId;
-  std::vector<ActivationCopies> traced_copies_;  // of the traced step
-  std::optional<StepTimes> own_times_;           // of the traced step, in the step after it
+  StepWay traced_way_ = StepWay::kAsRecorded;
+  std::vector<ActivationCopies> traced_copies_;
+  std::optional<StepTimes> own_times_;  // until all ranks have theirs
 };
 
 }  // namespace patrickstar

@@ -51,6 +51,8 @@ std::string packed(const PlanVote& vote) {
       .add(static_cast<uint8_t>(vote.can_measure))
       .add(static_cast<uint8_t>(vote.has_plan))
       .add(vote.updates)
+      .add(static_cast<uint8_t>(vote.awaits_trace))
+      .add(vote.timed_path)
       .add(vote.times ? std::vector<Rates>{vote.times->rates} : std::vector<Rates>{})
       .add(vote.times ? vote.times->shape.compute_seconds : std::vector<double>{})
       .add(vote.times ? vote.times->shape.activations : std::vector<ActivationCopies>{})
@@ -63,6 +65,8 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
   vote.can_measure = reader.next<uint8_t>() != 0;
   vote.has_plan = reader.next<uint8_t>() != 0;
   vote.updates = reader.next_list<Recipe>(num_chunks);
+  vote.awaits_trace = reader.next<uint8_t>() != 0;
+  vote.timed_path = reader.next<int64_t>();
   const auto rates = reader.next_list<Rates>();
   const auto compute_seconds = reader.next_list<double>();
   const auto activations = reader.next_list<ActivationCopies>();
@@ -81,24 +85,26 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
 PlanVote agreed(const std::vector<PlanVote>& votes) {
   PlanVote all = votes.front();
   all.times.reset();
-  const auto num_accesses = [](const PlanVote& vote) {
-    return vote.times ? vote.times->shape.compute_seconds.size() : 0;
-  };
-  size_t most = 0;
-  for (const PlanVote& vote : votes) most = std::max(most, num_accesses(vote));
+  bool one_path = true;
   for (const PlanVote& vote : votes) {
     all.can_measure = all.can_measure && vote.can_measure;
     all.has_plan = all.has_plan && vote.has_plan;
+    all.awaits_trace = all.awaits_trace || vote.awaits_trace;
     for (size_t chunk = 0; chunk < all.updates.size(); ++chunk) {
       all.updates[chunk] = std::max(all.updates[chunk], vote.updates[chunk]);
     }
-    if (!vote.times || num_accesses(vote) < most) continue;
-    if (all.times) {
-      keep_slower(*all.times, *vote.times);
-    } else {
+    if (!vote.times) continue;
+    if (!all.times) {
       all.times = vote.times;
+      all.timed_path = vote.timed_path;
+      continue;
     }
+    const bool same_step = vote.timed_path == all.timed_path &&
+                           vote.times->shape.compute_seconds.size() == all.times->shape.compute_seconds.size();
+    one_path = one_path && same_step;
+    if (same_step) keep_slower(*all.times, *vote.times);
   }
+  if (all.awaits_trace || !one_path) all.times.reset();
   return all;
 }
 

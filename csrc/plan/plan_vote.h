@@ -29,7 +29,9 @@ struct PlanVote {
   bool can_measure = false;     // the next step may be traced here, or one already was
   bool has_plan = false;        // the last step replayed a plan, or could have
   std::vector<Recipe> updates;  // by chunk, the earliest that fit memory
-  // From a traced step that took the plan's path; `shape` has compute_seconds and activations only.
+  bool awaits_trace = false;    // of a step that was to be traced, which a user's trace has put off
+  int64_t timed_path = 0;       // path of the step with these times
+  // From a traced step; `shape` has compute_seconds and activations only.
   std::optional<StepTimes> times;
 };
 
@@ -39,8 +41,9 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks);
 
 // - can_measure, has_plan: true if true on all ranks.
 // - updates: by chunk the latest recipe on any rank. Device recipes come last, since memory is reserved for them.
-// - times, of the ranks that made the most accesses: lowest rates, longest waits, and by access longest compute and
-//   most activations. The other ranks left accesses out.
+// - awaits_trace: true if true on any rank; there are no times then.
+// - times: lowest rates, longest waits, and by access longest compute and most activations. Ranks that left accesses
+//   out have none. None if ranks timed different paths.
 //
 // Collective rates are the fastest rank's: it came last, and the other ranks' times include waiting for it.
 PlanVote agreed(const std::vector<PlanVote>& votes);

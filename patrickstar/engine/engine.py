@@ -26,7 +26,7 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.session.closing import abandon_session, close_session, discard_session
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.lending import lend, take_back
-from patrickstar.state.export_weights import export_session
+from patrickstar.state.export_weights import export_session, send_session
 from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 _T = TypeVar("_T")
@@ -211,6 +211,33 @@ class Engine(ModuleFace):
             self._session.ranks.meet()
             return export_session(self._session, directory, dtype, max_file_bytes)
 
+    def export_to(
+        self,
+        receive: Callable[[list[tuple[str, torch.Tensor]]], object],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        bucket_bytes: int | str = "1GiB",
+    ) -> None:
+        """Passes the weights to a generator, a bucket at a time: ``receive([(name, tensor), ...])``.
+
+        Names and tensors are those of :meth:`export_weights`. vLLM's ``load_weights`` takes such a bucket. Allowed
+        while :meth:`lend` lends the memory. Tensors are copies that may be kept, or sent to another process on the same
+        GPU by ``torch.multiprocessing``. Collective over all ranks, each of which receives the whole model.
+
+        Args:
+            receive: called on each rank with the same names.
+            dtype: of floating point parameters; None: that of the computation.
+            device: of the tensors; None: the engine's.
+            bucket_bytes: most bytes of a bucket, or a size such as ``"1GiB"``; a larger tensor has its own.
+
+        Raises:
+            StateError: a forward, a backward or a step is not over.
+            ValueError: ``bucket_bytes`` is no size.
+        """
+        self._session.check_open()
+        send_session(self._session, receive, dtype, device, bucket_bytes)
+
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict: the source for tests, logs and benchmarks.
 
@@ -250,8 +277,8 @@ class Engine(ModuleFace):
         """Context in which others use the device's memory, such as a generator in this process or another.
 
         Chunks are on the host meanwhile, PyTorch's cache is returned, and ``device_memory`` limits nothing. Saving and
-        ``export_weights`` are allowed; forwards, backwards and steps are not. No number changes. Collective over all
-        ranks. The first loan prepares host memory for what leaves, which takes longer than later ones.
+        exports are allowed; forwards, backwards and steps are not. No number changes. Collective over all ranks. The
+        first loan prepares host memory for what leaves, which takes longer than later ones.
 
         Args:
             keep: bytes of chunks that may stay, or a size such as ``"4GiB"``; parameters leave before states.

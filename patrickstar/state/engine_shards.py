@@ -25,6 +25,12 @@ from patrickstar.session.session import Session
 from patrickstar.state.parts import Frozen, Part
 
 
+def buffer_shards(session: Session) -> Iterator[TensorShard]:
+    """Persistent buffers, which all ranks hold alike."""
+    for name, buffer in persistent_buffers(session.module):
+        yield _shard(name, "buffer", buffer.shape, buffer.dtype, functools.partial(_flat, buffer, buffer.dtype))
+
+
 class EngineSource:
     """The tensors that an engine holds on this rank."""
 
@@ -66,8 +72,7 @@ class EngineSource:
             kind = kind_of(param)
             dtype = torch.float32 if kind == "master" else param.dtype
             yield from self._held(name, kind, param, dtype, functools.partial(self._read_value, param, dtype))
-        for name, buffer in persistent_buffers(self._session.module) if self._rank == 0 else ():
-            yield _shard(name, "buffer", buffer.shape, buffer.dtype, functools.partial(_flat, buffer, buffer.dtype))
+        yield from buffer_shards(self._session) if self._rank == 0 else ()
 
     def _held(
         self, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype, read_whole: Callable[[], torch.Tensor]

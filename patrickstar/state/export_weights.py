@@ -1,4 +1,4 @@
-"""Export of an engine's weights as a Hugging Face folder: names and forms of its files, and the configuration."""
+"""Export of an engine's weights, as a Hugging Face folder or in buckets: names and forms as its files have them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import copy
 import dataclasses
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from patrickstar.checkpoint.errors import CheckpointError
-from patrickstar.checkpoint.export import ExportOptions, check_free, export
+from patrickstar.checkpoint.export import ExportOptions, check_free, export, file_dtype
 from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.shards import TensorShard
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
+from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
-from patrickstar.state.engine_shards import EngineSource, named_params, persistent_buffers
+from patrickstar.sizes import parse_size
+from patrickstar.state.engine_shards import EngineSource, buffer_shards, named_params, persistent_buffers
 from patrickstar.state.file_tensors import FileTensors
 from patrickstar.state.save_load import RankPeers
 from patrickstar.state.whole_values import whole_shards
+
+Bucket = list[tuple[str, torch.Tensor]]
+"""Tensors of a model by their names in files."""
 
 
 def export_session(
@@ -36,16 +42,72 @@ def export_session(
         shards = whole_shards(session)
         tensors = FileTensors(session.module, {shard.name: shard.shape for shard in shards})
         return _export_whole(session, target, tensors, shards, options)
-    names = _export_names(session.module)
-    params = {names.get(name, name): param for name, param in named_params(session.module)}
-    held = [*params.items(), *persistent_buffers(session.module)]
-    tensors = FileTensors(session.module, {name: tensor.shape for name, tensor in held})
+    params, tensors = _params_and_tensors(session)
     shards = list(EngineSource(session, params.items(), whole=tensors.converts).values())
     if tensors.converts:
         return _export_whole(session, target, tensors, shards, options)
     kept = tensors.names
     options = dataclasses.replace(options, rename=kept.__getitem__, peers=RankPeers(session))
     return export(target, [shard for shard in shards if shard.name in kept], options)
+
+
+def send_session(
+    session: Session,
+    receive: Callable[[Bucket], object],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    bucket_bytes: int | str,
+) -> None:
+    """Passes the weights to ``receive`` as ``Engine.export_to`` describes."""
+    most = parse_size(bucket_bytes) if isinstance(bucket_bytes, str) else bucket_bytes
+    if most is None or most < 1:
+        raise ValueError(f'export_to: bucket_bytes is {bucket_bytes!r}; give bytes, or a size such as "1GiB"')
+    with deferred_signals() as signals, session.guard("export_to"), signals.allowed():
+        session.ranks.meet()
+        session.check_whole()
+        check_shared(session, "export_to")
+        made_in = session.config.compute_dtype if dtype is None else dtype
+        target = session.device if device is None else torch.device(device)
+        _send(_whole_tensors(session, made_in), receive, made_in, target, most)
+
+
+def _whole_tensors(session: Session, dtype: torch.dtype) -> list[TensorShard]:
+    """All tensors of files, whole on each rank; ranks read them together."""
+    if session.matrices.names is not None:
+        shards = whole_shards(session)
+        return FileTensors(session.module, {shard.name: shard.shape for shard in shards}).made_of(shards, dtype)
+    params, tensors = _params_and_tensors(session)
+    values = EngineSource(session, params.items(), whole=True).values()
+    shards = [shard for shard in values if shard.kind != "buffer"]
+    return tensors.made_of([*shards, *buffer_shards(session)], dtype)
+
+
+def _send(
+    shards: list[TensorShard],
+    receive: Callable[[Bucket], object],
+    dtype: torch.dtype,
+    device: torch.device,
+    bucket_bytes: int,
+) -> None:
+    bucket: Bucket = []
+    num_bytes = 0
+    for shard in shards:
+        tensor = shard.read().to(device, file_dtype(shard, dtype), copy=True).view(shard.shape)
+        if bucket and num_bytes + tensor.nbytes > bucket_bytes:
+            receive(bucket)
+            bucket, num_bytes = [], 0
+        bucket.append((shard.name, tensor))
+        num_bytes += tensor.nbytes
+    if bucket:
+        receive(bucket)
+
+
+def _params_and_tensors(session: Session) -> tuple[dict[str, nn.Parameter], FileTensors]:
+    """Parameters by their names in files, and the tensors of files."""
+    names = _export_names(session.module)
+    params = {names.get(name, name): param for name, param in named_params(session.module)}
+    held = [*params.items(), *persistent_buffers(session.module)]
+    return params, FileTensors(session.module, {name: tensor.shape for name, tensor in held})
 
 
 def _export_whole(

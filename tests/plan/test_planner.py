@@ -269,7 +269,8 @@ def vote(rate=None, seconds=(), updates=(), **flags):
         for name in (*LOWER_IS_SLOWER, *HIGHER_COUNTS):
             setattr(rates, name, rate)
     return {"can_measure": True, "has_plan": True, "updates": list(updates),
-            "rates": rates, "compute_seconds": list(seconds), "activations": [], **flags}  # fmt: skip
+            "awaits_trace": False, "timed_path": 1, "rates": rates, "compute_seconds": list(seconds),
+            "activations": [], **flags}  # fmt: skip
 
 
 def test_one_rank_agrees_with_itself():
@@ -310,11 +311,22 @@ def test_what_holds_for_all(flag):
     assert not _C.agreed_vote([vote(), vote(**{flag: False})])[flag]
 
 
-def test_times_are_those_of_the_ranks_that_made_all_accesses():
-    """The others left accesses out, or have no trace."""
-    all_made = vote(1.0, [1.0, 2.0])
-    for order in ([all_made, vote(2.0, [9.0]), vote()], [vote(), vote(2.0, [9.0]), all_made]):
+def test_ranks_that_left_accesses_out_have_no_times():
+    timed = vote(1.0, [1.0, 2.0])
+    for order in ([timed, vote()], [vote(), timed]):
         found = _C.agreed_vote(order)
         assert found["compute_seconds"] == [1.0, 2.0]
         assert found["rates"].upload_gbps == 1.0
     assert _C.agreed_vote([vote(), vote()])["rates"] is None
+
+
+def test_times_wait_for_a_rank_whose_trace_is_put_off():
+    for order in ([vote(1.0, [1.0]), vote(awaits_trace=True)], [vote(awaits_trace=True), vote(1.0, [1.0])]):
+        found = _C.agreed_vote(order)
+        assert found["rates"] is None
+        assert found["awaits_trace"]
+
+
+def test_times_of_different_paths_are_dropped():
+    for other in (vote(1.0, [1.0, 2.0]), vote(1.0, [1.0], timed_path=2)):
+        assert _C.agreed_vote([vote(1.0, [1.0]), other])["rates"] is None
