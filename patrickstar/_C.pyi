@@ -531,6 +531,9 @@ def play_uses(
 def num_device_state_chunks(layout: Layout, accesses: list[dict[str, Any]], budget: DeviceBudget) -> int:
     """Number of chunks, from the first on, with states on the device once activation memory is known."""
 
+def merged_timelines(a: list[dict[str, Any]], b: list[dict[str, Any]], num_chunks: int) -> list[dict[str, Any]]:
+    """The accesses of both in one timeline, after an exchange of one of them (plan/timeline_merge.h)."""
+
 def pose_problem(
     layout: Layout, accesses: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
 ) -> dict[str, Any]:

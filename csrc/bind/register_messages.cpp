@@ -5,6 +5,7 @@
 #include "common/sizes.h"
 #include "engine/collectives.h"
 #include "plan/plan_vote.h"
+#include "plan/timeline_merge.h"
 
 namespace nb = nanobind;
 
@@ -19,6 +20,7 @@ std::map<std::string, nb::bytes> example_messages(int num_chunks) {
   const StepTimes times{Rates{}, {{0.5, 0.25, 0.0}, {}, {}}};
   return {{"request", in_python(packed(ChunkRequest{0, {num_chunks - 1}}))},
           {"summary", in_python(packed(StepSummary{7, {0, 1 << 20, 3}, true, {5, 0}, "note"}))},
+          {"timeline", in_python(packed(Timeline{{{Phase::kForward, {{0}}, {{{0}, ArrayUseMode::kRead}}, 5}}, {1}}))},
           {"vote", in_python(packed(PlanVote{true, false, updates, true, 3, times}))}};
 }
 
@@ -28,6 +30,8 @@ void read_message(const std::string& kind, const nb::bytes& message, int num_chu
     unpacked_request(bytes, num_chunks);
   } else if (kind == "summary") {
     unpacked_summary(bytes);
+  } else if (kind == "timeline") {
+    unpacked_timeline(bytes, num_chunks);
   } else if (kind == "vote") {
     unpacked_vote(bytes, static_cast<size_t>(num_chunks));
   } else {
@@ -37,7 +41,7 @@ void read_message(const std::string& kind, const nb::bytes& message, int num_chu
 
 }  // namespace
 
-// For tests: messages that ranks exchange in a step (engine/collectives.h, plan/plan_vote.h), and sizes in messages of
+// For tests: messages that ranks exchange in a step (engine/collectives.h, plan/), and sizes in messages of
 // errors (common/sizes.h).
 void register_messages(nb::module_& module) {
   module.def("example_messages", &example_messages, nb::arg("num_chunks"),

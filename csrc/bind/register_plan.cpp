@@ -9,6 +9,7 @@
 #include "plan/planner.h"
 #include "plan/played_uses.h"
 #include "plan/resting_tiers.h"
+#include "plan/timeline_merge.h"
 
 namespace nb = nanobind;
 
@@ -187,6 +188,14 @@ void register_placement(nb::module_& module) {
       },
       nb::arg("layout"), nb::arg("accesses"), nb::arg("states_on_device"), nb::arg("budget"),
       "Bytes of gradients that wait for the norm on the host, for lack of device memory (plan/placement.h).");
+  module.def(
+      "merged_timelines",
+      [](const nb::list& a, const nb::list& b, int num_chunks) {
+        const Timeline received = unpacked_timeline(packed(parse_timeline(b)), num_chunks);
+        return describe_timeline(merged(parse_timeline(a), received));
+      },
+      nb::arg("a"), nb::arg("b"), nb::arg("num_chunks"),
+      "The accesses of both in one timeline, after an exchange of one of them (plan/timeline_merge.h).");
   module.def(
       "pose_problem",
       [](const Layout& layout, const nb::list& accesses, const std::vector<bool>& states_on_device,

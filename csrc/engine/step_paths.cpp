@@ -31,34 +31,34 @@ StepPath& StepPaths::keep(const Timeline& timeline) {
     if (paths_.size() > kMost) paths_.pop_back();
   }
   current_ = nullptr;
-  rivals_.clear();
+  candidates_.clear();
   return paths_.front();
 }
 
 void StepPaths::clear() {
   paths_.clear();
   current_ = nullptr;
-  rivals_.clear();
+  candidates_.clear();
 }
 
 void StepPaths::begin_step() {
   current_ = first();
-  find_rivals({});
+  find_candidates({});
 }
 
-void StepPaths::find_rivals(Branch begin) {
-  rivals_.clear();
+void StepPaths::find_candidates(Branch begin) {
+  candidates_.clear();
   if (current_ == nullptr) return;
   for (const StepPath& path : paths_) {
     const std::optional<Branch> branch = branch_of(current_->timeline, path.timeline);
-    if (branch && !(*branch < begin)) rivals_.push_back({&path, *branch});
+    if (branch && !(*branch < begin)) candidates_.push_back({&path, *branch});
   }
 }
 
 std::optional<int64_t> StepPaths::next_branch(size_t phase) const {
   std::optional<int64_t> next;
-  for (const Rival& rival : rivals_) {
-    if (rival.branch.phase == phase) next = std::min(next.value_or(INT64_MAX), rival.branch.access);
+  for (const Candidate& candidate : candidates_) {
+    if (candidate.branch.phase == phase) next = std::min(next.value_or(INT64_MAX), candidate.branch.access);
   }
   return next;
 }
@@ -71,8 +71,8 @@ int StepPaths::index_of(const StepPath* path) const {
 template <class Fits>
 int StepPaths::choose(Branch at, const Fits& fits) const {
   if (fits(current_->timeline)) return index_of(current_);
-  for (const Rival& rival : rivals_) {
-    if (rival.branch == at && fits(rival.path->timeline)) return index_of(rival.path);
+  for (const Candidate& candidate : candidates_) {
+    if (candidate.branch == at && fits(candidate.path->timeline)) return index_of(candidate.path);
   }
   return kNone;
 }
@@ -110,7 +110,7 @@ bool StepPaths::take(Branch at, const std::vector<int>& choices) {
   }
   const bool switches = longest != nullptr && longest != current_;
   if (switches) current_ = longest;
-  find_rivals({at.phase, at.access + 1});
+  find_candidates({at.phase, at.access + 1});
   return switches;
 }
 

@@ -91,23 +91,23 @@ class StepPaths {
   bool take(Branch at, const std::vector<int>& choices);
 
  private:
-  struct Rival {
+  struct Candidate {
     const StepPath* path;
     Branch branch;
   };
 
   std::list<StepPath>::iterator at(const Timeline& timeline);
   // Paths that branch off current() at `begin` or later.
-  void find_rivals(Branch begin);
+  void find_candidates(Branch begin);
   int index_of(const StepPath* path) const;
-  // current(), then the rivals that branch off at the first branch of this phase.
+  // current(), then the candidates that branch off at the first branch of this phase.
   template <class Fits>
   int choose(Branch at, const Fits& fits) const;
 
   std::list<StepPath> paths_;  // latest first
   int64_t last_id_ = StepPath::kNoId;
   const StepPath* current_ = nullptr;
-  std::vector<Rival> rivals_;  // that the running step may still take, by branch
+  std::vector<Candidate> candidates_;  // paths that the running step may still take
 };
 
 }  // namespace patrickstar
