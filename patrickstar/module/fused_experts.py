@@ -11,6 +11,7 @@ Gradients of tokens and of routing weights are summed in float32, those of ``gro
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from typing import Any
@@ -21,7 +22,9 @@ from torch import nn
 from patrickstar.module import expert_rows
 
 IMPLEMENTATION = "patrickstar"
-"""Value of a model's ``config._experts_implementation``."""
+"""Value of ``_experts_implementation`` in the configuration of fused experts."""
+_NEEDED = ("ALL_EXPERTS_FUNCTIONS", "_grouped_linear", "_default_apply_gate", "grouped_mm_experts_forward")
+"""Names of ``transformers.integrations.moe``."""
 
 
 def fuse_experts(model: nn.Module) -> FusedExperts:
@@ -37,26 +40,26 @@ class FusedExperts:
     """See :func:`fuse_experts`. ``names``: the modules that changed."""
 
     def __init__(self, model: nn.Module):
-        self._configs: list[Any] = []
+        self._changed: list[tuple[nn.Module, Any]] = []  # experts and their model's configuration
         self.names: list[str] = []
         moe = sys.modules.get("transformers.integrations.moe")
-        if moe is None or not hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
+        if not all(hasattr(moe, name) for name in _NEEDED):  # not imported, or another version
             return
         for name, module in model.named_modules():
             config = getattr(module, "config", None)
-            is_grouped = getattr(config, "_experts_implementation", None) in ("grouped_mm", IMPLEMENTATION)
-            if not is_grouped or not _is_experts(module):
+            if getattr(config, "_experts_implementation", None) != "grouped_mm" or not _is_experts(module):
                 continue
             moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
             self.names.append(name)
-            if config._experts_implementation != IMPLEMENTATION:
-                config._experts_implementation = IMPLEMENTATION
-                self._configs.append(config)
+            self._changed.append((module, config))
+            # A copy: other models may share the configuration.
+            module.config = copy.copy(config)
+            module.config._experts_implementation_internal = IMPLEMENTATION
 
     def restore(self) -> None:
         """Undoes the change."""
-        while self._configs:
-            self._configs.pop()._experts_implementation = "grouped_mm"
+        while self._changed:
+            module, module.config = self._changed.pop()
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -110,7 +113,7 @@ def experts_forward(
 
     def product(rows: torch.Tensor, name: str, weight: torch.Tensor) -> torch.Tensor:
         bias = None if biased is None else getattr(self, f"{name}_bias")[biased]
-        return moe._grouped_linear(rows, weight, routing.offsets, bias=bias, is_transposed=self.is_transposed)
+        return moe._grouped_linear(rows, weight, offs=routing.offsets, bias=bias, is_transposed=self.is_transposed)
 
     rows = product(expert_rows.dispatch(hidden_states, routing.order, routing.positions), up_name, up)
     if not self.has_gate:

@@ -36,6 +36,25 @@ def test_a_fused_model_equals_grouped_mm(family):
     assert all(fused_model.get_submodule(name).config._experts_implementation == "grouped_mm" for name in fused.names)
 
 
+def implementations(model):
+    """The implementations of the model and of its experts."""
+    experts = [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]
+    return model.config._experts_implementation, {module.config._experts_implementation for module in experts}
+
+
+def test_models_that_share_a_configuration_are_fused_apart():
+    model = build(SWIGLU, "grouped_mm")()
+    other = type(model)(model.config)
+    fused = fuse_experts(model)
+    assert implementations(model) == ("grouped_mm", {IMPLEMENTATION})
+    assert implementations(other) == ("grouped_mm", {"grouped_mm"})
+    others = fuse_experts(other)
+    fused.restore()
+    assert implementations(other) == ("grouped_mm", {IMPLEMENTATION})
+    others.restore()
+    assert implementations(other) == implementations(model) == ("grouped_mm", {"grouped_mm"})
+
+
 def test_other_experts_are_left_alone():
     model = build(SWIGLU, "eager")()
     assert fuse_experts(model).names == []
@@ -48,10 +67,10 @@ def test_an_engine_fuses_experts_until_it_closes(section, expected):
     engine, optimizer = initialize_engine(build(SWIGLU, "grouped_mm"), 0, config)
     model = engine.module
     with engine:
-        assert model.config._experts_implementation == expected
+        assert implementations(model) == ("grouped_mm", {expected})
         engine.backward(engine(**batch(SWIGLU, 1, True, False)).loss)
         optimizer.step()
-    assert model.config._experts_implementation == "grouped_mm"
+    assert implementations(model) == ("grouped_mm", {"grouped_mm"})
 
 
 def plain_rows(hidden, chosen, weights, scales, num_experts):
