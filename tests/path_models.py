@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.training import make_config
+
 TOKENS = 16
 TOWERS = "abc"
 
@@ -44,3 +46,20 @@ def batch(generator: torch.Generator, hidden: int = 64) -> torch.Tensor:
 
 def drawn_path(generator: random.Random) -> str:
     return "".join(name for name in generator.choice(["", "a", "b", "ab", "ba", "abc", "A", "bC"]))
+
+
+def train_plain(paths: list[list[str]]) -> list[list[float]]:
+    """Losses of plain PyTorch, whose steps take the mean over batches; ``paths``: by step, that of each batch."""
+    torch.manual_seed(0)
+    model = Towers()
+    optimizer = torch.optim.AdamW(model.parameters(), **make_config("fp32")["optimizer"]["params"])
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for step in paths:
+        optimizer.zero_grad()
+        found = [model(batch(generator), path) for path in step]
+        (torch.stack(found).sum() / len(step)).backward()
+        losses.append([loss.item() for loss in found])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return losses

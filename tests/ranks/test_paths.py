@@ -8,7 +8,7 @@ import torch
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
-from tests.path_models import Towers, batch, drawn_path
+from tests.path_models import Towers, batch, drawn_path, train_plain
 from tests.ranks.runs import rank_and_size
 from tests.training import make_config
 
@@ -42,22 +42,6 @@ def train_once(options, paths, hidden=64):
             counters.append({name: now[name] - (before or {}).get(name, 0) for name in COUNTED})
             before = now
         return {"losses": losses, "state": engine.state_dict(), "counters": counters}
-
-
-def train_plain(paths):
-    torch.manual_seed(0)
-    model = Towers()
-    optimizer = torch.optim.AdamW(model.parameters(), **make_config("fp32")["optimizer"]["params"])
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for step in paths:
-        optimizer.zero_grad()
-        by_rank = [model(batch(generator), path) for path in step]
-        (sum(by_rank) / len(step)).backward()
-        losses.append([loss.item() for loss in by_rank])
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    return losses
 
 
 def check(num_ranks, all_paths):
