@@ -55,6 +55,7 @@ class FusedExperts:
             # A copy: other models may share the configuration.
             module.config = copy.copy(config)
             module.config._experts_implementation_internal = IMPLEMENTATION
+            module.config._model_config = config
 
     def restore(self) -> None:
         """Undoes the change."""
@@ -104,6 +105,11 @@ def experts_forward(
     """Implementation for transformers' registry of experts; arguments and result as of ``grouped_mm``."""
     from transformers.integrations import moe
 
+    chosen = self.config._model_config._experts_implementation
+    if chosen != "grouped_mm":  # by set_experts_implementation() since
+        own = type(self).forward.__wrapped__
+        forward = moe.ALL_EXPERTS_FUNCTIONS.get_interface(chosen, own)
+        return forward(self, hidden_states, top_k_index, top_k_weights)
     up_name = "gate_up_proj" if self.has_gate else "up_proj"
     up = getattr(self, up_name)
     if hidden_states.dtype != up.dtype or top_k_weights.dtype not in (up.dtype, torch.float32):  # autocast

@@ -73,6 +73,21 @@ def test_an_engine_fuses_experts_until_it_closes(section, expected):
     assert implementations(model) == ("grouped_mm", {"grouped_mm"})
 
 
+def test_another_implementation_can_be_chosen_later():
+    torch.manual_seed(0)
+    model = build(SWIGLU, "grouped_mm")()
+    given = batch(SWIGLU, 1, True, False)
+    losses = {}
+    for name in ("eager", "batched_mm"):
+        plain = copy.deepcopy(model)
+        plain.set_experts_implementation(name)
+        losses[name] = plain(**given).loss.item()
+    fuse_experts(model)
+    for name, loss in losses.items():
+        model.set_experts_implementation(name)
+        assert model(**given).loss.item() == loss
+
+
 def plain_rows(hidden, chosen, weights, scales, num_experts):
     """The weighted sum by loops over tokens; expert ``e`` multiplies by ``scales[e]``, and others are absent."""
     out = []
