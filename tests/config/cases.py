@@ -28,6 +28,7 @@ VALUES: list[Any] = [
         "pinned",
         "ring",
         "fused",
+        "model",
         "1d",
         "8bit",
         "threads",
