@@ -65,6 +65,7 @@ bool StepPlanner::end_step(const PlanVote& agreed) {
   agreed_updates_ = agreed.updates;
   const Timeline& last = recorder_.last();
   const bool is_known = paths_.find(last) != nullptr;
+  pager_.set_path(nullptr);  // keep() may drop the path that the step began with
   StepPath& path = paths_.keep(last);
   ++path.num_steps;
   if (!same_needed_uses(path.timeline, last)) path.forget_times();
