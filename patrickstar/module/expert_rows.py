@@ -11,6 +11,9 @@ device know.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -19,6 +22,16 @@ from torch.nn import functional
 from patrickstar import _C
 
 _DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
+
+
+def _operator(schema: str) -> Callable[[Any], Any]:
+    """Decorator of a custom operator's implementation on the CPU, whose function has the operator's name."""
+
+    def decorate(function: Any) -> Any:
+        name = f"patrickstar::{function.__name__}"
+        return torch.library.custom_op(name, function, mutates_args=(), device_types="cpu", schema=schema)
+
+    return decorate
 
 
 def dispatch(hidden: Tensor, order: Tensor, positions: Tensor) -> Tensor:
@@ -86,7 +99,7 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_weights.to(weights.dtype), None, None
 
 
-@torch.library.custom_op("patrickstar::sum_rows", mutates_args=(), device_types="cpu")
+@_operator("(Tensor rows, Tensor positions, Tensor? weights, bool rounds_products) -> Tensor")
 def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, rounds_products: bool) -> Tensor:
     """Each token's sum of rows. ``rounds_products``: products with ``weights`` (float32) round to the rows' dtype."""
     found = rows.index_select(0, positions.clamp(min=0).flatten()).view(*positions.shape, rows.size(-1))
@@ -95,21 +108,21 @@ def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, rounds_pro
     return found.masked_fill((positions < 0).unsqueeze(-1), 0.0).sum(dim=1).to(rows.dtype)
 
 
-@torch.library.custom_op("patrickstar::scale_rows", mutates_args=(), device_types="cpu")
+@_operator("(Tensor grad, Tensor rows, Tensor tokens, Tensor weights) -> (Tensor, Tensor)")
 def scale_rows(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Backward of :func:`sum_rows` by row: gradients of rows, and of ``weights`` (float32)."""
     found = grad.index_select(0, tokens).float()
     return (found * weights.unsqueeze(-1)).to(rows.dtype), (found * rows.float()).sum(dim=-1)
 
 
-@torch.library.custom_op("patrickstar::swiglu", mutates_args=(), device_types="cpu")
+@_operator("(Tensor gate_up) -> Tensor")
 def swiglu(gate_up: Tensor) -> Tensor:
     """See :func:`gate`."""
     half, up = gate_up.chunk(2, dim=-1)
     return functional.silu(half) * up
 
 
-@torch.library.custom_op("patrickstar::swiglu_backward", mutates_args=(), device_types="cpu")
+@_operator("(Tensor gate_up, Tensor grad) -> Tensor")
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     """Gradient of :func:`swiglu`'s argument."""
     half, up = gate_up.chunk(2, dim=-1)
