@@ -1399,7 +1399,7 @@ class experts:
         weights: int,
         out: int,
         dtype: DType,
-        rounds_products: bool,
+        product_dtype: DType,
         num_tokens: int,
         num_chosen: int,
         width: int,
@@ -1408,7 +1408,7 @@ class experts:
         """For each token the sum of its experts' weighted rows.
 
         ``positions`` and ``weights`` (float32, or 0 for weights of 1): ``[num_tokens, num_chosen]``. Rows at negative
-        positions are left out.
+        positions are left out. Products round to ``product_dtype``, ``dtype`` or float32, before they are summed.
         """
     @staticmethod
     def cuda_scale_rows(

@@ -57,7 +57,7 @@ class SequenceMode(enum.Enum):
 
 
 class ExpertsComputation(enum.Enum):
-    """Work of transformers' mixtures between their experts' products (``patrickstar.module.fused_experts``)."""
+    """Computation between the grouped products of experts (``patrickstar.module.fused_experts``)."""
 
     FUSED = "fused"
     MODEL = "model"

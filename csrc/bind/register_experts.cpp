@@ -21,16 +21,16 @@ void register_experts(nb::module_& module) {
 #ifdef PATRICKSTAR_WITH_CUDA
   experts.def(
       "cuda_sum_rows",
-      [](Address rows, Address positions, Address weights, Address out, DType dtype, bool rounds_products,
+      [](Address rows, Address positions, Address weights, Address out, DType dtype, DType product_dtype,
          int64_t num_tokens, int num_chosen, int64_t width, Address stream) {
         patrickstar::experts::cuda::sum_rows(
             {pointer<const void>(rows), pointer<const int64_t>(positions), pointer<const float>(weights),
-             pointer<void>(out), dtype, rounds_products, num_tokens, num_chosen, width},
+             pointer<void>(out), dtype, product_dtype, num_tokens, num_chosen, width},
             expert_stream(stream));
       },
       "Sum over a token's experts of their weighted rows. ``weights``: float32, or 0 for weights of 1.",
       nb::arg("rows"), nb::arg("positions"), nb::arg("weights"), nb::arg("out"), nb::arg("dtype"),
-      nb::arg("rounds_products"), nb::arg("num_tokens"), nb::arg("num_chosen"), nb::arg("width"), nb::arg("stream"),
+      nb::arg("product_dtype"), nb::arg("num_tokens"), nb::arg("num_chosen"), nb::arg("width"), nb::arg("stream"),
       ReleaseGil());
   experts.def(
       "cuda_scale_rows",

@@ -52,9 +52,10 @@ struct StepPath {
   std::vector<Recipe> planned_updates;     // earliest recipes that the plan was chosen for
   std::optional<StepTimes> times;          // of all ranks
   std::optional<SimulatedStep> predicted;  // if the plan was chosen by times
-  int64_t prefetch_bytes = 0;              // the same
+  int64_t prefetch_bytes = 0;              // if the plan was chosen by times
   int64_t round_trip_bytes = 0;            // device bytes for round-trip updates
-  int64_t num_steps = 0;                   // that took it
+  int64_t num_steps = 0;                   // steps that took it
+  int64_t last_step = 0;                   // number of the last step that took it
   int num_measurements = 0;                // of `times` in this run
 };
 

@@ -15,6 +15,8 @@ namespace {
 // steps became shorter with it, from 2.63 to 2.34 s for 18.5 B (benchmark/results/h200-measured-early.txt). Other
 // values were not measured.
 constexpr int64_t kStepsUntilAgain = 8;
+// A path that has not come back for so many steps is not waited for: a traced step drains the device's queue.
+constexpr int64_t kStepsOfWaiting = 8;
 
 }  // namespace
 
@@ -30,12 +32,15 @@ StepPlanner::StepPlanner(Pager& pager, Recorder& recorder, Collectives& collecti
       traces_(traces),
       paths_(paths) {}
 
+bool StepPlanner::is_due(const StepPath& path) const {
+  if (num_steps_ - path.last_step > kStepsOfWaiting) return false;
+  return path.num_measurements == 0 || (path.num_measurements == 1 && path.num_steps >= kStepsUntilAgain);
+}
+
 void StepPlanner::begin_step() {
+  if (stage_ != Stage::kIdle || !all_can_measure_) return;
   const std::list<StepPath>& paths = paths_.all();
-  const auto is_due = [](const StepPath& path) {
-    return path.num_measurements == 0 || (path.num_measurements == 1 && path.num_steps >= kStepsUntilAgain);
-  };
-  if (stage_ != Stage::kIdle || !all_can_measure_ || std::none_of(paths.begin(), paths.end(), is_due)) return;
+  if (std::none_of(paths.begin(), paths.end(), [this](const StepPath& path) { return is_due(path); })) return;
   traces_.ask(TraceReader::kPlanner);
   stage_ = Stage::kAsked;
 }
@@ -64,10 +69,11 @@ bool StepPlanner::end_step(const PlanVote& agreed) {
   all_can_measure_ = agreed.can_measure;
   agreed_updates_ = agreed.updates;
   const Timeline& last = recorder_.last();
-  const bool is_known = paths_.find(last) != nullptr;
   pager_.set_path(nullptr);  // keep() may drop the path that the step began with
   StepPath& path = paths_.keep(last);
+  const bool is_known = !path.plan.accesses.empty();
   ++path.num_steps;
+  path.last_step = num_steps_;
   if (!same_needed_uses(path.timeline, last)) path.forget_times();
   const bool holds = is_known && agreed.has_plan && same_uses(path.timeline, last) &&
                      !activation_memory_rose(path.timeline, last) && path.planned_updates == agreed_updates_;
@@ -89,7 +95,7 @@ void StepPlanner::end_measurement(const PlanVote& agreed, int64_t path_of_step) 
   if (stage_ == Stage::kIdle) return;
   if (stage_ == Stage::kTraced && !agreed.awaits_trace) {
     StepPath* const traced = paths_.find(agreed.timed_path);
-    if (traced != nullptr && agreed.times) {
+    if (traced != nullptr && agreed.times && is_due(*traced)) {
       traced->times = agreed.times;
       ++traced->num_measurements;
       traced->plan = {};

@@ -3,10 +3,10 @@
 //
 // Measurement. If transfers take time that compute can hide, one early step is traced. It is the second step, since the
 // first makes optimizer states, provided that no host memory is being prepared by then. Otherwise it is the first later
-// step without such preparation, after two equal steps. One step later, when its work is complete, the trace becomes
-// rates and times of accesses, if both steps were equal. From then on plans are chosen by predicted step time
-// (plan/plan_choice.h). One later step is measured again, and its times replace the first ones. With several ranks, a
-// step is traced if all ranks can, and plans use the slowest rank's times (plan/plan_vote.h).
+// step without such preparation that follows a step like an earlier one. One step later, when its work is complete, the
+// trace becomes rates and times of accesses. From then on plans are chosen by predicted step time (plan/plan_choice.h).
+// One later step is measured again, and its times replace the first ones. With several ranks, a step is traced if all
+// ranks can, and plans use the slowest rank's times (plan/plan_vote.h).
 //
 // Each path that the model takes has its own plan and times (engine/step_paths.h). A trace counts for the path that its
 // step took, if an earlier step took it too. Times stay valid while steps repeat the path, whatever the activation
@@ -74,8 +74,10 @@ class StepPlanner {
     kTraced,  // a step since was to be traced
   };
 
+  // True if a trace of a step that takes this path is wanted.
+  bool is_due(const StepPath& path) const;
   void take_times();
-  // `path_of_step`: StepPath::id of a path that an earlier step took too; otherwise kNoId.
+  // `path_of_step`: StepPath::id, or kNoId if no earlier step took the path.
   void end_measurement(const PlanVote& agreed, int64_t path_of_step);
   // By chunk, as early as this rank can.
   std::vector<Recipe> earliest_recipes() const;

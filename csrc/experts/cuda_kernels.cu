@@ -57,7 +57,7 @@ struct SumBody {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
           float product = __fmul_rn(weight, x[part][j]);
-          if (args.rounds_products) product = rounded<kType>(product);
+          if (args.product_dtype == kType) product = rounded<kType>(product);
           sums[part][j] = __fadd_rn(sums[part][j], product);
         }
       }

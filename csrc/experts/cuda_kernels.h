@@ -20,7 +20,7 @@ struct SumRows {
   const float* weights;      // [num_tokens, num_chosen], or null: 1
   void* out;                 // [num_tokens, width]
   DType dtype;
-  bool rounds_products;  // to dtype, before they are summed
+  DType product_dtype;  // products round to it before they are summed: dtype or binary32
   int64_t num_tokens;
   int num_chosen;
   int64_t width;

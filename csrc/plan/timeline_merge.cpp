@@ -52,11 +52,12 @@ void merge_phase(Position a, Position end_of_a, Position b, Position end_of_b, A
     rest.push_back(both(*(end_of_a - 1), *(end_of_b - 1)));
   const auto num_a = static_cast<size_t>(end_of_a - a);
   const auto num_b = static_cast<size_t>(end_of_b - b);
+  const Position a_begin = a;
+  const Position b_begin = b;
   if (num_a * num_b > 0 && num_a * num_b <= kMostComparisons) {
     const std::vector<int32_t> lengths = common_lengths(a, num_a, b, num_b);
     const auto length = [&](Position i, Position j) {
-      return lengths[static_cast<size_t>(num_a - static_cast<size_t>(end_of_a - i)) * (num_b + 1) +
-                     (num_b - static_cast<size_t>(end_of_b - j))];
+      return lengths[static_cast<size_t>(i - a_begin) * (num_b + 1) + static_cast<size_t>(j - b_begin)];
     };
     while (a != end_of_a && b != end_of_b) {
       if (same_access(*a, *b)) {

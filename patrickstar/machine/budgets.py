@@ -63,11 +63,10 @@ def make_budgets(
         host_bytes = config.host_memory
     elif shared is not None:
         host_bytes = shared[1]
+    elif tracer.overall_cpu_mem_ratio is not None:
+        host_bytes = int(usable_bytes() * tracer.overall_cpu_mem_ratio) // max(sharers, num_local_ranks)
     else:
-        ratio = tracer.overall_cpu_mem_ratio
-        num_ranks = max(sharers, num_local_ranks)
-        by_ratio = None if ratio is None else int(usable_bytes() * ratio) // num_ranks
-        host_bytes = default_budget_bytes(held_bytes, num_ranks) if by_ratio is None else by_ratio
+        host_bytes = default_budget_bytes(held_bytes, max(sharers, num_local_ranks))
     return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)
 
 

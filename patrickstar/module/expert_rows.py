@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from patrickstar import _C
-
-_DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
+from patrickstar.module.preprocess import DTYPES
 
 
 def _operator(schema: str) -> Callable[[Any], Any]:
@@ -66,7 +65,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (positions,) = ctx.saved_tensors
-        return sum_rows(grad.contiguous(), positions, None, False), None, None
+        return sum_rows(grad.contiguous(), positions, None), None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -87,7 +86,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows, weights, order, positions):
         rows = rows.contiguous()
         ctx.save_for_backward(rows, weights, order, positions)
-        return sum_rows(rows, positions, weights.float().contiguous(), weights.dtype == rows.dtype)
+        return sum_rows(rows, positions, weights)
 
     @staticmethod
     @once_differentiable
@@ -99,12 +98,12 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_weights.to(weights.dtype), None, None
 
 
-@_operator("(Tensor rows, Tensor positions, Tensor? weights, bool rounds_products) -> Tensor")
-def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, rounds_products: bool) -> Tensor:
-    """Each token's sum of rows. ``rounds_products``: products with ``weights`` (float32) round to the rows' dtype."""
+@_operator("(Tensor rows, Tensor positions, Tensor? weights) -> Tensor")
+def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
+    """Each token's sum of rows, times ``weights`` if there are some; see :func:`combine`."""
     found = rows.index_select(0, positions.clamp(min=0).flatten()).view(*positions.shape, rows.size(-1))
     if weights is not None:
-        found = found * (weights.to(rows.dtype) if rounds_products else weights).unsqueeze(-1)
+        found = found * weights.unsqueeze(-1)
     return found.masked_fill((positions < 0).unsqueeze(-1), 0.0).sum(dim=1).to(rows.dtype)
 
 
@@ -131,7 +130,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 @sum_rows.register_fake
-def _(rows, positions, weights, rounds_products):
+def _(rows, positions, weights):
     return rows.new_empty(positions.size(0), rows.size(-1))
 
 
@@ -155,13 +154,15 @@ def _stream(tensor: Tensor) -> int:
 
 
 @sum_rows.register_kernel("cuda")
-def _(rows, positions, weights, rounds_products):
+def _(rows, positions, weights):
     num_tokens, num_chosen = positions.shape
     out = rows.new_empty(num_tokens, rows.size(-1))
-    at = 0 if weights is None else weights.data_ptr()
+    product_dtype = _C.DType.FLOAT32 if weights is None else DTYPES[weights.dtype]
+    factors = None if weights is None else weights.float().contiguous()
+    at = 0 if factors is None else factors.data_ptr()
     with torch.cuda.device(rows.device):
         _C.experts.cuda_sum_rows(
-            rows.data_ptr(), positions.data_ptr(), at, out.data_ptr(), _DTYPES[rows.dtype], rounds_products, num_tokens,
+            rows.data_ptr(), positions.data_ptr(), at, out.data_ptr(), DTYPES[rows.dtype], product_dtype, num_tokens,
             num_chosen, rows.size(-1), _stream(rows),
         )  # fmt: skip
     return out
@@ -173,7 +174,7 @@ def _(grad, rows, tokens, weights):
     with torch.cuda.device(rows.device):
         _C.experts.cuda_scale_rows(
             grad.data_ptr(), rows.data_ptr(), tokens.data_ptr(), weights.data_ptr(), grad_rows.data_ptr(),
-            grad_weights.data_ptr(), _DTYPES[rows.dtype], rows.size(0), rows.size(-1), _stream(rows),
+            grad_weights.data_ptr(), DTYPES[rows.dtype], rows.size(0), rows.size(-1), _stream(rows),
         )  # fmt: skip
     return grad_rows, grad_weights
 
@@ -184,7 +185,7 @@ def _(gate_up):
     out = gate_up.new_empty(num_rows, width)
     with torch.cuda.device(gate_up.device):
         _C.experts.cuda_gate(
-            gate_up.data_ptr(), out.data_ptr(), _DTYPES[gate_up.dtype], num_rows, width, _stream(gate_up)
+            gate_up.data_ptr(), out.data_ptr(), DTYPES[gate_up.dtype], num_rows, width, _stream(gate_up)
         )
     return out
 
@@ -194,7 +195,7 @@ def _(gate_up, grad):
     out = torch.empty_like(gate_up)
     with torch.cuda.device(gate_up.device):
         _C.experts.cuda_gate_backward(
-            gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), _DTYPES[gate_up.dtype], grad.size(0), grad.size(-1),
+            gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), DTYPES[gate_up.dtype], grad.size(0), grad.size(-1),
             _stream(gate_up),
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Experts of transformers' mixtures without passes over memory between their grouped products.
+"""Fused gathers, gates and weighted sums between the grouped products of transformers' experts.
 
     fused = fuse_experts(model)   # before it goes into an engine, or any other training
     fused.restore()
@@ -49,13 +49,13 @@ class FusedExperts:
             config = getattr(module, "config", None)
             if getattr(config, "_experts_implementation", None) != "grouped_mm" or not _is_experts(module):
                 continue
-            moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
             self.names.append(name)
             self._changed.append((module, config))
             # A copy: other models may share the configuration.
             module.config = copy.copy(config)
             module.config._experts_implementation_internal = IMPLEMENTATION
             module.config._model_config = config
+        moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
     def restore(self) -> None:
         """Undoes the change."""
@@ -84,7 +84,7 @@ class Routing:
 
     @staticmethod
     def of(chosen: torch.Tensor, num_experts: int) -> Routing:
-        """Args: ``chosen``: ``[tokens, chosen experts]``, indices of experts."""
+        """The order for ``chosen``: ``[tokens, chosen experts]``, indices of experts."""
         ids = chosen.reshape(-1)
         experts, order = torch.sort(ids, stable=True)
         positions = torch.empty_like(order)

@@ -118,14 +118,14 @@ def expected_budgets(config: Config, staying: Sequence[MemoryFacts], ending: Seq
         here = [other for other in (*staying, *ending) if other.host == one.host]
         num_sharing = sum(other.host == one.host for other in staying)
         there = min(other.available_bytes for other in here) + sum(other.held_bytes for other in here)
-        by_ratio = None if ratio is None else int(one.usable_bytes * ratio) // num_sharing
-        host_bytes = budget_within(there, one.reserve_bytes, num_sharing) if by_ratio is None else by_ratio
-        found.append(
-            Budgets(
-                device_bytes=one.device_bytes if config.device_memory is None else config.device_memory,
-                host_bytes=host_bytes if config.host_memory is None else config.host_memory,
-            )
-        )
+        if config.host_memory is not None:
+            host_bytes = config.host_memory
+        elif ratio is not None:
+            host_bytes = int(one.usable_bytes * ratio) // num_sharing
+        else:
+            host_bytes = budget_within(there, one.reserve_bytes, num_sharing)
+        device_bytes = one.device_bytes if config.device_memory is None else config.device_memory
+        found.append(Budgets(device_bytes=device_bytes, host_bytes=host_bytes))
     return found
 
 

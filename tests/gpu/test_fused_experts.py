@@ -73,9 +73,9 @@ def test_kernels_equal_pytorch(dtype, width):
     gate_up = torch.randn(300, 2 * width, device="cuda", generator=generator).to(dtype)
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for arguments, operator in [
-        ((rows, routing.positions, weights, False), expert_rows.sum_rows),
-        ((rows, routing.positions, weights, True), expert_rows.sum_rows),
-        ((rows, routing.positions, None, False), expert_rows.sum_rows),
+        ((rows, routing.positions, weights), expert_rows.sum_rows),
+        ((rows, routing.positions, weights.to(dtype)), expert_rows.sum_rows),
+        ((rows, routing.positions, None), expert_rows.sum_rows),
         ((grad, rows, routing.order // 3, weights.flatten()), expert_rows.scale_rows),
         ((gate_up,), expert_rows.swiglu),
         ((gate_up, rows), expert_rows.swiglu_backward),

@@ -135,7 +135,7 @@ def test_the_gate_is_swiglu():
 def test_operators_describe_themselves():
     """``torch.compile`` and the meta device use these descriptions."""
     rows, positions = torch.randn(6, 8), torch.tensor([[0, 3], [1, 4], [2, -1]])
-    torch.library.opcheck(expert_rows.sum_rows, (rows, positions, torch.rand(3, 2), True))
+    torch.library.opcheck(expert_rows.sum_rows, (rows, positions, torch.rand(3, 2)))
     tokens = torch.tensor([0, 1, 2, 0, 1, 2])
     torch.library.opcheck(expert_rows.scale_rows, (torch.randn(3, 8), rows, tokens, torch.rand(6)))
     torch.library.opcheck(expert_rows.swiglu, (rows,))
