@@ -900,12 +900,8 @@ class ChunkRanks:
         """All ranks of the engine."""
 
     @staticmethod
-    def own() -> ChunkRanks:
-        """Each rank has its own."""
-
-    @staticmethod
-    def groups_of(size: int) -> ChunkRanks:
-        """Groups of ``size`` consecutive ranks."""
+    def of_parts(count: int) -> ChunkRanks:
+        """Ranks of the same part of a parameter; rank r has part ``r % count``."""
 
 class Layout:
     """Chunk and offset of each parameter."""
@@ -1136,7 +1132,12 @@ class Collectives:
     """Communicators of an engine's ranks (csrc/engine/collectives.h)."""
 
     def __init__(
-        self, gather: collective.Communicator, scatter: collective.Communicator, control: collective.ControlGroup
+        self,
+        gather: collective.Communicator,
+        scatter: collective.Communicator,
+        control: collective.ControlGroup,
+        part_gather: collective.Communicator | None = None,
+        part_scatter: collective.Communicator | None = None,
     ) -> None: ...
     def check_same_plan(self, fingerprint: int) -> None:
         """Raises StateError on every rank unless all fingerprints agree."""

@@ -19,8 +19,7 @@ namespace {
 void register_layout(nb::module_& module) {
   nb::class_<ChunkRanks>(module, "ChunkRanks", "Ranks of an engine that share a chunk (chunk/layout.h).")
       .def(nb::init<>(), "All ranks of the engine.")
-      .def_static("own", &ChunkRanks::own)
-      .def_static("groups_of", &ChunkRanks::groups_of, nb::arg("size"));
+      .def_static("of_parts", &ChunkRanks::of_parts, nb::arg("count"));
   nb::class_<Layout>(module, "Layout", "Chunk and offset of each parameter (chunk/layout.h).")
       .def_static(
           "pack",
@@ -196,8 +195,9 @@ void register_engine_options(nb::module_& module) {
       "Budgets (device bytes, host bytes) of the engines open on a device; None if there are none.");
   nb::class_<Collectives>(module, "Collectives", "Communicators of an engine's ranks (engine/collectives.h).")
       .def(init_shared<Collectives, std::shared_ptr<Communicator>, std::shared_ptr<Communicator>,
-                       std::shared_ptr<ControlGroup>>(),
-           nb::arg("gather"), nb::arg("scatter"), nb::arg("control"))
+                       std::shared_ptr<ControlGroup>, std::shared_ptr<Communicator>, std::shared_ptr<Communicator>>(),
+           nb::arg("gather"), nb::arg("scatter"), nb::arg("control"), nb::arg("part_gather") = nb::none(),
+           nb::arg("part_scatter") = nb::none())
       .def("check_same_plan", &Collectives::check_same_plan, nb::arg("fingerprint"), ReleaseGil())
       .def_prop_ro("num_ranks", &Collectives::num_ranks);
 }

@@ -124,17 +124,15 @@ ArrayRows rows_of(const ChunkSpec& spec) {
 static_assert(kShardAlignment % kQuantAlignment == 0 && kQuantAlignment % kNf4Block == 0 &&
               kQuantAlignment % kInt8Block == 0);
 
-ChunkRanks ChunkRanks::groups_of(int size) {
-  PS_CHECK(size > 0, ArgumentError, "a chunk is to be shared by groups of ", size, " ranks; give 1 or more");
-  return ChunkRanks(size);
+ChunkRanks ChunkRanks::of_parts(int count) {
+  PS_CHECK(count > 0, ArgumentError, "a parameter is to be divided into ", count, " parts; give 1 or more");
+  return ChunkRanks(count);
 }
 
 Sharding ChunkRanks::among(const Sharding& engine, const std::string& what) const {
-  if (group_size_ == kAll || group_size_ == engine.num_ranks) return engine;
-  PS_CHECK(group_size_ == 1, ArgumentError, what, " is to be shared by groups of ", group_size_, " ranks of ",
-           engine.num_ranks,
-           ", between which nothing can be gathered yet; share it among all ranks, or give each rank ", "its own");
-  return {};
+  PS_CHECK(engine.num_ranks % num_parts_ == 0, ArgumentError, what, " is to be divided into ", num_parts_,
+           " parts, but there are ", engine.num_ranks, " ranks; give a number that divides them");
+  return {engine.num_ranks / num_parts_, engine.rank / num_parts_};
 }
 
 QuantizedPart ChunkSpec::quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const {

@@ -36,27 +36,24 @@ struct Sharding {
   int rank = 0;
 };
 
-// Which ranks of an engine share a chunk: groups of consecutive ranks. Every rank has all chunks, with the same ids and
-// sizes. Ranks of a group share one copy; ranks outside have other values in it, as with experts. Parameters shared by
-// different groups are in different chunks.
+// Which ranks of an engine share a chunk. Every rank has all chunks, with the same ids and sizes. Parameters that
+// different ranks share are in different chunks.
 class ChunkRanks {
  public:
   // All ranks of the engine share it.
   ChunkRanks() = default;
-  // Each rank has its own.
-  static ChunkRanks own() { return ChunkRanks(1); }
-  // Throws ArgumentError unless `size` is positive.
-  static ChunkRanks groups_of(int size);
+  // A parameter is divided into `count` parts, such as experts. Rank r has part r % count, and shares it with the ranks
+  // of the same part. Throws ArgumentError unless `count` is positive.
+  static ChunkRanks of_parts(int count);
 
-  // This rank in its group. Throws ArgumentError, naming `what`, unless the group is all ranks or one: no other
-  // communicator exists.
+  // This rank among those that share the chunk. Throws ArgumentError, naming `what`, unless the number of parts divides
+  // that of ranks.
   Sharding among(const Sharding& engine, const std::string& what) const;
 
  private:
-  static constexpr int kAll = 0;
-  explicit ChunkRanks(int group_size) : group_size_(group_size) {}
+  explicit ChunkRanks(int num_parts) : num_parts_(num_parts) {}
 
-  int group_size_ = kAll;
+  int num_parts_ = 1;
 };
 
 struct Placement {
@@ -202,7 +199,7 @@ class Layout {
   // - chunk_numel < kAlignment, or a parameter has no elements;
   // - a trained parameter is to be quantised;
   // - a master other than float32 belongs to values other than bfloat16;
-  // - a parameter is to be shared by some, but not all, of several ranks.
+  // - the number of a parameter's parts does not divide that of ranks.
   static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding ranks = {});
 
   // Makes an unquantised chunk trainable. Parameters without gradients keep their values.

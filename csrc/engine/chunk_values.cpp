@@ -252,14 +252,15 @@ void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues va
   memory_.array(id).set_on_host();
 }
 
-// Exchanges the parts of all ranks that share the parameter's chunk.
+// Exchanges the shards of all ranks that share the parameter's chunk.
 void ChunkValues::gather(ParamId param, float* values) {
-  if (!store_.chunk(store_.layout().placement(param).chunk).is_sharded()) return;
+  const ChunkSpec& chunk = store_.chunk(store_.layout().placement(param).chunk);
+  if (!chunk.is_sharded()) return;
   const ParamShard mine = store_.layout().shard_of(param);
   const auto bytes = [](int64_t numel) { return static_cast<size_t>(numel) * sizeof(float); };
   const std::string part(reinterpret_cast<const char*>(values + mine.begin), bytes(mine.numel));
   const std::string what = "values of " + store_.param_name(param);
-  const std::vector<std::string> parts = collectives_.exchange(what, part);
+  const std::vector<std::string> parts = collectives_.exchange_shards(what, part, chunk.sharding);
   size_t total = 0;
   for (const std::string& from_rank : parts) total += from_rank.size();
   PS_CHECK(total == bytes(store_.layout().param(param).numel), StateError, what, ": the ranks' parts have ", total,

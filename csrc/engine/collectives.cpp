@@ -95,17 +95,35 @@ StepSummary unpacked_summary(const std::string& message) {
 Collectives::Collectives() = default;
 
 Collectives::Collectives(std::shared_ptr<Communicator> gather, std::shared_ptr<Communicator> scatter,
-                         std::shared_ptr<ControlGroup> control)
+                         std::shared_ptr<ControlGroup> control, std::shared_ptr<Communicator> part_gather,
+                         std::shared_ptr<Communicator> part_scatter)
     : num_ranks_(control->size()),
       gather_group_(std::move(gather)),
       scatter_group_(std::move(scatter)),
+      part_gather_(std::move(part_gather)),
+      part_scatter_(std::move(part_scatter)),
       control_(std::move(control)) {}
+
+void Collectives::check_layout(const Layout& layout) const {
+  PS_CHECK(layout.num_ranks() == num_ranks_, ArgumentError, "the layout is for ", layout.num_ranks(),
+           " ranks, there are ", num_ranks_);
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    const Sharding& sharding = chunk.sharding;
+    if (sharding.num_ranks == 1 || sharding.num_ranks == num_ranks_) continue;
+    for (const std::shared_ptr<Communicator>& group : {part_gather_, part_scatter_}) {
+      PS_CHECK(group != nullptr && group->size() == sharding.num_ranks && group->rank() == sharding.rank, ArgumentError,
+               "a chunk is shared by ", sharding.num_ranks, " of ", num_ranks_,
+               " ranks, of which there is no communicator; give part_gather and part_scatter");
+    }
+  }
+}
 
 void Collectives::abort() {
   if (num_ranks_ == 1) return;
   control_->abort();
-  gather_group_->abort();
-  scatter_group_->abort();
+  for (const auto& group : {gather_group_, scatter_group_, part_gather_, part_scatter_}) {
+    if (group != nullptr) group->abort();
+  }
 }
 
 RankRound Collectives::negotiate(const ChunkRequest& mine, int num_chunks) {
@@ -139,6 +157,17 @@ void Collectives::check_same_plan(uint64_t fingerprint) {
   }
   PS_CHECK(false, StateError, "the ranks came to have different plans (", who,
            ") and would gather in different orders; run the same version of PatrickStar on all ranks, and report this");
+}
+
+std::vector<std::string> Collectives::exchange_shards(const std::string& what, const std::string& mine,
+                                                      const Sharding& sharding) {
+  const std::vector<std::string> messages = exchange(what, mine);
+  const int num_parts = num_ranks_ / sharding.num_ranks;
+  std::vector<std::string> found;
+  for (int rank = control_->rank() % num_parts; rank < num_ranks_; rank += num_parts) {
+    found.push_back(messages[static_cast<size_t>(rank)]);
+  }
+  return found;
 }
 
 int64_t Collectives::max_over_ranks(int64_t mine) {
@@ -194,6 +223,7 @@ bool Collectives::any_over_ranks(std::vector<uint8_t>& flags, BackwardEnd mine) 
   if (!all_complete) flags = own;
   if (alike) return all_complete;
   scatter_group_->abort();
+  if (part_scatter_ != nullptr) part_scatter_->abort();
   PS_CHECK(
       false, RankMismatch, "in this backward ranks that share chunks added up the gradients of other chunks than ",
       "each other, or in another order (so far ", who,

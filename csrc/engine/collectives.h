@@ -4,7 +4,7 @@
 //   reduce-scatter   the mean of all ranks' gradients of a chunk; each rank gets its shard
 //   round            an exchange of short messages between hosts
 //
-// A chunk that belongs to one rank alone (chunk/layout.h) takes part in neither.
+// The ranks are those that share the chunk (chunk/layout.h). A chunk of one rank alone takes part in neither.
 //
 // [Note: the same order on every rank] All-gathers use one queue and one communicator, reduce-scatters another. On
 // each, every rank must enqueue the same operations in the same order. While a step replays its plan, the plan gives
@@ -27,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "chunk/layout.h"
 #include "collective/communicator.h"
 #include "common/fingerprint.h"
 #include "common/timeline.h"
@@ -83,14 +84,20 @@ struct RankRound {
 class Collectives : public std::enable_shared_from_this<Collectives> {
  public:
   Collectives();
+  // `part_gather`, `part_scatter`: of the ranks with the same parts of parameters (ChunkRanks); null: there are none,
+  // or one rank has each part.
   Collectives(std::shared_ptr<Communicator> gather, std::shared_ptr<Communicator> scatter,
-              std::shared_ptr<ControlGroup> control);
+              std::shared_ptr<ControlGroup> control, std::shared_ptr<Communicator> part_gather = nullptr,
+              std::shared_ptr<Communicator> part_scatter = nullptr);
 
   int num_ranks() const { return num_ranks_; }
   // Callable from any thread. Running operations with other ranks end with RankFailure; nothing here works afterwards.
   void abort();
-  Communicator& gather_group() { return *gather_group_; }
-  Communicator& scatter_group() { return *scatter_group_; }
+  // Throws ArgumentError unless there are communicators of the ranks that share each chunk.
+  void check_layout(const Layout& layout) const;
+  // Communicators of the ranks that share a chunk.
+  Communicator& gather_group(const Sharding& sharding) { return group_of(sharding, gather_group_, part_gather_); }
+  Communicator& scatter_group(const Sharding& sharding) { return group_of(sharding, scatter_group_, part_scatter_); }
 
   // One round; all ranks must call it.
   RankRound negotiate(const ChunkRequest& mine, int num_chunks);
@@ -101,6 +108,8 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
 
   // Messages by rank. All ranks must call it at the same point (collective/communicator.h).
   std::vector<std::string> exchange(const std::string& what, const std::string& mine);
+  // Messages of the ranks that share a chunk, by shard. All ranks must call it at the same point.
+  std::vector<std::string> exchange_shards(const std::string& what, const std::string& mine, const Sharding& sharding);
   int64_t max_over_ranks(int64_t mine);
   // Counts a reduce-scatter of this chunk that this rank enqueues. any_over_ranks() compares the sequences: ranks with
   // different ones would add up unrelated gradients, or deadlock.
@@ -120,9 +129,16 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   Timeline merge(const Timeline& mine, int num_chunks);
 
  private:
+  Communicator& group_of(const Sharding& sharding, const std::shared_ptr<Communicator>& of_all,
+                         const std::shared_ptr<Communicator>& of_part) {
+    return sharding.num_ranks == num_ranks_ ? *of_all : *of_part;
+  }
+
   int num_ranks_ = 1;
   std::shared_ptr<Communicator> gather_group_;
   std::shared_ptr<Communicator> scatter_group_;
+  std::shared_ptr<Communicator> part_gather_;  // null: see the constructor
+  std::shared_ptr<Communicator> part_scatter_;
   std::shared_ptr<ControlGroup> control_;
   int64_t num_scatters_ = 0;  // since the start
   Fingerprint scatters_;      // chunks of note_scatter(), in order

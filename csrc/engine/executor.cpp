@@ -85,7 +85,8 @@ void Executor::gather(Coming& coming) {
   backend.wait(Queue::kGather, coming.ready);
   {
     const TraceScope span(memory_.tracer(), {Track::kGather, StallCause::kNone, coming.id, others_bytes});
-    backend.enqueue(Queue::kGather, [&group = collectives_.gather_group(), whole = array.device_buffer.data,
+    const Sharding& sharding = memory_.layout().chunk(coming.id.chunk).sharding;
+    backend.enqueue(Queue::kGather, [&group = collectives_.gather_group(sharding), whole = array.device_buffer.data,
                                      part_bytes] { group.all_gather(whole, part_bytes); });
   }
   memory_.counters().gathered_bytes += others_bytes;

@@ -116,7 +116,7 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
   {
     const TraceScope span(memory_.tracer(), {Track::kScatter, StallCause::kNone, grad, others_bytes});
     backend.enqueue(Queue::kScatter,
-                    [&group = collectives_.scatter_group(), whole = grad_record.device_buffer.data,
+                    [&group = collectives_.scatter_group(spec.sharding), whole = grad_record.device_buffer.data,
                      to = again ? more : sum, scratch = scratch.data, numel = spec.shard_numel,
                      dtype = spec.dtype] { group.reduce_scatter_mean(whole, to, scratch, numel, dtype); });
   }

@@ -80,8 +80,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       residency(pager, residency_options(options, memory.layout())),
       planner(pager, recorder, *collectives, residency, updates, flow, traces, paths),
       unfreezing(pager, values, residency, matrices, flow, updates, planner, module_params) {
-  PS_CHECK(this->layout().num_ranks() == collectives->num_ranks(), ArgumentError, "the layout is for ",
-           this->layout().num_ranks(), " ranks, there are ", collectives->num_ranks());
+  collectives->check_layout(this->layout());
   PS_CHECK(!any_gradient_passes(this->layout()) || options.update_start == UpdateStart::kCommitted, ArgumentError,
            "parameters are part of their optimizer states (masters are split, or there are none) and gradients have no "
            "place to wait in, but updates are not committed in backward; give UpdateStart.COMMITTED, or "

@@ -26,6 +26,7 @@ from patrickstar.choices import (
 from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from patrickstar.config.checks import check_loss_scaler_state, make_loss_scaler
 from patrickstar.config.dialects import Dialect
+from patrickstar.config.expert_parallel import ExpertParallelConfig
 from patrickstar.config.optimizer import OptimizerConfig, OptimizerParams, nearest_optimizer
 from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.quantization import QuantizationConfig
@@ -66,6 +67,7 @@ __all__ = [
     "HostAffinity",
     "HostThreadsConfig",
     "KeepAttention",
+    "ExpertParallelConfig",
     "ExpertsComputation",
     "LossComputation",
     "Master",

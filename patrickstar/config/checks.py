@@ -43,7 +43,8 @@ def find_conflicts(config: Config) -> list[str]:
             make_loss_scaler(config)
         except ValueError as error:  # the scaler checks its own values
             problems.append(str(error))
-    return problems + _conflicts_of_dtypes(config) + _conflicts_of_sequences(config) + _conflicts_of_matrices(config)
+    problems += _conflicts_of_dtypes(config) + _conflicts_of_sequences(config)
+    return problems + _conflicts_of_matrices(config) + _conflicts_of_experts(config)
 
 
 def _conflicts_of_disk(config: Config) -> list[str]:
@@ -105,6 +106,21 @@ def _conflicts_of_matrices(config: Config) -> list[str]:
         problems.append(
             f'tensor_parallel.mode is "1d", which divides sequences over its columns, and sequence_parallel.size is '
             f'{config.sequence_parallel.size}; set the mode to "2d", or leave sequence_parallel out'
+        )
+    return problems
+
+
+def _conflicts_of_experts(config: Config) -> list[str]:
+    section, problems = config.expert_parallel, []
+    if section.autoep_size > 1 and section.size != section.autoep_size:
+        problems.append(
+            f"expert_parallel.size is {section.size}, and expert_parallel.autoep_size is {section.autoep_size}; give "
+            "one of them"
+        )
+    if section.size > 1 and config.ranks_per_sample > 1:
+        problems.append(
+            f"expert_parallel.size is {section.size}, and {config.ranks_per_sample} ranks share each sample "
+            "(sequence_parallel, tensor_parallel), which do not go together yet; leave one of them out"
         )
     return problems
 

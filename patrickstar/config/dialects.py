@@ -69,6 +69,7 @@ def resolve(config: Config) -> Config:
         "optimizer": _resolve_optimizer(config),
         "sequence_parallel": sequence,
         "tensor_parallel": _resolve_columns(config),
+        "expert_parallel": _resolve_experts(config),
         "disk_memory": _resolve_disk(config),
     }
     on_host = {"device": "cpu"}
@@ -102,6 +103,15 @@ def _resolve_columns(config: Config) -> Any:
     section = config.tensor_parallel
     said = max(section.autotp_size, section.tp.tp_size)
     return section.model_copy(update={"columns": said}) if said > 1 and section.columns == 1 else section
+
+
+def _resolve_experts(config: Config) -> Any:
+    """Takes the size from DeepSpeed's keys if it is not set."""
+    section = config.expert_parallel
+    if not section.enabled:
+        return section.model_copy(update={"size": 1})
+    said = section.autoep_size
+    return section.model_copy(update={"size": said}) if said > 1 and section.size == 1 else section
 
 
 def _resolve_optimizer(config: Config) -> Any:

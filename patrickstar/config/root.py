@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from patrickstar.choices import RankReduction
+from patrickstar.config.expert_parallel import ExpertParallelConfig
 from patrickstar.config.fates import HONOURED, OtherSpelling, Reader, mapped
 from patrickstar.config.monitors import (
     CsvMonitorConfig,
@@ -103,6 +104,8 @@ class _EngineKeys(Section):
     """Context parallelism: sequences that are sharded over ranks."""
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
     """Tensor parallelism: matrices and activations that are sharded over ranks, by rows and columns."""
+    expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig)
+    """Expert parallelism: experts of a mixture that are divided among ranks."""
     activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
     """Memory of the activations of long sequences."""
     quantization: QuantizationConfig | None = None
@@ -111,8 +114,9 @@ class _EngineKeys(Section):
     """
     prove_rewrites: Annotated[Switch, HONOURED] = True
     """Compare the rewritten model with the original one before training begins. Rewritten are context-parallel and
-    tensor-parallel models, tiled modules and the fused loss. The comparison is a forward and a backward of a few tokens
-    through the first layers, on the first rank's host. Losses or gradients that differ are an error.
+    tensor-parallel models, experts that are divided among ranks, tiled modules and the fused loss. The comparison is a
+    forward and a backward of a few tokens through the first layers, on the first rank's host. Losses or gradients that
+    differ are an error.
     """
     plan: Annotated[FilePath | None, HONOURED] = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets; the first step

@@ -58,10 +58,11 @@ def GatheredParameters(  # noqa: N802 (DeepSpeed's name)
 def _gathered_of(session: Session, chunked: list[ChunkedParameter], modifier_rank: int | None) -> Iterator[None]:
     if modifier_rank is not None and modifier_rank not in session.ranks.members:
         raise ValueError(f"modifier_rank is {modifier_rank}; give one of ranks {list(session.ranks.members)}")
-    if modifier_rank is not None and session.matrices.names is not None:
+    divided = session.matrices.names is not None or any(param._patrickstar.part is not None for param in chunked)
+    if modifier_rank is not None and divided:
         raise _C.StateError(
-            "with tensor_parallel each rank has another block of a parameter, so one rank's changes cannot be those of "
-            "all; leave modifier_rank out, or load whole values by engine.load_state_dict"
+            "with tensor_parallel and expert_parallel each rank has another part of a parameter, so one rank's changes "
+            "cannot be those of all; leave modifier_rank out, or load whole values by engine.load_state_dict"
         )
     places = _places(session.module)
     gathered: list[_Gathered] = []

@@ -52,7 +52,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     if gradient is None or not isinstance(param, ChunkedParameter):
         return _flat(gradient)
     begin, numel, _ = session_of(param).layout.shard_of(param._patrickstar.id)
-    return gradient.as_strided((numel,), (1,), begin).clone()
+    return gradient.as_strided((numel,), (1,), param._patrickstar.whole_begin + begin).clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -69,8 +69,8 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     begin, numel, _ = session_of(param).layout.shard_of(handle.id)
     _check_numel(param, value, numel)
     with _C.HostAllocations():
-        whole = torch.zeros(handle.shape.numel()).as_strided(handle.shape, handle.stride)
-        whole.as_strided((numel,), (1,), begin).copy_(value.detach().view(-1))
+        whole = torch.zeros(handle.whole_shape.numel()).as_strided(handle.whole_shape, handle.stride)
+        whole.as_strided((numel,), (1,), handle.whole_begin + begin).copy_(value.detach().view(-1))
     safe_set_full_grad(param, whole)  # each rank takes its own part
 
 

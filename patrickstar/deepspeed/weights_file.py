@@ -22,7 +22,6 @@ from patrickstar.checkpoint.memory import bytes_of
 from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.safetensors_format import FileTensor, make_header
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
 from patrickstar.state.save_load import RankPeers
 
@@ -48,7 +47,6 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
     """
     session.check_whole()
     _check_unsharded(session)
-    check_shared(session, "save_16bit_model")
     peers = RankPeers(session)
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
     what = f"{path} was not saved"
@@ -80,7 +78,6 @@ def read_16bit_weights(session: Session, *, with_frozen: bool) -> dict[str, torc
     """The module's ``state_dict`` in 16 bits, on the first rank's CPU; None on the others. All ranks must call it."""
     session.check_whole()
     _check_unsharded(session)
-    check_shared(session, "reading 16-bit weights")
     is_first = session.ranks.control.rank == 0
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
     values: dict[str, torch.Tensor] = {}

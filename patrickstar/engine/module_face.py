@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
-from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
 from patrickstar.session.step_loop import StepLoop
 from patrickstar.state.whole_values import load_whole_state, own_state, whole_state
@@ -114,7 +113,6 @@ class ModuleFace(nn.Module):
         Frozen parameters have their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
         must call it; names and tensors are those before sharding, two-phase updates.
         """
-        check_shared(self._session, "state_dict")
         with self._session.guard("state_dict"):
             self._session.ranks.meet()
             if self._session.matrices.names is not None:
@@ -132,7 +130,6 @@ class ModuleFace(nn.Module):
             raise ValueError(
                 "load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out"
             )
-        check_shared(self._session, "load_state_dict")
         if self._session.matrices.names is not None:
             return load_whole_state(self._session, state_dict, strict)
         return self.module.load_state_dict(state_dict, strict=strict)

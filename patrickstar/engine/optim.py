@@ -13,14 +13,13 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
-from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
+from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied, whole_shape
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.optimizer.core_options import CoreOptions
 from patrickstar.optimizer.groups import checked_added_group
 from patrickstar.optimizer.loss_scaling import LossScaling
 from patrickstar.optimizer.managed_optimizer import managed_optimizer
 from patrickstar.optimizer.state import CheckedState, check_no_refused_option, checked_state
-from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
 from patrickstar.session.step_loop import StepLoop
 from patrickstar.session.step_state import OptimizerLink
@@ -152,7 +151,6 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Torch's ``state_dict``: ``step`` and states (float32, CPU) by parameter index, and groups; with float16 also
         ``loss_scaler``. Parameters without an update have no state.
         """
-        check_shared(self._session, "the optimizer's state_dict")
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
         for group in self.param_groups:
@@ -176,7 +174,6 @@ class HybridOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, states or options do not match, or are not supported; nothing is changed.
         """
-        check_shared(self._session, "the optimizer's load_state_dict")
         entries, groups = self.checked_state(state_dict)
         scaler = self._session.scaler
         self._session.train_unfrozen()
@@ -194,7 +191,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state dict is refused.
         """
-        checked = checked_state(self._type, state_dict, self.param_groups)
+        checked = checked_state(self._type, state_dict, self.param_groups, whole_shape)
         for index, group in enumerate(checked.groups):
             self._check_same_formula(group, f"group {index} of the state dict")
         if self._session.scaler is not None and "loss_scaler" in state_dict:

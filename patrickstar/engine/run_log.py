@@ -95,7 +95,7 @@ def begin_run_log(session: Session, monitor: StepMonitor) -> None:
     if session.ranks.context.rank == 0:
         logger.info("%s", start_line(session))
         if session.matrices.reason:
-            logger.info("matrices are divided %s: %s", session.matrices.shown, session.matrices.reason)
+            logger.info("%s: %s", session.matrices.shown, session.matrices.reason)
         session.run_log = RunLog(session, monitor)
 
 
@@ -142,7 +142,7 @@ def start_line(session: Session) -> str:
     if session.calls.sequence_group is not None:
         where += f", {session.calls.sequence_group.size} to a sequence ({session.config.sequence_parallel.mode.value})"
     if session.matrices.shown:
-        where += f", matrices divided {session.matrices.shown}"
+        where += f", {session.matrices.shown}"
     limit = report["device_budget_bytes"]
     budget = "no device budget" if limit >= _C.UNLIMITED else f"device budget {show_size(limit)}"
     each = " a rank" if num_ranks > 1 else ""

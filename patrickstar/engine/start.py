@@ -32,7 +32,6 @@ from patrickstar.session.closing import abandon_session, revert_session
 from patrickstar.session.core_setup import load_plan
 from patrickstar.session.error_texts import explain_other_engines
 from patrickstar.session.lifecycle import complete, make_session
-from patrickstar.session.own_params import check_settings
 from patrickstar.session.rank_sync import (
     check_same_config,
     common_budgets,
@@ -61,7 +60,7 @@ def start_session(
             check_same_config(ranks, config)
             mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
             _check_sharing(ranks, config)
-            chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
+            chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE, num_parts=config.expert_parallel.size)
             matrices = make_matrices(config, mesh)
             here = ranks.context
             mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)
@@ -79,7 +78,6 @@ def start_session(
             groups = make_groups(built.module, model_parameters, _replaced(sharded, deferred), options=options)
             in_groups = {param for group in groups for param in group["params"]}
             _check_module(built.module, config, matrices)
-            check_settings(built.module, config, len(ranks.members))
             session = make_session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
             if saved_plan is not None:
                 saved_plan.check_layout(session.layout, str(config.plan))

@@ -20,6 +20,7 @@ from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
 from patrickstar.checkpoint.shards import TensorShard
 from patrickstar.engine.engine import Engine
+from patrickstar.module.chunked_parameter import ChunkedParameter, whole_shape
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 from patrickstar.module.conversions import UnknownConversionError, model_values
 from patrickstar.module.pretrained import SINGLE_NAME, SafetensorsFolder
@@ -91,14 +92,17 @@ def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
             "transformers, and its state_dict into the engine"
         ) from error
     for name in values:
-        if values.shape(name) != tuple(targets[name].shape):
+        shape = tuple(whole_shape(targets[name]))
+        if values.shape(name) != shape:
             raise ValueError(
-                f"{os.fspath(folder)}: {name} has shape {values.shape(name)}, in the model "
-                f"{tuple(targets[name].shape)}; load weights of the same model"
+                f"{os.fspath(folder)}: {name} has shape {values.shape(name)}, in the model {shape}; load weights of "
+                "the same model"
             )
     for name in values:
         with _C.HostAllocations():
-            targets[name].copy_(values.read(name))
+            whole = values.read(name)
+            target = targets[name]
+            target.copy_(target._patrickstar.own(whole) if isinstance(target, ChunkedParameter) else whole)
     filled = {id(targets[name]) for name in values}
     missing = [name for name, tensor in targets.items() if id(tensor) not in filled]
     return LoadedKeys(missing, values.left)

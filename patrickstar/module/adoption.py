@@ -21,6 +21,7 @@ from patrickstar.module.chunked_parameter import become_chunked, become_ordinary
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_handle import ParamHandle
+from patrickstar.module.param_ranks import RankPart
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams, statistics_dtype
 
 logger = logging.getLogger("patrickstar")
@@ -36,6 +37,7 @@ class FormerHandle:
     name: str
     shape: torch.Size
     stride: tuple[int, ...]
+    part: RankPart | None
     trainable: bool
     original_dtype: torch.dtype
     original_device: torch.device
@@ -89,8 +91,12 @@ class AdoptedParams:
             yield [param_id for param_id in params if param_id not in self._taken]
 
     def source(self, param_id: int) -> torch.Tensor:
-        """The values of a parameter that is not in a chunk yet: dense, in its memory order."""
+        """The whole values of a parameter that is not in a chunk yet: dense, in its memory order; row-major if ranks
+        have parts of it.
+        """
         data = self.specs[param_id].param.detach()
+        if self.specs[param_id].part is not None:
+            return data.contiguous()
         if torch.empty_like(data, device="meta").stride() != data.stride():  # overlapping or with gaps
             data = data.contiguous()
         return data
@@ -119,10 +125,13 @@ class AdoptedParams:
 
     def _adopt(self, param_id: int) -> None:
         spec, data = self.specs[param_id], self.source(param_id)
+        if spec.part is not None:
+            data = spec.part.of(data)
         former = FormerHandle(
             name=spec.name,
             shape=data.shape,
             stride=data.stride(),
+            part=spec.part,
             trainable=spec.trained,
             original_dtype=data.dtype,
             original_device=spec.original_device,
@@ -135,7 +144,7 @@ class AdoptedParams:
         """Bytes that the ordinary CPU parameters will take after :meth:`release`."""
         handles = (self.specs[param_id].param._patrickstar for param_id in self._taken)
         on_host = (handle for handle in handles if handle.original_device.type == "cpu")
-        return sum(math.prod(handle.shape) * handle.original_dtype.itemsize for handle in on_host)
+        return sum(math.prod(handle.whole_shape) * handle.original_dtype.itemsize for handle in on_host)
 
     def _in_order_of_release(self) -> list[int]:
         """Order in which :meth:`release` frees chunks. On one rank, chunks that rest on the host come first: freeing
@@ -160,7 +169,7 @@ class AdoptedParams:
                 values = None
                 if failure is None:
                     try:
-                        values = self._observer.read_values(handle, _C.ArrayKind.MASTER)
+                        values = handle.whole(self._observer.read_values(handle, _C.ArrayKind.MASTER))
                     except Exception as error:
                         failure = error
                 self._give_back(param_id, values)

@@ -213,6 +213,11 @@ def become_chunked(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle)
     param._patrickstar_pin = weakref.ref(param)
 
 
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The tensor's shape; of a parameter that ranks have parts of, the whole one's."""
+    return tensor._patrickstar.whole_shape if isinstance(tensor, ChunkedParameter) else tensor.shape
+
+
 def become_tied(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle) -> None:
     """Gives the frozen ``param`` the memory of ``handle``'s parameter; it gets no gradient."""
     become_chunked(param, view, handle)

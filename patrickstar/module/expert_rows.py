@@ -4,6 +4,8 @@
     rows = gate(rows)                                 # SwiGLU
     out = combine(rows, weights, order, positions)    # each token's weighted sum
 
+``grad_scale`` is a factor of gradients between the two. Where all ranks' tokens meet, they are those of the mean loss.
+
 ``positions``: ``[tokens, chosen experts]``, the row, or -1 for an expert that is not here. ``order``: by row, its index
 in the flattened ``positions``. Both are int64. Each kernel is a custom operator, which ``torch.compile`` and the meta
 device know.
@@ -33,9 +35,11 @@ def _operator(schema: str) -> Callable[[Any], Any]:
     return decorate
 
 
-def dispatch(hidden: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-    """A copy of its token for each row. The gradient of a token is the sum of its rows' in float32."""
-    return _Dispatch.apply(hidden, order, positions)
+def dispatch(hidden: Tensor, order: Tensor, positions: Tensor, grad_scale: float = 1.0) -> Tensor:
+    """A copy of its token for each row. The gradient of a token is the sum of its rows' in float32, divided by
+    ``grad_scale``.
+    """
+    return _Dispatch.apply(hidden, order, positions, grad_scale)
 
 
 def gate(gate_up: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ def gate(gate_up: Tensor) -> Tensor:
     return _Gate.apply(gate_up)
 
 
-def combine(rows: Tensor, weights: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, order: Tensor, positions: Tensor, grad_scale: float = 1.0) -> Tensor:
     """Sum over each token's experts of ``weights[token, k] * rows[positions[token, k]]``.
 
     Products have the dtype that PyTorch gives them, and are summed in float32.
@@ -51,21 +55,26 @@ def combine(rows: Tensor, weights: Tensor, order: Tensor, positions: Tensor) -> 
     Args:
         rows: ``[rows, width]``.
         weights: as ``positions``, of the dtype of ``rows`` or float32.
+        grad_scale: multiplies the gradients of ``rows``.
     """
-    return _Combine.apply(rows, weights, order, positions)
+    return _Combine.apply(rows, weights, order, positions, grad_scale)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, order, positions):
+    def forward(ctx, hidden, order, positions, grad_scale):
         ctx.save_for_backward(positions)
+        ctx.grad_scale = grad_scale
         return hidden.index_select(0, order // positions.size(1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (positions,) = ctx.saved_tensors
-        return sum_rows(grad.contiguous(), positions, None), None, None
+        factor = None
+        if ctx.grad_scale != 1:
+            factor = torch.full(positions.shape, 1 / ctx.grad_scale, device=grad.device)
+        return sum_rows(grad.contiguous(), positions, factor), None, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -83,8 +92,9 @@ class _Gate(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, weights, order, positions):
+    def forward(ctx, rows, weights, order, positions, grad_scale):
         rows = rows.contiguous()
+        ctx.grad_scale = grad_scale
         ctx.save_for_backward(rows, weights, order, positions)
         return sum_rows(rows, positions, weights)
 
@@ -92,10 +102,10 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         rows, weights, order, positions = ctx.saved_tensors
-        of_rows = weights.flatten()[order].float()
+        of_rows = weights.flatten()[order].float() * ctx.grad_scale
         grad_rows, by_row = scale_rows(grad.contiguous(), rows, order // positions.size(1), of_rows)
         grad_weights = torch.where(positions >= 0, by_row[positions.clamp(min=0)], 0.0)
-        return grad_rows, grad_weights.to(weights.dtype), None, None
+        return grad_rows, grad_weights.to(weights.dtype), None, None, None
 
 
 @_operator("(Tensor rows, Tensor positions, Tensor? weights) -> Tensor")

@@ -1,8 +1,8 @@
 """Broadcast of rank 0's model, as in DDP.
 
 If another rank's model has other values (only rank 0 has loaded weights, say), it gets rank 0's while it moves into
-chunks. Without this the shards of different models would be mixed. Parameters that are kept on their rank
-(:mod:`patrickstar.module.param_ranks`) are left out.
+chunks. Without this the shards of different models would be mixed. A rank gets its own part of a parameter that is
+divided (:mod:`patrickstar.module.param_ranks`).
 
 Digests are compared before values are sent. Each rank computes a digest of its shard of each parameter, rank 0 those of
 all ranks' shards. Only shards that differ are sent, to the rank that keeps them. Equal models, the usual case, cost one
@@ -57,15 +57,14 @@ class FirstRankValues:
             self._follow()
 
     def _take(self, ids: Sequence[int]) -> None:
-        for param_id in self._shared(ids):
+        for param_id in ids:
             self._own[param_id] = digest(self._part(self._params.source(param_id), param_id, self._index))
         self._params.take(ids)
 
     def _lead(self) -> None:
         for ids in self._batches:
-            shared = self._shared(ids)
-            if shared and self._control.size > 1:
-                self._tell({param_id: self._params.source(param_id) for param_id in shared})
+            if ids and self._control.size > 1:
+                self._tell({param_id: self._params.source(param_id) for param_id in ids})
             self._params.take(ids)
         self._control.exchange(_END, "which values come next")
 
@@ -102,9 +101,6 @@ class FirstRankValues:
                     self._write_own(param_id, values)
         self.take_all()
 
-    def _shared(self, ids: Sequence[int]) -> list[int]:
-        return [param_id for param_id in ids if not self._params.specs[param_id].is_own]
-
     def _wanted(self, mine: bytes) -> list[list[int]]:
         """Ids of the parameters that each rank needs values for, by rank."""
         what = "which values differ"
@@ -137,16 +133,22 @@ class FirstRankValues:
         self._params.runtime.write_values(param_id, _C.ArrayKind.MASTER, address, _C.Tier.HOST)
 
     def _range(self, param_id: int, rank: int) -> tuple[int, int]:
-        """First element and number of elements of ``rank``'s shard of a parameter."""
+        """First element and number of elements of ``rank``'s shard of a parameter, or of its part of one."""
         chunk, offset = self._params.layout.placement(param_id)
         shard = self._params.layout.chunk(chunk)["shard_numel"]
-        numel = self._params.specs[param_id].param.numel()
-        begin = min(max(rank * shard - offset, 0), numel)
-        end = min(max((rank + 1) * shard - offset, 0), numel)
+        numel = self._params.specs[param_id].shape.numel()
+        index = rank // self._num_parts(param_id)
+        begin = min(max(index * shard - offset, 0), numel)
+        end = min(max((index + 1) * shard - offset, 0), numel)
         return begin, end - begin
+
+    def _num_parts(self, param_id: int) -> int:
+        part = self._params.specs[param_id].part
+        return 1 if part is None else part.count
 
     def _part(self, source: torch.Tensor, param_id: int, rank: int) -> torch.Tensor:
         begin, numel = self._range(param_id, rank)
+        begin += rank % self._num_parts(param_id) * self._params.specs[param_id].shape.numel()
         return source.as_strided((source.numel(),), (1,))[begin : begin + numel]
 
 
@@ -157,7 +159,7 @@ def check_same_model(ranks: RankGroups, params: SortedParams) -> None:
         DisagreementError: they differ. Every rank raises it; the text lists each rank's parameters.
     """
     chunked = [
-        f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained} {s.quantization.name}{_kept(s)}"
+        f"{s.name} {tuple(s.shape)} {s.compute_dtype} {s.trained} {s.quantization.name}{_kept(s)}"
         for s in params.chunked
     ]
     managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
@@ -165,7 +167,7 @@ def check_same_model(ranks: RankGroups, params: SortedParams) -> None:
 
 
 def _kept(spec: ChunkedSpec) -> str:
-    return " kept on each rank" if spec.is_own else ""
+    return "" if spec.part is None else f" in {spec.part.count} parts"
 
 
 def share_rest(ranks: RankGroups, module: nn.Module, params: SortedParams) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,37 @@ IMPLEMENTATION = "patrickstar"
 """Value of ``_experts_implementation`` in the configuration of fused experts."""
 _NEEDED = ("ALL_EXPERTS_FUNCTIONS", "_grouped_linear", "_default_apply_gate", "grouped_mm_experts_forward")
 """Names of ``transformers.integrations.moe``."""
+
+
+class ChosenImplementations:
+    """Experts that compute by a function of transformers' registry which their model's configuration does not name."""
+
+    def __init__(self, name: str, function: Callable[..., torch.Tensor]):
+        """``name``: value of ``_experts_implementation`` for ``function``."""
+        self._name, self._function = name, function
+        self._changed: list[tuple[nn.Module, Any]] = []  # experts and their model's configuration
+
+    @staticmethod
+    def registry() -> Any:
+        """``transformers.integrations.moe``; None: not imported, or another version."""
+        moe = sys.modules.get("transformers.integrations.moe")
+        return moe if all(hasattr(moe, name) for name in _NEEDED) else None
+
+    def choose(self, experts: nn.Module) -> None:
+        """Changes one module, which :func:`is_experts` accepts. The configuration itself, which other modules share, is
+        unchanged: ``config._model_config``.
+        """
+        self.registry().ALL_EXPERTS_FUNCTIONS.register(self._name, self._function)
+        config = experts.config
+        self._changed.append((experts, config))
+        experts.config = copy.copy(config)
+        experts.config._experts_implementation_internal = self._name
+        experts.config._model_config = config
+
+    def restore(self) -> None:
+        """Undoes all changes."""
+        while self._changed:
+            module, module.config = self._changed.pop()
 
 
 def fuse_experts(model: nn.Module) -> FusedExperts:
@@ -40,30 +72,20 @@ class FusedExperts:
     """See :func:`fuse_experts`. ``names``: the modules that changed."""
 
     def __init__(self, model: nn.Module):
-        self._changed: list[tuple[nn.Module, Any]] = []  # experts and their model's configuration
+        self._chosen = ChosenImplementations(IMPLEMENTATION, experts_forward)
         self.names: list[str] = []
-        moe = sys.modules.get("transformers.integrations.moe")
-        if not all(hasattr(moe, name) for name in _NEEDED):  # not imported, or another version
-            return
-        for name, module in model.named_modules():
-            config = getattr(module, "config", None)
-            if getattr(config, "_experts_implementation", None) != "grouped_mm" or not _is_experts(module):
-                continue
-            self.names.append(name)
-            self._changed.append((module, config))
-            # A copy: other models may share the configuration.
-            module.config = copy.copy(config)
-            module.config._experts_implementation_internal = IMPLEMENTATION
-            module.config._model_config = config
-        moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+        for name, module in model.named_modules() if self._chosen.registry() else ():
+            implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+            if implementation == "grouped_mm" and is_experts(module):
+                self.names.append(name)
+                self._chosen.choose(module)
 
     def restore(self) -> None:
         """Undoes the change."""
-        while self._changed:
-            module, module.config = self._changed.pop()
+        self._chosen.restore()
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """True for a module whose forward takes its implementation from transformers' registry."""
     names = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj", "_apply_gate")
     return all(hasattr(module, name) for name in names)
@@ -110,28 +132,45 @@ def experts_forward(
         own = type(self).forward.__wrapped__
         forward = moe.ALL_EXPERTS_FUNCTIONS.get_interface(chosen, own)
         return forward(self, hidden_states, top_k_index, top_k_weights)
-    up_name = "gate_up_proj" if self.has_gate else "up_proj"
-    up = getattr(self, up_name)
+    up = getattr(self, up_name(self))
     if hidden_states.dtype != up.dtype or top_k_weights.dtype not in (up.dtype, torch.float32):  # autocast
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     routing = Routing.of(top_k_index, self.num_experts)
-    biased = routing.experts.clamp(max=self.num_experts - 1) if self.has_bias else None
+    rows = expert_rows.dispatch(hidden_states, routing.order, routing.positions)
+    rows = products(self, rows, routing.experts.clamp(max=self.num_experts - 1), routing.offsets)
+    return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
 
-    def product(rows: torch.Tensor, name: str, weight: torch.Tensor) -> torch.Tensor:
-        bias = None if biased is None else getattr(self, f"{name}_bias")[biased]
-        return moe._grouped_linear(rows, weight, offs=routing.offsets, bias=bias, is_transposed=self.is_transposed)
 
-    rows = product(expert_rows.dispatch(hidden_states, routing.order, routing.positions), up_name, up)
-    if not self.has_gate:
-        rows = self.act_fn(rows)
-    elif _is_swiglu(self, moe):
+def up_name(module: nn.Module) -> str:
+    """Name of the parameter of the first grouped product."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows of tokens through their experts.
+
+    Args:
+        module: with the parameters of ``len(offsets)`` experts.
+        rows: ``[rows, hidden size]``, by expert.
+        experts: by row: its expert; read for biases alone.
+        offsets: int32, by expert: end of its rows.
+    """
+    from transformers.integrations import moe
+
+    def product(rows: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
+        weight = getattr(module, name)
+        return moe._grouped_linear(rows, weight, offs=offsets, bias=bias, is_transposed=module.is_transposed)
+
+    rows = product(rows, up_name(module))
+    if not module.has_gate:
+        rows = module.act_fn(rows)
+    elif _is_swiglu(module, moe):
         rows = expert_rows.gate(rows)
     else:
-        rows = self._apply_gate(rows)
-    rows = product(rows, "down_proj", self.down_proj)
-    if getattr(self, "has_post_expert_norm", False):
-        rows = self.post_expert_norm(rows)
-    return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
+        rows = module._apply_gate(rows)
+    rows = product(rows, "down_proj")
+    return module.post_expert_norm(rows) if getattr(module, "has_post_expert_norm", False) else rows
 
 
 def _is_swiglu(module: nn.Module, moe: Any) -> bool:

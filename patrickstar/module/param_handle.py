@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from patrickstar import _C
+from patrickstar.module.param_ranks import RankPart
 
 
 class HandleObserver(Protocol):
@@ -44,7 +45,7 @@ class ParamHandle:
     storage: int
     """Address of the chunk's storage object; all parameters and views of the chunk share it."""
     shape: torch.Size
-    """Shape of the whole parameter, on any number of ranks."""
+    """Shape of the parameter, or of this rank's part of it."""
     stride: tuple[int, ...]
     """Strides in elements: dense, in the memory order the user gave it."""
     offset: int
@@ -65,3 +66,23 @@ class ParamHandle:
     """Receives uses; reads and writes values."""
     uses: _C.UseObserver
     """``observer.uses``: the core's object that torch functions report uses to."""
+    part: RankPart | None = None
+    """This rank's part of the parameter; None: ranks share it."""
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.shape if self.part is None else self.part.shape_of_whole(self.shape)
+
+    @property
+    def whole_begin(self) -> int:
+        """Elements of the whole parameter before this rank's part."""
+        return 0 if self.part is None else self.part.index * self.shape.numel()
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, of ``values`` of :attr:`shape` on the CPU. Collective if ranks have parts."""
+        return values if self.part is None else self.part.gather(values)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of this rank's part of a whole tensor."""
+        return whole if self.part is None else self.part.of(whole)

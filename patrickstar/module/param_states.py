@@ -1,7 +1,7 @@
 """Access to a parameter's float32 value, gradient and optimizer state.
 
-Tensors are whole, for any device budget and number of ranks. With several ranks all must call the same methods in the
-same order.
+Tensors are whole, for any device budget and number of ranks, also if each rank has a part of the parameter. With
+several ranks all must call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from patrickstar import _C
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.managed import ManagedParams, wide_dtype
 from patrickstar.module.observer import Observer
+from patrickstar.module.param_handle import ParamHandle
 
 _STATE_ARRAYS = {
     "exp_avg": _C.ArrayKind.MOMENTUM,
@@ -53,7 +54,7 @@ class ParamStates:
         """The parameter's value as a new CPU tensor: float32 for a chunked parameter, else the parameter's dtype."""
         if isinstance(param, ChunkedParameter):
             with self._guard("reading a parameter"):
-                return self._observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
+                return self._read(param._patrickstar, _C.ArrayKind.MASTER)
         return param.detach().cpu().clone()
 
     def user_value(self, param: nn.Parameter) -> torch.Tensor:
@@ -70,13 +71,19 @@ class ParamStates:
     def set_value(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Sets the value from a tensor of the same shape, of any float dtype and device."""
         if isinstance(param, ChunkedParameter):
-            self._observer.write_values(param._patrickstar, _C.ArrayKind.MASTER, value)
+            self._write(param._patrickstar, _C.ArrayKind.MASTER, value)
         else:
             with torch.no_grad():
                 param.copy_(value)
 
     def gradient(self, param: nn.Parameter, loss_scale: float) -> torch.Tensor | None:
-        """The gradient that the step will use, before clipping, on the CPU; None if there is none.
+        """The whole of :meth:`own_gradient`."""
+        own = self.own_gradient(param, loss_scale)
+        return param._patrickstar.whole(own) if own is not None and isinstance(param, ChunkedParameter) else own
+
+    def own_gradient(self, param: nn.Parameter, loss_scale: float) -> torch.Tensor | None:
+        """The gradient that the step will use, before clipping, on the CPU; None if there is none. It has the present
+        shape of the parameter, of which this rank may have a part.
 
         Its dtype is float32; for a parameter that stays with PyTorch, :func:`patrickstar.module.managed.wide_dtype`.
         Call it once the norm of all gradients is known (:class:`patrickstar.session.step_gradients.StepGradients`).
@@ -106,7 +113,7 @@ class ParamStates:
             raise _C.StateError(f"{handle.name} has no gradient that could be set; call backward first")
         with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
             values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32)
-            values.copy_(gradient.detach()).mul_(loss_scale / self._chunk_factor)
+            values.copy_(handle.own(gradient.detach())).mul_(loss_scale / self._chunk_factor)
         self._runtime.write_gradient(handle.id, values.data_ptr(), _C.Tier.HOST)
 
     def is_trained(self, param: nn.Parameter) -> bool:
@@ -121,7 +128,7 @@ class ParamStates:
         """
         if isinstance(param, ChunkedParameter):
             with self._guard("reading an optimizer state"):
-                return self._observer.read_values(param._patrickstar, self.arrays[key])
+                return self._read(param._patrickstar, self.arrays[key])
         values = self._managed.state_of(param).get(key)
         if values is None:
             return torch.zeros(param.shape, dtype=wide_dtype(param))
@@ -130,7 +137,7 @@ class ParamStates:
     def set_moment(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Sets one optimizer state; the step count is unchanged."""
         if isinstance(param, ChunkedParameter):
-            self._observer.write_values(param._patrickstar, self.arrays[key], value)
+            self._write(param._patrickstar, self.arrays[key], value)
             return
         none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in self.arrays}}
         self._managed.set_state_of(param, {**none, **self._managed.state_of(param), key: value.detach()})
@@ -146,7 +153,7 @@ class ParamStates:
         with self._guard("reading an optimizer state"):
             return {
                 "step": torch.tensor(float(count)),
-                **{key: self._observer.read_values(handle, kind) for key, kind in self.arrays.items()},
+                **{key: self._read(handle, kind) for key, kind in self.arrays.items()},
             }
 
     def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
@@ -157,7 +164,13 @@ class ParamStates:
         handle = param._patrickstar
         if not handle.trainable:
             return
-        zeros = torch.zeros(handle.shape)
+        zeros = torch.zeros(handle.whole_shape)
         self._runtime.set_step_count(handle.id, int(state.get("step", 0)))
         for key, kind in self.arrays.items():
-            self._observer.write_values(handle, kind, state.get(key, zeros))
+            self._write(handle, kind, state.get(key, zeros))
+
+    def _read(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
+        return handle.whole(self._observer.read_values(handle, kind))
+
+    def _write(self, handle: ParamHandle, kind: _C.ArrayKind, whole: torch.Tensor) -> None:
+        self._observer.write_values(handle, kind, handle.own(whole))

@@ -28,7 +28,7 @@ from patrickstar.config import QuantizationConfig
 from patrickstar.machine.state_scheme import StateScheme
 from patrickstar.module.aliases import find_aliases
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.module.param_ranks import is_own
+from patrickstar.module.param_ranks import RankPart, part_of
 from patrickstar.module.quantization import quantizable_weights
 
 logger = logging.getLogger("patrickstar")
@@ -82,6 +82,9 @@ class ChunkedSpec:
 
     name: str
     param: nn.Parameter
+    """Whole until its values move into a chunk."""
+    shape: torch.Size
+    """Shape in the chunk."""
     compute_dtype: torch.dtype
     original_device: torch.device
     """Device to which the parameter returns when the engine is closed."""
@@ -91,8 +94,8 @@ class ChunkedSpec:
     """Its moments stay float32 even if others have 8 bits."""
     quantization: _C.QuantType = _C.QuantType.NONE
     """Storage format of the values; only frozen parameters may differ from the compute dtype."""
-    is_own: bool = False
-    """Each rank has its own values (:mod:`patrickstar.module.param_ranks`)."""
+    part: RankPart | None = None
+    """This rank's part of the parameter; None: ranks share it."""
     ties: tuple[nn.Parameter, ...] = ()
     """Frozen parameters over the same memory (:mod:`patrickstar.module.aliases`)."""
 
@@ -218,7 +221,7 @@ def plan_params(
         return param.requires_grad and (in_groups is None or param in in_groups)
 
     def may_tie(one: nn.Parameter, other: nn.Parameter) -> bool:
-        alike = norms.get(one) == norms.get(other) and is_own(one) == is_own(other)
+        alike = norms.get(one) == norms.get(other) and part_of(one) == part_of(other)
         return with_pytorch.isdisjoint((one, other)) and alike
 
     aliases = find_aliases(module, filter(is_trained, module.parameters()), may_tie)
@@ -230,15 +233,21 @@ def plan_params(
         trained = is_trained(param)
         if param in aliases.ties:
             continue
+        part = part_of(param)
         if param in with_pytorch:
-            all_reduced = scoped.get(param, True)
-            if is_own(param) and all_reduced:
+            if part is not None:
                 raise ValueError(
-                    f"{name} is kept on its rank, but stays with PyTorch, where ranks share it; register it inside "
-                    "torch_scope(do_allreduce=False)"
+                    f"{name} is divided over ranks, but stays with PyTorch, where ranks share it; register it outside "
+                    "of torch_scope, or leave expert_parallel out"
                 )
             managed.append(
-                ManagedParam(name=name, param=param, on_host=param in on_host, all_reduced=all_reduced, trained=trained)
+                ManagedParam(
+                    name=name,
+                    param=param,
+                    on_host=param in on_host,
+                    all_reduced=scoped.get(param, True),
+                    trained=trained,
+                )
             )
         else:
             dtype = norms.get(param, compute_dtype)
@@ -246,6 +255,7 @@ def plan_params(
                 ChunkedSpec(
                     name=name,
                     param=param,
+                    shape=param.shape if part is None else part.shape_of(param.shape),
                     compute_dtype=dtype,
                     original_device=param.device,
                     trained=trained,
@@ -253,7 +263,7 @@ def plan_params(
                     quantization=(
                         _C.QuantType.NONE if param.requires_grad else quantizable.get(param, _C.QuantType.NONE)
                     ),
-                    is_own=is_own(param),
+                    part=part,
                     ties=ties.get(param, ()),
                 )
             )
@@ -339,7 +349,7 @@ def choose_chunk_size(params: SortedParams, module: nn.Module, default_numel: in
     Results do not depend on it. On a scarce device the choice depends on the model alone, so the least budget that a
     warm-up step measures holds for the next run.
     """
-    num_bytes = sum(spec.param.numel() * spec.compute_dtype.itemsize for spec in params.chunked)
+    num_bytes = sum(spec.shape.numel() * spec.compute_dtype.itemsize for spec in params.chunked)
     ample_bytes = 16 * num_bytes
     extra_bytes = 2 * num_bytes  # all compute copies and all gradients
     if device_bytes >= ample_bytes:
@@ -371,7 +381,7 @@ def make_layout(
     """
     scheme = scheme or StateScheme()
     return _C.Layout.pack(
-        numels=[spec.param.numel() for spec in params.chunked],
+        numels=[spec.shape.numel() for spec in params.chunked],
         dtypes=[DTYPES[spec.compute_dtype] for spec in params.chunked],
         trainable=[spec.trained for spec in params.chunked],
         chunk_numel=chunk_numel,
@@ -379,5 +389,7 @@ def make_layout(
         rank=rank,
         states=[scheme.format_of(spec.compute_dtype, keeps_float32=spec.keeps_float32) for spec in params.chunked],
         quantization=[spec.quantization for spec in params.chunked],
-        ranks=[_C.ChunkRanks.own() if spec.is_own else _C.ChunkRanks() for spec in params.chunked],
+        ranks=[
+            _C.ChunkRanks.of_parts(spec.part.count if spec.part and num_ranks > 1 else 1) for spec in params.chunked
+        ],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,14 @@ def checked_group(kind: OptimizerType, group: Mapping[str, Any], what: str) -> d
     return {**{key: value for key, value in group.items() if key != "params"}, **group_options(kind, group, what)}
 
 
-def checked_state(kind: OptimizerType, state_dict: Any, param_groups: Sequence[Mapping[str, Any]]) -> CheckedState:
-    """Checks ``state_dict`` (torch's format, optimizer type ``kind``) against the parameters in ``param_groups``.
+def checked_state(
+    kind: OptimizerType,
+    state_dict: Any,
+    param_groups: Sequence[Mapping[str, Any]],
+    shape_of: Callable[[nn.Parameter], torch.Size],
+) -> CheckedState:
+    """Checks ``state_dict`` (torch's format, optimizer type ``kind``) against the parameters in ``param_groups``, whose
+    states have the shapes ``shape_of``.
 
     Raises:
         ValueError: the format, the groups or the parameters differ, or a value is impossible.
@@ -76,7 +82,7 @@ def checked_state(kind: OptimizerType, state_dict: Any, param_groups: Sequence[M
     for index, (saved, own) in enumerate(zip(saved_groups, param_groups, strict=True)):
         groups.append(checked_group(kind, {**own, **saved}, f"group {index} of the state dict"))
     entries = [
-        (param, _checked_entry(state_dict["state"].get(key), param, f"state {key} of the state dict", rule))
+        (param, _checked_entry(state_dict["state"].get(key), shape_of(param), f"state {key} of the state dict", rule))
         for group, saved in zip(param_groups, saved_groups, strict=True)
         for param, key in zip(group["params"], saved["params"], strict=True)
     ]
@@ -95,7 +101,7 @@ def _saved_groups(state_dict: Any, rule: UpdateRule) -> list[Mapping[str, Any]]:
     return list(state_dict["param_groups"])
 
 
-def _checked_entry(entry: Any, param: nn.Parameter, what: str, rule: UpdateRule) -> dict[str, Any]:
+def _checked_entry(entry: Any, shape: torch.Size, what: str, rule: UpdateRule) -> dict[str, Any]:
     if entry is None or (isinstance(entry, Mapping) and all(value is None for value in entry.values())):
         return {}
     needed = (*(("step",) if rule.says_step else ()), *rule.states)
@@ -108,8 +114,8 @@ def _checked_entry(entry: Any, param: nn.Parameter, what: str, rule: UpdateRule)
             raise ValueError(f"{what}: {key} is {_described(value)}; give a dense tensor of floating point numbers")
         if value.is_meta:
             raise ValueError(f"{what}: {key} is on the meta device and has no values; load the file that holds them")
-        if tuple(value.shape) != tuple(param.shape):
-            raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
+        if value.shape != shape:
+            raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(shape)}")
     step = entry.get("step", 1)  # PyTorch omits it: at least one step
     _check_step(step, what)
     step = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))

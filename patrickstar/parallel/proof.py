@@ -2,9 +2,9 @@
 
     survey = prove_rewrites(module, config, mode)      # on one rank, before the parameters are in chunks
 
-Sharded sequences, sharded matrices, modules in tiles and the fused loss replace code of the user's model. Whether they
-fit is shown only by computing. A copy of the first layers (``module/specimen.py``) computes a few tokens forward and
-backward, once unchanged and once rewritten by the classes that training uses. Ranks are threads
+Sharded sequences, sharded matrices, divided experts, modules in tiles and the fused loss replace code of the user's
+model. Whether they fit is shown only by computing. A copy of the first layers (``module/specimen.py``) computes a few
+tokens forward and backward, once unchanged and once rewritten by the classes that training uses. Ranks are threads
 (``ranks/emulated.py``). Losses, the influence of the first token and gradients must agree up to rounding in float32.
 """
 
@@ -24,10 +24,11 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.activations.remedies import change_activations
-from patrickstar.config import Config, LossComputation, MatrixMode, SequenceMode
+from patrickstar.config import Config, ExpertParallelConfig, LossComputation, MatrixMode, SequenceMode
 from patrickstar.module.specimen import copy_specimen, take_specimen
 from patrickstar.parallel.axes import make_calls, mesh_of
 from patrickstar.parallel.computed import Computed, differences, gradient_of, gradients_of
+from patrickstar.parallel.expert_proof import prove_experts
 from patrickstar.parallel.sharded_matrices import make_matrices
 from patrickstar.parallel.sharded_values import ShardedNames
 from patrickstar.parallel.tile_proof import prove_tiles
@@ -85,6 +86,9 @@ def prove_rewrites(module: nn.Module, config: Config, mode: MatrixMode) -> Surve
     Raises:
         ValueError: the rewritten module computes something else, or the module cannot be called with tokens.
     """
+    if config.expert_parallel.size > 1 and config.prove_rewrites:
+        with _as_it_was(module), _C.HostAllocations():
+            prove_experts(module, config.expert_parallel.size)
     model, rewrites = find_model(module), rewrites_of(config)
     is_shared = Rewrite.SEQUENCES in rewrites
     if not rewrites or not (config.prove_rewrites or is_shared):
@@ -267,6 +271,7 @@ def _trial_config(config: Config, rewrites: list[Rewrite], mode: MatrixMode) -> 
         update={
             "sequence_parallel": sequence.model_copy(update={"size": size, "ulysses_size": heads}),
             "tensor_parallel": matrices.model_copy(update={"rows": rows, "columns": columns, "mode": mode}),
+            "expert_parallel": ExpertParallelConfig(),
             "activations": activations.model_copy(
                 update={
                     "loss": activations.loss if Rewrite.LOSS in rewrites else LossComputation.WHOLE,

@@ -25,6 +25,7 @@ from patrickstar.module.materialize import attached_values
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.parallel.calls import Calls, OwnCalls
 from patrickstar.parallel.matrix_strategies import ChosenWay, choose_way
+from patrickstar.parallel.sharded_experts import ShardedExperts
 from patrickstar.parallel.sharded_values import ShardedNames, divide_attached_values
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
@@ -42,7 +43,7 @@ class Matrices(Protocol):
     names: ShardedNames | None
     """The parameters before sharding; None: the module is not sharded."""
     shown: str
-    """The mesh as text for logs; empty: not sharded."""
+    """Sharding as text for logs; empty: not sharded."""
     reason: str
     """Why this strategy; empty: the configuration asked for it."""
 
@@ -163,7 +164,7 @@ class ShardedMatrices:
     @property
     def shown(self) -> str:
         """See :class:`Matrices`."""
-        return self.chosen.way.shown
+        return f"matrices divided {self.chosen.way.shown}"
 
     @property
     def reason(self) -> str:
@@ -271,6 +272,8 @@ def _left(module: nn.Module, what: str) -> str:
 
 def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:
     """The matrices that the configuration asks for. Collective over all ranks."""
+    if config.expert_parallel.size > 1:
+        return ShardedExperts(mesh, config.expert_parallel.size)
     return ShardedMatrices(config, mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
 
 

@@ -73,7 +73,6 @@ from patrickstar.resize.shards import (
 from patrickstar.session.closing import abandon_session
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.lifecycle import evict_all, reopen
-from patrickstar.session.own_params import check_shared
 from patrickstar.session.rank_sync import check_same_config, common_budgets
 from patrickstar.session.registry import open_sessions
 from patrickstar.session.session import Session
@@ -226,9 +225,10 @@ def check_supported(session: Session, call: str) -> None:
         raise _C.StateError(f"{call} with tensor_parallel or sequence_parallel is not supported yet; save a checkpoint")
     if session.matrices.names is not None:
         raise _C.StateError(f"{call} with tensor_parallel is not supported yet; save a checkpoint")
+    if config.expert_parallel.size > 1:
+        raise _C.StateError(f"{call} with expert_parallel is not supported yet; save a checkpoint")
     if len(open_sessions()) > 1:
         raise _C.StateError(f"{call} while {len(open_sessions())} engines are open in this process; close the others")
-    check_shared(session, call)
     if session.plan_of_params.quantized:
         raise _C.StateError(f"{call} with quantised weights is not supported yet; save a checkpoint")
     if session.compiled.is_compiled:

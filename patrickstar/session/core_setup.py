@@ -14,7 +14,14 @@ from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.engine_options import make_engine_options
 from patrickstar.machine.state_scheme import StateScheme, choose_layout, state_scheme
 from patrickstar.module.adoption import FormerHandle
-from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout, owned_params
+from patrickstar.module.preprocess import (
+    ChunkedSpec,
+    ChunkSize,
+    SortedParams,
+    choose_chunk_size,
+    make_layout,
+    owned_params,
+)
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.simulation import played_instructions
 from patrickstar.planning.step_plan import Plan, SavedCalls, plan_of
@@ -87,9 +94,15 @@ def build_core(
     try:
         options = make_engine_options(config, context.device, budgets, segments.rounding_bytes, local)
         layout = _make_layout(params, size.numel, chunk_ranks, config, budgets, options, is_new=chunk_numel is None)
-        options.param_shapes = [_shape_in_memory(spec.param) for spec in params.chunked]
+        options.param_shapes = [_shape_in_memory(spec) for spec in params.chunked]
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
-        collectives = _C.Collectives(chunk_ranks.gather, chunk_ranks.scatter, chunk_ranks.control)
+        collectives = _C.Collectives(
+            chunk_ranks.gather,
+            chunk_ranks.scatter,
+            chunk_ranks.control,
+            chunk_ranks.part_gather,
+            chunk_ranks.part_scatter,
+        )
         names = [spec.name for spec in params.chunked]
         owned = owned_params(params, module)
         runtime = _C.Runtime(layout, names, owned, options, collectives, kept_memory)
@@ -105,9 +118,11 @@ def build_core(
     )
 
 
-def _shape_in_memory(param: nn.Parameter) -> list[int]:
+def _shape_in_memory(spec: ChunkedSpec) -> list[int]:
     """The shape of a parameter's memory, slowest dimension first."""
-    return [param.shape[index] for index in sorted(range(param.dim()), key=param.stride, reverse=True)]
+    if spec.part is not None:
+        return list(spec.shape)
+    return [spec.shape[index] for index in sorted(range(len(spec.shape)), key=spec.param.stride, reverse=True)]
 
 
 def _make_layout(

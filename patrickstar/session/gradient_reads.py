@@ -115,7 +115,7 @@ class GradientReads:
 
     def _copy(self, handle: ParamHandle, loss_scale: float) -> torch.Tensor | None:
         param = self._params[handle.id]
-        gradient = self._states.gradient(param, loss_scale)
+        gradient = self._states.own_gradient(param, loss_scale)
         return None if gradient is None else gradient.to(param.device, handle.dtype)
 
     def _refusal(self, handle: ParamHandle, when: str) -> str:

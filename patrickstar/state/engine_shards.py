@@ -17,7 +17,7 @@ from patrickstar import _C
 from patrickstar.checkpoint.memory import Scratch, tensor_of
 from patrickstar.checkpoint.rng import rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS, Kind, TensorRange, TensorShard, is_row_major
-from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.chunked_parameter import ChunkedParameter, whole_shape
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.module.managed import wide_dtype
 from patrickstar.module.param_handle import ParamHandle
@@ -78,7 +78,7 @@ class EngineSource:
         self, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype, read_whole: Callable[[], torch.Tensor]
     ) -> Iterator[TensorShard]:
         if not self._sharded:
-            yield _shard(name, kind, param.shape, dtype, read_whole)
+            yield _shard(name, kind, whole_shape(param), dtype, read_whole)
         elif isinstance(param, ChunkedParameter):
             held = _own_range(self._session, name, kind, param, dtype)
             if held.numel > 0:
@@ -104,8 +104,8 @@ class EngineSource:
 
     def _read_array(self, handle: ParamHandle, kind: _C.ArrayKind, dtype: torch.dtype) -> torch.Tensor:
         memory_order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
-        if not is_row_major(tuple(handle.shape), memory_order):
-            return _flat(self._session.observer.read_values(handle, kind), dtype)
+        if handle.part is not None or not is_row_major(tuple(handle.shape), memory_order):
+            return _flat(handle.whole(self._session.observer.read_values(handle, kind)), dtype)
         values = tensor_of(self._scratch.take(handle.shape.numel() * torch.float32.itemsize), torch.float32)
         self._session.runtime.read_values(handle.id, kind, values.data_ptr())
         return _flat(values, dtype)
@@ -158,9 +158,10 @@ class EngineSink:
         self.write_param(self._params[wanted.name], wanted.kind, values)
 
     def write_param(self, param: nn.Parameter, kind: Kind, values: torch.Tensor) -> None:
-        """Writes a tensor of a parameter's shape. Each of several ranks keeps its shard."""
+        """Writes a whole tensor. Each of several ranks keeps its shard."""
         if isinstance(param, ChunkedParameter):
-            self._session.observer.write_values(param._patrickstar, _array_of(self._session, kind), values)
+            handle = param._patrickstar
+            self._session.observer.write_values(handle, _array_of(self._session, kind), handle.own(values))
         elif kind in STATE_KINDS:
             self._managed_states.setdefault(param, {})[kind] = values.clone()
         else:
@@ -173,8 +174,8 @@ class EngineSink:
             self._check_own(handle, wanted, values)
             return
         values = values.to(torch.float32).contiguous()
-        # The core expects the whole parameter's address, and reads this rank's part.
-        address = values.data_ptr() - wanted.begin * torch.float32.itemsize
+        # The core expects the parameter's address, and reads this rank's shard.
+        address = values.data_ptr() - (wanted.begin - handle.whole_begin) * torch.float32.itemsize
         array = _array_of(self._session, wanted.kind)
         self._session.runtime.write_values(handle.id, array, address, _C.Tier.HOST)
 
@@ -213,8 +214,9 @@ def _own_range(session: Session, name: str, kind: Kind, param: nn.Parameter, dty
     """This rank's part of a parameter in a chunk, in memory order."""
     handle = param._patrickstar
     begin, numel, _ = session.layout.shard_of(handle.id)
+    begin += handle.whole_begin
     order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
-    shape = tuple(handle.shape)
+    shape = tuple(handle.whole_shape)
     return TensorRange(name=name, kind=kind, shape=shape, dtype=dtype, begin=begin, end=begin + numel, order=order)
 
 

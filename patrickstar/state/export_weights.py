@@ -16,9 +16,9 @@ from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.export import ExportOptions, check_free, export, file_dtype
 from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.shards import TensorShard
+from patrickstar.module.chunked_parameter import whole_shape
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 from patrickstar.session.interrupts import deferred_signals
-from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
 from patrickstar.sizes import parse_size
 from patrickstar.state.engine_shards import EngineSource, buffer_shards, named_params, persistent_buffers
@@ -35,7 +35,6 @@ def export_session(
 ) -> Path:
     """Writes the folder that ``Engine.export_weights`` describes, and returns its path."""
     session.check_whole()
-    check_shared(session, "export_weights")
     target = Path(directory).absolute()
     options = ExportOptions(dtype=dtype, max_file_bytes=max_file_bytes, texts=_config_text(session.module, dtype))
     if session.matrices.names is not None:
@@ -65,7 +64,6 @@ def send_session(
     with deferred_signals() as signals, session.guard("export_to"), signals.allowed():
         session.ranks.meet()
         session.check_whole()
-        check_shared(session, "export_to")
         made_in = session.config.compute_dtype if dtype is None else dtype
         target = session.device if device is None else torch.device(device)
         _send(_whole_tensors(session, made_in), receive, made_in, target, most)
@@ -106,8 +104,9 @@ def _params_and_tensors(session: Session) -> tuple[dict[str, nn.Parameter], File
     """Parameters by their names in files, and the tensors of files."""
     names = _export_names(session.module)
     params = {names.get(name, name): param for name, param in named_params(session.module)}
-    held = [*params.items(), *persistent_buffers(session.module)]
-    return params, FileTensors(session.module, {name: tensor.shape for name, tensor in held})
+    shapes = {name: whole_shape(param) for name, param in params.items()}
+    shapes |= {name: buffer.shape for name, buffer in persistent_buffers(session.module)}
+    return params, FileTensors(session.module, shapes)
 
 
 def _export_whole(

@@ -25,7 +25,6 @@ from patrickstar.config import check_loss_scaler_state, rule_of
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.optimizer.state import checked_group
 from patrickstar.session.optimizer_step import give_up_step
-from patrickstar.session.own_params import check_shared
 from patrickstar.session.session import Session
 from patrickstar.session.step_state import StepStage
 from patrickstar.session.wholeness import State
@@ -70,7 +69,6 @@ def save_session(
 ) -> Path:
     """Saves the checkpoint that ``Engine.save_checkpoint`` describes, and returns its folder."""
     session.check_whole()
-    check_shared(session, "save_checkpoint")
     check_between_steps(session, "save_checkpoint")
     options = options or SaveOptions(peers=RankPeers(session))
     with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
@@ -111,7 +109,6 @@ def load_session(
 ) -> tuple[Path, dict[str, Any]]:
     """See ``Engine.load_checkpoint``; ``options``: None for everything."""
     options = options or LoadOptions()
-    check_shared(session, "load_checkpoint")
     check_between_steps(session, "load_checkpoint")
     peers = peers or RankPeers(session)
     sink = make_sink(session, options.part)

@@ -32,7 +32,7 @@ def own_state(session: Session, prefix: str, keep_vars: bool) -> OrderedDict[str
         param = params.get(key.removeprefix(prefix))
         if isinstance(param, ChunkedParameter):
             if param not in values:
-                values[param] = session.observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
+                values[param] = session.states.value(param)
             result[key] = values[param]
         elif isinstance(value, torch.Tensor):
             result[key] = value.detach() if not keep_vars else value

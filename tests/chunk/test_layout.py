@@ -85,7 +85,7 @@ def test_a_rank_that_is_not_there():
 @given(st.lists(st.tuples(st.integers(1, 30_000), st.booleans()), min_size=1, max_size=12), st.integers(1, 3))
 def test_parameters_that_other_ranks_share_lie_in_other_chunks(params, num_ranks):
     numels, own = zip(*params, strict=True)
-    given = [_C.ChunkRanks.own() if is_own else _C.ChunkRanks.groups_of(num_ranks) for is_own in own]
+    given = [_C.ChunkRanks.of_parts(num_ranks if is_own else 1) for is_own in own]
     layouts = [
         _C.Layout.pack(numels, [DTYPES[0]] * len(numels), [True] * len(numels), 16384, num_ranks, rank, ranks=given)
         for rank in range(num_ranks)
@@ -103,12 +103,22 @@ def test_parameters_that_other_ranks_share_lie_in_other_chunks(params, num_ranks
         assert places == [alone.shard_of(index) for index in range(len(places))]
 
 
-def test_groups_between_one_rank_and_all_are_refused():
-    kinds = [_C.ChunkRanks(), _C.ChunkRanks.groups_of(2)]
-    with pytest.raises(ValueError, match=r"parameter 1 is to be shared by groups of 2 ranks of 4.*share it among all"):
-        _C.Layout.pack([10] * 2, [DTYPES[0]] * 2, [True] * 2, 4096, 4, 0, ranks=kinds)
-    with pytest.raises(ValueError, match="groups of 0 ranks"):
-        _C.ChunkRanks.groups_of(0)
+def test_ranks_with_the_same_part_share_a_chunk():
+    kinds = [_C.ChunkRanks(), _C.ChunkRanks.of_parts(2)]
+    layouts = [
+        _C.Layout.pack([20_000] * 2, [DTYPES[0]] * 2, [True] * 2, 4096, 4, rank, ranks=kinds) for rank in range(4)
+    ]
+    assert [layouts[0].chunk(index)["num_ranks"] for index in range(2)] == [4, 2]
+    begins = [layout.shard_of(1)[0] for layout in layouts]
+    assert begins[0] == begins[1] == 0
+    assert begins[2] == begins[3] == layouts[0].chunk(1)["shard_numel"]
+
+
+def test_parts_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ValueError, match="parameter 0 is to be divided into 3 parts, but there are 4 ranks"):
+        _C.Layout.pack([10], [DTYPES[0]], [True], 4096, 4, 0, ranks=[_C.ChunkRanks.of_parts(3)])
+    with pytest.raises(ValueError, match="divided into 0 parts"):
+        _C.ChunkRanks.of_parts(0)
 
 
 @settings(max_examples=60, deadline=None)

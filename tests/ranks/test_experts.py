@@ -2,10 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar.config import parse_config
-from patrickstar.module.param_ranks import keep_on_rank
+from patrickstar.module.param_ranks import RankPart, keep_part
 from patrickstar.module.preprocess import plan_params
-from patrickstar.session.own_params import check_settings
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.experts import CLIPPING, STEPS, Run, train_experts, train_experts_plain
@@ -36,42 +34,29 @@ def test_experts_of_two_ranks():
                 assert other[rank]["losses"] == result["losses"]
                 assert other[rank]["norms"] == first[0]["norms"]
                 assert_same_bits(other[rank]["values"], result["values"])
-        one, another = (result["values"] for result in first)
-        assert all(one[name].equal(another[name]) == name.startswith("shared.") for name in one)
+        for result in first:
+            assert_same_bits(result["values"], first[0]["values"])  # after close() the module is whole again
+            assert_same_bits(result["state"], first[0]["state"])
     ample, scarce, timed = results["exact"]
     expected = train_experts_plain(2)
     assert min(expected["norms"]) > CLIPPING
     for rank, result in enumerate(ample):
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-        error = relative_error(result["values"], expected["values"][rank])
-        print(f"rank {rank}: relative error to plain PyTorch {error:.2g}")
-        assert error < 2e-6
+        for found in (result["values"], result["state"]):
+            error = relative_error(found, expected["values"])
+            print(f"rank {rank}: relative error to plain PyTorch {error:.2g}")
+            assert error < 2e-6
+        shapes = [tuple(state["exp_avg"].shape) for state in result["states"].values()]
+        assert shapes.count((128, 64)) == 2
+        assert shapes.count((64, 64)) == 3
         assert result["report"]["scattered_bytes"] == STEPS * result["shared_numel"] * 4 // 2
         assert timed[rank]["exchanged"] == timed[rank]["shared_chunks"]
         assert scarce[rank]["report"]["num_replayed_accesses"] > 0
         assert scarce[rank]["report"]["num_evictions"] > 0
-        assert [said for said in result["refused"] if "parameters of its own (experts.0.weight and" not in said] == []
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"gradient_allreduce_op": "sum"}, r'"sum", but each rank has parameters of its own \(weight and 1 more\)'),
-        ({"sequence_parallel": {"size": 2}}, "2 ranks share each sample"),
-    ],
-)
-def test_settings_of_shared_parameters_are_refused(section, message):
-    module = nn.Linear(4, 4)
-    config = parse_config(section)
-    check_settings(module, config, 2)
-    keep_on_rank(module.parameters())
-    check_settings(module, config, 1)
-    with pytest.raises(ValueError, match=message):
-        check_settings(module, config, 2)
-
-
-def test_an_own_parameter_that_pytorch_would_share_is_refused():
+def test_a_part_of_a_parameter_that_pytorch_would_share_is_refused():
     module = nn.Embedding(4, 4)
-    keep_on_rank(module.parameters())
-    with pytest.raises(ValueError, match=r"weight is kept on its rank.*do_allreduce=False"):
+    keep_part(module.weight, RankPart(0, 2, lambda part: part))
+    with pytest.raises(ValueError, match=r"weight is divided over ranks, but stays with PyTorch.*leave expert"):
         plan_params(module, torch.float32, use_cpu_embedding=True)

@@ -24,7 +24,9 @@ def batches(family: str, step: int, accumulate: int, rank: int) -> list[dict[str
     ]
 
 
-def train_families(families: list[str], accumulate: int, checkpointing: bool) -> list[dict[str, Any]]:
+def train_families(
+    families: list[str], accumulate: int, checkpointing: bool, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
     rank, _ = rank_and_size()
     dist.init_process_group("gloo")
     memory = "200MiB" if torch.cuda.is_available() else "2MiB"
@@ -32,7 +34,7 @@ def train_families(families: list[str], accumulate: int, checkpointing: bool) ->
     for family in families:
         torch.manual_seed(0)
         options = {"default_chunk_size": 1024, "device_memory": memory, "rank_timeout_seconds": 30}
-        config = make_config("fp32", **options)
+        config = make_config("fp32", **options, **settings)
         config["optimizer"]["params"] = dict(SMOOTH_ADAM)
         engine, optimizer = initialize_engine(build(family), 0, config)
         losses = []
@@ -71,9 +73,15 @@ def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list
 
 
 def check(
-    families: list[str], num_ranks: int, accumulate: int, checkpointing: bool, tolerance: float = 5e-6, **options: Any
+    families: list[str],
+    num_ranks: int,
+    accumulate: int,
+    checkpointing: bool,
+    tolerance: float = 5e-6,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    arguments = (families, accumulate, checkpointing)
+    arguments = (families, accumulate, checkpointing, settings or {})
     by_rank = run_ranks(num_ranks, train_families, *arguments, timeout_seconds=600, **options)
     for index, family in enumerate(families):
         losses, state = train_plain(family, num_ranks, accumulate)
