@@ -151,12 +151,36 @@ class MixtureShape(Shape):
         return _trainable(Qwen3MoeForCausalLM, config, self.checkpointing)
 
 
+@dataclasses.dataclass(frozen=True)
+class GptOssShape(MixtureShape):
+    """A gpt-oss: biases, attention sinks, a sliding window in every other layer, FlexAttention."""
+
+    def _with_experts(self, count: int) -> int:
+        width = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (width + keys) + width + 2 * keys + self.hidden + self.heads
+        router = (self.hidden + 1) * self.experts
+        expert = (self.hidden + 1) * 2 * self.intermediate + (self.intermediate + 1) * self.hidden
+        block = attention + router + count * expert + 2 * self.hidden
+        return self.layers * block + (2 * self.vocab + 1) * self.hidden
+
+    def build(self) -> nn.Module:
+        from transformers import GptOssConfig, GptOssForCausalLM
+
+        config = GptOssConfig(
+            vocab_size=self.vocab, hidden_size=self.hidden, num_hidden_layers=self.layers, head_dim=self.head_dim,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, num_local_experts=self.experts,
+            num_experts_per_tok=self.active_experts, intermediate_size=self.intermediate, **_COMMON,
+        )  # fmt: skip
+        return _trainable(GptOssForCausalLM, config, self.checkpointing, "flex_attention")
+
+
 def _qwen3_30b(layers: int) -> MixtureShape:
     return MixtureShape(2048, layers, 32, 4, 128, 128, 8, 768, 151936, 4096, checkpointing=True)
 
 
-def _trainable(model_class: Any, config: Any, checkpointing: bool) -> nn.Module:
-    config._attn_implementation = "sdpa"
+def _trainable(model_class: Any, config: Any, checkpointing: bool, attention: str = "sdpa") -> nn.Module:
+    config._attn_implementation = attention
     model = model_class(config)
     if checkpointing:
         enable_checkpointing(model)
@@ -190,6 +214,7 @@ SHAPES: dict[str, GptShape | LlamaShape | MixtureShape] = {
     # Qwen3-30B-A3B, and its first layers
     "qwen3-30b-a3b": _qwen3_30b(48),
     "qwen3-30b-8-layers": _qwen3_30b(8),
+    "gpt-oss-20b": GptOssShape(2880, 24, 64, 8, 64, 32, 4, 2880, 201088, 4096, checkpointing=True),
     # Llama-3.1-70B
     "llama-70b": LlamaShape(8192, 80, 64, 8, 28672, 128256, 4096, checkpointing=True),
 }

@@ -8,7 +8,7 @@ import json
 from patrickstar.command.flags import CommandParser
 
 CASES = (
-    "adam", "schemes", "experts", "overhead", "hooks", "budget", "overlap", "steps", "paths", "expert_parallel", "lend",
+    "adam", "schemes", "experts", "overhead", "hooks", "budget", "overlap", "steps", "paths", "expert_parallel", "lend", "generation",
     "ablation", "advice", "sequence", "longest", "tensor2d", "optimus", "panels", "quality", "eight_bit", "disk",
     "qlora", "resize",
 )  # fmt: skip
