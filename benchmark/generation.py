@@ -1,12 +1,13 @@
 """Generation within an engine, with each of some budgets, beside the same model in plain PyTorch.
 
-Rows: seconds for each new token (median of the runs), tokens per second, and peak of GPU memory. Tokens are greedy and
-compared with plain PyTorch's.
+Rows: seconds for each new token (median of the runs), bytes uploaded for it, and peak of GPU memory. Tokens are greedy
+and compared with plain PyTorch's.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from benchmark.common import SHAPES, provenance, show, synchronize
 
 _RUNS = 3
+_COUNTED = ("uploaded_bytes", "num_evictions", "num_pressure_evictions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows.append({"system": "plain", **_generate(args, model, prompt)})
             expected = rows[0]["output"]
             del model
+            gc.collect()  # the model and its initialiser refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         else:
@@ -53,8 +56,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if args.trained:
                 engine.backward(engine(input_ids=prompt, labels=prompt, use_cache=False).loss * 0)
                 optimizer.step()
+            before = engine.report()
             rows.append({"system": budget or "ample", **_generate(args, engine.module, prompt)})
+            now = engine.report()
+            rows[-1] |= {name: (now[name] - before[name]) / (args.tokens * (_RUNS + 1)) for name in _COUNTED}
             engine.discard()
+            del engine, optimizer
+            gc.collect()
         output = rows[-1].pop("output")
         rows[-1]["same_tokens"] = (output == expected).float().mean().item()
         show(_line(rows[-1]))
@@ -82,16 +90,16 @@ def _generate(args: argparse.Namespace, model: Any, prompt: torch.Tensor) -> dic
 
 
 def _line(row: dict[str, Any]) -> str:
+    moved = f"{row['uploaded_bytes'] / 1e9:.2f} GB up, " if "uploaded_bytes" in row else ""
     return (
-        f"{row['system']:8} {row['seconds'] * 1e3:8.2f} ms a token (first run {row['first_seconds'] * 1e3:.2f}), peak "
-        f"{row['peak_bytes'] / 2**30:.1f} GiB, {row['same_tokens']:.0%} of plain PyTorch's tokens"
+        f"{row['system']:8} {row['seconds'] * 1e3:8.2f} ms a token (first run {row['first_seconds'] * 1e3:.2f}), "
+        f"{moved}peak {row['peak_bytes'] / 2**30:.1f} GiB, {row['same_tokens']:.0%} of plain PyTorch's tokens"
     )
 
 
 def format_table(result: dict[str, Any]) -> str:
     rows = result["rows"]
     ratios = ", ".join(f"{row['system']} {row['seconds'] / rows[0]['seconds']:.2f}" for row in rows[1:])
-    title = (
-        f"{result['gpu']}, {result['model']}, {result['batch']} sequences, {result['prompt']} + {result['tokens']} tokens"
-    )
+    length = f"{result['prompt']} + {result['tokens']} tokens"
+    title = f"{result['gpu']}, {result['model']}, {result['batch']} sequences, {length}"
     return "\n".join([title, *map(_line, rows), f"time of plain PyTorch's: {ratios}"])

@@ -51,7 +51,7 @@ enum class HostRoom : uint8_t {
 // Purpose of the room that is made on the device.
 enum class RoomFor : uint8_t {
   kDeviceBuffer,
-  kLimit,        // a device buffer that has memory, but exceeds chunk_buffer_limit_bytes_
+  kLimit,        // a device buffer that has memory, but exceeds chunk_buffer_limit_
   kActivations,  // activations: gradients in activation memory leave as well
 };
 
@@ -207,6 +207,7 @@ class Pager final : public MemoryClient {
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
   // Bytes of all arrays' device buffers.
   int64_t array_bytes() const;
+  ChunkId latest_used_chunk() const;
   bool is_evictable(ArrayId id) const;
   bool evict(ArrayId id, HostRoom room);
   // The array is on the device. False if host memory has no room.
@@ -226,7 +227,7 @@ class Pager final : public MemoryClient {
   std::vector<ArrayId> postponed_;    // prefetches that came too early
   std::vector<ArrayId> outlived_;     // has_outlived_plan()
   std::vector<uint8_t> keeps_place_;  // by chunk: keep_place()
-  int64_t chunk_buffer_limit_bytes_ = INT64_MAX;
+  ChunkBufferLimit chunk_buffer_limit_;
   int64_t clock_ = 0;  // accesses so far, over all steps; for least recent use
 };
 

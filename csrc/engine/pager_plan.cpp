@@ -80,7 +80,7 @@ void Pager::set_path(const StepPath* path) {
 }
 
 void Pager::limit_chunk_buffers(const ChunkBufferLimit& limit) {
-  chunk_buffer_limit_bytes_ = limit.most_bytes;
+  chunk_buffer_limit_ = limit;
   memory_.device_buffers().set_ample_bytes(limit.ample_bytes);
 }
 

@@ -19,6 +19,13 @@ struct Victim {
 constexpr int64_t kStateFarness = 0;
 constexpr int64_t kLeadingStateFarness = -1;
 
+// Evaluations and generation use chunks in the order of parameters, over and over. The chunk that was just left is
+// needed last. A few are kept, since modules need not run in the order of registration.
+int64_t chunks_until_next_sweep(ChunkId chunk, ChunkId position, int num_chunks) {
+  constexpr int kKeptBehind = 2;
+  return (chunk - position + num_chunks + kKeptBehind) % num_chunks;
+}
+
 }  // namespace
 
 DeviceBuffer Pager::acquire(int64_t num_bytes, DeviceBufferFit fit) {
@@ -32,8 +39,10 @@ DeviceBuffer Pager::take_device_buffer(int64_t num_bytes, ArrayId what, DeviceBu
   DeviceBufferPool& device_buffers = memory_.device_buffers();
   Backend& backend = memory_.backend();
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, what});
-  // Exceeding chunk_buffer_limit_bytes_ is no shortage yet, so speculative updates keep their memory.
-  while (device_buffers.used_bytes() + num_bytes > chunk_buffer_limit_bytes_ &&
+  const bool evaluates = step_.is(StepState::kEvaluation);
+  const int64_t limit = evaluates ? chunk_buffer_limit_.evaluation_bytes : chunk_buffer_limit_.most_bytes;
+  // Exceeding the limit is no shortage yet, so speculative updates keep their memory.
+  while (device_buffers.used_bytes() + num_bytes > limit &&
          evict_one(EvictionScope::kEverything, HostRoom::kFree, RoomFor::kLimit)) {
   }
   DeviceBuffer device_buffer = acquire(num_bytes, fit);
@@ -74,6 +83,18 @@ DeviceBuffer Pager::try_take_device_buffer(int64_t num_bytes) {
   return device_buffer;
 }
 
+ChunkId Pager::latest_used_chunk() const {
+  uint64_t latest = 0;
+  ChunkId found = 0;
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (memory_.array(id).last_use <= latest) continue;
+    latest = memory_.array(id).last_use;
+    found = id.chunk;
+  }
+  return found;
+}
+
 bool Pager::is_evictable(ArrayId id) const {
   const ArrayRecord& array = memory_.array(id);
   return array.device_buffer && array.on_device && array.holds == 0;
@@ -84,6 +105,8 @@ bool Pager::evict_one(EvictionScope what, HostRoom room, RoomFor room_for) {
   const auto num_accesses = static_cast<int64_t>(plan().accesses.size());
   const int64_t best_effort_room =
       room == HostRoom::kFree ? memory_.arena().free_bytes() - reserved_host_bytes() : INT64_MAX;
+  const bool sweeps = step_.is(StepState::kEvaluation);
+  const ChunkId position = sweeps ? latest_used_chunk() : 0;
   std::vector<Victim> victims;
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
@@ -96,6 +119,7 @@ bool Pager::evict_one(EvictionScope what, HostRoom room, RoomFor room_for) {
     if (dirty && room_for == RoomFor::kLimit && store().chunk(id.chunk).is_sharded() && replays()) continue;
     if (dirty && !array.block && !is_reserved(id) && store().num_bytes(id) > best_effort_room) continue;
     int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
+    if (sweeps) farness = chunks_until_next_sweep(id.chunk, position, store().num_chunks());
     if (dirty) farness = std::min(farness, num_accesses);
     const bool leads = id.kind == store().chunk(id.chunk).leading_state();
     if (is_state) farness = leads ? kLeadingStateFarness : kStateFarness;

@@ -23,6 +23,7 @@ constexpr int kMostDoublings = 5;
 // step's speculative updates. Not measured.
 constexpr int kRechecks = 4;
 constexpr double kWorthMoving = 0.02;
+constexpr double kEvaluationShare = 0.9;  // of the device limit, for chunk buffers
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
@@ -47,6 +48,11 @@ int64_t Residency::warmup_chunk_buffer_limit() const {
     if (store().resting_tier(chunk) == Tier::kDevice) limit += held_bytes(layout(), chunk, options_.backwards);
   }
   return limit;
+}
+
+int64_t Residency::evaluation_chunk_buffer_limit() const {
+  const int64_t limit = device_limit() == kUnlimited ? kUnlimited : share(device_limit(), kEvaluationShare);
+  return std::min(limit, options_.chunk_buffer_limit_bytes);
 }
 
 void Residency::check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const {
@@ -92,7 +98,7 @@ void Residency::place_initially(int64_t working_set_bytes) {
   first_resting_tiers_ = placement.resting_tiers;
   reserve_resting_tiers_on_host();
   pager_.disk().open();
-  pager_.limit_chunk_buffers({warmup_chunk_buffer_limit(), 0});
+  pager_.limit_chunk_buffers({warmup_chunk_buffer_limit(), 0, evaluation_chunk_buffer_limit()});
 }
 
 Tier Residency::resting_tier_of_new_states(ChunkId chunk) const {
@@ -272,7 +278,8 @@ void Residency::leave_host(ChunkId chunk) {
 ChunkBufferLimit Residency::chunk_buffer_limit(const Timeline& last) const {
   const bool bounded = !memory_.backend().follows_activations() && device_limit() != kUnlimited;
   const int64_t ample = bounded ? limit_within_slack() - highest_activation_memory(last) : kUnlimited;
-  return {std::min(ample, options_.chunk_buffer_limit_bytes), bounded ? ample : 0};
+  const int64_t most = std::min(ample, options_.chunk_buffer_limit_bytes);
+  return {most, bounded ? ample : 0, std::max(most, evaluation_chunk_buffer_limit())};
 }
 
 DeviceBudget Residency::device_budget() const {

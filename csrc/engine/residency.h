@@ -1,7 +1,8 @@
 // Residency: the resting tier of states and frozen values from step to step, and the device bytes that chunks may take.
 //
 //   before the first step   states rest on the host; what does not fit there, on the disk or the device. Chunk buffers
-//                           keep to a fixed share of the device, since activation memory is not known
+//                           keep to a fixed share of the device, since activation memory is not known. Evaluations
+//                           have few activations, and a larger share at any time
 //   after its backward      activation memory is known: the first chunks' states move into the device memory that it
 //                           leaves, and others from the disk to the freed host memory
 //   after the next few      once more, if those steps leave more room than the first (is_settling())
@@ -92,6 +93,7 @@ class Residency {
   int64_t limit_within_slack() const;
   DeviceBudget device_budget() const;
   int64_t warmup_chunk_buffer_limit() const;
+  int64_t evaluation_chunk_buffer_limit() const;
   void reserve_resting_tiers_on_host();
   void bring_chunks_from_disk();
   void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;

@@ -31,8 +31,9 @@ namespace patrickstar {
 
 // Bytes of chunk buffers on the device in one step.
 struct ChunkBufferLimit {
-  int64_t most_bytes = INT64_MAX;  // on-demand fetches evict beyond it
-  int64_t ample_bytes = 0;         // DeviceBufferPool::set_ample_bytes()
+  int64_t most_bytes = INT64_MAX;        // on-demand fetches evict beyond it
+  int64_t ample_bytes = 0;               // DeviceBufferPool::set_ample_bytes()
+  int64_t evaluation_bytes = INT64_MAX;  // as most_bytes, in an evaluation
 };
 
 struct StepPath {
