@@ -27,6 +27,8 @@ _PAIRS: dict[type[Layer2D], tuple[type[Layer2D], type[Layer2D]]] = {
     RowLinear1D: (RowLinear1D, Widen2D),
 }
 """Classes of A and B, by the base layer's class."""
+_LABELLED = ("ForSequenceClassification", "ForTokenClassification")
+"""``loss_type`` of transformers' classifiers, whose last linear layer computes a score of each label."""
 _ELSE = "or train it without tensor_parallel, where a frozen base may leave the GPU"
 
 
@@ -37,6 +39,8 @@ def check_adapters(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_adapted(module):
             _check_lora(name, module)
+        elif type(module).__name__ == "ModulesToSaveWrapper" and is_above_base(model, name):
+            continue  # a classifier's head, of which PEFT keeps a frozen and a trained one
         elif _is_of_peft(module) or hasattr(module, "base_layer"):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ValueError(
@@ -44,6 +48,12 @@ def check_adapters(model: nn.Module) -> None:
                 "the adapter's configuration (target_modules, modules_to_save), put it into the weights first "
                 f"(merge_and_unload()), {_ELSE}"
             )
+
+
+def is_above_base(model: Any, name: str) -> bool:
+    """True if the module ``name`` belongs to a classifier and not to its base model."""
+    is_classifier = getattr(model, "loss_type", None) in _LABELLED and model.base_model is not model
+    return is_classifier and not name.startswith(f"{model.base_model_prefix}.")
 
 
 def is_adapted(module: nn.Module) -> bool:

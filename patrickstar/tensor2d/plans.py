@@ -81,7 +81,7 @@ def parallelize(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style] | 
     heads = shard_by_structure(model, group, structure, TWO_DIMENSIONS)
     if heads:
         replace_loss(model, heads[0].vocabulary, group)
-    elif structure.scores is not None and group.along_rows.size > 1:
+    elif structure.scores and group.along_rows.size > 1:
         LabelLoss(model, group.along_rows).attach(model)
 
 
@@ -115,8 +115,7 @@ def _styles_of(model: nn.Module, structure: Structure) -> dict[str, Style]:
         found |= {name: Norm(kind, spread) for name, kind in norms.items()}
     if structure.head is not None:
         found[structure.head] = Head2D()
-    if structure.scores is not None:
-        found[structure.scores] = Labels2D()
+    found |= dict.fromkeys(structure.scores, Labels2D())
     return found
 
 

@@ -41,9 +41,8 @@ class ShardedTokens:
         table.register_forward_hook(self._among_all)
         model.get_submodule(structure.layers[0]).register_forward_pre_hook(self._own_hidden, with_kwargs=True)
         model.get_submodule(structure.layers[-1]).register_forward_hook(self._among_all)
-        for name in (structure.head, structure.scores):
-            if name is not None:
-                model.get_submodule(name).register_forward_pre_hook(self._own_hidden, with_kwargs=True)
+        for name in (*structure.scores, *([] if structure.head is None else [structure.head])):
+            model.get_submodule(name).register_forward_pre_hook(self._own_hidden, with_kwargs=True)
         for attention in structure.attentions:
             model.get_submodule(attention.name).register_forward_pre_hook(self._stand_in, with_kwargs=True)
             for name in attention.pair.firsts:
@@ -55,8 +54,8 @@ class ShardedTokens:
                 module.register_forward_hook(self._cut)
             elif isinstance(module, LMHead1D):
                 module.register_forward_hook(self._cut_logits)
-        if structure.scores is not None:
-            model.get_submodule(structure.scores).register_forward_hook(self._gathered)
+        for name in structure.scores:
+            model.get_submodule(name).register_forward_hook(self._gathered)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         tokens = args[0] if args else kwargs.get("input_ids")

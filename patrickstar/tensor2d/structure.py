@@ -21,12 +21,9 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar.tensor2d.adapters import check_adapters, is_adapted
+from patrickstar.tensor2d.adapters import check_adapters, is_above_base, is_adapted
 from patrickstar.tensor2d.recognised import NormKind, embedding_factor, recognise_norm
 from patrickstar.tensor2d.styles import features_of, is_linear
-
-_LABELLED = ("ForSequenceClassification", "ForTokenClassification")
-"""``loss_type`` of transformers' classifiers, whose last linear layer computes a score of each label."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +72,8 @@ class Structure:
     """Between the layers and the head, or before the layers."""
     head: str | None
     """Computes logits of the vocabulary."""
-    scores: str | None
-    """Computes a classifier's scores of labels."""
+    scores: tuple[str, ...]
+    """Layers that compute a classifier's scores of labels: one, or the trained and the frozen one of PEFT."""
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
@@ -255,7 +252,7 @@ class _Search:
         elif any(kind.features == sum(pair.parts) // len(pair.parts) for pair in self._mlps):
             self._inner_norms[path] = kind
 
-    def _search_around(self, layers: Mapping[str, nn.Module]) -> tuple[list[str], str | None, str | None]:
+    def _search_around(self, layers: Mapping[str, nn.Module]) -> tuple[list[str], str | None, tuple[str, ...]]:
         model = self._model
         around = {path: child for path, child in _walk(model, "") if not _is_within(path, layers)}
         names = {id(child): path for path, child in around.items()}
@@ -273,20 +270,20 @@ class _Search:
         tables.remove(table)
         head = names.get(id(model.get_output_embeddings())) if hasattr(model, "get_output_embeddings") else None
         linears = [path for path, child in around.items() if is_linear(child) and path != head]
-        scores = self._scores(linears) if head is None else None
-        self._linears = [path for path in linears if path != scores]
+        scores = self._scores(linears) if head is None else ()
+        self._linears = [path for path in linears if path not in scores]
         self._check_linears(head)
         for path, child in around.items():
             self._note_norm(path, child, None)
         return [table, *tables], head, scores
 
-    def _scores(self, linears: list[str]) -> str | None:
+    def _scores(self, linears: list[str]) -> tuple[str, ...]:
         model = self._model
-        if getattr(model, "loss_type", None) not in _LABELLED or not linears:
-            return None
-        last = linears[-1]
-        is_outside = model.base_model is model or not last.startswith(f"{model.base_model_prefix}.")
-        return last if is_outside and features_of(model.get_submodule(last))[1] == model.config.num_labels else None
+        outside = [path for path in linears if is_above_base(model, path)]
+        number = model.config.num_labels
+        if number == self._width:  # as many as in a layer before them
+            outside = outside[-1:]
+        return tuple(path for path in outside if features_of(model.get_submodule(path))[1] == number)
 
     def _check_linears(self, head: str | None) -> None:
         """Raises ValueError if a linear layer computes an output of the model of another kind."""
@@ -304,7 +301,7 @@ class _Search:
         model, named = self._model, [*structure.norms, *structure.inner_norms, *structure.head_norms]
         named += [*structure.mixtures, structure.table, *structure.small_tables, *structure.linears]
         named += [path for pair in structure.pairs for path in (*pair.firsts, pair.second)]
-        named += [path for path in (structure.head, structure.scores) if path is not None]
+        named += [*structure.scores, *([] if structure.head is None else [structure.head])]
         covered = {id(param) for path in named for param in model.get_submodule(path).parameters()}
         for name, param in model.named_parameters():
             if id(param) not in covered:
