@@ -166,16 +166,17 @@ class Attention2D(Attention):
         super().__init__(attend, out)
 
 
-def heads_here(heads: int, key_heads: int, place: MeshPlace, by: Cut) -> tuple[int, int]:
-    """Numbers of heads and key/value heads of one rank, sharded over columns or rows (``by``).
+def heads_here(heads: int, key_heads: int, place: MeshPlace, by: Cut, what: str = "attention") -> tuple[int, int]:
+    """Numbers of heads and key/value heads of one rank, sharded over columns or rows (``by``). Errors begin with
+    ``what``.
 
     Raises:
         ValueError: they are not divisible, or key heads do not divide heads.
     """
     if heads % key_heads:
-        raise ValueError(f"attention has {heads} heads and {key_heads} of keys, which must divide them")
-    check_divides("attention: heads", heads, place, by)
-    check_divides("attention: heads of keys and values", key_heads, place, by)
+        raise ValueError(f"{what} has {heads} heads and {key_heads} of keys, which must divide them")
+    check_divides(f"{what}: heads", heads, place, by)
+    check_divides(f"{what}: heads of keys and values", key_heads, place, by)
     ranks = getattr(place, by)
     return heads // ranks, key_heads // ranks
 

@@ -28,9 +28,10 @@ class LocalConfig:
         return getattr(self._config, name)
 
 
-def check_heads(attention: Attention, place: MeshPlace, by: Cut) -> None:
+def check_heads(model: nn.Module, attention: Attention, place: MeshPlace, by: Cut) -> None:
     """Raises ValueError unless rows or columns (``by``) divide the heads, and those of keys and values."""
-    heads_here(attention.heads, attention.key_heads, place, by)
+    what = f"{type(model).__name__}: {attention.name}: attention"
+    heads_here(attention.heads, attention.key_heads, place, by, what)
 
 
 def keep_local_heads(module: Any, attention: Attention, ranks: int) -> None:
@@ -50,8 +51,3 @@ def keep_local_heads(module: Any, attention: Attention, ranks: int) -> None:
         renamed = getattr(config, "attribute_map", {})
         values = {"num_attention_heads": attention.heads // ranks, "num_key_value_heads": attention.key_heads // ranks}
         module.config = LocalConfig(config, values | {renamed[key]: n for key, n in values.items() if key in renamed})
-
-
-def are_local(module: nn.Module) -> bool:
-    """True if ``module`` attends with this rank's heads."""
-    return isinstance(getattr(module, "config", None), LocalConfig)

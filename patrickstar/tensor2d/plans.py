@@ -90,7 +90,7 @@ def shard_by_structure(model: nn.Module, group: MeshGroup, structure: Structure,
     does.
     """
     for attention in structure.attentions:
-        check_heads(attention, group.place, pairs.heads_by)
+        check_heads(model, attention, group.place, pairs.heads_by)
     heads = replace_modules(model, group, _styles_of(model, structure), pairs)
     for attention in structure.attentions:
         keep_local_heads(model.get_submodule(attention.name), attention, getattr(group.place, pairs.heads_by))
