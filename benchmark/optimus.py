@@ -28,7 +28,7 @@ from typing import Any
 from benchmark.common import gib, provenance, table
 from patrickstar.planning.cluster import LINKS, Cluster
 from patrickstar.planning.machines import H200
-from patrickstar.planning.models import model_config
+from patrickstar.planning.models import whole_model
 from patrickstar.planning.planner import Answer, Planner
 from patrickstar.planning.question import Question, Workload
 from patrickstar.planning.setting import Setting
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--gpus {gpus} is no square; give 4, 16 or 64")
         name = f"gpt:{args.hidden_per_side * side}x{args.layers}"
         batch = args.batch_per_side * side
-        fewest = cheapest_mesh(model_config(name, args.seq_len), batch, args.seq_len, gpus, Mode.TWO)
+        fewest = cheapest_mesh(whole_model(name, args.seq_len), batch, args.seq_len, gpus, Mode.TWO)
         meshes = {
             "1D": MatrixMesh(mode=Mode.ONE, rows=1, columns=gpus),
             "square": MatrixMesh(mode=Mode.TWO, rows=side, columns=side),

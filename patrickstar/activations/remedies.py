@@ -20,7 +20,7 @@ from patrickstar.module.fused_experts import fuse_experts
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable, tile_modules
 from patrickstar.sequence.fused_loss import check_fusable, fuse_loss
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.tensor2d.hugging_face import TokenLoss
+from patrickstar.tensor2d.model_losses import TokenLoss
 
 logger = logging.getLogger("patrickstar")
 

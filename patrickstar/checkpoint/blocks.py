@@ -32,15 +32,17 @@ class Held(enum.Enum):
     """The last dimension is sharded over columns and replicated over rows; the first row stores it."""
     ROWS = "rows"
     """The first dimension is sharded over rows and replicated over columns; the first column stores it."""
+    WHOLE = "whole"
+    """All ranks have it; the first one stores it."""
+
+    def stored_by(self, row: int, column: int) -> tuple[int, int]:
+        """(row, column) of the rank that stores the part of the rank at ``row`` and ``column``."""
+        return row if self in (Held.BLOCKS, Held.ROWS) else 0, column if self in (Held.BLOCKS, Held.COLUMNS) else 0
 
     def places(self, grid: tuple[int, int]) -> list[tuple[int, int]]:
         """(row, column) of the ranks that store a part, in rank order."""
-        rows, columns = grid
-        return [
-            (row, column)
-            for row in range(1 if self is Held.COLUMNS else rows)
-            for column in range(1 if self is Held.ROWS else columns)
-        ]
+        everywhere = [(row, column) for row in range(grid[0]) for column in range(grid[1])]
+        return [place for place in everywhere if self.stored_by(*place) == place]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class BlockedParameter:
         Raises:
             RuntimeError, ValueError: shapes do not fit.
         """
-        columns = 1 if self.held is Held.ROWS else grid[1]
+        columns = grid[1] if self.held in (Held.BLOCKS, Held.COLUMNS) else 1
         lines = [torch.cat(list(blocks[i : i + columns]), dim=-1) for i in range(0, len(blocks), columns)]
         whole = torch.cat(lines)
         whole = whole.t() if self.is_turned else whole

@@ -21,7 +21,7 @@ from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning import defaults
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
-from patrickstar.planning.models import model_config
+from patrickstar.planning.models import whole_model
 from patrickstar.planning.question import Question, Workload
 from patrickstar.planning.setting import Setting
 from patrickstar.planning.sharded_matrices import MatrixMesh, cheapest_mesh
@@ -92,7 +92,7 @@ def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -
     if ranks == 1:
         return None
     here = -(-length // args.sequence_parallel)
-    return cheapest_mesh(model_config(args.model, length), batch, here, ranks, given)
+    return cheapest_mesh(whole_model(args.model, length), batch, here, ranks, given)
 
 
 def _machine(args: argparse.Namespace) -> Machine:

@@ -33,9 +33,9 @@ class TensorParallelConfig(with_other_keys("tensor_parallel"), Section):
     the others have other samples, or other tokens of the same ones (``sequence_parallel``).
     """
     mode: Annotated[MatrixMode, HONOURED] = MatrixMode.TWO
-    """``"2d"``: blocks, with panels of activations and weights sent; for all models with a plan, and sequences of any
-    length. ``"1d"``: pairs of layers, sharded by columns and by rows, with sequence parallelism between them, as in
-    Megatron; only activations are sent, ``rows`` is 1, and ``columns`` divides sequences. ``"auto"``: the one that
+    """``"2d"``: blocks, with panels of activations and weights sent; for all models that can be sharded, and sequences
+    of any length. ``"1d"``: pairs of layers, sharded by columns and by rows, with sequence parallelism between them, as
+    in Megatron; only activations are sent, ``rows`` is 1, and ``columns`` divides sequences. ``"auto"``: the one that
     sends less, by count, for the micro-batch size times the model's positions; 2D if either is unknown. The log says
     which, and why.
     """

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from patrickstar import _C
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.observer import Observer
-from patrickstar.module.tiled_modules import inside_tiled, is_tiled
+from patrickstar.module.tiled_modules import inside_one_use, is_one_use
 
 
 def _reduce_bound(method: Any) -> tuple[Callable[..., Any], tuple[Any, str]]:
@@ -31,7 +31,7 @@ copyreg.pickle(type(_C.ModuleHook().before_forward), _reduce_bound)
 class _Hooked:
     hook: _C.ModuleHook
     owned: list[int]
-    """Ids of the module's own parameters; of a tiled module, also those of its submodules."""
+    """Ids of the module's own parameters; if a call is one use, also those of its submodules."""
     handles: tuple[RemovableHandle, ...]
 
 
@@ -47,13 +47,13 @@ class ModuleHooks:
         self.leave_out(())
 
     def leave_out(self, modules: Container[nn.Module]) -> None:
-        """Installs hooks on all submodules except ``modules``, those inside a tiled module, and those whose call does
-        not read their parameters.
+        """Installs hooks on all submodules except ``modules``, those inside a module whose call is one use, and those
+        whose call does not read their parameters.
 
         A tiled module is one use (`TiledModules`): otherwise the chunks of its linear layers would be fetched once per
         tile.
         """
-        within = inside_tiled(self._module)
+        within = inside_one_use(self._module)
         for child in self._module.modules():
             if child in modules or child in within or _postpones(child):
                 self._remove_from(child)
@@ -61,10 +61,10 @@ class ModuleHooks:
                 self._hooked[child] = self._add_to(child)
 
     def _add_to(self, child: nn.Module) -> _Hooked:
-        is_one_use = is_tiled(child)
-        params = child.parameters() if is_one_use else child._parameters.values()
+        is_whole = is_one_use(child)
+        params = child.parameters() if is_whole else child._parameters.values()
         owned = [p._patrickstar.id for p in params if isinstance(p, ChunkedParameter)]
-        inner = not is_one_use and any(_has_chunked(grandchild) for grandchild in child.children())
+        inner = not is_whole and any(_has_chunked(grandchild) for grandchild in child.children())
         until = _C.HoldUntil.NEXT_EVENT if inner else _C.HoldUntil.SCOPE_END
         hook = _C.ModuleHook(self._observer.uses, list(dict.fromkeys(owned)), until)
         before = child.register_forward_pre_hook(hook.before_forward, prepend=True)

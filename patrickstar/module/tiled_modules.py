@@ -31,7 +31,7 @@ from torch import nn
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.sequence.tiling import in_tiles
 from patrickstar.tensor2d import Linear2D
-from patrickstar.tensor2d.adapters import AdaptedParts, GivenProduct
+from patrickstar.tensor2d.fused import Part
 from patrickstar.tensor2d.low_rank import Narrow2D, Widen2D
 from patrickstar.tensor2d.one_dimension import ColumnLinear1D, RowLinear1D
 
@@ -47,7 +47,7 @@ _ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU,
     nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
 )  # fmt: skip
-_SHARDED = (Linear2D, ColumnLinear1D, RowLinear1D, Narrow2D, Widen2D, AdaptedParts, GivenProduct)
+_SHARDED = (Linear2D, ColumnLinear1D, RowLinear1D, Narrow2D, Widen2D, Part)
 """Tensor-parallel layers: each rank has as many tokens of a tile, and gets its own tokens back in order."""
 _TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, *_SHARDED, *_ACTIVATIONS)
 
@@ -132,9 +132,16 @@ def is_tiled(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), TiledForward)
 
 
-def inside_tiled(model: nn.Module) -> set[nn.Module]:
-    """Submodules of the tiled modules in ``model``."""
-    return {child for module in model.modules() if is_tiled(module) for child in module.modules() if child != module}
+def is_one_use(module: nn.Module) -> bool:
+    """Tests whether a call of the module is one use of all parameters in it: it is computed in tiles, or calls its
+    submodules with other tensors in place of their parameters.
+    """
+    return is_tiled(module) or getattr(module, "is_one_use", False)
+
+
+def inside_one_use(model: nn.Module) -> set[nn.Module]:
+    """Submodules of the modules in ``model`` whose call is one use."""
+    return {child for module in model.modules() if is_one_use(module) for child in module.modules() if child != module}
 
 
 def find_tileable(model: nn.Module) -> dict[str, nn.Module]:

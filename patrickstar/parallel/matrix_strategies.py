@@ -8,8 +8,7 @@ calls = chosen.way.calls(mesh)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -20,9 +19,10 @@ from patrickstar.parallel.shared_calls import RowCalls, SharedCalls
 from patrickstar.ranks.mesh import MeshRanks
 from patrickstar.tensor2d import MeshGroup, parallelize
 from patrickstar.tensor2d.cost import Mode
-from patrickstar.tensor2d.hugging_face import PLANS, SHARDED, choose_for
+from patrickstar.tensor2d.model_cost import choose_for
 from patrickstar.tensor2d.one_dimension import tall_group
-from patrickstar.tensor2d.sharded_models import parallelize_1d
+from patrickstar.tensor2d.sharded_models import find_1d_structure, parallelize_1d
+from patrickstar.tensor2d.structure import find_structure
 
 
 class Way(Protocol):
@@ -36,14 +36,14 @@ class Way(Protocol):
     """The strategy's value in the configuration."""
 
     def check(self, model: nn.Module) -> None:
-        """Raises ValueError if ``model`` has no parallelization plan."""
+        """Raises ValueError, which names a module, if ``model`` has no form over the mesh."""
         ...
 
     def divide(self, model: nn.Module) -> None:
         """Replaces the matrices of a Hugging Face model by this rank's blocks.
 
         Raises:
-            ValueError: no plan for the model, or a size is not divisible.
+            ValueError: the model has no form over the mesh, or a size is not divisible.
         """
         ...
 
@@ -63,11 +63,10 @@ class TwoDimensions:
 
     def check(self, model: nn.Module) -> None:
         """See :class:`Way`."""
-        _check_plan(model, PLANS, "over a mesh", "leave tensor_parallel out")
+        find_structure(model)
 
     def divide(self, model: nn.Module) -> None:
         """See :class:`Way`."""
-        self.check(model)
         parallelize(model, self.group)
 
     def calls(self, mesh: MeshRanks) -> Calls:
@@ -92,11 +91,10 @@ class OneDimension:
 
     def check(self, model: nn.Module) -> None:
         """See :class:`Way`."""
-        _check_plan(model, SHARDED, "in one dimension", 'set tensor_parallel.mode to "2d"')
+        find_1d_structure(model)
 
     def divide(self, model: nn.Module) -> None:
         """See :class:`Way`."""
-        self.check(model)
         parallelize_1d(model, self._line)
 
     def calls(self, mesh: MeshRanks) -> Calls:
@@ -131,17 +129,18 @@ def choose_way(config: Config, mesh: MeshRanks, group: MeshGroup, model: nn.Modu
     if config.sequence_parallel.size > 1:
         why = "the sequences are divided by sequence_parallel, which one dimension would divide once more"
         return ChosenWay(TwoDimensions(group), why)
-    kind = _kind(model)
+    try:
+        find_1d_structure(model)
+    except ValueError as error:  # two dimensions say it too, if it holds for them
+        return ChosenWay(TwoDimensions(group), str(error))
     batch, length = _micro_batch(config, mesh), getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if kind not in SHARDED:
-        return ChosenWay(TwoDimensions(group), f"models of the type {kind!r} have no plan in one dimension")
     if batch is None or length is None:
         missing = "train_micro_batch_size_per_gpu" if batch is None else "the model's max_position_embeddings"
         why = f'the tokens of a forward are not known without {missing}, and mode "2d" takes any number of them'
         return ChosenWay(TwoDimensions(group), why)
     try:
         choice = choose_for(
-            model.config,
+            model,
             batch=batch,
             length=length,
             ranks=group.place.size,
@@ -162,16 +161,3 @@ def _micro_batch(config: Config, mesh: MeshRanks) -> int | None:
         return None
     num_ranks = len(mesh.world_group.members) // config.ranks_per_sample
     return resolve_batch_sizes(config, num_ranks).micro_batch_size
-
-
-def _kind(model: Any) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
-
-
-def _check_plan(model: nn.Module, kinds: Collection[str], how: str, remedy: str) -> None:
-    kind = _kind(model)
-    if kind not in kinds:
-        raise ValueError(
-            f"{type(model).__name__} (model type {kind!r}) cannot be sharded {how}; models of the types "
-            f"{', '.join(sorted(kinds))} can: {remedy}"
-        )

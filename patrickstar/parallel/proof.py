@@ -215,7 +215,7 @@ class _Trial:
         num_matrices = config.tensor_parallel.num_ranks
         first, *others = parts[::num_matrices]  # one rank of each sequence shard
         gradients = {
-            name: functools.reduce(torch.Tensor.add_, (part.gradients[name] for part in others), gradient)
+            name: functools.reduce(torch.add, (part.gradients[name] for part in others), gradient)
             for name, gradient in first.gradients.items()
         }
         if has_loss(_model_of(self._specimen)):

@@ -30,7 +30,7 @@ from patrickstar.parallel.sharded_values import ShardedNames, divide_attached_va
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.tensor2d import Layer2D, MeshGroup, Split
+from patrickstar.tensor2d import Layer2D, MeshGroup
 
 logger = logging.getLogger("patrickstar")
 
@@ -51,7 +51,7 @@ class Matrices(Protocol):
         """The strategy that will shard the module's matrices.
 
         Raises:
-            ValueError: no plan for the model.
+            ValueError: the model has no form over the mesh.
         """
         ...
 
@@ -208,8 +208,8 @@ class ShardedMatrices:
         self.names = ShardedNames.of(module, model, before, way.group)
         divide_attached_values(module, self.names, values)
         replaced = {before[name]: part.param for part in self.names.parts for name in part.sources}
-        for old in replaced:
-            if not old.is_meta:
+        for old, new in replaced.items():
+            if old is not new and not old.is_meta:
                 old.data = old.new_empty(0)
         return replaced
 
@@ -223,11 +223,9 @@ class ShardedMatrices:
         return sum(math.prod(shape) for param in params for shape in parts[param].shapes.values())
 
     def left_out(self, params: SortedParams) -> list[int]:
-        """Parameters that all rows hold are counted by the first row."""
-        if self.chosen.way.group.place.row == 0 or self.names is None:
-            return []
-        parts = self.names.of_params
-        return [i for i, spec in enumerate(params.chunked) if parts[spec.param].placement.split is Split.COLUMNS]
+        """Replicated parameters are counted by the first rank that has them."""
+        parts, place = {} if self.names is None else self.names.of_params, self.chosen.way.group.place
+        return [i for i, spec in enumerate(params.chunked) if not parts[spec.param].placement.is_first_at(place)]
 
     def total(self, squares: float) -> float:
         """See :class:`Matrices`. One exchange."""

@@ -20,9 +20,7 @@ from patrickstar.sequence.division import Division, WholeTokens
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.hugging_face import ShardedModel, find_model
 from patrickstar.sequence.layout import Mode
-from patrickstar.sequence.sharded_attention import attention_for
 from patrickstar.sequence.survey import Survey
-from patrickstar.tensor2d.hugging_face import HuggingFaceAttention
 
 _SEEDS_OF_A_BLOCK = 2**32
 """Ranks with other samples or heads use other seeds for dropout in attention."""
@@ -89,7 +87,6 @@ class ShardedSequences:
         self.ranks_per_call = 1 if model is None else section.size * blocks.ranks_per_call
         self._model: ShardedModel | None = None
         self._names: list[str] = []
-        self._attention: list[HuggingFaceAttention] = []
         if model is None and blocks.ranks_per_call > 1:
             raise ValueError(
                 f"{type(module).__name__} is no model of Hugging Face, whose sequences alone are divided beside its "
@@ -101,9 +98,6 @@ class ShardedSequences:
                 model, self.sequence_group, mode, seeds.next, ranks.context.device, mesh.mesh.columns, survey
             )
             self._names = list(inspect.signature(module.forward).parameters)
-            self._attention = [child for child in model.modules() if isinstance(child, HuggingFaceAttention)]
-            for child in self._attention:
-                child.attention_for = attention_for
         self._division: Division | None = None
         self._is_inside = False
 
@@ -146,8 +140,6 @@ class ShardedSequences:
         """Restores the model's attention."""
         if self._model is not None:
             self._model.restore()
-        for module in self._attention:
-            module.use_own_attention()
 
 
 class _Seeds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.sequence.sharded_labels import IGNORED, has_token_labels
+from patrickstar.sequence.sharded_labels import IGNORED, has_sequence_labels, has_token_labels
 
 _NUM_PADDED = 3
 _MOST_WORDS = 2**10
@@ -20,8 +21,8 @@ _USED = {f"{name}_token_id" for name in _AS_DATA}
 
 
 def has_loss(model: nn.Module) -> bool:
-    """True if ``model`` computes the loss of labels, one per token."""
-    return _takes(model, "labels") and has_token_labels(model)
+    """True if ``model`` computes the loss of labels, one per token or per sequence."""
+    return _takes(model, "labels") and (has_token_labels(model) or has_sequence_labels(model))
 
 
 def cut_vocabulary(module: nn.Module) -> None:
@@ -49,7 +50,7 @@ def trial_batches(model: nn.Module, batch: int, length: int) -> Iterator[dict[st
     tokens = words[torch.randint(len(words), (batch, length), generator=generator)]
     others = {"use_cache": False} if _takes(model, "use_cache") else {}
     yield {**_as_data(model, tokens, special, generator), **others}
-    yield {"input_ids": tokens, **({"labels": tokens} if has_loss(model) else {}), **others}
+    yield {"input_ids": tokens, **({"labels": _labels(model, tokens)} if has_loss(model) else {}), **others}
 
 
 def _words(model: Any, special: set[int]) -> torch.Tensor:
@@ -79,16 +80,30 @@ def _as_data(
     found = {"input_ids": tokens}
     if not has_loss(model):
         return found
-    labels = tokens.clone()
-    labels[torch.rand(tokens.shape, generator=generator) < 0.2] = IGNORED
+    labels, is_by_token = _labels(model, tokens), has_token_labels(model)
+    if is_by_token:
+        labels[torch.rand(tokens.shape, generator=generator) < 0.2] = IGNORED
     mask = torch.ones_like(tokens)
     if batch > 1 and length > 2 * _NUM_PADDED:
         mask[1:, :_NUM_PADDED] = 0
-        labels[1:, : _NUM_PADDED + 1] = IGNORED  # kernels differ in their predictions from padding
+        if is_by_token:
+            labels[1:, : _NUM_PADDED + 1] = IGNORED  # kernels differ in their predictions from padding
         tokens[1:, :_NUM_PADDED] = special.get("pad_token_id", 0)
     if _takes(model, "attention_mask"):
         found["attention_mask"] = mask
     return {**found, "labels": labels}
+
+
+def _labels(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Labels [batch, length] of tokens, or those of a classifier: int64, or float32 scores of each label."""
+    number = getattr(model.config, "num_labels", 1)
+    if not has_sequence_labels(model):
+        return tokens % number if getattr(model, "loss_type", None) == "ForTokenClassification" else tokens.clone()
+    kind = model.config.problem_type or ("regression" if number == 1 else "single_label_classification")
+    if kind == "single_label_classification":
+        return torch.arange(len(tokens)) % number
+    shape = (len(tokens),) if kind == "regression" and number == 1 else (len(tokens), number)
+    return (torch.arange(math.prod(shape)) % 2).float().view(shape)
 
 
 def with_another_first_token(batch: dict[str, Any]) -> dict[str, Any]:

@@ -138,15 +138,14 @@ def build_model(
     Raises:
         ValueError: the model does not exist, or cannot be built, called with tokens or sharded.
     """
-    transformers = _transformers()
     config = model_config(name, length)
     of_text = _config_of_text(name, config)
     config.use_cache = of_text.use_cache = False
     num_positions = getattr(of_text, "max_position_embeddings", None)
     is_made_for_length = num_positions == length and gpt_shape(name) is not None
-    with torch.device("meta"):
-        module = _from_config(_auto_class(transformers, name, config), config)
-        if lora_rank > 0:
+    module = _on_meta(name, config)
+    if lora_rank > 0:
+        with torch.device("meta"):
             _adapt(module, lora_rank)
     has_table = num_positions is not None and not is_made_for_length and _has_table(module, num_positions)
     most_tokens = num_positions if has_table else None
@@ -246,6 +245,21 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ValueError(f"--model needs transformers: pip install transformers ({error})") from error
     return transformers
+
+
+def whole_model(name: str, length: int) -> nn.Module:
+    """The model named by ``--model`` on the meta device, before anything is done to it.
+
+    Raises:
+        ValueError: the model does not exist, or cannot be built.
+    """
+    return _on_meta(name, model_config(name, length))
+
+
+def _on_meta(name: str, config: Any) -> nn.Module:
+    auto_class = _auto_class(_transformers(), name, config)
+    with torch.device("meta"):
+        return _from_config(auto_class, config)
 
 
 def _from_config(auto_class: Any, config: Any) -> nn.Module:

@@ -24,7 +24,6 @@ from patrickstar.sequence.layout import Mode
 from patrickstar.sequence.sharded_attention import check_layer
 from patrickstar.sequence.shared_mask import Reach, SharedMask
 from patrickstar.sequence.ulysses import key_heads
-from patrickstar.tensor2d.hugging_face import AttentionFunction, HuggingFaceAttention
 
 _ATTENTION = "patrickstar_plan"  # its name in transformers' attention registry
 
@@ -55,9 +54,6 @@ class PlannedDivision:
             raise CannotDivideError(str(error)) from error
         _register()
         model.set_attn_implementation(_ATTENTION)
-        for child in model.modules():
-            if isinstance(child, HuggingFaceAttention):
-                child.attention_for = _planned_for
         work = attended(model, batch, length)
         work = dataclasses.replace(work, heads=work.heads // head_ranks, key_heads=max(work.key_heads // head_ranks, 1))
         self.size = size
@@ -84,11 +80,6 @@ class PlannedDivision:
         # transformers passes a four-dimensional mask through. Inputs count as memory, so it has one element.
         found["attention_mask"] = SharedMask(self, Reach(None, None), (1, 1, 1, 1), "meta")
         return found
-
-
-def _planned_for(mask: torch.Tensor | None) -> AttentionFunction | None:
-    """Returns :func:`planned_attention` for calls with a shared mask."""
-    return planned_attention if isinstance(mask, SharedMask) else None
 
 
 def planned_attention(

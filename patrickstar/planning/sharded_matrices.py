@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,10 +26,10 @@ from patrickstar.planning.sharded import CannotDivideError
 from patrickstar.ranks.exchanges import PendingExchange
 from patrickstar.tensor2d.cost import Mode
 from patrickstar.tensor2d.group import MeshGroup
-from patrickstar.tensor2d.hugging_face import PLANS, SHARDED, choose_for
 from patrickstar.tensor2d.lines import Line, num_bytes
+from patrickstar.tensor2d.model_cost import choose_for
 from patrickstar.tensor2d.plans import parallelize
-from patrickstar.tensor2d.sharded_models import parallelize_1d
+from patrickstar.tensor2d.sharded_models import has_1d_form, parallelize_1d
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,22 +53,22 @@ class MatrixMesh:
         return "in one dimension" if self.mode is Mode.ONE else f"for a mesh of {self.rows} x {self.columns}"
 
 
-def cheapest_mesh(config: Any, batch: int, length: int, ranks: int, mode: Mode | None = None) -> MatrixMesh:
+def cheapest_mesh(model: nn.Module, batch: int, length: int, ranks: int, mode: Mode | None = None) -> MatrixMesh:
     """Returns the mesh of ``ranks`` ranks that receives the fewest bytes, with the reason.
 
     Args:
-        config: of transformers.
+        model: of Hugging Face, on the meta device.
         batch: samples of all ranks together.
         length: tokens per sample.
         ranks: number of ranks.
         mode: considers only this mode; None: all that the model supports.
 
     Raises:
-        CannotDivideError: the layers cannot be divided, or the model has no plan.
+        CannotDivideError: the layers cannot be divided, or the model has no form over a mesh.
     """
-    mode = Mode.TWO if mode is None and config.model_type not in SHARDED else mode
+    mode = Mode.TWO if mode is None and not has_1d_form(model) else mode
     try:
-        found = choose_for(config, batch=batch, length=length, ranks=ranks, mode=mode)
+        found = choose_for(model, batch=batch, length=length, ranks=ranks, mode=mode)
     except ValueError as error:
         raise CannotDivideError(str(error)) from error
     return MatrixMesh(mode=found.mode, rows=found.rows, columns=found.columns, reason=found.reason)
@@ -122,7 +122,7 @@ class PlannedMatrices:
         rows = PlannedLine(self._exchanges, mesh.rows, shared.along_rows)
         world_group = PlannedLine(self._exchanges, mesh.size, shared.along_columns)
         self._lines = (columns, rows, world_group)
-        _check(model, batch, length, mesh)
+        _check(batch, length, mesh)
         try:
             if mesh.mode is Mode.ONE:
                 parallelize_1d(model, columns)
@@ -247,14 +247,7 @@ class PlannedLine(Line):
         return self._planned.begin(total_bytes / (gbps * 1e9), self._rates.latency_seconds)
 
 
-def _check(model: nn.Module, batch: int, length: int, mesh: MatrixMesh) -> None:
-    kinds = SHARDED if mesh.mode is Mode.ONE else tuple(PLANS)
-    kind = model.config.model_type  # type: ignore[union-attr]
-    if kind not in kinds:
-        raise CannotDivideError(
-            f"--tensor-parallel: {type(model).__name__} (model type {kind!r}) has no plan {mesh.described()}; there "
-            f"are plans for {', '.join(sorted(kinds))}"
-        )
+def _check(batch: int, length: int, mesh: MatrixMesh) -> None:
     if batch % mesh.rows:
         raise CannotDivideError(
             f"--tensor-parallel {mesh.rows}x{mesh.columns}: {mesh.rows} rows do not divide a batch of {batch}; give "

@@ -17,7 +17,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -168,13 +168,6 @@ def sharded_attention(
         scale=scaling,
     )
     return out.transpose(1, 2).contiguous(), None
-
-
-def attention_for(mask: Any) -> Callable[..., tuple[torch.Tensor, None]] | None:
-    """The attention function for ``mask``; None if the sequence is not sharded. For attention modules that do not use
-    ``AttentionInterface``.
-    """
-    return sharded_attention if isinstance(mask, SharedMask) else None
 
 
 def check_layer(layer: str, query: torch.Tensor, key: torch.Tensor, kwargs: Mapping[str, Any]) -> None:

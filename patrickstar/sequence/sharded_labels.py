@@ -13,6 +13,7 @@ from patrickstar.sequence.division import Division
 IGNORED = -100
 _SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
 _TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
+_SEQUENCE_LOSS = "ForSequenceClassification"
 
 
 class ShardedLoss:
@@ -57,6 +58,11 @@ class ShardedLoss:
 def has_token_labels(model: nn.Module) -> bool:
     """True if the model has one label per token."""
     return _loss_type(model) in (*_SHIFTED_LOSSES, *_TOKEN_LOSSES)
+
+
+def has_sequence_labels(model: nn.Module) -> bool:
+    """True if the model has one label, or one of each kind, per sequence."""
+    return _loss_type(model) == _SEQUENCE_LOSS
 
 
 def counted_labels(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -64,8 +64,7 @@ def block_sink(session: Session, part: Part, described: Any) -> EngineSink | Non
     params = {}
     for one in names.parts:
         place = one.layer.group.place
-        row, column = (0 if _held(one) is Held.COLUMNS else place.row), (0 if _held(one) is Held.ROWS else place.column)
-        params[block_name(one.name, row, column)] = one.param
+        params[block_name(one.name, *_held(one).stored_by(place.row, place.column))] = one.param
     return EngineSink(session, part, params)
 
 

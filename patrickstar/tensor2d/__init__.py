@@ -21,7 +21,7 @@ from patrickstar.tensor2d.feed_forward import MLP2D, GatedMLP2D
 from patrickstar.tensor2d.group import MeshGroup, MeshPlace
 from patrickstar.tensor2d.layer import Layer2D, load_whole, match_replicas, source_values, whole_values
 from patrickstar.tensor2d.linear import Linear2D, Sent, initialise_normal
-from patrickstar.tensor2d.losses import CrossEntropy2D, LMHead2D, whole_logits
+from patrickstar.tensor2d.losses import CrossEntropy2D, LabelHead2D, LMHead2D, whole_logits
 from patrickstar.tensor2d.norms import LayerNorm2D, RMSNorm2D
 from patrickstar.tensor2d.plans import parallelize
 from patrickstar.tensor2d.products import multiply, multiply_transposed, transposed_multiply
@@ -35,6 +35,7 @@ __all__ = [
     "Head2D",
     "Heads2D",
     "LMHead2D",
+    "LabelHead2D",
     "Layer2D",
     "LayerNorm2D",
     "Linear2D",

@@ -10,10 +10,9 @@ column's features of its row's samples; in one, its tokens or features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from patrickstar.tensor2d.layer import Layer2D
@@ -28,6 +27,8 @@ _PAIRS: dict[type[Layer2D], tuple[type[Layer2D], type[Layer2D]]] = {
     RowLinear1D: (RowLinear1D, Widen2D),
 }
 """Classes of A and B, by the base layer's class."""
+_LABELLED = ("ForSequenceClassification", "ForTokenClassification")
+"""``loss_type`` of transformers' classifiers, whose last linear layer computes a score of each label."""
 _ELSE = "or train it without tensor_parallel, where a frozen base may leave the GPU"
 
 
@@ -38,6 +39,8 @@ def check_adapters(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_adapted(module):
             _check_lora(name, module)
+        elif type(module).__name__ == "ModulesToSaveWrapper" and is_above_base(model, name):
+            continue  # a classifier's head, of which PEFT keeps a frozen and a trained one
         elif _is_of_peft(module) or hasattr(module, "base_layer"):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ValueError(
@@ -45,6 +48,12 @@ def check_adapters(model: nn.Module) -> None:
                 "the adapter's configuration (target_modules, modules_to_save), put it into the weights first "
                 f"(merge_and_unload()), {_ELSE}"
             )
+
+
+def is_above_base(model: Any, name: str) -> bool:
+    """True if the module ``name`` belongs to a classifier and not to its base model."""
+    is_classifier = getattr(model, "loss_type", None) in _LABELLED and model.base_model is not model
+    return is_classifier and not name.startswith(f"{model.base_model_prefix}.")
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -66,77 +75,21 @@ def base_name(module: nn.Module, name: str) -> str:
     return f"{name}.base_layer" if is_adapted(module) else name
 
 
-def with_adapters(base: Layer2D, modules: Sequence[nn.Module], names: Sequence[str], parts: Sequence[int]) -> nn.Module:
-    """``base`` with the adapters of the layers that it replaces.
+def with_adapter(module: nn.Module, name: str, base: Layer2D, made: nn.Module, parts: Sequence[int] = ()) -> nn.Module:
+    """``made``, or the adapter of ``module`` around it.
 
     Args:
-        base: replaces all ``modules``, outputs concatenated.
-        modules: linear layers, some with adapters, which are sharded in place.
-        names: their names in the model.
-        parts: features of each part of ``base``'s output.
+        module: a linear layer, whose adapters are sharded in place.
+        name: its name in the model.
+        base: computes the product; the kinds of A and B follow from its class.
+        made: replaces the layer below the adapter.
+        parts: features of each part of ``base``'s output, if ``module`` has several of them.
     """
-    if len(modules) == 1:
-        if not is_adapted(modules[0]):
-            return base
-        _divide(modules[0], names[0], base, parts if len(parts) > 1 else ())
-        modules[0].base_layer = base
-        return modules[0]
-    adapted = {}
-    for index, (module, name) in enumerate(zip(modules, names, strict=True)):
-        if is_adapted(module):
-            _divide(module, name, base, ())
-            module.base_layer = GivenProduct()
-            adapted[index] = module
-    return AdaptedParts(base, parts, adapted) if adapted else base
-
-
-def keep_places(made: nn.Module, module: nn.Module) -> None:
-    """Adds the adapted layers of ``module`` to its replacement ``made``, as its first children and under their old
-    names. PEFT finds an adapter's values in a state dict by these names.
-
-    Raises:
-        ValueError: an adapted layer is no direct child of ``module``.
-    """
-    adapted = {name: child for name, child in module.named_modules() if child is not made and is_adapted(child)}
-    for name in adapted:
-        if name not in module._modules:
-            raise ValueError(
-                f"{name} of a {type(module).__name__} has an adapter; give it a style of its own in `plan`"
-            )
-    made._modules = {**adapted, **made._modules}
-
-
-class AdaptedParts(nn.Module):
-    """A fused layer of several, some with adapters: one product of the base, plus each adapter's output on its part.
-
-    Args:
-        base: computes all parts, concatenated.
-        parts: features of each part, over all ranks.
-        adapted: PEFT's layers, by index of their part.
-    """
-
-    def __init__(self, base: Layer2D, parts: Sequence[int], adapted: Mapping[int, nn.Module]):
-        super().__init__()
-        self.base = base
-        self.parts = tuple(parts)
-        self.adapted = nn.ModuleDict({str(index): module for index, module in adapted.items()})
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The output of ``base`` plus each adapter's; shapes are those of ``base``."""
-        product = self.base(hidden)
-        ranks = sum(self.parts) // product.shape[-1]
-        found = list(product.split([size // ranks for size in self.parts], dim=-1))
-        for index, module in self.adapted.items():
-            found[int(index)] = module(hidden, product=found[int(index)])
-        return torch.cat(found, dim=-1)
-
-
-class GivenProduct(nn.Module):
-    """A base layer that returns a precomputed product; PEFT's layer passes it on as a keyword."""
-
-    def forward(self, hidden: torch.Tensor, *, product: torch.Tensor) -> torch.Tensor:
-        """Returns ``product``, which the fused base computed from ``hidden``."""
-        return product
+    if not is_adapted(module):
+        return made
+    _divide(module, name, base, parts)
+    module.base_layer = made
+    return module
 
 
 def _divide(module: Any, name: str, base: Layer2D, parts: Sequence[int]) -> None:

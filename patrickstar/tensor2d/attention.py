@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -13,14 +11,6 @@ from patrickstar.tensor2d.panels import Cut, check_divides
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of each position, [b/r or 1, s, head_dim] each."""
-
-Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Maps new keys and values [b/r, key heads/c, s, head_dim] to those of all tokens so far."""
-
-Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of queries [b', heads, s, head_dim] to keys and values [b', key heads, s, head_dim]: [b', s, heads,
-head_dim].
-"""
 
 
 class Heads(nn.Module):
@@ -53,12 +43,7 @@ class Heads(nn.Module):
         self.qkv = qkv
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        extend: Extend | None = None,
-        mix: Mix | None = None,
+        self, hidden: torch.Tensor, mask: torch.Tensor | None = None, rotary: Rotary | None = None
     ) -> torch.Tensor:
         """Input of ``qkv`` -> [b', s, heads * head_dim], for the b' samples and s tokens of ``qkv``'s output.
 
@@ -66,25 +51,19 @@ class Heads(nn.Module):
             hidden: the activations.
             mask: for ``scaled_dot_product_attention``, [b' or 1, 1, s, s]; None: causal, or no mask.
             rotary: rotary positions of queries and keys.
-            extend: adds keys and values of earlier tokens; a single query sees all of them.
-            mix: computes attention, possibly including other ranks' tokens; None: PyTorch's, over local keys.
         """
         sizes = [self.heads * self.head_dim, *[self.key_heads * self.head_dim] * 2]
         parts = self.qkv(hidden).split(sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         if rotary is not None:
             q, k = (_turn(part, *rotary) for part in (q, k))
-        if extend is not None:
-            k, v = extend(k, v)
-        if mix is not None:
-            return mix(q, k, v).flatten(2)
         out = nn.functional.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.is_causal and mask is None and q.shape[2] > 1,
+            is_causal=self.is_causal and mask is None,
             scale=self.scale,
             enable_gqa=self.heads != self.key_heads,
         )
@@ -99,15 +78,10 @@ class Attention(nn.Module):
         self.attend, self.out = attend, out
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        extend: Extend | None = None,
-        mix: Mix | None = None,
+        self, hidden: torch.Tensor, mask: torch.Tensor | None = None, rotary: Rotary | None = None
     ) -> torch.Tensor:
         """:meth:`Heads.forward`, followed by the output layer."""
-        return self.out(self.attend(hidden, mask, rotary, extend, mix))
+        return self.out(self.attend(hidden, mask, rotary))
 
 
 class Heads2D(Heads):
@@ -192,16 +166,17 @@ class Attention2D(Attention):
         super().__init__(attend, out)
 
 
-def heads_here(heads: int, key_heads: int, place: MeshPlace, by: Cut) -> tuple[int, int]:
-    """Numbers of heads and key/value heads of one rank, sharded over columns or rows (``by``).
+def heads_here(heads: int, key_heads: int, place: MeshPlace, by: Cut, what: str = "attention") -> tuple[int, int]:
+    """Numbers of heads and key/value heads of one rank, sharded over columns or rows (``by``). Errors begin with
+    ``what``.
 
     Raises:
         ValueError: they are not divisible, or key heads do not divide heads.
     """
     if heads % key_heads:
-        raise ValueError(f"attention has {heads} heads and {key_heads} of keys, which must divide them")
-    check_divides("attention: heads", heads, place, by)
-    check_divides("attention: heads of keys and values", key_heads, place, by)
+        raise ValueError(f"{what} has {heads} heads and {key_heads} of keys, which must divide them")
+    check_divides(f"{what}: heads", heads, place, by)
+    check_divides(f"{what}: heads of keys and values", key_heads, place, by)
     ranks = getattr(place, by)
     return heads // ranks, key_heads // ranks
 

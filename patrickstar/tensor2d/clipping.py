@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.division import Split
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.panels import sum_dtype
@@ -27,21 +26,21 @@ def clip_grad_norm(model: nn.Module, max_norm: float, group: MeshGroup) -> torch
     Raises:
         ValueError: a parameter is not sharded over the mesh, so its replicas are unknown.
     """
-    splits = {
-        id(parameter): module.placements[name].split
+    placements = {
+        id(parameter): module.placements[name]
         for module in model.modules()
         if isinstance(module, Layer2D)
-        for name, parameter in module.named_parameters(recurse=False)
+        for name, parameter in module.sharded_parameters().items()
     }
     grads = []
     total: torch.Tensor | float = 0.0
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        if id(parameter) not in splits:
+        if id(parameter) not in placements:
             raise ValueError(f"{name} is not sharded over the mesh; clip it by itself")
         grads.append(parameter.grad)
-        if splits[id(parameter)] is not Split.COLUMNS or group.place.row == 0:
+        if placements[id(parameter)].is_first_at(group.place):
             total = total + parameter.grad.to(sum_dtype(parameter.grad.dtype)).square().sum()
     if not grads:
         raise ValueError("no parameter has a gradient; call it after backward")

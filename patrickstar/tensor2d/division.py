@@ -25,6 +25,8 @@ class Split(enum.Enum):
     """The last dimension is sharded over columns; rows replicate. DTensor's (Replicate(), Shard(-1))."""
     ROWS = "rows"
     """The first dimension is sharded over rows; columns replicate. DTensor's (Shard(0), Replicate())."""
+    WHOLE = "whole"
+    """All ranks replicate. DTensor's (Replicate(), Replicate())."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +63,9 @@ class Placement:
             whole = torch.cat([part[index] for index in range(number) for part in cut])
         if self.transposed:
             whole = whole.t()
-        if self.split is not Split.COLUMNS:
+        if self.split in (Split.BLOCKS, Split.ROWS):
             whole = _cut(whole, 0, "rows", place.row, place)
-        if self.split is not Split.ROWS:
+        if self.split in (Split.BLOCKS, Split.COLUMNS):
             whole = _cut(whole, -1, "columns", place.column, place)
         return whole.clone(memory_format=torch.contiguous_format)
 
@@ -72,8 +74,8 @@ class Placement:
         ``size`` rows are returned.
         """
         rows = [list(blocks[row * place.columns :][: place.columns]) for row in range(place.rows)]
-        joined = [row[0] if self.split is Split.ROWS else torch.cat(row, dim=-1) for row in rows]
-        whole = joined[0] if self.split is Split.COLUMNS else torch.cat(joined)
+        joined = [torch.cat(row, dim=-1) if self.split in (Split.BLOCKS, Split.COLUMNS) else row[0] for row in rows]
+        whole = torch.cat(joined) if self.split in (Split.BLOCKS, Split.ROWS) else joined[0]
         if self.transposed:
             whole = whole.t()
         if self.parts:
@@ -83,6 +85,11 @@ class Placement:
             count = len(self.parts)
             whole = torch.cat([piece for part in range(count) for piece in cut[part::count]])
         return whole[:size].contiguous() if self.padded_to is not None else whole.contiguous()
+
+    def is_first_at(self, place: MeshPlace) -> bool:
+        """True for one rank of those that replicate a shard: the first."""
+        has_rows, has_columns = (self.split in (Split.BLOCKS, kind) for kind in (Split.ROWS, Split.COLUMNS))
+        return (has_rows or place.row == 0) and (has_columns or place.column == 0)
 
     def _parts_over(self, place: MeshPlace) -> int:
         return place.rows if self.split is Split.ROWS else place.columns

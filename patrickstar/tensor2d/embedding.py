@@ -8,6 +8,7 @@ rounded: one summand per token is non-zero.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Embedding2D(Layer2D):
         features: h; columns divide it.
         group: the mesh.
         padding_idx: token whose row gets no gradient.
+        factor: of the rows, rounded to the table's dtype.
         dtype: of the table.
         device: of the table.
 
@@ -49,6 +51,7 @@ class Embedding2D(Layer2D):
         group: MeshGroup,
         *,
         padding_idx: int | None = None,
+        factor: float = 1.0,
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
@@ -56,6 +59,7 @@ class Embedding2D(Layer2D):
         place = group.place
         check_divides(f"Embedding2D({num_embeddings}, {features}): features", features, place, "columns")
         self.num_embeddings, self.features, self.padding_idx = num_embeddings, features, padding_idx
+        self.factor = factor
         padded = padded_vocabulary(num_embeddings, group)
         placement = Placement(Split.BLOCKS, padded_to=padded)
         self.add_parameter("weight", (padded // place.rows, features // place.columns), placement, dtype, device)
@@ -85,7 +89,7 @@ class Embedding2D(Layer2D):
                     f"{self.num_embeddings - 1}"
                 )
         found = _Lookup.apply(self.weight, tokens.reshape(-1), self.group, self.padding_idx)
-        return found.view(*tokens.shape, -1)
+        return _times(found.view(*tokens.shape, -1), self.factor)
 
     def extra_repr(self) -> str:
         """Sizes of the whole table."""
@@ -107,20 +111,30 @@ class SmallEmbedding2D(Layer2D):
         group: MeshGroup,
         *,
         padding_idx: int | None = None,
+        factor: float = 1.0,
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
         super().__init__(group)
         columns = group.place.columns
         check_divides(f"SmallEmbedding2D({num_embeddings}, {features}): features", features, group.place, "columns")
-        self.padding_idx = padding_idx
+        self.padding_idx, self.factor = padding_idx, factor
         self.add_parameter("weight", (num_embeddings, features // columns), Placement(Split.COLUMNS), dtype, device)
         torch.nn.init.normal_(self.weight)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """int64 [...] -> [..., h/c]."""
         weight = replicated(self.weight, self.group.along_rows)
-        return torch.nn.functional.embedding(index, weight, self.padding_idx)
+        return _times(torch.nn.functional.embedding(index, weight, self.padding_idx), self.factor)
+
+
+def _times(rows: torch.Tensor, factor: float) -> torch.Tensor:
+    return rows if factor == 1.0 else rows * _rounded(factor, rows.dtype)
+
+
+@functools.cache
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    return torch.tensor(factor, dtype=dtype, device="cpu").item()
 
 
 class _Lookup(torch.autograd.Function):

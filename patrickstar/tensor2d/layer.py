@@ -51,6 +51,10 @@ class Layer2D(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))  # type: ignore[arg-type]
         self.placements[name] = placement
 
+    def sharded_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters with a placement, by name. A tied one is in each layer that has it."""
+        return {name: self.get_parameter(name) for name in self.placements}
+
     @torch.no_grad()
     def clear_padding(self) -> None:
         """Zeroes this rank's part of the padding rows."""
@@ -144,7 +148,7 @@ def whole_values(
     found = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Layer2D):
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in module.sharded_parameters().items():
                 blocks = module.group.world_group.gather(of(parameter).detach())
                 whole = module.placements[name].assemble(blocks, module.group.place, module.whole_rows.get(name))
                 found[f"{prefix}.{name}" if prefix else name] = whole
@@ -178,7 +182,6 @@ def match_replicas(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, Layer2D) or module.group.along_rows.size == 1:
             continue
-        for name, placement in module.placements.items():
-            parameter = module._parameters.get(name)
-            if parameter is not None and placement.split is Split.COLUMNS:
+        for name, parameter in module.sharded_parameters().items():
+            if module.placements[name].split is Split.COLUMNS:
                 module.group.along_rows.broadcast(parameter.data, 0).wait()

@@ -97,6 +97,52 @@ class LMHead2D(Layer2D):
         return f"{self.features}, {self.vocabulary}, tied={self.is_tied}"
 
 
+class LabelHead2D(Layer2D):
+    """A classifier's scores [b/r, ..., labels] of activations [b/r, ..., h/c], the same on all columns. All columns
+    compute the same loss of them.
+
+    Args:
+        features: h; columns divide it.
+        labels: number of scores.
+        group: the mesh.
+        bias: the layer has one, whole on each rank.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ValueError: columns do not divide the features.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        labels: int,
+        group: MeshGroup,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
+        super().__init__(group)
+        check_divides(f"LabelHead2D({features}, {labels}): features", features, group.place, "columns")
+        shape = labels, features // group.place.columns
+        self.add_parameter("weight", shape, Placement(Split.COLUMNS), dtype, device)
+        bound = 1 / math.sqrt(features)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if bias:
+            self.add_parameter("bias", (labels,), Placement(Split.WHOLE), dtype, device)
+            nn.init.zeros_(self.bias)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[b/r, ..., h/c] -> [b/r, ..., labels]."""
+        weight, line = replicated(self.weight, self.group.along_rows), self.group.along_columns
+        mine = nn.functional.linear(hidden, weight)
+        scores = world_total(mine.to(sum_dtype(mine.dtype)), line).to(mine.dtype)
+        return scores if self.bias is None else scores + replicated(self.bias, self.group.along_rows)
+
+
 def whole_logits(logits: torch.Tensor, vocabulary: int, group: MeshGroup) -> torch.Tensor:
     """All-gathers logits [b/r, ..., v/c] over columns: [b/r, ..., vocabulary]. Not differentiable."""
     return torch.cat(group.along_columns.gather(logits.detach()), dim=-1)[..., :vocabulary]

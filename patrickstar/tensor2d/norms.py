@@ -13,6 +13,7 @@ the weight, rounded to the activations' dtype, as if norm and weight were two la
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,29 +24,73 @@ from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.lines import Line
-from patrickstar.tensor2d.panels import check_divides, sum_dtype
+from patrickstar.tensor2d.panels import Cut, check_divides, sum_dtype
 from patrickstar.tensor2d.sums import replicated, replicated_together
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Ranks that share a norm.
+
+    Attributes:
+        over: the features of activations and parameters are sharded over them.
+        copies: have the same features of other tokens, samples or heads; gradients of parameters are summed over them.
+        split: placement of the parameters.
+    """
+
+    over: Line
+    copies: Line
+    split: Split
+
+    @classmethod
+    def of_tokens(cls, group: MeshGroup) -> Spread:
+        """A norm of activations [b/r, ..., h/c]."""
+        return cls(group.along_columns, group.along_rows, Split.COLUMNS)
+
+    @classmethod
+    def of_all_heads(cls, group: MeshGroup, by: Cut) -> Spread:
+        """A norm of all heads' features, which are sharded over rows or columns (``by``)."""
+        if by == "columns":
+            return cls.of_tokens(group)
+        return cls(group.along_rows, group.along_columns, Split.ROWS)
+
+    @classmethod
+    def of_each_head(cls, group: MeshGroup) -> Spread:
+        """A norm of each head's features, which a rank has whole."""
+        return cls(Line(), group.world_group, Split.WHOLE)
 
 
 class _Norm2D(Layer2D):
     def __init__(
-        self, features: int, group: MeshGroup, eps: float, bias: bool, dtype: torch.dtype | None, device: object
+        self,
+        features: int,
+        group: MeshGroup,
+        eps: float,
+        has: tuple[str, ...],
+        offset: float,
+        spread: Spread | None,
+        dtype: torch.dtype | None,
+        device: object,
     ):
         super().__init__(group)
-        check_divides(f"{type(self).__name__}({features}): features", features, group.place, "columns")
-        self.features, self.eps = features, eps
-        shape, placement = (features // group.place.columns,), Placement(Split.COLUMNS)
-        self.add_parameter("weight", shape, placement, dtype, device)
-        if bias:
-            self.add_parameter("bias", shape, placement, dtype, device)
-        else:
-            self.register_parameter("bias", None)
+        self.features, self.eps, self.offset = features, eps, offset
+        self.spread = Spread.of_tokens(group) if spread is None else spread
+        if self.spread.split is not Split.WHOLE:
+            by: Cut = "rows" if self.spread.split is Split.ROWS else "columns"
+            check_divides(f"{type(self).__name__}({features}): features", features, group.place, by)
+        for name in ("weight", "bias"):
+            if name in has:
+                here = features // self.spread.over.size
+                self.add_parameter(name, (here,), Placement(self.spread.split), dtype, device)
+            else:
+                self.register_parameter(name, None)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Ones for the weight, zeros for the bias."""
-        self.weight.fill_(1.0)
+        """Factors of one, that is ones less :attr:`offset` for the weight; zeros for the bias."""
+        if self.weight is not None:
+            self.weight.fill_(1.0 - self.offset)
         if self.bias is not None:
             self.bias.zero_()
 
@@ -54,7 +99,7 @@ class _Norm2D(Layer2D):
         activations.
         """
         has_wide_statistics = hidden.device.type != "cpu" or hidden.dtype == sum_dtype(hidden.dtype)
-        return self.group.place.columns == 1 and has_wide_statistics
+        return self.spread.over.size == 1 and has_wide_statistics
 
     def extra_repr(self) -> str:
         """Size of the whole layer."""
@@ -64,6 +109,17 @@ class _Norm2D(Layer2D):
 class LayerNorm2D(_Norm2D):
     """``torch.nn.LayerNorm`` over ``features``, of activations [b/r, ..., features/c]. Weight and bias [features/c] are
     replicated over rows.
+
+    Args:
+        features: of the whole layer; columns divide it.
+        group: the mesh.
+        eps: added to the variance.
+        bias: the layer has one.
+        elementwise_affine: the layer has parameters.
+        offset: added to the weight.
+        spread: other ranks that share features; None: :meth:`Spread.of_tokens`.
+        dtype: of the parameters.
+        device: of the parameters.
 
     Raises:
         ValueError: columns do not divide the features.
@@ -76,22 +132,32 @@ class LayerNorm2D(_Norm2D):
         *,
         eps: float = 1e-5,
         bias: bool = True,
+        elementwise_affine: bool = True,
+        offset: float = 0.0,
+        spread: Spread | None = None,
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        super().__init__(features, group, eps, bias, dtype, device)
+        has = (*(("weight",) if elementwise_affine else ()), *(("bias",) if elementwise_affine and bias else ()))
+        super().__init__(features, group, eps, has, offset, spread, dtype, device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape and dtype are unchanged."""
-        weight, bias = replicated_together((self.weight, self.bias), self.group.along_rows)
+        weight, bias = self.weight, self.bias
+        if weight is None:
+            weight = hidden.new_ones(hidden.shape[-1])
+        else:
+            weight, bias = replicated_together((weight, bias), self.spread.copies)
+            weight = weight + self.offset if self.offset else weight
         if self.is_whole(hidden) and weight.dtype == hidden.dtype:
             return nn.functional.layer_norm(hidden, (self.features,), weight, bias, self.eps)
-        return _LayerNorm.apply(hidden, weight, bias, self.group.along_columns, self.eps)
+        return _LayerNorm.apply(hidden, weight, bias, self.spread.over, self.eps)
 
 
 class RMSNorm2D(_Norm2D):
     """``torch.nn.RMSNorm`` over ``features``, of activations [b/r, ..., features/c]. The weight [features/c] is
-    replicated over rows. 16-bit activations are rounded before the product with the weight, as in Llama.
+    replicated over rows. 16-bit activations are rounded before the product with the weight, as in Llama; with an offset
+    after it, as in Gemma. Arguments are those of :class:`LayerNorm2D`.
 
     Raises:
         ValueError: columns do not divide the features.
@@ -103,18 +169,26 @@ class RMSNorm2D(_Norm2D):
         group: MeshGroup,
         *,
         eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        offset: float = 0.0,
+        spread: Spread | None = None,
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        super().__init__(features, group, eps, False, dtype, device)
+        has = ("weight",) if elementwise_affine else ()
+        super().__init__(features, group, eps, has, offset, spread, dtype, device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape and dtype are unchanged."""
-        if self.is_whole(hidden):
-            normed = nn.functional.rms_norm(hidden, (self.features,), eps=self.eps)
+        wide = hidden.to(sum_dtype(hidden.dtype)) if self.offset else hidden
+        if self.is_whole(wide):
+            normed = nn.functional.rms_norm(wide, (self.features,), eps=self.eps)
         else:
-            normed = _RMSNorm.apply(hidden, self.group.along_columns, self.features, self.eps)
-        return normed * replicated(self.weight, self.group.along_rows)
+            normed = _RMSNorm.apply(wide, self.spread.over, self.features, self.eps)
+        if self.weight is None:
+            return normed.to(hidden.dtype)
+        weight = replicated(self.weight, self.spread.copies)
+        return (normed * (weight.to(wide.dtype) + self.offset)).to(hidden.dtype) if self.offset else normed * weight
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -3,7 +3,7 @@
     parallelize_1d(model, line)                               # on all ranks, with the same whole values
     loss = model(tokens, labels=tokens).loss                  # of whole sequences; each rank takes its tokens
 
-The plans are those of :mod:`patrickstar.tensor2d.plans`; only the pairs of layers differ
+Modules are those of :mod:`patrickstar.tensor2d.structure`; only the pairs of layers differ from two dimensions
 (:mod:`patrickstar.tensor2d.one_dimension`).
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from patrickstar.tensor2d.attention import Heads
-from patrickstar.tensor2d.hugging_face import SHARDED
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.losses import whole_logits
+from patrickstar.tensor2d.model_losses import replace_loss
 from patrickstar.tensor2d.one_dimension import ColumnLinear1D, LMHead1D, RowLinear1D, tall_group, wide_group
-from patrickstar.tensor2d.plans import replace_loss, replace_modules
-from patrickstar.tensor2d.sharded_tokens import ShardedTokens, causal_mask, padding_mask
+from patrickstar.tensor2d.plans import shard_by_structure
+from patrickstar.tensor2d.sharded_tokens import ShardedTokens
+from patrickstar.tensor2d.structure import Structure, find_structure, refused
 from patrickstar.tensor2d.styles import Pairs
 
 
@@ -42,26 +42,47 @@ def parallelize_1d(model: Any, line: Line) -> None:
     """Shards the parameters of ``model`` over ``line``, module by module, in place.
 
     Afterwards call the model on each rank with tokens and labels of whole sequences, [b, s]. It returns the loss of the
-    whole batch and logits of all tokens: [b, s, v/p] with autograd on, the whole vocabulary with autograd off. In
-    training ranks must divide s.
+    whole batch and logits of all tokens: [b, s, v/p] with autograd on, the whole vocabulary with autograd off. A
+    classifier's scores are whole. In training ranks must divide s.
 
     Args:
-        model: a Hugging Face causal or masked language model, with the same whole values on all ranks or on the meta
-            device.
+        model: of Hugging Face, with the same whole values on all ranks or on the meta device.
         line: the ranks.
 
     Raises:
-        ValueError: there is no 1D plan for the model, or a size is not divisible. The model may then be partly sharded.
+        ValueError: a module, which is named, has no form in one dimension, or a size is not divisible. The model may
+            then be partly sharded.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in SHARDED:
-        raise ValueError(
-            f"{type(model).__name__} (model type {kind!r}) has no plan in one dimension; there are plans for "
-            f"{', '.join(sorted(SHARDED))}: take a mesh of rows and columns, or write the model with one_dimension's "
-            "layers"
-        )
-    heads = replace_modules(model, tall_group(line), SHARDED[kind], ONE_DIMENSION)
-    sees_all = any(isinstance(module, Heads) and not module.is_causal for module in model.modules())
-    ShardedTokens(line, padding_mask if sees_all else causal_mask).attach(model)
-    if heads:  # after the hooks that shard tokens: labels and logits are those of the given tokens
+    structure = find_1d_structure(model)
+    heads = shard_by_structure(model, tall_group(line), structure, ONE_DIMENSION)
+    ShardedTokens(line).attach(model, structure)
+    if heads:
         replace_loss(model, heads[0].vocabulary, wide_group(line))
+
+
+def has_1d_form(model: Any) -> bool:
+    """True if :func:`find_1d_structure` finds one."""
+    try:
+        find_1d_structure(model)
+    except ValueError:
+        return False
+    return True
+
+
+def find_1d_structure(model: Any) -> Structure:
+    """:func:`find_structure`, for one dimension.
+
+    Raises:
+        ValueError: a module has no form in one dimension.
+    """
+    structure = find_structure(model)
+    prefix = f"{model.base_model_prefix}."
+    others = [name for name in structure.linears if structure.head is None or name.startswith(prefix)]
+    if others:
+        raise refused(
+            model,
+            f"{others[0]} is outside of the layers and may take single tokens, of which in one dimension each rank has "
+            "others",
+            'set tensor_parallel.mode to "2d"',
+        )
+    return structure

@@ -1,122 +1,147 @@
-"""Calls of a Hugging Face model under sequence parallelism: each rank has some tokens of whole sequences."""
+"""Tokens of a Hugging Face model in one dimension: each rank has some of them between pairs of linear layers.
+
+The model is called with whole sequences [b, s], and its code makes masks and positions of them. A rank looks up its own
+tokens; other tokens' rows are zeros. Before the first layer it cuts out its own, [b, s/p, h]. After the last one they
+stand among zeros again, and the head cuts them out. A module that attends gets a stand-in of [b, s, h] without memory,
+since its code takes shapes from its input. The first linear layers take the rank's tokens in its place.
+
+With autograd off, sequences may have any length: each rank has as many tokens, and what comes after the last is cut off
+whole sequences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar.tensor2d.lines import Line
+from patrickstar.tensor2d.one_dimension import ColumnLinear1D, LMHead1D, RowLinear1D
+from patrickstar.tensor2d.sharded_products import TOKENS
+from patrickstar.tensor2d.structure import Structure
+from patrickstar.tensor2d.sums import gathered
 
-_WHOLE = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep")
-
-Mask = Callable[[torch.Tensor, int], torch.Tensor]
-"""Maps the mask of real tokens [b, s'] and the number of padding tokens to the keys each token sees: [b, 1,
-1 or s, s].
-"""
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ShardedTokens:
-    """Shards the tokens of each call of a language model over ``line``.
+    """Hooks that shard the tokens of each call over ``line``."""
 
-    Args:
-        line: the ranks.
-        mask: :func:`causal_mask` or :func:`padding_mask`.
-
-    Masks and rotary positions stay those of whole sequences, since attention, where they are used, is sharded by heads.
-    With autograd off, sequences may have any length: padding tokens come last, so no other token sees them, and logits
-    are those of the given tokens.
-    """
-
-    def __init__(self, line: Line, mask: Mask):
+    def __init__(self, line: Line):
         self._line = line
-        self._mask = mask
-        self._positions: torch.Tensor | None = None
         self._length = 0
-        self._kept: int | torch.Tensor = 0
+        self._kept: slice | torch.Tensor | None = None
 
-    def attach(self, model: nn.Module) -> None:
-        """Makes ``model`` take whole sequences. Its cache is switched off: with each longer sequence a rank has other
-        tokens, so ``generate`` recomputes all tokens for each new one.
-        """
-        model.register_forward_pre_hook(self.take, with_kwargs=True)
-        model.register_forward_hook(self.cut)
+    def attach(self, model: Any, structure: Structure) -> None:
+        """Makes ``model``, whose modules are sharded, take whole sequences."""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        table = model.get_submodule(structure.table)
+        table.register_forward_pre_hook(self._own_indices)
+        table.register_forward_hook(self._among_all)
+        model.get_submodule(structure.layers[0]).register_forward_pre_hook(self._own_hidden, with_kwargs=True)
+        model.get_submodule(structure.layers[-1]).register_forward_hook(self._among_all)
+        for name in (*structure.scores, *([] if structure.head is None else [structure.head])):
+            model.get_submodule(name).register_forward_pre_hook(self._own_hidden, with_kwargs=True)
+        for attention in structure.attentions:
+            model.get_submodule(attention.name).register_forward_pre_hook(self._stand_in, with_kwargs=True)
+            for name in attention.pair.firsts:
+                model.get_submodule(name).register_forward_pre_hook(_behind)
         for module in model.modules():
-            if type(module).__name__.endswith("RotaryEmbedding"):
-                module.register_forward_pre_hook(self.whole_positions, with_kwargs=True)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.use_cache = False  # type: ignore[union-attr]
+            if isinstance(module, RowLinear1D):
+                module.register_forward_pre_hook(self._filled)
+            elif isinstance(module, ColumnLinear1D):
+                module.register_forward_hook(self._cut)
+            elif isinstance(module, LMHead1D):
+                module.register_forward_hook(self._cut_logits)
+        for name in structure.scores:
+            model.get_submodule(name).register_forward_hook(self._gathered)
 
-    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Replaces ``input_ids`` [b, s] by the rank's tokens and their positions, and an ``attention_mask`` [b, s] by
-        the mask of all tokens [b, 1, s, s].
-
-        Raises:
-            ValueError: ranks do not divide s, or the call has other arguments.
-        """
-        given = {**kwargs, **({"input_ids": args[0]} if args else {})}
-        tokens, mask, positions = (given.get(name) for name in _WHOLE[:3])
-        odd = [name for name in ("inputs_embeds", "cache", "past_key_values") if given.get(name) is not None]
-        if len(args) > 1 or tokens is None or odd or (mask is not None and mask.dim() != 2):
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
             raise ValueError(
-                f"{type(module).__name__} is divided in one dimension, where each rank takes its tokens of whole "
-                "sequences; call it with input_ids, labels, attention_mask [b, s] and position_ids by name, without a "
-                "cache"
+                f"{type(module).__name__} is divided in one dimension, where ranks cut out their tokens of whole "
+                "sequences; call it with input_ids or inputs_embeds"
             )
-        size, self._length, self._kept = self._line.size, tokens.shape[1], given.get("logits_to_keep") or 0
+        size, self._length = self._line.size, tokens.shape[TOKENS]
         missing = -self._length % size
-        if missing and (torch.is_grad_enabled() or given.get("labels") is not None):
+        if missing and torch.is_grad_enabled():
             raise ValueError(
                 f"sequences of {self._length} tokens cannot be divided among {size} ranks; give "
                 f"{self._length + missing}"
             )
-        is_packed = positions is not None and bool(positions.diff().ne(1).any())
-        if mask is None and is_packed:
-            raise ValueError(
-                f"{type(module).__name__} is divided in one dimension, where sequences that are packed into one cannot "
-                "be told apart; leave position_ids out, or give an attention_mask"
-            )
-        if positions is None:
-            positions = torch.arange(self._length, device=tokens.device)[None]
-        self._positions = nn.functional.pad(positions, (0, missing))
-        mine = {"input_ids": nn.functional.pad(tokens, (0, missing)), "position_ids": self._positions}
-        if given.get("token_type_ids") is not None:
-            mine["token_type_ids"] = nn.functional.pad(given["token_type_ids"], (0, missing))
-        mine = {name: part.chunk(size, dim=1)[self._line.rank] for name, part in mine.items()}
-        others = {name: value for name, value in given.items() if name not in _WHOLE}
-        # eager attention makes masks from the tokens it gets; sdpa relies on is_causal
-        makes_masks = _attention_of(module) == "eager"
-        if missing or is_packed or makes_masks or (mask is not None and not mask.all()):
-            others["attention_mask"] = self._mask(torch.ones_like(tokens) if mask is None else mask, missing)
-        return (), {**others, **mine, "use_cache": False}
+        kept = kwargs.get("logits_to_keep")
+        self._kept = kept if isinstance(kept, torch.Tensor) else slice(-kept, None) if kept else None
+        return args, {**kwargs, "logits_to_keep": 0} if kept is not None else kwargs
 
-    def cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Cuts whole logits to those that the call requested."""
-        if not torch.is_grad_enabled() and getattr(output, "logits", None) is not None:
-            kept = slice(-self._kept, None) if isinstance(self._kept, int) else self._kept
-            output.logits = output.logits[:, : self._length][:, kept]
-        return output
+    def _own_indices(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (self._own(args[0], 0), *args[1:])
 
-    def whole_positions(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        """Passes the positions of all tokens of the call."""
-        return args[:1], {**kwargs, "position_ids": self._positions}
+    def _among_all(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """[b, s/p, h] -> [b, s, h], with zeros for other ranks' tokens."""
+        if isinstance(output, tuple):
+            return (self._among_all(module, args, output[0]), *output[1:])
+        rows: torch.Tensor = output
+        here, rank = rows.shape[TOKENS], self._line.rank
+        filled = nn.functional.pad(rows, (0, 0, rank * here, (self._line.size - 1 - rank) * here))
+        return filled[:, : self._whole_length(here)]
+
+    def _own_hidden(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        return _with_hidden(args, kwargs, lambda hidden: self._own(hidden, 2))
+
+    def _stand_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        def stand_in(shard: torch.Tensor) -> torch.Tensor:
+            shape = shard.shape[0], self._whole_length(shard.shape[TOKENS]), shard.shape[-1]
+            made = shard.new_full((), torch.nan).expand(shape)
+            made.shard = shard  # type: ignore[attr-defined]
+            return made
+
+        return _with_hidden(args, kwargs, stand_in)
+
+    def _filled(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        missing = -args[0].shape[TOKENS] % self._line.size
+        return (nn.functional.pad(args[0], (0, 0, 0, missing)) if missing else args[0], *args[1:])
+
+    def _cut(self, module: nn.Module, args: Any, whole: torch.Tensor) -> torch.Tensor:
+        return whole[:, : self._whole_length(whole.shape[TOKENS] // self._line.size)]
+
+    def _cut_logits(self, module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits = self._cut(module, args, logits)
+        return logits if self._kept is None else logits[:, self._kept]
+
+    def _gathered(self, module: nn.Module, args: Any, scores: torch.Tensor) -> torch.Tensor:
+        return self._cut(module, args, gathered(scores, self._line, TOKENS))
+
+    def _own(self, whole: torch.Tensor, features: int) -> torch.Tensor:
+        """This rank's tokens of a tensor with ``features`` / 2 dimensions after them; zeros after the last token."""
+        missing = -whole.shape[TOKENS] % self._line.size
+        whole = nn.functional.pad(whole, (0,) * features + (0, missing)) if missing else whole
+        return whole.chunk(self._line.size, TOKENS)[self._line.rank]
+
+    def _whole_length(self, here: int) -> int:
+        """Tokens of whole sequences, of which a rank has ``here``: all of them, or those of a tile. A recomputation,
+        with autograd, may be of another call than the last.
+        """
+        everyones = here * self._line.size
+        is_last_call = not torch.is_grad_enabled() and 0 <= everyones - self._length < self._line.size
+        return self._length if is_last_call else everyones
 
 
-def _attention_of(module: nn.Module) -> str | None:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Given:
+    """The arguments of a layer with another first one, which may be named."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
-def padding_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
-    """Each token sees all real tokens of ``given`` [b, s']: [b, 1, 1, s]."""
-    return nn.functional.pad(given.bool(), (0, missing))[:, None, None]
-
-
-def causal_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
-    """Each token sees the real tokens of ``given`` [b, s'] up to itself: [b, 1, s, s]."""
-    seen = nn.functional.pad(given.bool(), (0, missing))
-    length = seen.shape[1]
-    return seen[:, None, None] & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
+def _behind(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The rank's tokens behind a stand-in."""
+    shard = getattr(args[0], "shard", None)
+    if shard is None:
+        raise ValueError(
+            f"a {type(module).__name__} of attention takes something else than the input of attention, which has no "
+            'form in one dimension; set tensor_parallel.mode to "2d"'
+        )
+    return (shard, *args[1:])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.adapters import base_name, base_of, is_adapted, with_adapters
+from patrickstar.tensor2d.adapters import base_name, base_of, is_adapted, with_adapter
 from patrickstar.tensor2d.embedding import Embedding2D, SmallEmbedding2D
+from patrickstar.tensor2d.fused import parts_of
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.linear import Linear2D
-from patrickstar.tensor2d.losses import LMHead2D, whole_logits
-from patrickstar.tensor2d.norms import LayerNorm2D, RMSNorm2D
+from patrickstar.tensor2d.losses import LabelHead2D, LMHead2D, whole_logits
+from patrickstar.tensor2d.mixtures import WholeMixture
+from patrickstar.tensor2d.norms import LayerNorm2D, RMSNorm2D, Spread
 from patrickstar.tensor2d.panels import Cut
+from patrickstar.tensor2d.recognised import NormKind, embedding_factor, recognise_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,32 +73,61 @@ class Style(Protocol):
 
 
 class Summa2D:
-    """Linear layers, norms and embeddings of PyTorch and Hugging Face (``Conv1D``, ``…RMSNorm``), by their class."""
+    """Linear layers, embeddings and norms. Norms are recognised by what they compute
+    (:mod:`~patrickstar.tensor2d.recognised`).
+    """
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
-        if _is_linear(module):
-            return _linear([module], [spot.name], spot, Linear2D)
+        if is_linear(module):
+            return linears([module], [spot.name], spot, Linear2D)[0]
         if isinstance(module, nn.Embedding):
             return _embedding(module, spot, Embedding2D)
-        if isinstance(module, nn.LayerNorm):
-            return _norm(module, spot, module.eps)
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            return _norm(module, spot, module.variance_epsilon)  # type: ignore[arg-type]
+        kind = recognise_norm(module, 0)
+        if kind is not None and kind.features:
+            return _norm(module, spot, kind, Spread.of_tokens(spot.group))
         raise spot.refused(module, "Summa2D divides linear layers, norms and embeddings; give another style")
 
 
-class First:
-    """The first linear layer of a pair."""
+class Firsts:
+    """The first linear layers of a pair, as one product. One object is the style of each of them.
+
+    Args:
+        modules: by name in the model; with or without adapters.
+        parts: features of each part of their outputs; of each part a rank gets some.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], parts: Sequence[int]):
+        self._modules, self._parts = dict(modules), tuple(parts)
+        self._made: dict[str, nn.Module] = {}
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
-        return first_linear([module], [spot.name], spot)
+        if not self._made:
+            names = list(self._modules)
+            made = linears(list(self._modules.values()), names, spot, spot.pairs.first, self._parts)
+            self._made = dict(zip(names, made, strict=True))
+        return self._made[spot.name]
 
 
 class Second:
     """The second linear layer of a pair."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
-        return second_linear(module, spot.name, spot)
+        return linears([module], [spot.name], spot, spot.pairs.second)[0]
+
+
+class Norm:
+    """A norm of one kind.
+
+    Args:
+        kind: of the norm.
+        spread: the ranks that share its features, by group and by the dimension that shards heads.
+    """
+
+    def __init__(self, kind: NormKind, spread: Callable[[MeshGroup, Cut], Spread]):
+        self._kind, self._spread = kind, spread
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        return _norm(module, spot, self._kind, self._spread(spot.group, spot.pairs.heads_by))
 
 
 class Slices2D:
@@ -134,6 +166,28 @@ class Head2D:
         return made
 
 
+class Whole2D:
+    """Token-wise modules, such as mixtures of experts, that each rank has whole."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        return WholeMixture(module, spot.name, spot.group)
+
+
+class Labels2D:
+    """The linear layer that computes a classifier's scores."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        if is_adapted(module):
+            raise spot.refused(module, "the output layer cannot have an adapter there; leave it out of target_modules")
+        weight, bias = module.weight, module.bias
+        options: dict[str, Any] = {"bias": bias is not None, "dtype": weight.dtype, "device": weight.device}
+        made = LabelHead2D(*features_of(module), spot.group, **options)
+        made.take("weight", {f"{spot.name}.weight": weight})  # type: ignore[dict-item]
+        if bias is not None:
+            made.take("bias", {f"{spot.name}.bias": bias})  # type: ignore[dict-item]
+        return made
+
+
 class Head(LMHead2D):
     """Returns this rank's logits [b/r, ..., v/c] with autograd on. With autograd off, as in ``generate``, logits have
     the whole vocabulary: [b/r, ..., vocabulary].
@@ -147,42 +201,30 @@ class Head(LMHead2D):
 TWO_DIMENSIONS = Pairs(Linear2D, Linear2D, Head, "columns")
 
 
-def first_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: list[int] | None = None) -> nn.Module:
-    """The first layer of a pair, from one layer or several with the same input.
+def linears(
+    modules: list[nn.Module], names: list[str], spot: Spot, kind: type[Layer2D], parts: Sequence[int] = ()
+) -> list[nn.Module]:
+    """Replacements of linear layers with the same input, computed by one product.
 
     Args:
-        modules: linear layers, with or without adapters.
+        modules: with or without adapters.
         names: their names in the model.
         spot: the place of replacement.
-        parts: parts of the output of which each rank gets some; None: the output of each module.
+        kind: class of the product.
+        parts: parts of the outputs of which each rank gets some; none: one part.
 
     Raises:
-        ValueError: some have a bias and others do not.
+        ValueError: some have a bias and others do not, or the mesh does not divide them.
     """
-    return _linear(modules, names, spot, spot.pairs.first, parts)
-
-
-def second_linear(module: nn.Module, name: str, spot: Spot) -> nn.Module:
-    """The second layer of a pair."""
-    return _linear([module], [name], spot, spot.pairs.second)
-
-
-def _linear(
-    modules: list[nn.Module], names: list[str], spot: Spot, kind: type[Layer2D], parts: list[int] | None = None
-) -> nn.Module:
-    for module in modules:
-        if not _is_linear(module):
-            raise spot.refused(module, "it is no linear layer")
     bases = {base_name(module, name): base_of(module) for name, module in zip(names, modules, strict=True)}
-    parts = [_features(base)[1] for base in bases.values()] if parts is None else parts
     biases = {f"{name}.bias": base.bias for name, base in bases.items()}
     has_bias = {bias is not None for bias in biases.values()}
     if len(has_bias) > 1:
         raise spot.refused(modules[0], f"some of {', '.join(names)} have a bias, and some have none")
     first = base_of(modules[0])
     made = kind(
-        _features(first)[0],
-        sum(parts),
+        features_of(first)[0],
+        sum(features_of(base)[1] for base in bases.values()),
         spot.group,
         bias=has_bias == {True},
         dtype=first.weight.dtype,
@@ -194,17 +236,21 @@ def _linear(
     if made.bias is not None:
         made.take("bias", biases)
     made.train(first.training)
-    return with_adapters(made, modules, names, parts)
+    if len(modules) == 1:
+        return [with_adapter(modules[0], names[0], made, made, parts if len(parts) > 1 else ())]
+    faces = parts_of(made, [features_of(base)[1] for base in bases.values()])
+    return [with_adapter(*each, made, face) for *each, face in zip(modules, names, faces, strict=True)]
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Includes layers with adapters."""
+def is_linear(module: nn.Module) -> bool:
+    """True for a linear layer, with or without adapters."""
     base = base_of(module)
     return isinstance(base, nn.Linear) or _is_conv1d(base)
 
 
-def _features(module: nn.Module) -> tuple[int, int]:
-    """(in, out) features."""
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """(in, out) features of a linear layer."""
+    module = base_of(module)
     if _is_conv1d(module):
         return tuple(module.weight.shape)  # type: ignore[union-attr,return-value]
     return module.in_features, module.out_features  # type: ignore[return-value]
@@ -218,12 +264,16 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _embedding(module: nn.Embedding, spot: Spot, kind: type[Embedding2D] | type[SmallEmbedding2D]) -> Layer2D:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise spot.refused(module, "max_norm, scale_grad_by_freq and sparse gradients are not supported")
+    factor = embedding_factor(module)
+    if factor is None:
+        raise spot.refused(module, "its forward computes something else than rows of its table times a factor")
     weight = module.weight
     made = kind(
         module.num_embeddings,
         module.embedding_dim,
         spot.group,
         padding_idx=module.padding_idx,
+        factor=factor,
         dtype=weight.dtype,
         device=weight.device,
     )
@@ -231,16 +281,18 @@ def _embedding(module: nn.Embedding, spot: Spot, kind: type[Embedding2D] | type[
     return made
 
 
-def _norm(module: nn.Module, spot: Spot, eps: float) -> Layer2D:
-    weight, bias = module.weight, getattr(module, "bias", None)
-    if weight is None or weight.dim() != 1:
-        raise spot.refused(module, "norms are divided that have a weight of one dimension")
-    options = {"eps": eps, "dtype": weight.dtype, "device": weight.device}
-    if isinstance(module, nn.LayerNorm):
-        made: Layer2D = LayerNorm2D(len(weight), spot.group, bias=bias is not None, **options)  # type: ignore[arg-type]
+def _norm(module: nn.Module, spot: Spot, kind: NormKind, spread: Spread) -> Layer2D:
+    own = {name: param for name, param in module._parameters.items() if param is not None}
+    weight = own.get("weight")
+    options: dict[str, Any] = {"eps": kind.eps, "elementwise_affine": kind.has_weight, "offset": kind.offset}
+    if weight is not None:
+        options |= {"dtype": weight.dtype, "device": weight.device}
+    if kind.has_mean:
+        made: Layer2D = LayerNorm2D(kind.features, spot.group, bias=kind.has_bias, spread=spread, **options)
+    elif kind.has_bias:
+        raise spot.refused(module, "RMS norms with a bias have no form")
     else:
-        made = RMSNorm2D(len(weight), spot.group, **options)  # type: ignore[arg-type]
-    made.take("weight", {f"{spot.name}.weight": weight})  # type: ignore[dict-item]
-    if bias is not None:
-        made.take("bias", {f"{spot.name}.bias": bias})
+        made = RMSNorm2D(kind.features, spot.group, spread=spread, **options)
+    for name, param in own.items():
+        made.take(name, {f"{spot.name}.{name}": param})
     return made

@@ -55,3 +55,21 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         return grad, None
+
+
+def gathered(value: torch.Tensor, line: Line, dim: int) -> torch.Tensor:
+    """All-gathers ``value`` along ``dim``. Ranks compute the same scalar of the result, and each gets the gradient of
+    its own part.
+    """
+    return _Gathered.apply(value, line, dim) if line.size > 1 else value
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, line: Line, dim: int) -> torch.Tensor:
+        ctx.line, ctx.dim = line, dim
+        return torch.cat(line.gather(value), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        return grad.chunk(ctx.line.size, ctx.dim)[ctx.line.rank], None, None

@@ -10,7 +10,7 @@ from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.manifest import Manifest, StoredTensor
 from patrickstar.tensor2d import MeshPlace, Placement, Split
 
-SPLITS = {Split.BLOCKS: (8, 12), Split.COLUMNS: (12,), Split.ROWS: (12,)}
+SPLITS = {Split.BLOCKS: (8, 12), Split.COLUMNS: (12,), Split.ROWS: (12,), Split.WHOLE: (12,)}
 
 
 def parameter_of(placement, names, shapes, rows=None, turned=False):

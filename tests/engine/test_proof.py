@@ -109,10 +109,10 @@ def add_neighbours(module):
     module.forward = types.MethodType(forward, module)
 
 
-def with_another_mlp():
+def with_another_mlp(change):
     model = build("LlamaForCausalLM")
     mlp = model.model.layers[0].mlp
-    mlp.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), mlp)
+    mlp.forward = types.MethodType(lambda self, x: change(type(self).forward(self, x)), mlp)
     return model
 
 
@@ -125,7 +125,11 @@ WRONG = {
         r"layers.0.mlp \(LlamaMLP\) computes something",
     ),
     "one of two": (lambda: with_neighbours("model.layers.0.mlp"), BOTH, "with modules computed in tiles: "),
-    "code that a plan leaves out": (with_another_mlp, MESH, "matrices sharded over ranks: the loss .*gradients differ"),
+    "features meet": (
+        lambda: with_another_mlp(lambda out: out.cumsum(-1)),
+        MESH,
+        "matrices sharded over ranks: the loss .*gradients differ",
+    ),
     "a mask of its own": (lambda: build("DogeForCausalLM"), SHARED, "DogeAttention computes with its attention mask"),
     "what cannot be called": (lambda: build("GitForCausalLM"), SHARED, "GitForCausalLM could not be called"),
     "trigrams": (lambda: build("MobileBertForMaskedLM"), SHARED, "MobileBertForMaskedLM computes something else with"),
@@ -137,6 +141,10 @@ def test_what_is_wrong_is_refused_by_name(case):
     make, options, expected = WRONG[case]
     with pytest.raises(ValueError, match=expected):
         prove(make(), options)
+
+
+def test_code_around_sharded_layers_is_kept():
+    prove(with_another_mlp(lambda out: 2 * out.relu()), MESH)
 
 
 def test_a_loss_of_another_value_is_named(monkeypatch):

@@ -99,7 +99,7 @@ def test_waits_are_what_products_do_not_hide(mode, rows, columns):
 def test_a_layer_waits_in_backward_for_its_weights_too():
     uses, model = trace(2, 2)
     names = [name for name, _ in model.module.named_parameters()]
-    weights = {index for index, name in enumerate(names) if name.endswith("qkv.weight")}
+    weights = {index for index, name in enumerate(names) if name.endswith("attn.c_attn.weight")}
     entered = {param for use in uses.uses if use.call == _C.UseCall.ENTER_BACKWARD for param in use.params}
     assert len(weights) == LAYERS and weights <= entered
 
@@ -201,11 +201,11 @@ def test_what_would_fit_is_planned_on_the_mesh(capsys):
             ["--tensor-parallel", "2x2", "--lora-rank", "8"],
             "with --lora-rank, which is planned for whole matrices alone",
         ),
-        (["--tensor-parallel", "1x3", "--gpus-per-node", "3"], "features: 256 cannot be cut into 3 columns"),
+        (["--tensor-parallel", "1x3", "--gpus-per-node", "3"], "heads: 16 cannot be cut into 3 columns"),
         (["--tensor-parallel", "3", "--gpus-per-node", "3"], "cannot be divided among 3 ranks"),
         (
-            ["--tensor-parallel", "2x2", "--model", "mistral-7b"],
-            "(model type 'mistral') has no plan for a mesh of 2 x 2",
+            ["--tensor-parallel", "2x2", "--model", "deepseek-v3"],
+            "DeepseekV3ForCausalLM cannot be sharded over a mesh: the linear layers of model.layers.0.self_attn",
         ),
         (["--tensor-parallel", "2x2", "--also", "6"], "not whole nodes of 4"),
     ],

@@ -156,7 +156,6 @@ def go_wrong(which: list[str]) -> list[str]:
         "other batches": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens + rank)),
         "samples": lambda: message(llama, 2, 1, lambda engine: engine(input_ids=tokens)),
         "no values": lambda: message(on_meta, 1, 2),
-        "no plan in one dimension": lambda: message(t5, 1, 2, mode="1d"),
         "tokens": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens[:, :23]), mode="1d"),
     }
     return [mistakes[name]() for name in which]

@@ -19,13 +19,11 @@ from patrickstar.tensor2d import (
 )
 from patrickstar.tensor2d.cost import LayerShape, Mode, choose, crossing_tokens, received_1d, received_2d
 from patrickstar.tensor2d.division import Split
-from patrickstar.tensor2d.hugging_face import layer_shape
 from patrickstar.tensor2d.layer import Layer2D
+from patrickstar.tensor2d.model_cost import layer_shape
 from tests.tensor2d.models import (
     BATCH,
-    GPT2,
     LENGTH,
-    LLAMA,
     MODELS,
     VOCABULARY,
     batch,
@@ -38,7 +36,7 @@ from tests.tensor2d.on_meshes import gap, on_mesh, open_mesh
 
 STEPS, MAX_NORM = 10, 0.5
 TOKENS = BATCH * LENGTH
-LINEARS = {"gpt2": layer_shape(GPT2).linears(), "llama": layer_shape(LLAMA).linears()}
+LINEARS = {name: layer_shape(reference(name, torch.float32)).linears() for name in MODELS}
 
 
 def build(name, dtype, group, device="cpu"):
