@@ -1,5 +1,5 @@
 // Listener to uses of parameters, with the calls of plan/use_holds.h. In an engine the runtime listens; to plan without
-// a GPU, a recorder of uses does (patrickstar/planning/uses.py).
+// a GPU, a recorder of uses does (patrickstar/planning/step_uses.py).
 //
 // One thread at a time: the user's in forward, autograd's in backward.
 #pragma once

@@ -9,11 +9,11 @@
 // No shared state; any thread may call it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -42,21 +42,33 @@ class Room {
     free_bytes_ -= now;
     num_bytes -= now;
     When ready;
-    while (num_bytes > 0 && !coming_.empty()) {
-      const auto first = coming_.begin();
-      const int64_t part = std::min(num_bytes, first->second);
-      ready = {first->first, kOnMemory};
+    while (num_bytes > 0 && next_ < static_cast<std::ptrdiff_t>(coming_.size())) {
+      Coming& first = coming_[static_cast<size_t>(next_)];
+      const int64_t part = std::min(num_bytes, first.num_bytes);
+      ready = {first.at, kOnMemory};
       num_bytes -= part;
-      if (part < first->second) coming_.emplace(first->first, first->second - part);
-      coming_.erase(first);
+      first.num_bytes -= part;
+      if (first.num_bytes == 0) ++next_;
     }
     return ready;
   }
-  void give(double at, int64_t num_bytes) { coming_.emplace(at, num_bytes); }
+  void give(double at, int64_t num_bytes) {
+    if (2 * next_ > static_cast<std::ptrdiff_t>(coming_.size()))
+      coming_.erase(coming_.begin(), coming_.begin() + std::exchange(next_, 0));
+    auto place = coming_.end();
+    while (place != coming_.begin() + next_ && (place - 1)->at > at) --place;
+    coming_.insert(place, {at, num_bytes});
+  }
 
  private:
+  struct Coming {
+    double at;
+    int64_t num_bytes;
+  };
+
   int64_t free_bytes_;
-  std::multiset<std::pair<double, int64_t>> coming_;
+  std::vector<Coming> coming_;  // from next_ on, ascending: most bytes are given near the end
+  std::ptrdiff_t next_ = 0;
 };
 
 class Clock {

@@ -52,9 +52,10 @@ struct RoomPlan {
 
 std::vector<RoomPlan> plans_by_room(PlanProblem problem) {
   std::vector<RoomPlan> plans;
+  const UseIndex index = index_uses(problem);
   for (int64_t room : prefetch_candidates(problem)) {
     problem.prefetch_bytes = room;
-    plans.push_back({room, make_plan(problem)});
+    plans.push_back({room, make_plan(problem, index)});
   }
   return plans;
 }

@@ -67,7 +67,16 @@ struct Plan {
   int64_t least_limit_bytes = 0;  // smallest limit_bytes that fits every access
 };
 
+// Arrays that are read or written, by access and the other way round. All plans of a timeline share it.
+struct UseIndex {
+  std::vector<std::vector<int64_t>> uses;  // by array: accesses, ascending
+  std::vector<std::vector<int>> needed;    // by access: arrays, ascending
+};
+
+UseIndex index_uses(const PlanProblem& problem);
+
 Plan make_plan(const PlanProblem& problem);
+Plan make_plan(const PlanProblem& problem, const UseIndex& index);
 
 uint64_t fingerprint(const Plan& plan);
 

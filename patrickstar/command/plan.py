@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 from collections.abc import Iterator, Sequence
 
@@ -11,6 +12,8 @@ from patrickstar.command.flags import UsageError, run_reporting
 from patrickstar.command.plan_flags import mesh_shape, plan_parser
 from patrickstar.planning.gpus import DATA_SHEETS, precision_mistake
 from patrickstar.planning.known_models import model_mistake
+
+atexit.register(gc.freeze)  # else the interpreter's end searches all objects of PyTorch for cycles, for a second
 
 _COLLECTIONS = (100_000, 20, 100)
 """Thresholds of the garbage collector. With Python's, it takes a seventh of an answer's time (docs/log.md)."""

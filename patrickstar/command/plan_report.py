@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from patrickstar.config import LossComputation
 from patrickstar.planning.advice import Advice
+from patrickstar.planning.case import Case
 from patrickstar.planning.listing import listing_lines
 from patrickstar.planning.planner import Answer
-from patrickstar.planning.prediction import Case
 from patrickstar.planning.question import Question
 from patrickstar.planning.recomputation import recomputation_text
 from patrickstar.planning.setting import DoesNotFitError, Setting

@@ -22,7 +22,7 @@ class Observer:
 
     def __init__(self, runtime: _C.Runtime):
         """``runtime`` is the core, or its replacement during planning
-        (:class:`patrickstar.planning.uses.UseRecorder`).
+        (:class:`patrickstar.planning.step_uses.UseRecorder`).
         """
         self._runtime = runtime
         self.uses = _C.UseObserver(runtime, _nodes)

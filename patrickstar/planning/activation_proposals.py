@@ -10,9 +10,9 @@ from torch import nn
 
 from patrickstar.config import LossComputation
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable
+from patrickstar.planning.case import Case
 from patrickstar.planning.models import build_model
 from patrickstar.planning.planner import Planner
-from patrickstar.planning.prediction import Case
 from patrickstar.planning.proposals import Proposal, more_host_memory, other_setting, other_work, recomputed
 from patrickstar.planning.question import Question
 from patrickstar.planning.setting import DoesNotFitError
@@ -66,11 +66,14 @@ def host_memory_for_activations(planner: Planner, question: Question, case: Case
         case: the answer's; None: it does not fit.
     """
     ample = other_setting("host memory", "", (), question, host_bytes=_AMPLE_BYTES)
+    offloaded_bytes = 0 if case is None else case.offloaded_bytes
+    if planner.most_offloaded_bytes(ample.question) <= offloaded_bytes:
+        return
     try:
         there = planner.answer(ample.question).chosen
     except DoesNotFitError:
         return
-    if there.offloaded_bytes <= (0 if case is None else case.offloaded_bytes):
+    if there.offloaded_bytes <= offloaded_bytes:
         return
     for held_bytes in sorted((there.least_host_bytes, there.host_bytes, there.host_peak_bytes)):
         if held_bytes + there.offloaded_bytes > question.setting.host_bytes:

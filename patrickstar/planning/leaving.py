@@ -314,9 +314,13 @@ class _Played:
 
     def note_activations(self, num_bytes: int) -> None:
         """Records the present activation memory."""
-        self._highest = max(self._highest, num_bytes)
-        self.highest_whole = max(self.highest_whole, num_bytes + self.absent_bytes)
-        self.working_bytes = max(self.working_bytes, num_bytes - self._held_bytes)
+        if num_bytes > self._highest:
+            self._highest = num_bytes
+        if num_bytes + self.absent_bytes > self.highest_whole:
+            self.highest_whole = num_bytes + self.absent_bytes
+        working_bytes = num_bytes - self._held_bytes
+        if working_bytes > self.working_bytes:
+            self.working_bytes = working_bytes
 
     @property
     def _held_bytes(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
 from patrickstar import _C
-from patrickstar.planning.prediction import Case, Predictor
-from patrickstar.planning.recomputation import WORTH_SAVING, Choice
-from patrickstar.planning.setting import DoesNotFitError, Setting
+from patrickstar.planning.case import Case
+from patrickstar.planning.prediction import Predictor
+from patrickstar.planning.recomputation import WORTH_SAVING, Choice, lowest_of_shortest
+from patrickstar.planning.setting import DoesNotFitError
 
 Search = Callable[[int, Callable[[list[int]], list[float]]], Choice]
 """``choose_rung``, or ``choose_roughly``."""
@@ -22,23 +24,68 @@ def may_pay(case: Case) -> bool:
     return case.step.seconds > (1 + WORTH_SAVING) * max(busy)
 
 
-def shortest_recomputation(predictor: Predictor, settings: Iterable[Setting], choose: Search) -> list[Case]:
+def shortest_recomputation(predictor: Predictor, cases: Iterable[Case], choose: Search) -> list[Case]:
     """The case with the shortest step of each setting, by ``choose``. The engine compares steps at cautious rates.
 
-    Raises:
-        DoesNotFitError: a setting does not fit if all checkpointed calls are recomputed.
+    Args:
+        predictor: of the cases.
+        cases: in which all checkpointed calls are recomputed.
+        choose: the search.
     """
-    return [_shortest(predictor, setting, choose) for setting in settings]
+    return [_Rungs(predictor, case).shortest(choose) for case in cases]
 
 
-def _shortest(predictor: Predictor, setting: Setting, choose: Search) -> Case:
-    ladder = predictor.recomputations
+class _Rungs:
+    """The rungs for one setting, whose ``case`` recomputes all calls.
 
-    def seconds_of(rung: int) -> float:
+    Saved activations take room: a step is taken to be shorter than that of a lower rung by its computation at most.
+    Rungs that would then not be chosen are not simulated.
+    """
+
+    def __init__(self, predictor: Predictor, case: Case):
+        self._predictor, self._case, self._ladder = predictor, case, predictor.recomputations
+        self._asked: set[int] = set()
+        self._known: dict[int, float] = {}
+        self._computing: dict[int, float] = {}
+        """With dequantisation, which higher rungs may do less of."""
+
+    def shortest(self, choose: Search) -> Case:
+        """The case that ``choose`` finds."""
+        choice = choose(self._ladder.top, lambda rungs: [self._seconds_of(rung) for rung in sorted(rungs)])
+        saved = self._ladder.saved(choice.rung)
+        if choice.rung == 0:
+            return dataclasses.replace(self._case, saved=saved)
+        return self._predictor.predict(self._case.setting, saved)
+
+    def _seconds_of(self, rung: int) -> float:
+        """Predicted seconds; infinite if the step does not fit or the rung cannot be worth it."""
+        may_be_chosen = not self._known or self._may_be_chosen(rung)
+        self._asked.add(rung)
+        if not may_be_chosen:
+            return math.inf
         try:
-            return predictor.predict(setting, ladder.saved(rung), _C.cautious).step.seconds
+            predicted = self._predictor.predict(self._case.setting, self._ladder.saved(rung), _C.cautious)
         except DoesNotFitError:
             return math.inf
+        self._known[rung] = predicted.step.seconds
+        self._computing[rung] = max(self._compute(rung), predicted.step.compute_seconds)
+        return self._known[rung]
 
-    choice = choose(ladder.top, lambda rungs: [seconds_of(rung) for rung in rungs])
-    return predictor.predict(setting, ladder.saved(choice.rung))
+    def _may_be_chosen(self, rung: int) -> bool:
+        """True if the rung, or one between it and the next asked for, may be chosen."""
+        least, chosen = min(self._known.values()), lowest_of_shortest(self._known)
+        if rung < chosen:
+            return self._least_seconds(rung, rung) <= least * (1 + WORTH_SAVING)
+        last = min((asked - 1 for asked in self._asked if asked > rung), default=self._ladder.top)
+        return self._least_seconds(rung, last) * (1 + WORTH_SAVING) < self._known[chosen]
+
+    def _least_seconds(self, first: int, last: int) -> float:
+        """Seconds that every step of these rungs takes."""
+        lower = [known for known in self._known if known < first]
+        return max((self._known[known] - self._computing[known] for known in lower), default=0.0) + self._compute(last)
+
+    def _compute(self, rung: int) -> float:
+        """Seconds of a step's computation without dequantisation."""
+        case = self._case
+        seconds = self._predictor.compute_seconds(case.setting, self._ladder.saved(rung))
+        return seconds * case.setting.accumulation

@@ -12,17 +12,19 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Recompute, Speculation, States
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
-from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
+from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params, working_sets
+from patrickstar.planning.case import Case
 from patrickstar.planning.models import PlannedModel, build_model
 from patrickstar.planning.planned_recomputation import Search, may_pay, shortest_recomputation
 from patrickstar.planning.predicted_step import Prediction
-from patrickstar.planning.prediction import Case, Predictor
+from patrickstar.planning.prediction import Predictor
 from patrickstar.planning.question import DTYPES, Question
 from patrickstar.planning.recomputation import choose_roughly, choose_rung
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.sharded_matrices import PlannedMatrices
 from patrickstar.planning.shortest_step import ShortestStep, shortest_cases
-from patrickstar.planning.uses import StepUses, trace_uses
+from patrickstar.planning.step_uses import StepUses
+from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Choice
 from patrickstar.sizes import enough_size, parse_size
 
@@ -198,6 +200,7 @@ class Planner:
                 refusals.append(refusal)
         if not cases:
             raise refusals[0]
+        usual = {case.chunk_numel: case for case in cases}
         by_step = sorted(cases, key=lambda case: case.step.seconds)
         searched = {case.chunk_numel for case in by_step[: effort.num_searched]}
         cases = [
@@ -213,8 +216,8 @@ class Planner:
         may_save = question.setting.recompute is Recompute.AUTO and predictor.recomputations.top > 0
         if may_save and may_pay(chosen):
             all_recomputed = chosen.step
-            settings = dict.fromkeys([chosen.setting, question.setting])
-            chosen = shortest_cases([*shortest_recomputation(predictor, settings, effort.choose), chosen])[0]
+            bases = {case.setting: case for case in (chosen, usual[chosen.chunk_numel])}
+            chosen = shortest_cases([*shortest_recomputation(predictor, bases.values(), effort.choose), chosen])[0]
         return Answer(
             question=question,
             num_params=trace.model.num_params,
@@ -254,6 +257,12 @@ class Planner:
         sizes = self._sizes(question, trace)
         return min(self._predictor(question, trace, size).needed_device_bytes(question.setting) for size in sizes)
 
+    def most_offloaded_bytes(self, question: Question) -> int:
+        """Activations that an answer offloads at most."""
+        trace = self._trace(question)
+        sizes = self._sizes(question, trace)
+        return max(self._predictor(question, trace, size).away_bytes(question.setting) for size in sizes)
+
     def most_tokens(self, question: Question) -> int | None:
         """Longest sequence of its model if positions are rows of a table; else None."""
         return build_model(question.workload.model, 1, 1, checkpointing=False).most_tokens
@@ -279,7 +288,8 @@ class Planner:
             quantization = None if workload.quantization is None else QuantizationConfig(type=workload.quantization)
             params = plan_params(model.module, dtype, use_cpu_embedding=False, quantization=quantization)
             # Before the trace, which changes the module.
-            scarce = {size: choose_chunk_size(params, model.module, size, 0) for size in asked}
+            sets = working_sets(params, model.module)
+            scarce = {size: choose_chunk_size(params, sets, size, 0) for size in asked}
             try:
                 uses = trace_uses(model.module, params, dtype, model.inputs, gpu, divisions=model.divisions)
             except NotImplementedError as error:

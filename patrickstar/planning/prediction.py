@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import DeviceShares, Saved
 from patrickstar.config import ActivationOffload, OptimizerType, Speculation
+from patrickstar.planning.case import Case
 from patrickstar.planning.cluster import Cluster
-from patrickstar.planning.leaving import ActivationLevels, LinkedDevice
+from patrickstar.planning.leaving import LinkedDevice
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.placed_states import earliest_updates, states_on_device
 from patrickstar.planning.predicted_step import Prediction
@@ -19,69 +19,13 @@ from patrickstar.planning.recomputation import Ladder, saved_calls, step_with_sa
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.simulation import accumulated, choose_plan, shared_host_plan
 from patrickstar.planning.step_plan import Plan, SavedCalls, planned_chunks
+from patrickstar.planning.step_uses import StepUses
 from patrickstar.planning.timeline import Accesses, TimedTimeline, play_accesses
 from patrickstar.planning.update_costs import UpdateRates, costs_of_chunks
-from patrickstar.planning.uses import StepUses
 from patrickstar.sizes import enough_size, show_shortage, show_size
 
 _ONE_GPU = Cluster()
-_AMPLE_BYTES = 2**62
 _EXACT = 128  # relative precision (1/128) of the least device memory with activation offload
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """Plan and placement for one chunk size."""
-
-    chunk_numel: int
-    """Elements in a chunk."""
-    setting: Setting
-    """The plan's budgets; the shortest step may use less than was given (planning/shortest_step.py)."""
-    plan: Plan
-    num_device_state_chunks: int
-    """Chunks with optimizer states on the device."""
-    num_device_quantized_chunks: int
-    """Chunks with codes and scales on the device."""
-    num_speculated_chunks: int
-    """Chunks whose updates start during backward."""
-    num_two_phase_updates: int
-    """Chunks among them with two-phase updates, because memory suffices for their parameters only."""
-    num_disk_chunks: int
-    """Chunks with optimizer states on the disk."""
-    disk_bytes: int
-    """Disk bytes of one rank."""
-    host_bytes: int
-    """One rank's parameters and optimizer states on the host, with the buffers of states on the disk."""
-    host_peak_bytes: int
-    """Highest host memory of one rank's engine. Includes new values of speculative updates, gradients in transfer, and
-    states that move to the device after the first step.
-    """
-    least_host_bytes: int
-    """Least ``host_memory`` that works with all states on the host or on the disk."""
-    offloaded_bytes: int
-    """Offloaded activations on the host, beside :attr:`host_bytes`."""
-    selective_attention: int
-    """Attention calls of checkpointed layers whose results are kept for backward."""
-    saved: tuple[Saved, ...]
-    """Activations that checkpointed calls save, by number of the call within a forward; empty: none."""
-    waste_bytes: int
-    """Highest unused bytes in an access's chunks, beside the parameters that it needs."""
-    step: Prediction
-    """The step without clipping."""
-    play_clipped: Callable[[], Prediction] = dataclasses.field(repr=False, compare=False)
-    """Computes :attr:`clipped_step`."""
-    find_least_device: Callable[[], int] = dataclasses.field(repr=False, compare=False)
-    """Computes :attr:`least_device_bytes`."""
-
-    @functools.cached_property
-    def least_device_bytes(self) -> int:
-        """Least ``device_memory`` that works with all states on the host."""
-        return self.find_least_device()
-
-    @functools.cached_property
-    def clipped_step(self) -> Prediction:
-        """The step when clipping acts in every step: backward computes only parameters, the rest follows the norm."""
-        return self.play_clipped()
 
 
 def predict_case(
@@ -110,8 +54,6 @@ class Predictor:
         self.chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
         self._timelines: dict[tuple[Any, ...], TimedTimeline] = {}
         self._accesses: dict[tuple[bool, ...], Accesses] = {}
-        self._leaving: dict[LinkedDevice, ActivationLevels] = {}
-        self._uses_of_levels: dict[tuple[int, int], StepUses] = {}
         self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
         self._least: dict[tuple[Setting, int], int] = {}
         self._needed: dict[Setting, int] = {}
@@ -122,9 +64,8 @@ class Predictor:
         """
         if setting not in self._needed:
             accesses = self._timeline(self._first_device(setting), self._nowhere).accesses
-            problem = _C.pose_problem(self.layout, accesses, self._nowhere, self.device_budget(setting))
-            least = _C.make_plan(accesses, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)
-            self._needed[setting] = int(least) + 1
+            least = self._least_limit_bytes(accesses, self._nowhere, self.device_budget(setting))
+            self._needed[setting] = int(least / (1 - _C.CUDA_SLACK_RATIO)) + 1
         return self._needed[setting]
 
     def least_device_bytes(self, setting: Setting) -> int:
@@ -152,6 +93,11 @@ class Predictor:
         num_calls = max((call.number + 1 for call in calls), default=0)
         return Ladder(num_calls, has_products=any(call.product_bytes for call in calls))
 
+    def compute_seconds(self, setting: Setting, saved: tuple[Saved, ...]) -> float:
+        """Computation of a forward and its backward, without dequantisation, in which calls save ``saved``."""
+        timed = self._timeline(self._first_device(setting), self._nowhere, None, saved)
+        return self._cluster.slowdown(self._machine) * sum(timed.seconds)
+
     def predict(
         self,
         setting: Setting,
@@ -163,25 +109,14 @@ class Predictor:
         """
         layout = self.layout
         least_host = self._least_host_bytes(setting)
-        budget = self.device_budget(setting)
-        if self.needed_device_bytes(setting) > setting.device_bytes:
-            least = max(self.least_device_bytes(setting), setting.device_bytes + 1)
-            raise DoesNotFitError(
-                f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest "
-                f"access's chunks; give at least {enough_size(least)}",
-                least_device_bytes=least,
-            )
-        first, on_device = self._place(setting, budget, saved)
-        resting_tiers = _C.later_resting_tiers(layout, first, on_device, setting.host_bytes, setting.backwards)
+        placed = self._place(setting, saved)
+        first, on_device, budget = placed.first, placed.on_device, placed.budget
+        resting_tiers, host_bytes = placed.resting_tiers, placed.host_bytes
         on_disk = [resting_tier == _C.Tier.DISK for resting_tier in resting_tiers]
-        host_bytes = _C.bytes_on_host(layout, resting_tiers, setting.backwards) + _C.disk_set_bytes(layout, first)
-        budget.gradient_room_bytes = _C.gradient_room_bytes(layout, resting_tiers, setting.host_bytes)
-        room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
-        later = self._later_device(setting, room)
-        timed = self._timeline(self._first_device(setting), on_device, later, saved)
+        later, room, timed = placed.later, placed.room, placed.timed
         slowdown = self._cluster.slowdown(self._machine)
         timed = dataclasses.replace(timed, seconds=[seconds * slowdown for seconds in timed.seconds])
-        offloaded_bytes = 0 if later is None else self._activation_levels(later).away_bytes
+        offloaded_bytes = 0 if later is None else self._uses.leaving(later).away_bytes
         room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
         rates = self._update_rates(setting.optimizer, on_device)
@@ -234,7 +169,7 @@ class Predictor:
                 setting.host_bytes,
             ),
             offloaded_bytes=offloaded_bytes,
-            selective_attention=0 if later is None else self._activation_levels(later).kept_calls,
+            selective_attention=0 if later is None else self._uses.leaving(later).kept_calls,
             saved=saved,
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
@@ -260,7 +195,7 @@ class Predictor:
     def away_bytes(self, setting: Setting) -> int:
         """Highest bytes of offloaded activations if all of ``host_memory`` is free for them."""
         later = self._later_device(setting, setting.host_bytes)
-        return 0 if later is None else self._activation_levels(later).away_bytes
+        return 0 if later is None else self._uses.leaving(later).away_bytes
 
     def _update_rates(self, rule: OptimizerType, on_device: Sequence[bool]) -> UpdateRates:
         sides = [[c for c, at in zip(self.chunks, on_device, strict=True) if at == side] for side in (False, True)]
@@ -281,7 +216,7 @@ class Predictor:
         steps, which may keep attention and save time. ``saved``: by checkpointed calls.
         """
         places = tuple(on_device)
-        levels = [None if device is None else self._activation_levels(device) for device in (first, later)]
+        levels = [None if device is None else self._uses.leaving(device) for device in (first, later)]
         key = (*map(id, levels), places, saved)
         if key in self._timelines:
             return self._timelines[key]
@@ -290,26 +225,8 @@ class Predictor:
         else:
             if places not in self._accesses:
                 self._accesses[places] = play_accesses(self._uses, self.layout, on_device)
-            self._timelines[key] = self._accesses[places].timed(self._leveled(*levels))
+            self._timelines[key] = self._accesses[places].timed(self._uses.with_activation_levels(*levels))
         return self._timelines[key]
-
-    def _leveled(self, first: ActivationLevels | None, later: ActivationLevels | None) -> StepUses:
-        """The uses with the activation memory of these levels, which :attr:`_leaving` owns."""
-        key = (id(first), id(later))
-        if key not in self._uses_of_levels:
-            is_moved = first is not None or later is not None
-            self._uses_of_levels[key] = self._uses.with_activation_levels(first, later) if is_moved else self._uses
-        return self._uses_of_levels[key]
-
-    def _activation_levels(self, device: LinkedDevice) -> ActivationLevels:
-        """Activation memory with offload."""
-        ample = self._levels_in(dataclasses.replace(device, room_bytes=_AMPLE_BYTES))
-        return ample if device.room_bytes >= ample.enough_room_bytes else self._levels_in(device)
-
-    def _levels_in(self, device: LinkedDevice) -> ActivationLevels:
-        if device not in self._leaving:
-            self._leaving[device] = self._uses.leaving(device)
-        return self._leaving[device]
 
     def _may_leave(self, setting: Setting) -> bool:
         """True if activation offload is enabled."""
@@ -322,7 +239,7 @@ class Predictor:
         if not self._may_leave(setting):
             return None
         device = self._device_at_first(setting)
-        return device if self._activation_levels(device).away_bytes else None
+        return device if self._uses.leaving(device).away_bytes else None
 
     def _first_room(self, setting: Setting) -> int:
         """Host bytes beside the chunks' initial placement."""
@@ -334,7 +251,7 @@ class Predictor:
         if not self._may_leave(setting):
             return None
         first = self._device_at_first(setting)
-        return dataclasses.replace(first, room_bytes=max(room, 0), seen=self._activation_levels(first).seen)
+        return dataclasses.replace(first, room_bytes=max(room, 0), seen=self._uses.leaving(first).seen)
 
     def _device_at_first(self, setting: Setting) -> LinkedDevice:
         return LinkedDevice(
@@ -362,18 +279,30 @@ class Predictor:
 
     def _least_host_from(self, setting: Setting, num_bytes: int) -> int:
         """Returns ``num_bytes``, or more if activations need device memory that states would use then."""
+        setting = dataclasses.replace(setting, host_bytes=num_bytes)
         try:
-            self.predict(dataclasses.replace(setting, host_bytes=num_bytes))
+            placed = self._place(setting, ())
         except DoesNotFitError as refusal:
             return max(num_bytes, refusal.least_host_bytes or 0)
+        least_limit = self._least_limit_bytes(placed.timed.accesses, placed.on_device, placed.budget)
+        return num_bytes if least_limit <= placed.budget.limit_bytes else self._least_host_bytes(setting)
+
+    def _least_limit_bytes(self, accesses: list[dict[str, Any]], on_device: list[bool], budget: _C.DeviceBudget) -> int:
+        """Device bytes of the access that needs most."""
+        problem = _C.pose_problem(self.layout, accesses, on_device, budget)
+        num_bytes: int = _C.make_plan(accesses, **problem)["least_limit_bytes"]
         return num_bytes
 
-    def _place(
-        self, setting: Setting, budget: _C.DeviceBudget, saved: tuple[Saved, ...]
-    ) -> tuple[list[_C.Tier], list[bool]]:
-        """Returns by chunk the initial tier of its states, and True if they end on the device: because host and disk
-        cannot hold them, or because the headroom can.
-        """
+    def _place(self, setting: Setting, saved: tuple[Saved, ...]) -> _Placed:
+        """Places states as an engine does. Raises DoesNotFitError."""
+        layout, budget = self.layout, self.device_budget(setting)
+        if self.needed_device_bytes(setting) > setting.device_bytes:
+            least = max(self.least_device_bytes(setting), setting.device_bytes + 1)
+            raise DoesNotFitError(
+                f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest "
+                f"access's chunks; give at least {enough_size(least)}",
+                least_device_bytes=least,
+            )
         first, host_bytes, _ = self._initial_placement(setting)
         if host_bytes > setting.host_bytes:
             once = "parameters and optimizer states"
@@ -382,12 +311,46 @@ class Predictor:
             on_host = [_C.Tier.HOST] * len(first)
             raise DoesNotFitError(
                 f"host_memory: {show_shortage(least, setting.host_bytes)}; {what} take "
-                f"{show_size(_C.bytes_on_host(self.layout, on_host, setting.backwards))}; raise host_memory to "
+                f"{show_size(_C.bytes_on_host(layout, on_host, setting.backwards))}; raise host_memory to "
                 f"{enough_size(least)}, or device_memory",
                 least_host_bytes=least,
             )
         accesses = self._timeline(self._first_device(setting), self._nowhere, None, saved).accesses
-        return first, states_on_device(self.layout, first, accesses, budget if setting.hybrid_adam else None)
+        on_device = states_on_device(layout, first, accesses, budget if setting.hybrid_adam else None)
+        resting_tiers = _C.later_resting_tiers(layout, first, on_device, setting.host_bytes, setting.backwards)
+        host_bytes = _C.bytes_on_host(layout, resting_tiers, setting.backwards) + _C.disk_set_bytes(layout, first)
+        budget.gradient_room_bytes = _C.gradient_room_bytes(layout, resting_tiers, setting.host_bytes)
+        room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
+        later = self._later_device(setting, room)
+        timed = self._timeline(self._first_device(setting), on_device, later, saved)
+        return _Placed(
+            first=first,
+            on_device=on_device,
+            resting_tiers=resting_tiers,
+            host_bytes=host_bytes,
+            budget=budget,
+            room=room,
+            later=later,
+            timed=timed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """An engine's states in their places."""
+
+    first: list[_C.Tier]
+    """By chunk: the tier of its states before activation memory was known."""
+    on_device: list[bool]
+    """By chunk: True if its states end on the device, since host and disk cannot hold them or the headroom can."""
+    resting_tiers: list[_C.Tier]
+    host_bytes: int
+    budget: _C.DeviceBudget
+    room: int
+    """Free host memory in bytes."""
+    later: LinkedDevice | None
+    """Activation offload of later steps; None: nothing leaves."""
+    timed: TimedTimeline
 
 
 def _starts_in_backward(recipe: str) -> bool:

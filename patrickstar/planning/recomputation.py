@@ -144,9 +144,9 @@ def step_with_saved(timed: TimedTimeline, saved: Sequence[Saved]) -> TimedTimeli
     recomputation, its accesses are left out, and the access before them takes over their gradients, their copies and
     the rest of their time. With saved products, recomputation is shorter by their time.
     """
-    accesses = [dict(access) for access in timed.accesses]
-    seconds = list(timed.seconds)
-    copies = [dataclasses.replace(copied) for copied in timed.copies]
+    uses = [access["uses"] for access in timed.accesses]
+    peaks = [access["activation_peak_bytes"] for access in timed.accesses]
+    seconds, copies = list(timed.seconds), list(timed.copies)
     left_out: set[int] = set()
     for call in timed.calls:
         kept = saved[call.number] if call.number < len(saved) else Saved.NOTHING
@@ -156,31 +156,33 @@ def step_with_saved(timed: TimedTimeline, saved: Sequence[Saved]) -> TimedTimeli
         forward = max(call.forward_end - call.forward_begin, 1)
         for index in range(max(call.forward_begin, 0), call.recompute_begin + 1):
             share = min((index - call.forward_begin) / forward, 1.0)
-            accesses[index]["activation_peak_bytes"] += int(num_bytes * share)
+            peaks[index] += int(num_bytes * share)
         recomputed = range(call.recompute_begin + 1, call.recompute_end + 1)
         if kept is Saved.PRODUCTS:
             for index in recomputed:
-                accesses[index]["activation_peak_bytes"] += num_bytes
+                peaks[index] += num_bytes
             total = sum(seconds[index] for index in recomputed)
             left = max(total - call.product_seconds, 0.0) / total if total > 0 else 1.0
             for index in recomputed:
                 seconds[index] *= left
         else:
             before = call.recompute_begin
-            moved = [use for index in recomputed for use in accesses[index]["uses"] if use[2] != _C.ArrayUseMode.READ]
-            accesses[before]["uses"] = list(dict.fromkeys([*accesses[before]["uses"], *moved]))
-            peak = max(accesses[index]["activation_peak_bytes"] for index in (before, *recomputed[-1:]))
-            accesses[before]["activation_peak_bytes"] = peak
+            moved = [use for index in recomputed for use in uses[index] if use[2] != _C.ArrayUseMode.READ]
+            uses[before] = list(dict.fromkeys([*uses[before], *moved]))
+            peaks[before] = max(peaks[index] for index in (before, *recomputed[-1:]))
             seconds[before] += sum(seconds[index] for index in recomputed) - call.recompute_seconds
             seconds[before] = max(seconds[before], 0.0)
+            if copies:
+                copies[before] = dataclasses.replace(copies[before])
             for index in recomputed if copies else ():
                 copies[before].add(copies[index])
             left_out.update(recomputed)
-    stays = [index for index in range(len(accesses)) if index not in left_out]
+    stays = [index for index in range(len(seconds)) if index not in left_out]
+    accesses = [
+        {**timed.accesses[index], "uses": uses[index], "activation_peak_bytes": peaks[index]} for index in stays
+    ]
     of_stays = [copies[index] for index in stays] if copies else []
-    return TimedTimeline(
-        [accesses[index] for index in stays], [seconds[index] for index in stays], timed.waste_bytes, of_stays
-    )
+    return TimedTimeline(accesses, [seconds[index] for index in stays], timed.waste_bytes, of_stays)
 
 
 def saved_calls(
@@ -340,16 +342,20 @@ def choose_rung(top: int, seconds_of: Callable[[list[int]], list[float]]) -> Cho
         if not middles:
             break
         play(middles)
-    return _lowest_of_shortest(known)
+    return _choice(known)
 
 
 def choose_roughly(top: int, seconds_of: Callable[[list[int]], list[float]]) -> Choice:
     """:func:`choose_rung` among a few rungs: sooner, with a step that may be a little longer."""
     rungs = sorted({round(top * part / _ROUGH) for part in range(_ROUGH + 1)})
-    return _lowest_of_shortest(dict(zip(rungs, seconds_of(rungs), strict=True)))
+    return _choice(dict(zip(rungs, seconds_of(rungs), strict=True)))
 
 
-def _lowest_of_shortest(seconds_of: dict[int, float]) -> Choice:
+def lowest_of_shortest(seconds_of: dict[int, float]) -> int:
+    """The lowest rung whose step is about as short as the shortest."""
     least = min(seconds_of.values())
-    rung = min(rung for rung, seconds in seconds_of.items() if seconds <= least * (1 + WORTH_SAVING))
-    return Choice(rung, dict(sorted(seconds_of.items())))
+    return min(rung for rung, seconds in seconds_of.items() if seconds <= least * (1 + WORTH_SAVING))
+
+
+def _choice(seconds_of: dict[int, float]) -> Choice:
+    return Choice(lowest_of_shortest(seconds_of), dict(sorted(seconds_of.items())))

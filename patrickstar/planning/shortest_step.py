@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from patrickstar import _C
 from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place
-from patrickstar.planning.prediction import Case, Predictor
+from patrickstar.planning.case import Case
+from patrickstar.planning.prediction import Predictor
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.sizes import size_in_words
 

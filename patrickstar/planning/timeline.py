@@ -13,7 +13,7 @@ from typing import Any
 from patrickstar import _C
 from patrickstar.activations.call_measurement import MeasuredCall
 from patrickstar.planning.leaving import Copies
-from patrickstar.planning.uses import StepUses
+from patrickstar.planning.step_uses import StepUses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Accesses:
         """Adds activation memory, times and copies of ``uses``, which must make the same calls of the core."""
         peaks, seconds = [0] * len(self.accesses), [0.0] * len(self.accesses)
         copies = [Copies() for _ in self.accesses]
-        for use, access in zip(uses.uses, self.access_of, strict=True):
+        for use, access, peak in zip(uses.uses, self.access_of, uses.peaks, strict=True):
             if access >= 0:
-                peaks[access] = max(peaks[access], use.activation_peak_bytes + uses.static_bytes)
+                peaks[access] = max(peaks[access], peak + uses.static_bytes)
                 copies[access].add(use.copies)
             if self.accesses:
                 seconds[max(access, 0)] += use.seconds

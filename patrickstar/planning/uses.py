@@ -7,7 +7,7 @@ is not seen: every condition is true.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
-from patrickstar.activations.call_measurement import CallMeasurement, MeasuredCall
+from patrickstar.activations.call_measurement import CallMeasurement
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
 from patrickstar.module.checkpointed_layers import is_checkpointed
 from patrickstar.module.chunked_parameter import accumulated_gradient, become_chunked, become_tied
@@ -29,15 +29,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_handle import ParamHandle
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams, owned_params
-from patrickstar.planning.leaving import (
-    ActivationLevels,
-    Copies,
-    KeptEvent,
-    KeptTensors,
-    LinkedDevice,
-    Span,
-    leave,
-)
+from patrickstar.planning.leaving import KeptEvent, KeptTensors, Span
 from patrickstar.planning.machines import Gpu
 from patrickstar.planning.meta_observer import MetaObserver
 from patrickstar.planning.meta_operations import MetaOperations
@@ -48,109 +40,14 @@ from patrickstar.planning.operation_costs import (
     OperationCosts,
     tensors_in,
 )
+from patrickstar.planning.repeated_layers import find_repetition
+from patrickstar.planning.repeated_uses import DoesNotRepeatError, extended
 from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.sharded_matrices import PlannedMatrices
+from patrickstar.planning.step_uses import StepUses, UseRecorder
 from patrickstar.sequence.tiling import equal_tiles_once
 
 _ALLOCATION_ROUNDING = 512  # bytes, in PyTorch's CUDA allocator
-
-
-@dataclasses.dataclass(slots=True)
-class Use:
-    """One call of the core, and the device work until the next one."""
-
-    call: _C.UseCall
-    params: list[int]
-    until: _C.HoldUntil | None = None
-    begin: int = 0
-    end: int = 0
-    seconds: float = 0.0
-    spans: list[Span] = dataclasses.field(default_factory=lambda: [Span()])
-    copies: Copies = dataclasses.field(default_factory=Copies)
-
-    @property
-    def activation_peak_bytes(self) -> int:
-        """Highest activation memory until the next use."""
-        return max(span.peak_bytes for span in self.spans)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepUses:
-    """The uses of one step."""
-
-    uses: list[Use]
-    flops: float
-    """FLOPs of all matrix products, including recomputation."""
-    num_operations: int
-    """Operations that launch a kernel: neither views nor allocations."""
-    static_bytes: int
-    """Part of the activation memory: buffers, and parameters outside chunks."""
-    module_params: list[list[int]]
-    """Chunked parameters by owning module."""
-    checkpoints: bool = False
-    """True if layers of a Hugging Face model are recomputed in backward."""
-    calls: list[MeasuredCall] = dataclasses.field(default_factory=list)
-    """Checkpointed calls that may save activations. Positions count uses."""
-    is_quadratic: bool = False
-    """True if attention saves tensors of [..., tokens, tokens]."""
-
-    def leaving(self, device: LinkedDevice) -> ActivationLevels:
-        """Returns the activation memory with offload."""
-        return leave([use.spans for use in self.uses], self.static_bytes, device)
-
-    def with_activation_levels(self, first: ActivationLevels | None, later: ActivationLevels | None) -> StepUses:
-        """Returns the uses with the ``first`` step's peaks of activation memory, and with the copies and savings of
-        ``later`` steps. None: no offload.
-        """
-        count = len(self.uses)
-        peaks = [use.activation_peak_bytes for use in self.uses] if first is None else first.peaks
-        saved = (0.0,) * count if later is None else later.saved_seconds
-        copies = (Copies(),) * count if later is None else later.copies
-        uses = [
-            Use(use.call, use.params, use.until, use.begin, use.end, use.seconds - less, [Span(None, peak)], copied)
-            for use, peak, less, copied in zip(self.uses, peaks, saved, copies, strict=True)
-        ]
-        return dataclasses.replace(self, uses=uses)
-
-
-class UseRecorder(_C.UseListener):
-    """Records the observer's calls in place of the core."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.uses: list[Use] = []
-        self._clock = 0
-
-    def clear(self) -> None:
-        """Drops the recorded uses; the clock continues."""
-        self.uses = []
-
-    def tick(self) -> int:
-        """Returns the time of a new event."""
-        self._clock += 1
-        return self._clock
-
-    def open_scope(self, params: list[int], until: _C.HoldUntil) -> int:
-        """Records the begin of a module's call and returns the time."""
-        self.uses.append(Use(_C.UseCall.OPEN_SCOPE, params, until))
-        return self.tick()
-
-    def close_scope(self) -> None:
-        """Records the end of the innermost module call."""
-        self.uses.append(Use(_C.UseCall.CLOSE_SCOPE, []))
-
-    def touch(self, params: list[int]) -> int:
-        """Records an operation that will use ``params``."""
-        self.uses.append(Use(_C.UseCall.TOUCH, params))
-        return self.tick()
-
-    def enter_backward(self, begin: int, end: int, params: list[int]) -> None:
-        """Records the coming backward of a use that ran in [begin, end]."""
-        self.uses.append(Use(_C.UseCall.ENTER_BACKWARD, params, begin=begin, end=end))
-
-    def has_gradient(self, param: int) -> bool:
-        """Returns False: gradients are not kept."""
-        return False
 
 
 class _CostMode(TorchDispatchMode):
@@ -218,9 +115,7 @@ class _CostMode(TorchDispatchMode):
             cost = self._costs.find(func, key, args, kwargs, out)
             if cost is not None:
                 seconds = self._count * cost.seconds
-                self.num_operations += self._count
-                self.flops += self._count * cost.flops
-                self._spend(seconds)
+                self._spend(seconds, self._count * cost.flops, self._count)
                 if func.overloadpacket in FUSED_ATTENTION and self._kept is not None:
                     self._note_attention(self._kept, FUSED_ATTENTION[func.overloadpacket], args, outputs, seconds)
         return out
@@ -239,14 +134,17 @@ class _CostMode(TorchDispatchMode):
 
     def charge(self, seconds: float, flops: float) -> None:
         """Adds a cost without an operation."""
-        self.flops += flops
-        self.num_operations += 1
-        self._spend(seconds)
+        self._spend(seconds, flops, 1)
 
-    def _spend(self, seconds: float) -> None:
+    def _spend(self, seconds: float, flops: float, num_operations: int) -> None:
+        self.flops += flops
+        self.num_operations += num_operations
         if self._recorder.uses:
             self.seconds += seconds
-            self._recorder.uses[-1].seconds += seconds
+            use = self._recorder.uses[-1]
+            use.seconds += seconds
+            use.flops += flops
+            use.num_operations += num_operations
 
     def _watch(self, tensor: torch.Tensor, num_bytes: int) -> None:
         storage = tensor.untyped_storage()
@@ -283,57 +181,94 @@ def trace_uses(
         loss: returns the loss from the module's output.
         divisions: sequence and tensor parallelism in use.
     """
-    recorder = UseRecorder()
-    observer = MetaObserver(recorder)  # type: ignore[arg-type]
     module.train()
-    managed = ManagedParams(module, params.managed, compute_dtype, torch.device("meta"))
-    got_gradient: set[int] = set()
-    owned = owned_params(params, module)
-    for index, spec in enumerate(params.chunked):
-        _adopt(spec, index, observer)
-        if spec.trained:
-            spec.param.register_post_accumulate_grad_hook(functools.partial(_accumulate, recorder, got_gradient))
-        else:
-            got_gradient.add(index)
-    hooks = ModuleHooks(module, observer)
-    inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
-    operations, costs_on_gpu = MetaOperations(), OperationCosts(gpu)
-    checkpoint_calls = CheckpointCalls(module, offload_store=None, attention=None)
-    for _ in range(2):
-        costs = _CostMode(recorder, costs_on_gpu, operations)
-        for spec in params.chunked:
-            costs.ignore(spec.param)
-        recorder.clear()
-        for division in divisions:
-            division.trace(costs)
-        kept = KeptTensors(costs.meet, costs.is_ignored)
-        costs.tell_attention(kept)
-        measurement = _measurement(recorder, costs)
-        if not checkpoint_calls.obstacle:
-            checkpoint_calls.observe(measurement)
-        with FusedAttention(), costs, equal_tiles_once(costs.count):
-            with kept.keeping(), checkpoint_calls.running():
-                out = module(**inputs)
-            value = loss(out)
-            del out
-            recorder.uses.append(Use(_C.UseCall.END_FORWARD, []))
-            kept.begin_backward()
-            _run_backward(value)
-        del value
-        managed.zero_grad()
-        hooks.finish_learning(got_gradient)
-    static = [*module.buffers(), *(item.param for item in params.managed if not item.on_host), *tree_leaves(inputs)]
-    static_bytes = sum(t.numel() * t.itemsize for t in static if isinstance(t, torch.Tensor))
-    return StepUses(
-        uses=recorder.uses,
-        flops=costs.flops,
-        num_operations=costs.num_operations,
-        static_bytes=static_bytes,
-        module_params=owned,
-        checkpoints=is_checkpointed(module),
-        calls=measurement.finish(),
-        is_quadratic=measurement.is_quadratic,
-    )
+    tracer = _Tracer(module, params, compute_dtype, inputs, gpu, loss, divisions)
+    repetition = None if divisions else find_repetition(module, params)
+    if repetition is not None:
+        with contextlib.suppress(DoesNotRepeatError):
+            with repetition.shortened():
+                traced = tracer.trace()
+            return extended(traced, repetition)
+    return tracer.trace()
+
+
+class _Tracer:
+    """Traces a module, or what is left of it at the time (``Repetition.shortened``)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: SortedParams,
+        compute_dtype: torch.dtype,
+        inputs: Mapping[str, Any],
+        gpu: Gpu,
+        loss: Callable[[Any], torch.Tensor],
+        divisions: Sequence[PlannedDivision | PlannedMatrices],
+    ):
+        self._module, self._params, self._loss, self._divisions = module, params, loss, divisions
+        self._recorder = UseRecorder()
+        self._observer = MetaObserver(self._recorder)  # type: ignore[arg-type]
+        self._managed = ManagedParams(module, params.managed, compute_dtype, torch.device("meta"))
+        self._inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
+        self._operations, self._costs = MetaOperations(), OperationCosts(gpu)
+        self._owned = owned_params(params, module)
+        self._adopted: set[int] = set()
+        self._got_gradient = {index for index, spec in enumerate(params.chunked) if not spec.trained}
+        outside = [item.param for item in params.managed if not item.on_host]
+        static = [*module.buffers(), *outside, *tree_leaves(self._inputs)]
+        self._static_bytes = sum(t.numel() * t.itemsize for t in static if isinstance(t, torch.Tensor))
+
+    def trace(self) -> StepUses:
+        """Traces two steps and returns the uses of the second."""
+        module, recorder = self._module, self._recorder
+        self._adopt_present()
+        hooks = ModuleHooks(module, self._observer)
+        checkpoint_calls = CheckpointCalls(module, offload_store=None, attention=None)
+        for _ in range(2):
+            costs = _CostMode(recorder, self._costs, self._operations)
+            for index in self._adopted:
+                costs.ignore(self._params.chunked[index].param)
+            recorder.clear()
+            for division in self._divisions:
+                division.trace(costs)
+            kept = KeptTensors(costs.meet, costs.is_ignored)
+            costs.tell_attention(kept)
+            measurement = _measurement(recorder, costs)
+            if not checkpoint_calls.obstacle:
+                checkpoint_calls.observe(measurement)
+            with FusedAttention(), costs, equal_tiles_once(costs.count):
+                with kept.keeping(), checkpoint_calls.running():
+                    out = module(**self._inputs)
+                value = self._loss(out)
+                del out
+                recorder.note(_C.UseCall.END_FORWARD)
+                kept.begin_backward()
+                _run_backward(value)
+            del value
+            self._managed.zero_grad()
+            hooks.finish_learning(self._got_gradient)
+        hooks.remove()
+        return StepUses(
+            uses=recorder.uses,
+            flops=costs.flops,
+            num_operations=costs.num_operations,
+            static_bytes=self._static_bytes,
+            module_params=self._owned,
+            checkpoints=is_checkpointed(module),
+            calls=measurement.finish(),
+            is_quadratic=measurement.is_quadratic,
+        )
+
+    def _adopt_present(self) -> None:
+        present = set(self._module.parameters())
+        for index, spec in enumerate(self._params.chunked):
+            if spec.param not in present or index in self._adopted:
+                continue
+            self._adopted.add(index)
+            _adopt(spec, index, self._observer)
+            if spec.trained:
+                notify = functools.partial(_accumulate, self._recorder, self._got_gradient)
+                spec.param.register_post_accumulate_grad_hook(notify)
 
 
 def _measurement(recorder: UseRecorder, costs: _CostMode) -> CallMeasurement:
@@ -385,4 +320,4 @@ def _accumulate(recorder: UseRecorder, got_gradient: set[int], param: nn.Paramet
     accumulated_gradient(param)
     index = param._patrickstar.id
     got_gradient.add(index)
-    recorder.uses.append(Use(_C.UseCall.ACCUMULATE, [index]))
+    recorder.note(_C.UseCall.ACCUMULATE, [index])

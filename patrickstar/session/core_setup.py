@@ -21,6 +21,7 @@ from patrickstar.module.preprocess import (
     choose_chunk_size,
     make_layout,
     owned_params,
+    working_sets,
 )
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.simulation import played_instructions
@@ -154,7 +155,7 @@ def _make_layout(
 
 def _choose_chunk_size(module: nn.Module, params: SortedParams, config: Config, budgets: Budgets) -> ChunkSize:
     default_numel = config.default_chunk_size
-    size = choose_chunk_size(params, module, default_numel, budgets.device_bytes)
+    size = choose_chunk_size(params, working_sets(params, module), default_numel, budgets.device_bytes)
     if size.numel != default_numel:
         logger.debug(
             "chunk size: %d elements instead of %d, for a device budget of %s",

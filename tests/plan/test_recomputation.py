@@ -1,6 +1,8 @@
 import contextlib
 import dataclasses
 import functools
+import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from patrickstar.activations.selective_recomputation import ComparedProducts
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.machines import H200
+from patrickstar.planning.planned_recomputation import shortest_recomputation
 from patrickstar.planning.recomputation import (
     Ladder,
     MeasuredStep,
@@ -173,6 +176,50 @@ def test_a_rough_choice_tries_quarters():
     assert (tried.rung, list(tried.tried)) == (8, [0, 4, 8, 12, 16])
     assert choose_roughly(16, lambda rungs: [1.0 - 1e-5 * rung for rung in rungs]).rung == 0
     assert list(choose_roughly(2, lambda rungs: [float("inf")] * len(rungs)).tried) == [0, 1, 2]
+
+
+@dataclasses.dataclass
+class PlayedRungs:
+    """A predictor: steps compute for ``1 - 0.01 * rung`` seconds, and the link is busy for ``link_seconds`` of it."""
+
+    link_seconds: Callable[[int], float]
+    recomputations: Ladder = dataclasses.field(default_factory=lambda: Ladder(16, has_products=True))
+    played: list[int] = dataclasses.field(default_factory=list)
+
+    def rung(self, saved):
+        return next(r for r in range(self.recomputations.top + 1) if self.recomputations.saved(r) == tuple(saved))
+
+    def compute_seconds(self, _, saved):
+        return 1.0 - 0.01 * self.rung(saved)
+
+    def predict(self, setting, saved, bound=None):
+        self.played += [self.rung(saved)] if bound is not None else []
+        seconds = max(self.compute_seconds(setting, saved), self.link_seconds(self.rung(saved)))
+        step = types.SimpleNamespace(seconds=seconds, compute_seconds=self.compute_seconds(setting, saved))
+        return PlayedCase(types.SimpleNamespace(accumulation=1), step, tuple(saved))
+
+
+@dataclasses.dataclass
+class PlayedCase:
+    setting: types.SimpleNamespace
+    step: types.SimpleNamespace
+    saved: tuple[Saved, ...]
+
+
+@pytest.mark.parametrize(
+    "link_seconds, most",
+    [(lambda _: 0.0, 13), (lambda _: 0.9, 13), (lambda rung: 0.5 + 0.04 * rung, 13), (lambda rung: 1 + 0.1 * rung, 4)],
+    ids=["compute", "link", "link of saved bytes", "link alone"],
+)
+def test_rungs_that_cannot_be_worth_it_are_not_simulated(link_seconds, most):
+    predictor = PlayedRungs(link_seconds)
+    ladder = predictor.recomputations
+    base = predictor.predict(types.SimpleNamespace(accumulation=1), ladder.saved(0))
+    (found,) = shortest_recomputation(predictor, [base], choose_rung)
+    steps = [max(1.0 - 0.01 * rung, link_seconds(rung)) for rung in range(ladder.top + 1)]
+    assert found.step.seconds <= 1.01 * min(steps)
+    assert predictor.rung(found.saved) <= next(rung for rung, seconds in enumerate(steps) if seconds == min(steps))
+    assert len(predictor.played) <= most
 
 
 def test_more_memory_never_gives_a_longer_step(first):
