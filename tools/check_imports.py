@@ -33,6 +33,7 @@ LAYERS = {
     "module": 2,
     "optimizer": 2,
     "activations": 3,
+    "experts": 3,
     "parallel": 4,
     "planning": 4,
     "session": 5,

@@ -65,6 +65,11 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
     if mistake is not None:
         yield mistake
     yield from _mesh_contradictions(args)
+    if args.expert_parallel > 1 and (args.tensor_parallel is not None or args.sequence_parallel > 1):
+        yield (
+            f"--expert-parallel is {args.expert_parallel}, which does not go together with --tensor-parallel or "
+            "--sequence-parallel yet; leave one of them out"
+        )
 
 
 def _mesh_contradictions(args: argparse.Namespace) -> Iterator[str]:

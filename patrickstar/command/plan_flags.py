@@ -54,6 +54,9 @@ def plan_parser(prog: str) -> CommandParser:
         help="of --tensor-parallel: in blocks, in one dimension with sequences sharded, or what receives less",
     )  # fmt: skip
     work.add_argument(
+        "--expert-parallel", type=at_least_1, default=1, metavar="N", help="GPUs that divide the experts of a mixture"
+    )
+    work.add_argument(
         "--fused-loss", action=argparse.BooleanOptionalAction, default=False,
         help="a loss without logits, activations.loss (default: the model's own)",
     )  # fmt: skip

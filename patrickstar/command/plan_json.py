@@ -60,6 +60,13 @@ def _mesh_as_dict(answer: Answer) -> dict[str, Any] | None:
     }
 
 
+def _experts_as_dict(answer: Answer) -> dict[str, Any] | None:
+    size, exchanged = answer.question.workload.expert_ranks, answer.exchanged
+    if size == 1 or exchanged is None:
+        return None
+    return {"size": size, "received_bytes": exchanged.received_bytes, "link_seconds": exchanged.link_seconds}
+
+
 def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
     """Returns the answer in JSON types, for ``--json``."""
     if isinstance(found, DoesNotFitError):
@@ -80,6 +87,7 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "sequence_parallel": question.workload.sequence_ranks,
         "attention": _attention_as_dict(found.attention),
         "tensor_parallel": _mesh_as_dict(found),
+        "expert_parallel": _experts_as_dict(found),
         "fused_loss": question.workload.loss is LossComputation.FUSED,
         "tile_tokens": question.workload.tile_tokens,
         "gradient_accumulation": question.setting.accumulation,

@@ -52,6 +52,7 @@ def question_of(args: argparse.Namespace) -> Question:
             tile_tokens=args.tile_tokens,
             sequence_ranks=args.sequence_parallel,
             mesh=_mesh(args, cluster, batch, length),
+            expert_ranks=args.expert_parallel,
         ),
         machine=machine,
         setting=Setting(

@@ -45,6 +45,7 @@ def answer_lines(answer: Answer) -> list[str]:
         *_cluster_lines(answer),
         *_attention_lines(answer),
         *_mesh_lines(answer),
+        *_expert_lines(answer),
         f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
         f"{show_size(case.plan.activation_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
@@ -166,6 +167,16 @@ def _mesh_lines(answer: Answer) -> list[str]:
         "what products do not hide"
     ]
     return lines + ([f"so divided since {mesh.reason}"] if mesh.reason else [])
+
+
+def _expert_lines(answer: Answer) -> list[str]:
+    size, exchanged = answer.question.workload.expert_ranks, answer.exchanged
+    if size == 1 or exchanged is None:
+        return []
+    return [
+        f"{size} GPUs divide the experts: in forward and backward each receives {show_size(exchanged.received_bytes)} "
+        f"of tokens, if they are spread evenly, and waits {show_seconds(exchanged.exposed_seconds)} for them"
+    ]
 
 
 def _quantized_lines(case: Case) -> list[str]:

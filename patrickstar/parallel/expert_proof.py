@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from patrickstar.experts.exchange import ExpertRanks
+from patrickstar.experts.exchanged import ExchangedExperts, expert_params, find_experts
 from patrickstar.module.specimen import copy_specimen, kind_of, take_specimen
 from patrickstar.parallel.computed import Computed, differences, gradient_of
-from patrickstar.parallel.expert_exchange import ExpertRanks
-from patrickstar.parallel.sharded_experts import ExchangedExperts, expert_params, find_experts
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.emulated import run_emulated
 from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks

@@ -1,4 +1,6 @@
-"""Proposals that reduce activations on the GPU: a fused loss, tiles of tokens, host memory for activation offload."""
+"""Proposals that change what a GPU computes at a time: a fused loss, tiles of tokens, host memory for activation
+offload, experts that GPUs divide.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from patrickstar.config import LossComputation
+from patrickstar.experts.exchanged import find_experts
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable
 from patrickstar.planning.case import Case
 from patrickstar.planning.models import build_model
@@ -56,6 +59,17 @@ def tiles(question: Question) -> Proposal | None:
     return other_work("tiles", text, flags, question, tile_tokens=PROPOSED_TILE_TOKENS)
 
 
+def other_experts(question: Question) -> Iterator[Proposal]:
+    """Yields experts that all GPUs divide, or share if they divide them; nothing if the model cannot."""
+    work, size = question.workload, question.cluster.num_ranks
+    if work.expert_ranks > 1:
+        text = "share experts among the GPUs"
+        yield other_work("experts", text, ("--expert-parallel", "1"), question, expert_ranks=1)
+    elif size > 1 and work.sharing_ranks == 1 and _takes(work.model, _into_parts(size)):
+        text = f"divide experts among {size} GPUs, so that tokens travel and no expert is gathered"
+        yield other_work("experts", text, ("--expert-parallel", str(size)), question, expert_ranks=size)
+
+
 def host_memory_for_activations(planner: Planner, question: Question, case: Case | None) -> Iterator[Proposal]:
     """Yields host memory sizes for activation offload, the least first. Yields nothing if the present host memory
     suffices or no activation may be offloaded.
@@ -89,6 +103,11 @@ def _together(changes: list[Proposal]) -> Proposal:
         flags=tuple(flag for change in changes for flag in change.flags),
         question=changes[-1].question,
     )
+
+
+@functools.cache
+def _into_parts(size: int) -> Callable[[nn.Module], Any]:
+    return functools.partial(find_experts, size=size)
 
 
 @functools.cache

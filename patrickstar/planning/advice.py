@@ -13,6 +13,7 @@ from patrickstar.planning.activation_proposals import (
     fewer_activations,
     fused_loss,
     host_memory_for_activations,
+    other_experts,
     tiles,
 )
 from patrickstar.planning.planner import CHUNK_SIZES, Answer, Planner
@@ -138,6 +139,7 @@ def _proposals(planner: Planner, answer: Answer) -> Iterator[Proposal]:
             flags = ("--no-checkpointing", *fused.flags)
             yield other_work("checkpointing", f"{text}; {fused.text}", flags, fused.question, checkpointing=False)
     yield from host_memory_for_activations(planner, question, answer.chosen)
+    yield from other_experts(question)
     if not waits:
         return
     yield from fewer_activations(question)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from patrickstar.planning.known_models import KNOWN_MODELS, gpt_shape, known_name, model_mistake
+from patrickstar.planning.planned_experts import PlannedExperts, SharedExperts
 from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.sharded_matrices import PlannedMatrices, SharedMatrices
 from patrickstar.sequence.choice import Links
@@ -49,11 +50,13 @@ class PlannedModel:
     """Sequence parallelism; None: each rank has its own sequences."""
     matrices: PlannedMatrices | None = None
     """Tensor parallelism; None: each rank has whole matrices."""
+    experts: PlannedExperts | None = None
+    """Expert parallelism; None: ranks share experts."""
 
     @property
-    def divisions(self) -> list[PlannedDivision | PlannedMatrices]:
-        """Sequence and tensor parallelism, as far as present."""
-        return [division for division in (self.division, self.matrices) if division is not None]
+    def divisions(self) -> list[PlannedDivision | PlannedMatrices | PlannedExperts]:
+        """Sequence, tensor and expert parallelism, as far as present."""
+        return [division for division in (self.division, self.matrices, self.experts) if division is not None]
 
     def without(self, unused: Iterable[nn.Parameter]) -> PlannedModel:
         """Returns the model in which parameters that no token reaches are not active."""
@@ -121,6 +124,7 @@ def build_model(
     prepare: Callable[[nn.Module], Any] | None = None,
     shared: SharedSequences | None = None,
     matrices: SharedMatrices | None = None,
+    experts: SharedExperts | None = None,
 ) -> PlannedModel:
     """Builds the model named by ``--model``.
 
@@ -134,6 +138,7 @@ def build_model(
         prepare: applied to the model after tensor parallelism and before training, such as ``fuse_loss``.
         shared: sequence parallelism; None: none.
         matrices: tensor parallelism; None: none.
+        experts: expert parallelism; None: none.
 
     Raises:
         ValueError: the model does not exist, or cannot be built, called with tokens or sharded.
@@ -157,6 +162,7 @@ def build_model(
     num_trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
     left_out = _left_out(module, of_text)
     sharded = None if matrices is None else PlannedMatrices(module, batch, length, matrices)
+    divided = None if experts is None else PlannedExperts(module, experts)
     if prepare is not None:
         prepare(module)
     batch_here = batch if sharded is None else sharded.batch
@@ -180,6 +186,7 @@ def build_model(
         most_tokens=most_tokens,
         division=division,
         matrices=sharded,
+        experts=divided,
     )
 
 

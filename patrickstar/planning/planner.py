@@ -21,7 +21,6 @@ from patrickstar.planning.prediction import Predictor
 from patrickstar.planning.question import DTYPES, Question
 from patrickstar.planning.recomputation import choose_roughly, choose_rung
 from patrickstar.planning.setting import DoesNotFitError, Setting
-from patrickstar.planning.sharded_matrices import PlannedMatrices
 from patrickstar.planning.shortest_step import ShortestStep, shortest_cases
 from patrickstar.planning.step_uses import StepUses
 from patrickstar.planning.uses import trace_uses
@@ -83,7 +82,7 @@ class Answer:
     attention: Choice | None = None
     """Attention algorithm of sequence parallelism, for one layer; None: each rank has its own sequences."""
     exchanged: Exchanged | None = None
-    """Exchanges of tensor parallelism; None: each rank has whole matrices."""
+    """Exchanges of tensor or expert parallelism; None: there are none."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -114,6 +113,8 @@ class Answer:
         mesh = question.workload.mesh
         if mesh is not None:
             config["tensor_parallel"] = {"rows": mesh.rows, "columns": mesh.columns, "mode": mesh.mode.value}
+        if question.workload.expert_ranks > 1:
+            config["expert_parallel"] = {"size": question.workload.expert_ranks}
         activations = question.workload.activations()
         if setting.offload is not ActivationOffload.AUTO:
             activations["offload"] = setting.offload.value
@@ -271,8 +272,8 @@ class Planner:
         question.check()
         workload, gpu = question.workload, question.machine.gpu
         asked = tuple(dict.fromkeys((*CHUNK_SIZES, *_asked_numel(question))))
-        shared, matrices = question.shared_sequences(), question.shared_matrices()
-        key = (workload, gpu, asked, shared, matrices)
+        shared, matrices, experts = question.shared_sequences(), question.shared_matrices(), question.shared_experts()
+        key = (workload, gpu, asked, shared, matrices, experts)
         if key not in self._traces:
             model = build_model(
                 workload.model,
@@ -283,6 +284,7 @@ class Planner:
                 prepare=workload.change,
                 shared=shared,
                 matrices=matrices,
+                experts=experts,
             )
             dtype = DTYPES[workload.precision]
             quantization = None if workload.quantization is None else QuantizationConfig(type=workload.quantization)
@@ -305,7 +307,7 @@ class Planner:
                 uses,
                 next(iter(scarce.values())).ample_bytes,
                 {size: chosen.numel for size, chosen in scarce.items()},
-                _exchanged(model.matrices),
+                _exchanged(model),
                 sum(param.numel() for param in unused),
             )
         return self._traces[key]
@@ -342,7 +344,11 @@ def _asked_numel(question: Question) -> tuple[int, ...]:
     return () if question.chunk_numel is None else (question.chunk_numel,)
 
 
-def _exchanged(matrices: PlannedMatrices | None) -> Exchanged | None:
+def _exchanged(model: PlannedModel) -> Exchanged | None:
+    if model.experts is not None:
+        link = model.experts.exchanges
+        return Exchanged(model.experts.total_received_bytes, link.link_seconds, link.exposed_seconds)
+    matrices = model.matrices
     if matrices is None:
         return None
     return Exchanged(sum(matrices.received_bytes.values()), matrices.link_seconds, matrices.exposed_seconds)

@@ -15,6 +15,7 @@ from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.gpus import precision_mistake
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import SharedSequences
+from patrickstar.planning.planned_experts import SharedExperts
 from patrickstar.planning.setting import Setting
 from patrickstar.planning.sharded_matrices import MatrixMesh, SharedMatrices
 from patrickstar.sequence.choice import Links
@@ -49,6 +50,9 @@ class Workload:
     """Adjacent GPUs that share each sequence (``sequence_parallel.size``)."""
     mesh: MatrixMesh | None = None
     """Adjacent GPUs that share matrices (``tensor_parallel``); None: each has whole matrices."""
+
+    expert_ranks: int = 1
+    """Adjacent GPUs that divide experts (``expert_parallel.size``)."""
 
     @property
     def batch_unit(self) -> int:
@@ -126,6 +130,12 @@ class Question:
                 f"--tensor-parallel is {mesh.rows}x{mesh.columns}, but there are {num_ranks} GPUs, which are not "
                 f"groups of {mesh.size}; give --gpus-per-node {mesh.size}, or another mesh"
             )
+        experts = self.workload.expert_ranks
+        if num_ranks % experts:
+            raise ValueError(
+                f"--expert-parallel is {experts}, but there are {num_ranks} GPUs, which are not groups of {experts}; "
+                f"give --gpus-per-node {experts}, or another size"
+            )
         together = self.workload.sharing_ranks
         if mesh is not None and num_ranks % together:
             raise ValueError(
@@ -152,6 +162,11 @@ class Question:
         """Returns the tensor parallelism with the machine's rates; None: there is none."""
         mesh = self.workload.mesh
         return None if mesh is None else SharedMatrices.on(mesh, self.machine, self.cluster)
+
+    def shared_experts(self) -> SharedExperts | None:
+        """Returns the expert parallelism with the machine's rates; None: there is none."""
+        size = self.workload.expert_ranks
+        return None if size == 1 else SharedExperts(size=size, rates=self.cluster.line_rates(self.machine, size, 1))
 
 
 def check_precision(precision: str, machine: Machine) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,12 +42,19 @@ from patrickstar.planning.operation_costs import (
 )
 from patrickstar.planning.repeated_layers import find_repetition
 from patrickstar.planning.repeated_uses import DoesNotRepeatError, extended
-from patrickstar.planning.sharded import PlannedDivision
-from patrickstar.planning.sharded_matrices import PlannedMatrices
+from patrickstar.planning.sharded_matrices import Costs
 from patrickstar.planning.step_uses import StepUses, UseRecorder
 from patrickstar.sequence.tiling import equal_tiles_once
 
 _ALLOCATION_ROUNDING = 512  # bytes, in PyTorch's CUDA allocator
+
+
+class Division(Protocol):
+    """Parallelism of a traced model."""
+
+    def trace(self, costs: Costs) -> None:
+        """Begins a traced step; waits for other ranks are charged to ``costs``."""
+        ...
 
 
 class _CostMode(TorchDispatchMode):
@@ -167,7 +174,7 @@ def trace_uses(
     inputs: Mapping[str, Any],
     gpu: Gpu,
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
-    divisions: Sequence[PlannedDivision | PlannedMatrices] = (),
+    divisions: Sequence[Division] = (),
 ) -> StepUses:
     """Traces two training steps of ``module`` on the meta device and returns the uses of the second; the hooks learn in
     the first. ``module`` must not be used afterwards.
@@ -179,7 +186,7 @@ def trace_uses(
         inputs: keyword arguments of the module's forward; tensors of any device.
         gpu: rates for operations.
         loss: returns the loss from the module's output.
-        divisions: sequence and tensor parallelism in use.
+        divisions: parallelism in use that changes what a rank computes.
     """
     module.train()
     tracer = _Tracer(module, params, compute_dtype, inputs, gpu, loss, divisions)
@@ -203,7 +210,7 @@ class _Tracer:
         inputs: Mapping[str, Any],
         gpu: Gpu,
         loss: Callable[[Any], torch.Tensor],
-        divisions: Sequence[PlannedDivision | PlannedMatrices],
+        divisions: Sequence[Division],
     ):
         self._module, self._params, self._loss, self._divisions = module, params, loss, divisions
         self._recorder = UseRecorder()
@@ -292,7 +299,7 @@ def _to_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _adopt(spec: ChunkedSpec, index: int, observer: Observer) -> None:
     param = spec.param
-    shape, stride = param.shape, param.stride()
+    shape, stride = spec.shape, param.stride()
     original = param.dtype
     view = torch.empty_strided(shape, stride, dtype=spec.compute_dtype, device="meta")
     handle = ParamHandle(
@@ -303,7 +310,7 @@ def _adopt(spec: ChunkedSpec, index: int, observer: Observer) -> None:
         shape=shape,
         stride=stride,
         offset=0,
-        share=slice(0, param.numel()),
+        share=slice(0, shape.numel()),
         dtype=spec.compute_dtype,
         trainable=spec.trained,
         original_dtype=original,

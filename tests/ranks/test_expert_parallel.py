@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers
 
+from patrickstar.experts.exchanged import find_experts
 from patrickstar.module.fused_experts import is_experts
 from patrickstar.parallel.expert_proof import prove_experts
-from patrickstar.parallel.sharded_experts import find_experts
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import rank_outcomes, run_ranks

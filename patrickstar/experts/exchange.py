@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,15 @@ class ExpertRanks:
         self.sent_bytes = 0
         self._device = ranks.context.device
         self._communicator = ranks.open_communicator("tokens of experts")
+
+    def arrange(self, routing: Routing) -> Travel:
+        """Numbers and order of the rows that travel. One exchange, and one read on the host."""
+        ends = routing.offsets
+        counts = ends.long().diff(prepend=ends.new_zeros(1, dtype=torch.long)).view(self.size, -1)
+        ones = [1] * self.size
+        arriving = self.exchange(counts, ones, ones)
+        sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        return Travel.of(sends, receives, arriving)
 
     def exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Rows from all ranks, by rank.
@@ -83,8 +93,22 @@ class ExpertRanks:
         self._communicator.exchange(sends, receives)
 
 
+class Exchanging(Protocol):
+    """Interface of :class:`ExpertRanks` that a forward uses."""
+
+    size: int
+
+    def arrange(self, routing: Routing) -> Travel:
+        """See :class:`ExpertRanks`."""
+        ...
+
+    def exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """See :class:`ExpertRanks`."""
+        ...
+
+
 def parallel_experts(
-    module: nn.Module, ranks: ExpertRanks, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: nn.Module, ranks: Exchanging, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Experts of all ranks for this rank's tokens.
 
@@ -98,7 +122,7 @@ def parallel_experts(
     dtype = getattr(module, up_name(module)).dtype
     weights = top_k_weights if top_k_weights.dtype in (dtype, torch.float32) else top_k_weights.to(dtype)
     routing = Routing.of(top_k_index, module.num_experts)
-    travel = _Travel.of(routing.offsets, ranks)
+    travel = ranks.arrange(routing)
     scale = 1 / ranks.size  # [Note: mean of gradients]
     rows = expert_rows.dispatch(hidden.to(dtype), routing.order, routing.positions, scale)
     rows = _Exchange.apply(rows, ranks, travel.sends, travel.receives)
@@ -113,7 +137,7 @@ def parallel_experts(
 
 
 @dataclasses.dataclass
-class _Travel:
+class Travel:
     """Rows that this rank's experts get, and their order by expert."""
 
     sends: list[int]
@@ -129,23 +153,19 @@ class _Travel:
     """int32, by expert of this rank: end of its rows."""
 
     @staticmethod
-    def of(ends: Tensor, ranks: ExpertRanks) -> _Travel:
-        """``ends``: by expert, end of this rank's rows. One exchange, and one read on the host."""
-        counts = ends.long().diff(prepend=ends.new_zeros(1, dtype=torch.long)).view(ranks.size, -1)
-        ones = [1] * ranks.size
-        arriving = ranks.exchange(counts, ones, ones)
-        sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+    def of(sends: list[int], receives: list[int], arriving: Tensor) -> Travel:
+        """``arriving``: ``[ranks, experts of this rank]``, numbers of rows from each rank."""
+        num_ranks, num_local = arriving.shape
         total = sum(receives)
-        num_local = arriving.shape[1]
         if total == 0:
             arriving = torch.zeros_like(arriving)
             arriving[-1, -1] = total = 1
-        every = torch.arange(num_local, device=ends.device).repeat(ranks.size)
+        every = torch.arange(num_local, device=arriving.device).repeat(num_ranks)
         experts, order = torch.sort(every.repeat_interleave(arriving.flatten(), output_size=total), stable=True)
         inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(total, device=ends.device)
+        inverse[order] = torch.arange(total, device=arriving.device)
         offsets = arriving.sum(0).cumsum(0).to(torch.int32)
-        return _Travel(sends, receives, order, inverse, experts, offsets)
+        return Travel(sends, receives, order, inverse, experts, offsets)
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,0 +1,1 @@
+"""Experts that ranks divide: their forward, and the exchange of tokens."""
