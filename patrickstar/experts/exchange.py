@@ -34,14 +34,12 @@ class ExpertRanks:
         index: this process's index among them.
         size: number of ranks.
         meet: called before each exchange; see [Note: ranks that meet] in ``sequence/group.py``.
-        sent_bytes: bytes of rows and gradients that this rank has sent so far.
     """
 
     def __init__(self, ranks: SomeRanks):
         """Collective over all ranks of the mesh."""
         self.index, self.size = ranks.rank, ranks.size
         self.meet: Callable[[], object] = lambda: None
-        self.sent_bytes = 0
         self._device = ranks.context.device
         self._communicator = ranks.open_communicator("tokens of experts")
 
@@ -89,7 +87,6 @@ class ExpertRanks:
             to, of = (self.index + step) % self.size, (self.index - step) % self.size
             sends.append((to, outgoing[to].data_ptr(), outgoing[to].nbytes))
             receives.append((of, incoming[of].data_ptr(), incoming[of].nbytes))
-            self.sent_bytes += outgoing[to].nbytes
         self._communicator.exchange(sends, receives)
 
 
@@ -107,6 +104,7 @@ class Exchanging(Protocol):
         ...
 
 
+@torch.compiler.disable
 def parallel_experts(
     module: nn.Module, ranks: Exchanging, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -118,6 +116,8 @@ def parallel_experts(
         hidden: ``[tokens, hidden size]``.
         top_k_index: ``[tokens, chosen experts]``.
         top_k_weights: as ``top_k_index``.
+
+    A compiled model has a graph break here: row counts are read on the host.
     """
     dtype = getattr(module, up_name(module)).dtype
     weights = top_k_weights if top_k_weights.dtype in (dtype, torch.float32) else top_k_weights.to(dtype)
@@ -147,6 +147,7 @@ class Travel:
     order: Tensor
     """By row in the order of experts: its index among those received."""
     inverse: Tensor
+    """The permutation that undoes ``order``."""
     experts: Tensor
     """By row in the order of experts: index of its expert among this rank's."""
     offsets: Tensor

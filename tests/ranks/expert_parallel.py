@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,13 @@ def step(engine: Any, optimizer: Any, index: int, rank: int) -> list[Any]:
     return [losses, engine.report()["grad_norm"]]
 
 
-def train_each(precision: str, scarce: str = "300KiB") -> dict[str, Any]:
+def train_each(precision: str, scarce: str = "300KiB", names: Sequence[str] = tuple(SETTINGS)) -> dict[str, Any]:
     """``scarce``: device memory of the runs that have little."""
     rank, _ = rank_and_size()
     dist.init_process_group("gloo")
     found = {}
-    for name, settings in SETTINGS.items():
+    for name in names:
+        settings = SETTINGS[name]
         if "device_memory" in settings:
             settings = {**settings, "device_memory": scarce}
         with opened(settings, precision) as (engine, optimizer):
@@ -121,6 +123,15 @@ def start_from_meta() -> dict[str, Any]:
         with opened(settings, model=model) as (engine, _):
             found[name] = engine.state_dict()
     return found
+
+
+def train_compiled() -> list[Any]:
+    """Steps of a model whose blocks are compiled."""
+    rank, _ = rank_and_size()
+    with opened(PARALLEL) as (engine, optimizer):
+        for layer in engine.module.model.layers:
+            layer.compile(backend="eager")
+        return [step(engine, optimizer, index, rank) for index in range(2)]
 
 
 def call_once_more() -> None:

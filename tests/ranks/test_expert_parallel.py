@@ -16,6 +16,7 @@ from tests.ranks.expert_parallel import (
     call_once_more,
     save_and_load,
     start_from_meta,
+    train_compiled,
     train_each,
 )
 from tests.ranks.mixed_models import MIXTURES, batch, build
@@ -77,6 +78,13 @@ def test_checkpoints_and_state_dicts_have_whole_tensors(tmp_path):
 def test_models_on_the_meta_device_begin_alike():
     for found in run_ranks(2, start_from_meta):
         assert_same_bits(found["divided"], found["shared"])
+
+
+def test_compiled_blocks_compute_the_same():
+    compiled, plain = run_ranks(2, train_compiled), run_ranks(2, train_each, "fp32", "300KiB", ("divided",))
+    for (losses, norm), (wanted, wanted_norm) in zip(compiled[1], plain[1]["divided"]["steps"][:2], strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        assert norm == pytest.approx(wanted_norm, rel=1e-6)
 
 
 def test_a_rank_in_another_call_is_named():
