@@ -17,7 +17,7 @@ from patrickstar.runtime import initialize_engine
 
 CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "device_memory": "24MiB",
+    "device_memory": "256MiB",
     "plan_cache": False,
     "steps_per_print": 0,
 }

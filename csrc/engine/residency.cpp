@@ -23,7 +23,8 @@ constexpr int kMostDoublings = 5;
 // step's speculative updates. Not measured.
 constexpr int kRechecks = 4;
 constexpr double kWorthMoving = 0.02;
-constexpr double kEvaluationShare = 0.9;  // of the device limit, for chunk buffers
+// Largest share of the device that all values may take to stay in evaluations before the first step. Not measured.
+constexpr double kEvaluationShare = 0.5;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
@@ -51,8 +52,14 @@ int64_t Residency::warmup_chunk_buffer_limit() const {
 }
 
 int64_t Residency::evaluation_chunk_buffer_limit() const {
-  const int64_t limit = device_limit() == kUnlimited ? kUnlimited : share(device_limit(), kEvaluationShare);
-  return std::min(limit, options_.chunk_buffer_limit_bytes);
+  int64_t values = 0;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    const ArrayId whole{chunk, ArrayKind::kParam}, resting = layout().value_resting_tier(chunk);
+    values += layout().num_bytes(whole) + (resting == whole ? 0 : layout().num_bytes(resting));
+  }
+  const bool stay = device_limit() != kUnlimited && values <= share(device_limit(), kEvaluationShare);
+  const int64_t limit = warmup_chunk_buffer_limit();
+  return stay ? std::max(limit, values) : limit;
 }
 
 void Residency::check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const {
@@ -279,7 +286,7 @@ ChunkBufferLimit Residency::chunk_buffer_limit(const Timeline& last) const {
   const bool bounded = !memory_.backend().follows_activations() && device_limit() != kUnlimited;
   const int64_t ample = bounded ? limit_within_slack() - highest_activation_memory(last) : kUnlimited;
   const int64_t most = std::min(ample, options_.chunk_buffer_limit_bytes);
-  return {most, bounded ? ample : 0, std::max(most, evaluation_chunk_buffer_limit())};
+  return {most, bounded ? ample : 0, most};
 }
 
 DeviceBudget Residency::device_budget() const {

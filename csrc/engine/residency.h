@@ -2,7 +2,7 @@
 //
 //   before the first step   states rest on the host; what does not fit there, on the disk or the device. Chunk buffers
 //                           keep to a fixed share of the device, since activation memory is not known. Evaluations
-//                           have few activations, and a larger share at any time
+//                           keep all values if they take at most half of the device
 //   after its backward      activation memory is known: the first chunks' states move into the device memory that it
 //                           leaves, and others from the disk to the freed host memory
 //   after the next few      once more, if those steps leave more room than the first (is_settling())
