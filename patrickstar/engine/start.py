@@ -55,6 +55,7 @@ def start_session(
     ranks = _join_ranks(local_rank, config)
     session: Session | None = None
     deferred: DeferredInit | None = None
+    matrices: Matrices | None = None
     try:
         with ranks.guard("opening the engine"):
             check_same_config(ranks, config)
@@ -97,6 +98,8 @@ def start_session(
         if session is not None:
             abandon_session(session, error)
         else:
+            if matrices is not None:
+                matrices.undo()
             ranks.leave(error)
         explain_other_engines(error, len(open_sessions()))
         if deferred is not None:

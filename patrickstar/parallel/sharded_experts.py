@@ -77,6 +77,10 @@ class ShardedExperts:
         self._ranks.meet = meet
         return JointCalls(self._world)
 
+    def undo(self) -> None:
+        """See ``Matrices``."""
+        self.close()
+
     def close(self) -> None:
         """Restores the experts' forward. Called after the parameters became whole."""
         self._exchanged.restore()

@@ -86,6 +86,10 @@ class Matrices(Protocol):
         """How ranks share calls of the sharded module; ``meet``: ``Runtime.meet_ranks``."""
         ...
 
+    def undo(self) -> None:
+        """Undoes :meth:`divide` as far as possible, after a start that failed before parameters moved into chunks."""
+        ...
+
     def close(self) -> None:
         """Ends the communication between blocks (see :meth:`ShardedMatrices.close`)."""
         ...
@@ -124,6 +128,9 @@ class WholeMatrices:
     def calls(self, meet: Callable[[], object]) -> Calls:
         """Unshared calls."""
         return OwnCalls()
+
+    def undo(self) -> None:
+        """Does nothing."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -239,6 +246,9 @@ class ShardedMatrices:
         """Calls with whole batches, the same on all ranks."""
         self._group.meet_before_messages(meet)
         return self.chosen.way.calls(self._mesh)
+
+    def undo(self) -> None:
+        """Does nothing: blocks have replaced the module's matrices."""
 
     def close(self) -> None:
         """See :class:`Matrices`. Sharding is not undone: the module keeps this rank's blocks without communication.

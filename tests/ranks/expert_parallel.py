@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from patrickstar.module.fused_experts import is_experts
 from patrickstar.runtime import initialize_engine
 from patrickstar.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.ranks.mixed_models import batch, build
@@ -123,6 +124,27 @@ def start_from_meta() -> dict[str, Any]:
         with opened(settings, model=model) as (engine, _):
             found[name] = engine.state_dict()
     return found
+
+
+def start_again() -> list[Any]:
+    """A start that fails leaves the model whole."""
+    model = build(FAMILY)()
+    try:
+        with opened({**PARALLEL, "device_memory": "4KiB"}, model=model):
+            pass
+    except Exception as error:
+        said = type(error).__name__
+    implementations = {module.config._experts_implementation for module in model.modules() if is_experts(module)}
+    loss = model(**batch(FAMILY, 0, True, False)).loss.item()
+    with opened({}, model=model) as (engine, _):
+        return [said, implementations, loss == engine(**batch(FAMILY, 0, True, False)).loss.item()]
+
+
+def start_from_other_values() -> dict[str, torch.Tensor]:
+    """Each rank builds a model of its own."""
+    torch.manual_seed(rank_and_size()[0])
+    with opened(PARALLEL, model=build(FAMILY)()) as (engine, _):
+        return engine.state_dict()
 
 
 def train_compiled() -> list[Any]:

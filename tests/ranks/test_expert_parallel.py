@@ -15,7 +15,9 @@ from tests.ranks.expert_parallel import (
     PARALLEL,
     call_once_more,
     save_and_load,
+    start_again,
     start_from_meta,
+    start_from_other_values,
     train_compiled,
     train_each,
 )
@@ -78,6 +80,19 @@ def test_checkpoints_and_state_dicts_have_whole_tensors(tmp_path):
 def test_models_on_the_meta_device_begin_alike():
     for found in run_ranks(2, start_from_meta):
         assert_same_bits(found["divided"], found["shared"])
+
+
+def test_a_start_that_fails_leaves_the_model_whole():
+    found = run_ranks(2, start_again)
+    assert "MemoryBudgetError" in [said for said, *_ in found]  # the other rank may learn of it first
+    assert [rest for _, *rest in found] == [[{"eager"}, True]] * 2
+
+
+def test_the_first_ranks_values_count():
+    torch.manual_seed(0)
+    expected = dict(build(FAMILY)().state_dict())
+    for state in run_ranks(2, start_from_other_values):
+        assert_same_bits(dict(state), expected)
 
 
 def test_compiled_blocks_compute_the_same():
