@@ -156,7 +156,9 @@ def read_changes(ranks):
 
 class FewParams:
     specs = [  # noqa: RUF012
-        SimpleNamespace(name=name, param=torch.arange(6.0), quantization=_C.QuantType.NONE, is_own=False)
+        SimpleNamespace(
+            name=name, param=torch.arange(6.0), shape=torch.Size([6]), quantization=_C.QuantType.NONE, part=None
+        )
         for name in "ab"
     ]
     layout = SimpleNamespace(placement=lambda index: (0, 6 * index), chunk=lambda _: {"shard_numel": 6})

@@ -276,8 +276,7 @@ def test_rare_norms_of_features_that_columns_share():
     def normed(ranks):
         group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(rows=1, columns=2)))
         found = []
-        for layer in layers:
-            kind = recognise_norm(layer, 8)
+        for layer, kind in zip(layers, kinds, strict=True):
             style = Norm(kind, lambda group, by: Spread.of_tokens(group))
             made = style.replace(layer, Spot("norm", group, {}, TWO_DIMENSIONS))
             found.append(torch.cat(group.along_columns.gather(made(whole.chunk(2, -1)[ranks.context.rank])), -1))
@@ -286,6 +285,7 @@ def test_rare_norms_of_features_that_columns_share():
     whole = draw(3, 8)
     layers = [nn.LayerNorm(8, bias=False), nn.LayerNorm(8, elementwise_affine=False), nn.RMSNorm(8, 1e-3)]
     layers = [layer.double() for layer in layers]
+    kinds = [recognise_norm(layer, 8) for layer in layers]
     for found in run_emulated(2, normed):
         assert all(gap(one, layer(whole)) <= 1e-12 for one, layer in zip(found, layers, strict=True))
 
