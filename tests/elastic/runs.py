@@ -26,6 +26,7 @@ from patrickstar.elastic import (
     ResizePhase,
     serve_rendezvous,
 )
+from patrickstar.ranks.run_secret import default_secret_file
 from patrickstar.resize import memory as resize_room
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
@@ -125,6 +126,9 @@ def train(
 
 def train_across_nodes(address: str, port: int, plan: list[int], folder: str) -> dict[str, Any]:
     store = serve_rendezvous(address, port) if os.environ["RANK"] == "0" else None
+    deadline = time.monotonic() + 60
+    while not default_secret_file(address, port).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # the first process may begin later
     try:
         return train(f"{address}:{port}", plan, folder)
     finally:
