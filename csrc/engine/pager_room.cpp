@@ -118,8 +118,9 @@ bool Pager::evict_one(EvictionScope what, HostRoom room, RoomFor room_for) {
     // Such copies are made only for lack of memory; see evict().
     if (dirty && room_for == RoomFor::kLimit && store().chunk(id.chunk).is_sharded() && replays()) continue;
     if (dirty && !array.block && !is_reserved(id) && store().num_bytes(id) > best_effort_room) continue;
-    int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
-    if (sweeps) farness = chunks_until_next_sweep(id.chunk, position, store().num_chunks());
+    int64_t farness = sweeps                 ? chunks_until_next_sweep(id.chunk, position, store().num_chunks())
+                      : replay_.knows_uses() ? next_use(id)
+                                             : 1;
     if (dirty) farness = std::min(farness, num_accesses);
     const bool leads = id.kind == store().chunk(id.chunk).leading_state();
     if (is_state) farness = leads ? kLeadingStateFarness : kStateFarness;

@@ -137,7 +137,7 @@ void Residency::reserve_resting_tiers_on_host() {
 
 void Residency::place_in_headroom(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
-  pager_.limit_chunk_buffers({options_.chunk_buffer_limit_bytes, 0});
+  pager_.limit_chunk_buffers({options_.chunk_buffer_limit_bytes, 0, options_.chunk_buffer_limit_bytes});
   fill_headroom(step);
 }
 

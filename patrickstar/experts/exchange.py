@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from patrickstar import _C
 from patrickstar.module import expert_rows
 from patrickstar.module.fused_experts import Routing, products, up_name
+from patrickstar.ranks.exchanges import addresses, all_to_all_pairs
 from patrickstar.ranks.mesh import SomeRanks
 
 _PIECE_BYTES = 64 * 2**20  # gathered at a time
@@ -82,12 +83,10 @@ class ExpertRanks:
             return whole.view(self.size * part.shape[0], *part.shape[1:])
 
     def _send(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        sends, receives = [], []
-        for step in range(1, self.size):  # each step is a permutation: every rank sends one part and receives one
-            to, of = (self.index + step) % self.size, (self.index - step) % self.size
-            sends.append((to, outgoing[to].data_ptr(), outgoing[to].nbytes))
-            receives.append((of, incoming[of].data_ptr(), incoming[of].nbytes))
-        self._communicator.exchange(sends, receives)
+        pairs = list(all_to_all_pairs(self.index, self.size))
+        sends = [(to, outgoing[to]) for to, _ in pairs]
+        receives = [(of, incoming[of]) for _, of in pairs]
+        self._communicator.exchange(addresses(sends), addresses(receives))
 
 
 class Exchanging(Protocol):

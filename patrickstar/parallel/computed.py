@@ -27,6 +27,23 @@ class Computed:
     """Gradients by the names in the unchanged module."""
 
 
+def not_callable(name: str, module: nn.Module, error: Exception, beside: str, key: str) -> ValueError:
+    """Error of a module whose unchanged copy could not be called, to be compared with ``beside``."""
+    return ValueError(
+        f"{name} ({type(module).__name__}) could not be called on the host to compare it with {beside} "
+        f'({type(error).__name__}: {error}); leave {key} out, or set "prove_rewrites" to false where you know it to be '
+        "right"
+    )
+
+
+def not_equal(name: str, module: nn.Module, found: list[str], rewritten: str, key: str) -> ValueError:
+    """Error of a module that computes something else once ``rewritten``; ``found``: :func:`differences`."""
+    return ValueError(
+        f"{name} ({type(module).__name__}) computes something else {rewritten}: {'; '.join(found)}. Leave {key} out "
+        '(or set "prove_rewrites" to false where you know that this is no fault)'
+    )
+
+
 def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Gradients of the trained parameters by name."""
     return {name: gradient_of(param) for name, param in module.named_parameters() if param.requires_grad}

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from patrickstar.experts.exchange import ExpertRanks
 from patrickstar.experts.exchanged import ExchangedExperts, expert_params, find_experts
 from patrickstar.module.specimen import copy_specimen, kind_of, take_specimen
-from patrickstar.parallel.computed import Computed, differences, gradient_of
+from patrickstar.parallel.computed import Computed, differences, gradient_of, not_callable, not_equal
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.emulated import run_emulated
 from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks
 
+_KEY = "expert_parallel"
+_INPUTS = ("its input", "its routing weights")
 _TOKENS_PER_RANK = 6
 _NUM_CHOSEN = 2
 
@@ -32,17 +34,10 @@ def prove_experts(module: nn.Module, size: int) -> None:
             trial = _Trial(specimen, size)
             plain = trial.compute_whole()
         except Exception as error:  # the user's code may raise anything
-            raise ValueError(
-                f"{name} ({type(child).__name__}) could not be called on the host to compare it with experts that "
-                f"ranks divide ({type(error).__name__}: {error}); leave expert_parallel out, or set "
-                '"prove_rewrites" to false where you know it to be right'
-            ) from error
+            raise not_callable(name, child, error, "experts that ranks divide", _KEY) from error
         found = trial.differences(plain)
         if found:
-            raise ValueError(
-                f"{name} ({type(child).__name__}) computes something else once ranks divide it: {'; '.join(found)}. "
-                'Leave expert_parallel out (or set "prove_rewrites" to false where you know that this is no fault)'
-            )
+            raise not_equal(name, child, found, "once ranks divide it", _KEY)
 
 
 class _Trial:
@@ -98,13 +93,10 @@ class _Trial:
         loss = loss_of(hidden)
         loss.backward()
         other = loss_of(2 * hidden.detach())
-        gradients = {"its input": hidden.grad, "its routing weights": weights.grad}
+        gradients = dict(zip(_INPUTS, (hidden.grad, weights.grad), strict=True))
         trained = {name: param for name, param in expert_params(module).items() if param.requires_grad}
         gradients |= {name: gradient_of(param) for name, param in trained.items()}
         return Computed(loss.item(), other.item(), gradients)
-
-
-_INPUTS = ("its input", "its routing weights")
 
 
 def _width(experts: nn.Module) -> int:

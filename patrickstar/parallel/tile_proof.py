@@ -7,8 +7,9 @@ from torch import nn
 
 from patrickstar.module.specimen import copy_specimen, kind_of, take_specimen
 from patrickstar.module.tiled_modules import TiledForward, find_tileable
-from patrickstar.parallel.computed import Computed, differences, gradients_of
+from patrickstar.parallel.computed import Computed, differences, gradients_of, not_callable, not_equal
 
+_KEY = "activations.tile_tokens"
 _TILE_TOKENS = 5
 _NUM_TOKENS = 12
 _ANY_WIDTH = 8
@@ -27,19 +28,12 @@ def prove_tiles(module: nn.Module, tile_tokens: int) -> None:
             specimen = take_specimen(child)
             plain = _compute(copy_specimen(specimen))
         except Exception as error:  # the user's code may raise anything
-            raise ValueError(
-                f"{name} ({type(child).__name__}) could not be called on the host to compare it with its tiles "
-                f"({type(error).__name__}: {error}); leave activations.tile_tokens out, or set "
-                '"prove_rewrites" to false where you know it to be right'
-            ) from error
+            raise not_callable(name, child, error, "its tiles", _KEY) from error
         tiled = copy_specimen(specimen)
         TiledForward(tiled, name, min(tile_tokens, _TILE_TOKENS))
         found = differences(plain, _compute(tiled))
         if found:
-            raise ValueError(
-                f"{name} ({type(child).__name__}) computes something else in tiles: {'; '.join(found)}. Leave "
-                'activations.tile_tokens out (or set "prove_rewrites" to false where you know that this is no fault)'
-            )
+            raise not_equal(name, child, found, "in tiles", _KEY)
 
 
 def _compute(module: nn.Module) -> Computed:

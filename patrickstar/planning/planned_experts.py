@@ -36,8 +36,8 @@ class PlannedExperts:
     """
 
     def __init__(self, model: nn.Module, shared: SharedExperts):
-        self.exchanges = PlannedExchanges()
-        self._ranks = _PlannedRanks(self.exchanges, shared)
+        self._exchanges = PlannedExchanges()
+        self._ranks = _PlannedRanks(self._exchanges, shared)
         exchanged = ExchangedExperts(self._ranks)
         part = RankPart(0, shared.size, lambda values: values)  # values are never read
         for experts in find_experts(model, shared.size).values():
@@ -47,8 +47,18 @@ class PlannedExperts:
 
     def trace(self, costs: Costs) -> None:
         """Begins a traced step; waits are charged to ``costs``."""
-        self.exchanges.begin_step(costs)
+        self._exchanges.begin_step(costs)
         self._ranks.received_bytes = 0.0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """See ``PlannedMatrices``."""
+        return self._exchanges.exposed_seconds
+
+    @property
+    def link_seconds(self) -> float:
+        """See ``PlannedMatrices``."""
+        return self._exchanges.link_seconds
 
     @property
     def total_received_bytes(self) -> int:

@@ -345,13 +345,10 @@ def _asked_numel(question: Question) -> tuple[int, ...]:
 
 
 def _exchanged(model: PlannedModel) -> Exchanged | None:
-    if model.experts is not None:
-        link = model.experts.exchanges
-        return Exchanged(model.experts.total_received_bytes, link.link_seconds, link.exposed_seconds)
-    matrices = model.matrices
-    if matrices is None:
+    division = model.matrices or model.experts
+    if division is None:
         return None
-    return Exchanged(sum(matrices.received_bytes.values()), matrices.link_seconds, matrices.exposed_seconds)
+    return Exchanged(division.total_received_bytes, division.link_seconds, division.exposed_seconds)
 
 
 def _as_written(num_bytes: int) -> int | str:

@@ -150,6 +150,11 @@ class PlannedMatrices:
         return self._exchanges.link_seconds
 
     @property
+    def total_received_bytes(self) -> int:
+        """Bytes that the rank received in that step."""
+        return sum(self.received_bytes.values())
+
+    @property
     def received_bytes(self) -> collections.Counter[str]:
         """Bytes that the rank received in that step, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
         return sum((line.received_bytes for line in self._lines), collections.Counter())

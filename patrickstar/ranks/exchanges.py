@@ -16,7 +16,7 @@ always: the allocator would then free memory at times that differ between steps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -81,6 +81,14 @@ class SharingRanks(Protocol):
         ...
 
 
+def all_to_all_pairs(rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Destination and source of each message of an all-to-all, without that to itself. Each step is a permutation:
+    every rank sends one message and receives one.
+    """
+    for step in range(1, size):
+        yield (rank + step) % size, (rank - step) % size
+
+
 def open_exchanges(ranks: SharingRanks, what: str) -> Exchanges:
     """Opens exchanges of ``ranks``, for tensors on each rank's device. All ranks of the run must call it at the same
     point.
@@ -109,7 +117,7 @@ class ThreadExchanges:
         the parameter in backward.
         """
         tensors = (*sends, *receives)
-        return _OnThread(self._thread.submit(self._exchange, _addresses(sends), _addresses(receives), tensors))
+        return _OnThread(self._thread.submit(self._exchange, addresses(sends), addresses(receives), tensors))
 
     def _exchange(self, sends: Addresses, receives: Addresses, tensors: Messages) -> None:
         """Runs on the thread. ``tensors`` keeps them alive until the end, with or without a waiter."""
@@ -141,7 +149,7 @@ class StreamExchanges:
         pending = _OnStream(self._communicator, self._stream, tensors)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self._communicator.exchange(_addresses(sends), _addresses(receives))
+            self._communicator.exchange(addresses(sends), addresses(receives))
         pending.done.record(self._stream)
         return pending
 
@@ -203,5 +211,6 @@ class _TorchWorks:
         self._tensors.clear()
 
 
-def _addresses(messages: Messages) -> Addresses:
+def addresses(messages: Messages) -> Addresses:
+    """Ranks, addresses and bytes of tensors, which the caller keeps alive."""
     return [(rank, tensor.data_ptr(), tensor.numel() * tensor.element_size()) for rank, tensor in messages]

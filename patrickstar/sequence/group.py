@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from patrickstar.ranks.exchanges import Exchanges, PendingExchange, SharingRanks, TorchExchanges, open_exchanges
+from patrickstar.ranks.exchanges import (
+    Exchanges,
+    PendingExchange,
+    SharingRanks,
+    TorchExchanges,
+    all_to_all_pairs,
+    open_exchanges,
+)
 from patrickstar.ranks.mesh import SomeRanks
 
 
@@ -89,8 +96,7 @@ class SequenceGroup:
         incoming = [torch.empty_like(part) for part in outgoing]
         incoming[self.rank] = outgoing[self.rank]
         sends, receives = [], []
-        for step in range(1, self.size):  # each step is a permutation: every rank sends one part and receives one
-            to, of = (self.rank + step) % self.size, (self.rank - step) % self.size
+        for to, of in all_to_all_pairs(self.rank, self.size):
             sends.append((to, outgoing[to]))
             receives.append((of, incoming[of]))
             self.sent_bytes += _num_bytes(outgoing[to])
