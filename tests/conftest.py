@@ -1,6 +1,7 @@
 """Fixtures for all tests. Without ``-m gpu`` tests use the simulated device, also on a machine with a GPU."""
 
 import gc
+import itertools
 import os
 import sys
 
@@ -9,7 +10,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["PATRICKSTAR_PLAN_CACHE"] = "0"  # do not touch the user's cache
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
-if not {"gpu", "gpu and alone", "gpu and not alone"} & set(sys.argv) and "PYTEST_XDIST_WORKER" not in os.environ:
+if "PYTEST_XDIST_WORKER" not in os.environ and not any(
+    option == "-m" and "gpu" in marker.replace("not gpu", "") for option, marker in itertools.pairwise(sys.argv)
+):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers of pytest-xdist inherit it
 
 import pytest

@@ -51,3 +51,38 @@ def test_others_keep_some():
         with engine.lend():
             pass
         step()
+
+
+def generate_in(buckets, answers):
+    generator = CASE.build().to("cuda", torch.bfloat16).eval()
+    for bucket in iter(buckets.get, None):
+        generator.load_state_dict(dict(bucket), strict=False)
+        torch.cuda.synchronize()
+        del bucket
+        answers.put("loaded")
+    with torch.no_grad():
+        answers.put(generator(input_ids=torch.arange(8, device="cuda")[None]).logits.tolist())
+
+
+def test_another_process_generates_with_the_weights_it_was_sent():
+    """Buckets travel as CUDA IPC handles, so the generator copies from the engine's GPU memory."""
+    spawn = torch.multiprocessing.get_context("spawn")
+    buckets, answers = spawn.SimpleQueue(), spawn.SimpleQueue()
+
+    def send(bucket):
+        buckets.put(bucket)
+        assert answers.get() == "loaded"
+
+    with initialize_engine(CASE.build, 0, CONFIG)[0] as engine:
+        other = spawn.Process(target=generate_in, args=(buckets, answers), daemon=True)
+        other.start()
+        with engine.lend():
+            engine.export_to(send, bucket_bytes="4MiB")
+        buckets.put(None)
+        logits = answers.get()
+        other.join(60)
+        plain = CASE.build().to("cuda", torch.bfloat16).eval()
+        plain.load_state_dict(engine.state_dict(), strict=False)
+        with torch.no_grad():
+            expected = plain(input_ids=torch.arange(8, device="cuda")[None]).logits.tolist()
+    assert logits == expected
