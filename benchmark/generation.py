@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import time
 from typing import Any
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens")
     parser.add_argument("--device-memory", nargs="*", default=[], metavar="SIZE", help="budgets beside an ample one")
+    parser.add_argument("--further", type=json.loads, default={}, metavar="JSON", help="keys of the configuration")
     parser.add_argument("--trained", action="store_true", help="after a training step")
 
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         else:
-            config: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+            config: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}} | args.further
             config |= {"device_memory": budget} if budget else {}
             engine, optimizer = initialize_engine(lambda: build_meta_model(shape), device.index or 0, config)
             if args.trained:

@@ -88,6 +88,13 @@ void register_runtime_values(RuntimeClass& runtime) {
            bound_to_param<Call::kReadValues>(+[](OpenEngine& open, ParamId param, ArrayKind kind, uintptr_t values) {
              open.values.read_own(param, kind, reinterpret_cast<float*>(values));
            }))
+      .def("rows_are_on_host", bound<Call::kInspect>(+[](OpenEngine& open, ParamId param) {
+             return open.step.is(StepState::kEvaluation) && open.rows.are_on_host(param);
+           }),
+           nb::arg("param"), "True in a forward without gradients if the device has no value (engine/value_rows.h).")
+      .def("copy_rows", bound_to_param<Call::kReadValues>(
+                            +[](OpenEngine& open, ParamId param, std::vector<int64_t> rows, int64_t row_numel,
+                                uintptr_t to) { open.rows.copy(param, rows, row_numel, pointer<void>(to)); }))
       .def(
           "read_ranges",
           bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<RangeTuple> ranges, std::vector<FileTuple> files) {

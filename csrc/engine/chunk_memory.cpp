@@ -59,10 +59,15 @@ void ChunkMemory::upload(ArrayId id) {
 }
 
 Event ChunkMemory::upload_to(ArrayId id, void* to, const DeviceBuffer& device_buffer) {
-  ArrayRecord& record = array(id);
-  const int64_t num_bytes = store_.num_bytes(id);
-  QueueGuard uploads(backend(), Queue::kUpload);
   await_device_buffer(Queue::kUpload, device_buffer);
+  return upload_pieces(id, {{to, 0, store_.num_bytes(id)}});
+}
+
+Event ChunkMemory::upload_pieces(ArrayId id, const std::vector<Piece>& pieces) {
+  ArrayRecord& record = array(id);
+  int64_t num_bytes = 0;
+  for (const Piece& piece : pieces) num_bytes += piece.num_bytes;
+  QueueGuard uploads(backend(), Queue::kUpload);
   {
     // If a host update still makes the array (backend.waits_on_host), this thread waits, and so does compute.
     const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
@@ -72,7 +77,10 @@ Event ChunkMemory::upload_to(ArrayId id, void* to, const DeviceBuffer& device_bu
   }
   {
     const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
-    backend().copy(Queue::kUpload, to, record.block.data, num_bytes);
+    for (const Piece& piece : pieces) {
+      const char* from = static_cast<const char*>(record.block.data) + piece.offset;
+      backend().copy(Queue::kUpload, piece.to, from, piece.num_bytes);
+    }
   }
   record.host_buffer_busy_until = uploads.record();
   counters_.uploaded_bytes += num_bytes;

@@ -59,6 +59,13 @@ struct Counters {
 
 class ChunkMemory {
  public:
+  // Bytes of an array, from `offset` on, and where they go.
+  struct Piece {
+    void* to;
+    int64_t offset;
+    int64_t num_bytes;
+  };
+
   // `format`: null for the chunks' own dtype. `shapes`: by parameter, in memory order; the caller keeps it alive.
   ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names,
               std::shared_ptr<const optim::ComputeFormat> format, const std::vector<std::vector<int64_t>>& shapes);
@@ -86,6 +93,9 @@ class ChunkMemory {
   // Copies the host buffer to `to`, which lies in `device_buffer`, a buffer of another array. Returns the event that
   // completes it.
   Event upload_to(ArrayId id, void* to, const DeviceBuffer& device_buffer);
+  // Copies pieces of the host buffer to device memory, which the upload queue may write. Returns the event that
+  // completes them.
+  Event upload_pieces(ArrayId id, const std::vector<Piece>& pieces);
 
   // Later work of the compute queue sees the array's value in its device buffer.
   void await_on_device(ArrayId id);

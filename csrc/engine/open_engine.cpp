@@ -77,6 +77,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       tracker(pager, flow, turns, step),
       values(pager, *collectives),
       ranges(pager, values),
+      rows(pager),
       residency(pager, residency_options(options, memory.layout())),
       planner(pager, recorder, *collectives, residency, updates, flow, traces, paths),
       unfreezing(pager, values, residency, matrices, flow, updates, planner, module_params) {

@@ -40,6 +40,7 @@
 #include "engine/unfreezing.h"
 #include "engine/updates.h"
 #include "engine/value_ranges.h"
+#include "engine/value_rows.h"
 #include "optim/compute_format.h"
 #include "optim/matrix_rule.h"
 #include "trace/recorder.h"
@@ -112,6 +113,7 @@ struct OpenEngine {
   AccessTracker tracker;
   ChunkValues values;
   ValueRanges ranges;
+  ValueRows rows;
   Residency residency;
   StepPlanner planner;
   Unfreezing unfreezing;

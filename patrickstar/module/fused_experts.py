@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ from patrickstar.module import expert_rows
 
 IMPLEMENTATION = "patrickstar"
 """Value of ``_experts_implementation`` in the configuration of fused experts."""
+HIT_ROWS = "_patrickstar_hit_rows"
+"""Attribute of experts whose weights may come from the host by rows (``patrickstar/experts/hit_rows.py``)."""
 _NEEDED = ("ALL_EXPERTS_FUNCTIONS", "_grouped_linear", "_default_apply_gate", "grouped_mm_experts_forward")
 """Names of ``transformers.integrations.moe``."""
 
@@ -85,6 +88,11 @@ class FusedExperts:
         self._chosen.restore()
 
 
+def is_fused(module: nn.Module) -> bool:
+    """True for experts that :func:`fuse_experts` has changed."""
+    return getattr(getattr(module, "config", None), "_experts_implementation_internal", None) == IMPLEMENTATION
+
+
 def is_experts(module: nn.Module) -> bool:
     """True for a module whose forward takes its implementation from transformers' registry."""
     names = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj", "_apply_gate")
@@ -135,9 +143,13 @@ def experts_forward(
     up = getattr(self, up_name(self))
     if hidden_states.dtype != up.dtype or top_k_weights.dtype not in (up.dtype, torch.float32):  # autocast
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    routing = Routing.of(top_k_index, self.num_experts)
+    hit_rows, num_experts, weight_of = vars(self).get(HIT_ROWS), self.num_experts, functools.partial(getattr, self)
+    if hit_rows is not None and hit_rows.come(self, top_k_index):
+        top_k_index, weights = hit_rows.take(self, top_k_index)
+        num_experts, weight_of = len(weights["down_proj"]), weights.__getitem__
+    routing = Routing.of(top_k_index, num_experts)
     rows = expert_rows.dispatch(hidden_states, routing.order, routing.positions)
-    rows = products(self, rows, routing.experts.clamp(max=self.num_experts - 1), routing.offsets)
+    rows = products(self, rows, routing.experts.clamp(max=num_experts - 1), routing.offsets, weight_of)
     return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
 
 
@@ -146,21 +158,28 @@ def up_name(module: nn.Module) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def products(
+    module: nn.Module,
+    rows: torch.Tensor,
+    experts: torch.Tensor,
+    offsets: torch.Tensor,
+    weight_of: Callable[[str], torch.Tensor],
+) -> torch.Tensor:
     """Rows of tokens through their experts.
 
     Args:
-        module: with the parameters of ``len(offsets)`` experts.
+        module: experts of transformers.
         rows: ``[rows, hidden size]``, by expert.
         experts: by row: its expert; read for biases alone.
         offsets: int32, by expert: end of its rows.
+        weight_of: by a parameter's name in ``module``: that of ``len(offsets)`` experts.
     """
     from transformers.integrations import moe
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
-        bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
-        weight = getattr(module, name)
-        return moe._grouped_linear(rows, weight, offs=offsets, bias=bias, is_transposed=module.is_transposed)
+        bias = weight_of(f"{name}_bias")[experts] if module.has_bias else None
+        transposed = module.is_transposed
+        return moe._grouped_linear(rows, weight_of(name), offs=offsets, bias=bias, is_transposed=transposed)
 
     rows = product(rows, up_name(module))
     if not module.has_gate:

@@ -27,6 +27,9 @@ def _reduce_bound(method: Any) -> tuple[Callable[..., Any], tuple[Any, str]]:
 copyreg.pickle(type(_C.ModuleHook().before_forward), _reduce_bound)
 
 
+BeforeForward = Callable[[nn.Module, tuple[Any, ...]], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Hooked:
     hook: _C.ModuleHook
@@ -38,9 +41,16 @@ class _Hooked:
 class ModuleHooks:
     """Hooks of the user's module, and what the first step has shown about uses."""
 
-    def __init__(self, module: nn.Module, observer: Observer):
+    def __init__(
+        self,
+        module: nn.Module,
+        observer: Observer,
+        condition: Callable[[nn.Module, BeforeForward], BeforeForward] = lambda _, before_forward: before_forward,
+    ):
+        """``condition``: gives the hook that runs before a module's forward; it may leave out the one it is given."""
         self._module = module
         self._observer = observer
+        self._condition = condition
         self._hooked: dict[nn.Module, _Hooked] = {}
         self.is_learning = True
         """True until the first whole step is over."""
@@ -67,7 +77,7 @@ class ModuleHooks:
         inner = not is_whole and any(_has_chunked(grandchild) for grandchild in child.children())
         until = _C.HoldUntil.NEXT_EVENT if inner else _C.HoldUntil.SCOPE_END
         hook = _C.ModuleHook(self._observer.uses, list(dict.fromkeys(owned)), until)
-        before = child.register_forward_pre_hook(hook.before_forward, prepend=True)
+        before = child.register_forward_pre_hook(self._condition(child, hook.before_forward), prepend=True)
         # always_call: recomputation leaves a forward by an exception once it has the tensors it needs.
         after = child.register_forward_hook(hook.after_forward, always_call=True)
         return _Hooked(hook, hook.params, (before, after))

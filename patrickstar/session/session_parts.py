@@ -9,6 +9,7 @@ import torch
 from patrickstar.activations.offloaders import ActivationOffloader, activation_offloader
 from patrickstar.activations.remedies import ActivationRemedies, change_activations
 from patrickstar.config import rule_of
+from patrickstar.experts.hit_rows import HitRows
 from patrickstar.module.adoption import MovedRest
 from patrickstar.module.compiled.units import CompiledUnits
 from patrickstar.module.converted_module import ConvertedModule
@@ -179,7 +180,9 @@ def _convert(session: Session, undo: Teardown, running: _Running) -> _Converted:
     states = ParamStates(
         runtime, observer, managed, session.guard, gradients.chunk_factor, rule_of(config.optimizer.type).states
     )
-    hooks = ModuleHooks(module, observer)
+    hit_rows = HitRows(runtime, module)
+    undo.callback(hit_rows.close)
+    hooks = ModuleHooks(module, observer, hit_rows.unless_rows_come)
     undo.callback(hooks.remove)
     compiled = CompiledUnits(module, hooks, observer)
     undo.callback(compiled.restore)

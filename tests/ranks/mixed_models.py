@@ -246,14 +246,15 @@ _TEXT_CONFIGS = ("Llama4", "Gemma3n")
 _COUNTED_TYPES = ("Gemma3", "PaliGemma")
 
 
-def build(family: str, experts: str = "eager") -> Callable[[], nn.Module]:
+def build(family: str, experts: str = "eager", **changes: Any) -> Callable[[], nn.Module]:
+    """``changes``: fields of the configuration."""
     import transformers
 
     def make() -> nn.Module:
         own = {**MIXTURES, **OTHERS}
         fields = VISION_MODELS[family][0] if family in VISION_MODELS else {**TEXT, **own[family]}
         part = "TextConfig" if family in _TEXT_CONFIGS else "Config"
-        config = getattr(transformers, family + part)(**copy.deepcopy(fields))
+        config = getattr(transformers, family + part)(**copy.deepcopy({**fields, **changes}))
         config._experts_implementation = experts
         suffix = "ForConditionalGeneration" if family in VISION_MODELS else "ForCausalLM"
         return getattr(transformers, family + suffix)(config)
