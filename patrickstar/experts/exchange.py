@@ -13,7 +13,6 @@ tokens, so their rows carry one over the number of ranks, by which gradients of 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -130,7 +129,7 @@ def parallel_experts(
     if is_empty:  # parameters are used, and get a gradient, as on other ranks
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     rows = _Permute.apply(rows, travel.order, travel.inverse)
-    rows = products(module, rows, travel.experts, travel.offsets, functools.partial(getattr, module))
+    rows = products(module, rows, travel.experts, travel.offsets)
     rows = _Permute.apply(rows, travel.inverse, travel.order)
     rows = _Exchange.apply(rows[:0] if is_empty else rows, ranks, travel.receives, travel.sends)
     return expert_rows.combine(rows, weights, routing.order, routing.positions, scale).to(hidden.dtype)

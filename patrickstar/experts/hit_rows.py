@@ -59,20 +59,24 @@ class HitRows:
             and all(self._on_host(experts._parameters[name]) for name in (up_name(experts), "down_proj"))
         )
 
-    def take(self, experts: nn.Module, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weights of the chosen experts alone.
+    def take(self, experts: nn.Module, chosen: Tensor) -> tuple[Tensor, nn.Module]:
+        """Experts that hold the weights of the chosen ones alone.
 
         Args:
             experts: whose :meth:`come` is true for ``chosen``.
             chosen: indices of experts; those of ``num_experts`` or more belong to other ranks.
 
         Returns:
-            the indices of ``chosen`` among the experts taken, and the experts' weights by name.
+            the indices of ``chosen`` among them, and a module to compute with.
         """
         found, index = torch.unique(chosen, return_inverse=True)
         rows = [row for row in found.tolist() if row < experts.num_experts]
-        held = expert_params(experts)
-        return index, {name: self._rows(param, rows, chosen.device) for name, param in held.items()}
+        taken = object.__new__(type(experts))
+        weights = {name: self._rows(param, rows, chosen.device) for name, param in expert_params(experts).items()}
+        vars(taken).update(
+            {**vars(experts), "_parameters": {**experts._parameters, **weights}, "num_experts": len(rows)}
+        )
+        return index, taken
 
     def _rows(self, param: nn.Parameter, rows: list[int], device: torch.device) -> Tensor:
         if not self._on_host(param):  # a bias, which shares its chunk with others

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +135,11 @@ def experts_forward(
     from transformers.integrations import moe
 
     chosen = self.config._model_config._experts_implementation
+    if chosen == "batched_mm" and top_k_index.numel() >= self.num_experts and not torch.is_grad_enabled():
+        chosen = "grouped_mm"  # generate() chose the other, which would copy an expert's weights for each row
+    hit_rows = vars(self).get(HIT_ROWS)
+    if hit_rows is not None and hit_rows.come(self, top_k_index):
+        top_k_index, self = hit_rows.take(self, top_k_index)
     if chosen != "grouped_mm":  # by set_experts_implementation() since
         own = type(self).forward.__wrapped__
         forward = moe.ALL_EXPERTS_FUNCTIONS.get_interface(chosen, own)
@@ -143,13 +147,9 @@ def experts_forward(
     up = getattr(self, up_name(self))
     if hidden_states.dtype != up.dtype or top_k_weights.dtype not in (up.dtype, torch.float32):  # autocast
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    hit_rows, num_experts, weight_of = vars(self).get(HIT_ROWS), self.num_experts, functools.partial(getattr, self)
-    if hit_rows is not None and hit_rows.come(self, top_k_index):
-        top_k_index, weights = hit_rows.take(self, top_k_index)
-        num_experts, weight_of = len(weights["down_proj"]), weights.__getitem__
-    routing = Routing.of(top_k_index, num_experts)
+    routing = Routing.of(top_k_index, self.num_experts)
     rows = expert_rows.dispatch(hidden_states, routing.order, routing.positions)
-    rows = products(self, rows, routing.experts.clamp(max=num_experts - 1), routing.offsets, weight_of)
+    rows = products(self, rows, routing.experts.clamp(max=self.num_experts - 1), routing.offsets)
     return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
 
 
@@ -158,28 +158,21 @@ def up_name(module: nn.Module) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def products(
-    module: nn.Module,
-    rows: torch.Tensor,
-    experts: torch.Tensor,
-    offsets: torch.Tensor,
-    weight_of: Callable[[str], torch.Tensor],
-) -> torch.Tensor:
+def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Rows of tokens through their experts.
 
     Args:
-        module: experts of transformers.
+        module: with the parameters of ``len(offsets)`` experts.
         rows: ``[rows, hidden size]``, by expert.
         experts: by row: its expert; read for biases alone.
         offsets: int32, by expert: end of its rows.
-        weight_of: by a parameter's name in ``module``: that of ``len(offsets)`` experts.
     """
     from transformers.integrations import moe
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
-        bias = weight_of(f"{name}_bias")[experts] if module.has_bias else None
-        transposed = module.is_transposed
-        return moe._grouped_linear(rows, weight_of(name), offs=offsets, bias=bias, is_transposed=transposed)
+        bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
+        weight = getattr(module, name)
+        return moe._grouped_linear(rows, weight, offs=offsets, bias=bias, is_transposed=module.is_transposed)
 
     rows = product(rows, up_name(module))
     if not module.has_gate:
