@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 @torch.no_grad()
 def _generate(args: argparse.Namespace, model: Any, prompt: torch.Tensor) -> dict[str, Any]:
     model.eval()
-    length = {"min_new_tokens": args.tokens, "max_new_tokens": args.tokens}
+    length = {"min_new_tokens": args.tokens, "max_new_tokens": args.tokens, "use_cache": True}
     if prompt.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = []

@@ -50,13 +50,13 @@ class HitRows:
 
     def come(self, experts: nn.Module, chosen: Tensor) -> bool:
         """True if this call of ``experts`` copies rows: ``chosen`` names fewer experts than there are, and the host
-        alone has their weights.
+        alone has weights of them.
         """
         return (
             not torch.compiler.is_compiling()
             and chosen.numel() < experts.num_experts
             and not torch.is_grad_enabled()
-            and all(self._on_host(experts._parameters[name]) for name in (up_name(experts), "down_proj"))
+            and any(self._on_host(experts._parameters[name]) for name in (up_name(experts), "down_proj"))
         )
 
     def take(self, experts: nn.Module, chosen: Tensor) -> tuple[Tensor, nn.Module]:
@@ -79,7 +79,7 @@ class HitRows:
         return index, taken
 
     def _rows(self, param: nn.Parameter, rows: list[int], device: torch.device) -> Tensor:
-        if not self._on_host(param):  # a bias, which shares its chunk with others
+        if not self._on_host(param):  # it may share its chunk with parameters that were used
             return param[rows]
         handle = param._patrickstar
         with torch._C.DisableTorchFunctionSubclass():
