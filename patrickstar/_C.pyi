@@ -1203,6 +1203,10 @@ class Runtime(UseListener):
     ) -> tuple[list[int], KeptRegions, KeptRegions]:
         """Addresses of the ranges, the memory that holds them, and all other memory."""
 
+    def take_host_memory(self, num_bytes: int) -> int:
+        """Address of memory until give_back_host_memory(), or 0 (engine/host_loans.h)."""
+
+    def give_back_host_memory(self, address: int, /) -> None: ...
     def read_gradient(self, param: int, values: int, /) -> None: ...
     def write_gradient(self, param: int, values: int, where: Tier, /) -> None: ...
     def set_round_trips(self, chunks: Sequence[bool], piece_numel: int = 16777216) -> None:

@@ -126,6 +126,13 @@ void register_runtime_values(RuntimeClass& runtime) {
              open.memory.arena().trim();
            }))
       .def("set_aside", &set_aside)
+      .def("take_host_memory", bound<Call::kInspect>(+[](OpenEngine& open, int64_t num_bytes) {
+             return reinterpret_cast<uintptr_t>(open.host_loans.take(num_bytes));
+           }),
+           nb::arg("num_bytes"), "Address of memory until give_back_host_memory(), or 0 (engine/host_loans.h).")
+      .def("give_back_host_memory", bound<Call::kInspect>(+[](OpenEngine& open, uintptr_t address) {
+             open.host_loans.give_back(pointer<void>(address));
+           }))
       .def("read_gradient", bound_to_param<Call::kGradients>(+[](OpenEngine& open, ParamId param, uintptr_t values) {
              const ArrayKind source = open.gradients.source(open.layout().placement(param).chunk);
              open.values.read_gradient(param, source, reinterpret_cast<float*>(values));

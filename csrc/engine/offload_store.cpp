@@ -1,5 +1,6 @@
 #include "engine/offload_store.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "common/check.h"
@@ -27,6 +28,8 @@ OffloadStore::Ticket OffloadStore::put(const void* data, int64_t num_bytes) {
   Entry& offloaded = entries_[next_ticket_];
   offloaded.block = std::move(block);
   offloaded.put = downloads.record();
+  host_bytes_ += offloaded.block.num_bytes;
+  peak_bytes_ = std::max(peak_bytes_, host_bytes_);
   return next_ticket_++;
 }
 
@@ -69,6 +72,7 @@ void OffloadStore::drop(Ticket ticket) {
   if (found == entries_.end()) return;
   Entry& offloaded = found->second;
   set_absent(offloaded, false);
+  host_bytes_ -= offloaded.block.num_bytes;
   speculation_.free_after(std::move(offloaded.block), offloaded.fetched != nullptr ? offloaded.fetched : offloaded.put);
   entries_.erase(found);
 }

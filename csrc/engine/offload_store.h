@@ -49,6 +49,8 @@ class OffloadStore {
   // Frees the host memory once nothing uses it. Unknown tickets are ignored.
   void drop(Ticket ticket);
   void drop_all();
+  // Most host memory that activations have taken at once.
+  int64_t peak_bytes() const { return peak_bytes_; }
 
  private:
   struct Entry {
@@ -67,6 +69,8 @@ class OffloadStore {
   std::map<Ticket, Entry> entries_;
   Ticket next_ticket_ = 0;
   int64_t absent_bytes_ = 0;
+  int64_t host_bytes_ = 0;
+  int64_t peak_bytes_ = 0;
 };
 
 }  // namespace patrickstar

@@ -68,6 +68,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
                   update_start(options, memory.layout()), reserved_gradient_bytes(memory.layout())),
       pager(memory, disk, speculation, recorder, *collectives, step),
       offload_store(pager, speculation, recorder),
+      host_loans(pager, speculation, offload_store),
       gradients(memory.store()),
       matrices(memory, this->options.matrix_rule, this->options.param_shapes,
                options.disk.limit_bytes > 0 ? Tier::kDisk : Tier::kHost),

@@ -28,6 +28,7 @@
 #include "engine/chunk_values.h"
 #include "engine/disk_states.h"
 #include "engine/gradient_flow.h"
+#include "engine/host_loans.h"
 #include "engine/matrix_updates.h"
 #include "engine/offload_store.h"
 #include "engine/pager.h"
@@ -105,6 +106,7 @@ struct OpenEngine {
   Speculation speculation;
   Pager pager;
   OffloadStore offload_store;
+  HostLoans host_loans;
   Gradients gradients;
   MatrixUpdates matrices;
   Updates updates;

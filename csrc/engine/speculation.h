@@ -63,6 +63,7 @@ class Speculation {
   void forget_choice();
   // Leaves `num_bytes` more than reserve_bytes free. The next choice starts over if that is more than before.
   void leave(int64_t num_bytes);
+  int64_t left_bytes() const { return left_bytes_; }
   // True in a backward whose step is expected.
   bool is_active() const { return active_; }
   // True after failed expectations or a shortage of memory, while no update starts early.

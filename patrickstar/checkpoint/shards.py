@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -80,6 +80,14 @@ class TensorShard(TensorRange):
     """Returns its elements: a one-dimensional, contiguous CPU tensor of ``dtype``, valid until the next
     shard is read.
     """
+    read_pieces: Callable[[], Iterator[torch.Tensor]] | None = None
+    """Returns its elements piece by piece, once; None: :attr:`read` returns them. A piece is valid until the next."""
+    place: Any = None
+    """Where its holder keeps the elements; for the holder alone."""
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The elements, piece by piece."""
+        return iter([self.read()]) if self.read_pieces is None else self.read_pieces()
 
 
 class ShardSource(Protocol):

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,40 +75,87 @@ def save(
         CheckpointError: on all ranks, if one of them cannot save, or the shards do not cover whole tensors. Earlier
             checkpoints are unchanged.
     """
-    options = options or SaveOptions()
-    peers, disk = options.peers, options.disk
-    began = time.perf_counter()
-    target = Path(directory).absolute() / check_tag(tag)
-    what = f"checkpoint {tag!r} was not saved in {target.parent}, what was saved before is as it was"
-    is_first = peers.rank == 0
-    with contextlib.ExitStack() as held:
-        with phase(peers, what) as turn:
-            if is_first:
-                turn.say = secrets.token_hex(4)
-                folder = NewFolder(disk, target, turn.say)
-                begin(folder, target, held)
-        folder = NewFolder(disk, target, turn.heard[0])
+    with Saving(directory, tag, options or SaveOptions()) as saving:
+        saving.write(source.shards())
+        saving.publish(state)
+    return saving.target
+
+
+class Saving:
+    """One checkpoint while it is saved; all ranks make the same calls. A context that discards what was not published.
+
+        with Saving(directory, tag, options) as saving:
+            saving.write(shards)      # any number of times, in each this rank's shards
+            saving.publish(state)
+
+    Attributes:
+        target: the checkpoint's folder.
+        peers: the ranks that save together; another object may take over between two calls, also in another thread.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], tag: str, options: SaveOptions):
+        self.target = Path(directory).absolute() / check_tag(tag)
+        self.peers = options.peers
+        self._options = options
+        self._began = time.perf_counter()
+        self._held = contextlib.ExitStack()
+        self._what = f"checkpoint {tag!r} was not saved in {self.target.parent}, what was saved before is as it was"
+        self._unpublished: NewFolder | None = None
+        self._reports: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Saving:
+        """Makes the folder, and locks the one in which it lies.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them cannot.
+        """
+        disk = self._options.disk
         try:
-            with phase(peers, what) as turn:
-                turn.say = _RankWriter(folder.path, source, options).write()
-            with phase(peers, what):
-                if is_first:
-                    manifest = _write_manifest(disk, folder.path, turn.heard, state)
-                    folder.publish()
+            with phase(self.peers, self._what) as turn:
+                if self._is_first:
+                    turn.say = secrets.token_hex(4)
+                    begin(NewFolder(disk, self.target, turn.say), self.target, self._held)
         except BaseException:
-            if is_first:
-                folder.discard()
+            self._held.close()
             raise
-        with phase(peers, f"checkpoint {tag!r} is complete in {target.parent}, but 'latest' may not lead to it"):
-            if is_first:
+        self._folder = self._unpublished = NewFolder(disk, self.target, turn.heard[0])
+        self._writer = _RankWriter(self._folder.path, self._options)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._held:
+            if self._is_first and self._unpublished is not None:
+                self._unpublished.discard()
+
+    def write(self, shards: Iterable[TensorShard]) -> None:
+        """Writes shards of this rank."""
+        with phase(self.peers, self._what) as turn:
+            turn.say = self._writer.write(shards)
+        self._reports = turn.heard
+
+    def publish(self, state: Mapping[str, Any]) -> None:
+        """Completes the checkpoint with ``state``, in JSON's types; rank 0's is stored."""
+        folder, parent = self._folder, self.target.parent
+        with phase(self.peers, self._what):
+            if self._is_first:
+                manifest = _write_manifest(self._options.disk, folder.path, self._reports, state)
+                folder.publish()
+        self._unpublished = None
+        what = f"checkpoint {self.target.name!r} is complete in {parent}, but 'latest' may not lead to it"
+        with phase(self.peers, what):
+            if self._is_first:
                 folder.make_name_durable()
                 folder.discard()  # the replaced checkpoint: on a full disk this frees space for the next file
-                if options.latest is Latest.NEW:
+                if self._options.latest is Latest.NEW:
                     folder.point_latest()
-    if is_first:
-        size = sum(file.num_bytes for file in manifest.files.values())
-        logger.info("saved to %s (%s in %s)", target, show_size(size), show_seconds(time.perf_counter() - began))
-    return target
+        if self._is_first:
+            size = sum(file.num_bytes for file in manifest.files.values())
+            took = show_seconds(time.perf_counter() - self._began)
+            logger.info("saved to %s (%s in %s)", self.target, show_size(size), took)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.peers.rank == 0
 
 
 def begin(folder: NewFolder, target: Path, held: contextlib.ExitStack) -> None:
@@ -128,22 +175,23 @@ def begin(folder: NewFolder, target: Path, held: contextlib.ExitStack) -> None:
 class _RankWriter:
     """Writes the shards of one rank; returns their positions in JSON's types."""
 
-    def __init__(self, folder: Path, source: ShardSource, options: SaveOptions):
+    def __init__(self, folder: Path, options: SaveOptions):
         self._folder = folder
         self._disk = options.disk
         self._rank = options.peers.rank
-        self._shards = list(source.shards())
-        self._files = split_into_files([shard.num_bytes for shard in self._shards], options.max_file_bytes)
+        self._max_file_bytes = options.max_file_bytes
+        self._files: dict[str, dict[str, int]] = {}
         self._records: list[dict[str, Any]] = []
 
-    def write(self) -> dict[str, Any]:
+    def write(self, shards: Iterable[TensorShard]) -> dict[str, Any]:
+        """Positions of these shards, and of all before."""
         if not self._folder.is_dir():
             raise CheckpointError(f"rank {self._rank} does not see {self._folder}; all ranks need one file system")
-        files = {}
-        for index, members in enumerate(self._files):
-            name = f"rank{self._rank:05d}-{index:05d}.safetensors"
-            files[name] = self._write_file(name, [self._shards[member] for member in members])
-        return {"files": files, "shards": self._records}
+        shards = list(shards)
+        for members in split_into_files([shard.num_bytes for shard in shards], self._max_file_bytes):
+            name = f"rank{self._rank:05d}-{len(self._files):05d}.safetensors"
+            self._files[name] = self._write_file(name, [shards[member] for member in members])
+        return {"files": self._files, "shards": self._records}
 
     def _write_file(self, name: str, shards: Sequence[TensorShard]) -> dict[str, int]:
         header = make_header([_file_tensor(shard) for shard in shards])
@@ -157,14 +205,19 @@ class _RankWriter:
         return {"num_bytes": offset, "header_bytes": len(header), "header_crc32c": _C.crc32c(header)}
 
     def _write_shard(self, fd: int, shard: TensorShard) -> int:
-        values = shard.read()
-        if values.dtype != shard.dtype or values.numel() != shard.numel:
-            raise CheckpointError(
-                f"{shard}: read() gave {values.numel()} elements of {values.dtype}, not {shard.numel} of {shard.dtype}"
-            )
-        data = bytes_of(values)
-        write_all(self._disk, fd, data)
-        return _C.crc32c(data)
+        numel, crc = 0, 0
+        for values in shard.pieces():
+            numel += values.numel()
+            if values.dtype != shard.dtype or numel > shard.numel:
+                raise CheckpointError(
+                    f"{shard}: read() gave {numel} elements of {values.dtype}, not {shard.numel} of {shard.dtype}"
+                )
+            data = bytes_of(values)
+            write_all(self._disk, fd, data)
+            crc = _C.crc32c(data, crc)
+        if numel != shard.numel:
+            raise CheckpointError(f"{shard}: read() gave {numel} elements, not {shard.numel}")
+        return crc
 
 
 def _file_tensor(shard: TensorShard) -> FileTensor:

@@ -18,7 +18,8 @@ from patrickstar.engine.engine import Engine
 from patrickstar.monitor import StepMonitor
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.state.parts import Frozen, LoadOptions, Names, Part
-from patrickstar.state.save_load import RankPeers, Scheduler, load_session, save_session
+from patrickstar.state.rank_peers import RankPeers
+from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 logger = logging.getLogger("patrickstar")
 
@@ -67,7 +68,9 @@ class SavingEngine(Engine):
         session = self._session
         session.check_open()
         state = {**(client_state or {}), _OWN_STATE: self._own_state()}
-        options = SaveOptions(peers=RankPeers(session), latest=Latest.NEW if save_latest else Latest.AS_BEFORE)
+        options = SaveOptions(
+            peers=RankPeers(session.ranks.control), latest=Latest.NEW if save_latest else Latest.AS_BEFORE
+        )
         frozen = Frozen.LEFT_OUT if exclude_frozen_parameters else Frozen.SAVED
         tag = None if tag is None else str(tag)
         with deferred_signals() as signals, session.guard("save_checkpoint"), signals.allowed():

@@ -23,7 +23,7 @@ from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.safetensors_format import FileTensor, make_header
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.session.session import Session
-from patrickstar.state.save_load import RankPeers
+from patrickstar.state.rank_peers import RankPeers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
     """
     session.check_whole()
     _check_unsharded(session)
-    peers = RankPeers(session)
+    peers = RankPeers(session.ranks.control)
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
     what = f"{path} was not saved"
     format_of = _SafetensorsContent if path.suffix == ".safetensors" else _TorchContent

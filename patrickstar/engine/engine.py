@@ -27,6 +27,7 @@ from patrickstar.session.closing import abandon_session, close_session, discard_
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.lending import lend, take_back
 from patrickstar.state.export_weights import export_session, send_session
+from patrickstar.state.parts import Completion
 from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 _T = TypeVar("_T")
@@ -140,6 +141,7 @@ class Engine(ModuleFace):
         client_state: Mapping[str, Any] | None = None,
         *,
         lr_scheduler: Scheduler | None = None,
+        wait: bool = True,
     ) -> Path:
         """Saves the run between two steps (docs/checkpoints.md) and returns the checkpoint's folder, ``directory/tag``.
 
@@ -151,14 +153,27 @@ class Engine(ModuleFace):
             tag: None: ``global_step<n>``. An existing checkpoint of this tag stays until the new one is complete.
             client_state: the user's data, of numbers, strings, bools, None, lists, tuples and dicts.
             lr_scheduler: whose state is saved too.
+            wait: False: values are copied into free host memory, those without room are written, and a thread writes
+                the copies while training goes on. The next save, :meth:`wait_for_save` and :meth:`close` wait for it.
 
         Raises:
-            CheckpointError: nothing was saved; earlier checkpoints are unchanged.
+            CheckpointError: nothing was saved; earlier checkpoints are unchanged. A save that fails later raises it in
+                the next optimizer step, before the step begins.
             StateError: gradients are pending.
         """
         self._session.check_open()
+        completion = Completion.NOW if wait else Completion.LATER
         with deferred_signals() as signals, self._session.guard("save_checkpoint"), signals.allowed():
-            return save_session(self._session, directory, tag, client_state, lr_scheduler)
+            return save_session(self._session, directory, tag, client_state, lr_scheduler, completion=completion)
+
+    def wait_for_save(self) -> None:
+        """Waits until a save with ``wait=False`` is complete. Collective over all ranks.
+
+        Raises:
+            CheckpointError: it failed; earlier checkpoints are unchanged.
+        """
+        with deferred_signals() as signals, self._session.guard("wait_for_save"), signals.allowed():
+            self._session.saves.finish()
 
     def load_checkpoint(
         self,

@@ -55,6 +55,7 @@ class Connections:
         self._way = _Way.GLOO
         self._groups: list[dist.ProcessGroup] = []
         self._controls = [_C.collective.make_single_control()]  # the first is of all members, the others of some
+        self._own_controls: list[_C.collective.ControlGroup] = []  # whose call is not this rank's
         self._communicators: list[_C.collective.Communicator] = []
         self._connected_before: ChunkCommunicators | None = None
         self._stop_watch_at_exit: Callable[[], object] = lambda: None
@@ -79,10 +80,10 @@ class Connections:
             self.context = dataclasses.replace(self.context, num_device_ranks=gpus.count(gpus[index]))
             is_shared = len(set(gpus)) < len(gpus)  # any of them: all ranks of a group use one transport
             self._way = _Way.STAGED if is_shared else _Way.NCCL
-        controls, communicators = self._controls, self._communicators
+        controls, own, communicators = self._controls, self._own_controls, self._communicators
 
         def stop_all() -> None:  # refers to no Connections, whose finalizer ends the watch
-            abort_all((*controls, *communicators))
+            abort_all((*controls, *own, *communicators))
 
         self.watch = FailureWatch(store, prefix, index, members, stop_all, self._timeout_seconds)
         # The thread must end before the interpreter does, even if close() is not called.
@@ -139,9 +140,21 @@ class Connections:
         control.enter(self.control.call)
         return control
 
+    def open_own_control(self, call: str) -> _C.collective.ControlGroup:
+        """A control group of all members for another thread, which is always in ``call``. All members must open it at
+        the same point.
+        """
+        if self.watch is None:
+            return _C.collective.make_single_control()
+        name = self._gloo_group(self._members, [self._members]).group_name
+        control = _C.collective.make_c10d_control(name, self._timeout_seconds)
+        control.enter(call)
+        self._own_controls.append(control)
+        return control
+
     def abort(self) -> None:
         """Aborts all running operations, on this rank."""
-        abort_all((*self._controls, *self._communicators))
+        abort_all((*self._controls, *self._own_controls, *self._communicators))
 
     def close(self) -> None:
         """Closes all connections without waiting for other ranks."""
@@ -151,7 +164,7 @@ class Connections:
             self.watch = None
         # before any is closed: on a GPU an operation of one may be queued behind a waiting operation of another
         self.abort()
-        for part in (*self._controls, *self._communicators):
+        for part in (*self._controls, *self._own_controls, *self._communicators):
             part.close()
         if self._connected_before is not None:
             self._connected_before.close()

@@ -131,6 +131,12 @@ class RankGroups:
         with self.guard(f"opening the group for {what}"):
             return self._connections.open_control(what, some)
 
+    def open_own_control(self, call: str) -> _C.collective.ControlGroup:
+        """A control group of all members for another thread, which is always in ``call``. All members must open it at
+        the same point. It fails and is closed with these groups.
+        """
+        return self._connections.open_own_control(call)
+
     def check_agreement(self, name: str, value: str) -> None:
         """Raises DisagreementError, a StateError, on every rank unless all ranks have the same `value`."""
         digests = self.control.exchange(hashlib.sha256(value.encode()).digest(), name)

@@ -36,6 +36,7 @@ def close_session(session: Session) -> None:
     if session.closed:
         return
     _ = session.runtime.closed  # raises in a fork of the process
+    session.saves.wait()
     with deferred_signals(), session.thread.hold("close"):
         try:
             session.kept_plan.close()
@@ -56,6 +57,7 @@ def close_session(session: Session) -> None:
             session.ranks.leave(error)
             raise
         session.ranks.close()
+    session.saves.finish()
 
 
 def discard_session(session: Session) -> None:

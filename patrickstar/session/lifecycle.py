@@ -21,6 +21,7 @@ from patrickstar.parallel.sharded_matrices import Matrices
 from patrickstar.planning.step_plan import Plan
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.mesh import MeshRanks
+from patrickstar.session.background_save import BackgroundSave
 from patrickstar.session.core_setup import AllEvicted, build_core
 from patrickstar.session.kept_plan import adopt_plan
 from patrickstar.session.quiet_log import NoRunLog
@@ -95,6 +96,7 @@ def complete(session: Session, saved_plan: Plan | None) -> None:
         saved_plan: the first step's plan, the same on all ranks; None: the plan kept from an earlier run like this one.
     """
     session.set_parts(build_parts(session, session.teardown, session.core.largest_module_bytes))
+    session.teardown.callback(session.saves.wait)  # before the core's memory goes
     if saved_plan is not None:
         adopt_plan(session.runtime, session.parts.recompute_choice, saved_plan)
 
@@ -108,6 +110,8 @@ def evict_all(session: Session, set_aside: Callable[[], _C.KeptRegions]) -> AllE
         session: between two steps.
         set_aside: called last before the core closes; returns the core's memory that the next core may use.
     """
+    session.saves.wait()
+    session.saves = BackgroundSave()
     session.kept_plan.close()
     session.plan_of_params = session.params_now()
     memory = set_aside()

@@ -25,6 +25,7 @@ from patrickstar.profiling import ChunkLayers
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.mesh import MeshRanks
 from patrickstar.sequence.survey import Survey
+from patrickstar.session.background_save import BackgroundSave
 from patrickstar.session.core_setup import Core, current_plan
 from patrickstar.session.device_loan import DeviceLoan
 from patrickstar.session.interrupts import deferred_signals
@@ -90,6 +91,7 @@ class Session:
         self.whole = Wholeness()
         self.loan = DeviceLoan()
         self.thread = OneThread()
+        self.saves = BackgroundSave()
         self.teardown = Teardown()
         self.closed = False
         self.unfinished: Decision | None = None

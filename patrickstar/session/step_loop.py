@@ -92,6 +92,7 @@ class StepLoop:
         session.loan.check()
         session.whole.check_step()
         with deferred_signals(), session.guard("step"):
+            session.saves.check(session.ranks.control)
             run_step(session, param_groups, options)
 
     def accept_mixed_state(self) -> None:

@@ -6,23 +6,29 @@ order. The first rank saves what all ranks hold alike: buffers, and parameters t
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.checkpoint.memory import Scratch, tensor_of
+from patrickstar.checkpoint.memory import Scratch, bytes_of, tensor_of
 from patrickstar.checkpoint.rng import rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS, Kind, TensorRange, TensorShard, is_row_major
+from patrickstar.checkpoint.snapshot import Piece
 from patrickstar.module.chunked_parameter import ChunkedParameter, whole_shape
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.module.managed import wide_dtype
 from patrickstar.module.param_handle import ParamHandle
 from patrickstar.session.session import Session
 from patrickstar.state.parts import Frozen, Part
+
+_IN_MEMORY = -1
+"""In place of a file's index: the range lies in memory."""
 
 
 def buffer_shards(session: Session) -> Iterator[TensorShard]:
@@ -78,14 +84,34 @@ class EngineSource:
         self, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype, read_whole: Callable[[], torch.Tensor]
     ) -> Iterator[TensorShard]:
         if not self._sharded:
-            yield _shard(name, kind, whole_shape(param), dtype, read_whole)
+            whole = _shard(name, kind, whole_shape(param), dtype, read_whole)
+            if isinstance(param, ChunkedParameter) and _is_row_major(param._patrickstar):
+                whole = dataclasses.replace(whole, place=(param._patrickstar.id, 0))
+            yield whole
         elif isinstance(param, ChunkedParameter):
-            held = _own_range(self._session, name, kind, param, dtype)
+            held, handle = _own_range(self._session, name, kind, param, dtype), param._patrickstar
             if held.numel > 0:
-                read = functools.partial(self._read_own, param._patrickstar, kind, held.numel, dtype)
-                yield TensorShard(**vars(held), read=read)
+                read = functools.partial(self._read_own, handle, kind, held.numel, dtype)
+                yield TensorShard(**vars(held), read=read, place=(handle.id, held.begin - handle.whole_begin))
         elif self._session.chunk_ranks.rank == 0:
             yield _shard(name, kind, param.shape, dtype, read_whole)
+
+    def copy(self, pieces: Sequence[Piece]) -> None:
+        """See ``CopyableSource``. Values of chunks are copied by all threads of the core."""
+        ranges = []
+        last: TensorShard | None = None
+        for piece in pieces:
+            shard = piece.shard
+            if shard.place is not None and shard.dtype == torch.float32:
+                param, first = shard.place
+                array = _array_of(self._session, shard.kind)
+                ranges.append((param, array, first + piece.begin, first + piece.end, _IN_MEMORY, piece.address))
+                continue
+            if shard is not last:
+                last, values = shard, bytes_of(shard.read())
+            begin, num_bytes = piece.begin * shard.dtype.itemsize, (piece.end - piece.begin) * shard.dtype.itemsize
+            (ctypes.c_char * num_bytes).from_address(piece.address)[:] = values[begin : begin + num_bytes].tobytes()
+        self._session.runtime.read_ranges(ranges, [])
 
     def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
         values = tensor_of(self._scratch.take(numel * torch.float32.itemsize), torch.float32)
@@ -103,8 +129,7 @@ class EngineSource:
         return _flat(self._session.managed.state_of(param)[kind], _state_dtype(param))
 
     def _read_array(self, handle: ParamHandle, kind: _C.ArrayKind, dtype: torch.dtype) -> torch.Tensor:
-        memory_order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
-        if handle.part is not None or not is_row_major(tuple(handle.shape), memory_order):
+        if not _is_row_major(handle):
             return _flat(handle.whole(self._session.observer.read_values(handle, kind)), dtype)
         values = tensor_of(self._scratch.take(handle.shape.numel() * torch.float32.itemsize), torch.float32)
         self._session.runtime.read_values(handle.id, kind, values.data_ptr())
@@ -267,6 +292,12 @@ def has_states(param: nn.Parameter) -> bool:
     if isinstance(param, ChunkedParameter):
         return param._patrickstar.trainable
     return param.requires_grad
+
+
+def _is_row_major(handle: ParamHandle) -> bool:
+    """True for a whole parameter in the order in which a single rank saves it."""
+    memory_order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
+    return handle.part is None and is_row_major(tuple(handle.shape), memory_order)
 
 
 def _range(name: str, kind: Kind, shape: torch.Size, dtype: torch.dtype) -> TensorRange:

@@ -23,7 +23,7 @@ from patrickstar.session.session import Session
 from patrickstar.sizes import parse_size
 from patrickstar.state.engine_shards import EngineSource, buffer_shards, named_params, persistent_buffers
 from patrickstar.state.file_tensors import FileTensors
-from patrickstar.state.save_load import RankPeers
+from patrickstar.state.rank_peers import RankPeers
 from patrickstar.state.whole_values import whole_shards
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -46,7 +46,7 @@ def export_session(
     if tensors.converts:
         return _export_whole(session, target, tensors, shards, options)
     kept = tensors.names
-    options = dataclasses.replace(options, rename=kept.__getitem__, peers=RankPeers(session))
+    options = dataclasses.replace(options, rename=kept.__getitem__, peers=RankPeers(session.ranks.control))
     return export(target, [shard for shard in shards if shard.name in kept], options)
 
 
@@ -113,7 +113,7 @@ def _export_whole(
     session: Session, target: Path, tensors: FileTensors, shards: list[TensorShard], options: ExportOptions
 ) -> Path:
     """Exports converted tensors: all ranks assemble each full parameter, and the first rank writes them."""
-    with phase(RankPeers(session), f"nothing was exported to {target}"):
+    with phase(RankPeers(session.ranks.control), f"nothing was exported to {target}"):
         check_free(target)
     if session.ranks.control.rank > 0:
         tensors.read_all(shards)

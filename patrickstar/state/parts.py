@@ -14,6 +14,13 @@ class Part(enum.Enum):
     MODULE = "parameters, buffers and modules' extra states"
 
 
+class Completion(enum.Enum):
+    """When a checkpoint is complete."""
+
+    NOW = "when the call returns"
+    LATER = "while training goes on"
+
+
 class Names(enum.Enum):
     """Which parameters and buffers the checkpoint must have."""
 

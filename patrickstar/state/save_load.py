@@ -20,7 +20,7 @@ from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.rng import set_rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS
 from patrickstar.checkpoint.training_state import TrainingState
-from patrickstar.checkpoint.writer import SaveOptions, save
+from patrickstar.checkpoint.writer import SaveOptions, Saving, save
 from patrickstar.config import check_loss_scaler_state, rule_of
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.optimizer.state import checked_group
@@ -29,7 +29,9 @@ from patrickstar.session.session import Session
 from patrickstar.session.step_state import StepStage
 from patrickstar.session.wholeness import State
 from patrickstar.state.engine_shards import EngineSink, EngineSource, has_states, state_kinds, step_count
-from patrickstar.state.parts import Frozen, LoadOptions, Names, Part
+from patrickstar.state.later_saves import save_later
+from patrickstar.state.parts import Completion, Frozen, LoadOptions, Names, Part
+from patrickstar.state.rank_peers import RankPeers
 from patrickstar.state.sharded_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
 
 logger = logging.getLogger("patrickstar")
@@ -45,19 +47,6 @@ class Scheduler(Protocol):
         """Restores the state from the checkpoint."""
 
 
-class RankPeers:
-    """An engine's ranks as ``checkpoint.Peers``, over its control group."""
-
-    def __init__(self, session: Session):
-        self._control = session.ranks.control
-        self.rank = self._control.rank
-        self.size = self._control.size
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """All ranks' messages, by rank, on every rank."""
-        return self._control.exchange(message)
-
-
 def save_session(
     session: Session,
     directory: str | os.PathLike[str],
@@ -66,18 +55,23 @@ def save_session(
     lr_scheduler: Scheduler | None,
     options: SaveOptions | None = None,
     frozen: Frozen = Frozen.SAVED,
+    completion: Completion = Completion.NOW,
 ) -> Path:
     """Saves the checkpoint that ``Engine.save_checkpoint`` describes, and returns its folder."""
     session.check_whole()
     check_between_steps(session, "save_checkpoint")
-    options = options or SaveOptions(peers=RankPeers(session))
+    session.saves.finish()
+    options = options or SaveOptions(peers=RankPeers(session.ranks.control))
     with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
         state = _state_of(session, client_state, lr_scheduler).to_json()
         blocks = described_blocks(session)
         if blocks is not None:
             state[BLOCKS] = blocks
     tag = f"global_step{session.num_steps}" if tag is None else tag
-    return save(directory, tag, EngineSource(session, stored_params(session), frozen), state, options)
+    source = EngineSource(session, stored_params(session), frozen)
+    if completion is Completion.LATER:
+        return save_later(session, Saving(directory, tag, options), source, state)
+    return save(directory, tag, source, state, options)
 
 
 def _state_of(
@@ -110,7 +104,7 @@ def load_session(
     """See ``Engine.load_checkpoint``; ``options``: None for everything."""
     options = options or LoadOptions()
     check_between_steps(session, "load_checkpoint")
-    peers = peers or RankPeers(session)
+    peers = peers or RankPeers(session.ranks.control)
     sink = make_sink(session, options.part)
     with contextlib.ExitStack() as held:
         with phase(peers, "no checkpoint was loaded"):

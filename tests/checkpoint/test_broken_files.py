@@ -9,7 +9,8 @@ from patrickstar.checkpoint import Checkpoint, SaveOptions
 from patrickstar.checkpoint.rng import rng_states
 from patrickstar.runtime import initialize_engine
 from patrickstar.state.engine_shards import EngineSink
-from patrickstar.state.save_load import RankPeers, save_session
+from patrickstar.state.rank_peers import RankPeers
+from patrickstar.state.save_load import save_session
 from tests.bits import assert_same_bits, first_difference
 from tests.distributed import run_ranks
 from tests.models import MODELS
@@ -35,7 +36,7 @@ def step(engine, optimizer, seed):
 
 
 def save(engine, folder, max_file_bytes):
-    options = SaveOptions(peers=RankPeers(engine._session), max_file_bytes=max_file_bytes)
+    options = SaveOptions(peers=RankPeers(engine._session.ranks.control), max_file_bytes=max_file_bytes)
     return save_session(engine._session, folder, TAG, None, None, options)
 
 

@@ -1,0 +1,198 @@
+import errno
+import os
+import threading
+
+import pytest
+import torch
+
+from patrickstar.checkpoint import CheckpointError, latest_tag, snapshot
+from patrickstar.checkpoint.disk import Disk
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.distributed import RanksFailedError, run_ranks
+from tests.models import gpt2, token_batch
+from tests.training import make_config
+
+
+def engine_of(states="fp32", **options):
+    torch.manual_seed(0)
+    config = make_config("bf16", default_chunk_size=4096, gradient_clipping=1.0, **options)
+    config["optimizer"]["states"] = states
+    return initialize_engine(lambda: gpt2(layers=3), 0, config)
+
+
+def train(engine, optimizer, steps, begin=0):
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    for step in range(begin, begin + steps):
+        batch = token_batch(torch.Generator().manual_seed(step * size + rank))
+        engine.backward(engine(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Gate:
+    """Stops writes until it is opened."""
+
+    def __init__(self, monkeypatch, failure=None):
+        self.opened, self._failure = threading.Event(), failure
+        write = Disk.write
+
+        def gated(disk, fd, data):
+            if threading.current_thread() is not threading.main_thread():
+                assert self.opened.wait(60)
+                if self._failure is not None:
+                    raise self._failure
+            return write(disk, fd, data)
+
+        monkeypatch.setattr(Disk, "write", gated)
+
+
+@pytest.mark.parametrize("options", [{}, {"device_memory": "280KiB"}, {"states": "8bit"}, {"use_cpu_embedding": True}])
+def test_bytes_are_those_of_the_call(options, tmp_path, monkeypatch):
+    engine, optimizer = engine_of(**options)
+    with engine:
+        train(engine, optimizer, 2)
+        engine.save_checkpoint(tmp_path / "now", "a", {"epoch": 1})
+        gate = Gate(monkeypatch)
+        engine.save_checkpoint(tmp_path / "later", "a", {"epoch": 1}, wait=False)
+        train(engine, optimizer, 3, begin=2)
+        after = engine.state_dict()
+        gate.opened.set()
+        engine.wait_for_save()
+        assert files(tmp_path / "later" / "a") == files(tmp_path / "now" / "a")
+        engine.load_checkpoint(tmp_path / "later")
+        train(engine, optimizer, 3, begin=2)
+        assert_same_bits(engine.state_dict(), after)
+
+
+def test_what_finds_no_memory_is_written_by_the_call(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 4096)
+    on_host = {"device_memory": "280KiB"}
+    engine, optimizer = engine_of(**on_host)
+    with engine:
+        train(engine, optimizer, 2)
+        least = engine.report()["host_peak_bytes"]
+    for memory in (least, least + 200_000):
+        engine, optimizer = engine_of(**on_host, host_memory=memory)
+        with engine:
+            train(engine, optimizer, 2)
+            expected = engine.state_dict()
+            gate = Gate(monkeypatch)
+            with caplog.at_level("INFO", "patrickstar"):
+                engine.save_checkpoint(tmp_path, wait=False)
+            train(engine, optimizer, 2, begin=2)
+            gate.opened.set()
+            engine.wait_for_save()
+            engine.load_checkpoint(tmp_path)
+            assert_same_bits(engine.state_dict(), expected)
+            train(engine, optimizer, 2, begin=2)
+    copied, written = zip(
+        *(record.args[2:] for record in caplog.records if "a thread writes" in record.msg), strict=True
+    )
+    assert copied[0] == "0 bytes" != copied[1]
+    assert "0 bytes" not in written
+
+
+def test_a_failure_comes_before_the_next_step(tmp_path, monkeypatch):
+    engine, optimizer = engine_of()
+    with engine:
+        train(engine, optimizer, 1)
+        engine.save_checkpoint(tmp_path, "old")
+        with monkeypatch.context() as patched:
+            gate = Gate(patched, OSError(errno.ENOSPC, "no space"))
+            engine.save_checkpoint(tmp_path, "new", wait=False)
+            train(engine, optimizer, 1, begin=1)
+            gate.opened.set()
+            engine._session.saves._thread.join()
+            before = engine.state_dict()
+            with pytest.raises(CheckpointError, match="checkpoint 'new' was not saved .* no space"):
+                train(engine, optimizer, 1, begin=2)
+            assert_same_bits(engine.state_dict(), before)
+        optimizer.step()
+        assert {path.name for path in tmp_path.iterdir()} == {"old", "latest"}
+        engine.save_checkpoint(tmp_path, "new", wait=False)  # goes on, and close() waits
+    assert latest_tag(tmp_path) == "new"
+
+
+@pytest.mark.parametrize("end", ["save", "close", "discard"])
+def test_other_calls_wait(end, tmp_path, monkeypatch):
+    engine, optimizer = engine_of()
+    train(engine, optimizer, 1)
+    gate = Gate(monkeypatch)
+    engine.save_checkpoint(tmp_path, "a", wait=False)
+    threading.Timer(0.2, gate.opened.set).start()
+    if end == "save":
+        engine.save_checkpoint(tmp_path, "b")
+        assert (tmp_path / "a" / "manifest.json").exists()
+    engine.discard() if end == "discard" else engine.close()
+    assert latest_tag(tmp_path) == ("b" if end == "save" else "a")
+
+
+def save_on_ranks(folder, fails):
+    engine, optimizer = engine_of()
+    found = {}
+    with engine, pytest.MonkeyPatch.context() as patched:
+        train(engine, optimizer, 2)
+        engine.save_checkpoint(f"{folder}/now", "a")
+        rank = int(os.environ["RANK"])
+        gate = Gate(patched, OSError(errno.EIO, "bad disk") if fails and rank == 1 else None)
+        engine.save_checkpoint(f"{folder}/later", "a", wait=False)
+        train(engine, optimizer, 2, begin=2)
+        found["state"] = engine.state_dict()
+        gate.opened.set()
+        for step in range(4, 400):
+            try:
+                train(engine, optimizer, 1, begin=step)
+            except CheckpointError as error:
+                return step, str(error)
+            if not engine._session.saves.is_running:
+                break
+        engine.load_checkpoint(f"{folder}/later")
+        train(engine, optimizer, 2, begin=2)
+        assert_same_bits(engine.state_dict(), found["state"])
+    return None
+
+
+def test_ranks_save_together(tmp_path):
+    assert run_ranks(2, save_on_ranks, str(tmp_path), False) == [None, None]
+    assert files(tmp_path / "later" / "a") == files(tmp_path / "now" / "a")
+
+
+def test_one_ranks_failure_is_raised_by_all_in_the_same_step(tmp_path):
+    one, other = run_ranks(2, save_on_ranks, str(tmp_path), True)
+    assert one == other
+    assert "rank 1: bad disk" in one[1]
+    assert list((tmp_path / "later").iterdir()) == []
+
+
+def save_and_die(folder, call):
+    engine, optimizer = engine_of()
+    train(engine, optimizer, 1)
+    engine.save_checkpoint(folder, "old")
+    original = getattr(Disk, call)
+
+    def dies(disk, *args):
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(7)
+        return original(disk, *args)
+
+    setattr(Disk, call, dies)
+    engine.save_checkpoint(folder, "new", wait=False)
+    train(engine, optimizer, 1000, begin=1)
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "rename", "sync_folder"])
+def test_a_process_that_is_killed_leaves_the_former_checkpoint(call, tmp_path):
+    with pytest.raises(RanksFailedError, match="ended with 7"):
+        run_ranks(1, save_and_die, str(tmp_path), call)
+    engine, optimizer = engine_of()
+    with engine:
+        engine.load_checkpoint(tmp_path, "old")
+        assert latest_tag(tmp_path) == "old"
+        train(engine, optimizer, 1)
+        engine.save_checkpoint(tmp_path, "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "new", "latest"}
