@@ -36,9 +36,10 @@ the first step:
 REASONS = [
     ("computes its attention itself", "compute attention outside of transformers' `AttentionInterface`"),
     ("is an encoder-decoder model", "have an encoder and a decoder"),
-    ("has layers of", "have layers of other kinds than full and sliding attention"),
-    ("no layer of", "have no attention"),
-    ("asks for (s_aux|softcap)", "have scores with a soft cap, or sinks"),
+    ("has layers of", "have layers of other kinds than full and sliding attention, the gated delta rule and Mamba-2"),
+    ("has layers with", "have the selective scan of the first Mamba"),
+    ("no layer of|has no attention", "have no attention"),
+    ("asks for", "have scores with a bias of their own"),
     ("computes with its attention mask|a mask of its own|has an attention mask", "bring a mask of their own"),
     ("computes something else", "mix tokens outside of attention"),
     ("could not be called|no table of tokens", "cannot be called with tokens alone, to be proven right"),

@@ -23,7 +23,7 @@ from patrickstar.sequence.hugging_face import attended, check_model
 from patrickstar.sequence.layout import Mode
 from patrickstar.sequence.sharded_attention import check_layer
 from patrickstar.sequence.shared_mask import Reach, SharedMask
-from patrickstar.sequence.ulysses import key_heads
+from patrickstar.sequence.ulysses import key_heads, query_heads
 
 _ATTENTION = "patrickstar_plan"  # its name in transformers' attention registry
 
@@ -94,7 +94,7 @@ def planned_attention(
         check_layer(type(module).__name__, query, key, kwargs)
     except ValueError as error:
         raise CannotDivideError(str(error)) from error
-    out = _PlannedAttention.apply(query, key, value, mask.call)
+    out = _PlannedAttention.apply(query, key, value, kwargs.get("s_aux"), mask.call)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -103,9 +103,14 @@ class _PlannedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, division: PlannedDivision
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        division: PlannedDivision,
     ) -> torch.Tensor:
-        ctx.division = division
+        ctx.division, ctx.sinks = division, sinks
         saved = [query, key, value]
         if division.choice.mode is Mode.ULYSSES:
             saved = _by_heads(saved, division.size)
@@ -136,13 +141,13 @@ class _PlannedAttention(torch.autograd.Function):
         grads = [_token_major(grad.new_empty(shape)) for shape in ctx.local]
         del beside
         division.charge(division.choice.backward.seconds, division.flops[1])
-        return (*grads, None)
+        return (*grads, None if ctx.sinks is None else torch.empty_like(ctx.sinks), None)
 
 
 def _by_heads(parts: list[torch.Tensor], size: int) -> list[torch.Tensor]:
     """All tokens of a rank's heads."""
     query, key, _ = parts
-    num_keys = len(key_heads(query.shape[1], key.shape[1], size)[0])
+    num_keys = len(key_heads(query_heads(query.shape[1], size), query.shape[1] // key.shape[1])[0])
     counts = (query.shape[1] // size, num_keys, num_keys)
     return [
         part.new_empty((part.shape[0], count, part.shape[2] * size, part.shape[3]))

@@ -33,6 +33,8 @@ def attention(
     dropout_p: float = 0.0,
     seed: int = 0,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries to the keys of all ranks of ``group``; equal to attention on one rank with all
     tokens.
@@ -54,6 +56,9 @@ def attention(
         dropout_p: probability of dropout ([Note: dropout by position]).
         seed: dropout's seed: equal on all ranks, different for each layer and step.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: bound of the scaled scores s, which become softcap * tanh(s / softcap); None: no bound.
+        sinks: [heads], a learned score per head that takes part in each softmax and has no value (attention sink);
+            its gradient is this rank's part, to be summed over the ranks. None: no sinks.
 
     Returns:
         [batch, heads, tokens of this rank, head_dim of v], in ``q``'s dtype.
@@ -63,6 +68,7 @@ def attention(
     """
     mode = Mode(mode)
     _check(q, k, v, group, mode, dropout_p)
+    _check_scores(q, softcap, sinks)
     rule = Rule(
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         masking=make_masking(
@@ -74,14 +80,15 @@ def attention(
             shape=(q.shape[0], q.shape[-2] * group.size),
         ),
         dropout=Dropout(dropout_p, seed, q.shape[1]) if dropout_p > 0 else None,
+        softcap=softcap,
     )
     if isinstance(group, HybridGroup):
-        return _by_heads(q, k, v, group.heads, group.ring, rule)
+        return _by_heads(q, k, v, sinks, group.heads, group.ring, rule)
     if mode is Mode.ULYSSES:
-        return _by_heads(q, k, v, group, None, rule)
+        return _by_heads(q, k, v, sinks, group, None, rule)
     if mode is Mode.RSA:
-        return RingSelfAttention.apply(q, k, v, group, rule)
-    return RingAttention.apply(q, k, v, group, mode, rule)
+        return RingSelfAttention.apply(q, k, v, sinks, group, rule)
+    return RingAttention.apply(q, k, v, sinks, group, mode, rule)
 
 
 class _Alone(SequenceGroup):
@@ -93,18 +100,24 @@ class _Alone(SequenceGroup):
 
 
 def _by_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: SequenceGroup, ring: SequenceGroup | None, rule: Rule
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    heads: SequenceGroup,
+    ring: SequenceGroup | None,
+    rule: Rule,
 ) -> torch.Tensor:
     """Ulysses: all-to-all to this rank's heads of all the group's tokens, attention, and all-to-all back."""
     of_queries = query_heads(q.shape[1], heads.size)
-    of_keys = key_heads(q.shape[1], k.shape[1], heads.size)
+    of_keys = key_heads(of_queries, q.shape[1] // k.shape[1])
     q = TokensForHeads.apply(q, heads, of_queries)
     k, v = (TokensForHeads.apply(part, heads, of_keys) for part in (k, v))
+    first, last = of_queries[heads.rank][0], of_queries[heads.rank][-1]
     if rule.dropout is not None:
-        rule = dataclasses.replace(
-            rule, dropout=dataclasses.replace(rule.dropout, first_head=of_queries[heads.rank][0])
-        )
-    out = RingAttention.apply(q, k, v, ring or _Alone(), Mode.RING, rule)
+        rule = dataclasses.replace(rule, dropout=dataclasses.replace(rule.dropout, first_head=first))
+    sinks = None if sinks is None else sinks[first : last + 1]
+    out = RingAttention.apply(q, k, v, sinks, ring or _Alone(), Mode.RING, rule)
     return HeadsForTokens.apply(out, heads)
 
 
@@ -124,3 +137,10 @@ def _check(
         raise ValueError(f"dropout_p is {dropout_p}; give at least 0 and less than 1")
     if (mode is Mode.HYBRID) != isinstance(group, HybridGroup):
         raise ValueError(f"mode {mode.value} with a {type(group).__name__}; hybrid, and it alone, takes a HybridGroup")
+
+
+def _check_scores(q: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}; give a number above 0, or None for no bound of the scores")
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks is {list(sinks.shape)}; give one score for each of the {q.shape[1]} heads of q")

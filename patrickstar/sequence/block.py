@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from patrickstar.sequence.dropout import Dropout
-from patrickstar.sequence.kernel_choice import AttentionDevice, Kernel, Question, choose
+from patrickstar.sequence.kernel_choice import WHOLE_BLOCKS, AttentionDevice, Kernel, Question, choose
 from patrickstar.sequence.kernels import KERNELS, Scoring, sum_dtype, token_major
 from patrickstar.sequence.layout import Slice
 from patrickstar.sequence.masking import Cover, Masking
@@ -31,11 +31,12 @@ _TILE_SCORES = 2**24  # elements of scores that exist at a time with plain opera
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Scale, masking and dropout of one attention."""
+    """Scale, masking, dropout and soft cap of one attention."""
 
     scale: float
     masking: Masking
     dropout: Dropout | None
+    softcap: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +101,15 @@ class Partial:
         so_far.lerp_(out.to(so_far.dtype), share.unsqueeze(-1))
         torch.logaddexp(so_far_lse, lse, out=so_far_lse)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output in q's dtype and the log-sum-exp; 0 and -inf for a query that sees no key."""
+    def result(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output in q's dtype and the log-sum-exp; 0 and -inf for a query that sees no key.
+
+        ``sinks`` [heads] are scores of one further key per head, whose value is 0: ``out * sigmoid(lse - sink)``.
+        """
+        if sinks is not None:
+            out, lse = self._wide()
+            sinks = sinks.to(lse.dtype)[:, None]
+            self._out, self._lse = out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
         if self._out is None or self._lse is None:
             out, lse = self._wide()
         else:
@@ -122,6 +130,16 @@ def _zeros(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros in the accumulation dtype, in the memory order of [Note: token-major tensors]."""
     batch, heads, tokens, head_dim = shape
     return like.new_zeros((batch, tokens, heads, head_dim), dtype=sum_dtype(like)).transpose(1, 2)
+
+
+def sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``sinks`` [heads]: the sum of ``-probability * (grad . out)`` over queries.
+
+    ``out`` and ``lse`` are those that :meth:`Partial.result` returns with sinks.
+    """
+    delta = (grad.to(lse.dtype) * out).sum(dim=-1)
+    probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(probability * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 class Total:
@@ -256,12 +274,13 @@ def _pieces(q: torch.Tensor, v: torch.Tensor, block: Block, rule: Rule) -> Itera
     def kernel_of(piece: Block) -> Kernel:
         lengths = piece.at[0].length, piece.at[1].length
         dropout_p = 0.0 if rule.dropout is None else rule.dropout.p
-        return choose(device, Question(q.dtype, (q.shape[-1], v.shape[-1]), lengths, piece.cover, dropout_p))
+        dims = q.shape[-1], v.shape[-1]
+        return choose(device, Question(q.dtype, dims, lengths, piece.cover, dropout_p, rule.softcap))
 
     if block.cover is Cover.NONE:
         return
     kernel = kernel_of(block)
-    if kernel is not Kernel.PLAIN and block.cover is not Cover.SOME:
+    if block.cover in WHOLE_BLOCKS[kernel]:
         yield block, kernel
         return
     columns = min(_TILE_TOKENS, block.at[1].length)
@@ -288,4 +307,4 @@ def _scoring(q: torch.Tensor, piece: Block, kernel: Kernel, rule: Rule) -> Scori
     if rule.dropout is not None:
         places = (torch.arange(part.start, part.stop, device=q.device) for part in piece.at)
         factors = rule.dropout.factors(q.shape[0], q.shape[1], *places, sum_dtype(q))
-    return Scoring(rule.scale, piece.cover, mask, factors)
+    return Scoring(rule.scale, piece.cover, mask, factors, rule.softcap)

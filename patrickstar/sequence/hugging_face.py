@@ -2,7 +2,8 @@
 
 A call gets this rank's tokens of every tensor, and their positions in the whole sequence
 (:mod:`patrickstar.sequence.positions`). Attention goes through transformers' ``AttentionInterface`` and finds the call
-in the mask (:mod:`patrickstar.sequence.sharded_attention`). Labels and loss are those of the whole batch
+in the mask (:mod:`patrickstar.sequence.sharded_attention`). Linear attention, Mamba-2 and convolutions find it in an
+argument (:mod:`patrickstar.sequence.recurrent_layers`). Labels and loss are those of the whole batch
 (:mod:`patrickstar.sequence.sharded_labels`).
 """
 
@@ -24,6 +25,7 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode
 from patrickstar.sequence.masking import KeyPadding
 from patrickstar.sequence.positions import TellPositions
+from patrickstar.sequence.recurrent_layers import RecurrentLayers, recurrent_layers
 from patrickstar.sequence.sharded_attention import (
     ATTENTION,
     LayerNames,
@@ -33,11 +35,12 @@ from patrickstar.sequence.sharded_attention import (
     running,
 )
 from patrickstar.sequence.sharded_labels import IGNORED, ShardedLoss, counted_labels, give_a_target, share_of_targets
-from patrickstar.sequence.survey import Survey, check_reached
+from patrickstar.sequence.survey import TOKEN_WISE, Survey, check_reached
 from patrickstar.sequence.token_scores import gather_scores, has_scores
 from patrickstar.sequence.ulysses import query_heads
 
-_KNOWN_LAYERS = ("full_attention", "sliding_attention")
+_KNOWN_LAYERS = ("full_attention", "sliding_attention", *TOKEN_WISE)
+_RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _FILLS = {"labels": IGNORED, "shift_labels": IGNORED}
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
 _NO_TOKENS = ("pixel_values", "pixel_values_videos", "input_features")
@@ -82,8 +85,10 @@ class ShardedModel:
         self._head_ranks = head_ranks
         survey = survey or Survey()
         self._positions = survey.positions
-        self._attending = survey.attending_modules(model)
         self._layers = LayerNames(model)
+        self._recurrent = RecurrentLayers(model)
+        shown = {id(layer): self._layers.shown(layer) for layer in self._recurrent.layers.values()}
+        self._attending = survey.attending_modules(model) | shown
         self._known = set(inspect.signature(model.forward).parameters)
         self._replaced = model.config._attn_implementation
         self._loss = ShardedLoss(model)
@@ -94,6 +99,7 @@ class ShardedModel:
     def restore(self) -> None:
         """Restores attention and loss function."""
         self._model.set_attn_implementation(self._replaced)
+        self._recurrent.restore()
         self._told.remove()
         self._loss.restore()
 
@@ -155,6 +161,7 @@ class ShardedModel:
             layers=self._layers,
             positions=_local("position_ids", positions, division),
         )
+        result |= self._recurrent.arguments(call)
         num_scored = length if kwargs.get("shift_labels") is not None else length - 1
         return ShardedArguments(result, call, share, num_scored)
 
@@ -249,7 +256,12 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"{name} is an encoder-decoder model, whose two sequences are not divided; leave "
                          "sequence_parallel out")  # fmt: skip
     text = config.get_text_config()
-    others = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(_KNOWN_LAYERS))
+    if _size(model, "num_attention_heads") is None:
+        raise ValueError(
+            f"{name} has no attention, by whose heads sequences would be divided; leave sequence_parallel out"
+        )
+    known = {*_KNOWN_LAYERS, *(_RECURRENT_LAYERS if recurrent_layers(model) else ())}
+    others = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - known)
     if others or getattr(text, "attention_chunk_size", None):
         raise ValueError(
             f"{name} has layers of {', '.join(others) or 'chunked attention'}, whose sequences cannot be divided; "

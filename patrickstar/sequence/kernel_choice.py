@@ -8,11 +8,13 @@ import os
 from collections.abc import Callable
 
 import torch
+from torch.utils._triton import has_triton
 
 from patrickstar.sequence.masking import Cover
 
 _HALF = (torch.float16, torch.bfloat16)
 _CUDNN_VERSION = 91501  # older versions are wrong for some lengths that 128 does not divide (pytorch/pytorch#169849)
+_FLEX_TOKENS = 128  # for fewer queries PyTorch compiles another kernel, made for decoding
 _CUDNN_TOKENS = 128  # for fewer, plans for each length cost more than they gain; 1 key is not supported
 
 
@@ -23,6 +25,7 @@ class Kernel(enum.Enum):
     FLASH = "flash_attention"
     EFFICIENT = "efficient_attention"
     HOST = "flash_attention_for_cpu"
+    FLEX = "flex_attention"
     PLAIN = "math"
 
 
@@ -69,6 +72,8 @@ def _enabled_on_cuda() -> frozenset[Kernel]:
         enabled.add(Kernel.FLASH)
     if switches.mem_efficient_sdp_enabled():
         enabled.add(Kernel.EFFICIENT)
+    if has_triton():
+        enabled.add(Kernel.FLEX)
     return frozenset(enabled)
 
 
@@ -82,6 +87,7 @@ class Question:
         lengths: numbers of queries and keys.
         cover: how much of the block is seen.
         dropout_p: probability of dropout.
+        softcap: bound of the scores; None: no bound.
     """
 
     dtype: torch.dtype
@@ -89,18 +95,20 @@ class Question:
     lengths: tuple[int, int]
     cover: Cover
     dropout_p: float
+    softcap: float | None = None
 
 
 def choose(device: AttentionDevice, question: Question) -> Kernel:
     """The fastest kernel that can compute the block.
 
-    cuDNN is fastest on Hopper and not used elsewhere. Masks need memory-efficient attention. Dropout ([Note: dropout by
-    position]) and float64 on a GPU need plain operations. Limits are those of PyTorch's own choice
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    cuDNN is fastest on Hopper and not used elsewhere. Masks need memory-efficient attention, a soft cap needs flex
+    attention. Dropout ([Note: dropout by position]) and float64 on a GPU need plain operations. Limits are those of
+    PyTorch's own choice (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     if question.dropout_p > 0.0:
         return Kernel.PLAIN
-    for kernel, can in _CAN.items():
+    fused = _CAN if question.softcap is None else {Kernel.FLEX: _flex_can}
+    for kernel, can in fused.items():
         if kernel in device.enabled and can(device, question):
             return kernel
     return Kernel.PLAIN
@@ -141,6 +149,15 @@ def _efficient_can(device: AttentionDevice, question: Question) -> bool:
     )
 
 
+def _flex_can(device: AttentionDevice, question: Question) -> bool:
+    return (
+        device.capability >= (8, 0)
+        and question.dtype in (*_HALF, torch.float32)
+        and all(16 <= dim <= 256 for dim in question.head_dims)
+        and min(question.lengths) >= _FLEX_TOKENS
+    )
+
+
 def _host_can(_device: AttentionDevice, question: Question) -> bool:
     return question.cover is not Cover.SOME and question.head_dims[0] == question.head_dims[1]
 
@@ -151,3 +168,13 @@ _CAN: dict[Kernel, Callable[[AttentionDevice, Question], bool]] = {
     Kernel.EFFICIENT: _efficient_can,
     Kernel.HOST: _host_can,
 }  # in order of preference
+_TO_ALL_AND_DIAGONAL = frozenset({Cover.ALL, Cover.DIAGONAL})
+WHOLE_BLOCKS: dict[Kernel, frozenset[Cover]] = {
+    Kernel.CUDNN: _TO_ALL_AND_DIAGONAL,
+    Kernel.FLASH: _TO_ALL_AND_DIAGONAL,
+    Kernel.EFFICIENT: _TO_ALL_AND_DIAGONAL,
+    Kernel.HOST: _TO_ALL_AND_DIAGONAL,
+    Kernel.FLEX: frozenset({Cover.ALL}),
+    Kernel.PLAIN: frozenset(),
+}
+"""Covers of blocks that a kernel computes in one call, without a mask and without computing what is not seen."""

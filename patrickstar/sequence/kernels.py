@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from patrickstar.sequence.flex import capped_attention
 from patrickstar.sequence.kernel_choice import Kernel
 from patrickstar.sequence.masking import Cover
 
@@ -41,12 +42,14 @@ class Scoring:
         cover: how much of the block is seen; with ``DIAGONAL`` there are as many queries as keys.
         mask: True where a query sees a key; broadcasts to [batch, heads, queries, keys]. None if ``cover`` suffices.
         factors: dropout's factors, [batch, heads, queries, keys]; None without dropout.
+        softcap: the scaled scores s become ``softcap * tanh(s / softcap)``; None: they stay.
     """
 
     scale: float
     cover: Cover
     mask: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+    softcap: float | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -216,6 +219,34 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def _flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
+    assert scoring.softcap is not None
+    return capped_attention(q, k, v, scoring.mask, scoring.is_causal, scoring.softcap, scoring.scale)
+
+
+def _flex_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+) -> Gradients:
+    """Computes the block's forward again, and differentiates its own output and log-sum-exp: FlexAttention's interface
+    offers no more. ``out`` is a sum over blocks of ``share * own`` with ``share = exp(own_lse - lse)``. So the gradient
+    of ``own_lse`` is ``share * (grad . (own - out))``.
+    """
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+    with torch.enable_grad():
+        own, own_lse = _flex_forward(*leaves, scoring)
+    share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)
+    grad = grad.to(lse.dtype)
+    grad_lse = share * (grad * (own.detach() - out)).sum(dim=-1)
+    grads = torch.autograd.grad((own, own_lse), leaves, ((grad * share.unsqueeze(-1)).to(own.dtype), grad_lse))
+    return grads[0], grads[1], grads[2]
+
+
 def _host_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
     k, v = (as_many_heads(part, q) for part in (k, v))
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, scoring.is_causal, scale=scoring.scale)
@@ -239,7 +270,7 @@ def _host_backward(
 
 def _plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
     q, k, v = _wide(q, k, v)
-    scores = _scores(q, k, scoring)
+    scores, _ = _scores(q, k, scoring)
     lse = torch.logsumexp(scores, dim=-1)
     probabilities = _probabilities(scores, lse)
     if scoring.factors is not None:
@@ -259,7 +290,8 @@ def _plain_backward(
     own_k, own_v = k, v
     grad, out = (part.to(sum_dtype(q)) for part in (grad, out))
     q, k, v = _wide(q, k, v)
-    probabilities = _probabilities(_scores(q, k, scoring), lse)
+    scores, slope = _scores(q, k, scoring)
+    probabilities = _probabilities(scores, lse)
     grad_probabilities = grad @ v.transpose(-1, -2)
     dropped = probabilities
     if scoring.factors is not None:
@@ -268,6 +300,8 @@ def _plain_backward(
     grad_v = dropped.transpose(-1, -2) @ grad
     delta = (grad * out).sum(dim=-1, keepdim=True)
     grad_scores = probabilities.mul_(grad_probabilities.sub_(delta)).mul_(scoring.scale)
+    if slope is not None:
+        grad_scores *= slope
     grad_k = grad_scores.transpose(-1, -2) @ q
     return grad_scores @ k, sum_of_heads(grad_k, own_k), sum_of_heads(grad_v, own_v)
 
@@ -277,15 +311,24 @@ def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tenso
     return [q.to(sum_dtype(q)), *(as_many_heads(part.to(sum_dtype(q)), q) for part in (k, v))]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Scaled scores, -inf where a query does not see a key."""
+def soft_cap_(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Caps scores in place; returns the derivative of the capped ones by the given ones."""
+    tanh = scores.div_(softcap).tanh_()
+    slope = 1.0 - tanh.square()
+    scores.mul_(softcap)
+    return slope
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scaled scores, -inf where a query does not see a key; the slope of their soft cap, or None."""
     scores = (q @ k.transpose(-1, -2)).mul_(scoring.scale)
+    slope = None if scoring.softcap is None else soft_cap_(scores, scoring.softcap)
     if scoring.cover is Cover.DIAGONAL:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later, -torch.inf)
     if scoring.mask is not None:
         scores.masked_fill_(~scoring.mask, -torch.inf)
-    return scores
+    return scores, slope
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -298,5 +341,6 @@ KERNELS: dict[Kernel, Passes] = {
     Kernel.FLASH: Passes(_flash_forward, _flash_backward),
     Kernel.EFFICIENT: Passes(_efficient_forward, _efficient_backward),
     Kernel.HOST: Passes(_host_forward, _host_backward),
+    Kernel.FLEX: Passes(_flex_forward, _flex_backward),
     Kernel.PLAIN: Passes(_plain_forward, _plain_backward),
 }

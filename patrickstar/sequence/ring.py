@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.sequence.block import Block, Partial, Rule, Total, attend, attend_backward, merged
+from patrickstar.sequence.block import Block, Partial, Rule, Total, attend, attend_backward, merged, sinks_gradient
 from patrickstar.sequence.group import Exchange, SequenceGroup
 from patrickstar.sequence.kernels import token_major
 from patrickstar.sequence.layout import Mode, Slice, slices_of_rank
@@ -26,9 +26,18 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup, mode: Mode, rule: Rule
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        group: SequenceGroup,
+        mode: Mode,
+        rule: Rule,
     ):
-        """Tensors are [batch, heads, tokens of this rank, head_dim]; ``k`` and ``v`` may have fewer heads."""
+        """Tensors are [batch, heads, tokens of this rank, head_dim]; ``k`` and ``v`` may have fewer heads. ``sinks`` is
+        [heads].
+        """
         group.meet()
         q, k, v = token_major(q), token_major(k), token_major(v)
         found = Partial(q, v.shape[-1])
@@ -39,15 +48,15 @@ class RingAttention(torch.autograd.Function):
                 attend(found, q, *travelling, block, rule)
             if coming is not None:
                 travelling = _arrived(coming)
-        out, lse = found.result()
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = found.result(sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.group, ctx.mode, ctx.rule = group, mode, rule
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Gradients of this rank's queries, keys and values."""
-        q, k, v, *whole = ctx.saved_tensors
+        """Gradients of this rank's queries, keys and values, and its part of that of the sinks."""
+        q, k, v, sinks, *whole = ctx.saved_tensors
         group, mode, rule = ctx.group, ctx.mode, ctx.rule
         group.meet()
         grad, grad_q, own = token_major(grad), Total(q), [Total(k), Total(v)]
@@ -64,7 +73,8 @@ class RingAttention(torch.autograd.Function):
         grad_k, grad_v = (
             (part.result() for part in own) if sums is None else (part.to(q.dtype) for part in _summed(own, sums))
         )
-        return grad_q.result(), grad_k, grad_v, None, None, None
+        grad_sinks = None if sinks is None else sinks_gradient(grad, *whole, sinks)
+        return grad_q.result(), grad_k, grad_v, grad_sinks, None, None, None
 
 
 def _summed(parts: Sequence[Total], sums: Exchange | None) -> list[torch.Tensor]:

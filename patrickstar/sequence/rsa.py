@@ -16,7 +16,7 @@ import torch
 
 from patrickstar.sequence.block import Rule
 from patrickstar.sequence.group import SequenceGroup
-from patrickstar.sequence.kernels import as_many_heads, sum_dtype, sum_of_heads
+from patrickstar.sequence.kernels import as_many_heads, soft_cap_, sum_dtype, sum_of_heads
 from patrickstar.sequence.layout import Mode, slices_of_rank
 from patrickstar.sequence.masking import Cover
 
@@ -25,8 +25,18 @@ class RingSelfAttention(torch.autograd.Function):
     """Attention of this rank's queries to the keys of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup, rule: Rule):
-        """Tensors are [batch, heads, tokens of this rank, head_dim]; ``k`` and ``v`` may have fewer heads."""
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        group: SequenceGroup,
+        rule: Rule,
+    ):
+        """Tensors are [batch, heads, tokens of this rank, head_dim]; ``k`` and ``v`` may have fewer heads. ``sinks`` is
+        [heads].
+        """
         group.meet()
         dtype, length = sum_dtype(q), q.shape[-2]
         scores = q.new_empty((*q.shape[:-1], length * group.size), dtype=dtype)
@@ -36,11 +46,15 @@ class RingSelfAttention(torch.autograd.Function):
 
         _go_round(group, k, score)
         scores *= rule.scale
+        slope = None if rule.softcap is None else soft_cap_(scores, rule.softcap)
         queries, everything = _places(group, length)
         slices = _slices(group, length)
         if rule.masking.cover(*slices) is not Cover.ALL:
             scores.masked_fill_(~rule.masking.mask(*slices, q.device), -torch.inf)
         probabilities = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # a query may see no key
+        if sinks is not None:
+            lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+            probabilities *= torch.sigmoid(lse - sinks.to(dtype)[:, None, None])
         factors = _factors(q, rule, queries, everything)
         dropped = probabilities if factors is None else probabilities * factors
         out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
@@ -49,14 +63,14 @@ class RingSelfAttention(torch.autograd.Function):
             out.add_(dropped[..., columns] @ as_many_heads(part, q).to(dtype))
 
         _go_round(group, v, weigh)
-        ctx.save_for_backward(q, k, v, probabilities)
+        ctx.save_for_backward(q, k, v, sinks, slope, probabilities)
         ctx.group, ctx.rule = group, rule
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        """Gradients of this rank's queries, keys and values."""
-        q, k, v, probabilities = ctx.saved_tensors
+        """Gradients of this rank's queries, keys and values, and its part of that of the sinks."""
+        q, k, v, sinks, slope, probabilities = ctx.saved_tensors
         group, rule, dtype = ctx.group, ctx.rule, sum_dtype(q)
         group.meet()
         grad = grad.to(dtype)
@@ -71,8 +85,15 @@ class RingSelfAttention(torch.autograd.Function):
         grad_v = _go_round_with_sums(group, v, to_values)
         if factors is not None:
             grad_scores *= factors
-        grad_scores -= (grad_scores * probabilities).sum(dim=-1, keepdim=True)
+        delta = (grad_scores * probabilities).sum(dim=-1, keepdim=True)
+        grad_sinks = None
+        if sinks is not None:
+            probability = 1.0 - probabilities.sum(dim=-1, keepdim=True)
+            grad_sinks = -(probability * delta).sum(dim=(0, 2, 3)).to(sinks.dtype)
+        grad_scores -= delta
         grad_scores *= probabilities * rule.scale
+        if slope is not None:
+            grad_scores *= slope
         grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
 
         def to_keys(columns: slice, part: torch.Tensor) -> torch.Tensor:
@@ -80,7 +101,7 @@ class RingSelfAttention(torch.autograd.Function):
             return sum_of_heads(grad_scores[..., columns].transpose(-1, -2) @ q.to(dtype), part)
 
         grad_k = _go_round_with_sums(group, k, to_keys)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
 
 
 def _go_round(group: SequenceGroup, part: torch.Tensor, use: Callable[[slice, torch.Tensor], None]) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,13 +27,14 @@ from torch import nn
 from patrickstar.sequence.attention import attention
 from patrickstar.sequence.division import Division
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
+from patrickstar.sequence.kernels import as_many_heads, sum_dtype
 from patrickstar.sequence.masking import Padding
 from patrickstar.sequence.shared_mask import SharedMask, reach_of
 
 ATTENTION = "patrickstar_sequence"
 """Name among transformers' attention functions."""
-_OTHER_SCORES = ("softcap", "s_aux", "position_bias")
-"""Arguments that request other scores than scaled products."""
+_OTHER_SCORES = ("position_bias", "sinks")
+"""Arguments that request scores that sequence parallelism does not compute."""
 
 
 class LayerNames:
@@ -133,17 +135,20 @@ def sharded_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in transformers' signature: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
-    The mask decides, instead of ``sliding_window`` and ``is_causal``.
+    The mask decides, instead of ``sliding_window`` and ``is_causal``. ``s_aux`` are the sinks [heads].
 
     Raises:
         ValueError: the layer requests unsupported scores, keys of another sequence, or has a mask of its own.
     """
-    _note(module)
+    note_layer(module)
     if not isinstance(attention_mask, SharedMask):
-        return _whole_attention(module, query, key, value, attention_mask, scaling, dropout, is_causal, kwargs)
+        kwargs |= {"scaling": scaling, "dropout": dropout, "is_causal": is_causal}
+        return _whole_attention(module, query, key, value, attention_mask, softcap, s_aux, kwargs)
     call: ShardedCall = attention_mask.call
     check_layer(call.layers.shown(module), query, key, kwargs)
     reach = attention_mask.reach
@@ -166,6 +171,8 @@ def sharded_attention(
         dropout_p=dropout,
         seed=call.seed * 2**20 + call.layers.index(module),
         scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -183,7 +190,8 @@ def check_layer(layer: str, query: torch.Tensor, key: torch.Tensor, kwargs: Mapp
         )
 
 
-def _note(module: nn.Module) -> None:
+def note_layer(module: nn.Module) -> None:
+    """Tells :func:`noting_layers` that ``module`` mixes tokens here."""
     reached = _reached.get()
     if reached is not None:
         reached.add(id(module))
@@ -195,9 +203,8 @@ def _whole_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    is_causal: bool | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Attention in a call that is not context-parallel, or in its recomputation."""
@@ -210,6 +217,42 @@ def _whole_attention(
         )
     if _reached.get() is not None:
         check_layer(type(module).__name__, query, key, kwargs)
+    if softcap is not None or sinks is not None:
+        return _plain_attention(module, query, key, value, attention_mask, softcap, sinks, **kwargs)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _plain_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention with a soft cap or sinks, which PyTorch's own does not have. ``mask`` is True where a query sees a key;
+    None: causal as the module says.
+    """
+    dtype = sum_dtype(query)
+    scores = query.to(dtype) @ as_many_heads(key, query).to(dtype).transpose(-1, -2)
+    scores = scores * (1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(dtype).min)  # finite: a query may see no key
+    if sinks is not None:
+        columns = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, columns], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : key.shape[-2]]
+    probabilities = torch.nn.functional.dropout(probabilities, p=dropout, training=module.training)
+    out = (probabilities @ as_many_heads(value, query).to(dtype)).to(query.dtype)
+    return out.transpose(1, 2).contiguous(), None

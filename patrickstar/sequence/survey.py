@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 from patrickstar.sequence.positions import Numbering, Positions, find_positions
+from patrickstar.sequence.recurrent_layers import recurrent_layers
 from patrickstar.sequence.sharded_attention import ATTENTION, noting_layers, register_attention
 
+TOKEN_WISE = ("mlp", "moe")
+"""Layer types of configurations without attention; such a layer may have the name of one with attention."""
 _SHOWN = 3
 
 
@@ -48,11 +51,14 @@ class Survey:
         return cls(frozenset(told["attending"]), Positions(numbering=numbering, inside=inside, **positions))
 
     def attending_modules(self, model: nn.Module) -> dict[int, str]:
-        """Attention modules in all layers: error names, by id."""
+        """Attention modules in all layers but :data:`TOKEN_WISE` ones: error names, by id."""
+        config = getattr(model, "config", None)
+        kinds = getattr(config and config.get_text_config(), "layer_types", None) or ()
+        token_wise = {str(index) for index, kind in enumerate(kinds) if kind in TOKEN_WISE}
         return {
             id(module): f"{name} ({type(module).__name__})"
             for name, module in model.named_modules()
-            if without_numbers(name) in self.attending
+            if without_numbers(name) in self.attending and token_wise.isdisjoint(name.split("."))
         }
 
 
@@ -100,7 +106,7 @@ def survey_model(model: nn.Module, batch: Mapping[str, Any]) -> Survey:
     with noting_layers() as reached:
         positions = find_positions(model, call, batch)
     names = frozenset(without_numbers(name) for name, module in model.named_modules() if id(module) in reached)
-    if not names:
+    if not names and not recurrent_layers(model):
         raise ValueError(
             f"no layer of {type(model).__name__} asks transformers for its attention, so its sequences cannot be "
             "divided; leave sequence_parallel out, or write the model with patrickstar.sequence.attention"

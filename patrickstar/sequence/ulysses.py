@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-from patrickstar.sequence.group import SequenceGroup
+from patrickstar.sequence.division import exchanged
+from patrickstar.sequence.group import HybridGroup, SequenceGroup
+
+Heads = tuple[tuple[int, ...], ...]
+"""The heads of each rank."""
 
 
 class TokensForHeads(torch.autograd.Function):
@@ -19,18 +23,15 @@ class TokensForHeads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup, heads_of: tuple[tuple[int, ...], ...]):
+    def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup | HybridGroup, heads_of: Heads):
         """Sends each rank its heads."""
         ctx.group, ctx.heads_of, ctx.num_heads = group, heads_of, tensor.shape[1]
-        group.meet()
-        parts = [tensor[:, list(heads)] for heads in heads_of]
-        return torch.cat(group.all_to_all(parts), dim=2)
+        return torch.cat(exchanged([tensor[:, list(heads)] for heads in heads_of], group), dim=2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         """Returns to each rank its tokens' gradients of all heads; those of a shared head are summed."""
-        ctx.group.meet()
-        parts = ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=2)))
+        parts = exchanged(grad.chunk(ctx.group.size, dim=2), ctx.group)
         batch, _, tokens, head_dim = parts[0].shape
         whole = grad.new_zeros((batch, ctx.num_heads, tokens, head_dim))
         for heads, part in zip(ctx.heads_of, parts, strict=True):
@@ -42,20 +43,18 @@ class HeadsForTokens(torch.autograd.Function):
     """[batch, heads of this rank, tokens of all, head_dim] to [batch, heads, tokens of this rank, head_dim]."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup):
+    def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup | HybridGroup):
         """Heads are in rank order."""
         ctx.group = group
-        group.meet()
-        return torch.cat(group.all_to_all(list(tensor.chunk(group.size, dim=2))), dim=1)
+        return torch.cat(exchanged(tensor.chunk(group.size, dim=2), group), dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         """The reverse all-to-all."""
-        ctx.group.meet()
-        return torch.cat(ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=1))), dim=2), None
+        return torch.cat(exchanged(grad.chunk(ctx.group.size, dim=1), ctx.group), dim=2), None
 
 
-def query_heads(num_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
+def query_heads(num_heads: int, size: int) -> Heads:
     """The query heads of each rank.
 
     Raises:
@@ -70,12 +69,23 @@ def query_heads(num_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(size))
 
 
-def key_heads(num_heads: int, num_key_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
+def repeated_heads(num_heads: int, size: int) -> Heads:
+    """Like :func:`query_heads`, for any number of ranks: the last ranks may get first heads once more, so that all have
+    equally many.
+    """
+    each = -(-num_heads // size)
+    return tuple(tuple(head % num_heads for head in range(rank * each, (rank + 1) * each)) for rank in range(size))
+
+
+def key_heads(heads_of: Heads, share: int) -> Heads:
     """The key heads of each rank: those that its query heads use. If key heads would be used by unequal numbers of
     query heads, every query head gets its own copy.
+
+    Args:
+        heads_of: the query heads of each rank, as :func:`query_heads` or :func:`repeated_heads` returns them.
+        share: query heads of one key head.
     """
-    share, each = num_heads // num_key_heads, num_heads // size  # query heads of a key head, and of a rank
-    of_queries = query_heads(num_heads, size)
+    each = len(heads_of[0])
     if each % share and share % each:
-        return tuple(tuple(head // share for head in heads) for heads in of_queries)
-    return tuple(tuple(dict.fromkeys(head // share for head in heads)) for heads in of_queries)
+        return tuple(tuple(head // share for head in heads) for heads in heads_of)
+    return tuple(tuple(dict.fromkeys(head // share for head in heads)) for heads in heads_of)

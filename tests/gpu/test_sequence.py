@@ -2,6 +2,7 @@
 precision; each part of a sequence is rounded once more, so twice that error is allowed.
 """
 
+import dataclasses
 import os
 
 import pytest
@@ -16,6 +17,8 @@ from patrickstar.sequence.kernels import token_major
 from patrickstar.sequence.layout import Slice
 from patrickstar.sequence.masking import Cover
 from tests.distributed import run_ranks
+from tests.ranks.sharded import Model, Run, train_all
+from tests.ranks.test_sequence_parallel import GPT_OSS, GRANITE, NEMOTRON_H, QWEN3_5, QWEN3_NEXT
 from tests.sequence.emulation import count_kernels, dense_attention, rule_of, sharded_attention
 
 pytestmark = pytest.mark.gpu
@@ -165,6 +168,54 @@ def test_dropout_and_float64():
     assert max(errors(results[1], results[0])) < 1e-12
 
 
+def assert_as_exact_as_without(got, expected, parts, rule):
+    """Twice the error of PyTorch's attention without a soft cap and sinks is allowed."""
+    plain = dataclasses.replace(rule, softcap=None)
+    theirs = max(errors(sdpa(*parts, plain, SDPBackend.EFFICIENT_ATTENTION), dense_attention(*parts, plain)))
+    ours = errors(got, expected)
+    print([f"{own:.1e}" for own in ours], f"{theirs:.1e} without")
+    assert all(part.isfinite().all() for part in got) and max(ours) <= 2 * theirs
+
+
+def rule_named(name, parts, **scores):
+    options = dict({"causal": {"causal": True}, "everything": {}, **MASKS}[name])
+    if "padding" in options:
+        options["padding"] = padding_of(options["padding"])
+    return rule_of(parts[0], **scores, **options)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "everything", *MASKS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_soft_cap(monkeypatch, dtype, name, size):
+    calls, parts = count_kernels(monkeypatch), tensors(dtype, key_heads=2)
+    rule = rule_named(name, parts, softcap=1.5)
+    got = sharded_attention(*parts, size, "zigzag", rule)
+    print({f"{kernel.name} {direction}": number for (kernel, direction), number in calls.items()})
+    assert calls[Kernel.FLEX, "forward"] > 0 and {used for used, _ in calls} <= {Kernel.FLEX, Kernel.PLAIN}
+    assert_as_exact_as_without(got, dense_attention(*parts, rule), parts, rule)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_soft_cap_of_wide_heads(monkeypatch, width):
+    calls, parts = count_kernels(monkeypatch), tensors(torch.bfloat16, heads=4, key_heads=2, width=width)
+    rule = rule_named("causal", parts, softcap=50.0)
+    got = sharded_attention(*parts, 2, "zigzag", rule)
+    assert calls[Kernel.PLAIN, "forward"] == 0
+    assert_as_exact_as_without(got, dense_attention(*parts, rule), parts, rule)
+
+
+@pytest.mark.parametrize("name", ["causal", "everything", *MASKS])
+@pytest.mark.parametrize("kernel", list(BACKENDS))
+def test_sinks(monkeypatch, kernel, name):
+    skip_without(kernel)
+    parts, sinks = tensors(torch.bfloat16, key_heads=2), torch.linspace(-1, 6, 8, device="cuda")
+    rule = rule_named(name, parts)
+    with sdpa_kernel([BACKENDS[kernel], SDPBackend.EFFICIENT_ATTENTION]):
+        got = sharded_attention(*parts, 2, "zigzag", rule, sinks)
+    assert_as_exact_as_without(got, dense_attention(*parts, rule, sinks), parts, rule)
+
+
 def see_gpus(rank):
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
@@ -209,3 +260,22 @@ def test_all_modes_on_two_gpus():
             print(mode, options, [f"{own:.1e} of {other:.1e}" for own, other in zip(ours, theirs, strict=True)])
         wrong = [one for one in found if any(own > 2 * other for own, other in zip(one[2], one[3], strict=True))]
         assert wrong == []
+
+
+def train_on_gpus(runs):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    return [{name: run[name] for name in ("losses", "norms")} for run in train_all(runs)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_sinks_soft_cap_and_recurrent_layers_on_two_gpus():
+    gemma = Model("gemma2", {"attn_logit_softcapping": 0.05, "head_dim": 16, "sliding_window": 7})
+    runs = [Run(gemma, length=512), Run(GPT_OSS, "left"), Run(QWEN3_NEXT, "left"), Run(QWEN3_5)]
+    runs += [Run(NEMOTRON_H, "right"), Run(GRANITE, checkpointing=False)]
+    (alone,) = run_ranks(1, train_on_gpus, runs, timeout_seconds=300, environment=see_gpus)
+    shared = [Run(**{**vars(run), "size": 2, "mode": "zigzag"}) for run in runs]
+    for found in run_ranks(2, train_on_gpus, shared, timeout_seconds=300, environment=see_gpus):
+        for run, one, expected in zip(runs, found, alone, strict=True):
+            print(run.model.name, one["losses"], expected["losses"])
+            assert one["losses"] == pytest.approx(expected["losses"], rel=1e-4), run.model.name
+            assert one["norms"] == pytest.approx(expected["norms"], rel=1e-3), run.model.name

@@ -12,6 +12,7 @@ from patrickstar.planning.models import SharedSequences, build_model
 from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Links
 from tests.models import llama_config
+from tests.text_models import tiny_config
 
 BF16 = ["--host-memory", "4GiB", "--device-memory", "256MiB", "--no-advice"]
 GPT = ["--model", "gpt:128x4", "--no-checkpointing", "--host-memory", "4GiB", "--device-memory", "2GiB", "--no-advice"]
@@ -145,14 +146,16 @@ def test_bad_input_is_named(capsys, args, match):
 
 
 def test_models_that_cannot_be_sharded_are_named(capsys, tmp_path):
-    from transformers import BertConfig, BloomConfig, Gemma2Config
+    from transformers import BertConfig, BloomConfig, GptOssConfig, InklingForCausalLM
 
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     small |= {"vocab_size": 1000}
     asked = [*BF16, "--seq-len", "128", "--batch-size", "1", "--gpus-per-node", "2", "--sequence-parallel", "2"]
     BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=1000).save_pretrained(tmp_path / "bloom")
     assert "BloomForCausalLM" in run(capsys, "--model", str(tmp_path / "bloom"), *asked, expect=2).err
-    Gemma2Config(**small, num_key_value_heads=2, head_dim=16).save_pretrained(tmp_path / "gemma")
-    assert "asks for softcap" in run(capsys, "--model", str(tmp_path / "gemma"), *asked, expect=2).err
+    tiny_config(InklingForCausalLM.config_class).save_pretrained(tmp_path / "inkling")
+    assert "asks for position_bias" in run(capsys, "--model", str(tmp_path / "inkling"), *asked, expect=2).err
+    GptOssConfig(**small, num_key_value_heads=2, head_dim=16, num_local_experts=4).save_pretrained(tmp_path / "sinks")
+    assert as_json(capsys, "--model", str(tmp_path / "sinks"), *asked)["attention"]["mode"] in ("zigzag", "ulysses")
     BertConfig(**small, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
     assert as_json(capsys, "--model", str(tmp_path / "bert"), *asked)["attention"]["mode"] in ("ring", "ulysses")

@@ -3,14 +3,31 @@ import torch
 
 from patrickstar.activations.activation_rules import Saved
 from tests.bits import assert_same_bits
-from tests.distributed import run_ranks
-from tests.ranks.sharded import LENGTH, Model, Run, checkpointed, go_wrong, train_all, train_own, two_entry_points
+from tests.collective.test_ranks import two_nodes
+from tests.distributed import free_port, run_ranks
+from tests.ranks.sharded import (
+    LENGTH,
+    Model,
+    Run,
+    checkpointed,
+    go_wrong,
+    train_all,
+    train_on_nodes,
+    train_own,
+    two_entry_points,
+)
 from tests.ranks.test_training import relative_error
 
 GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
 MISTRAL = Model("mistral", {"sliding_window": 7})
 ROBERTA, STABLELM, BART = Model("RobertaForMaskedLM"), Model("StableLmForCausalLM"), Model("BartForCausalLM")
 """Models whose positions follow from tokens, whose layers pass nothing on, or whose positions cannot be given."""
+GPT_OSS = Model("GptOssForCausalLM")
+GEMMA2 = Model("gemma2", {"attn_logit_softcapping": 0.05, "head_dim": 8, "sliding_window": 7})
+"""Sinks, and a soft cap that these small scores reach; both have layers with a window."""
+QWEN3_NEXT, QWEN3_5 = Model("Qwen3NextForCausalLM"), Model("Qwen3_5ForCausalLM")
+NEMOTRON_H, GRANITE = Model("NemotronHForCausalLM"), Model("GraniteMoeHybridForCausalLM")
+"""The gated delta rule, and Mamba-2, with convolutions; all have layers with attention too."""
 
 
 def sharded(num_ranks, runs):
@@ -43,6 +60,12 @@ ONE = [
     Run(STABLELM, checkpointing=False),
     Run(STABLELM, "packed", checkpointing=True),
     Run(BART, length=LENGTH - 5),
+    Run(GPT_OSS, "left"),
+    Run(GEMMA2, "packed", checkpointing=False),
+    Run(QWEN3_NEXT, "left", checkpointing=False),
+    Run(QWEN3_5, "packed"),
+    Run(NEMOTRON_H, "right", length=LENGTH - 5),
+    Run(GRANITE, checkpointing=True),
 ]
 
 
@@ -53,7 +76,7 @@ def alone():
 
 def shared(size, **options):
     modes = ["auto", "auto", "zigzag", "ring", "zigzag", "ring", "zigzag", "ring", "ring", "auto", "zigzag", "zigzag"]
-    modes += ["rsa", "zigzag", "ring", "zigzag", "zigzag"]
+    modes += ["rsa", "zigzag", "ring", "zigzag", "zigzag", "zigzag", "ring", "zigzag", "auto", "zigzag", "ring"]
     return [Run(**{**vars(run), "size": size, "mode": mode, **options}) for run, mode in zip(ONE, modes, strict=True)]
 
 
@@ -86,6 +109,28 @@ def test_four_ranks_and_two_of_two(alone):
         assert_close(found[2], expected[1])
 
 
+def test_hybrid_on_two_nodes(alone):
+    """Two ranks on each node: heads are divided within a node, keys travel between nodes."""
+    expected = [Run(LLAMA, "left"), Run(GPT_OSS, "left"), Run(QWEN3_NEXT, "left", checkpointing=False)]
+    runs = [Run(**{**vars(run), "size": 4, "mode": "hybrid"}) for run in expected]
+    with two_nodes() as (_, address, interfaces):
+        names = list(dict.fromkeys(interfaces))
+        print(f"nodes {names}, store at {address}")
+        common = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+        by_rank = run_ranks(
+            4,
+            train_on_nodes,
+            names,
+            runs,
+            environment=lambda rank: common | {"GLOO_SOCKET_IFNAME": interfaces[rank // 2]},
+        )
+    for index, run in enumerate(expected):
+        for rank in by_rank:
+            assert rank[index]["neighbours"] == 4 // len(names)
+            assert rank[index]["losses"] == by_rank[0][index]["losses"]
+            assert_close(rank[index], alone[ONE.index(run)])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_budgets_change_no_bit(precision):
     plain = Run(LLAMA, size=2, mode="zigzag", precision=precision)
@@ -98,6 +143,19 @@ def test_budgets_change_no_bit(precision):
         assert roomy[rank]["losses"] == small[rank]["losses"]
         assert roomy[rank]["norms"] == small[rank]["norms"]
         assert_same_bits(small[rank]["state"], roomy[rank]["state"])
+
+
+def test_sinks_and_scans_in_bfloat16_within_any_budget():
+    recomputed = {"activations": {"recompute": "always"}}
+    for model, budget in ((GPT_OSS, "3MB"), (QWEN3_NEXT, "10400KB")):
+        plain = Run(model, "left", size=2, mode="zigzag", precision="bf16", checkpointing=False, options=recomputed)
+        scarce = {"device_memory": budget, "default_chunk_size": 4096, **recomputed}
+        (expected,) = train_all([Run(**{**vars(plain), "size": 1})])
+        roomy, small = sharded(2, [plain, Run(**{**vars(plain), "options": scarce})])
+        assert small[0]["report"]["num_evictions"] > 0
+        assert roomy[0]["losses"] == small[1]["losses"] == pytest.approx(expected["losses"], rel=5e-4)
+        assert roomy[0]["norms"] == small[1]["norms"] == pytest.approx(expected["norms"], rel=5e-3)
+        assert_same_bits(small[1]["state"], roomy[0]["state"])
 
 
 def test_dropout_in_attention_is_that_of_any_number_of_ranks():

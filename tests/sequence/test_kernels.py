@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from patrickstar.sequence import block, kernels
+from patrickstar.sequence import block, flex, kernels
 from patrickstar.sequence.kernel_choice import AttentionDevice, Kernel, Question, choose
 from patrickstar.sequence.masking import Cover
 from tests.sequence.emulation import count_kernels, dense_attention, rule_of, sharded_attention
@@ -190,17 +190,21 @@ MASKS = {
 }
 
 
+def options_of(name):
+    options = dict({"causal": {"causal": True}, "everything": {}, **MASKS}[name])
+    if "padding" in options:
+        real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 200]])
+        options["padding"] = real.flip(1) if options["padding"] == "left" else real
+    return options
+
+
 @pytest.mark.parametrize("tile", [128, 4096])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masked_blocks(hopper, monkeypatch, dtype, name, tile):
     monkeypatch.setattr(block, "_TILE_TOKENS", tile)
     calls, parts = hopper(Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT), tensors(dtype)
-    options = dict(MASKS[name])
-    if "padding" in options:
-        real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 200]])
-        options["padding"] = real.flip(1) if options["padding"] == "left" else real
-    rule = rule_of(parts[0], **options)
+    rule = rule_of(parts[0], **options_of(name))
     expected = dense_attention(*parts, rule)
     for mode in ("ring", "zigzag"):
         got = sharded_attention(*parts, 2, mode, rule)
@@ -213,7 +217,59 @@ def test_masked_blocks(hopper, monkeypatch, dtype, name, tile):
     assert all(calls[kernel, "forward"] == calls[kernel, "backward"] for kernel in Kernel)
 
 
-ON_CUDA = frozenset({Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT})
+@pytest.mark.parametrize("name", ["causal", "window", "padding"])
+@pytest.mark.parametrize("kernel", [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT])
+def test_sinks(hopper, kernel, name):
+    calls, parts = hopper(kernel, Kernel.EFFICIENT), tensors()
+    rule, sinks = rule_of(parts[0], **options_of(name)), torch.linspace(-1, 6, 4)
+    got = sharded_attention(*parts, 2, "zigzag", rule, sinks)
+    assert all(part.isfinite().all() for part in got)
+    assert max(relative_errors(got, dense_attention(*parts, rule, sinks))) < 0.01
+    assert calls[kernel, "forward"] > 0 or name != "causal"
+
+
+def flex_attention(q, k, v, score_mod, scale, enable_gqa, return_aux):
+    """FlexAttention in float64. On a CPU PyTorch's has no backward."""
+    assert enable_gqa == (q.shape[1] != k.shape[1]) and return_aux.lse
+    index = torch.meshgrid(*(torch.arange(size) for size in (*q.shape[:3], k.shape[2])), indexing="ij")
+    scores = score_mod(q.double() @ grouped(k, q).transpose(-1, -2) * scale, *index)
+    lse = torch.logsumexp(scores, dim=-1)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+    return (torch.exp(scores - finite) @ grouped(v, q)).to(q.dtype), flex.flex.AuxRequest(lse=lse.float())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.bfloat16, "causal"), *((torch.float32, name) for name in [*MASKS, "causal", "everything"])],
+)
+def test_soft_cap(hopper, monkeypatch, dtype, name):
+    monkeypatch.setattr(flex.flex, "flex_attention", flex_attention)
+    monkeypatch.setattr(kernels, "capped_attention", flex.attend_with_cap)
+    monkeypatch.setattr(block, "_TILE_TOKENS", 192)
+    calls, parts = hopper(Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT, Kernel.FLEX), tensors(dtype)
+    rule = rule_of(parts[0], softcap=1.5, **options_of(name))
+    expected = dense_attention(*parts, rule)
+    for mode in ("ring", "zigzag"):
+        got = sharded_attention(*parts, 2, mode, rule)
+        assert all(part.isfinite().all() for part in got)
+        assert max(relative_errors(got, expected)) < (0.01 if dtype is torch.bfloat16 else 1e-6)
+    assert {used for used, _ in calls} <= {Kernel.FLEX, Kernel.PLAIN}  # PLAIN for narrow pieces
+    assert calls[Kernel.FLEX, "forward"] == calls[Kernel.FLEX, "backward"] > 0
+    assert name != "everything" or calls[Kernel.FLEX, "forward"] == 2 * 4
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", [None, torch.eye(160, dtype=torch.bool), torch.ones(2, 1, 160, 160).tril(9).bool()])
+def test_soft_cap_by_flex_attention_itself(mask, is_causal):
+    q, k, v, _ = (part[:, :, :160] for part in tensors(torch.float32))
+    out, lse = flex.attend_with_cap(q, k, v, mask, is_causal, softcap=1.5, scale=0.25)
+    scores = 1.5 * torch.tanh(scores_of(q, k, None, False, 0.25) / 1.5)
+    seen = torch.ones(160, 160, dtype=torch.bool) if mask is None else mask
+    scores = scores.masked_fill(~(seen.tril() if is_causal else seen), -torch.inf)
+    assert max(relative_errors((out, lse), (torch.softmax(scores, -1) @ grouped(v, q), scores.logsumexp(-1)))) < 1e-6
+
+
+ON_CUDA = frozenset({Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT, Kernel.FLEX})
 H200 = AttentionDevice("cuda", (9, 0), 91900, ON_CUDA)
 A100 = AttentionDevice("cuda", (8, 0), 91900, ON_CUDA)
 L40 = AttentionDevice("cuda", (8, 9), 91900, ON_CUDA)
@@ -241,6 +297,12 @@ BLOCK = Question(torch.bfloat16, (128, 128), (4096, 8192), Cover.ALL, 0.0)
         (H200, {"head_dims": (12, 12)}, Kernel.PLAIN),
         (H200, {"dtype": torch.float64}, Kernel.PLAIN),
         (H200, {"dropout_p": 0.1}, Kernel.PLAIN),
+        (H200, {"softcap": 50.0}, Kernel.FLEX),
+        (H200, {"softcap": 50.0, "cover": Cover.SOME}, Kernel.FLEX),
+        (H200, {"softcap": 50.0, "lengths": (100, 4096)}, Kernel.PLAIN),
+        (H200, {"softcap": 50.0, "dropout_p": 0.1}, Kernel.PLAIN),
+        (V100, {"softcap": 50.0}, Kernel.PLAIN),
+        (HOST, {"softcap": 50.0}, Kernel.PLAIN),
         (A100, {}, Kernel.FLASH),
         (A100, {"head_dims": (256, 256)}, Kernel.FLASH),
         (L40, {"head_dims": (256, 256)}, Kernel.EFFICIENT),
