@@ -189,6 +189,8 @@ class _Loop:
     batch_size: int
     identity: dict[str, Any]
     progress: Progress = dataclasses.field(default_factory=Progress)
+    _replaced: Path | None = None
+    """The checkpoint that the save that runs replaces."""
 
     def run(self, stop: StopRequest) -> None:
         """Runs from the present progress to the end."""
@@ -214,9 +216,12 @@ class _Loop:
                     self._evaluate(step, say)
                 stopped = self.ranks.sums(stop.is_made)[0] > 0  # all ranks end after the same step
                 if stopped and step < self.num_steps:
-                    raise StoppedError(step, self._save())
+                    folder = self._save()
+                    self._complete_save()
+                    raise StoppedError(step, folder)
                 if self.args.save_every and (step % self.args.save_every == 0 or step == self.num_steps):
-                    say(f"saved to {self._save()}")
+                    say(f"saving to {self._save()}")
+            self._complete_save()
             if self.num_steps not in self.progress.evaluations:  # resumed at its end
                 self._evaluate(self.num_steps, say)
 
@@ -261,16 +266,22 @@ class _Loop:
         say(f"step {step}: held-out loss {score.loss:.4f}, accuracy {score.accuracy:.2%}")
 
     def _save(self) -> Path | None:
-        """Saves the run, then removes the former checkpoint."""
+        """Begins to save the run; :meth:`_complete_save` removes the former checkpoint."""
         folder = self.output.checkpoints
         if folder is None:
             return None
-        before = latest_tag(folder)
+        self._complete_save()
+        former = latest_tag(folder)
         state = {"identity": self.identity, "num_steps": self.num_steps, "progress": self.progress.as_state()}
-        path = self.model.save_checkpoint(folder, client_state=state, lr_scheduler=self.scheduler)
-        if before is not None and before != path.name and self.ranks.is_first:
-            shutil.rmtree(folder / before, ignore_errors=True)
+        path = self.model.save_checkpoint(folder, client_state=state, lr_scheduler=self.scheduler, wait=False)
+        self._replaced = folder / former if former is not None and former != path.name else None
         return folder
+
+    def _complete_save(self) -> None:
+        self.model.wait_for_save()
+        if self._replaced is not None and self.ranks.is_first:
+            shutil.rmtree(self._replaced, ignore_errors=True)
+        self._replaced = None
 
     def _resume(self) -> None:
         path, state = self.model.load_checkpoint(self.output.checkpoints, lr_scheduler=self.scheduler)
