@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import IntervalStrategy, Seq2SeqTrainer, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from patrickstar.checkpoint import latest_tag
 from patrickstar.config import parse_config
@@ -42,6 +42,7 @@ from patrickstar.integrations.trainer_arguments import (
     taken_deepspeed,
     without_optimizer,
 )
+from patrickstar.integrations.trainer_callback import EngineCallback
 from patrickstar.integrations.weights import (
     adapter_state,
     export_into,
@@ -52,7 +53,6 @@ from patrickstar.integrations.weights import (
 )
 from patrickstar.lr_schedules import make_scheduler
 from patrickstar.module.pretrained import weight_files
-from patrickstar.monitor import StallSampler
 from patrickstar.ranks.failures import first_line
 
 _OPTIMIZER_NAME = "optimizer.pt"  # the Trainer's file names
@@ -88,25 +88,6 @@ class TrainerAccelerator(PatrickStarAccelerator):
         return super(PatrickStarAccelerator, self).free_memory(*objects)
 
 
-class _StallCallback(TrainerCallback):
-    """Traces the step before a log, on the process that logs."""
-
-    def __init__(self, trainer: PatrickStarTrainerMixin):
-        self._trainer = trainer
-        self._engine: Engine | None = None
-        self.sampler: StallSampler | None = None
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Counts steps towards the next log."""
-        if not state.is_world_process_zero or args.logging_strategy != IntervalStrategy.STEPS:
-            return
-        if self._engine is not self._trainer.engine:
-            self._engine = self._trainer.engine
-            self.sampler = self._engine.make_stall_sampler()
-        every = max(state.logging_steps, 1)
-        self.sampler.end_step(steps_until_line=-state.global_step % every, steps_per_line=every)
-
-
 class PatrickStarTrainerMixin:
     """Changes a ``Trainer`` so that its model is in an engine. It must precede the trainer's class among the bases.
 
@@ -130,8 +111,8 @@ class PatrickStarTrainerMixin:
         self._engine_config = own_config(patrickstar_config)
         load_off_devices([*args, *kwargs.values()])
         super().__init__(*args, **kwargs)
-        self._stall_callback = _StallCallback(self)
-        self.add_callback(self._stall_callback)
+        self._engine_callback = EngineCallback(lambda: self.engine)
+        self.add_callback(self._engine_callback)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = own_optimizer(self.args)
             self.accelerator.replace_config(without_optimizer(self._engine_config, self.args))
@@ -260,7 +241,7 @@ class PatrickStarTrainerMixin:
         if "loss" in logs and self.accelerator.has_engine:
             report = self.engine.report()
             logs.update({f"patrickstar/{name}": round(report[key] / _GIB, 4) for name, key in _METRICS.items()})
-            sampler = self._stall_callback.sampler
+            sampler = self._engine_callback.sampler
             if sampler is not None and sampler.latest is not None:
                 logs["patrickstar/stalled"] = round(sampler.latest.share, 4)
         super().log(logs, *args, **kwargs)
@@ -307,7 +288,8 @@ class PatrickStarTrainerMixin:
             if self.args.should_save:
                 torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
         else:
-            self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER)
+            removes_others = self.args.save_total_limit is not None  # which must not happen before this one is complete
+            self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER, wait=removes_others)
         if self.args.should_save:
             with warnings.catch_warnings():  # schedulers warn about being saved without their optimizer
                 warnings.simplefilter("ignore", UserWarning)

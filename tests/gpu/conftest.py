@@ -28,13 +28,13 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
-MOST_LEFT_BYTES = 32 * 2**20
+MOST_LEFT_BYTES = 64 * 2**20
 
 
 @pytest.fixture(autouse=True)
 def _leaves_no_memory():
     """Memory left on the GPU would shrink later tests' budgets. cuBLAS keeps a workspace for each stream, 32 MiB on
-    Hopper, until PyTorch clears them.
+    Hopper, until PyTorch clears them. Inductor's measurements of kernels may keep as much as the L2 cache has, 60 MiB.
     """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
