@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from patrickstar.checkpoint import CheckpointError
     from patrickstar.comm import init_distributed
     from patrickstar.deepspeed import TrainingEngine, add_config_arguments, initialize
+    from patrickstar.engine.saved_run import SavedRun
     from patrickstar.module.preprocess import torch_scope
     from patrickstar.module.pretrained import from_pretrained
     from patrickstar.runtime import initialize_engine
@@ -29,6 +30,7 @@ __all__ = [
     "MemoryBudgetError",
     "RankFailure",
     "RankMismatch",
+    "SavedRun",
     "StateError",
     "TrainingEngine",
     "add_config_arguments",
@@ -51,6 +53,7 @@ _HOMES = {
     "MemoryBudgetError": "patrickstar._C",
     "RankFailure": "patrickstar._C",
     "RankMismatch": "patrickstar._C",
+    "SavedRun": "patrickstar.engine.saved_run",
     "StateError": "patrickstar._C",
     "TrainingEngine": "patrickstar.deepspeed",
     "add_config_arguments": "patrickstar.deepspeed",

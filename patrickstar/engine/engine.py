@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from patrickstar import _C
-from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.elastic.phases import Resized, ResizePhase
 from patrickstar.elastic.published import DEFAULT_FOLDER
 from patrickstar.elastic.rendezvous import Rendezvous
-from patrickstar.engine.module_face import ModuleFace
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
+from patrickstar.engine.saving_face import SavingFace
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 from patrickstar.resize.joining import join_session
@@ -26,14 +23,11 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.session.closing import abandon_session, close_session, discard_session
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.lending import lend, take_back
-from patrickstar.state.export_weights import export_session, send_session
-from patrickstar.state.parts import Completion
-from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 _T = TypeVar("_T")
 
 
-class Engine(ModuleFace):
+class Engine(SavingFace):
     """Trains the user's module, which stays available as ``module``.
 
     The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the
@@ -133,125 +127,6 @@ class Engine(ModuleFace):
         checkpoint is loaded. Gradients are dropped. Collective over all ranks.
         """
         self._loop.accept_mixed_state()
-
-    def save_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        *,
-        lr_scheduler: Scheduler | None = None,
-        wait: bool = True,
-    ) -> Path:
-        """Saves the run between two steps (docs/checkpoints.md) and returns the checkpoint's folder, ``directory/tag``.
-
-        Saved are parameters, optimizer states, step counts, buffers, the groups' options, the loss scaler, and random
-        number generators.
-
-        Args:
-            directory: created if missing. Its file ``latest`` will name the checkpoint.
-            tag: None: ``global_step<n>``. An existing checkpoint of this tag stays until the new one is complete.
-            client_state: the user's data, of numbers, strings, bools, None, lists, tuples and dicts.
-            lr_scheduler: whose state is saved too.
-            wait: False: values are copied into free host memory, those without room are written, and a thread writes
-                the copies while training goes on. The next save, :meth:`wait_for_save` and :meth:`close` wait for it.
-
-        Raises:
-            CheckpointError: nothing was saved; earlier checkpoints are unchanged. A save that fails later raises it in
-                the next optimizer step, before the step begins.
-            StateError: gradients are pending.
-        """
-        self._session.check_open()
-        completion = Completion.NOW if wait else Completion.LATER
-        with deferred_signals() as signals, self._session.guard("save_checkpoint"), signals.allowed():
-            return save_session(self._session, directory, tag, client_state, lr_scheduler, completion=completion)
-
-    def wait_for_save(self) -> None:
-        """Waits until a save with ``wait=False`` is complete. Collective over all ranks.
-
-        Raises:
-            CheckpointError: it failed; earlier checkpoints are unchanged.
-        """
-        with deferred_signals() as signals, self._session.guard("wait_for_save"), signals.allowed():
-            self._session.saves.finish()
-
-    def load_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | None = None,
-        *,
-        lr_scheduler: Scheduler | None = None,
-    ) -> tuple[Path, dict[str, Any]]:
-        """Continues from a checkpoint of the same model, with any budgets. Returns its folder and the ``client_state``.
-
-        Random number generators are restored if the number of ranks is unchanged.
-
-        Args:
-            directory: as given to :meth:`save_checkpoint`.
-            tag: None: the latest (``patrickstar.checkpoint.latest_tag``).
-            lr_scheduler: receives the saved scheduler's state.
-
-        Raises:
-            CheckpointError: no checkpoint, or one of another model (nothing is changed), or a damaged one.
-            StateError: gradients are pending.
-        """
-        self._session.train_unfrozen()
-        with deferred_signals() as signals, self._session.guard("load_checkpoint"), signals.allowed():
-            return load_session(self._session, directory, tag, lr_scheduler)
-
-    def export_weights(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = torch.float32,
-        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
-    ) -> Path:
-        """Writes parameters and persistent buffers as Hugging Face's sharded safetensors.
-
-        Names are those of the module's ``state_dict``, with tied weights once. For a Hugging Face model they are those
-        that its ``save_pretrained`` writes, with fused experts split again, and ``config.json`` is added. Parameters
-        are written one at a time, without a copy of the model. With several ranks the first one writes a model whose
-        parameters are converted so.
-
-        Args:
-            directory: the folder to make.
-            dtype: of floating point parameters; None: as held (float32 for trained ones).
-            max_file_bytes: bytes per file.
-
-        Raises:
-            CheckpointError: the folder exists and is not empty, or cannot be written.
-        """
-        self._session.check_open()
-        with deferred_signals() as signals, self._session.guard("export_weights"), signals.allowed():
-            self._session.ranks.meet()
-            return export_session(self._session, directory, dtype, max_file_bytes)
-
-    def export_to(
-        self,
-        receive: Callable[[list[tuple[str, torch.Tensor]]], object],
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        bucket_bytes: int | str = "1GiB",
-    ) -> None:
-        """Passes the weights to a generator, a bucket at a time: ``receive([(name, tensor), ...])``.
-
-        Names and tensors are those of :meth:`export_weights`. vLLM's ``load_weights`` takes such a bucket. Allowed
-        while :meth:`lend` lends the memory. Tensors are copies that may be kept, or sent to another process on the same
-        GPU by ``torch.multiprocessing``. Collective over all ranks, each of which receives the whole model.
-
-        Args:
-            receive: called on each rank with the same names.
-            dtype: of floating point parameters; None: that of the computation.
-            device: of the tensors; None: the engine's.
-            bucket_bytes: most bytes of a bucket, or a size such as ``"1GiB"``; a larger tensor has its own.
-
-        Raises:
-            StateError: a forward, a backward or a step is not over.
-            ValueError: ``bucket_bytes`` is no size.
-        """
-        self._session.check_open()
-        send_session(self._session, receive, dtype, device, bucket_bytes)
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict: the source for tests, logs and benchmarks.

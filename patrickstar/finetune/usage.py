@@ -47,7 +47,7 @@ class StoppedError(Exception):
 
 
 class StopRequest:
-    """The user's request to end a training run: Ctrl-C, or a scheduler's SIGTERM.
+    """The user's request to end a training run: Ctrl-C, or a scheduler's SIGTERM or SIGUSR1.
 
     The current step is finished first. The second Ctrl-C raises KeyboardInterrupt, at a time at which the engine stays
     consistent (patrickstar/session/interrupts.py).
@@ -69,9 +69,10 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Context in which Ctrl-C and SIGTERM are requests to end; restores the former handlers."""
+    """Context in which Ctrl-C, SIGTERM and SIGUSR1 are requests to end; restores the former handlers."""
     request = StopRequest()
-    before = {signum: signal.signal(signum, request.receive) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {signum: signal.signal(signum, request.receive) for signum in signals}
     try:
         yield request
     finally:

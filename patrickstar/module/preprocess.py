@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -26,7 +25,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from patrickstar import _C
 from patrickstar.config import QuantizationConfig
-from patrickstar.machine.state_scheme import StateScheme
 from patrickstar.module.aliases import find_aliases
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.param_ranks import RankPart, part_of
@@ -35,8 +33,6 @@ from patrickstar.module.quantization import quantizable_weights
 logger = logging.getLogger("patrickstar")
 
 DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
-
-_LEAST_CHUNK_NUMEL = 1024
 
 # Smallest parameter with 8-bit moments: bitsandbytes' min_8bit_size.
 _LEAST_8_BIT_NUMEL = 4096
@@ -330,80 +326,3 @@ def _params_with_statistics(module: nn.Module, compute_dtype: torch.dtype) -> di
         if dtype is not None:
             params |= {param: dtype for param in child._parameters.values() if param is not None}
     return params
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkSize:
-    """The chunk size in elements, and the device budget from which the default applies."""
-
-    numel: int
-    ample_bytes: int
-    """A device budget of at least this gets the default size."""
-    ample_extra_bytes: int
-    """Additional memory that the default size may need at any time."""
-
-
-def working_sets(params: SortedParams, module: nn.Module) -> Callable[[int], int]:
-    """A function of the chunk size that returns the device bytes of the largest module's chunks."""
-    owned = owned_params(params, module)
-    return functools.cache(lambda numel: _C.working_set_bytes(make_layout(params, numel), owned))
-
-
-def choose_chunk_size(
-    params: SortedParams, working_set_bytes: Callable[[int], int], default_numel: int, device_bytes: int
-) -> ChunkSize:
-    """The default size on an ample device. On a scarce one, the largest power-of-two fraction for which the largest
-    module's chunks take least memory (within 5 %).
-
-    Results do not depend on it. On a scarce device the choice depends on the model alone, so the least budget that a
-    warm-up step measures holds for the next run.
-
-    Args:
-        params: of the model.
-        working_set_bytes: of the model, by chunk size (:func:`working_sets`).
-        default_numel: the chunk size on an ample device.
-        device_bytes: the budget.
-    """
-    num_bytes = sum(spec.shape.numel() * spec.compute_dtype.itemsize for spec in params.chunked)
-    ample_bytes = 16 * num_bytes
-    extra_bytes = 2 * num_bytes  # all compute copies and all gradients
-    if device_bytes >= ample_bytes:
-        return ChunkSize(numel=default_numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
-    sizes = [default_numel]
-    while sizes[-1] >= 2 * _LEAST_CHUNK_NUMEL:
-        sizes.append(sizes[-1] // 2)
-    needs = {numel: working_set_bytes(numel) for numel in sizes}
-    numel = next(numel for numel in sizes if needs[numel] <= 1.05 * min(needs.values()))
-    return ChunkSize(numel=numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
-
-
-def owned_params(params: SortedParams, module: nn.Module) -> list[list[int]]:
-    """For each module inside ``module``, the chunked parameters that it owns, as indices into ``params.chunked``."""
-    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
-    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
-
-
-def make_layout(
-    params: SortedParams,
-    chunk_numel: int,
-    num_ranks: int = 1,
-    rank: int = 0,
-    scheme: StateScheme | None = None,
-) -> _C.Layout:
-    """Packs the chunked parameters in registration order. Chunks that ranks share are cut into ``num_ranks`` shards.
-    ``scheme`` is the format of the optimizer states; None: float32.
-    """
-    format_of = functools.cache((scheme or StateScheme()).format_of)
-    return _C.Layout.pack(
-        numels=[spec.shape.numel() for spec in params.chunked],
-        dtypes=[DTYPES[spec.compute_dtype] for spec in params.chunked],
-        trainable=[spec.trained for spec in params.chunked],
-        chunk_numel=chunk_numel,
-        num_ranks=num_ranks,
-        rank=rank,
-        states=[format_of(spec.compute_dtype, keeps_float32=spec.keeps_float32) for spec in params.chunked],
-        quantization=[spec.quantization for spec in params.chunked],
-        ranks=[
-            _C.ChunkRanks.of_parts(spec.part.count if spec.part and num_ranks > 1 else 1) for spec in params.chunked
-        ],
-    )

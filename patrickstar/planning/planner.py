@@ -12,7 +12,8 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, QuantizationConfig, Recompute, Speculation, States
 from patrickstar.machine.state_scheme import choose_layout, state_scheme
-from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params, working_sets
+from patrickstar.module.layouts import choose_chunk_size, make_layout, working_sets
+from patrickstar.module.preprocess import SortedParams, plan_params
 from patrickstar.planning.case import Case
 from patrickstar.planning.models import PlannedModel, build_model
 from patrickstar.planning.planned_recomputation import Search, may_pay, shortest_recomputation

@@ -25,10 +25,11 @@ from patrickstar.activations.checkpoint_calls import CheckpointCalls
 from patrickstar.module.checkpointed_layers import is_checkpointed
 from patrickstar.module.chunked_parameter import accumulated_gradient, become_chunked, become_tied
 from patrickstar.module.hooks import ModuleHooks
+from patrickstar.module.layouts import owned_params
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_handle import ParamHandle
-from patrickstar.module.preprocess import ChunkedSpec, SortedParams, owned_params
+from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.leaving import KeptEvent, KeptTensors, Span
 from patrickstar.planning.machines import Gpu
 from patrickstar.planning.meta_observer import MetaObserver

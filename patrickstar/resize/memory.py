@@ -16,7 +16,7 @@ from patrickstar.elastic.sampler import ForActivations
 from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.host_memory import available_bytes, budget_within, reserve_bytes, usable_bytes
 from patrickstar.machine.state_scheme import state_scheme
-from patrickstar.module.preprocess import make_layout
+from patrickstar.module.layouts import make_layout
 from patrickstar.planning.micro_batches import most_samples
 from patrickstar.ranks.messages import reading
 from patrickstar.session.session import Session

@@ -23,7 +23,7 @@ from patrickstar.elastic.resize_folder import ResizeFolder
 from patrickstar.elastic.sampler import OfOneRun
 from patrickstar.elastic.transfers import FileServer, fetch, own_address
 from patrickstar.machine.state_scheme import state_scheme
-from patrickstar.module.preprocess import make_layout
+from patrickstar.module.layouts import make_layout
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.private_files import create_private, open_private
 from patrickstar.resize.devices import DeviceShards, stored_bytes, those_with_room

@@ -14,15 +14,8 @@ from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.engine_options import make_engine_options
 from patrickstar.machine.state_scheme import StateScheme, choose_layout, state_scheme
 from patrickstar.module.adoption import FormerHandle
-from patrickstar.module.preprocess import (
-    ChunkedSpec,
-    ChunkSize,
-    SortedParams,
-    choose_chunk_size,
-    make_layout,
-    owned_params,
-    working_sets,
-)
+from patrickstar.module.layouts import ChunkSize, choose_chunk_size, make_layout, owned_params, working_sets
+from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.simulation import played_instructions
 from patrickstar.planning.step_plan import Plan, SavedCalls, plan_of

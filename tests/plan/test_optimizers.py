@@ -5,7 +5,8 @@ import torch
 
 from patrickstar.config import OptimizerType, States
 from patrickstar.machine.state_scheme import state_scheme
-from patrickstar.module.preprocess import make_layout, plan_params
+from patrickstar.module.layouts import make_layout
+from patrickstar.module.preprocess import plan_params
 from patrickstar.plan import main
 from patrickstar.planning.setting import Setting
 from tests.models import gpt2

@@ -8,7 +8,8 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import Speculation
-from patrickstar.module.preprocess import make_layout, plan_params
+from patrickstar.module.layouts import make_layout
+from patrickstar.module.preprocess import plan_params
 from patrickstar.plan import Plan, Setting, main, predict_case
 from patrickstar.planning import simulation
 from patrickstar.planning.cluster import Cluster

@@ -6,7 +6,8 @@ import torch
 
 from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS, DeviceShares
 from patrickstar.config import LossComputation
-from patrickstar.module.preprocess import make_layout, plan_params
+from patrickstar.module.layouts import make_layout
+from patrickstar.module.preprocess import plan_params
 from patrickstar.plan import main
 from patrickstar.planning.leaving import LinkedDevice
 from patrickstar.planning.machines import H200

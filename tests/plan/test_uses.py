@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from patrickstar.module.preprocess import make_layout, plan_params
+from patrickstar.module.layouts import make_layout
+from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.machines import H200
 from patrickstar.planning.meta_operations import MetaOperations
 from patrickstar.planning.timeline import make_timeline

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from patrickstar.module.preprocess import make_layout, plan_params
+from patrickstar.module.layouts import make_layout
+from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.machines import H200
 from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.timeline import make_timeline
