@@ -170,7 +170,7 @@ class Job:
     def batch_size(self, num_gpus: int, rule: BatchRule, gpus_per_node: int) -> int:
         """The global batch, in samples, on so many GPUs."""
         if rule is BatchRule.CONFIGURED:
-            return max(num_gpus, min(self.gpu_batch * num_gpus, self.max_batch))
+            return int(_configured_batch(self, num_gpus))
         return int(_packed(self, rule, max(num_gpus, self.max_gpus), gpus_per_node)[1][num_gpus])
 
     def goodput(self, num_gpus: _Ints, batch_size: _Ints, num_nodes: _Ints) -> Any:
@@ -185,12 +185,16 @@ class Job:
         return float(self.goodput(self.requested_gpus, batch, math.ceil(self.requested_gpus / gpus_per_node)))
 
 
+def _configured_batch(job: Job, num_gpus: _Ints) -> Any:
+    return np.maximum(num_gpus, np.minimum(job.gpu_batch * num_gpus, job.max_batch))
+
+
 @functools.lru_cache(maxsize=2**12)
 def _packed(job: Job, rule: BatchRule, most: int, gpus_per_node: int) -> tuple[np.ndarray, np.ndarray]:
     """Goodput and batch on 0 to ``most`` GPUs, packed on as few nodes as possible."""
     sizes = np.arange(1, most + 1)
     if rule is BatchRule.CONFIGURED:
-        tried = np.maximum(sizes, np.minimum(job.gpu_batch * sizes, job.max_batch))[:, None]
+        tried = _configured_batch(job, sizes)[:, None]
     else:
         low, high = np.maximum(job.base_batch, sizes)[:, None], np.maximum(job.max_batch, sizes)[:, None]
         tried = np.rint(low * (high / low) ** np.linspace(0, 1, _BATCH_SIZES_TRIED)).astype(np.int64)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from patrickstar.ones.jobs import Job, Throughput
+from patrickstar.ones.jobs import BatchRule, Job, Throughput
 from patrickstar.ones.measurements import Scaling
 from patrickstar.ones.policies.past import EpochRecord, PastJob
 from patrickstar.ones.traces import Curve, TraceJob
@@ -204,7 +204,7 @@ def make_history(mix: str, seed: int, num_jobs: int = 20) -> tuple[PastJob, ...]
 def past_job(item: TraceJob) -> PastJob:
     """The record of a job that ran as requested."""
     job = item.job
-    worth = float(job.efficiency(min(job.gpu_batch * job.requested_gpus, job.max_batch)))
+    worth = float(job.efficiency(job.batch_size(job.requested_gpus, BatchRule.CONFIGURED, GPUS_PER_NODE)))
     seen = item.samples / worth / job.epoch_samples
     records = []
     for epoch in range(1, math.ceil(min(seen, 200))):

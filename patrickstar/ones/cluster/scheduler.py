@@ -224,16 +224,17 @@ class Scheduler:
         for name, entry in shrinks_first:
             track, grant = self._tracks.setdefault(name, _Track()), grants.get(name)
             if not track.gpus and track.status is None:
-                if grant is not None and self._are_free(grant.gpus, track):
-                    self._start(now, track, entry.submission, grant.gpus)
+                gpus = self._room(grant, track)
+                if gpus:
+                    self._start(now, track, entry.submission, gpus)
             elif not self._may_change(track):
                 continue
             elif grant is None:
                 track.ordered = track.gpus
                 self._fleet.stop(name)
-            elif len(grant.gpus) != len(track.gpus) and self._are_free(grant.gpus, track):
-                track.ordered = grant.gpus
-                self._fleet.resize(name, len(grant.gpus))
+            elif len(grant.gpus) != len(track.gpus) and (gpus := self._room(grant, track)):
+                track.ordered = gpus
+                self._fleet.resize(name, len(gpus))
 
     def _start(self, now: float, track: _Track, submission: Submission, gpus: tuple[int, ...]) -> None:
         self._fleet.start(submission, len(gpus))
@@ -253,8 +254,15 @@ class Scheduler:
     def _taken(self) -> set[int]:
         return {gpu for track in self._tracks.values() for gpu in (*track.gpus, *(track.ordered or ()))}
 
-    def _are_free(self, gpus: tuple[int, ...], track: _Track) -> bool:
-        return not (set(gpus) - set(track.gpus)) & self._taken()
+    def _room(self, grant: Grant | None, track: _Track) -> tuple[int, ...]:
+        """GPUs for the grant: the job's own, then free ones; empty if there are too few.
+
+        Only the number counts, since Ray decides the location. So two jobs never wait for each other's GPUs.
+        """
+        count = len(grant.gpus) if grant is not None else 0
+        kept = track.gpus[:count]
+        gpus = tuple(sorted((*kept, *self._any_gpus(count - len(kept)))))
+        return gpus if len(gpus) == count else ()
 
     def _any_gpus(self, count: int) -> tuple[int, ...]:
         taken = self._taken()
