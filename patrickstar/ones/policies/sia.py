@@ -13,7 +13,7 @@ from patrickstar.ones.policies.protocol import Allocation, Memoryless
 
 
 class SiaLike(Memoryless):
-    """Maximises ``sum_j r_j u_j^p - lambda * [j waits]`` for ``p < 0``, with the sign reversed, over configurations.
+    """Minimises the sum of ``(r_j u_j)^p`` of running jobs, with ``p < 0``, and of ``lambda`` for each waiting one.
 
     ``u`` is a job's goodput over the one of its smallest configuration. ``r = (T - R d) / (T + d)`` discounts every
     configuration but the present one: ``T`` is the job's age, ``R`` its resizes, ``d`` the seconds of one. Sizes
