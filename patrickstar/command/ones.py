@@ -13,21 +13,25 @@ from pathlib import Path
 from patrickstar.command.flags import CommandParser, at_least_1, not_negative, positive, run_reporting
 from patrickstar.command.ones_cluster import add_cluster_commands
 from patrickstar.ones import (
+    MIXES,
     POLICIES,
     Cluster,
+    PublicFormat,
     Result,
     TraceJob,
     draw_gantt,
     draw_jcts,
     figures,
-    history,
+    make_history,
     make_policy,
+    make_trace,
+    read_public_trace,
     read_trace,
     simulate,
     table,
     write_trace,
 )
-from patrickstar.ones.traces import MIXES, with_resize_s
+from patrickstar.ones.traces import with_resize_s
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.ones") -> int:
@@ -47,7 +51,7 @@ def _make_parser(prog: str) -> CommandParser:
     )  # fmt: skip
     simulating.add_argument("--gpus", type=at_least_1, default=64, help="of the cluster")
     simulating.add_argument("--gpus-per-node", type=at_least_1, default=4, help="of a node")
-    simulating.add_argument("--seeds", type=at_least_1, default=1, help="traces generated, with seeds from 0 on")
+    simulating.add_argument("--seeds", type=_seeds, default=(0,), help="traces generated: 20 for 0 to 19, or 5-9")
     simulating.add_argument("--trace", type=Path, metavar="FILE", help="this trace instead of generated ones")
     simulating.add_argument(
         "--resize-s", type=_costs, metavar="SECONDS",
@@ -59,10 +63,15 @@ def _make_parser(prog: str) -> CommandParser:
     simulating.add_argument("--json", action="store_true", help="print the figures of each simulation as JSON lines")
     simulating.set_defaults(run=_simulate)
 
-    writing = commands.add_parser("trace", help="write a generated trace as JSON lines")
+    writing = commands.add_parser("trace", help="write a generated or a public trace as JSON lines")
     writing.add_argument("file", type=Path, help="what to write")
     writing.add_argument("--seed", type=_seed, default=0, help="of the trace")
     _add_mix(writing)
+    writing.add_argument("--public", type=Path, metavar="LOG", help="arrivals, GPUs and lengths of a public trace")
+    writing.add_argument(
+        "--format", choices=[kind.value for kind in PublicFormat], default=PublicFormat.PHILLY.value,
+        help="columns of the public trace",
+    )  # fmt: skip
     writing.set_defaults(run=_write)
     add_cluster_commands(commands)
     return parser
@@ -70,7 +79,7 @@ def _make_parser(prog: str) -> CommandParser:
 
 def _add_mix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mix", choices=MIXES, default="artifact", help="what jobs are generated")
-    parser.add_argument("--jobs", type=at_least_1, default=50, help="generated per trace")
+    parser.add_argument("--jobs", type=at_least_1, help="generated per trace (default: the mix's)")
     parser.add_argument("--mean-gap-s", type=positive, metavar="SECONDS", help="between arrivals (default: the mix's)")
 
 
@@ -86,6 +95,16 @@ def _costs(text: str) -> tuple[float, ...]:
     return tuple(not_negative(word) for word in text.split(","))
 
 
+def _seeds(text: str) -> tuple[int, ...]:
+    first, _, last = text.rpartition("-")
+    if not last.isdecimal() or (first and not first.isdecimal()):
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a number of seeds, or the first and the last as 5-9")
+    found = range(int(first), int(last) + 1) if first else range(int(last))
+    if not found:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, which is no seed; give at least one")
+    return tuple(found)
+
+
 def _seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number of at least 0")
@@ -93,13 +112,16 @@ def _seed(text: str) -> int:
 
 
 def _generated(options: argparse.Namespace, seed: int) -> tuple[TraceJob, ...]:
-    gap = {} if options.mean_gap_s is None else {"mean_gap_s": options.mean_gap_s}
-    return MIXES[options.mix](options.jobs, seed, **gap)
+    return make_trace(options.mix, seed, options.jobs, options.mean_gap_s)
 
 
 def _write(options: argparse.Namespace) -> int:
-    write_trace(options.file, _generated(options, options.seed))
-    print(f"{options.jobs} jobs written to {options.file}")
+    if options.public is None:
+        trace = _generated(options, options.seed)
+    else:
+        trace = read_public_trace(options.public, PublicFormat(options.format), options.seed, options.jobs)
+    write_trace(options.file, trace)
+    print(f"{len(trace)} jobs written to {options.file}")
     return 0
 
 
@@ -111,19 +133,22 @@ def _simulate(options: argparse.Namespace) -> int:
         options.pictures.mkdir(parents=True, exist_ok=True)
     if options.trace is not None:
         traces = [read_trace(options.trace)]
+        options.seeds = options.seeds[:1]
         if not traces[0]:
             raise ValueError(f"{options.trace} has no jobs; give a trace with at least one")
     else:
-        traces = [_generated(options, seed) for seed in range(options.seeds)]
+        traces = [_generated(options, seed) for seed in options.seeds]
     for cost in options.resize_s or (None,):
         found: dict[str, list[Result]] = {name: [] for name in options.policies}
-        for seed, trace in enumerate(traces):
+        for seed, trace in zip(options.seeds, traces, strict=True):
+            past = make_history(options.mix, seed)
             jobs = trace if cost is None else with_resize_s(trace, cost)
             for name in options.policies:
-                found[name].append(simulate(jobs, make_policy(name, seed, history(seed)), cluster))
+                found[name].append(simulate(jobs, make_policy(name, seed, past), cluster))
                 if options.json:
                     made = dataclasses.asdict(figures(found[name][-1]))
-                    print(json.dumps({"policy": name, "seed": seed, "resize_s": cost, **made}), flush=True)
+                    head = {"mix": options.mix, "policy": name, "seed": seed, "resize_s": cost}
+                    print(json.dumps({**head, **made}), flush=True)
         _show(options, cost, found)
     return 0
 

@@ -1,7 +1,7 @@
 """Jobs and clusters from a scheduler's view: feasible numbers of GPUs, speed, and the cost of a resize.
 
-A job's total work is not included: no scheduler of a real cluster knows it (:mod:`patrickstar.ones.traces` has it, for
-the simulator). Standard library and numpy only.
+Speed and noise scale are measurements (:mod:`patrickstar.ones.measurements`). A job's total work is not included: no
+scheduler of a real cluster knows it. Standard library and numpy only.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import dataclasses
 import enum
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
 _BATCH_SIZES_TRIED = 17
+_Ints = int | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,23 +63,20 @@ class Throughput:
     max_micro_batch: int = 2**30
     """Samples that one GPU takes in one pass; larger batches are accumulated."""
 
-    def step_s(self, num_gpus: int, batch_size: int, num_nodes: int = 1) -> float:
-        """Seconds of a step of ``batch_size`` samples, on all GPUs together."""
-        per_gpu = math.ceil(batch_size / num_gpus)
-        passes = math.ceil(per_gpu / self.max_micro_batch)
+    def step_s(self, num_gpus: _Ints, batch_size: _Ints, num_nodes: _Ints = 1) -> Any:
+        """Seconds of a step of ``batch_size`` samples, on all GPUs together; arguments broadcast as numpy's."""
+        per_gpu = np.ceil(np.divide(batch_size, num_gpus))
+        passes = np.ceil(per_gpu / self.max_micro_batch)
         compute = self.pass_s + self.sample_s * per_gpu / passes
-        if num_gpus == 1:
-            sync = 0.0
-        elif num_nodes == 1:
-            sync = self.sync_s + self.sync_growth_s * (num_gpus - 2)
-        else:
-            sync = self.node_sync_s + self.node_sync_growth_s * (num_gpus - 2)
+        within = self.sync_s + self.sync_growth_s * np.subtract(num_gpus, 2)
+        between = self.node_sync_s + self.node_sync_growth_s * np.subtract(num_gpus, 2)
+        sync = np.where(np.equal(num_gpus, 1), 0.0, np.where(np.equal(num_nodes, 1), within, between))
         last = (compute**self.gamma + sync**self.gamma) ** (1 / self.gamma)
         return (passes - 1) * compute + last
 
-    def samples_per_s(self, num_gpus: int, batch_size: int, num_nodes: int = 1) -> float:
+    def samples_per_s(self, num_gpus: _Ints, batch_size: _Ints, num_nodes: _Ints = 1) -> Any:
         """Samples per second, on all GPUs together."""
-        return batch_size / self.step_s(num_gpus, batch_size, num_nodes)
+        return np.divide(batch_size, self.step_s(num_gpus, batch_size, num_nodes))
 
 
 class BatchRule(enum.Enum):
@@ -164,29 +163,48 @@ class Job:
         most = min(self.requested_gpus, cluster.num_gpus)
         return self.largest_size(most) or self.sizes[0]
 
-    def efficiency(self, batch_size: float) -> float:
+    def efficiency(self, batch_size: _Ints) -> Any:
         """Progress per sample at this global batch, relative to the base batch (Pollux, equation 7)."""
         return (self.noise_scale + self.base_batch) / (self.noise_scale + batch_size)
 
     def batch_size(self, num_gpus: int, rule: BatchRule, gpus_per_node: int) -> int:
         """The global batch, in samples, on so many GPUs."""
         if rule is BatchRule.CONFIGURED:
-            return max(num_gpus, min(self.gpu_batch * num_gpus, self.max_batch))
-        return _best_batch(self, num_gpus, math.ceil(num_gpus / gpus_per_node))
+            return int(_configured_batch(self, num_gpus))
+        return int(_packed(self, rule, max(num_gpus, self.max_gpus), gpus_per_node)[1][num_gpus])
 
-    def goodput(self, num_gpus: int, batch_size: int, num_nodes: int) -> float:
+    def goodput(self, num_gpus: _Ints, batch_size: _Ints, num_nodes: _Ints) -> Any:
         """Samples of the base batch per second: throughput times efficiency."""
         return self.throughput.samples_per_s(num_gpus, batch_size, num_nodes) * self.efficiency(batch_size)
 
+    def reference_goodput(self, gpus_per_node: int) -> float:
+        """Goodput as the user asked for it: requested GPUs, configured batch. Work over it is the job's length in
+        seconds, which compares jobs of all models.
+        """
+        batch = self.batch_size(self.requested_gpus, BatchRule.CONFIGURED, gpus_per_node)
+        return float(self.goodput(self.requested_gpus, batch, math.ceil(self.requested_gpus / gpus_per_node)))
 
-@functools.lru_cache(maxsize=2**17)
-def _best_batch(job: Job, num_gpus: int, num_nodes: int) -> int:
-    low, high = max(job.base_batch, num_gpus), max(job.max_batch, num_gpus)
-    tried = {round(low * (high / low) ** (i / (_BATCH_SIZES_TRIED - 1))) for i in range(_BATCH_SIZES_TRIED)}
-    return max(sorted(tried), key=lambda batch: job.goodput(num_gpus, batch, num_nodes))
+
+def _configured_batch(job: Job, num_gpus: _Ints) -> Any:
+    return np.maximum(num_gpus, np.minimum(job.gpu_batch * num_gpus, job.max_batch))
 
 
-@functools.lru_cache(maxsize=2**15)
+@functools.lru_cache(maxsize=2**12)
+def _packed(job: Job, rule: BatchRule, most: int, gpus_per_node: int) -> tuple[np.ndarray, np.ndarray]:
+    """Goodput and batch on 0 to ``most`` GPUs, packed on as few nodes as possible."""
+    sizes = np.arange(1, most + 1)
+    if rule is BatchRule.CONFIGURED:
+        tried = _configured_batch(job, sizes)[:, None]
+    else:
+        low, high = np.maximum(job.base_batch, sizes)[:, None], np.maximum(job.max_batch, sizes)[:, None]
+        tried = np.rint(low * (high / low) ** np.linspace(0, 1, _BATCH_SIZES_TRIED)).astype(np.int64)
+    speeds = job.goodput(sizes[:, None], tried, np.ceil(sizes / gpus_per_node)[:, None])
+    best = speeds.argmax(axis=1)
+    rows = np.arange(most)
+    return np.append(0.0, speeds[rows, best]), np.append(0, tried[rows, best])
+
+
+@functools.lru_cache(maxsize=2**12)
 def goodputs(job: Job, rule: BatchRule, cluster: Cluster) -> np.ndarray:
     """Goodput for each number of GPUs, packed on as few nodes as possible.
 
@@ -195,12 +213,24 @@ def goodputs(job: Job, rule: BatchRule, cluster: Cluster) -> np.ndarray:
         is cached and read-only.
     """
     found = np.zeros(min(job.max_gpus, cluster.num_gpus) + 1)
-    for n in job.sizes:
-        if n < len(found):
-            batch = job.batch_size(n, rule, cluster.gpus_per_node)
-            found[n] = job.goodput(n, batch, math.ceil(n / cluster.gpus_per_node))
+    sizes = [n for n in job.sizes if n < len(found)]
+    found[sizes] = _packed(job, rule, job.max_gpus, cluster.gpus_per_node)[0][sizes]
     found.setflags(write=False)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """A measured step."""
+
+    num_gpus: int
+    """Ranks that took part."""
+    num_nodes: int
+    """Nodes that they were on."""
+    batch_size: int
+    """Global batch, in samples."""
+    seconds: float
+    """Mean seconds of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +243,7 @@ class JobState:
     batch_size: int
     """Its global batch in samples; 0 while it waits."""
     done_samples: float
-    """Progress in samples of the base batch."""
+    """Progress in samples of the base batch, by the measured noise scale."""
     seen_samples: float
     """Processed samples, without weighting."""
     gpu_s: float
@@ -226,10 +256,12 @@ class JobState:
     """The part of ``seen_samples`` since its GPUs last changed."""
     run_since_resize_s: float
     """Seconds of training since then; 0 during the change."""
+    waited_s: float
+    """Seconds since it last held GPUs, or arrived; 0 while it holds some."""
     most_gpus: int
     """The most GPUs that it has held at a time."""
-    observed: tuple[tuple[int, float], ...]
-    """(GPUs, samples per second) as last measured, ascending."""
+    observed: tuple[StepTime, ...]
+    """Measurements, one for each number of GPUs, of nodes and batch, the oldest first."""
     initial_loss: float
     """Loss of its first epoch; 0 before that."""
     loss: float

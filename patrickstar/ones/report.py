@@ -42,6 +42,8 @@ class Figures:
     """Share of the held GPU-seconds in which a resize was in progress."""
     resizes_per_job: float
     """Resizes and restarts, per job."""
+    longest_wait_s: float
+    """The longest time that a job was without GPUs, from its arrival or a stop to its next start."""
 
 
 def figures(result: Result) -> Figures:
@@ -64,6 +66,7 @@ def figures(result: Result) -> Figures:
         utilisation=held / (makespan * result.cluster.num_gpus),
         stalled=stalled / held,
         resizes_per_job=sum(job.num_resizes for job in result.jobs) / len(result.jobs),
+        longest_wait_s=max(job.longest_wait_s for job in result.jobs),
     )
 
 
@@ -84,12 +87,14 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(results: Mapping[str, Sequence[Result]], compare_to: str | None = None) -> str:
-    """A line for each policy: means over seeds, each with its half interval. ``compare_to`` names the reference policy
-    of the last column: the mean over seeds of the ratio of mean JCTs, seed by seed.
+    """A line for each policy: means over seeds, each with its half interval, and the longest wait of all.
+
+    ``compare_to`` names the reference policy of the last column: the mean over seeds of the ratio of mean JCTs, seed by
+    seed.
     """
     found = {name: [figures(result) for result in runs] for name, runs in results.items()}
     head = f"{'policy':<15} {'mean JCT s':>15} {'median s':>13} {'p99 s':>13} {'makespan s':>13} {'GPUs held':>11}"
-    head += f" {'stalled':>8} {'resizes':>8}"
+    head += f" {'stalled':>8} {'resizes':>8} {'wait s':>7}"
     lines = [head + (f"  {'x ' + compare_to:>16}" if compare_to else "")]
     for name, runs in found.items():
         line = f"{name:<15}"
@@ -100,6 +105,7 @@ def table(results: Mapping[str, Sequence[Result]], compare_to: str | None = None
         for key, width in (("utilisation", 11), ("stalled", 8)):
             line += f" {100 * np.mean([getattr(run, key) for run in runs]):.1f} %".rjust(width + 1)
         line += f"{np.mean([run.resizes_per_job for run in runs]):.1f}".rjust(9)
+        line += f"{max(run.longest_wait_s for run in runs):.0f}".rjust(8)
         if compare_to:
             ratios = [a.mean_jct_s / b.mean_jct_s for a, b in zip(runs, found[compare_to], strict=True)]
             line += "  " + _shown(ratios, 3).rjust(16)

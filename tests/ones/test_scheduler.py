@@ -15,7 +15,7 @@ from patrickstar.ones.cluster.feasibility import planned as planned_sizes
 from patrickstar.ones.cluster.fleet import JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Ledger, LedgerError
 from patrickstar.ones.cluster.ray_ranks import JobProcesses
-from patrickstar.ones.cluster.scheduler import MOST_FAILURES, Scheduler, measured_throughput
+from patrickstar.ones.cluster.scheduler import MOST_FAILURES, Scheduler
 from patrickstar.ones.cluster.submission import Submission
 
 
@@ -311,15 +311,6 @@ def test_a_ledger_without_its_last_bytes(tmp_path):
     path.write_bytes(b"{}\n" + whole)
     with pytest.raises(LedgerError, match="line 1 of .* is no line of a ledger"):
         Ledger(path)
-
-
-def test_throughput_is_what_was_measured():
-    for observed in ({1: 0.6}, {1: 0.6, 2: 0.4, 4: 0.25}, {2: 0.4}):
-        model = measured_throughput(observed, 12)
-        fewest = min(observed)
-        assert model.step_s(fewest, 12) == pytest.approx(observed[fewest])
-    model = measured_throughput({1: 0.6, 2: 0.4}, 12)
-    assert model.step_s(2, 12) == pytest.approx(0.4)
 
 
 @settings(max_examples=40, deadline=None)

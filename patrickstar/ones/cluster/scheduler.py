@@ -8,18 +8,19 @@ is left alone while an order to it is in progress, before its first report, and 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 
 from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Entry, Ledger
 from patrickstar.ones.cluster.submission import Submission
-from patrickstar.ones.jobs import Cluster, Job, JobState, Throughput
+from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
+from patrickstar.ones.measurements import fitted_throughput
 from patrickstar.ones.policies.protocol import Foresight, Grant, Policy
 
 MOST_FAILURES = 3
 """Failures without a step between them after which a job is abandoned."""
-_UNKNOWN_SAMPLE_S = 1e-3  # before any measurement: the same for all jobs
 _UNKNOWN_RESIZE_S = 10.0
 _APPEARS_S = 30.0  # seconds after a job's start until its processes exist
 
@@ -43,6 +44,8 @@ class _Track:
     failures_since_step: int = 0
     seen_s: float | None = None
     changed_s: float = 0.0
+    left_s: float | None = None
+    """Time at which it last lost its GPUs."""
     run_s: float = 0.0
     gpu_s: float = 0.0
     num_resizes: int = 0
@@ -213,6 +216,7 @@ class Scheduler:
 
     def _evict_all(self, name: str, track: _Track) -> None:
         self._fleet.remove(name)
+        track.left_s = track.seen_s if track.gpus else track.left_s
         track.gpus, track.ordered, track.status, track.has_reported = (), None, None, False
 
     def _order(self, now: float, grants: dict[str, Grant]) -> None:
@@ -220,16 +224,17 @@ class Scheduler:
         for name, entry in shrinks_first:
             track, grant = self._tracks.setdefault(name, _Track()), grants.get(name)
             if not track.gpus and track.status is None:
-                if grant is not None and self._are_free(grant.gpus, track):
-                    self._start(now, track, entry.submission, grant.gpus)
+                gpus = self._room(grant, track)
+                if gpus:
+                    self._start(now, track, entry.submission, gpus)
             elif not self._may_change(track):
                 continue
             elif grant is None:
                 track.ordered = track.gpus
                 self._fleet.stop(name)
-            elif len(grant.gpus) != len(track.gpus) and self._are_free(grant.gpus, track):
-                track.ordered = grant.gpus
-                self._fleet.resize(name, len(grant.gpus))
+            elif len(grant.gpus) != len(track.gpus) and (gpus := self._room(grant, track)):
+                track.ordered = gpus
+                self._fleet.resize(name, len(gpus))
 
     def _start(self, now: float, track: _Track, submission: Submission, gpus: tuple[int, ...]) -> None:
         self._fleet.start(submission, len(gpus))
@@ -249,8 +254,15 @@ class Scheduler:
     def _taken(self) -> set[int]:
         return {gpu for track in self._tracks.values() for gpu in (*track.gpus, *(track.ordered or ()))}
 
-    def _are_free(self, gpus: tuple[int, ...], track: _Track) -> bool:
-        return not (set(gpus) - set(track.gpus)) & self._taken()
+    def _room(self, grant: Grant | None, track: _Track) -> tuple[int, ...]:
+        """GPUs for the grant: the job's own, then free ones; empty if there are too few.
+
+        Only the number counts, since Ray decides the location. So two jobs never wait for each other's GPUs.
+        """
+        count = len(grant.gpus) if grant is not None else 0
+        kept = track.gpus[:count]
+        gpus = tuple(sorted((*kept, *self._any_gpus(count - len(kept)))))
+        return gpus if len(gpus) == count else ()
 
     def _any_gpus(self, count: int) -> tuple[int, ...]:
         taken = self._taken()
@@ -263,9 +275,9 @@ class Scheduler:
         track = self._tracks.setdefault(submission.name, _Track())
         batch = submission.global_batch
         seen = float(track.num_steps * batch)
-        observed = tuple((n, batch / seconds) for n, seconds in sorted(track.observed.items()))
+        observed = self._observed(submission, track)
         return JobState(
-            job=self._job(entry, track),
+            job=self._job(entry, track, observed),
             gpus=track.ordered or track.gpus,
             batch_size=batch if track.gpus else 0,
             done_samples=seen,
@@ -275,6 +287,7 @@ class Scheduler:
             num_resizes=track.num_resizes,
             samples_since_resize=float((track.num_steps - track.steps_at_change) * batch),
             run_since_resize_s=now - track.changed_s if track.gpus else 0.0,
+            waited_s=0.0 if track.gpus else now - (track.left_s or entry.submitted_s),
             most_gpus=track.most_gpus,
             observed=observed,
             initial_loss=track.first_loss,
@@ -282,23 +295,32 @@ class Scheduler:
             accuracy=0.0,
         )
 
-    def _job(self, entry: Entry, track: _Track) -> Job:
+    def _observed(self, submission: Submission, track: _Track) -> tuple[StepTime, ...]:
+        """Measured steps; before any, the planner's predictions."""
+        known = track.observed or dict(submission.planned)
+        per_node = self.cluster.gpus_per_node
+        return tuple(
+            StepTime(num_gpus, math.ceil(num_gpus / per_node), submission.global_batch, seconds)
+            for num_gpus, seconds in known.items()
+        )
+
+    def _job(self, entry: Entry, track: _Track, observed: tuple[StepTime, ...]) -> Job:
         submission, sizes = entry.submission, entry.submission.sizes
-        least, most, requested = submission.min_gpus, submission.max_gpus, submission.requested_gpus
+        least, most = submission.min_gpus, submission.max_gpus
         if track.gpus and not self._may_change(track):
-            least = most = requested = len(track.ordered or track.gpus)
-            sizes = (least,)
+            held = len(track.ordered or track.gpus)
+            sizes, least, most = (held,), min(held, least), max(held, most)
         return Job(
             name=submission.name,
             arrival_s=entry.submitted_s,
             min_gpus=least,
             max_gpus=most,
-            requested_gpus=requested,
-            gpu_batch=max(1, submission.global_batch // requested),
+            requested_gpus=submission.requested_gpus,
+            gpu_batch=max(1, submission.global_batch // submission.requested_gpus),
             base_batch=submission.global_batch,
             max_batch=submission.global_batch,
             epoch_samples=submission.epoch_samples,
-            throughput=measured_throughput(track.observed or dict(submission.planned), submission.global_batch),
+            throughput=fitted_throughput(observed, submission.global_batch),
             noise_scale=0.0,
             resize_s=track.resize_s or track.start_s or _UNKNOWN_RESIZE_S,
             feasible_gpus=sizes,
@@ -326,20 +348,3 @@ class Scheduler:
             num_failures=entry.num_failures,
             note=note.strip().splitlines()[0] if note.strip() else "",
         )
-
-
-def measured_throughput(observed: dict[int, float], global_batch: int) -> Throughput:
-    """A throughput model from measurements: computation from the smallest number of GPUs, synchronisation from the
-    others.
-
-    Args:
-        observed: seconds of a step of ``global_batch`` samples by number of GPUs; predictions if nothing was measured.
-        global_batch: in samples.
-    """
-    if not observed:
-        return Throughput(sample_s=_UNKNOWN_SAMPLE_S)
-    fewest = min(observed)
-    sample_s = observed[fewest] * fewest / global_batch
-    others = [max(0.0, seconds - sample_s * global_batch / n) for n, seconds in observed.items() if n > fewest]
-    sync_s = sum(others) / len(others) if others else 0.0
-    return Throughput(sample_s=sample_s, sync_s=sync_s, node_sync_s=sync_s, gamma=1.0)

@@ -13,37 +13,34 @@ from collections.abc import Callable
 
 from patrickstar.ones.policies.fifo import Fifo
 from patrickstar.ones.policies.ones import Ones
-from patrickstar.ones.policies.ones_published import Cooldown, OnesPublished
+from patrickstar.ones.policies.ones_published import OnesPublished
 from patrickstar.ones.policies.optimus import OptimusGreedy
+from patrickstar.ones.policies.past import EpochRecord, History, PastJob
 from patrickstar.ones.policies.pollux import PolluxLike
-from patrickstar.ones.policies.progress import HistoryRow, ProgressModel, Recipe
+from patrickstar.ones.policies.progress import ProgressModel
 from patrickstar.ones.policies.protocol import Allocation, Foresight, Grant, Policy
+from patrickstar.ones.policies.sia import SiaLike
 from patrickstar.ones.policies.srtf import Srtf
 from patrickstar.ones.policies.tiresias import TiresiasLas
-
-History = tuple[HistoryRow, ...]
 
 POLICIES: dict[str, Callable[[int, History], Policy]] = {
     "fifo": lambda seed, history: Fifo(),
     "srtf": lambda seed, history: Srtf(),
     "tiresias": lambda seed, history: TiresiasLas(),
     "optimus": lambda seed, history: OptimusGreedy(),
-    "pollux-like": lambda seed, history: PolluxLike(seed),
-    "ones-artifact": lambda seed, history: OnesPublished(
-        ProgressModel(Recipe.AS_WRITTEN, seed, history), Cooldown.FIRST_EPOCH, seed
-    ),
-    "ones-published": lambda seed, history: OnesPublished(
-        ProgressModel(Recipe.MENDED, seed, history), Cooldown.ONE_EPOCH, seed
-    ),
-    "ones": lambda seed, history: Ones(ProgressModel(Recipe.MENDED, seed, history), seed),
+    "pollux-like": lambda seed, history: PolluxLike(),
+    "sia-like": lambda seed, history: SiaLike(),
+    "ones-published": lambda seed, history: OnesPublished(ProgressModel(seed, history), seed),
+    "ones": lambda seed, history: Ones(history),
+    "ones-true-lengths": lambda seed, history: Ones(history, Foresight.EXACT),
 }
-"""By name. ``ones-artifact`` is ONES with the defects of its code, ``ones-published`` the same design with cool-down
-and predictor as described, ``ones`` our variant.
+"""By name. ``ones-published`` is ONES as its authors describe it, ``ones`` our variant, and ``ones-true-lengths`` ours
+with the truth in place of its estimate of remaining work.
 """
 
 
 def make_policy(name: str, seed: int = 0, history: History = ()) -> Policy:
-    """Makes a scheduler; ``history`` is the predictors' initial data.
+    """Makes a scheduler; ``history`` are jobs that ended earlier.
 
     Raises:
         ValueError: there is no policy of that name.
@@ -53,4 +50,4 @@ def make_policy(name: str, seed: int = 0, history: History = ()) -> Policy:
     return POLICIES[name](seed, history)
 
 
-__all__ = ["POLICIES", "Allocation", "Foresight", "Grant", "HistoryRow", "Policy", "make_policy"]
+__all__ = ["POLICIES", "Allocation", "EpochRecord", "Foresight", "Grant", "History", "PastJob", "Policy", "make_policy"]

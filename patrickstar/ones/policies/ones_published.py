@@ -20,15 +20,13 @@ _MUTATION = 0.3
 _CROSSOVER = 0.5
 
 
-class Cooldown(enum.Enum):
-    """Time at which a running job's GPUs may change again."""
+class StartSize(enum.Enum):
+    """GPUs of a job's first grant."""
 
-    ONE_EPOCH = "one epoch"
-    """After an epoch on its present GPUs: the published design."""
-    FIRST_EPOCH = "first epoch"
-    """At any time after its first epoch: the published code, which writes ``last_scaled_epoch`` and reads
-    ``last_epoch_scaled``. A change in progress is completed first.
-    """
+    SMALLEST = "smallest"
+    """The published code: one GPU."""
+    REQUESTED = "requested"
+    """The user's request, for comparison."""
 
 
 class OnesPublished:
@@ -39,11 +37,16 @@ class OnesPublished:
     foresight = Foresight.NONE
 
     def __init__(
-        self, progress: ProgressModel, cooldown: Cooldown, seed: int = 0, population: int = 16, interval_s: float = 1.0
+        self,
+        progress: ProgressModel,
+        seed: int = 0,
+        start: StartSize = StartSize.SMALLEST,
+        population: int = 16,
+        interval_s: float = 1.0,
     ):
+        self._start = start
         self.interval_s = interval_s
         self._progress = progress
-        self._cooldown = cooldown
         self._size = population
         self._rng = np.random.default_rng(seed)
         self._population: np.ndarray | None = None
@@ -82,14 +85,17 @@ class OnesPublished:
         return allocation
 
     def _set_limits(self, jobs: Sequence[JobState], cluster: Cluster) -> None:
-        """Sets the most GPUs of each job: at first its least, doubled when it fills it; less for long-running or
+        """Sets the most GPUs of each job: at first its start size, doubled when it fills it; less for long-running or
         stopped jobs.
         """
         running = [state for state in jobs if state.gpus]
         median = float(np.median([state.run_s for state in running])) if running else 0.0
         for state in jobs:
             name, size = state.job.name, len(state.gpus)
-            limit = self._limits.setdefault(name, state.job.sizes[0])
+            if name not in self._limits:
+                smallest = self._start is StartSize.SMALLEST
+                self._limits[name] = state.job.sizes[0] if smallest else state.job.rigid_size(cluster)
+            limit = self._limits[name]
             if size and size == limit and self._may_change(state):
                 self._limits[name] = min(cluster.num_gpus, 2 * limit)
             elif not size and name in self._was_running:
@@ -168,9 +174,7 @@ class OnesPublished:
         return kept | {i: wanted[i] for i in changes & wanted.keys() if root(i) not in blocked}
 
     def _may_change(self, state: JobState) -> bool:
-        if self._cooldown is Cooldown.ONE_EPOCH:
-            return state.samples_since_resize >= state.job.epoch_samples
-        return state.epochs >= 1 and state.run_since_resize_s > 0
+        return state.samples_since_resize >= state.job.epoch_samples
 
 
 def count_jobs(rows: np.ndarray, num_jobs: int) -> np.ndarray:
@@ -271,8 +275,9 @@ def _measured_speeds(jobs: Sequence[JobState], cluster: Cluster) -> np.ndarray:
     places = np.arange(cluster.num_gpus + 1)
     speeds = np.empty((len(jobs), len(places)))
     for row, state in enumerate(jobs):
-        known = [0, *(n for n, _ in state.observed)]
-        values = [0.0, *(speed for _, speed in state.observed)]
+        measured = {step.num_gpus: step.batch_size / step.seconds for step in state.observed}
+        known = [0, *sorted(measured)]
+        values = [0.0, *(measured[n] for n in sorted(measured))]
         if len(known) == 1:
             known, values = [0, 1], [0.0, 1.0]
         speeds[row] = np.interp(places, known, values)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from patrickstar.ones.jobs import BatchRule, Cluster, JobState
+from patrickstar.ones.jobs import BatchRule, Cluster, Job, JobState
 from patrickstar.ones.policies.protocol import Grant
 
 
-def place(sizes: Mapping[str, int], jobs: Sequence[JobState], cluster: Cluster, rule: BatchRule) -> dict[str, Grant]:
-    """Grants of these sizes.
+def _as_measured(state: JobState) -> Job:
+    return state.job
 
-    A job that keeps its size keeps GPUs and batch; a shrinking one keeps some of its own. Others are placed by
+
+def place(
+    sizes: Mapping[str, int],
+    jobs: Sequence[JobState],
+    cluster: Cluster,
+    rule: BatchRule,
+    view: Callable[[JobState], Job] = _as_measured,
+) -> dict[str, Grant]:
+    """Grants of these sizes, with batches by ``rule`` for the job as ``view`` has it.
+
+    A job that keeps its size keeps its GPUs; a shrinking one keeps some of its own. Others are placed by
     descending size: on the fullest node with enough GPUs, else on the nodes with most free GPUs.
 
     Raises:
@@ -26,14 +36,14 @@ def place(sizes: Mapping[str, int], jobs: Sequence[JobState], cluster: Cluster, 
     for state in jobs:
         size = sizes.get(state.job.name, 0)
         if size and size == len(state.gpus):
-            held[state.job.name] = Grant(state.gpus, state.batch_size)
+            held[state.job.name] = Grant(state.gpus, view(state).batch_size(size, rule, cluster.gpus_per_node))
             free.difference_update(state.gpus)
         elif size:
             changing.append((size, state))
     for size, state in sorted(changing, key=lambda item: -item[0]):
         gpus = _choose(size, state.gpus, free, cluster)
         free.difference_update(gpus)
-        held[state.job.name] = Grant(gpus, state.job.batch_size(size, rule, cluster.gpus_per_node))
+        held[state.job.name] = Grant(gpus, view(state).batch_size(size, rule, cluster.gpus_per_node))
     return held
 
 

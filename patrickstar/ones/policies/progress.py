@@ -1,68 +1,32 @@
-"""Prediction of a job's progress, learnt from ended jobs: ONES' predictor as in its code, and corrected.
+"""ONES' prediction of a job's progress, learnt from the epochs of ended jobs.
 
 Progress after ``a`` epochs is taken as distributed by Beta(a, b). A network with one hidden layer of 64 predicts ``b``
 from (log of an epoch's samples, initial loss, epochs, 1 - loss / initial loss, accuracy). The mean is ``a / (a + b)``,
 so ``b`` is the expected number of remaining epochs.
+
+Three defects of the authors' code are corrected: inputs are the same in training and prediction, and standardised; each
+row's likelihood is taken at its own progress; ``b`` is on a logarithmic scale and fitted with Adam at 3e-3.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-
 import numpy as np
 
 from patrickstar.ones.jobs import JobState
+from patrickstar.ones.policies.past import EpochRecord, History
 
 _HIDDEN = 64
 _BATCH = 64
 _EDGE = 1e-4
 
 
-class Recipe(enum.Enum):
-    """Variants of training and prediction."""
-
-    AS_WRITTEN = "as written"
-    """ONES' code. It is trained on the logarithm of an epoch's samples and evaluated on the number itself. The
-    likelihood of each ``b`` is taken at all jobs' progress, since shapes [B] and [B, 1] broadcast. ``b = 1 + ReLU``,
-    Adam at 1e-4.
-    """
-    MENDED = "mended"
-    """The same inputs in training and prediction, standardised; each row by itself; ``b`` on a logarithmic scale, Adam
-    at 3e-3; epochs are weighted by statistical efficiency.
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class HistoryRow:
-    """One epoch of a job that has ended."""
-
-    epoch_samples: float
-    """Samples of an epoch."""
-    initial_loss: float
-    """Loss of its first epoch."""
-    loss: float
-    """Loss of this epoch."""
-    accuracy: float
-    """Accuracy after it, 0 to 1."""
-    epochs_seen: float
-    """Epochs so far."""
-    epochs_done: float
-    """Epochs so far, weighted by statistical efficiency."""
-    progress_seen: float
-    """``epochs_seen`` over the whole job's."""
-    progress_done: float
-    """``epochs_done`` over the whole job's."""
-
-
 class ProgressModel:
     """The network, refitted by :meth:`fit` on the newest ``max_rows`` rows of history."""
 
-    def __init__(self, recipe: Recipe, seed: int = 0, history: tuple[HistoryRow, ...] = (), max_rows: int = 1000):
-        self._recipe = recipe
+    def __init__(self, seed: int = 0, history: History = (), max_rows: int = 1000):
         self._max_rows = max_rows
         self._rng = np.random.default_rng(seed)
-        self._rows: list[HistoryRow] = list(history)
+        self._rows: list[EpochRecord] = [row for job in history for row in job.epochs][-max_rows:]
         self._open: dict[str, list[JobState]] = {}
         bound = 5**-0.5
         self._weights = [
@@ -75,7 +39,7 @@ class ProgressModel:
         self._num_updates = 0
         self._shift, self._scale = np.zeros(5), np.ones(5)
         if self._rows:
-            self.fit(num_epochs=60 if recipe is Recipe.AS_WRITTEN else 200)
+            self.fit(num_epochs=200)
 
     def watch(self, state: JobState) -> None:
         """Records a running job; one row for each finished epoch."""
@@ -89,62 +53,39 @@ class ProgressModel:
         """Turns the records of this job into rows, and refits."""
         for seen in self._open.pop(state.job.name, []):
             self._rows.append(
-                HistoryRow(
-                    seen.job.epoch_samples,
-                    seen.initial_loss,
-                    seen.loss,
-                    seen.accuracy,
-                    seen.epochs,
-                    seen.done_samples / seen.job.epoch_samples,
+                EpochRecord(
+                    seen.job.epoch_samples, seen.initial_loss, seen.loss, seen.accuracy, seen.epochs,
                     seen.seen_samples / state.seen_samples,
-                    seen.done_samples / state.done_samples,
-                )  # fmt: skip
-            )
+                )
+            )  # fmt: skip
         del self._rows[: -self._max_rows]
         if self._rows:
             self.fit(num_epochs=15)
-
-    def total_epochs(self) -> float:
-        """Weighted epochs of a job without data: the median of history, else 30."""
-        totals = [row.epochs_done / row.progress_done for row in self._rows if row.progress_done > 0]
-        return float(np.median(totals)) if totals else 30.0
 
     def epochs_left(self, states: list[JobState]) -> np.ndarray:
         """The network's ``b`` of each job: the expected number of remaining epochs; float64, ``[len(states)]``."""
         if not states:
             return np.zeros(0)
-        columns = np.array(
-            [
-                (state.job.epoch_samples, state.initial_loss, self._epochs(state), _fall(state), state.accuracy)
-                for state in states
-            ]
-        )
-        if self._recipe is Recipe.MENDED:
-            columns[:, 0] = np.log(columns[:, 0])
-            columns = np.clip((columns - self._shift) / self._scale, -4, 4)
-        return self._b(columns)[0]
-
-    def _epochs(self, state: JobState) -> float:
-        mended = self._recipe is Recipe.MENDED
-        return state.done_samples / state.job.epoch_samples if mended else state.epochs
+        rows = [
+            (np.log(state.job.epoch_samples), state.initial_loss, state.epochs, _fall(state), state.accuracy)
+            for state in states
+        ]
+        return self._b(np.clip((np.array(rows) - self._shift) / self._scale, -4, 4))[0]
 
     def fit(self, num_epochs: int) -> None:
         """Makes so many passes over the rows, starting from the present weights."""
-        mended = self._recipe is Recipe.MENDED
         rows = self._rows
-        a = np.array([row.epochs_done if mended else row.epochs_seen for row in rows])
-        progress = np.array([row.progress_done if mended else row.progress_seen for row in rows])
-        progress = np.clip(progress, _EDGE, 1 - _EDGE)
+        a = np.array([row.epochs_seen for row in rows])
+        progress = np.clip([row.progress_seen for row in rows], _EDGE, 1 - _EDGE)
         inputs = np.array(
             [
                 (np.log(row.epoch_samples), row.initial_loss, epochs, 1 - row.loss / row.initial_loss, row.accuracy)
                 for row, epochs in zip(rows, a, strict=True)
             ]
         )
-        if mended:
-            if self._num_updates == 0:
-                self._shift, self._scale = inputs.mean(axis=0), inputs.std(axis=0) + 1e-6
-            inputs = np.clip((inputs - self._shift) / self._scale, -4, 4)
+        if self._num_updates == 0:
+            self._shift, self._scale = inputs.mean(axis=0), inputs.std(axis=0) + 1e-6
+        inputs = np.clip((inputs - self._shift) / self._scale, -4, 4)
         for _ in range(num_epochs):
             order = self._rng.permutation(len(rows))
             for start in range(0, len(rows), _BATCH):
@@ -156,8 +97,6 @@ class ProgressModel:
         first, first_bias, second, second_bias = self._weights
         hidden = np.tanh(inputs @ first + first_bias)
         output = hidden @ second + second_bias
-        if self._recipe is Recipe.AS_WRITTEN:
-            return 1 + np.maximum(output, 0), (output > 0).astype(np.float64), hidden
         b = np.exp(np.clip(output + 2.0, -4, 8))
         return b, b, hidden
 
@@ -166,15 +105,11 @@ class ProgressModel:
         progress).
         """
         b, slope, hidden = self._b(inputs)
-        if self._recipe is Recipe.AS_WRITTEN:
-            by_b = (digamma(b)[:, None] - digamma(a[None, :] + b[:, None]) - np.log1p(-progress)[None, :]).mean(axis=1)
-        else:
-            of_b, of_both = np.split(digamma(np.concatenate([b, a + b])), 2)  # one call is cheaper than two
-            by_b = of_b - of_both - np.log1p(-progress)
+        of_b, of_both = np.split(digamma(np.concatenate([b, a + b])), 2)  # one call is cheaper than two
+        by_b = of_b - of_both - np.log1p(-progress)
         by_output = by_b * slope / len(a)
         by_hidden = (by_output[:, None] * self._weights[2]) * (1 - hidden**2)
         gradients = [inputs.T @ by_hidden, by_hidden.sum(axis=0), hidden.T @ by_output, by_output.sum()]
-        rate = 1e-4 if self._recipe is Recipe.AS_WRITTEN else 3e-3
         self._num_updates += 1
         correct = np.sqrt(1 - 0.999**self._num_updates) / (1 - 0.9**self._num_updates)
         for i, gradient in enumerate(gradients):
@@ -183,7 +118,7 @@ class ProgressModel:
             momentum = 0.9 * momentum + 0.1 * gradient
             variance = 0.999 * variance + 0.001 * gradient**2
             self._moments[i] = momentum, variance
-            self._weights[i] = self._weights[i] - rate * correct * momentum / (np.sqrt(variance) + 1e-8)
+            self._weights[i] = self._weights[i] - 3e-3 * correct * momentum / (np.sqrt(variance) + 1e-8)
 
 
 def _fall(state: JobState) -> float:

@@ -1,0 +1,83 @@
+"""Knowledge from jobs that ended: their lengths, how they scaled, and their noise scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from patrickstar.ones.jobs import Job, JobState
+from patrickstar.ones.measurements import Scaling, fitted_throughput, scaling_of
+from patrickstar.ones.policies.lengths import LengthModel
+from patrickstar.ones.policies.past import History, PastJob
+
+_MOST_JOBS = 1000
+_DEFAULT_SCALING = Scaling(within=0.1, between=0.25)  # of a model of 25 million parameters between GPUs of 12 TFLOPS
+_DEFAULT_NOISE_RATIO = 10.0
+
+
+class Experience:
+    """Completes what was measured of a running job by the medians of ended ones.
+
+    Args:
+        history: jobs that ended earlier; before any has, scaling and noise scale have typical values.
+        gpus_per_node: of the cluster.
+    """
+
+    def __init__(self, history: History, gpus_per_node: int):
+        self._past = list(history)
+        self._gpus_per_node = gpus_per_node
+        self._lengths = LengthModel([job.length_s for job in history])
+        self._scaling, self._noise_ratio = _DEFAULT_SCALING, _DEFAULT_NOISE_RATIO
+        self._completed: dict[str, tuple[Job, Job, float]] = {}
+        self._find_medians()
+
+    def completed(self, state: JobState) -> Job:
+        """The job with priors in place of measurements that are missing."""
+        return self._complete(state)[1]
+
+    def ages_s(self, states: Sequence[JobState]) -> np.ndarray:
+        """Attained service: progress in seconds on the requested GPUs; float64 ``[states]``."""
+        return np.array([state.done_samples / self.reference(state) for state in states])
+
+    def reference(self, state: JobState) -> float:
+        """Goodput of the request, in samples of the base batch per second."""
+        return self._complete(state)[2]
+
+    def remaining_s(self, ages_s: np.ndarray) -> np.ndarray:
+        """See :meth:`LengthModel.remaining_s`."""
+        return self._lengths.remaining_s(ages_s)
+
+    def ended(self, state: JobState, ages_s: np.ndarray) -> None:
+        """Learns from a job that ended; ``ages_s`` are those of jobs that go on."""
+        job = state.job
+        length_s = float(self.ages_s([state])[0])
+        del self._completed[job.name]
+        scaling = scaling_of(state.observed, job.base_batch, job.throughput.max_micro_batch)
+        self._past = [*self._past, PastJob(length_s, scaling, job.noise_scale / job.base_batch)][-_MOST_JOBS:]
+        self._lengths.ended(length_s, ages_s)
+        self._find_medians()
+
+    def _complete(self, state: JobState) -> tuple[Job, Job, float]:
+        job = state.job
+        known = self._completed.get(job.name)
+        if known is None or known[0] != job:
+            most = job.throughput.max_micro_batch
+            made = dataclasses.replace(
+                job,
+                throughput=fitted_throughput(state.observed, job.base_batch, most, self._scaling),
+                noise_scale=job.noise_scale or self._noise_ratio * job.base_batch,
+            )
+            known = job, made, made.reference_goodput(self._gpus_per_node)
+            self._completed[job.name] = known
+        return known
+
+    def _find_medians(self) -> None:
+        scalings = [(job.scaling.within, job.scaling.between) for job in self._past if job.scaling is not None]
+        if scalings:
+            within, between = np.median(scalings, axis=0)
+            self._scaling = Scaling(float(within), float(between))
+        ratios = [job.noise_ratio for job in self._past if job.noise_ratio > 0]
+        if ratios:
+            self._noise_ratio = float(np.median(ratios))

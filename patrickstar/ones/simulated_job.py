@@ -1,0 +1,183 @@
+"""A job in the simulator: its true progress, and the measurements that a scheduler gets to see of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
+from patrickstar.ones.measurements import fitted_throughput
+from patrickstar.ones.policies.protocol import Foresight, Grant
+from patrickstar.ones.traces import TraceJob
+
+_MEASURED_AFTER_S = 10.0  # of training on the same GPUs with the same batch
+_STEP_NOISE = 0.02  # relative standard deviation of a measured step time
+_SCALE_NOISE = 0.2  # and of a measured noise scale, on a logarithmic scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A job on the same GPUs with the same batch, from ``start_s`` to ``end_s``."""
+
+    job: str
+    start_s: float
+    end_s: float
+    gpus: tuple[int, ...]
+    batch_size: int
+    stalled_s: float
+    """Part of this time that a resize took."""
+    done_samples: float
+    """True progress made in it, in samples of the base batch."""
+
+
+class SimulatedJob:
+    """Progress is computed exactly, not accumulated from small steps."""
+
+    def __init__(self, item: TraceJob, cluster: Cluster):
+        self.name = item.job.name
+        self.arrival_s = item.job.arrival_s
+        self.grant: Grant | None = None
+        self.end_s = math.inf
+        self.first_start_s = math.nan
+        self.waits_since_s = item.job.arrival_s
+        self.longest_wait_s = 0.0
+        self.num_resizes = 0
+        self.run_before_s = 0.0
+        self._item, self._true, self._cluster = item, item.job, cluster
+        self._rng = np.random.default_rng(item.noise_seed)
+        self._known = dataclasses.replace(
+            item.job,
+            throughput=fitted_throughput((), item.job.base_batch, item.job.throughput.max_micro_batch),
+            noise_scale=0.0,
+        )
+        self._steps: dict[tuple[int, int, int], StepTime] = {}
+        self._since_s = self._trains_from_s = self._resized_s = 0.0
+        self._done_before = self._estimate_before = self._seen_before = self._gpu_s_before = 0.0
+        self._seen_at_resize = 0.0
+        self._samples_per_s = self._goodput = 0.0
+        self._most_gpus = 0
+        self._epoch_known = 0
+        self._initial_loss = self._loss = self._accuracy = 0.0
+
+    @property
+    def job(self) -> Job:
+        """The job with its measured speed and noise scale."""
+        return self._known
+
+    def trained_s(self, now: float) -> float:
+        """Seconds trained with the present grant."""
+        return max(0.0, now - self._trains_from_s) if self.grant else 0.0
+
+    def _done(self, now: float) -> float:
+        """True progress, in samples of the base batch."""
+        return self._done_before + self._goodput * self.trained_s(now)
+
+    def _estimate(self, now: float) -> float:
+        """Progress by the measured noise scale."""
+        if not self.grant:
+            return self._estimate_before
+        worth = float(self._known.efficiency(self.grant.batch_size))
+        return self._estimate_before + self._samples_per_s * self.trained_s(now) * worth
+
+    def change(self, now: float, grant: Grant | None) -> Segment | None:
+        """Sets GPUs and batch; returns the segment that ended, if any."""
+        segment = None
+        if self.grant:
+            held = now - self._since_s
+            done = self._done(now) - self._done_before
+            segment = Segment(
+                self.name, self._since_s, now, self.grant.gpus, self.grant.batch_size,
+                min(held, self._trains_from_s - self._since_s), done,
+            )  # fmt: skip
+            self._measure(now)
+            self._estimate_before = self._estimate(now)
+            self._done_before += done
+            self._seen_before += self._samples_per_s * self.trained_s(now)
+            self.run_before_s += held
+            self._gpu_s_before += held * len(self.grant.gpus)
+            if grant is None:
+                self.waits_since_s = now
+        elif grant is not None:
+            self.longest_wait_s = max(self.longest_wait_s, now - self.waits_since_s)
+        same_gpus = grant is not None and self.grant is not None and grant.gpus == self.grant.gpus
+        delay = max(0.0, self._trains_from_s - now) if same_gpus else 0.0
+        self.grant = grant
+        if grant is None:
+            self._goodput = self._samples_per_s = 0.0
+            self.end_s = math.inf
+            return segment
+        if self._most_gpus == 0:
+            self.first_start_s = now
+        elif not same_gpus:
+            self.num_resizes += 1
+            delay = self._true.resize_s
+        num_gpus, nodes = len(grant.gpus), self._cluster.num_nodes_of(grant.gpus)
+        self._most_gpus = max(self._most_gpus, num_gpus)
+        self._samples_per_s = float(self._true.throughput.samples_per_s(num_gpus, grant.batch_size, nodes))
+        self._goodput = self._samples_per_s * float(self._true.efficiency(grant.batch_size))
+        self._since_s = now
+        self._trains_from_s = now + delay
+        if not same_gpus:
+            self._resized_s, self._seen_at_resize = self._trains_from_s, self._seen_before
+        self.end_s = self._trains_from_s + max(0.0, self._item.samples - self._done_before) / self._goodput
+        return segment
+
+    def _measure(self, now: float) -> None:
+        """Measures step time and noise scale once for each size, number of nodes and batch."""
+        if self.grant is None or self.trained_s(now) < _MEASURED_AFTER_S:
+            return
+        key = len(self.grant.gpus), self._cluster.num_nodes_of(self.grant.gpus), self.grant.batch_size
+        if key in self._steps:
+            return
+        true_s = self.grant.batch_size / self._samples_per_s
+        self._steps[key] = StepTime(*key, true_s * math.exp(_STEP_NOISE * self._rng.standard_normal()))
+        self._known = dataclasses.replace(
+            self._true,
+            throughput=fitted_throughput(
+                tuple(self._steps.values()), self._true.base_batch, self._true.throughput.max_micro_batch
+            ),
+            noise_scale=self._true.noise_scale * math.exp(_SCALE_NOISE * self._rng.standard_normal()),
+        )
+
+    def state(self, now: float, foresight: Foresight) -> JobState:
+        """Information for a policy."""
+        self._measure(now)
+        seen = self._seen_before + self._samples_per_s * self.trained_s(now)
+        held_s = now - self._since_s if self.grant else 0.0
+        self._look_at_curve(now, int(seen / self._true.epoch_samples))
+        return JobState(
+            job=self._known,
+            gpus=self.grant.gpus if self.grant else (),
+            batch_size=self.grant.batch_size if self.grant else 0,
+            done_samples=self._estimate(now),
+            seen_samples=seen,
+            gpu_s=self._gpu_s_before + held_s * (len(self.grant.gpus) if self.grant else 0),
+            run_s=self.run_before_s + held_s,
+            num_resizes=self.num_resizes,
+            samples_since_resize=seen - self._seen_at_resize,
+            run_since_resize_s=max(0.0, now - self._resized_s) if self.grant else 0.0,
+            waited_s=0.0 if self.grant else now - self.waits_since_s,
+            most_gpus=self._most_gpus,
+            observed=tuple(self._steps.values()),
+            initial_loss=self._initial_loss,
+            loss=self._loss,
+            accuracy=self._accuracy,
+            remaining_samples=self._told(now, foresight),
+        )
+
+    def _look_at_curve(self, now: float, epoch: int) -> None:
+        if epoch <= self._epoch_known:
+            return
+        done = self._done(now)
+        self._loss, self._accuracy = self._item.measured(done, epoch)
+        self._initial_loss = self._initial_loss or self._item.measured(done / epoch, 1)[0]
+        self._epoch_known = epoch
+
+    def _told(self, now: float, foresight: Foresight) -> float | None:
+        if foresight is Foresight.NONE:
+            return None
+        done = min(self._done(now), self._item.samples)
+        error = self._item.fit_error * (1 - done / self._item.samples) if foresight is Foresight.FITTED else 0.0
+        return (self._item.samples - done) * math.exp(error)

@@ -1,0 +1,116 @@
+"""Policies know only measurements: states hold no truth, and decisions do not depend on lengths before jobs end."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from patrickstar.ones import (
+    POLICIES,
+    Cluster,
+    StepTime,
+    Throughput,
+    TraceJob,
+    make_history,
+    make_policy,
+    make_trace,
+    simulate,
+)
+from patrickstar.ones.measurements import Scaling, fitted_throughput, scaling_of
+from patrickstar.ones.policies.protocol import Foresight
+
+HISTORY = make_history("artifact", seed=0, num_jobs=2)
+BLIND = [name for name in POLICIES if make_policy(name).foresight is Foresight.NONE]
+
+
+class Recorded:
+    def __init__(self, policy):
+        self.policy, self.foresight, self.interval_s = policy, policy.foresight, min(policy.interval_s, 5.0)
+        self.made = []
+
+    def decide(self, now, jobs, cluster):
+        allocation = dict(self.policy.decide(now, jobs, cluster))
+        self.made.append((now, tuple(jobs), allocation))
+        return allocation
+
+    def finished(self, now, state):
+        self.made.append((now, (state,), {}))
+        self.policy.finished(now, state)
+
+
+def parts(value):
+    yield value
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from parts(getattr(value, field.name))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from parts(item)
+    else:
+        assert value is None or isinstance(value, (str, int, float))
+
+
+def test_states_hold_measurements_and_no_truth():
+    trace = make_trace("artifact", seed=2, num_jobs=8)
+    policy = Recorded(make_policy("ones", history=HISTORY))
+    simulate(trace, policy, Cluster(16))
+    true = {id(item.job) for item in trace} | {id(item.job.throughput) for item in trace}
+    numbers = {item.samples for item in trace} | {item.job.noise_scale for item in trace}
+    numbers |= {item.job.throughput.sync_s for item in trace}
+    states = [state for _, jobs, _ in policy.made for state in jobs]
+    assert any(state.job.noise_scale > 0 for state in states)
+    for state in states:
+        assert state.remaining_samples is None
+        for part in parts(state):
+            assert not isinstance(part, TraceJob) and id(part) not in true
+            assert not isinstance(part, float) or part not in numbers
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_decisions_do_not_depend_on_lengths_before_a_job_ends(name):
+    """With every length changed, all is the same until the first job ends, also losses and measurements."""
+    trace = make_trace("artifact", seed=3, num_jobs=4, mean_gap_s=5.0)
+    longer = tuple(
+        dataclasses.replace(item, samples=item.samples * (2 + index % 3), fit_error=1.0)
+        for index, item in enumerate(trace)
+    )
+    made = []
+    for jobs in (trace, longer):
+        policy = Recorded(make_policy(name, 1, HISTORY))
+        result = simulate(jobs, policy, Cluster(16))
+        made.append((min(job.end_s for job in result.jobs), policy.made))
+    first_end = min(end for end, _ in made)
+    before = [[entry for entry in entries if entry[0] < first_end] for _, entries in made]
+    assert len(before[0]) > 4
+    assert before[0] == before[1]
+
+
+def steps(model, *points):
+    return tuple(StepTime(n, nodes, batch, float(model.step_s(n, batch, nodes))) for n, nodes, batch in points)
+
+
+TRUE = Throughput(0.01, pass_s=0.02, sync_s=0.1, node_sync_s=0.3, gamma=1.0, max_micro_batch=128)
+POINTS = ((1, 1, 32), (1, 1, 128), (2, 1, 64), (8, 2, 512))
+
+
+def test_a_fit_is_the_model_where_it_was_measured():
+    fitted = fitted_throughput(steps(TRUE, *POINTS), 32, 128)
+    for n, nodes, batch in (*POINTS, (4, 1, 512), (16, 4, 1024)):
+        assert math.isclose(fitted.step_s(n, batch, nodes), TRUE.step_s(n, batch, nodes))
+    found = scaling_of(steps(TRUE, *POINTS), 32, 128)
+    np.testing.assert_allclose([found.within, found.between], [0.1 / 0.32, 0.3 / 0.32])
+    assert scaling_of(steps(TRUE, *POINTS[:3]), 32, 128) is None
+
+
+def test_a_prior_counts_where_nothing_was_measured():
+    prior = Scaling(0.5, 1.0)
+    for measured in ((), steps(TRUE, POINTS[0]), steps(TRUE, (8, 2, 512))):
+        perfect, known = fitted_throughput(measured, 32), fitted_throughput(measured, 32, prior=prior)
+        assert perfect.sync_s == perfect.node_sync_s == 0
+        base_s = known.sample_s * 32
+        assert math.isclose(known.sync_s, 0.5 * base_s) and math.isclose(known.node_sync_s, base_s)
+        for step in measured:
+            assert math.isclose(known.step_s(step.num_gpus, step.batch_size, step.num_nodes), step.seconds)
+    within = fitted_throughput(steps(TRUE, *POINTS[:3]), 32, 128, prior)
+    assert math.isclose(within.sync_s, 0.1) and within.node_sync_s > within.sync_s

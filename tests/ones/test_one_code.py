@@ -1,0 +1,134 @@
+"""The deployed scheduler, driven by simulated jobs and time, decides the same as the simulator on the same events."""
+
+import math
+
+import numpy as np
+import pytest
+
+from patrickstar.elastic import RunReport
+from patrickstar.ones import Cluster, Grant, Job, Throughput, TraceJob, simulate
+from patrickstar.ones.cluster import ledger, scheduler
+from patrickstar.ones.cluster.fleet import JobPhase, Status
+from patrickstar.ones.cluster.scheduler import Scheduler
+from patrickstar.ones.cluster.submission import Submission
+from patrickstar.ones.policies.fifo import Fifo
+from patrickstar.ones.policies.ones import Ones
+from patrickstar.ones.policies.protocol import Foresight
+from patrickstar.ones.policies.tiresias import TiresiasLas
+from patrickstar.ones.simulated_job import SimulatedJob
+
+CLUSTER = Cluster(8, gpus_per_node=8)
+RESIZE_S = 0.01  # short, since the fleet carries out orders at once
+
+
+def submission(name, requested):
+    return Submission(
+        name, __file__, (), "/", (), min_gpus=1, max_gpus=8, requested_gpus=requested, global_batch=24,
+        epoch_samples=1000,
+    )  # fmt: skip
+
+
+def trace(seed, count):
+    rng = np.random.default_rng(seed)
+    found, now = [], 0.0
+    for index in range(count):
+        made = submission(f"job{index:02d}", int(rng.choice([1, 2, 4])))
+        job = Job(
+            name=made.name, arrival_s=now, min_gpus=1, max_gpus=8, requested_gpus=made.requested_gpus,
+            gpu_batch=24 // made.requested_gpus, base_batch=24, max_batch=24, epoch_samples=1000.0,
+            throughput=Throughput(sample_s=0.02, sync_s=float(rng.uniform(0.01, 0.2)), gamma=1.0),
+            noise_scale=0.0, resize_s=RESIZE_S, feasible_gpus=made.sizes,
+        )  # fmt: skip
+        found.append(TraceJob(job, samples=float(rng.lognormal(9, 1.5)), noise_seed=index))
+        now += float(rng.exponential(40))
+    return found
+
+
+class SimulatedFleet:
+    """Carries out every order at once."""
+
+    def __init__(self, items, clock):
+        self.items, self.clock = {item.job.name: item for item in items}, clock
+        self.jobs, self.phases = {}, {}
+        self.num_orders = 0
+
+    def start(self, submission, num_ranks):
+        name = submission.name
+        if name not in self.jobs:
+            self.jobs[name] = SimulatedJob(self.items[name], CLUSTER)
+        self.phases[name] = JobPhase.RUNNING
+        self.resize(name, num_ranks)
+
+    def resize(self, name, num_ranks):
+        self.num_orders += 1
+        self.jobs[name].change(self.clock(), Grant(tuple(range(num_ranks)), 24))
+
+    def stop(self, name):
+        self.num_orders += 1
+        self.jobs[name].change(self.clock(), None)
+        self.phases[name] = JobPhase.STOPPED
+
+    def remove(self, name):
+        self.phases.pop(name, None)
+
+    def status(self, name):
+        if name not in self.phases:
+            return None
+        state = self.jobs[name].state(self.clock(), Foresight.NONE)
+        phase = JobPhase.ENDED if self.jobs[name].end_s <= self.clock() else self.phases[name]
+        count = len(state.gpus)
+        seconds = next((step.seconds for step in state.observed if step.num_gpus == count), 0.0)
+        report = RunReport(state.seen_samples / 24, count, seconds, 1.0, 0, phase is JobPhase.ENDED)
+        return Status(phase, count, report, RESIZE_S)
+
+
+class Recorded:
+    def __init__(self, policy):
+        self.policy, self.foresight, self.interval_s = policy, policy.foresight, policy.interval_s
+        self.made = {}
+
+    def decide(self, now, jobs, cluster):
+        allocation = dict(self.policy.decide(now, jobs, cluster))
+        self.made[round(now, 6)] = {name: len(grant.gpus) for name, grant in allocation.items()}
+        return allocation
+
+    def finished(self, now, state):
+        self.policy.finished(now, state)
+
+
+def deployed(items, policy, path, monkeypatch):
+    """Decisions of the scheduler by time, at the times of the simulator's events."""
+    now = [0.0]
+    monkeypatch.setattr(ledger.time, "time", lambda: now[0])
+    monkeypatch.setattr(scheduler, "_UNKNOWN_RESIZE_S", RESIZE_S)
+    fleet = SimulatedFleet(items, lambda: now[0])
+    made = Scheduler(ledger.Ledger(path), fleet, policy, CLUSTER, lambda: now[0])
+    coming = list(items)
+    while coming or fleet.phases:
+        arrival_s = coming[0].job.arrival_s if coming else math.inf
+        end_s = min((fleet.jobs[name].end_s for name in fleet.phases), default=math.inf)
+        now[0] = min(arrival_s, end_s, now[0] + policy.interval_s if fleet.phases else math.inf)
+        while coming and coming[0].job.arrival_s <= now[0]:
+            job = coming.pop(0).job
+            made.submit(submission(job.name, job.requested_gpus))
+        before = -1
+        while before != fleet.num_orders:  # GPUs that a job leaves are granted in the next tick, here at the same time
+            before = fleet.num_orders
+            made.tick()
+    return policy.made
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "make",
+    [Fifo, lambda: TiresiasLas((300.0,)), lambda: Ones(cooldown_s=1e-6, cooldown_resizes=0.0)],
+    ids=["fifo", "tiresias", "ones"],
+)
+def test_the_deployed_scheduler_decides_as_the_simulated_one(make, seed, tmp_path, monkeypatch):
+    items = trace(seed, 12)
+    simulated = Recorded(make())
+    simulate(items, simulated, CLUSTER)
+    found = deployed(items, Recorded(make()), tmp_path / "ledger", monkeypatch)
+    made = {now: sizes for now, sizes in found.items() if sizes}
+    assert made == {now: sizes for now, sizes in simulated.made.items() if sizes}
+    assert len(made) > 20
