@@ -288,8 +288,8 @@ class PatrickStarTrainerMixin:
             if self.args.should_save:
                 torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
         else:
-            removes_others = self.args.save_total_limit is not None  # which must not happen before this one is complete
-            self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER, wait=removes_others)
+            removes_all_others = self.args.save_total_limit == 1  # else the one before, which is complete, stays
+            self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER, wait=removes_all_others)
         if self.args.should_save:
             with warnings.catch_warnings():  # schedulers warn about being saved without their optimizer
                 warnings.simplefilter("ignore", UserWarning)

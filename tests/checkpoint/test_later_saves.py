@@ -9,7 +9,7 @@ from patrickstar.checkpoint import CheckpointError, latest_tag, snapshot
 from patrickstar.checkpoint.disk import Disk
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.distributed import RanksFailedError, run_ranks
+from tests.distributed import RanksFailedError, rank_outcomes, run_ranks
 from tests.models import gpt2, token_batch
 from tests.training import make_config
 
@@ -167,6 +167,24 @@ def test_one_ranks_failure_is_raised_by_all_in_the_same_step(tmp_path):
     assert one == other
     assert "rank 1: bad disk" in one[1]
     assert list((tmp_path / "later").iterdir()) == []
+
+
+def lose_a_rank(folder):
+    engine, optimizer = engine_of()
+    train(engine, optimizer, 1)
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        Disk.write = lambda *_: os._exit(7)
+    with engine:
+        engine.save_checkpoint(folder, "a", wait=False)
+        train(engine, optimizer, 1000, begin=1)
+
+
+def test_a_rank_that_is_lost_ends_the_save_of_the_others(tmp_path):
+    first, second = rank_outcomes(2, lose_a_rank, str(tmp_path), timeout_seconds=60)
+    assert second.returncode == 7
+    assert first.returncode == 1 and first.error.startswith("RankFailure: ")
+    assert latest_tag(tmp_path) is None
 
 
 def save_and_die(folder, call):
