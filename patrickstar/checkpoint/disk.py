@@ -10,7 +10,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger("patrickstar")
@@ -175,6 +175,8 @@ def locked(path: Path, disk: Disk | None = None) -> Iterator[None]:
                 raise
         yield
     finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
         try:
             disk.close(fd)
         except OSError as error:  # the work under the lock is done, or raises its own error

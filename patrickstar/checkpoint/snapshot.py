@@ -1,8 +1,8 @@
 """Copies of shards in memory, so that their tensors may change while a thread writes them.
 
 snapshot = take_snapshot(source, memory)
-writer.write(snapshot.left)      # shards for which there was no memory: before their tensors change
-writer.write(snapshot.copied)    # at any time, by any thread; gives each piece back
+saving.write(snapshot.left)      # shards for which there was no memory: before their tensors change
+saving.write(snapshot.copied)    # at any time, by any thread; gives each piece back
 snapshot.close()
 """
 

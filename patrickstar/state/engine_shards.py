@@ -110,7 +110,8 @@ class EngineSource:
             if shard is not last:
                 last, values = shard, bytes_of(shard.read())
             begin, num_bytes = piece.begin * shard.dtype.itemsize, (piece.end - piece.begin) * shard.dtype.itemsize
-            (ctypes.c_char * num_bytes).from_address(piece.address)[:] = values[begin : begin + num_bytes].tobytes()
+            target = (ctypes.c_char * num_bytes).from_address(piece.address)
+            memoryview(target).cast("B")[:] = values[begin : begin + num_bytes]
         self._session.runtime.read_ranges(ranges, [])
 
     def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,11 +1,13 @@
 import errno
+import multiprocessing
 import os
 import threading
+import time
 
 import pytest
 import torch
 
-from patrickstar.checkpoint import CheckpointError, latest_tag, snapshot
+from patrickstar.checkpoint import CheckpointError, latest_tag, snapshot, tags
 from patrickstar.checkpoint.disk import Disk
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
@@ -167,6 +169,21 @@ def test_one_ranks_failure_is_raised_by_all_in_the_same_step(tmp_path):
     assert one == other
     assert "rank 1: bad disk" in one[1]
     assert list((tmp_path / "later").iterdir()) == []
+
+
+def test_a_process_that_is_forked_meanwhile_holds_no_lock(tmp_path, monkeypatch):
+    engine, optimizer = engine_of()
+    with engine:
+        train(engine, optimizer, 1)
+        gate = Gate(monkeypatch)
+        engine.save_checkpoint(tmp_path, "a", wait=False)
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        worker.start()
+        gate.opened.set()
+        engine.save_checkpoint(tmp_path, "b")
+        assert worker.is_alive()
+        worker.kill()
+    assert tags(tmp_path) == ["a", "b"]
 
 
 def lose_a_rank(folder):
