@@ -1,9 +1,11 @@
 """Copies of shards in memory, so that their tensors may change while a thread writes them.
 
-snapshot = take_snapshot(source, memory)
-saving.write(snapshot.left)      # shards for which there was no memory: before their tensors change
-saving.write(snapshot.copied)    # at any time, by any thread; gives each piece back
-snapshot.close()
+    snapshot = take_snapshot(source, memory)
+    saving.write(snapshot.left)      # shards for which there was no memory: before their tensors change
+    saving.write(snapshot.copied)    # at any time, by any thread; gives each piece back
+    snapshot.close()
+
+A copy lies in pieces, so that it fits into fragmented memory.
 """
 
 from __future__ import annotations
