@@ -223,6 +223,10 @@ def test_a_new_scheduler_goes_on_where_the_last_one_was(tmp_path):
     again = scheduler(tmp_path, fleet)
     again.tick()
     assert states(again) == {"a": "running", "b": "finished", "c": "cancelled"}
+    before, now = (rows.rows()[1] for rows in (made, again))
+    assert now.num_steps == before.num_steps > 0
+    assert now.loss == before.loss
+    assert again._policy._experience._past == made._policy._experience._past != []
     assert fleet.ranks.keys() == running.keys()
     assert [entry for entry in fleet.log if entry[0] == "start"] == started
 

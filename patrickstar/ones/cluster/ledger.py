@@ -25,6 +25,26 @@ class End(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Measurements of a job, by the scheduler."""
+
+    num_steps: int = 0
+    loss: float = 0.0
+    """The last one; 0: none."""
+    observed: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Seconds of a step by number of ranks."""
+
+    def as_plain(self) -> dict[str, object]:
+        """In JSON's types."""
+        return {"num_steps": self.num_steps, "loss": self.loss, "observed": list(self.observed.items())}
+
+    @staticmethod
+    def of(plain: dict) -> Measured:
+        """The inverse of :meth:`as_plain`."""
+        return Measured(int(plain["num_steps"]), float(plain["loss"]), {int(n): float(s) for n, s in plain["observed"]})
+
+
 @dataclasses.dataclass
 class Entry:
     """A job in the ledger."""
@@ -37,6 +57,8 @@ class Entry:
     end: End | None = None
     reason: str = ""
     """Reason of its last failure."""
+    measured: Measured = dataclasses.field(default_factory=Measured)
+    """Measurements of a job that ended; empty for others."""
 
 
 class LedgerError(RuntimeError):
@@ -75,9 +97,10 @@ class Ledger:
         """Records a failure; the job will be restarted."""
         self._add({"event": "failed", "name": name, "reason": reason})
 
-    def ended(self, name: str, end: End, reason: str = "") -> None:
+    def ended(self, name: str, end: End, reason: str = "", measured: Measured | None = None) -> None:
         """Records a job's final state."""
-        self._add({"event": "ended", "name": name, "end": end.value, "reason": reason})
+        plain = (measured or Measured()).as_plain()
+        self._add({"event": "ended", "name": name, "end": end.value, "reason": reason, "measured": plain})
 
     def close(self) -> None:
         """Closes the file."""
@@ -117,3 +140,5 @@ class Ledger:
             entry.num_failures += 1
         else:
             entry.end = End(fields["end"])
+            if "measured" in fields:  # ledgers of earlier versions have none
+                entry.measured = Measured.of(fields["measured"])

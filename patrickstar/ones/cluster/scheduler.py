@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
-from patrickstar.ones.cluster.ledger import End, Entry, Ledger
+from patrickstar.ones.cluster.ledger import End, Entry, Ledger, Measured
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
 from patrickstar.ones.measurements import fitted_throughput
@@ -110,6 +110,7 @@ class Scheduler:
         for name, entry in ledger.entries.items():
             if entry.end is not None:  # an earlier scheduler may have died after its ledger entry and before this call
                 fleet.remove(name)
+                self._recall(name, entry)
 
     def submit(self, submission: Submission) -> None:
         """Accepts a job, which is recorded from now on.
@@ -211,8 +212,16 @@ class Scheduler:
         track.ordered, track.changed_s, track.steps_at_change = None, now, track.num_steps
 
     def _end(self, name: str, end: End, reason: str = "") -> None:
-        self._ledger.ended(name, end, reason)
-        self._evict_all(name, self._tracks.setdefault(name, _Track()))
+        track = self._tracks.setdefault(name, _Track())
+        self._ledger.ended(name, end, reason, Measured(track.num_steps, track.loss, track.observed))
+        self._evict_all(name, track)
+
+    def _recall(self, name: str, entry: Entry) -> None:
+        """Shows and learns what an earlier scheduler measured of a job that ended."""
+        found = entry.measured
+        self._tracks[name] = _Track(num_steps=found.num_steps, loss=found.loss, observed=dict(found.observed))
+        if entry.end is End.FINISHED and found.observed:
+            self._policy.finished(entry.submitted_s, self._state(entry.submitted_s, entry))
 
     def _evict_all(self, name: str, track: _Track) -> None:
         self._fleet.remove(name)

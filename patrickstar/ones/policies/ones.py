@@ -51,6 +51,7 @@ class Ones:
         self.interval_s = interval_s
         self._history = history
         self._experience: Experience | None = None
+        self._ended_before: list[JobState] = []  # jobs that ended before the first decision
         self._weight_power = weight_power
         self._horizon_s = horizon_s
         self._cooldown_s = cooldown_s
@@ -72,7 +73,9 @@ class Ones:
     def finished(self, now: float, state: JobState) -> None:
         """Learns the job's length and scaling."""
         self._ages_s.pop(state.job.name, None)
-        if self._experience is not None:
+        if self._experience is None:
+            self._ended_before.append(state)
+        else:
             self._experience.ended(state, np.array(list(self._ages_s.values())))
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
@@ -81,6 +84,8 @@ class Ones:
             return {}
         if self._experience is None:
             self._experience = Experience(self._history, cluster.gpus_per_node)
+            for state in self._ended_before:
+                self._experience.ended(state, np.zeros(0))
         current = np.array([len(state.gpus) for state in jobs])
         values = self._values(jobs, cluster, current, self._experience)
         for row, state in enumerate(jobs):
