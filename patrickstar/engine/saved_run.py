@@ -22,7 +22,6 @@ from typing import Any
 
 from patrickstar.checkpoint import latest_tag, tags
 from patrickstar.engine.engine import Engine
-from patrickstar.sizes import show_seconds
 from patrickstar.state.save_load import Scheduler
 
 logger = logging.getLogger("patrickstar")
@@ -63,7 +62,7 @@ class SavedRun:
         self._engine, self._directory, self._scheduler = engine, Path(directory), lr_scheduler
         self._seconds, self._keep = minutes * 60, keep
         self._signals, self._handlers = tuple(signals), {}
-        self._received_at: float | None = None
+        self._was_told = False
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> SavedRun:
@@ -95,15 +94,13 @@ class SavedRun:
         wish = _SAVE if 0 < self._seconds <= now - self._saved_at else _GO_ON
         session = self._engine._session
         with session.guard("after_step of a saved run"):
-            mine = _STOP if self._received_at is not None else wish
+            mine = _STOP if self._was_told else wish
             wishes = session.ranks.control.exchange(mine, "saves and signals")
         if _STOP in wishes:
             self._save(client_state, wait=True)
-            waited = now - (now if self._received_at is None else self._received_at)
-            logger.warning(
-                "a signal came %s ago: the run is saved in %s and ends with status %d",
-                show_seconds(waited), self._directory, EXIT_PREEMPTED,
-            )  # fmt: skip
+            if session.ranks.control.rank == 0:
+                text = "a signal came: the run is saved in %s and ends with status %d"
+                logger.warning(text, self._directory, EXIT_PREEMPTED)
             end = SystemExit(EXIT_PREEMPTED)
             end.on_all_ranks = True  # type: ignore[attr-defined]
             raise end
@@ -124,5 +121,4 @@ class SavedRun:
             shutil.rmtree(self._directory / f"global_step{step}", ignore_errors=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received_at is None:
-            self._received_at = time.monotonic()
+        self._was_told = True
