@@ -40,6 +40,8 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         """The checkpoint's own folder, which contains the manifest."""
+        self.origin = "a PatrickStar checkpoint"
+        """Names the program that wrote it."""
         self._files: dict[str, int] = {}
         self._last: tuple[StoredShard, torch.Tensor] | None = None
         self._composed: tuple[tuple[StoredTensor, ...], dict[str, torch.Tensor]] | None = None
@@ -125,6 +127,10 @@ class Checkpoint:
             if stored.kind == "rng" and stored.name.startswith(f"rank{rank}."):
                 states[stored.name.partition(".")[2]] = self._read_range(stored, 0, stored.numel).clone()
         return states
+
+    def left_out(self, num_ranks: int) -> str:
+        """Describes the state that ``num_ranks`` ranks do not take over; empty: they take all."""
+        return "" if num_ranks == self.manifest.num_ranks else "random numbers go on as they are on other ranks"
 
     def load(self, sink: ShardSink) -> None:
         """Writes everything the sink wants into it.
