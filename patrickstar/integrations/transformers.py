@@ -26,6 +26,7 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from patrickstar.checkpoint import latest_tag
+from patrickstar.checkpoint.foreign import find_foreign
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
@@ -296,7 +297,7 @@ class PatrickStarTrainerMixin:
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if _has_engine_checkpoint(resume_from_checkpoint):
+        if _engine_states(resume_from_checkpoint) is not None:
             return  # the weights come with the optimizer
         self._check_optimizer_file(resume_from_checkpoint)
         self._load_weights(resume_from_checkpoint, functools.partial(super()._load_from_checkpoint, model=model))
@@ -331,10 +332,11 @@ class PatrickStarTrainerMixin:
         if checkpoint is None:
             return
         optimizer, scheduler = Path(checkpoint) / _OPTIMIZER_NAME, Path(checkpoint) / _SCHEDULER_NAME
-        if _has_engine_checkpoint(checkpoint):
+        states = _engine_states(checkpoint)
+        if states is not None:
             devices = [self.engine.device] if self.engine.device.type == "cuda" else []
             with torch.random.fork_rng(devices):  # the Trainer restores them later, when the epoch's order is drawn
-                self.engine.load_checkpoint(Path(checkpoint) / CHECKPOINT_FOLDER)
+                self.engine.load_checkpoint(states)
         elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
             with _naming(optimizer):
                 self.optimizer.load_state_dict(_read_state(optimizer))
@@ -368,9 +370,13 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _has_engine_checkpoint(folder: str) -> bool:
+def _engine_states(folder: str) -> Path | None:
+    """The folder with an engine's checkpoint, or with one that the Trainer wrote with DeepSpeed or FSDP; else None."""
     path = Path(folder) / CHECKPOINT_FOLDER
-    return path.is_dir() and latest_tag(path) is not None
+    if path.is_dir() and latest_tag(path) is not None:
+        return path
+    foreign = find_foreign(folder)
+    return Path(folder) if foreign is not None and foreign.is_readable else None
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

@@ -28,7 +28,7 @@ from patrickstar.config import ALL_OPTIONS
 
 logger = logging.getLogger("patrickstar")
 
-_OPTIONS = (*ALL_OPTIONS, "initial_lr", "amsgrad", "maximize", "differentiable")
+OPTIONS = (*ALL_OPTIONS, "initial_lr", "amsgrad", "maximize", "differentiable")
 """Options of a group that are taken over, or refused by the engine's check."""
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _MOST_STEPS = 2**53
@@ -102,7 +102,7 @@ class Content:
     def group(self, names: Sequence[str], options: Any) -> None:
         """Adds a parameter group, with those options that matter to an engine."""
         known = options if isinstance(options, Mapping) else {}
-        kept = {key: _plain_number(known[key]) for key in _OPTIONS if known.get(key) is not None}
+        kept = {key: _plain_number(known[key]) for key in OPTIONS if known.get(key) is not None}
         self.groups.append(Group(names=[_without_wrappers(name) for name in names], options=kept))
 
     def keep_plain(self, key: str, value: Any, what: str) -> Any:

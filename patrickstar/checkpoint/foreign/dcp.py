@@ -23,7 +23,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
-from patrickstar.checkpoint.foreign.content import Content, mapping_in, shape_in, tensor_in, whole_number
+from patrickstar.checkpoint.foreign.content import OPTIONS, Content, mapping_in, shape_in, tensor_in, whole_number
 from patrickstar.checkpoint.foreign.safe_files import load_bytes, load_file, load_metadata
 from patrickstar.checkpoint.shards import STATE_KINDS
 
@@ -293,7 +293,8 @@ def _add_optimizer_key(
         folder.add(content, key, owner, last)
     elif first == "param_groups":
         is_index = len(path) > 1 and isinstance(path[1], int)
-        options.setdefault(int(owner) if is_index else owner, {})[last] = folder.value(key)
+        if last in (*OPTIONS, "params"):
+            options.setdefault(int(owner) if is_index else owner, {})[last] = folder.value(key)
     else:
         content.not_taken.append(key)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ class ForeignFolder:
 
     path: Path
     read: Callable[[Path], Content]
+    is_readable: bool = True
+    """False: it is recognised, and :meth:`open` says what to do instead."""
 
     def open(self, receiver: Receiver | None = None) -> ForeignCheckpoint:
         """Reads all but the tensors' values. Raises CheckpointError."""
@@ -49,12 +52,16 @@ def find_foreign(directory: str | os.PathLike[str], tag: str | None = None) -> F
     """The other program's checkpoint of a tag, the latest, or ``directory`` itself; None: PatrickStar's, or none."""
     root = Path(directory)
     folders = [root, *_latest(root)] if tag is None else [root / check_tag(tag)]
+    if any((folder / MANIFEST_NAME).is_file() for folder in folders):
+        return None
     for folder in folders:
-        if (folder / MANIFEST_NAME).is_file():
-            return None
-        read = _reader(folder)
-        if read is not None:
-            return ForeignFolder(folder, read)
+        reader = _reader(folder)
+        if reader is not None:
+            return ForeignFolder(folder, reader)
+    for folder in folders:
+        for pattern, remedy in _UNREADABLE.items():
+            if any(folder.glob(pattern)):
+                return ForeignFolder(folder, functools.partial(_refuse, remedy), is_readable=False)
     return None
 
 
@@ -94,13 +101,8 @@ def _reader(folder: Path) -> Callable[[Path], Content] | None:
         return read_universal
     if any(folder.glob("*_optim_states.pt")):
         return read_zero
-    if is_dcp(folder):
-        return read_dcp
-    for pattern, what in _UNREADABLE.items():
-        if any(folder.glob(pattern)):
-            return lambda path: _refuse(path, what)
-    return None
+    return read_dcp if is_dcp(folder) else None
 
 
-def _refuse(path: Path, what: str) -> Content:
-    raise CheckpointError(f"{path} is {what}")
+def _refuse(remedy: str, path: Path) -> Content:
+    raise CheckpointError(f"{path} is {remedy}")

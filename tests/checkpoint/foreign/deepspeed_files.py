@@ -98,7 +98,12 @@ def save_zero(folder, model, optimizer, *, stage=2, ranks=2, sub_groups=1, prefi
             else:
                 held = {"zero_stage": stages(2), "base_optimizer_state": base, "clip_grad": 1.0}
                 held |= {"single_partition_of_fp32_groups": masters, "partition_count": [ranks] * len(flats[0])}
-                held["param_slice_mappings"] = [OrderedDict(w=address(4, 0)) for _ in flats[0]]
+                held["param_slice_mappings"] = [
+                    OrderedDict(
+                        (name, address(numel, start)) for name, numel, start in slices_of(groups, index, rank, ranks)
+                    )
+                    for index in range(len(groups.names))
+                ]
             saved = {"optimizer_state_dict": {**common, **held}, "ds_config": {}, "ds_version": "0.17.0"}
             torch.save(saved, path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         for rank in range(ranks if stage == 3 else 1):
@@ -120,6 +125,18 @@ def _flats2(groups, ranks, _):
         for rank in range(ranks):
             flats[rank].append({kind: pieces[rank].clone() for kind, pieces in cut.items()})
     return flats, list(range(len(groups.names)))
+
+
+def slices_of(groups, index, rank, ranks):
+    """(name, number of elements, start in the rank's range) of the parameters of a group that lie on the rank."""
+    sizes = [groups.shapes[name].numel() for name in groups.names[index]]
+    length = math.ceil(sum(sizes) / (2 * ranks)) * 2
+    end = 0
+    for name, size in zip(groups.names[index], sizes, strict=True):
+        begin, end = end, end + size
+        first, last = max(begin, rank * length), min(end, (rank + 1) * length)
+        if first < last:
+            yield name, last - first, first - rank * length
 
 
 def _sub_groups(groups, count):
