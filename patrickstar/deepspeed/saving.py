@@ -128,7 +128,8 @@ class SavingEngine(Engine):
                 path, client_state = load_session(self._session, load_dir, tag, scheduler, options=options)
             self._accumulation.forget_step()
             own = client_state.pop(_OWN_STATE, {})
-            theirs = {key: client_state.pop(key) for key in _COUNTS if find_foreign(path) and key in client_state}
+            is_foreign = find_foreign(path) is not None
+            theirs = {key: client_state.pop(key) for key in _COUNTS if is_foreign and key in client_state}
             if part is not Part.MODULE:
                 self._set_own_state(own)
                 for key, count in theirs.items():

@@ -117,7 +117,7 @@ def load_session(
     sink = make_sink(session, options.part)
     with contextlib.ExitStack() as held:
         with phase(peers, "no checkpoint was loaded"):
-            opened = open_checkpoint(directory, tag, functools.partial(_receiver, session))
+            opened = open_checkpoint(directory, tag, functools.partial(_receiver, session, options.part))
             checkpoint = held.enter_context(opened)
             state = TrainingState.from_json(checkpoint.manifest.state)
             if options.names is Names.COMMON:
@@ -157,8 +157,9 @@ def load_session(
     return checkpoint.path, state.client_state
 
 
-def _receiver(session: Session) -> Receiver:
-    return Receiver(groups=_describe_groups(session), aliases=further_names(session))
+def _receiver(session: Session, part: Part) -> Receiver:
+    groups = _describe_groups(session) if part is Part.EVERYTHING else None
+    return Receiver(groups=groups, aliases=further_names(session))
 
 
 def _leave_out_others(checkpoint: Checkpoint | ForeignCheckpoint, sink: EngineSink) -> None:

@@ -63,8 +63,6 @@ class Content:
     num_steps: int = 0
     lr_scheduler: Any = None
     client_state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Further names of shared parameters; each maps to the name that is stored."""
     not_taken: list[str] = dataclasses.field(default_factory=lambda: ["random number generators"])
     """State that an engine cannot continue, for the log."""
 
@@ -119,8 +117,8 @@ class Content:
 class Receiver:
     """The model and the optimizer that a checkpoint is read for."""
 
-    groups: Sequence[Mapping[str, Any]]
-    """``params`` (names) and ``options`` of each group."""
+    groups: Sequence[Mapping[str, Any]] | None
+    """``params`` (names) and ``options`` of each group; None: the optimizer takes nothing."""
     aliases: Mapping[str, str]
     """Further names of shared parameters; each maps to the name in a checkpoint."""
 
@@ -135,27 +133,27 @@ class ForeignCheckpoint:
         """``receiver``: None to look at the checkpoint without a model.
 
         Raises:
-            CheckpointError: the groups of ``receiver`` are others.
+            CheckpointError: the groups of ``receiver`` are others, or states are not of their parameters.
         """
         self.path = content.path
         self.origin = content.origin
         self._not_taken = content.not_taken
-        aliases = {**content.aliases, **(receiver.aliases if receiver is not None else {})}
-        names = _names(content, aliases, receiver)
+        names = receiver.aliases if receiver is not None else {}
         tensors = {}
         for (name, role), tensor in content.tensors.items():
-            if names.get(name, name) is not None:
-                renamed = dataclasses.replace(tensor, name=names.get(name, name))
-                tensors[renamed.name, role] = renamed
+            key = names.get(name, name), role
+            if key[0] == name or key not in content.tensors:  # else a shared parameter is stored under both names
+                tensors[key] = dataclasses.replace(tensor, name=key[0])
+        _check_states(tensors, content)
         stored = [
-            Group(names=[names.get(name) or name for name in group.names], options=group.options)
+            Group(names=[names.get(name, name) for name in group.names], options=group.options)
             for group in content.groups
         ]
         state = TrainingState(
             num_steps=content.num_steps,
-            step_counts={names.get(name) or name: count for name, count in _counts(content).items()},
+            step_counts={names.get(name, name): count for name, count in _counts(content).items()},
             groups=[{"params": group.names, "options": group.options} for group in stored]
-            if receiver is None
+            if receiver is None or receiver.groups is None
             else [_fitted(group, stored, content) for group in receiver.groups],
             loss_scaler=None,
             lr_scheduler=content.lr_scheduler,
@@ -186,13 +184,6 @@ class ForeignCheckpoint:
             CheckpointError: the sink wants other tensors.
         """
         check_match(self.manifest, sink.wanted(), self.path)
-        for tensor in self.manifest.tensors.values():
-            value = self.manifest.tensors.get((tensor.name, "value"))
-            if tensor.kind in STATE_KINDS and (value is None or value.shape != tensor.shape):
-                raise CheckpointError(
-                    f"{self.path}: {tensor} has shape {list(tensor.shape)}, its parameter "
-                    f"{'is missing' if value is None else list(value.shape)}; load another checkpoint"
-                )
 
     def load(self, sink: ShardSink) -> None:
         """Writes everything that the sink wants into it.
@@ -210,6 +201,17 @@ class ForeignCheckpoint:
         with _C.HostAllocations():
             whole = stored.read_whole()  # type: ignore[attr-defined]
             return flattened(whole.view(stored.shape), wanted.order)[wanted.begin : wanted.end].contiguous()
+
+
+def _check_states(tensors: Mapping[tuple[str, str], ForeignTensor], content: Content) -> None:
+    """Raises CheckpointError if a state has another shape than its parameter."""
+    for tensor in tensors.values():
+        value = tensors.get((tensor.name, "value"))
+        if tensor.kind in STATE_KINDS and (value is None or value.shape != tensor.shape):
+            raise CheckpointError(
+                f"{content.path}: {tensor} has shape {list(tensor.shape)}, its parameter "
+                f"{'is missing' if value is None else list(value.shape)}; load another checkpoint"
+            )
 
 
 def _counts(content: Content) -> dict[str, int]:
@@ -299,23 +301,6 @@ def _plain_number(value: Any) -> Any:
 
 def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _names(content: Content, aliases: Mapping[str, str], receiver: Receiver | None) -> dict[str, str | None]:
-    """New names of stored tensors that have another name in the model; None: the same parameter is stored twice."""
-    clean = {_without_wrappers(other): _without_wrappers(first) for other, first in aliases.items()}
-    stored = {name for name, role in content.tensors if role == "value"}
-    names: dict[str, str | None] = {}
-    for other, first in clean.items():
-        if other in stored:
-            names[other] = None if first in stored else first
-        elif first in stored and receiver is not None and other in _wanted(receiver):
-            names[first] = other
-    return names
-
-
-def _wanted(receiver: Receiver) -> set[str]:
-    return {name for group in receiver.groups for name in group["params"]}
 
 
 def _fitted(own: Mapping[str, Any], stored: Sequence[Group], content: Content) -> dict[str, Any]:

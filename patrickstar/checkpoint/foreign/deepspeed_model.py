@@ -90,15 +90,17 @@ class ModelStates:
 
     def add_to(self, content: Content) -> None:
         """Adds buffers, frozen parameters, counts, the schedule and the user's state. Raises CheckpointError."""
-        self._add_shared(content)
         self._add_frozen(content)
+        shared = self._first.get("shared_params") or {}
+        pairs = shared.items() if isinstance(shared, Mapping) else list_in(shared, f"{self._where}: shared_params")
+        further = {str(name) for name, _ in pairs}  # of parameters that are stored under another name
         module = mapping_in(self._first.get("module"), f"{self._where}: module")
         buffers = set(list_in(self._first.get("buffer_names") or [], f"{self._where}: buffer_names"))
         known = {name for group in self.param_shapes for name in group} | {name for name, _ in content.tensors}
         for name, value in module.items():
             if name in buffers:
                 self._add(content, name, "buffer", value)
-            elif name in known or name in content.aliases or not isinstance(value, torch.Tensor):
+            elif name in known or name in further or not isinstance(value, torch.Tensor):
                 continue
             elif value.numel() > 0:  # ZeRO-1 keeps frozen parameters here alone, ZeRO-3 empty tensors in their place
                 self._add(content, name, "frozen", value)
@@ -107,11 +109,6 @@ class ModelStates:
     def _add(self, content: Content, name: str, kind: str, value: Any) -> None:
         tensor = tensor_in(value, f"{self._where}: {name}")
         content.add(name, kind, tensor.shape, tensor.dtype, lambda: tensor)
-
-    def _add_shared(self, content: Content) -> None:
-        shared = self._first.get("shared_params") or {}
-        pairs = shared.items() if isinstance(shared, Mapping) else list_in(shared, f"{self._where}: shared_params")
-        content.aliases.update({str(other): str(first) for other, first in pairs})
 
     def _add_frozen(self, content: Content) -> None:
         shapes = mapping_in(self._first.get("frozen_param_shapes") or {}, f"{self._where}: frozen_param_shapes")

@@ -42,6 +42,8 @@ class ForeignFolder:
         """Reads all but the tensors' values. Raises CheckpointError."""
         try:
             return ForeignCheckpoint(self.read(self.path), receiver)
+        except CheckpointError:
+            raise
         except (AttributeError, KeyError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path} is of an unknown form ({type(error).__name__}: {error}); load another checkpoint"

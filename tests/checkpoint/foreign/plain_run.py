@@ -73,8 +73,8 @@ def continued(model, optimizer, steps=4):
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def engine_of(seed=9, **config):
-    torch.manual_seed(seed)
-    params = {"lr": 1.0, "weight_decay": 0.5}
-    options = {"optimizer": {"type": "AdamW", "params": params}, "default_chunk_size": 1024, **config}
+def engine_of(params=None):
+    torch.manual_seed(9)
+    params = params or {"lr": 1.0, "weight_decay": 0.5}
+    options = {"optimizer": {"type": "AdamW", "params": params}, "default_chunk_size": 1024}
     return initialize_engine(Net, 0, options, model_parameters=groups_of)

@@ -19,9 +19,12 @@ def check_same(engine, optimizer, model, plain):
         assert (group["lr"], tuple(group["betas"]), group["eps"]) == (other["lr"], other["betas"], other["eps"])
 
 
-def check_resumes(folder, model, plain, after):
-    """Loads the folder into a new engine, compares it, and trains; ``after``: losses and values of the plain run."""
-    engine, optimizer = engine_of()
+def check_resumes(folder, model, plain, after, options=None):
+    """Loads the folder into a new engine, compares it, and trains.
+
+    ``after``: losses and values of the plain run. ``options``: the engine's own, of its optimizer.
+    """
+    engine, optimizer = engine_of(options)
     with engine:
         path, client_state = engine.load_checkpoint(folder)
         check_same(engine, optimizer, model, plain)

@@ -52,7 +52,7 @@ def test_an_engine_continues(tmp_path, name, caplog):
     assert ("dataloader" in caplog.text) == (name == "torchtitan")
 
 
-def save_sharded(folder):
+def save_sharded_and_resume(folder):
     distributed.init_process_group("gloo")
     try:
         model, optimizer = plain_run()
@@ -63,23 +63,16 @@ def save_sharded(folder):
             return distribute_tensor(value.detach(), mesh, [Shard(value.dim() - 1)]) if is_large else value
 
         save_as_torchtitan(folder, model, optimizer, shard)
+        check_resumes(folder, model, optimizer, continued(model, optimizer))
     finally:
         distributed.destroy_process_group()
 
 
-def resume(folders):
+def test_one_and_two_ranks_continue_what_two_ranks_sharded(tmp_path):
+    run_ranks(2, save_sharded_and_resume, tmp_path)
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
     model, optimizer = plain_run()
-    for folder in folders:
-        check_resumes(folder, model, optimizer, continued(model, optimizer))
-
-
-def test_two_ranks_continue_what_two_ranks_sharded(tmp_path):
-    model, optimizer = plain_run()
-    run_ranks(2, save_sharded, tmp_path / "sharded")
-    assert len(list((tmp_path / "sharded").glob("*.distcp"))) == 2
-    save_as_accelerate(tmp_path / "accelerate", model, optimizer)
-    resume([tmp_path / "sharded"])
-    run_ranks(2, resume, [tmp_path / "sharded", tmp_path / "accelerate"])
+    check_resumes(tmp_path, model, optimizer, continued(model, optimizer))
 
 
 def test_a_schedule_is_taken_over(tmp_path):

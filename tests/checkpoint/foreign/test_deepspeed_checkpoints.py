@@ -95,6 +95,50 @@ def test_zero1_keeps_frozen_parameters_in_the_module(tmp_path):
     check_resumes(tmp_path, model, optimizer, continued(model, optimizer))
 
 
+def elastic(state):
+    """States by group, without padding and options."""
+    held = state["optimizer_state_dict"]
+    masters = held["single_partition_of_fp32_groups"]
+    held["base_optimizer_state_step"] = 3
+    held["base_optimizer_state"] = [
+        {kind: states[kind][: len(masters[index])].clone() for kind in ("exp_avg", "exp_avg_sq")}
+        for index, states in held["base_optimizer_state"]["state"].items()
+    ]
+
+
+def counted_by_groups(state):
+    """DeepSpeed's FusedAdam counts in groups."""
+    base = state["optimizer_state_dict"]["base_optimizer_state"]
+    for states in base["state"].values():
+        del states["step"]
+    for group in base["param_groups"]:
+        group["step"] = torch.tensor([3])
+
+
+@pytest.mark.parametrize("edit", [elastic, counted_by_groups])
+def test_other_ways_to_count(tmp_path, edit):
+    model, optimizer = plain_run()
+    for file in save_zero(tmp_path, model, optimizer, ranks=4).glob("*_optim_states.pt"):
+        change(file, edit)
+    options = {**ADAM, "weight_decay": 0.0} if edit is elastic else {}  # the engine's own
+    check_resumes(tmp_path, model, optimizer, continued(model, optimizer), options)
+
+
+def test_a_model_with_one_more_layer_takes_the_common_ones(tmp_path):
+    class Larger(Net):
+        def __init__(self):
+            super().__init__()
+            self.more = torch.nn.Linear(2, 2)
+
+    model, optimizer = plain_run()
+    save_zero(tmp_path, model, optimizer)
+    new = Larger()
+    engine, *_ = deepspeed.initialize(model=new, config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}})
+    with engine:
+        engine.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+        assert torch.equal(engine.state_dict()["embed.weight"], model.embed.weight)
+
+
 class Hostile:
     def __init__(self, call, *args):
         self.call, self.args = call, args
