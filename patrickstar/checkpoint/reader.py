@@ -40,8 +40,6 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         """The checkpoint's own folder, which contains the manifest."""
-        self.origin = "a PatrickStar checkpoint"
-        """Names the program that wrote it."""
         self._files: dict[str, int] = {}
         self._last: tuple[StoredShard, torch.Tensor] | None = None
         self._composed: tuple[tuple[StoredTensor, ...], dict[str, torch.Tensor]] | None = None
@@ -54,6 +52,8 @@ class Checkpoint:
             self._stored = Manifest.from_bytes(read_small_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES))
             self.manifest = composed(self._stored)
             """The manifest with whole tensors in place of blocks (:mod:`patrickstar.checkpoint.blocks`)."""
+            self.origin = f"a PatrickStar checkpoint of {self.manifest.num_ranks} ranks"
+            """Says which program wrote it, on how many ranks."""
         except (CheckpointError, OSError) as error:
             self.close()
             reason = error.strerror if isinstance(error, OSError) else error

@@ -40,7 +40,7 @@ class StoredSource:
         return TensorShard(**vars(wanted), read=functools.partial(self._checkpoint.read, stored, wanted))
 
 
-def merge(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
+def merge(checkpoint: Checkpoint | ForeignCheckpoint, target: str | os.PathLike[str]) -> Path:
     """Rewrites a checkpoint as one rank would have saved it, with whole tensors that any safetensors reader can read.
     Returns its folder.
 

@@ -291,10 +291,9 @@ def _as_files(model: nn.Module | None, dtype: torch.dtype | None, shards: list[T
 
 
 def _merge(options: argparse.Namespace) -> int:
-    with Checkpoint.find(options.directory, options.tag) as checkpoint:
+    with open_checkpoint(options.directory, options.tag) as checkpoint:
         path = merge(checkpoint, options.target)
-        ranks = checkpoint.manifest.num_ranks
-    print(f"{path}: what {ranks} ranks saved, as one saves it")
+    print(f"{path}: {checkpoint.origin}, as one rank saves it")
     return 0
 
 

@@ -205,7 +205,7 @@ def _model_states(model, groups, owners, stage, rank, ranks):
 
 
 def save_universal(folder, model, optimizer, *, stage=2, ranks=2):
-    """What ``ds_to_universal.py`` makes of a checkpoint."""
+    """Writes the files that ``ds_to_universal.py`` makes of a checkpoint."""
     path = save_zero(folder / "before", model, optimizer, stage=stage, ranks=ranks)
     groups = Groups(model, optimizer)
     target = folder / f"{TAG}_universal"

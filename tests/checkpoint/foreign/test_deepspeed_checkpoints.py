@@ -286,6 +286,14 @@ def test_groups_with_other_options_are_refused(tmp_path):
     check_refused(tmp_path, "different options; build the engine with the same model_parameters")
 
 
+def test_merge_makes_a_checkpoint_of_patrickstars(tmp_path):
+    model, optimizer = plain_run()
+    save_zero(tmp_path / "run", model, optimizer, ranks=4)
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "own")]) == 0
+    assert main(["verify", str(tmp_path / "own")]) == 0
+    check_resumes(tmp_path / "own", model, optimizer, continued(model, optimizer))
+
+
 def test_commands_show_verify_and_export(tmp_path, capsys):
     from safetensors.torch import load_file
 
