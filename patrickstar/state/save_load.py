@@ -215,6 +215,13 @@ def _check_state(
         _check_optimizer(session, checkpoint, state)
     if scheduler is not None and state.lr_scheduler is None:
         raise CheckpointError(f"{checkpoint.path} was saved without lr_scheduler; load it without one")
+    if scheduler is not None and isinstance(checkpoint, ForeignCheckpoint):
+        others = set(state.lr_scheduler) - set(scheduler.state_dict())
+        if others:
+            raise CheckpointError(
+                f"{checkpoint.path} has a schedule with {', '.join(sorted(map(str, others))[:3])}, which "
+                f"{type(scheduler).__name__} lacks; load it without lr_scheduler"
+            )
     extra = {name for name, _ in _with_extra_state(session.module)}
     if extra != set(state.extra_states) and options.names is Names.SAME:
         raise CheckpointError(f"{checkpoint.path} is of another model: its modules with extra state are others")

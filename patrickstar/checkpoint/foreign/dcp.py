@@ -34,12 +34,14 @@ _TRAINER_STATE = "trainer_state.json"
 _OPTIMIZERS = ("optimizer", "optim")
 
 
-@dataclasses.dataclass(eq=False)
 class _Record:
-    """An object of ``.metadata``: its fields, and the arguments of its class."""
+    """An object of ``.metadata``. Arguments of its class are dropped."""
 
-    args: tuple[Any, ...] = ()
     fields: Any = None
+    """Its state: fields by name, or a tuple."""
+
+    def __init__(self, *args: Any):
+        """Takes any arguments."""
 
     def __setstate__(self, state: Any) -> None:
         self.fields = state
@@ -57,23 +59,19 @@ class _Bytes(_Record):
     """BytesStorageMetadata."""
 
 
-def _record(*args: Any) -> _Record:
-    return _Record(args)
-
-
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem."
 _PLAIN = ("Metadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
 _CLASSES: dict[str, Any] = {
     **{f"{_METADATA}{name}": _Record for name in _PLAIN},
     f"{_METADATA}TensorStorageMetadata": _Tensor,
     f"{_METADATA}BytesStorageMetadata": _Bytes,
-    f"{_METADATA}_MEM_FORMAT_ENCODING": _record,
+    f"{_METADATA}_MEM_FORMAT_ENCODING": _Record,
     f"{_FILES}_StorageInfo": _Record,
     f"{_FILES}_StoragePrefix": _Record,
-    "torch.serialization._get_layout": _record,
+    "torch.serialization._get_layout": _Record,
     "torch.Size": tuple,
-    "pathlib.PosixPath": _record,
-    "pathlib._local.PosixPath": _record,
+    "pathlib.PosixPath": _Record,
+    "pathlib._local.PosixPath": _Record,
     "collections.OrderedDict": dict,
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import patrickstar as deepspeed
+from patrickstar import CheckpointError
+from patrickstar.checkpoint.foreign.safe_files import StandIn
 from patrickstar.command.checkpoints import main
 from tests.checkpoint.foreign.deepspeed_files import TAG, deepspeed_classes, save_universal, save_zero
 from tests.checkpoint.foreign.plain_run import ADAM, Net, batches, continued, groups_of, plain_run
@@ -71,6 +73,21 @@ def test_the_face_continues_with_schedule_and_counts(tmp_path):
         engine.backward(engine(batches(1, 2)[0]))
         engine.step()
         assert engine.global_steps == 4
+
+
+@pytest.mark.parametrize("schedule", [None, {"last_epoch": 3}, StandIn()])
+def test_a_schedule_that_does_not_fit_is_refused(tmp_path, schedule):
+    model, optimizer = plain_run()
+    save_zero(tmp_path, model, optimizer, lr_scheduler=schedule)
+    new = Net()
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    engine, own, *_ = deepspeed.initialize(model=new, config=config, model_parameters=groups_of(new))
+    with engine:
+        with pytest.raises(CheckpointError, match="without"):
+            engine.load_checkpoint(tmp_path)
+        assert own.state_dict()["state"] == {}
+        engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        assert engine.global_steps == 3
 
 
 def test_a_module_alone(tmp_path):
