@@ -332,7 +332,7 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """``Accelerator.load_state``, for the result of :meth:`save_state`, also Accelerate's with DeepSpeed or FSDP."""
+        """``Accelerator.load_state``, for results of :meth:`save_state`, also Accelerate's with DeepSpeed or FSDP."""
         folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_state()
         self.engine.load_checkpoint(engine_states(folder) or folder / CHECKPOINT_FOLDER)
         with _Aside(self):
