@@ -52,6 +52,8 @@ class Checkpoint:
             self._stored = Manifest.from_bytes(read_small_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES))
             self.manifest = composed(self._stored)
             """The manifest with whole tensors in place of blocks (:mod:`patrickstar.checkpoint.blocks`)."""
+            self.origin = f"a PatrickStar checkpoint of {self.manifest.num_ranks} ranks"
+            """Says which program wrote it, on how many ranks."""
         except (CheckpointError, OSError) as error:
             self.close()
             reason = error.strerror if isinstance(error, OSError) else error
@@ -125,6 +127,10 @@ class Checkpoint:
             if stored.kind == "rng" and stored.name.startswith(f"rank{rank}."):
                 states[stored.name.partition(".")[2]] = self._read_range(stored, 0, stored.numel).clone()
         return states
+
+    def left_out(self, num_ranks: int) -> str:
+        """Describes the state that ``num_ranks`` ranks do not take over; empty: they take all."""
+        return "" if num_ranks == self.manifest.num_ranks else "random numbers go on as they are on other ranks"
 
     def load(self, sink: ShardSink) -> None:
         """Writes everything the sink wants into it.

@@ -11,6 +11,7 @@ import torch
 
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, ExportOptions, export
+from patrickstar.checkpoint.foreign import ForeignCheckpoint
 from patrickstar.checkpoint.manifest import StoredTensor
 from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.shards import STATE_KINDS, TensorRange, TensorShard
@@ -20,7 +21,7 @@ from patrickstar.checkpoint.writer import Latest, SaveOptions, save
 class StoredSource:
     """A checkpoint's tensors, as one rank would hold all of them. Memory: one tensor."""
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: Checkpoint | ForeignCheckpoint):
         self._checkpoint = checkpoint
 
     def shards(self) -> Iterator[TensorShard]:
@@ -39,7 +40,7 @@ class StoredSource:
         return TensorShard(**vars(wanted), read=functools.partial(self._checkpoint.read, stored, wanted))
 
 
-def merge(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
+def merge(checkpoint: Checkpoint | ForeignCheckpoint, target: str | os.PathLike[str]) -> Path:
     """Rewrites a checkpoint as one rank would have saved it, with whole tensors that any safetensors reader can read.
     Returns its folder.
 
@@ -58,7 +59,7 @@ def merge(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
 
 
 def export_checkpoint(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | ForeignCheckpoint,
     target: str | os.PathLike[str],
     dtype: torch.dtype | None = torch.float32,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,

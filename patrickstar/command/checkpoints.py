@@ -18,9 +18,10 @@ from patrickstar import _C
 from patrickstar.checkpoint import Checkpoint, CheckpointError
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.checkpoint.folder import find_checkpoint, latest_tag, tags
+from patrickstar.checkpoint.foreign import ForeignCheckpoint, ForeignFolder, find_foreign, open_checkpoint
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, StoredTensor
 from patrickstar.checkpoint.shards import STATE_KINDS, TensorShard
-from patrickstar.checkpoint.stored_source import export_checkpoint, merge
+from patrickstar.checkpoint.stored_source import StoredSource, export_checkpoint, merge
 from patrickstar.command.flags import CommandParser, at_least_1, memory_size, run_reporting
 from patrickstar.sizes import show_size
 from patrickstar.state.file_tensors import FileTensors
@@ -127,7 +128,7 @@ def _summary(path: Path) -> dict[str, Any]:
     return found | {"complete": True}
 
 
-def _step(checkpoint: Checkpoint) -> int | None:
+def _step(checkpoint: Checkpoint | ForeignCheckpoint) -> int | None:
     step = checkpoint.manifest.state.get("num_steps")
     return step if isinstance(step, int) else None
 
@@ -136,13 +137,13 @@ def _step(checkpoint: Checkpoint) -> int | None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    with Checkpoint.find(options.directory, options.tag) as checkpoint:
+    with open_checkpoint(options.directory, options.tag) as checkpoint:
         found = _description(checkpoint)
     print(json.dumps(found, indent=1) if options.json else _as_text(found))
     return 0
 
 
-def _description(checkpoint: Checkpoint) -> dict[str, Any]:
+def _description(checkpoint: Checkpoint | ForeignCheckpoint) -> dict[str, Any]:
     manifest, state = checkpoint.manifest, checkpoint.manifest.state
     held: dict[str, list[str]] = collections.defaultdict(list)
     for stored in manifest.tensors.values():
@@ -152,6 +153,7 @@ def _description(checkpoint: Checkpoint) -> dict[str, Any]:
     counts = state.get("step_counts") or {}
     return {
         "path": str(checkpoint.path),
+        "origin": checkpoint.origin,
         "step": _step(checkpoint),
         "ranks": manifest.num_ranks,
         "bytes": sum(file.num_bytes for file in manifest.files.values()),
@@ -181,9 +183,10 @@ def _tensor(stored: StoredTensor, held: dict[str, list[str]], counts: dict[str, 
 
 def _as_text(found: dict[str, Any]) -> str:
     step = "?" if found["step"] is None else found["step"]
+    stored = f"{show_size(found['bytes'])} in {len(found['files'])} files of {found['ranks']} ranks"
     lines = [
-        f"{found['path']}: step {step}, {found['num_parameters']:,} parameters, {show_size(found['bytes'])} in "
-        f"{len(found['files'])} files of {found['ranks']} ranks",
+        f"{found['path']}: step {step}, {found['num_parameters']:,} parameters, "
+        f"{stored if found['files'] else found['origin']}",
     ]
     for what in ("parameters", "buffers"):
         tensors = found[what]
@@ -210,9 +213,25 @@ def _as_text(found: dict[str, Any]) -> str:
 
 
 def _verify_all(options: argparse.Namespace) -> int:
+    foreign = find_foreign(options.directory, options.tag)
+    if foreign is not None:
+        return 0 if _reads(foreign) else 1
     paths = _paths(options.directory, options.tag)
     damaged = [path for path in paths if not _verify(path, options.threads)]
     return 1 if damaged or not paths else 0
+
+
+def _reads(foreign: ForeignFolder) -> bool:
+    """True if every tensor of another program's checkpoint can be read. Its files have no checksums to compare."""
+    try:
+        with foreign.open() as checkpoint:
+            for shard in StoredSource(checkpoint).shards():
+                shard.read()
+            print(f"{checkpoint.path}: {checkpoint.origin}; every tensor can be read, there are no checksums")
+    except CheckpointError as error:
+        print(f"{foreign.path}: NOT READABLE\n{error}")
+        return False
+    return True
 
 
 def _paths(directory: Path, tag: str | None) -> list[Path]:
@@ -240,7 +259,7 @@ def _verify(path: Path, num_threads: int) -> bool:
 def _export(options: argparse.Namespace) -> int:
     texts = {"config.json": options.config.read_text(encoding="utf-8")} if options.config else {}
     dtype = _DTYPES[options.dtype]
-    with Checkpoint.find(options.directory, options.tag) as checkpoint:
+    with open_checkpoint(options.directory, options.tag) as checkpoint:
         form = functools.partial(_as_files, _model_of(options.config) if options.config else None, dtype)
         path = export_checkpoint(checkpoint, options.target, dtype, options.max_file_size, texts, form)
     files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
@@ -272,10 +291,9 @@ def _as_files(model: nn.Module | None, dtype: torch.dtype | None, shards: list[T
 
 
 def _merge(options: argparse.Namespace) -> int:
-    with Checkpoint.find(options.directory, options.tag) as checkpoint:
+    with open_checkpoint(options.directory, options.tag) as checkpoint:
         path = merge(checkpoint, options.target)
-        ranks = checkpoint.manifest.num_ranks
-    print(f"{path}: what {ranks} ranks saved, as one saves it")
+    print(f"{path}: {checkpoint.origin}, as one rank saves it")
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from patrickstar.checkpoint import latest_tag
+from patrickstar.checkpoint.foreign import find_foreign
 from patrickstar.checkpoint.writer import Latest, SaveOptions
 from patrickstar.deepspeed.accumulation import Accumulation
 from patrickstar.deepspeed.weights_file import read_16bit_weights, save_16bit_weights
@@ -24,6 +25,7 @@ from patrickstar.state.save_load import Scheduler, load_session, save_session
 logger = logging.getLogger("patrickstar")
 
 _OWN_STATE = "patrickstar.deepspeed"  # key beside the user's, in a checkpoint's client_state
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")  # keys of DeepSpeed's, beside the user's
 
 
 class SavingEngine(Engine):
@@ -91,7 +93,7 @@ class SavingEngine(Engine):
         """Continues from a checkpoint, saved with any number of ranks and any budget.
 
         Args:
-            load_dir: as given to :meth:`save_checkpoint`.
+            load_dir: as given to :meth:`save_checkpoint`, also to DeepSpeed's (docs/checkpoints.md).
             tag: None: the latest.
             load_module_strict: False: parameters and buffers that only the model or only the checkpoint has are
                 skipped.
@@ -111,7 +113,7 @@ class SavingEngine(Engine):
         """
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint(custom_load_fn=...): values go from files into chunks; leave it out")
-        if tag is None and latest_tag(load_dir) is None:
+        if tag is None and find_foreign(load_dir) is None and latest_tag(load_dir) is None:
             logger.warning("%s has no checkpoint: nothing was loaded", os.fspath(load_dir))
             return None, None
         part = Part.EVERYTHING if load_optimizer_states else Part.ALL_BUT_OPTIMIZER
@@ -126,8 +128,12 @@ class SavingEngine(Engine):
                 path, client_state = load_session(self._session, load_dir, tag, scheduler, options=options)
             self._accumulation.forget_step()
             own = client_state.pop(_OWN_STATE, {})
+            is_foreign = find_foreign(path) is not None
+            theirs = {key: client_state.pop(key) for key in _COUNTS if is_foreign and key in client_state}
             if part is not Part.MODULE:
                 self._set_own_state(own)
+                for key, count in theirs.items():
+                    setattr(self, key, count)
         return str(path), client_state
 
     def _saved_scheduler(self) -> Scheduler | None:

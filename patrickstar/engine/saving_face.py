@@ -73,7 +73,7 @@ class SavingFace(ModuleFace):
         Random number generators are restored if the number of ranks is unchanged.
 
         Args:
-            directory: as given to :meth:`save_checkpoint`.
+            directory: as given to :meth:`save_checkpoint`, or DeepSpeed's or FSDP's (docs/checkpoints.md).
             tag: None: the latest (``patrickstar.checkpoint.latest_tag``).
             lr_scheduler: receives the saved scheduler's state.
 

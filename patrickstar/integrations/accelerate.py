@@ -39,13 +39,12 @@ from patrickstar.integrations.decided_config import (
 )
 from patrickstar.integrations.deepspeed_config import pop_loop_config, without_launched_deepspeed
 from patrickstar.integrations.elastic_ranks import ElasticRanks
+from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states
 from patrickstar.integrations.weights import export_into, only_dtype
 from patrickstar.module.compiled.dynamo import Compiler, make_compiler, unwrapped
 from patrickstar.module.compiled.units import check_compiler
 from patrickstar.runtime import initialize_engine
 
-CHECKPOINT_FOLDER = "patrickstar"
-"""The engine's checkpoint in a folder of ``save_state``."""
 _PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch --mixed_precision`
 _DISTRIBUTED_TYPES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -333,9 +332,9 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """``Accelerator.load_state``, for the result of :meth:`save_state` and any number of ranks."""
+        """``Accelerator.load_state``, for results of :meth:`save_state`, also Accelerate's with DeepSpeed or FSDP."""
         folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_state()
-        self.engine.load_checkpoint(folder / CHECKPOINT_FOLDER)
+        self.engine.load_checkpoint(engine_states(folder) or folder / CHECKPOINT_FOLDER)
         with _Aside(self):
             super().load_state(str(folder), load_kwargs, **kwargs)
 

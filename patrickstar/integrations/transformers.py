@@ -25,11 +25,11 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
-from patrickstar.checkpoint import latest_tag
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
-from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
+from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
+from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states
 from patrickstar.integrations.replaced_classes import as_it_is
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
@@ -296,7 +296,7 @@ class PatrickStarTrainerMixin:
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if _has_engine_checkpoint(resume_from_checkpoint):
+        if engine_states(resume_from_checkpoint) is not None:
             return  # the weights come with the optimizer
         self._check_optimizer_file(resume_from_checkpoint)
         self._load_weights(resume_from_checkpoint, functools.partial(super()._load_from_checkpoint, model=model))
@@ -331,10 +331,11 @@ class PatrickStarTrainerMixin:
         if checkpoint is None:
             return
         optimizer, scheduler = Path(checkpoint) / _OPTIMIZER_NAME, Path(checkpoint) / _SCHEDULER_NAME
-        if _has_engine_checkpoint(checkpoint):
+        states = engine_states(checkpoint)
+        if states is not None:
             devices = [self.engine.device] if self.engine.device.type == "cuda" else []
             with torch.random.fork_rng(devices):  # the Trainer restores them later, when the epoch's order is drawn
-                self.engine.load_checkpoint(Path(checkpoint) / CHECKPOINT_FOLDER)
+                self.engine.load_checkpoint(states)
         elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
             with _naming(optimizer):
                 self.optimizer.load_state_dict(_read_state(optimizer))
@@ -366,11 +367,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _has_engine_checkpoint(folder: str) -> bool:
-    path = Path(folder) / CHECKPOINT_FOLDER
-    return path.is_dir() and latest_tag(path) is not None
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.blocks import KEY as BLOCKS
 from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.foreign import ForeignCheckpoint, Receiver, open_checkpoint
 from patrickstar.checkpoint.peers import Peers, phase
 from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.rng import set_rng_states
@@ -32,7 +34,14 @@ from patrickstar.state.engine_shards import EngineSink, EngineSource, has_states
 from patrickstar.state.later_saves import save_later
 from patrickstar.state.parts import Completion, Frozen, LoadOptions, Names, Part
 from patrickstar.state.rank_peers import RankPeers
-from patrickstar.state.sharded_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
+from patrickstar.state.sharded_checkpoints import (
+    block_sink,
+    described_blocks,
+    further_names,
+    make_sink,
+    stored_params,
+    whole_names,
+)
 
 logger = logging.getLogger("patrickstar")
 
@@ -108,7 +117,8 @@ def load_session(
     sink = make_sink(session, options.part)
     with contextlib.ExitStack() as held:
         with phase(peers, "no checkpoint was loaded"):
-            checkpoint = held.enter_context(Checkpoint.find(directory, tag))
+            opened = open_checkpoint(directory, tag, functools.partial(_receiver, session, options.part))
+            checkpoint = held.enter_context(opened)
             state = TrainingState.from_json(checkpoint.manifest.state)
             if options.names is Names.COMMON:
                 _leave_out_others(checkpoint, sink)
@@ -121,7 +131,7 @@ def load_session(
         session.whole.break_up(f"load_checkpoint left a mixed state: {checkpoint.path} was loaded in part")
         with phase(peers, f"{checkpoint.path} was loaded in part, and the engine's state is mixed; load another one"):
             own = block_sink(session, options.part, checkpoint.described_blocks)
-            if own is None or options.names is Names.COMMON:
+            if own is None or options.names is Names.COMMON or isinstance(checkpoint, ForeignCheckpoint):
                 checkpoint.load(sink)
             else:
                 checkpoint.load_as_stored(own)
@@ -134,20 +144,25 @@ def load_session(
             goes_on = options.part is not Part.MODULE  # a run, and not its weights in another one
             if goes_on and same_ranks:
                 set_rng_states(rng, session.device)
-            elif goes_on:
-                logger.info("%s: random numbers go on as they are, the number of ranks is another", checkpoint.path)
         session.whole.mend()
         if goes_on:
             session.run_log.resume()
         if peers.rank == 0:
             said = f"resumed from %s, step {state.num_steps}" if goes_on else "the model's values are those of %s"
             logger.info(said, checkpoint.path)
+            if goes_on and (left_out := checkpoint.left_out(peers.size)):
+                logger.info("%s: %s", checkpoint.path, left_out)
         if options.part is Part.EVERYTHING:
             _warn_of_frozen(session, checkpoint, state)
     return checkpoint.path, state.client_state
 
 
-def _leave_out_others(checkpoint: Checkpoint, sink: EngineSink) -> None:
+def _receiver(session: Session, part: Part) -> Receiver:
+    groups = _describe_groups(session) if part is Part.EVERYTHING else None
+    return Receiver(groups=groups, aliases=further_names(session))
+
+
+def _leave_out_others(checkpoint: Checkpoint | ForeignCheckpoint, sink: EngineSink) -> None:
     """Drops the values that ``checkpoint`` or ``sink`` lacks from the other; the log names some."""
     stored, wanted = checkpoint.manifest.tensors, {item.key for item in sink.wanted()}
     sink.left_out = {key for key in wanted if key[1] == "value" and key not in stored}
@@ -190,7 +205,7 @@ def _describe_groups(session: Session) -> list[dict[str, Any]]:
 
 def _check_state(
     session: Session,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | ForeignCheckpoint,
     state: TrainingState,
     scheduler: Scheduler | None,
     options: LoadOptions,
@@ -200,12 +215,19 @@ def _check_state(
         _check_optimizer(session, checkpoint, state)
     if scheduler is not None and state.lr_scheduler is None:
         raise CheckpointError(f"{checkpoint.path} was saved without lr_scheduler; load it without one")
+    if scheduler is not None and isinstance(checkpoint, ForeignCheckpoint):
+        others = set(state.lr_scheduler) - set(scheduler.state_dict())
+        if others:
+            raise CheckpointError(
+                f"{checkpoint.path} has a schedule with {', '.join(sorted(map(str, others))[:3])}, which "
+                f"{type(scheduler).__name__} lacks; load it without lr_scheduler"
+            )
     extra = {name for name, _ in _with_extra_state(session.module)}
     if extra != set(state.extra_states) and options.names is Names.SAME:
         raise CheckpointError(f"{checkpoint.path} is of another model: its modules with extra state are others")
 
 
-def _check_optimizer(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:
+def _check_optimizer(session: Session, checkpoint: Checkpoint | ForeignCheckpoint, state: TrainingState) -> None:
     stored, present = [group["params"] for group in state.groups], [g["params"] for g in _describe_groups(session)]
     if list(map(sorted, stored)) != list(map(sorted, present)):
         raise CheckpointError(
@@ -233,7 +255,7 @@ def _check_optimizer(session: Session, checkpoint: Checkpoint, state: TrainingSt
         raise CheckpointError(f"{checkpoint.path}: {error}; load another checkpoint") from error
 
 
-def _warn_of_frozen(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:
+def _warn_of_frozen(session: Session, checkpoint: Checkpoint | ForeignCheckpoint, state: TrainingState) -> None:
     params = [(name, param) for param, names in whole_names(session).items() for name in names]
     left_out = [name for name, param in params if state.step_counts.get(name, 0) > 0 and not has_states(param)]
     if left_out:

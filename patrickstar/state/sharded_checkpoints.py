@@ -15,6 +15,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.blocks import BlockedParameter, Held, block_name, describe_blocks
 from patrickstar.checkpoint.shards import Kind, TensorRange
+from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.parallel.sharded_values import ShardedNames, ShardedPart
 from patrickstar.session.session import Session
 from patrickstar.state.engine_shards import EngineSink, has_states, kind_of, named_params, state_kinds
@@ -39,6 +40,16 @@ def whole_names(session: Session) -> dict[nn.Parameter, tuple[str, ...]]:
     if names is None:
         return {param: (name,) for name, param in named_params(session.module)}
     return {part.param: part.sources for part in names.parts}
+
+
+def further_names(session: Session) -> dict[str, str]:
+    """Further names of tied parameters; each maps to the name in a checkpoint."""
+    names = session.matrices.names
+    if names is not None:
+        return dict(names.tied)
+    first = {param: name for name, param in named_params(session.module)}
+    every = session.module.named_parameters(remove_duplicate=False)
+    return {known: first[param] for name, param in every if (known := without_wrappers(name)) != first[param]}
 
 
 def described_blocks(session: Session) -> dict[str, Any] | None:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import ProjectConfiguration, gather
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader
 
 from patrickstar import _C, StateError
@@ -123,6 +125,28 @@ def run_pair(folder: Path) -> tuple[Loop, Loop, Loop, Loop]:
     accelerator.free_memory()
     whole = Loop(own.losses + rest.losses, own.norms + rest.norms, own.rates + rest.rates, rest.state)
     return plain, whole, resumed, partial_state_loop()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_state_that_accelerate_saved_with_fsdp_is_loaded(tmp_path):
+    torch.manual_seed(3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared = accelerator.prepare(*parts())
+    run_loop(accelerator, prepared, steps=2)
+    accelerator.save_state(str(tmp_path))
+    values, states = get_state_dict(prepared[0], prepared[1].optimizer)
+    for name, state, file in (("model", values, "model.safetensors"), ("optimizer", states, "optimizer.bin")):
+        folder = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[name]
+        dcp.save({name: state}, checkpoint_id=tmp_path / folder)
+        (tmp_path / file).unlink()
+    plain = run_loop(accelerator, prepared, steps=2, skip=4)
+
+    torch.manual_seed(4)
+    accelerator = PatrickStarAccelerator(cpu=True, gradient_accumulation_steps=2, patrickstar_config=engine_config())
+    prepared = accelerator.prepare(*parts())
+    accelerator.load_state(str(tmp_path))
+    assert_equal_loops(run_loop(accelerator, prepared, steps=2, skip=4), plain)
+    accelerator.free_memory()
 
 
 def partial_state_loop() -> Loop:

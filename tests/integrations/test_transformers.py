@@ -3,6 +3,8 @@ import logging
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from patrickstar import StateError, from_pretrained
@@ -106,6 +108,38 @@ def test_an_ordinary_trainers_checkpoint_is_resumed(tmp_path, optimizer):
     resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "own", **options), resume=checkpoint)
     assert resumed.losses[-4:] == pytest.approx(plain.losses[-4:], rel=1e-6)
     assert resumed.norms[-4:] == pytest.approx(plain.norms[-4:], rel=1e-5)
+    assert relative_error(resumed, plain) < 1e-5
+
+
+def as_fsdp(checkpoint, optimizer, model):
+    """Turns an ordinary Trainer's checkpoint into what the Trainer writes with FSDP's SHARDED_STATE_DICT."""
+    values = load_file(checkpoint / "model.safetensors")
+    values["lm_head.weight"] = values["transformer.wte.weight"].clone()
+    known = {param: name for name, param in model.named_parameters()}
+    names = [known[param] for group in optimizer.param_groups for param in group["params"]]
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    states = {
+        "state": {names[key]: value for key, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+    dcp.save({"model": values}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": states}, checkpoint_id=checkpoint / "optimizer_0")
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "optimizer.pt").unlink()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_trainers_checkpoint_with_fsdp_is_resumed(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    trainer = make_trainer(Trainer, tmp_path / "plain", **options)
+    plain = train(trainer)
+    checkpoint = tmp_path / "plain" / "checkpoint-4"
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    as_fsdp(checkpoint, optimizer, trainer.accelerator.unwrap_model(trainer.model))
+    resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "own", **options), resume=str(checkpoint))
+    assert resumed.losses[-4:] == pytest.approx(plain.losses[-4:], rel=1e-6)
     assert relative_error(resumed, plain) < 1e-5
 
 
