@@ -64,8 +64,7 @@ def _engine_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
 
     def save(target: Path, later: bool) -> Callable[[], bool]:
         engine.save_checkpoint(target, "tag", wait=not later)
-        thread = engine._session.saves._thread
-        return lambda: thread is None or not thread.is_alive()
+        return lambda: not engine._session.saves.is_running  # each step looks whether it is over
 
     rows = [_row("patrickstar", later, step, save, folder) for later in (False, True) for _ in range(args.saves)]
     engine.discard()

@@ -1,4 +1,4 @@
-"""A run that is saved now and then, ends when its machine is taken away, and resumes by itself.
+"""Periodic checkpoints of a run, its end after a preemption signal, and its resumption.
 
 with SavedRun(engine, "runs/a", lr_scheduler=scheduler) as run:
     begin = run.resume().get("step", 0)

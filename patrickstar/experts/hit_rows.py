@@ -1,7 +1,7 @@
 """Weights of the experts that few tokens chose, copied from the host instead of all experts' weights.
 
     hit_rows = HitRows(runtime, module)   # fused experts (module/fused_experts.py) ask it
-    hooks = ModuleHooks(module, observer, hit_rows.unless_rows_come)
+    hooks = ModuleHooks(module, observer, hit_rows.conditional_hook)
     hit_rows.close()
 
 A forward without gradients whose tokens choose few experts, as in generation, needs few rows of parameters that have
@@ -37,18 +37,18 @@ class HitRows:
             vars(child).pop(HIT_ROWS, None)
         self._experts = []
 
-    def unless_rows_come(self, module: nn.Module, before_forward: BeforeForward) -> BeforeForward:
-        """``before_forward``, left out in calls of experts that copy rows."""
+    def conditional_hook(self, module: nn.Module, before_forward: BeforeForward) -> BeforeForward:
+        """``before_forward``, skipped in calls of experts that copy rows."""
         if vars(module).get(HIT_ROWS) is not self:
             return before_forward
 
         def before(experts: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if len(inputs) < 2 or not self.come(experts, inputs[1]):
+            if len(inputs) < 2 or not self.copies_rows(experts, inputs[1]):
                 before_forward(experts, inputs)
 
         return before
 
-    def come(self, experts: nn.Module, chosen: Tensor) -> bool:
+    def copies_rows(self, experts: nn.Module, chosen: Tensor) -> bool:
         """True if this call of ``experts`` copies rows: ``chosen`` names fewer experts than there are, and the host
         alone has weights of them.
         """
@@ -59,11 +59,11 @@ class HitRows:
             and any(self._on_host(experts._parameters[name]) for name in (up_name(experts), "down_proj"))
         )
 
-    def take(self, experts: nn.Module, chosen: Tensor) -> tuple[Tensor, nn.Module]:
-        """Experts that hold the weights of the chosen ones alone.
+    def compact(self, experts: nn.Module, chosen: Tensor) -> tuple[Tensor, nn.Module]:
+        """A module with the weights of the chosen experts alone.
 
         Args:
-            experts: whose :meth:`come` is true for ``chosen``.
+            experts: whose :meth:`copies_rows` is true for ``chosen``.
             chosen: indices of experts; those of ``num_experts`` or more belong to other ranks.
 
         Returns:
@@ -71,12 +71,12 @@ class HitRows:
         """
         found, index = torch.unique(chosen, return_inverse=True)
         rows = [row for row in found.tolist() if row < experts.num_experts]
-        taken = object.__new__(type(experts))
+        compacted = object.__new__(type(experts))
         weights = {name: self._rows(param, rows, chosen.device) for name, param in expert_params(experts).items()}
-        vars(taken).update(
+        vars(compacted).update(
             {**vars(experts), "_parameters": {**experts._parameters, **weights}, "num_experts": len(rows)}
         )
-        return index, taken
+        return index, compacted
 
     def _rows(self, param: nn.Parameter, rows: list[int], device: torch.device) -> Tensor:
         if not self._on_host(param):  # it may share its chunk with parameters that were used

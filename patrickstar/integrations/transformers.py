@@ -29,7 +29,7 @@ from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
-from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states
+from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states, last_complete
 from patrickstar.integrations.replaced_classes import as_it_is
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
@@ -191,6 +191,14 @@ class PatrickStarTrainerMixin:
         return super().evaluation_loop(*args, **kwargs)
 
     # A step.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """``Trainer.train``. ``resume_from_checkpoint=True`` passes over checkpoints whose save was interrupted."""
+        output = Path(self.args.output_dir)
+        if resume_from_checkpoint is True and output.is_dir():
+            found = last_complete(output.iterdir())
+            resume_from_checkpoint = str(found) if found is not None else True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The Trainer's step. ``logging_nan_inf_filter`` replaces a loss that is not finite by the average since the

@@ -138,8 +138,8 @@ def experts_forward(
     if chosen == "batched_mm" and top_k_index.numel() >= self.num_experts and not torch.is_grad_enabled():
         chosen = "grouped_mm"  # generate() chose the other, which would copy an expert's weights for each row
     hit_rows = vars(self).get(HIT_ROWS)
-    if hit_rows is not None and hit_rows.come(self, top_k_index):
-        top_k_index, self = hit_rows.take(self, top_k_index)
+    if hit_rows is not None and hit_rows.copies_rows(self, top_k_index):
+        top_k_index, self = hit_rows.compact(self, top_k_index)
     if chosen != "grouped_mm":  # by set_experts_implementation() since
         own = type(self).forward.__wrapped__
         forward = moe.ALL_EXPERTS_FUNCTIONS.get_interface(chosen, own)

@@ -182,7 +182,7 @@ def _convert(session: Session, undo: Teardown, running: _Running) -> _Converted:
     )
     hit_rows = HitRows(runtime, module)
     undo.callback(hit_rows.close)
-    hooks = ModuleHooks(module, observer, hit_rows.unless_rows_come)
+    hooks = ModuleHooks(module, observer, hit_rows.conditional_hook)
     undo.callback(hooks.remove)
     compiled = CompiledUnits(module, hooks, observer)
     undo.callback(compiled.restore)
