@@ -45,7 +45,7 @@ from benchmark.plot_results import plot
 from benchmark.systems import COMPILED, SYSTEMS, Job
 from benchmark.systems.run import run_system
 from patrickstar.command.flags import CommandParser, at_least_0, memory_size
-from patrickstar.config import Master, Speculation, States
+from patrickstar.config import Fp8Recipe, Master, Speculation, States
 from patrickstar.sizes import parse_size_with_unit
 
 _WHOLE_GPU = "all"
@@ -97,6 +97,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="blocks that FSDP2 recomputes, the first ones (default: all)",
     )
+    parser.add_argument(
+        "--fp8",
+        choices=[member.value for member in Fp8Recipe],
+        default=Job.fp8,
+        help="recipe of patrickstar-fp8 and fsdp2-fp8",
+    )
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument(
         "--compile",
@@ -129,6 +135,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             speculation=args.speculation,
             chunk_numel=args.chunk_numel,
             recomputed=args.fsdp2_recompute,
+            fp8=args.fp8,
             gpu_bytes=limits[system],
             host_bytes=args.host_memory,
             warmup=args.warmup,

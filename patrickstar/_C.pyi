@@ -1441,6 +1441,26 @@ class experts:
     ) -> None:
         """Backward of ``cuda_gate``."""
 
+class fp8:
+    """Casts to 8-bit floating point (a submodule). CUDA builds only."""
+
+    @staticmethod
+    def cuda_cast(
+        x: int,
+        num_rows: int,
+        padded_rows: int,
+        num_columns: int,
+        block: int,
+        format: int,
+        codes: int,
+        scales: int,
+        transposed: int,
+        transposed_scales: int,
+        largest: int,
+        stream: int,
+    ) -> None:
+        """Casts bfloat16 ``x`` as :func:`patrickstar.fp8.casting.cast` does. An address of 0 leaves a result out."""
+
 class optim:
     """Leaf kernels of the optimizers and the loss scaler (a submodule).
 

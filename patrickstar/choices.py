@@ -63,6 +63,14 @@ class ExpertsComputation(enum.Enum):
     MODEL = "model"
 
 
+class Fp8Recipe(enum.Enum):
+    """Blocks of elements that share a scale in products of 8 bits (``patrickstar.fp8.linear``)."""
+
+    BLOCK = "block"
+    ROWWISE = "rowwise"
+    TENSORWISE = "tensorwise"
+
+
 class LossComputation(enum.Enum):
     """How much of a language model's logits exists at a time."""
 

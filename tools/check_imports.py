@@ -24,6 +24,7 @@ LAYERS = {
     "torch_shim": 0,
     "checkpoint": 1,
     "elastic": 1,
+    "fp8": 1,
     "lr_schedules": 1,
     "machine": 1,
     "monitor": 1,

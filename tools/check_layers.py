@@ -28,6 +28,7 @@ LAYERS = {
     "optim": 4,
     "quant": 4,
     "experts": 4,
+    "fp8": 4,
     "collective": 4,
     "plan": 5,
     "engine": 6,

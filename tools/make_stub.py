@@ -29,7 +29,7 @@ from patrickstar import _C
 
 STUB = Path(__file__).resolve().parent.parent / "patrickstar" / "_C.pyi"
 # Names that an extension without the CUDA part lacks.
-CUDA_ONLY = re.compile(r"collective\.(make_)?(nccl|cuda)_|(optim|quant|experts)\.cuda_")
+CUDA_ONLY = re.compile(r"collective\.(make_)?(nccl|cuda)_|(optim|quant|experts|fp8)\.cuda_")
 # Names that every object has, or that only pickle calls.
 NOT_LISTED = {*vars(object), "__getstate__", "__setstate__"} - {"__init__"}
 SIGNATURE = re.compile(r"(\w*\(.*\) -> .*)\n*")

@@ -60,6 +60,8 @@ class Job:
     """PatrickStar's ``tensor_parallel.rows``."""
     columns: int = 1
     """PatrickStar's ``tensor_parallel.columns``."""
+    fp8: str = "rowwise"
+    """Recipe of systems that multiply in 8 bits."""
     recomputed: int | None = None
     """Blocks that FSDP2 recomputes, the first ones; None: all. PatrickStar chooses by itself."""
     chunk_numel: int = 64 * 2**20
@@ -147,6 +149,10 @@ SYSTEMS = {
     ),
     "fsdp2": SystemSpec(module="fsdp2", build="build_resident"),
     "fsdp2-offload": SystemSpec(module="fsdp2", build="build_offloaded"),
+    "patrickstar-fp8": SystemSpec(
+        module="patrickstar", build="build_fp8", package="patrickstar", limits_host_itself=True
+    ),
+    "fsdp2-fp8": SystemSpec(module="fsdp2", build="build_fp8", package="torchao"),
     "deepspeed-zero3-offload": SystemSpec(
         module="deepspeed", build="Zero3", package="deepspeed", prepare="compile_kernels", max_ranks=1
     ),

@@ -7,6 +7,7 @@ are reduced in bfloat16, its default: one rank's reduction changes no value, sev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,17 +33,39 @@ def build_offloaded(job: Job) -> Sharded:
     return Sharded(job, device, shards=torch.device("cpu"), offload=offload)
 
 
+def build_fp8(job: Job) -> Sharded:
+    """:func:`build_resident` with the blocks' linear layers in FP8, as torchtitan converts them with torchao."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def convert(model: nn.Module) -> None:
+        for block in blocks(model):
+            convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(job.fp8))
+
+    device = training_device()
+    return Sharded(job, device, shards=device, offload=OffloadPolicy(), change=convert)
+
+
 class Sharded:
     """See :class:`benchmark.systems.System`."""
 
     version = torch.__version__
 
-    def __init__(self, job: Job, device: torch.device, *, shards: torch.device, offload: OffloadPolicy):
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        *,
+        shards: torch.device,
+        offload: OffloadPolicy,
+        change: Callable[[nn.Module], object] = lambda model: None,
+    ):
+        """``change``: called with the model on the meta device."""
         limit_device_memory(job.gpu_bytes)
         init_torch_group()
         self.device = device
         self.settings: dict[str, Any] = {"param_dtype": "bfloat16", "offload_policy": repr(offload)}
         self._model = build_job_model(job)
+        change(self._model)
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         if job.recomputed is not None:
             for block in blocks(self._model)[job.recomputed :]:

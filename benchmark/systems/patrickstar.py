@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ def engine_config(job: Job) -> dict[str, Any]:
 class Chunked:
     """PatrickStar within ``job.gpu_bytes`` (None: its default share) and a rank's part of ``job.host_bytes``."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, **further: Any):
+        """``further``: keys of the configuration."""
         options = training_options(job)
+        options = dataclasses.replace(options, further=options.further | further)
         self.version = patrickstar.__version__
         self.settings: dict[str, Any] = {"config": options.engine_config()}
         self.device = training_device()
@@ -50,6 +53,11 @@ class Chunked:
 
     def report(self) -> dict[str, Any]:
         return self._training.report()
+
+
+def build_fp8(job: Job) -> Chunked:
+    """:class:`Chunked` with linear layers that multiply in 8 bits."""
+    return Chunked(job, fp8={"recipe": job.fp8})
 
 
 class LongSequence:

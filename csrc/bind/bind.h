@@ -56,6 +56,7 @@ void register_cuda_kernels(nanobind::module_& module);  // CUDA builds only
 void register_loss_scaler(nanobind::module_& module);
 void register_quant(nanobind::module_& module);
 void register_experts(nanobind::module_& module);
+void register_fp8(nanobind::module_& module);
 void register_plan(nanobind::module_& module);
 void register_simulator(nanobind::module_& module);
 void register_plan_vote(nanobind::module_& module);

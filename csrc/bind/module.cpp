@@ -13,6 +13,7 @@ NB_MODULE(_C, module) {
   bind::register_optim(module);
   bind::register_quant(module);
   bind::register_experts(module);
+  bind::register_fp8(module);
   bind::register_plan(module);
   bind::register_simulator(module);
   bind::register_plan_vote(module);

@@ -10,6 +10,7 @@ from patrickstar.choices import (
     ActivationOffload,
     DiskIo,
     ExpertsComputation,
+    Fp8Recipe,
     HostAffinity,
     KeepAttention,
     LossComputation,
@@ -27,6 +28,7 @@ from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from patrickstar.config.checks import check_loss_scaler_state, make_loss_scaler
 from patrickstar.config.dialects import Dialect
 from patrickstar.config.expert_parallel import ExpertParallelConfig
+from patrickstar.config.fp8 import Fp8Config
 from patrickstar.config.optimizer import OptimizerConfig, OptimizerParams, nearest_optimizer
 from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.quantization import QuantizationConfig
@@ -64,6 +66,8 @@ __all__ = [
     "DiskIo",
     "DiskMemoryConfig",
     "Fp16Config",
+    "Fp8Config",
+    "Fp8Recipe",
     "HostAffinity",
     "HostThreadsConfig",
     "KeepAttention",

@@ -44,7 +44,22 @@ def find_conflicts(config: Config) -> list[str]:
         except ValueError as error:  # the scaler checks its own values
             problems.append(str(error))
     problems += _conflicts_of_dtypes(config) + _conflicts_of_sequences(config)
+    problems += _conflicts_of_fp8(config)
     return problems + _conflicts_of_matrices(config) + _conflicts_of_experts(config)
+
+
+def _conflicts_of_fp8(config: Config) -> list[str]:
+    if config.fp8 is None:
+        return []
+    problems = []
+    if config.bf16 is None:
+        problems.append("fp8 is enabled without bf16, the dtype of what is not multiplied in 8 bits; enable bf16 too")
+    if config.tensor_parallel.num_ranks > 1:
+        problems.append(
+            f"fp8 is enabled, and tensor_parallel divides matrices over {config.tensor_parallel.num_ranks} ranks, "
+            "which multiply them in bfloat16; leave one of them out"
+        )
+    return problems
 
 
 def _conflicts_of_disk(config: Config) -> list[str]:

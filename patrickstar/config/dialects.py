@@ -65,6 +65,7 @@ def resolve(config: Config) -> Config:
     updates: dict[str, Any] = {
         "fp16": config.fp16 if config.fp16 is not None and config.fp16.enabled else None,
         "bf16": config.bf16 if config.bf16 is not None and config.bf16.enabled else None,
+        "fp8": config.fp8 if config.fp8 is not None and config.fp8.enabled else None,
         "default_chunk_size": _resolve_chunk_size(config),
         "optimizer": _resolve_optimizer(config),
         "sequence_parallel": sequence,

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from patrickstar.choices import RankReduction
 from patrickstar.config.expert_parallel import ExpertParallelConfig
 from patrickstar.config.fates import HONOURED, OtherSpelling, Reader, mapped
+from patrickstar.config.fp8 import Fp8Config
 from patrickstar.config.monitors import (
     CsvMonitorConfig,
     FlopsProfilerConfig,
@@ -112,6 +113,8 @@ class _EngineKeys(Section):
     """Frozen weights of linear layers in 4 or 8 bits (docs/guides/qlora.md). None: the quantization that
     ``patrickstar.from_pretrained`` was given, if any.
     """
+    fp8: Fp8Config | None = None
+    """Products of linear layers in 8-bit floating point; off if the section is missing or disabled."""
     prove_rewrites: Annotated[Switch, HONOURED] = True
     """Compare the rewritten model with the original one before training begins. Rewritten are context-parallel and
     tensor-parallel models, experts that are divided among ranks, tiled modules and the fused loss. The comparison is a

@@ -148,11 +148,22 @@ def start_line(session: Session) -> str:
     each = " a rank" if num_ranks > 1 else ""
     chunks = _chunks(session, report["chunk_numel"])
     states = f", optimizer states {_states(session, report)}" if _num_state_chunks(session) else ""
-    dtype = str(session.config.compute_dtype).removeprefix("torch.")
+    dtype = str(session.config.compute_dtype).removeprefix("torch.") + _in_8_bits(session)
     return (
         f"{show_count(session.num_parameters)} parameters{trained} in {dtype} on {where}; {budget}, host budget "
         f"{show_size(report['host_budget_bytes'])}{each}; {chunks}{states}; {_optimizer(session)}"
     )
+
+
+def _in_8_bits(session: Session) -> str:
+    """Layers that multiply in 8 bits, their share of FLOPs, and one layer that does not for each reason."""
+    fp8, section = session.parts.fp8, session.config.fp8
+    if fp8 is None or section is None:
+        return ""
+    by_reason = {reason: name for name, reason in reversed(fp8.left_out.items())}
+    left_out = "".join(f", not {name} ({reason})" for reason, name in reversed(by_reason.items()))
+    layers = f"{fp8.num_layers} linear layers with {fp8.share:.0%} of the products"
+    return f" and FP8 ({section.recipe.value}: {layers}{left_out})"
 
 
 def _optimizer(session: Session) -> str:

@@ -17,6 +17,7 @@ from patrickstar.config import Config, rule_of
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.compiled.units import check_compiled
 from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
+from patrickstar.module.fp8_layers import check_fp8
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import ModelSource, build_module
 from patrickstar.module.quantization import is_quantized
@@ -78,7 +79,7 @@ def start_session(
             options = rule_of(config.optimizer.type).options
             groups = make_groups(built.module, model_parameters, _replaced(sharded, deferred), options=options)
             in_groups = {param for group in groups for param in group["params"]}
-            _check_module(built.module, config, matrices)
+            _check_module(built.module, config, matrices, here.device)
             session = make_session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups, deferred)
             if saved_plan is not None:
                 saved_plan.check_layout(session.layout, str(config.plan))
@@ -108,9 +109,10 @@ def start_session(
     return session, groups
 
 
-def _check_module(module: nn.Module, config: Config, matrices: Matrices) -> None:
-    """Raises ValueError if the module cannot be trained with ``config``."""
+def _check_module(module: nn.Module, config: Config, matrices: Matrices, device: torch.device) -> None:
+    """Raises ValueError if the module cannot be trained with ``config`` on ``device``."""
     check_compiled(module)
+    check_fp8(module, config.fp8, device)
     check_activations(module, config.activations)
     if matrices.names is not None and is_quantized(module, config.quantization):
         raise ValueError(

@@ -17,10 +17,10 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import QuantizationConfig, QuantizationType
+from patrickstar.module.linear_layers import linear_layers
 
 QUANT_TYPES = {QuantizationType.NF4: _C.QuantType.NF4, QuantizationType.INT8: _C.QuantType.INT8}
 
-_HEAD = "lm_head"
 _chosen: weakref.WeakKeyDictionary[nn.Module, QuantizationConfig] = weakref.WeakKeyDictionary()
 
 
@@ -112,57 +112,6 @@ def quantizable_weights(
 
 
 def _weights(module: nn.Module, quantization: QuantizationConfig) -> Iterator[QuantizableWeight]:
-    names = [name for name, _ in module.named_modules()]
-    for skipped in quantization.skip_modules:
-        if not any(_is_named(name, skipped) for name in names):
-            raise ValueError(
-                f"quantization.skip_modules names {skipped!r}, which is no module of {type(module).__name__}, nor a "
-                "part of a name between dots; named_modules() lists them"
-            )
-    left_out = _embeddings(module) | _output_embeddings(module)
-    for name, child in module.named_modules():
-        weight = child._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or weight in left_out or not _is_linear(child):
-            continue
-        skips = (*quantization.skip_modules, _HEAD)
-        if not any(_is_named(name, skipped) for skipped in skips) and not _is_adapter(module, name):
-            yield QuantizableWeight(name, weight, QUANT_TYPES[quantization.type])
-
-
-def _is_named(name: str, skipped: str) -> bool:
-    """Tests whether ``skipped`` is the module's name or a run of its dotted parts."""
-    return f".{skipped}." in f".{name}."
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Includes transformers' ``Conv1D``, GPT-2's linear layer."""
-    return isinstance(module, nn.Linear) or (
-        type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    )
-
-
-def _embeddings(module: nn.Module) -> set[Any]:
-    return {child.weight for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))}
-
-
-def _output_embeddings(module: nn.Module) -> set[Any]:
-    heads = set()
-    for child in module.modules():
-        getter = getattr(child, "get_output_embeddings", None)
-        if not callable(getter):
-            continue
-        try:
-            heads.add(getattr(getter(), "weight", None))
-        except (AttributeError, NotImplementedError):  # a model without output embeddings
-            continue
-    return heads - {None}
-
-
-def _is_adapter(module: nn.Module, name: str) -> bool:
-    """Tests whether ``name`` belongs to a PEFT adapter: inside an adapted layer, only ``base_layer`` does not."""
-    parts = name.split(".") if name else []
-    for index in range(len(parts)):
-        parent = module.get_submodule(".".join(parts[:index]))
-        if isinstance(getattr(parent, "base_layer", None), nn.Module) and parts[index] != "base_layer":
-            return True
-    return False
+    for layer in linear_layers(module, quantization.skip_modules, "quantization.skip_modules"):
+        if layer.exclusion is None:
+            yield QuantizableWeight(layer.name, layer.module.weight, QUANT_TYPES[quantization.type])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class KeptPlan(NoKeptPlan):
 
     Args:
         cache: of this rank; None: nothing is read or saved, but the first rank's plan is adopted.
-        facts: about this run beside the shapes of its inputs.
+        facts: about this run, but the shapes of its inputs and compiled modules.
+        compiled: gives the names of compiled modules, which save other activations.
         ranks: that train together.
         runtime: before its first step.
         layout: its chunks.
@@ -88,6 +90,7 @@ class KeptPlan(NoKeptPlan):
         self,
         cache: PlanCache | None,
         facts: dict[str, Any],
+        compiled: Callable[[], list[str]],
         ranks: RankGroups,
         runtime: _C.Runtime,
         layout: _C.Layout,
@@ -95,6 +98,7 @@ class KeptPlan(NoKeptPlan):
     ):
         self._cache = cache if ranks.context.rank == ranks.members[0] else None
         self._facts = facts
+        self._compiled = compiled
         self._ranks = ranks
         self._runtime = runtime
         self._layout = layout
@@ -122,7 +126,7 @@ class KeptPlan(NoKeptPlan):
         if self._key:
             return
         self._first_shapes = shapes
-        self._key = key_of({**self._facts, "inputs": shapes})
+        self._key = key_of({**self._facts, "inputs": shapes, "compiled": self._compiled()})
         plan = self._common_plan()
         if plan is not None:
             adopt_plan(self._runtime, self._choice, plan)
@@ -196,16 +200,17 @@ def make_kept_plan(
     runtime: _C.Runtime,
     layout: _C.Layout,
     choice: NoRecomputeChoice,
+    compiled: Callable[[], list[str]],
 ) -> NoKeptPlan:
-    """The kept plan of a new session. Nothing is looked up if the configuration names a plan, or keeps none on one
-    rank.
+    """The kept plan of a new session, with arguments of :class:`KeptPlan`. Nothing is looked up if the configuration
+    names a plan, or keeps none on one rank.
     """
     folder = cache_folder(config.plan_cache)
     if config.plan is not None or (folder is None and len(ranks.members) == 1):
         return NoKeptPlan()
     cache = PlanCache(folder) if folder is not None else None
     facts = run_facts(module, params, config, ranks, layout)
-    return KeptPlan(cache, facts, ranks, runtime, layout, choice)
+    return KeptPlan(cache, facts, compiled, ranks, runtime, layout, choice)
 
 
 def run_facts(

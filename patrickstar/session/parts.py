@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
 from patrickstar.module.compiled.units import CompiledUnits
+from patrickstar.module.fp8_layers import Fp8Layers
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.param_states import ParamStates
 from patrickstar.parallel.calls import Calls
@@ -37,5 +38,7 @@ class Parts:
     kept_plan: NoKeptPlan
     checkpoint_calls: CheckpointCalls
     recompute_choice: NoRecomputeChoice
+    fp8: Fp8Layers | None
+    """None: ``fp8`` is off."""
     ends_of_step: list[Callable[[], None]]
     """Called after each step, in this order."""

@@ -217,6 +217,7 @@ class Session:
             "loss_scale": self.loss_scale,
             "grad_norm": self.outcome.grad_norm,
             "isa": _C.optim.isa(),
+            **({} if self.parts.fp8 is None else self.parts.fp8.report()),
         }
 
     def plan(self) -> Plan:

@@ -14,6 +14,7 @@ from patrickstar.module.adoption import MovedRest
 from patrickstar.module.compiled.units import CompiledUnits
 from patrickstar.module.converted_module import ConvertedModule
 from patrickstar.module.first_rank_values import share_rest
+from patrickstar.module.fp8_layers import Fp8Layers
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.param_states import ParamStates
@@ -61,7 +62,14 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
     if profiler is not None:
         undo.callback(profiler.close)
     kept_plan = make_kept_plan(
-        session.module, session.plan_of_params, config, ranks, runtime, session.layout, running.choice
+        session.module,
+        session.plan_of_params,
+        config,
+        ranks,
+        runtime,
+        session.layout,
+        running.choice,
+        lambda: converted.compiled.names,
     )
     ends_of_step = [converted.end_step, PressureLog(runtime).end_step, kept_plan.end_step]
     if profiler is not None:
@@ -89,6 +97,7 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
         kept_plan=kept_plan,
         checkpoint_calls=running.activations.calls,
         recompute_choice=running.choice,
+        fp8=running.fp8,
         ends_of_step=ends_of_step,
     )
 
@@ -103,6 +112,7 @@ class _Running:
     activations: ActivationOffloader
     choice: NoRecomputeChoice
     forwards: Forwards
+    fp8: Fp8Layers | None
 
 
 def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -> _Running:
@@ -118,6 +128,9 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
     remedies = ActivationRemedies(module, config)
     changed = change_activations(module, config.activations, len(ranks.members))
     undo.callback(changed.close)
+    fp8 = None if config.fp8 is None else Fp8Layers(module, config.fp8)
+    if fp8 is not None:
+        undo.callback(fp8.restore)
     meet, num_steps = runtime.meet_ranks, lambda: session.num_steps
     calls = make_calls(module, config, session.mesh, session.matrices, meet, num_steps, session.survey)
     undo.callback(calls.close)
@@ -146,6 +159,7 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
             explain,
             InputsInPlace(device, config.compute_dtype),
         ),
+        fp8=fp8,
     )
 
 

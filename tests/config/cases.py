@@ -33,6 +33,7 @@ VALUES: list[Any] = [
         "8bit",
         "threads",
         "int8",
+        "block",
     ),
     *("sum", "stochastic", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]
@@ -120,6 +121,8 @@ def all_cases() -> list[Case]:
             beside, title = {"scheduler": {"type": name, "params": REQUIRED.get(name, {})}}, f" of {name}"
         elif not key.section.startswith("scheduler"):
             beside = {key.section: {"enabled": True}} if key.section in switches and key.name != "enabled" else {}
+        if key.section == "fp8":
+            beside = {"bf16": {"enabled": True}, **beside}
         if key.path == "optimizer.params.torch_adam":
             beside = {"optimizer": {"type": "AdamW"}}
         if key.path in ("optimizer.params.momentum", "optimizer.params.dampening"):

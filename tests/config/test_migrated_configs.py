@@ -77,4 +77,4 @@ def test_optimizers_that_patrickstar_lacks_are_refused_with_the_nearest_that_it_
 
 def test_a_warning_names_the_keys_of_a_projects_own_and_suggests_nothing(caplog):
     parse_config(SHAPES["trainer_of_a_project_with_keys_of_its_own"], Dialect.DEEPSPEED)
-    assert caplog.messages == ["unknown keys without effect, as in DeepSpeed: seed, fp8, gradient_checkpointing"]
+    assert caplog.messages == ["unknown keys without effect, as in DeepSpeed: seed, gradient_checkpointing"]

@@ -113,6 +113,20 @@ def test_another_run_plans_anew(config):
     assert replayed(train(CASE, config, steps=STEPS)) == 1
 
 
+def test_a_compiled_run_plans_anew(config):
+    plain = train(CASE, config, steps=STEPS)
+    compiled = train(CASE, config, steps=STEPS, before_step=compile_first)
+    assert len(entries(config)) == 2
+    assert replayed(compiled) == replayed(plain) < 0.9
+    again = train(CASE, config, steps=STEPS, before_step=compile_first)
+    assert len(entries(config)) == 2 and replayed(again) > replayed(compiled)
+
+
+def compile_first(engine, step):
+    if step == 0:
+        engine.compile(backend="aot_eager")
+
+
 def damaged(text):
     digest, _, plan = text.partition("\n")
     yield ""

@@ -31,18 +31,22 @@ def _two_threads():
 MOST_LEFT_BYTES = 64 * 2**20
 
 
+def _allocated():
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_memory():
     """Memory left on the GPU would shrink later tests' budgets. cuBLAS keeps a workspace for each stream, 32 MiB on
-    Hopper, until PyTorch clears them. Inductor's measurements of kernels may keep as much as the L2 cache has, 60 MiB.
+    Hopper, until PyTorch clears them. Compiled kernels may keep as much as the L2 cache has, 60 MiB.
     """
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    before = torch.cuda.memory_allocated()
+    before = _allocated()
     yield
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    left = torch.cuda.memory_allocated() - before
+    if _allocated() - before > MOST_LEFT_BYTES:
+        torch.compiler.reset()
+    left = _allocated() - before
     assert left <= MOST_LEFT_BYTES, f"{left / 2**20:.0f} MiB of GPU memory are left"
 
 

@@ -56,6 +56,11 @@ class CompiledUnits:
         """True if the module or a part of it runs compiled."""
         return bool(self._units)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the compiled modules."""
+        return sorted(self._names.get(module, "") for module in self._units)
+
     def compile(self, module: nn.Module, compiler: Compiler) -> None:
         """Compiles ``module``, or the regions in it, from its next call on. Modules inside a region that is compiled
         already are left alone.

@@ -1,0 +1,1 @@
+"""Linear layers whose products run in 8-bit floating point."""

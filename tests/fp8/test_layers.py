@@ -1,0 +1,282 @@
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from patrickstar.choices import Fp8Recipe
+from patrickstar.config import Fp8Config
+from patrickstar.module import fp8_layers
+from patrickstar.module.fp8_layers import Fp8Layers, check_fp8
+from patrickstar.runtime import initialize_engine
+from tests.distributed import run_ranks
+from tests.training import make_config
+
+HIDDEN, TOKENS = 128, 96
+
+
+@pytest.fixture(autouse=True)
+def _small_layers(monkeypatch):
+    monkeypatch.setattr(fp8_layers, "LEAST_NUMEL", 2**14)
+
+
+def llama(**changes):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=4, vocab_size=256, resid_pdrop=0.1, use_cache=False)
+    )
+
+
+def mixture():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 256, "use_cache": False}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=128, num_experts_per_tok=4))
+
+
+def tokens(step, rank=0):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    ids = torch.randint(0, 256, (2, TOKENS), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(build, recipe, steps=3, checkpointing=False, rank=0, prepare=lambda engine: None, **config):
+    torch.manual_seed(0)
+    model = build()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    section = {} if recipe is None else {"fp8": {"recipe": recipe.value}}
+    engine, optimizer = initialize_engine(
+        lambda: model, rank, make_config("bf16", gradient_clipping=1.0, **section, **config)
+    )
+    prepare(engine)
+    engine.train()
+    torch.manual_seed(1)
+    found = []
+    for step in range(engine.num_steps if hasattr(engine, "num_steps") else 0, steps):
+        loss = engine(**tokens(step, rank)).loss
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    report = engine.report()
+    engine.close()
+    return found, state, report
+
+
+def fake_quantized(x, recipe, dim):
+    """An independent form of the recipes: values that codes stand for, with blocks along ``dim``."""
+    largest, rows, columns = x.float(), *x.shape
+    if recipe is Fp8Recipe.BLOCK:
+        shape = (rows // 128, 128, columns) if dim == 0 else (rows, columns // 128, 128)
+        parts = x.float().reshape(shape)
+        largest = parts.abs().amax(dim + (dim == 1), keepdim=True).expand(shape).reshape(rows, columns)
+    else:
+        largest = x.float().abs().amax(dim if recipe is Fp8Recipe.ROWWISE else (0, 1), keepdim=True)
+    scale = 2.0 ** torch.ceil(torch.log2(largest.clamp(min=1e-30) / 448))
+    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def square_blocks(w):
+    parts = w.float().reshape(w.size(0) // 128, 128, w.size(1) // 128, 128)
+    largest = parts.abs().amax((1, 3), keepdim=True).expand(parts.shape).reshape(w.shape)
+    scale = 2.0 ** torch.ceil(torch.log2(largest / 448))
+    return (w.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe.BLOCK, Fp8Recipe.ROWWISE])
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+def test_a_layer_computes_the_products_of_the_recipe(recipe, kind):
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    layer = (nn.Linear(256, 384) if kind == "Linear" else Conv1D(384, 256)).bfloat16()
+    nn.init.normal_(layer.bias)
+    changed = Fp8Layers(nn.Sequential(layer), Fp8Config(recipe=recipe))
+    x, direction = torch.randn(2, 128, 256).bfloat16().requires_grad_(), torch.randn(2, 128, 384).bfloat16()
+    out = layer(x)
+    grads = torch.autograd.grad(out, [x, layer.weight, layer.bias], direction)
+    changed.restore()
+    w = layer.weight if kind == "Linear" else layer.weight.t()
+    rows, g = x.detach().reshape(-1, 256), direction.reshape(-1, 384)
+    weights = square_blocks if recipe is Fp8Recipe.BLOCK else lambda matrix, dim=1: fake_quantized(matrix, recipe, dim)
+    by_rows = weights(w)
+    by_columns = weights(w) if recipe is Fp8Recipe.BLOCK else fake_quantized(w, recipe, 0)
+    assert out.dtype is torch.bfloat16 and out.shape == (2, 128, 384)
+    wanted = [
+        functional.linear(fake_quantized(rows, recipe, 1), by_rows).bfloat16() + layer.bias,
+        (fake_quantized(g, recipe, 1) @ by_columns),
+        (fake_quantized(g, recipe, 0).t() @ fake_quantized(rows, recipe, 0)),
+    ]
+    if kind == "Conv1D":
+        wanted[2] = wanted[2].t()
+    for found, right in zip((out.reshape(-1, 384), grads[0].reshape(-1, 256), grads[1]), wanted, strict=True):
+        torch.testing.assert_close(found.float(), right.float(), rtol=2**-7, atol=1e-3)
+    assert grads[2].equal(direction.reshape(-1, 384).sum(0))
+
+
+@pytest.mark.parametrize("recipe", Fp8Recipe)
+def test_compiled_layers_have_the_bits_of_eager_ones(recipe):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(256, 384) for _ in range(2)).bfloat16()
+    changed = Fp8Layers(layers, Fp8Config(recipe=recipe))
+    x, results = torch.randn(200, 256).bfloat16().requires_grad_(), []
+
+    def run(x):
+        return layers[0](x) * layers[1](x)
+
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        out = function(x)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *layers.parameters()])])
+    changed.restore()
+    assert all(eager.equal(compiled) for eager, compiled in zip(*results, strict=True))
+
+
+def test_dtypes_and_few_rows_are_computed_as_before():
+    layer = nn.Linear(128, 128).bfloat16()
+    few, many = torch.randn(5, 128).bfloat16(), torch.randn(200, 128).bfloat16()
+    expected = layer(few)
+    changed = Fp8Layers(nn.Sequential(layer), Fp8Config())
+    assert layer(few).equal(expected)
+    with torch.autocast("cpu", torch.float16):
+        assert layer(many.float()).dtype is torch.float16
+    changed.restore()
+    assert type(layer) is nn.Linear and "fp8_recipe" not in vars(layer)
+
+
+def test_an_input_that_several_layers_share_is_cast_once(monkeypatch):
+    from patrickstar.fp8 import linear
+
+    casts = []
+    monkeypatch.setattr(linear, "cast", lambda x, *rest, real=linear.cast: casts.append(x.shape) or real(x, *rest))
+    layers = nn.ModuleList(nn.Linear(128, 256, bias=False) for _ in range(3)).bfloat16()
+    changed = Fp8Layers(layers, Fp8Config())
+    x = torch.randn(128, 128).bfloat16()
+    first = [layer(x) for layer in layers]
+    assert casts.count(x.shape) == 1
+    x.mul_(2)  # another value
+    assert layers[0](x).equal(first[0] * 2) and casts.count(x.shape) == 2
+    del x
+    assert linear._last.entry is None  # the codes' memory is free with the input's
+    changed.restore()
+
+
+@pytest.mark.parametrize(
+    ("build", "budget", "recipe"),
+    [
+        *((llama, "4.5MiB", recipe) for recipe in Fp8Recipe),
+        (gpt2, "7MiB", Fp8Recipe.ROWWISE),
+        (mixture, "25MiB", Fp8Recipe.BLOCK),
+    ],
+)
+def test_bits_do_not_depend_on_budgets_and_recomputation(build, budget, recipe):
+    losses, state, _ = train(build, recipe)
+    plain, _, _ = train(build, None)
+    assert losses != plain
+    assert losses == pytest.approx(plain, rel=0.01)
+    for changes in ({"device_memory": budget}, {"checkpointing": True, "device_memory": budget}):
+        others, other_state, _ = train(build, recipe, **changes)
+        assert others == losses
+        assert all(other_state[name].equal(state[name]) for name in state)
+
+
+def on_rank(recipe):
+    fp8_layers.LEAST_NUMEL = 2**14
+    rank = int(os.environ["RANK"])
+    return [train(llama, recipe, rank=rank, **changes)[:2] for changes in ({}, {"device_memory": "4MiB"})]
+
+
+def test_two_ranks_have_equal_bits_within_budgets():
+    for whole, within in run_ranks(2, on_rank, Fp8Recipe.BLOCK):
+        assert whole[0] == within[0]
+        assert all(value.equal(within[1][name]) for name, value in whole[1].items())
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
+    losses, state, _ = train(llama, Fp8Recipe.ROWWISE, steps=4)
+    torch.manual_seed(0)
+    config = make_config("bf16", gradient_clipping=1.0, fp8={})
+    found = []
+    for begin, end in ((0, 2), (2, 4)):
+        engine, optimizer = initialize_engine(llama, 0, config)
+        if begin:
+            engine.load_checkpoint(tmp_path)
+        for step in range(begin, end):
+            loss = engine(**tokens(step)).loss
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        engine.save_checkpoint(tmp_path, "tag")
+        last = {name: value.clone() for name, value in engine.state_dict().items()}
+        engine.close()
+    assert found == losses
+    assert all(last[name].equal(state[name]) for name in state)
+
+
+def test_frozen_and_quantised_weights_have_adapters_of_bfloat16():
+    from peft import LoraConfig, get_peft_model
+
+    def build():
+        return get_peft_model(llama(), LoraConfig(r=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+    losses, _, report = train(build, Fp8Recipe.ROWWISE, quantization={"type": "nf4"})
+    within, _, _ = train(build, Fp8Recipe.ROWWISE, quantization={"type": "nf4"}, device_memory="4MiB")
+    assert losses == within and report["fp8_layers"] == 14
+    assert {"adapter", "output embedding"} == set(report["fp8_left_out"].values())
+
+
+def test_report_and_start_line_name_layers_and_reasons(caplog):
+    caplog.set_level("INFO", "patrickstar")
+    _, _, report = train(mixture, Fp8Recipe.BLOCK, steps=1)
+    left_out = report["fp8_left_out"]
+    assert report["fp8_layers"] == 8 and left_out["lm_head"] == "output embedding"
+    assert left_out["model.layers.0.mlp.experts"] == "experts' grouped products"
+    assert sum("router" in reason for reason in left_out.values()) in (0, 2)
+    in_8_bits, experts, head = 2 * 4 * 128 * 128, 2 * 3 * 64 * 128 * 4, 128 * 256
+    routers = sum(128 * 128 for name in left_out if name.endswith("gate"))
+    assert report["fp8_share"] == pytest.approx(in_8_bits / (in_8_bits + experts + head + routers))
+    assert "FP8 (block: 8 linear layers with" in caplog.text and "lm_head (output embedding)" in caplog.text
+
+
+def test_closing_leaves_the_users_model():
+    model = llama()
+    classes = {name: type(module) for name, module in model.named_modules()}
+    engine, _ = initialize_engine(lambda: model, 0, make_config("bf16", fp8={"recipe": "block"}))
+    engine.close()
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert copy.deepcopy(model).lm_head.weight.shape == (256, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"fp8": {}}, "fp8 is enabled without bf16"),
+        ({"fp8": {"recipe": "mx"}, "bf16": {}}, '"block", "rowwise" or "tensorwise"'),
+        ({"fp8": {"skip_modules": ["nothing"]}, "bf16": {}}, "fp8.skip_modules names 'nothing'"),
+        ({"fp8": {"skip_modules": ["layers"]}, "bf16": {}}, "no linear layer that can multiply in 8 bits"),
+    ],
+)
+def test_refusals(config, text):
+    with pytest.raises(ValueError, match=text):
+        initialize_engine(llama, 0, config)
+
+
+def test_gpus_that_cannot_are_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ValueError, match=r"NVIDIA A100 has compute capability 8.0; .* need 8.9 or higher"):
+        check_fp8(llama(), Fp8Config(), torch.device("cuda"))
