@@ -19,6 +19,7 @@ from torch import nn
 from patrickstar.planning.images import Images
 from patrickstar.planning.known_values import KnownValues, ValuesMode
 from patrickstar.planning.operation_costs import tensors_in
+from patrickstar.planning.repeated_layers import Stack
 
 _FILE = "preprocessor_config.json"
 _TEXT_TOKEN = 1
@@ -141,6 +142,14 @@ def image_params(module: Any) -> frozenset[nn.Parameter]:
     return frozenset(param for param in module.parameters() if param not in of_text)
 
 
+def text_stack(module: Any) -> Stack:
+    """Returns the decoder. Towers read results of layers by their number, and Qwen3-VL adds some to the decoder's first
+    layers.
+    """
+    tower = getattr(module.config, "vision_config", None)
+    return Stack(module.get_decoder(), len(getattr(tower, "deepstack_visual_indexes", None) or ()))
+
+
 def _pixels(name: str, config: Any, images: Images) -> dict[str, torch.Tensor]:
     """The model's image processor's output for one sequence's images."""
     found = _processor_of(config)
@@ -182,8 +191,14 @@ def _num_tokens(name: str, module: Any, inputs: dict[str, torch.Tensor]) -> int:
     taken = inspect.signature(get_features).parameters
     values = KnownValues()
     there = {key: values.on_meta(value, value.dtype) for key, value in inputs.items() if key in taken}
-    with torch.no_grad(), values.keeping_numbers(), ValuesMode(values):
-        features = get_features(**there)
+    try:
+        with torch.no_grad(), values.keeping_numbers(), ValuesMode(values):
+            features = get_features(**there)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"--images: {type(module).__name__} computes images with shapes that follow from its weights, which a plan "
+            f"has not; leave out --images, which plans {name} for text ({str(error).splitlines()[0]})"
+        ) from error
     features = getattr(features, "pooler_output", features)
     return sum(tensor.numel() for tensor in tensors_in(features)) // module.config.get_text_config().hidden_size
 

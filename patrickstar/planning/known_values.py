@@ -102,8 +102,10 @@ class KnownValues:
                 self._values[tensor] = known
 
     def _forget(self, written: list[torch.Tensor]) -> None:
-        """Forgets tensors, and all that share memory with them."""
-        storages = {tensor.untyped_storage()._cdata for tensor in written}
+        """Forgets tensors, and all that share memory with them. Views of known tensors are known, too."""
+        storages = {tensor.untyped_storage()._cdata for tensor in written if tensor in self._values}
+        if not storages:
+            return
         for tensor in [key for key in self._values if key.untyped_storage()._cdata in storages]:
             del self._values[tensor]
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.planning.image_inputs import image_batch, image_params
+from patrickstar.planning.image_inputs import image_batch, image_params, text_stack
 from patrickstar.planning.images import Images
 from patrickstar.planning.known_models import KNOWN_MODELS, gpt_shape, known_name, model_mistake
 from patrickstar.planning.planned_experts import PlannedExperts, SharedExperts
+from patrickstar.planning.repeated_layers import Stack
 from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.sharded_matrices import PlannedMatrices, SharedMatrices
 from patrickstar.sequence.choice import Links
@@ -50,6 +51,8 @@ class PlannedModel:
     """Longest sequence if positions are rows of a table; None: no limit."""
     num_image_tokens: int = 0
     """Tokens of each sequence that stand for its images."""
+    stack: Stack | None = None
+    """Part whose layers may repeat; None: the whole module."""
     image_params: frozenset[nn.Parameter] = frozenset()
     """Parameters that no token of text reaches, such as a vision tower's; empty if there are no images."""
     image_flops: float = 0.0
@@ -204,6 +207,7 @@ def build_model(
         num_positions=None if is_made_for_length else num_positions,
         most_tokens=most_tokens,
         num_image_tokens=num_image_tokens,
+        stack=None if images is None else text_stack(module),
         image_params=frozenset() if images is None else image_params(module),
         division=division,
         matrices=sharded,

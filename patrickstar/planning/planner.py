@@ -298,7 +298,9 @@ class Planner:
             sets = working_sets(params, model.module)
             scarce = {size: choose_chunk_size(params, sets, size, 0) for size in asked}
             try:
-                uses = trace_uses(model.module, params, dtype, model.inputs, gpu, divisions=model.divisions)
+                uses = trace_uses(
+                    model.module, params, dtype, model.inputs, gpu, divisions=model.divisions, stack=model.stack
+                )
             except NotImplementedError as error:
                 raise ValueError(
                     f"--model {workload.model}: {type(model.module).__name__} computes with shapes that follow from "

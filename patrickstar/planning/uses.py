@@ -42,7 +42,7 @@ from patrickstar.planning.operation_costs import (
     OperationCosts,
     tensors_in,
 )
-from patrickstar.planning.repeated_layers import find_repetition
+from patrickstar.planning.repeated_layers import Stack, find_repetition
 from patrickstar.planning.repeated_uses import DoesNotRepeatError, extended
 from patrickstar.planning.sharded_matrices import Costs
 from patrickstar.planning.step_uses import StepUses, UseRecorder
@@ -180,6 +180,7 @@ def trace_uses(
     gpu: Gpu,
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
     divisions: Sequence[Division] = (),
+    stack: Stack | None = None,
 ) -> StepUses:
     """Traces two training steps of ``module`` on the meta device and returns the uses of the second; the hooks learn in
     the first. ``module`` must not be used afterwards.
@@ -193,10 +194,11 @@ def trace_uses(
         gpu: rates for operations.
         loss: returns the loss from the module's output.
         divisions: parallelism in use that changes what a rank computes.
+        stack: the part whose layers may repeat; None: the whole module.
     """
     module.train()
     tracer = _Tracer(module, params, compute_dtype, inputs, gpu, loss, divisions)
-    repetition = None if divisions else find_repetition(module, params)
+    repetition = None if divisions else find_repetition(stack or Stack(module), params)
     if repetition is not None:
         with contextlib.suppress(DoesNotRepeatError):
             with repetition.shortened():
