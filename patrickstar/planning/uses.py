@@ -243,7 +243,8 @@ class _Tracer:
         for _ in range(2):
             costs = _CostMode(recorder, self._costs, self._operations, self._values)
             static = [self._params.chunked[index].param for index in self._adopted]
-            for tensor in (*static, *tensors_in(self._inputs)):
+            static += [tensor for tensor in tensors_in(self._inputs) if type(tensor) is torch.Tensor]
+            for tensor in static:
                 costs.ignore(tensor)
             recorder.clear()
             for division in self._divisions:
