@@ -64,12 +64,28 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
     mistake = precision_mistake(args.precision, args.gpu, DATA_SHEETS[args.gpu].precisions)
     if mistake is not None:
         yield mistake
+    yield from _image_contradictions(args)
     yield from _mesh_contradictions(args)
     if args.expert_parallel > 1 and (args.tensor_parallel is not None or args.sequence_parallel > 1):
         yield (
             f"--expert-parallel is {args.expert_parallel}, which does not go together with --tensor-parallel or "
             "--sequence-parallel yet; leave one of them out"
         )
+
+
+def _image_contradictions(args: argparse.Namespace) -> Iterator[str]:
+    if not args.images:
+        if args.image_size is not None:
+            yield "--image-size is given, but no images; give --images too"
+        return
+    beside = {
+        "--longest": args.longest,
+        "--sequence-parallel": args.sequence_parallel > 1,
+        "--tensor-parallel": args.tensor_parallel is not None,
+    }
+    others = [flag for flag, is_given in beside.items() if is_given]
+    if others:
+        yield f"--images is given with {', '.join(others)}, which is for text alone; leave out one of them"
 
 
 def _mesh_contradictions(args: argparse.Namespace) -> Iterator[str]:

@@ -18,6 +18,7 @@ from patrickstar.choices import (
 from patrickstar.command.flags import CommandParser, at_least_0, at_least_1, memory_size, not_negative, positive
 from patrickstar.planning import defaults
 from patrickstar.planning.gpus import DATA_SHEETS, H200, PRECISIONS, gpu_name
+from patrickstar.planning.images import image_size
 from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.node_links import LINKS, Link, parse_link
 
@@ -41,6 +42,14 @@ def plan_parser(prog: str) -> CommandParser:
         "--seq-len", type=at_least_1, metavar="N", help=f"tokens per sequence (default: {defaults.LENGTH})"
     )
     work.add_argument("--longest", action="store_true", help="instead of --seq-len: the longest sequences that fit")
+    work.add_argument(
+        "--images", type=at_least_0, default=0, metavar="N",
+        help="images in each sequence of a vision-language model; their tokens are part of --seq-len",
+    )  # fmt: skip
+    work.add_argument(
+        "--image-size", type=_image_size, metavar="WIDTHxHEIGHT",
+        help=f"pixels of each image, before the model's image processor (default: {defaults.IMAGE_SIZE})",
+    )  # fmt: skip
     work.add_argument(
         "--sequence-parallel", type=at_least_1, default=1, metavar="N", help="GPUs that share each sequence"
     )
@@ -179,6 +188,13 @@ def _gpu(text: str) -> str:
 def _link(text: str) -> Link:
     try:
         return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    try:
+        return image_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

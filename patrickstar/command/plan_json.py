@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from patrickstar.config import LossComputation
@@ -67,6 +68,11 @@ def _experts_as_dict(answer: Answer) -> dict[str, Any] | None:
     return {"size": size, "received_bytes": exchanged.received_bytes, "link_seconds": exchanged.link_seconds}
 
 
+def _images_as_dict(answer: Answer) -> dict[str, Any] | None:
+    images = answer.question.workload.images
+    return None if images is None else dataclasses.asdict(images) | {"num_tokens": answer.num_image_tokens}
+
+
 def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
     """Returns the answer in JSON types, for ``--json``."""
     if isinstance(found, DoesNotFitError):
@@ -84,6 +90,7 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "link": question.cluster.link.name,
         "batch_size": question.workload.batch,
         "seq_len": question.workload.length,
+        "images": _images_as_dict(found),
         "sequence_parallel": question.workload.sequence_ranks,
         "attention": _attention_as_dict(found.attention),
         "tensor_parallel": _mesh_as_dict(found),

@@ -20,6 +20,7 @@ from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning import defaults
 from patrickstar.planning.cluster import Cluster
+from patrickstar.planning.images import Images, image_size
 from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
 from patrickstar.planning.models import whole_model
 from patrickstar.planning.question import Question, Workload
@@ -52,6 +53,7 @@ def question_of(args: argparse.Namespace) -> Question:
             tile_tokens=args.tile_tokens,
             sequence_ranks=args.sequence_parallel,
             mesh=_mesh(args, cluster, batch, length),
+            images=_images(args),
             expert_ranks=args.expert_parallel,
         ),
         machine=machine,
@@ -77,6 +79,10 @@ def question_of(args: argparse.Namespace) -> Question:
 def questions_of_sizes(question: Question, sizes: list[int]) -> list[Question]:
     """Returns the question for other numbers of GPUs."""
     return [dataclasses.replace(question, cluster=question.cluster.of_size(size)) for size in sizes]
+
+
+def _images(args: argparse.Namespace) -> Images | None:
+    return Images(args.images, *(args.image_size or image_size(defaults.IMAGE_SIZE))) if args.images else None
 
 
 def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -> MatrixMesh | None:

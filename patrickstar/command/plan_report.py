@@ -98,11 +98,14 @@ def parameters_text(answer: Answer) -> str:
 
 def text_lines(answer: Answer) -> list[str]:
     """Returns a line if the model has parts that no token of text reaches."""
+    length, images = answer.question.workload.length, answer.question.workload.images
+    if images is not None:
+        return [f"{images} in each sequence: {answer.num_image_tokens} of its {length} tokens"]
     if not answer.num_unused:
         return []
     return [
         f"planned for text alone: {answer.num_unused / 1e9:.2f} B parameters that no token of text reaches, such as "
-        "towers of images, take memory, and their work is not counted"
+        "towers of images, take memory, and their work is not counted (--images)"
     ]
 
 

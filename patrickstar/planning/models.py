@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.planning.image_inputs import image_batch, image_params, text_stack
+from patrickstar.planning.images import Images
 from patrickstar.planning.known_models import KNOWN_MODELS, gpt_shape, known_name, model_mistake
 from patrickstar.planning.planned_experts import PlannedExperts, SharedExperts
+from patrickstar.planning.repeated_layers import Stack
 from patrickstar.planning.sharded import PlannedDivision
 from patrickstar.planning.sharded_matrices import PlannedMatrices, SharedMatrices
 from patrickstar.sequence.choice import Links
@@ -28,7 +31,7 @@ class PlannedModel:
     module: nn.Module
     """Its parameters have no memory."""
     inputs: dict[str, Any]
-    """Keyword arguments of its forward, on the meta device."""
+    """Keyword arguments of its forward: on the meta device, or on the CPU if shapes follow from their values."""
     num_layers: int
     """Transformer blocks, for :meth:`model_flops`."""
     hidden: int
@@ -46,6 +49,14 @@ class PlannedModel:
     """Positions in the configuration; None: not given. Longer sequences have positions without training."""
     most_tokens: int | None
     """Longest sequence if positions are rows of a table; None: no limit."""
+    num_image_tokens: int = 0
+    """Tokens of each sequence that stand for its images."""
+    stack: Stack | None = None
+    """Part whose layers may repeat; None: the whole module."""
+    image_params: frozenset[nn.Parameter] = frozenset()
+    """Parameters that no token of text reaches, such as a vision tower's; empty if there are no images."""
+    image_flops: float = 0.0
+    """FLOPs of these parameters' forward and backward, without recomputation."""
     division: PlannedDivision | None = None
     """Sequence parallelism; None: each rank has its own sequences."""
     matrices: PlannedMatrices | None = None
@@ -69,13 +80,20 @@ class PlannedModel:
             num_active_trained=self.num_active_trained - num[True],
         )
 
+    def with_image_work(self, forward_flops: float) -> PlannedModel:
+        """Returns the model in which :attr:`image_params` compute for images in place of tokens."""
+        num_trained = sum(param.numel() for param in self.image_params if param.requires_grad)
+        share = num_trained / max(sum(param.numel() for param in self.image_params), 1)
+        image_flops = forward_flops * (2.0 + share if num_trained else 1.0)
+        return dataclasses.replace(self.without(self.image_params), image_flops=image_flops)
+
     def model_flops(self, batch: int, length: int) -> float:
         """FLOPs of forward and backward: 6 per active parameter and token (4 if frozen), plus 6 per layer, hidden unit,
-        position and token for attention (causal masks count half). Recomputation is not counted.
+        position and token for attention (causal masks count half); and those of images. Recomputation is not counted.
         """
         tokens = batch * length
         of_params = (4.0 * self.num_active + 2.0 * self.num_active_trained) * tokens
-        return of_params + 6.0 * self.num_layers * self.hidden * length * tokens
+        return of_params + 6.0 * self.num_layers * self.hidden * length * tokens + self.image_flops
 
 
 class _Adapted(nn.ModuleDict):
@@ -125,6 +143,7 @@ def build_model(
     shared: SharedSequences | None = None,
     matrices: SharedMatrices | None = None,
     experts: SharedExperts | None = None,
+    images: Images | None = None,
 ) -> PlannedModel:
     """Builds the model named by ``--model``.
 
@@ -139,9 +158,10 @@ def build_model(
         shared: sequence parallelism; None: none.
         matrices: tensor parallelism; None: none.
         experts: expert parallelism; None: none.
+        images: images of each sequence; None: none.
 
     Raises:
-        ValueError: the model does not exist, or cannot be built, called with tokens or sharded.
+        ValueError: the model does not exist, or cannot be built, called with tokens or sharded, or takes no images.
     """
     config = model_config(name, length)
     of_text = _config_of_text(name, config)
@@ -166,8 +186,10 @@ def build_model(
     if prepare is not None:
         prepare(module)
     batch_here = batch if sharded is None else sharded.batch
-    tokens, division = torch.empty(batch_here, length, dtype=torch.long, device="meta"), None
+    tokens, division, num_image_tokens = torch.empty(batch_here, length, dtype=torch.long, device="meta"), None, 0
     inputs = {"input_ids": tokens, "labels": tokens}
+    if images is not None:
+        inputs, num_image_tokens = image_batch(name, module, batch_here, length, images)
     if shared is not None and shared.size > 1:
         head_ranks = 1 if matrices is None else matrices.mesh.columns
         division = PlannedDivision(module, batch_here, length, shared.size, shared.links, head_ranks)
@@ -184,6 +206,9 @@ def build_model(
         num_active_trained=num_trained - sum(num for param, num in left_out.items() if param.requires_grad),
         num_positions=None if is_made_for_length else num_positions,
         most_tokens=most_tokens,
+        num_image_tokens=num_image_tokens,
+        stack=None if images is None else text_stack(module),
+        image_params=frozenset() if images is None else image_params(module),
         division=division,
         matrices=sharded,
         experts=divided,

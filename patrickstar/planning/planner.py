@@ -69,7 +69,9 @@ class Answer:
     num_active: int
     """Elements that compute for each token: neither experts to which it is not sent nor towers of images and sound."""
     num_unused: int
-    """Elements that no token reaches, such as a vision tower's: the step is planned for text."""
+    """Elements that the step does not use, such as a vision tower's if it is planned for text."""
+    num_image_tokens: int
+    """Tokens of each sequence that stand for its images."""
     chosen: Case
     """The case of the requested chunk size, or the best."""
     all_recomputed: Prediction | None
@@ -226,6 +228,7 @@ class Planner:
             num_trained=trace.model.num_trained,
             num_active=trace.model.num_active,
             num_unused=trace.num_unused,
+            num_image_tokens=trace.model.num_image_tokens,
             chosen=chosen,
             all_recomputed=all_recomputed,
             cases=cases,
@@ -286,6 +289,7 @@ class Planner:
                 shared=shared,
                 matrices=matrices,
                 experts=experts,
+                images=workload.images,
             )
             dtype = DTYPES[workload.precision]
             quantization = None if workload.quantization is None else QuantizationConfig(type=workload.quantization)
@@ -294,7 +298,9 @@ class Planner:
             sets = working_sets(params, model.module)
             scarce = {size: choose_chunk_size(params, sets, size, 0) for size in asked}
             try:
-                uses = trace_uses(model.module, params, dtype, model.inputs, gpu, divisions=model.divisions)
+                uses = trace_uses(
+                    model.module, params, dtype, model.inputs, gpu, divisions=model.divisions, stack=model.stack
+                )
             except NotImplementedError as error:
                 raise ValueError(
                     f"--model {workload.model}: {type(model.module).__name__} computes with shapes that follow from "
@@ -302,8 +308,10 @@ class Planner:
                     f"this size whose experts are one parameter, such as qwen3-30b-a3b ({str(error).splitlines()[0]})"
                 ) from error
             unused = _unused(params, uses)
+            of_images = {index for index, spec in enumerate(params.chunked) if spec.param in model.image_params}
+            model = model.without(unused).with_image_work(uses.forward_flops(of_images))
             self._traces[key] = _Trace(
-                model.without(unused),
+                model,
                 params,
                 uses,
                 next(iter(scarce.values())).ample_bytes,

@@ -13,6 +13,7 @@ from patrickstar.module.fused_experts import fuse_experts
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.gpus import precision_mistake
+from patrickstar.planning.images import Images
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import SharedSequences
 from patrickstar.planning.planned_experts import SharedExperts
@@ -51,6 +52,8 @@ class Workload:
     mesh: MatrixMesh | None = None
     """Adjacent GPUs that share matrices (``tensor_parallel``); None: each has whole matrices."""
 
+    images: Images | None = None
+    """Images of each sequence; None: text alone."""
     expert_ranks: int = 1
     """Adjacent GPUs that divide experts (``expert_parallel.size``)."""
 

@@ -194,8 +194,8 @@ def saved_calls(
     calls = [[call for call in timed.calls if call.number == number] for number in range(len(saved))]
     return SavedCalls(
         tuple(kept.value for kept in saved),
-        tuple(max(call.product_bytes for call in same) * ladder.has_products for same in calls),
-        tuple(max(call.saved_bytes for call in same) for same in calls),
+        tuple(max((c.product_bytes for c in same), default=0) * ladder.has_products for same in calls),
+        tuple(max((c.saved_bytes for c in same), default=0) for same in calls),
         timed.activation_peak_bytes,
         size,
         is_quadratic,

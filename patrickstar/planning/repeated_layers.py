@@ -22,6 +22,15 @@ _COMPARED = 2
 """Periods whose uses are compared."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The part of a model whose layers may repeat. A model may treat layers by their number, unseen by the layers."""
+
+    module: nn.Module
+    num_treated_otherwise: int = 0
+    """First layers of a list that the model treats unlike later ones."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repetition:
     """Layers of which each equals the one that is ``period`` layers earlier."""
@@ -47,18 +56,19 @@ class Repetition:
             self.layers.extend(rest)
 
 
-def find_repetition(module: nn.Module, params: SortedParams) -> Repetition | None:
+def find_repetition(stack: Stack, params: SortedParams) -> Repetition | None:
     """The repetition that leaves most parameters out; None: no layers repeat often enough."""
+    module, begin = stack.module, stack.num_treated_otherwise
     configs = {id(config): config for child in module.modules() if (config := getattr(child, "config", None))}
     if any(getattr(config, key, False) is True for config in configs.values() for key in _GATHER):
         return None
     ids = {spec.param: index for index, spec in enumerate(params.chunked)}
     lists = (child for child in module.modules() if isinstance(child, nn.ModuleList))
-    found = [repetition for layers in lists if (repetition := _repetition_of(layers, ids)) is not None]
+    found = [repetition for layers in lists if (repetition := _repetition_of(layers, ids, begin)) is not None]
     return max(found, key=_numel_left_out, default=None)
 
 
-def _repetition_of(layers: nn.ModuleList, ids: dict[nn.Parameter, int]) -> Repetition | None:
+def _repetition_of(layers: nn.ModuleList, ids: dict[nn.Parameter, int], least: int) -> Repetition | None:
     owned = [[ids[param] for param in layer.parameters() if param in ids] for layer in layers]
     num_owned = [len(params) for params in owned]
     if len(layers) <= _COMPARED or min(num_owned) == 0 or len(set().union(*owned)) < sum(num_owned):
@@ -66,7 +76,7 @@ def _repetition_of(layers: nn.ModuleList, ids: dict[nn.Parameter, int]) -> Repet
     kinds = _kinds(layers)
     for period in range(1, len(kinds) // _COMPARED):
         begin = len(kinds) - period
-        while begin > 0 and kinds[begin - 1] == kinds[begin - 1 + period]:
+        while begin > least and kinds[begin - 1] == kinds[begin - 1 + period]:
             begin -= 1
         # A period ahead of those compared keeps what a step makes once, such as masks: at best a whole one.
         for first in (begin + period, begin + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Set
 from typing import Any
 
 from patrickstar import _C
@@ -69,6 +70,17 @@ class StepUses:
     def peaks(self) -> list[int]:
         """By use: highest activation memory until the next one."""
         return [use.activation_peak_bytes for use in self.uses]
+
+    def forward_flops(self, params: Set[int]) -> float:
+        """Returns the FLOPs of forward from each use of ``params`` to the next use of other parameters."""
+        flops, is_theirs = 0.0, False
+        for use in self.uses:
+            if use.call == _C.UseCall.END_FORWARD:
+                break
+            if use.params:
+                is_theirs = not params.isdisjoint(use.params)
+            flops += use.flops if is_theirs else 0.0
+        return flops
 
     def leaving(self, device: LinkedDevice) -> ActivationLevels:
         """Returns the activation memory with offload. Keeps it, for layouts of other states and sizes."""

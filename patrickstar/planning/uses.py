@@ -30,6 +30,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_handle import ParamHandle
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
+from patrickstar.planning.known_values import KnownValues
 from patrickstar.planning.leaving import KeptEvent, KeptTensors, Span
 from patrickstar.planning.machines import Gpu
 from patrickstar.planning.meta_observer import MetaObserver
@@ -41,7 +42,7 @@ from patrickstar.planning.operation_costs import (
     OperationCosts,
     tensors_in,
 )
-from patrickstar.planning.repeated_layers import find_repetition
+from patrickstar.planning.repeated_layers import Stack, find_repetition
 from patrickstar.planning.repeated_uses import DoesNotRepeatError, extended
 from patrickstar.planning.sharded_matrices import Costs
 from patrickstar.planning.step_uses import StepUses, UseRecorder
@@ -61,10 +62,11 @@ class Division(Protocol):
 class _CostMode(TorchDispatchMode):
     """Adds cost and live memory of operations to the recorder's last use."""
 
-    def __init__(self, recorder: UseRecorder, costs: OperationCosts, operations: MetaOperations):
+    def __init__(self, recorder: UseRecorder, costs: OperationCosts, operations: MetaOperations, values: KnownValues):
         super().__init__()
         self._recorder = recorder
         self._operations = operations
+        self._values = values
         self._costs = costs
         self._alive: dict[int, weakref.ref] = {}
         self._bytes = 0
@@ -107,11 +109,13 @@ class _CostMode(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        if is_read and self._values.find(args[0]) is None:
             return True if args[0].dtype == torch.bool else 1
-        out, key = self._operations.run(func, args, kwargs)
+        out, key = self._values.run(func, args, kwargs, self._operations.run)
         outputs = tensors_in(out)
-        if outputs and all(tensor.device.type == "cpu" for tensor in outputs):  # random number states
+        is_on_host = outputs and all(tensor.device.type == "cpu" for tensor in outputs)  # such as random number states
+        if is_read or is_on_host:
             return out
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -176,6 +180,7 @@ def trace_uses(
     gpu: Gpu,
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
     divisions: Sequence[Division] = (),
+    stack: Stack | None = None,
 ) -> StepUses:
     """Traces two training steps of ``module`` on the meta device and returns the uses of the second; the hooks learn in
     the first. ``module`` must not be used afterwards.
@@ -184,14 +189,16 @@ def trace_uses(
         module: built on the meta device (``with torch.device("meta")``).
         params: the division into chunked and other parameters.
         compute_dtype: of the step.
-        inputs: keyword arguments of the module's forward; tensors of any device.
+        inputs: keyword arguments of the module's forward. Tensors on the meta device have no values; shapes that
+            follow from values need them.
         gpu: rates for operations.
         loss: returns the loss from the module's output.
         divisions: parallelism in use that changes what a rank computes.
+        stack: the part whose layers may repeat; None: the whole module.
     """
     module.train()
     tracer = _Tracer(module, params, compute_dtype, inputs, gpu, loss, divisions)
-    repetition = None if divisions else find_repetition(module, params)
+    repetition = None if divisions else find_repetition(stack or Stack(module), params)
     if repetition is not None:
         with contextlib.suppress(DoesNotRepeatError):
             with repetition.shortened():
@@ -217,7 +224,8 @@ class _Tracer:
         self._recorder = UseRecorder()
         self._observer = MetaObserver(self._recorder)  # type: ignore[arg-type]
         self._managed = ManagedParams(module, params.managed, compute_dtype, torch.device("meta"))
-        self._inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
+        self._values = KnownValues()
+        self._inputs = tree_map_only(torch.Tensor, functools.partial(self._to_meta, dtype=compute_dtype), dict(inputs))
         self._operations, self._costs = MetaOperations(), OperationCosts(gpu)
         self._owned = owned_params(params, module)
         self._adopted: set[int] = set()
@@ -233,9 +241,11 @@ class _Tracer:
         hooks = ModuleHooks(module, self._observer)
         checkpoint_calls = CheckpointCalls(module, offload_store=None, attention=None)
         for _ in range(2):
-            costs = _CostMode(recorder, self._costs, self._operations)
-            for index in self._adopted:
-                costs.ignore(self._params.chunked[index].param)
+            costs = _CostMode(recorder, self._costs, self._operations, self._values)
+            static = [self._params.chunked[index].param for index in self._adopted]
+            static += [tensor for tensor in tensors_in(self._inputs) if type(tensor) is torch.Tensor]
+            for tensor in static:
+                costs.ignore(tensor)
             recorder.clear()
             for division in self._divisions:
                 division.trace(costs)
@@ -244,7 +254,7 @@ class _Tracer:
             measurement = _measurement(recorder, costs)
             if not checkpoint_calls.obstacle:
                 checkpoint_calls.observe(measurement)
-            with FusedAttention(), costs, equal_tiles_once(costs.count):
+            with FusedAttention(), self._values.keeping_numbers(), costs, equal_tiles_once(costs.count):
                 with kept.keeping(), checkpoint_calls.running():
                     out = module(**self._inputs)
                 value = self._loss(out)
@@ -266,6 +276,12 @@ class _Tracer:
             calls=measurement.finish(),
             is_quadratic=measurement.is_quadratic,
         )
+
+    def _to_meta(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if not tensor.is_meta:
+            return self._values.on_meta(tensor, wanted)
+        return tensor if tensor.dtype == wanted else torch.empty_like(tensor, dtype=wanted)
 
     def _adopt_present(self) -> None:
         present = set(self._module.parameters())
@@ -290,12 +306,6 @@ def _run_backward(loss: torch.Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def _to_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.is_meta and not tensor.is_floating_point():
-        return tensor
-    return torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
 
 
 def _adopt(spec: ChunkedSpec, index: int, observer: Observer) -> None:

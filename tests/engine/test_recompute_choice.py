@@ -17,6 +17,7 @@ from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
 from patrickstar.session import recompute_choice
 from tests.models import VOCAB, Case, gpt2, llama, token_batch
+from tests.ranks import mixed_models
 from tests.recomputing import choose_by_fixed_times, out_of_memory_once
 from tests.training import assert_same, make_config, train
 
@@ -72,6 +73,24 @@ def test_with_room_nothing_is_recomputed_and_no_number_changes(choosing, caplog)
     assert found[0] == ()
     assert found[1] == found[4] == (EVERYTHING,) * LAYERS
     assert "recomputing 0 of 4 checkpointed layers" in caplog.text
+    assert_same(auto, always)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_layers_of_a_tower_that_backward_does_not_reach(choosing, is_frozen):
+    """LLaVA 1.5 reads the vision tower's last layer but one, with all layers checkpointed."""
+
+    def build_llava():
+        model = mixed_models.build("Llava", vision_feature_layer=-2)()
+        model.model.vision_tower.requires_grad_(not is_frozen)
+        return model
+
+    inputs = mixed_models.batch("Llava", 0, True, True) | {"use_cache": False}
+    case = Case(build_llava, lambda _: inputs)
+    config, found = make_config(default_chunk_size=2**14), []
+    always = train(case, config | {"activations": {"recompute": "always"}}, 3, checkpointing=False)
+    auto = train(case, config, 3, checkpointing=False, before_step=lambda engine, _: found.append(saved_of(engine)))
+    assert found[2] == (EVERYTHING,) * 4  # two layers of the tower, two of the decoder
     assert_same(auto, always)
 
 

@@ -9,11 +9,12 @@ from torch import nn
 from patrickstar.config import LossComputation, QuantizationConfig, QuantizationType
 from patrickstar.module.preprocess import plan_params
 from patrickstar.planning import uses as tracing
+from patrickstar.planning.images import Images
 from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.machines import H200
 from patrickstar.planning.models import build_model
 from patrickstar.planning.question import Workload
-from patrickstar.planning.repeated_layers import find_repetition
+from patrickstar.planning.repeated_layers import Stack, find_repetition
 from patrickstar.planning.uses import trace_uses
 
 LENGTH = 32
@@ -44,14 +45,15 @@ def traced(monkeypatch, name, may_repeat, **changes):
         checkpointing=workload.checkpointing,
         lora_rank=workload.lora_rank,
         prepare=workload.change,
+        images=workload.images,
     )
     quantization = None if workload.quantization is None else QuantizationConfig(type=workload.quantization)
     params = plan_params(model.module, torch.bfloat16, use_cpu_embedding=False, quantization=quantization)
-    return trace(monkeypatch, model.module, params, model.inputs, may_repeat)
+    return trace(monkeypatch, model.module, params, model.inputs, may_repeat, model.stack)
 
 
-def trace(monkeypatch, module, params, inputs, may_repeat):
-    repetition = find_repetition(module, params) if may_repeat else None
+def trace(monkeypatch, module, params, inputs, may_repeat, stack=None):
+    repetition = find_repetition(stack or Stack(module), params) if may_repeat else None
     layers = None if repetition is None else repetition.layers
     num_layers = []
     once = tracing._Tracer.trace
@@ -91,6 +93,17 @@ def test_other_work(monkeypatch, case):
     few = traced(monkeypatch, "llama-3.1-8b", True, **CASES[case])
     assert few.num_layers == [4]  # of 32
     check_same(few.uses, traced(monkeypatch, "llama-3.1-8b", False, **CASES[case]).uses)
+
+
+@pytest.mark.parametrize(("name", "num_traced"), [("qwen3-vl-2b", 7), ("smolvlm-256m", 4)])
+def test_images(monkeypatch, name, num_traced):
+    """The decoder's layers are left out, but not the first three of Qwen3-VL, to which results of the tower are added.
+    Towers are traced whole: they read their layers' results by number.
+    """
+    case = {"images": Images(1, 448, 448), "length": 1152}
+    few = traced(monkeypatch, name, True, **case)
+    assert few.num_layers == [num_traced]
+    check_same(few.uses, traced(monkeypatch, name, False, **case).uses)
 
 
 class Layer(nn.Module):
