@@ -3,8 +3,9 @@
 A GPT-2 trains from scratch on CPython's language reference, or with ``--docstrings-of torch transformers`` on some
 10 MB of these packages' docstrings, once for each scheme and seed. The seed decides initial values and order. A
 difference between schemes is significant only if it exceeds the spread of the float32 runs over seeds. Schemes are
-those of ``optimizer.states`` with AdamW, ``stochastic`` (states of 8 bits, no masters) and ``lion``. Lion has a third
-of AdamW's learning rate and three times its weight decay, as its authors recommend (Chen et al. 2023).
+those of ``optimizer.states`` with AdamW, ``stochastic`` (states of 8 bits, no masters), ``lion``, and recipes of
+products in FP8 with float32 states. All others multiply in bfloat16. Lion has a third of AdamW's learning rate and
+three times its weight decay, as its authors recommend (Chen et al. 2023).
 
 * loss: on the held-out text after the last step: mean, least and most over the seeds.
 * against fp32: mean over the seeds of the relative difference to the float32 run with the same seed.
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.common import provenance
+from patrickstar.choices import Fp8Recipe
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "finetune_gpt2.py"
 _RATE, _DECAY = 5e-4, 0.01  # the example's
@@ -37,13 +39,16 @@ SCHEMES = {
     "8bit": {"states": "8bit"},
     "stochastic": {"states": "8bit", "master": "stochastic"},
     "lion": {"optimizer": "Lion", "lr": _RATE / 3, "weight-decay": 3 * _DECAY},
+    **{f"fp8-{recipe.value}": {"fp8": recipe.value} for recipe in Fp8Recipe},
 }
 """Flags of the example for each scheme."""
 _SCORE = re.compile(r"step (\d+): held-out loss ([0-9.]+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument(
+        "--schemes", nargs="+", choices=SCHEMES, default=[name for name in SCHEMES if not name.startswith("fp8")]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--model-size", default="small", help="of the example")
     parser.add_argument("--vocab-size", type=int, default=2048, help="of the example")
@@ -133,7 +138,7 @@ def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
 
     figure, (losses, gaps) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     exact = curves.get("fp32", {})
-    for color, (scheme, by_seed) in zip(("C0", "C1", "C2", "C3", "C4"), curves.items(), strict=False):
+    for color, (scheme, by_seed) in zip((f"C{number}" for number in range(10)), curves.items(), strict=False):
         for number, (seed, curve) in enumerate(by_seed.items()):
             steps = sorted(curve)
             style = {"color": color, "alpha": 0.7, "marker": ".", "label": scheme if number == 0 else None}

@@ -64,6 +64,10 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
     mistake = precision_mistake(args.precision, args.gpu, DATA_SHEETS[args.gpu].precisions)
     if mistake is not None:
         yield mistake
+    if args.fp8 is not None and args.precision != "bf16":
+        yield f"--fp8 is {args.fp8}, and --precision is {args.precision}; FP8 needs --precision bf16"
+    if args.fp8 is not None and not DATA_SHEETS[args.gpu].has_float8:
+        yield f"--fp8 is {args.fp8}, but {args.gpu} is no Ada, Hopper or Blackwell GPU, which multiply so; leave it out"
     yield from _image_contradictions(args)
     yield from _mesh_contradictions(args)
     if args.expert_parallel > 1 and (args.tensor_parallel is not None or args.sequence_parallel > 1):
@@ -94,7 +98,7 @@ def _mesh_contradictions(args: argparse.Namespace) -> Iterator[str]:
         if mode is not MatrixMode.AUTO:
             yield f"--tensor-mode is {mode.value}, but nothing is divided; give --tensor-parallel too"
         return
-    beside = {"--lora-rank": args.lora_rank > 0, "--quantization": args.quantization is not None}
+    beside = {"--lora-rank": args.lora_rank > 0, "--quantization": args.quantization is not None, "--fp8": args.fp8}
     others = [flag for flag, is_given in beside.items() if is_given]
     if others:
         yield (

@@ -7,6 +7,7 @@ import re
 
 from patrickstar.choices import (
     ActivationOffload,
+    Fp8Recipe,
     Master,
     MatrixMode,
     OptimizerType,
@@ -91,6 +92,10 @@ def plan_parser(prog: str) -> CommandParser:
         "--quantization", choices=[member.value for member in QuantizationType],
         help="quantization.type: what frozen linear weights are stored in (default: as they are); without --lora-rank, "
         f"adapters of rank {defaults.LORA_RANK} are trained",
+    )  # fmt: skip
+    work.add_argument(
+        "--fp8", choices=[member.value for member in Fp8Recipe],
+        help="fp8.recipe: linear layers multiply in 8 bits (default: they do not)",
     )  # fmt: skip
     work.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of compute")
     work.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")

@@ -7,6 +7,7 @@ import dataclasses
 
 from patrickstar.choices import (
     ActivationOffload,
+    Fp8Recipe,
     LossComputation,
     Master,
     MatrixMode,
@@ -48,6 +49,7 @@ def question_of(args: argparse.Namespace) -> Question:
             checkpointing=args.checkpointing,
             lora_rank=args.lora_rank or (0 if args.quantization is None else defaults.LORA_RANK),
             quantization=None if args.quantization is None else QuantizationType(args.quantization),
+            fp8=None if args.fp8 is None else Fp8Recipe(args.fp8),
             precision=args.precision,
             loss=LossComputation.FUSED if args.fused_loss else LossComputation.WHOLE,
             tile_tokens=args.tile_tokens,

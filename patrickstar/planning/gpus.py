@@ -31,6 +31,11 @@ class DataSheet:
     """NVLink, both directions; 0: collectives over PCIe."""
     precisions: tuple[str, ...] = PRECISIONS
 
+    @property
+    def has_float8(self) -> bool:
+        """True if its tensor cores multiply in 8-bit floating point: Ada, Hopper, Blackwell."""
+        return self not in _WITHOUT_FLOAT8
+
 
 H200 = "h200"
 """The measured GPU, to which data sheets are compared."""
@@ -70,6 +75,12 @@ DATA_SHEETS = {
     "rtx5080": DataSheet(tflops=112.6, float32_tflops=56.3, gbps=960, gib=15.5, pcie=5),
     "rtx5090": DataSheet(tflops=209.5, float32_tflops=104.8, gbps=1792, gib=31.3, pcie=5),
 }  # fmt: skip
+
+_WITHOUT_FLOAT8 = [
+    DATA_SHEETS[name]
+    for name in ("a100", "a100-40", "a30", "a40", "a10", "a10g", "v100", "t4", "a6000", "a5000", "rtx3060", "rtx3080",
+                 "rtx3090")
+]  # fmt: skip
 
 _VENDOR_WORDS = re.compile(r"nvidia|geforce|tesla|quadro|sxm\d?|(?<=\d)gb$|[^a-z0-9]")
 _OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "h10094": "h100-nvl", "h200141": H200, "v10032": "v100",

@@ -39,6 +39,8 @@ class Gpu:
     """Sustained element-wise operations, 1e9 bytes per second, reads and writes."""
     launch_seconds: float
     """Least time of an operation."""
+    float8_speedup: float = 1.0
+    """Rate of 8-bit matrix products by that of 16-bit ones."""
 
     @property
     def memory_bytes_per_second(self) -> float:
@@ -47,6 +49,8 @@ class Gpu:
 
     def matmul_flops(self, itemsize: int) -> float:
         """Operations per second of products of matrices whose elements have ``itemsize`` bytes."""
+        if itemsize == 1:
+            return self.matmul_tflops * self.float8_speedup * 1e12
         return (self.matmul_tflops if itemsize == 2 else self.matmul_float32_tflops) * 1e12
 
     def attention_flops(self, itemsize: int, length: int, *, causal: bool) -> float:

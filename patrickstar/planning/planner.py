@@ -128,6 +128,8 @@ class Answer:
         precision = question.workload.precision
         if precision != "fp32":
             config[precision] = {"enabled": True}
+        if question.workload.fp8 is not None:
+            config["fp8"] = {"recipe": question.workload.fp8.value}
         if question.workload.quantization is not None:
             config["quantization"] = {"type": question.workload.quantization.value}
         if question.clipping > 0:
@@ -274,7 +276,7 @@ class Planner:
 
     def _trace(self, question: Question) -> _Trace:
         question.check()
-        workload, gpu = question.workload, question.machine.gpu
+        workload, gpu = question.workload, question.gpu
         asked = tuple(dict.fromkeys((*CHUNK_SIZES, *_asked_numel(question))))
         shared, matrices, experts = question.shared_sequences(), question.shared_matrices(), question.shared_experts()
         key = (workload, gpu, asked, shared, matrices, experts)

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.config import LossComputation, QuantizationType
+from patrickstar.config import Fp8Config, Fp8Recipe, LossComputation, QuantizationType
+from patrickstar.module.fp8_layers import Fp8Layers
 from patrickstar.module.fused_experts import fuse_experts
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.gpus import precision_mistake
 from patrickstar.planning.images import Images
-from patrickstar.planning.machines import H200, Machine
+from patrickstar.planning.machines import H200, Gpu, Machine
 from patrickstar.planning.models import SharedSequences
 from patrickstar.planning.planned_experts import SharedExperts
 from patrickstar.planning.setting import Setting
@@ -41,6 +42,8 @@ class Workload:
     """Rank of the adapters; only they are trained. 0: everything is trained."""
     quantization: QuantizationType | None = None
     """Storage of frozen linear layers' weights (``quantization.type``); None: the compute dtype."""
+    fp8: Fp8Recipe | None = None
+    """Recipe of linear layers that multiply in 8 bits (``fp8.recipe``); None: none does."""
     precision: str = "bf16"
     """Compute dtype, a key of :data:`DTYPES`."""
     loss: LossComputation = LossComputation.WHOLE
@@ -71,11 +74,14 @@ class Workload:
         """Changes ``module`` after tensor parallelism as an engine does (``patrickstar/activations/remedies.py``).
 
         Raises:
-            ValueError: its loss cannot be fused, or none of its modules can be tiled.
+            ValueError: its loss cannot be fused, none of its layers can multiply in 8 bits, or none of its modules can
+                be tiled.
         """
         if self.loss is LossComputation.FUSED and self.mesh is None:  # tensor parallelism has its own loss
             fuse_loss(module)
         fuse_experts(module)
+        if self.fp8 is not None:
+            Fp8Layers(module, Fp8Config(recipe=self.fp8))
         if self.tile_tokens:
             tile_modules(module, self.tile_tokens)
 
@@ -146,6 +152,13 @@ class Question:
                 f"together, but there are {num_ranks}; give --gpus-per-node {together}, or less of one of them"
             )
 
+    @property
+    def gpu(self) -> Gpu:
+        """The machine's rates for the workload's recipe of products in 8 bits."""
+        recipe = self.workload.fp8
+        gpu = self.machine.gpu
+        return gpu if recipe is None else dataclasses.replace(gpu, float8_speedup=_FLOAT8_SPEEDUPS[recipe])
+
     def shared_sequences(self) -> SharedSequences | None:
         """Returns the sequence parallelism with the machine's rates; None: there is none."""
         workload = self.workload
@@ -170,6 +183,10 @@ class Question:
         """Returns the expert parallelism with the machine's rates; None: there is none."""
         size = self.workload.expert_ranks
         return None if size == 1 else SharedExperts(size=size, rates=self.cluster.line_rates(self.machine, size, 1))
+
+
+_FLOAT8_SPEEDUPS = {Fp8Recipe.BLOCK: 1.31, Fp8Recipe.ROWWISE: 1.74, Fp8Recipe.TENSORWISE: 1.79}
+"""All products of a Llama-3.1-8B layer, by those in bfloat16 (benchmark/results/h200-fp8.txt)."""
 
 
 def check_precision(precision: str, machine: Machine) -> None:
