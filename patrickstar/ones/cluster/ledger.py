@@ -32,17 +32,28 @@ class Measured:
     num_steps: int = 0
     loss: float = 0.0
     """The last one; 0: none."""
-    observed: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Seconds of a step by number of ranks."""
+    observed: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    """Seconds of a step by number of ranks and global batch; batch 0: that of the submission."""
+    done_samples: float = 0.0
+    """Progress, in samples of the first batch; 0: ``num_steps`` of them."""
+    noise_scale: float = 0.0
+    """The gradient noise scale, in samples; 0: not measured."""
 
     def as_plain(self) -> dict[str, object]:
         """In JSON's types."""
-        return {"num_steps": self.num_steps, "loss": self.loss, "observed": list(self.observed.items())}
+        return {**dataclasses.asdict(self), "observed": [[*key, seconds] for key, seconds in self.observed.items()]}
 
     @staticmethod
     def of(plain: dict) -> Measured:
-        """The inverse of :meth:`as_plain`."""
-        return Measured(int(plain["num_steps"]), float(plain["loss"]), {int(n): float(s) for n, s in plain["observed"]})
+        """The inverse of :meth:`as_plain`; earlier versions had one batch, without a number."""
+        rows = [(int(row[0]), int(row[1]) if len(row) == 3 else 0, float(row[-1])) for row in plain["observed"]]
+        return Measured(
+            int(plain["num_steps"]),
+            float(plain["loss"]),
+            {(ranks, batch): seconds for ranks, batch, seconds in rows},
+            float(plain.get("done_samples", 0.0)),
+            float(plain.get("noise_scale", 0.0)),
+        )
 
 
 @dataclasses.dataclass
