@@ -28,13 +28,17 @@ DECAY_STEPS, DECAY = 3, 0.9  # of the schedule
 LR, MICRO_BATCH, SEED = 1e-2, 3, 1
 
 
+def config() -> dict[str, Any]:
+    found = make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=60)
+    found["optimizer"]["params"]["lr"] = LR
+    return found
+
+
 def follow(
     address: str | None, orders: dict[int, runs.Order], folder: str, num_steps: int, kill_at: int = -1
 ) -> dict[str, Any]:
     """Runs one process. ``orders``: ranks and batch, or None for a stop, by step. Its rank 0 gives them."""
-    config = make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=60)
-    config["optimizer"]["params"]["lr"] = LR
-    engine, optimizer = initialize_engine(runs.build, 0, config)
+    engine, optimizer = initialize_engine(runs.build, 0, config())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, DECAY_STEPS, DECAY)
     sampler = ElasticSampler(runs.NUM_SAMPLES, BATCHES, MICRO_BATCH, seed=SEED)
     rates = ScaledRates(optimizer, BATCHES, schedule)
@@ -74,17 +78,17 @@ def follow(
     return result
 
 
-def replay(batches: dict[int, int]) -> dict[str, Any]:
+def replay(batches: dict[int, int], allowed: BatchRange = BATCHES, decay: float = DECAY) -> dict[str, Any]:
     """The same steps in plain PyTorch: each epoch's permutation is cut into these batches, one after the other."""
     model = runs.build()
-    optimizer = torch.optim.AdamW(model.parameters(), **{**make_config()["optimizer"]["params"], "lr": LR})
+    optimizer = torch.optim.AdamW(model.parameters(), **config()["optimizer"]["params"])
     _, inputs, targets = runs.samples().tensors
-    epoch, cursor, num_samples, first, before, warmed = 0, 0, 0, 1.0, BATCHES.base, BATCHES.warmup_steps
+    epoch, cursor, num_samples, first, before, warmed = 0, 0, 0, 1.0, allowed.base, allowed.warmup_steps
     result: dict[str, Any] = {"losses": {}, "seen": {}, "rates": {}}
 
     def factor() -> float:
-        target = (before / BATCHES.base) ** 0.5
-        return first + (target - first) * (min(1.0, warmed / BATCHES.warmup_steps) if target > first else 1.0)
+        target = (before / allowed.base) ** 0.5
+        return first + (target - first) * (min(1.0, warmed / allowed.warmup_steps) if target > first else 1.0)
 
     for step, batch in sorted(batches.items()):
         if batch != before:
@@ -94,7 +98,7 @@ def replay(batches: dict[int, int]) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
         order = torch.randperm(runs.NUM_SAMPLES, generator=generator)[cursor : cursor + batch]
         cursor += batch
-        rate = LR * DECAY ** (num_samples // BATCHES.base // DECAY_STEPS) * factor()
+        rate = LR * decay ** (num_samples // allowed.base // DECAY_STEPS) * factor()
         num_samples, warmed = num_samples + batch, warmed + 1
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
