@@ -107,7 +107,8 @@ class Engine(SavingFace):
         backwards.
 
         Raises:
-            StateError: ranks share samples (``tensor_parallel``, ``sequence_parallel``).
+            StateError: ranks share samples or experts (``tensor_parallel``, ``sequence_parallel``,
+                ``expert_parallel``).
         """
         self._session.measure_gradient_parts()
 

@@ -11,6 +11,8 @@ from patrickstar.elastic import (
     Orders,
     serve_rendezvous,
 )
+from patrickstar.elastic.batches import batch_environment
+from patrickstar.elastic.run_batch import RunBatch
 from patrickstar.runtime import initialize_engine
 from tests.distributed import RanksFailedError, run_ranks
 from tests.elastic import batch_runs, runs
@@ -76,9 +78,14 @@ def test_a_killed_run_goes_on_with_its_batch_samples_and_rates(tmp_path):
     store = serve_rendezvous("127.0.0.1", 0)
     with pytest.raises(RanksFailedError):
         run_ranks(1, follow, f"127.0.0.1:{store.port}", {3: (1, 30)}, str(tmp_path), 12, 5, environment=environment)
-    batches = {step: 12 if step < 3 else 30 for step in range(12)}
+    batches = {step: 12 if step < 3 else 30 if step < 5 else 18 for step in range(12)}
     store = serve_rendezvous("127.0.0.1", 0)
-    two = run_ranks(2, follow, f"127.0.0.1:{store.port}", {}, str(tmp_path), 12, 99)  # on other ranks
+
+    def started(_):
+        return batch_environment(BATCHES, 18)
+
+    # on other ranks, with the batch that the scheduler wants
+    two = run_ranks(2, follow, f"127.0.0.1:{store.port}", {}, str(tmp_path), 12, 99, environment=started)
     plain = replay(batches)
     check_against_replay(two, plain, range(5, 12))
     for step in range(5):
@@ -102,26 +109,32 @@ def plain_parts(num_samples, num_parts):
     return [part.square().sum().item() for part in parts], torch.stack(parts).mean(0).square().sum().item()
 
 
-def measure(micro_batch, reduction="mean"):
+def measure(micro_batch, precision="fp32", **options):
     """Three steps without learning. One rank measures once it expects several micro-batches."""
-    config = make_config("fp32", default_chunk_size=16384, gradient_allreduce_op=reduction)
+    config = make_config(precision, default_chunk_size=16384, **options)
     config["optimizer"]["params"].update(lr=0.0, weight_decay=0.0)
+    config["optimizer"]["params"]["use_hybrid_adam"] = precision == "fp32"  # else states rest on the host
     engine, optimizer = initialize_engine(runs.build, 0, config)
     engine.measure_gradient_parts()
     num_ranks = engine._session.chunk_ranks.size
     sampler = ElasticSampler(runs.NUM_SAMPLES, 24, micro_batch, seed=batch_runs.SEED)
     sampler.set_ranks(engine._session.ranks.context.rank, num_ranks)
-    data, divisor = runs.samples(), num_ranks if reduction == "sum" else 1
+    data, divisor = runs.samples(), num_ranks if "gradient_allreduce_op" in options else 1
     found = []
     for _ in range(3):
         micro_batches = list(sampler)[: sampler.division.accumulation]
         for indices in micro_batches:
             _, inputs, targets = data[indices]
-            engine.backward(nn.functional.mse_loss(engine(inputs), targets) / len(micro_batches) / divisor)
+            loss = nn.functional.mse_loss(engine(inputs).float(), targets)
+            engine.backward(loss / len(micro_batches) / divisor)
         optimizer.step()
         found.append(engine.gradient_parts)
     engine.close()
     return found
+
+
+def measure_sums(micro_batch):
+    return measure(micro_batch, gradient_allreduce_op="sum")
 
 
 def test_parts_are_the_gradients_of_micro_batches_or_ranks():
@@ -132,8 +145,12 @@ def test_parts_are_the_gradients_of_micro_batches_or_ranks():
         assert (found.num_parts, found.part_squares) == (4, pytest.approx(squares[0], rel=1e-4))
         assert found.step_squares == pytest.approx(whole, rel=1e-4)
     assert measure(24) == [None] * 3
-    for reduction in ("mean", "sum"):
-        for found in run_ranks(2, measure, 6, reduction):
+    for precision in ("bf16", "fp16"):  # fp16 has a loss scale
+        for found in measure(6, precision)[1:]:
+            assert found.part_squares == pytest.approx(squares[0], rel=0.03)
+            assert found.step_squares == pytest.approx(whole, rel=0.03)
+    for add_up in (measure, measure_sums):
+        for found in run_ranks(2, add_up, 6):
             for each in found:  # the first micro-batches of both ranks
                 assert each.num_parts == 4
                 assert each.part_squares == pytest.approx((squares[0] + squares[2]) / 2, rel=1e-4)
@@ -162,11 +179,19 @@ def test_the_noise_scale_is_the_variance_over_the_squared_gradient(global_batch,
     assert again.scale == noise.scale
 
 
+class DeepSpeedLike:
+    """An engine that does not measure its noise."""
+
+
 def test_a_range_that_contradicts_itself_is_refused():
     with pytest.raises(ValueError, match="min 8, base 4 and max 16 samples"):
         BatchRange(min=8, base=4, max=16, rule=LearningRateRule.NONE)
     with pytest.raises(ValueError, match="warmup_steps is -1"):
         BatchRange(min=1, base=1, max=1, rule=LearningRateRule.NONE, warmup_steps=-1)
+    with pytest.raises(ValueError, match="a DeepSpeedLike has one batch"):
+        RunBatch(DeepSpeedLike(), [ElasticSampler(120, BATCHES, 4)])
+    with pytest.raises(ValueError, match="the script's batch is fixed"):
+        RunBatch(DeepSpeedLike(), [ElasticSampler(120, 12, 4)]).set(24)
     assert BatchRange.of_plain(BATCHES.as_plain()) == BATCHES
     with pytest.raises(ValueError, match="data set has 20 samples and a global batch 30"):
         ElasticSampler(20, BATCHES, 4)

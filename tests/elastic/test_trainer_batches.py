@@ -5,6 +5,7 @@ import torch
 from transformers import Trainer
 
 from patrickstar.elastic import BatchRange, LearningRateRule, serve_rendezvous
+from patrickstar.elastic.batches import batch_environment
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
 from tests.distributed import run_ranks
 from tests.elastic.test_trainer import environment, logged
@@ -92,6 +93,23 @@ def test_losses_rates_and_samples_are_those_of_plain_pytorch(tmp_path):
     assert last["epoch"] == 2
     for name, value in model.state_dict().items():
         torch.testing.assert_close(last["state"][name].float(), value, rtol=1e-3, atol=1e-3)
+
+
+def test_a_resume_with_the_batch_that_a_scheduler_wants(tmp_path, monkeypatch):
+    store = serve_rendezvous("127.0.0.1", 0)
+
+    def train(num_steps, resume):
+        options = OPTIONS | {"save_steps": 2, "max_steps": num_steps}
+        return follow_orders(f"127.0.0.1:{store.port}", {}, str(tmp_path), resume, options, BATCHES)
+
+    train(2, None)
+    for name, value in batch_environment(BATCHES, 24).items():
+        monkeypatch.setenv(name, value)
+    result = train(6, str(tmp_path / "checkpoint-2"))
+    assert {step: len(samples) for step, samples in result["seen"].items()} == {2: 24, 3: 24}
+    plain, _ = replay([12, 12, 24], tmp_path)
+    for step in (3, 4):
+        assert sorted(result["seen"][step - 1]) == sorted(plain["seen"][step - 1])
 
 
 def test_steps_are_given_for_the_base_batch(tmp_path):
