@@ -76,6 +76,22 @@ def test_the_batch_stays_until_the_noise_scale_is_known(tmp_path):
     assert track.num_resizes == 0  # batches alone are no resizes
 
 
+def test_a_job_on_one_gpu_tries_a_larger_batch(tmp_path):
+    fleet = BatchFleet()
+    made = scheduler(tmp_path, fleet)
+    rising = dataclasses.replace(RANGE, min=12)
+    made.submit(submission("a", batch_range=rising, min_gpus=1, max_gpus=1, requested_gpus=1))
+    fleet.noise = 60.0
+    had = []
+    for _ in range(10):
+        made.tick()
+        had.append(fleet.batches["a"])
+    first, tried, *_, last = dict.fromkeys(had)
+    assert (first, last >= 64) == (12, True)  # a step takes a second beside its samples
+    assert 18 <= tried < 30
+    assert had[-4:] == [last] * 4
+
+
 def test_progress_counts_what_samples_are_worth(tmp_path):
     fleet = BatchFleet()
     made = scheduler(tmp_path, fleet)
