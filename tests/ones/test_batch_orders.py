@@ -137,6 +137,10 @@ def test_a_new_scheduler_takes_the_batch_from_the_job(tmp_path):
     batch = row(made).global_batch
     assert batch > 12
     again = scheduler(tmp_path, fleet)
+    fleet.batches["a"] = 48  # an order of the first scheduler is carried out late
+    again.tick()
+    fleet.batches["a"] = batch
+    again.tick()
     num_orders = len(fleet.log)
     for _ in range(2):
         again.tick()
@@ -151,7 +155,8 @@ def test_a_new_scheduler_takes_the_batch_from_the_job(tmp_path):
 
 
 def test_a_ledger_of_one_batch_is_read(tmp_path):
-    assert Measured.of({"num_steps": 3, "loss": 0.5, "observed": [[2, 0.1]]}).observed == {(2, 0): 0.1}
+    plain = {"num_steps": 3, "loss": 0.5, "observed": [[2, 0.1]]}
+    assert Measured.of(plain, 12) == Measured(3, 0.5, {(2, 12): 0.1}, 36.0)
     ledger = Ledger(tmp_path / "ledger")
     ledger.submitted(submission("a", batch_range=RANGE))
     measured = Measured(7, 0.5, {(2, 24): 0.1}, 99.0, 31.0)

@@ -33,9 +33,9 @@ class Measured:
     loss: float = 0.0
     """The last one; 0: none."""
     observed: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
-    """Seconds of a step by number of ranks and global batch; batch 0: that of the submission."""
+    """Seconds of a step by number of ranks and global batch."""
     done_samples: float = 0.0
-    """Progress, in samples of the first batch; 0: ``num_steps`` of them."""
+    """Progress, in samples of the first batch."""
     noise_scale: float = 0.0
     """The gradient noise scale, in samples; 0: not measured."""
 
@@ -44,14 +44,15 @@ class Measured:
         return {**dataclasses.asdict(self), "observed": [[*key, seconds] for key, seconds in self.observed.items()]}
 
     @staticmethod
-    def of(plain: dict) -> Measured:
-        """The inverse of :meth:`as_plain`; earlier versions had one batch, without a number."""
-        rows = [(int(row[0]), int(row[1]) if len(row) == 3 else 0, float(row[-1])) for row in plain["observed"]]
+    def of(plain: dict, first_batch: int) -> Measured:
+        """The inverse of :meth:`as_plain`. In ledgers of earlier versions all steps have the first batch."""
+        rows = [(row[0], row[1] if len(row) == 3 else first_batch, row[-1]) for row in plain["observed"]]
+        num_steps = int(plain["num_steps"])
         return Measured(
-            int(plain["num_steps"]),
+            num_steps,
             float(plain["loss"]),
-            {(ranks, batch): seconds for ranks, batch, seconds in rows},
-            float(plain.get("done_samples", 0.0)),
+            {(int(ranks), int(batch)): float(seconds) for ranks, batch, seconds in rows},
+            float(plain.get("done_samples", num_steps * first_batch)),
             float(plain.get("noise_scale", 0.0)),
         )
 
@@ -152,4 +153,4 @@ class Ledger:
         else:
             entry.end = End(fields["end"])
             if "measured" in fields:  # ledgers of earlier versions have none
-                entry.measured = Measured.of(fields["measured"])
+                entry.measured = Measured.of(fields["measured"], entry.submission.global_batch)

@@ -44,6 +44,8 @@ class _Track:
     """Seconds of a step by number of ranks and global batch."""
     progress: Progress = dataclasses.field(default_factory=Progress)
     num_steps: int = 0
+    steps_at_order: int = 0
+    """Steps when the last order was done; a report of more steps has the batch since then."""
     steps_at_failure: int = -1
     failures_since_step: int = 0
     seen_s: float | None = None
@@ -206,7 +208,10 @@ class Scheduler:
             track.num_steps = max(track.num_steps, report.num_steps)
             first = submission.global_batch
             batch = first if submission.batches.is_fixed else report.global_batch or first
-            track.batch = track.batch or batch
+            is_news = track.ordered is None and report.num_steps > track.steps_at_order
+            if batch != track.batch and (is_news or not track.batch):
+                track.progress.fold()
+                track.batch = batch
             samples = report.num_samples or report.num_steps * batch
             track.progress.note(samples, report.noise_scale, track.batch, submission.global_batch)
             if report.seconds_per_step > 0:
@@ -218,7 +223,7 @@ class Scheduler:
             track.note = "no report yet: its ranks stay as they are (a script without ElasticRun never reports)"
         if status.phase is not JobPhase.RUNNING or track.ordered is None:
             return
-        ordered, track.ordered = track.ordered, None
+        ordered, track.ordered, track.steps_at_order = track.ordered, None, track.num_steps
         track.progress.fold()
         if len(ordered) == status.num_ranks and not status.refusal:
             track.batch = track.ordered_batch
@@ -233,18 +238,16 @@ class Scheduler:
 
     def _end(self, name: str, end: End, reason: str = "") -> None:
         track = self._tracks.setdefault(name, _Track())
-        progress = track.progress
-        measured = Measured(track.num_steps, track.loss, track.observed, progress.done_samples, progress.noise_scale)
+        done, noise_scale = track.progress.done_samples, track.progress.noise_scale
+        measured = Measured(track.num_steps, track.loss, track.observed, done, noise_scale)
         self._ledger.ended(name, end, reason, measured)
         self._evict_all(name, track)
 
     def _recall(self, name: str, entry: Entry) -> None:
         """Shows and learns what an earlier scheduler measured of a job that ended."""
         found = entry.measured
-        batch = entry.submission.global_batch
-        observed = {(ranks, size or batch): seconds for (ranks, size), seconds in found.observed.items()}
-        done = found.done_samples or float(found.num_steps * batch)
-        progress = Progress.ended(done, found.noise_scale)
+        progress = Progress.ended(found.done_samples, found.noise_scale)
+        observed = dict(found.observed)
         self._tracks[name] = _Track(num_steps=found.num_steps, loss=found.loss, observed=observed, progress=progress)
         if entry.end is End.FINISHED and found.observed:
             self._policy.finished(entry.submitted_s, self._state(entry.submitted_s, entry))
