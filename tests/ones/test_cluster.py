@@ -204,6 +204,11 @@ def test_what_the_command_says(cluster, tmp_path, capsys, monkeypatch):
     assert main(["submit", "--name", "big", "--gpus", "5-6", *gpus, str(rigid)]) == 2
     assert "job big needs at least 6 GPUs and the cluster has 4" in capsys.readouterr().err
     until(client, lambda found: found["rigid"].state == "finished")
+    ranged = ["--gpus", "1-4", *gpus, "--batch-range"]
+    assert main(["submit", "--name", "ranged", *ranged, "13-24", str(rigid)]) == 2
+    assert "min 13, base 12 and max 24 samples" in capsys.readouterr().err
+    assert main(["submit", "--name", "ranged", *ranged, "6-24", "--batch-rule", "linear", str(rigid)]) == 0
+    until(client, lambda found: found["ranged"].state == "finished")
     assert main(["status", "--once"]) == 0
     assert "finished" in capsys.readouterr().out
     folder = Path(options.logs, "rigid")
