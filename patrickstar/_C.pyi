@@ -1293,6 +1293,14 @@ class Runtime(UseListener):
     def prepare_step(self, left_out: Sequence[int] = []) -> float:
         """Sum of squares of all gradients, parameters ``left_out`` excluded."""
 
+    def measure_parts(self) -> None:
+        """From the next step on, :meth:`squares_of_parts` has a value (engine/gradient_flow.h)."""
+
+    def squares_of_parts(self, left_out: Sequence[int] = []) -> float:
+        """After :meth:`prepare_step`: sum over ranks of the squared norms of each rank's gradients in the first
+        micro-batch; NaN if the step has none. All ranks must call it.
+        """
+
     def apply_step(
         self, groups: Sequence[AdamOptions | LionOptions | SgdOptions], grad_scale: float, clip_ratio: float, /
     ) -> None: ...

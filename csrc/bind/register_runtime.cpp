@@ -187,6 +187,9 @@ void register_course(RuntimeClass& runtime) {
       .def("abort_backward", bound<Call::kAbort>(&abort_backward))
       .def("meet_ranks", bound<Call::kDevice>(&meet_ranks))
       .def("prepare_step", bound<Call::kPrepareStep>(&prepare_step), nb::arg("left_out") = std::vector<ParamId>())
+      .def("measure_parts", bound<Call::kInspect>(&OpenEngine::flow, &GradientFlow::measure_parts))
+      .def("squares_of_parts", bound<Call::kPrepareStep>(&squares_of_parts),
+           nb::arg("left_out") = std::vector<ParamId>())
       .def("apply_step", bound<Call::kApplyStep>(&apply_step))
       .def("skip_step", bound<Call::kSkipStep>(&skip_step))
       .def("drop_step", bound<Call::kDropStep>(&drop_step))

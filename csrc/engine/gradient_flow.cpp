@@ -1,6 +1,7 @@
 #include "engine/gradient_flow.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -18,7 +19,7 @@ GradientFlow::GradientFlow(Pager& pager, Gradients& gradients, Updates& updates,
       recorder_(recorder),
       collectives_(collectives),
       step_(step),
-      statistics_(pager, collectives),
+      statistics_(pager, collectives, GradientStatistics::Extent::kShard),
       in_device_buffer_(static_cast<size_t>(store_.layout().num_params()), 0),
       progress_(static_cast<size_t>(store_.num_chunks())) {
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
@@ -31,7 +32,7 @@ void GradientFlow::begin_backward() {
     accumulates_ = true;
     add_to_sums();
   }
-  ++num_backwards_;
+  if (++num_backwards_ == 1) forget_parts();
   any_rank_has_own_ = false;
   for (ChunkProgress& chunk : progress_) {
     chunk.accumulations = 0;
@@ -166,7 +167,45 @@ void GradientFlow::complete_backward() {
     // it had more gradients in the backward before
     if (!store_.chunk(chunk).is_sharded() && !grad.on_host) finalise(chunk);
   }
-  if (store_.layout().has_other_ranks()) record_done();
+  if (store_.layout().has_other_ranks()) {
+    record_done();
+  } else if (measures_parts() && accumulates_) {
+    measure_own_parts();
+  }
+}
+
+void GradientFlow::measure_parts() {
+  if (!parts_) parts_.emplace(pager_, collectives_, GradientStatistics::Extent::kWhole);
+}
+
+void GradientFlow::forget_parts() {
+  parts_state_ = PartsState::kNone;
+  part_params_.clear();
+}
+
+void GradientFlow::note_part(const std::vector<ParamId>& params) {
+  if (parts_state_ == PartsState::kNone) parts_state_ = PartsState::kMeasured;
+  part_params_.insert(part_params_.end(), params.begin(), params.end());
+}
+
+void GradientFlow::measure_own_parts() {
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    const std::vector<ParamId> here = gradients_.in_chunk(chunk);
+    if (here.empty()) continue;
+    parts_->compute({chunk, gradients_.source(chunk)}, here);
+    note_part(here);
+  }
+}
+
+double GradientFlow::squares_of_parts(const std::vector<ParamId>& left_out) {
+  constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+  if (!parts_) return kUnknown;
+  std::vector<ParamId> params;
+  for (ParamId param : part_params_) {
+    if (!std::binary_search(left_out.begin(), left_out.end(), param)) params.push_back(param);
+  }
+  std::sort(params.begin(), params.end());
+  return parts_->sum(params, parts_state_ == PartsState::kMeasured ? 0.0 : kUnknown);
 }
 
 bool GradientFlow::keep_backward() {

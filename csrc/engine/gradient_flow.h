@@ -19,9 +19,14 @@
 // recorder notes the earliest access for each of them, where the next plan puts it.
 //
 // The optimizer ignores a parameter without a gradient. Guarded by the engine's lock.
+//
+// [Note: squares of parts] The gradient noise scale needs the squared norm of a part of the step's gradient. A part is
+// one rank's gradient of the first micro-batch. Ranks that share chunks measure it before each reduce-scatter. Without
+// other ranks it is measured at the end of the first of several backwards, of which the next step then needs two.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "engine/gradient_statistics.h"
@@ -61,7 +66,16 @@ class GradientFlow {
   void note_rewritten(ChunkId chunk);
 
   // The layout has more trainable chunks than before.
-  void cover_trainable() { statistics_.cover_trainable(); }
+  void cover_trainable() {
+    statistics_.cover_trainable();
+    if (parts_) parts_->cover_trainable();
+  }
+
+  // From the next step on, squares_of_parts() has a value.
+  void measure_parts();
+  // Sum over ranks of the squared norms of parts ([Note: squares of parts]), without `left_out` (ascending). NaN if
+  // this step has none. After sum_of_squares(), before clear(); all ranks must call it.
+  double squares_of_parts(const std::vector<ParamId>& left_out);
 
   // With several ranks: chunks that are complete here and not yet known to be complete everywhere.
   const std::vector<ChunkId>& complete_here() const { return complete_here_; }
@@ -79,6 +93,11 @@ class GradientFlow {
   bool accumulates() const { return accumulates_; }
 
  private:
+  enum class PartsState : uint8_t {
+    kNone,
+    kMeasured,
+    kIncomplete,  // a reduce-scatter took place before the chunk's last gradient
+  };
   enum class Extent : uint8_t {
     kComplete,
     kPartial,  // more gradients of this rank may follow in this backward, so no update begins
@@ -103,6 +122,10 @@ class GradientFlow {
   void note_needed_to_scatter(ChunkId chunk);
   void fill_missing(ChunkId chunk);
   void enqueue_mean(ChunkId chunk, void* sum, bool again);
+  bool measures_parts() const { return parts_ && num_backwards_ == 1; }
+  void forget_parts();
+  void note_part(const std::vector<ParamId>& params);
+  void measure_own_parts();
   Finalisation finalisation_of(ChunkId chunk, Extent extent);
   void carry_out(const Finalisation& finalised);
   void free_value(ChunkId chunk);
@@ -125,6 +148,9 @@ class GradientFlow {
   Collectives& collectives_;
   const Step& step_;
   GradientStatistics statistics_;
+  std::optional<GradientStatistics> parts_;  // of this rank, in the first micro-batch; only if they are measured
+  PartsState parts_state_ = PartsState::kNone;
+  std::vector<ParamId> part_params_;       // measured in this step
   std::vector<uint8_t> in_device_buffer_;  // by parameter: kGrad has its gradient
   std::vector<ChunkProgress> progress_;
   std::vector<ChunkId> complete_here_;

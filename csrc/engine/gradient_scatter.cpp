@@ -108,10 +108,19 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
       pager_.take_device_buffer(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
   void* more = static_cast<char*>(scratch.data) + spec.num_bytes(grad.kind);
   statistics_.prepare_device();
+  if (measures_parts()) parts_->prepare_device();
   collectives_.note_scatter(chunk);
   memory_.await_device_buffer(Queue::kScatter, scratch);
   memory_.await_device_buffer(Queue::kScatter, shard_record.device_buffer);
   backend.wait(Queue::kScatter, backend.record(Queue::kCompute));
+  if (measures_parts()) {
+    if (again) {
+      parts_state_ = PartsState::kIncomplete;
+    } else {
+      parts_->enqueue_scattered(chunk, grad_record.device_buffer.data);
+      note_part(spec.params);
+    }
+  }
   const int64_t others_bytes = spec.num_bytes(grad.kind) - spec.num_bytes(shard.kind);
   {
     const TraceScope span(memory_.tracer(), {Track::kScatter, StallCause::kNone, grad, others_bytes});

@@ -8,9 +8,16 @@
 
 namespace patrickstar {
 
-GradientStatistics::GradientStatistics(Pager& pager, Collectives& collectives)
-    : pager_(pager), memory_(pager.memory()), collectives_(collectives) {
+GradientStatistics::GradientStatistics(Pager& pager, Collectives& collectives, Extent extent)
+    : pager_(pager), memory_(pager.memory()), collectives_(collectives), extent_(extent) {
   lay_out();
+}
+
+// The elements that this rank adds up, with their offset in the source array.
+ParamShard GradientStatistics::extent_of(ParamId param) const {
+  const Layout& layout = memory_.layout();
+  if (extent_ == Extent::kShard) return layout.shard_of(param);
+  return {0, layout.param(param).numel, layout.placement(param).offset};
 }
 
 void GradientStatistics::lay_out() {
@@ -21,7 +28,7 @@ void GradientStatistics::lay_out() {
   for (ParamId param = 0; param < layout.num_params(); ++param) {
     ranges_.emplace_back();
     if (!layout.param(param).trainable) continue;
-    const ParamShard shard = layout.shard_of(param);
+    const ParamShard shard = extent_of(param);
     ranges_.back() = {num_partials_ + shard.begin / optim::kSquaresBlock, optim::num_square_partials(shard.numel)};
     num_partials_ += optim::num_square_partials(layout.param(param).numel);
   }
@@ -63,7 +70,7 @@ std::vector<GradientStatistics::Part> GradientStatistics::parts(const std::vecto
                                                                 DType dtype, double* partials) const {
   std::vector<Part> result;
   for (ParamId param : params) {
-    const ParamShard shard = memory_.layout().shard_of(param);
+    const ParamShard shard = extent_of(param);
     if (shard.numel == 0) continue;
     const int64_t first = ranges_[static_cast<size_t>(param)].first;
     result.push_back({element_at(data, shard.offset, dtype), shard.numel, partials + first});
@@ -110,9 +117,10 @@ std::vector<optim::WideSum> GradientStatistics::sums_on_device() {
   return sums;
 }
 
-double GradientStatistics::sum(const std::vector<ParamId>& params) {
+double GradientStatistics::sum(const std::vector<ParamId>& params, double more) {
   const std::vector<optim::WideSum> from_device = device_partials_ ? sums_on_device() : std::vector<optim::WideSum>();
   optim::WideSum total;
+  total.add(more);
   for (ParamId param : params) {
     const auto index = static_cast<size_t>(param);
     const bool is_on_device = where_[static_cast<size_t>(memory_.layout().placement(param).chunk)] == Where::kDevice;

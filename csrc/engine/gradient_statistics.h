@@ -2,7 +2,8 @@
 //
 // The tier that has a chunk's gradients makes partial sums over optim::kSquaresBlock elements (optim/kernels.h). It
 // adds them per parameter (optim/wide_sum.h), so two numbers per parameter reach the host. The result depends neither
-// on the layout nor on the device. Each rank has the partial sums of its shards.
+// on the layout nor on the device. Each rank has the partial sums of its shards (Extent::kShard), or of all gradients
+// that it made itself (Extent::kWhole; sum() then adds the ranks' own sums).
 //
 //   statistics.compute({chunk, kGrad}, params);   // a chunk's gradients are complete
 //   statistics.forget(chunk);                     // its gradients change
@@ -20,7 +21,9 @@ namespace patrickstar {
 
 class GradientStatistics {
  public:
-  GradientStatistics(Pager& pager, Collectives& collectives);
+  enum class Extent : uint8_t { kShard, kWhole };
+
+  GradientStatistics(Pager& pager, Collectives& collectives, Extent extent);
 
   // The layout has more trainable parameters than before. Forgets all partial sums; waits for the device.
   void cover_trainable();
@@ -30,14 +33,14 @@ class GradientStatistics {
 
   // Enqueues the partial sums of the gradients in `source`, on its tier. `params`: its parameters that have a gradient.
   void compute(ArrayId source, const std::vector<ParamId>& params);
-  // Enqueues the partial sums of a shard of gradients in `data`, behind the reduce-scatter. Computed for all
-  // parameters, since it is not known yet which of them have a gradient on any rank.
+  // Enqueues the partial sums of a chunk's gradients in `data` (a shard, or the whole chunk) on the queue of
+  // reduce-scatters. Computed for all parameters, since it is not known yet which of them have a gradient on any rank.
   void enqueue_scattered(ChunkId chunk, const void* data);
   // Allocates the partial sums on the device, in the order of the compute queue; other queues must wait for it.
   void prepare_device();
 
-  // Inf or NaN if any gradient is. `params` in ascending order. All ranks must call it.
-  double sum(const std::vector<ParamId>& params);
+  // Inf or NaN if any gradient is. `params` in ascending order; `more` is added on this rank. All ranks must call it.
+  double sum(const std::vector<ParamId>& params, double more = 0.0);
 
  private:
   enum class Where : uint8_t { kNowhere, kDevice, kHost };
@@ -52,6 +55,7 @@ class GradientStatistics {
     optim::WideSum* sums;
   };
 
+  ParamShard extent_of(ParamId param) const;
   std::vector<Part> parts(const std::vector<ParamId>& params, const void* data, DType dtype, double* partials) const;
   DeviceArrays device_arrays() const;
   std::vector<optim::WideSum> sums_on_device();
@@ -62,6 +66,7 @@ class GradientStatistics {
   Pager& pager_;
   ChunkMemory& memory_;
   Collectives& collectives_;
+  const Extent extent_;
   std::vector<Where> where_;                  // by chunk: tier of its partial sums
   std::vector<optim::PartialsRange> ranges_;  // by parameter: its partial sums of this rank
   int64_t num_partials_ = 0;

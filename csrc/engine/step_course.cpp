@@ -301,6 +301,11 @@ double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
   return sum;
 }
 
+double squares_of_parts(OpenEngine& open, std::vector<ParamId> left_out) {
+  std::sort(left_out.begin(), left_out.end());
+  return open.flow.squares_of_parts(left_out);
+}
+
 void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
   const bool is_new = !open.step.is(StepState::kUpdating) && !open.step.is(StepState::kEnding);
   if (is_new) open.updates.check_step(groups, grad_scale);

@@ -48,6 +48,8 @@ void take_device_back(OpenEngine& open);
 
 // Sum of squares of the gradients, except those of `left_out`, which other ranks own as well and count.
 double prepare_step(OpenEngine& open, std::vector<ParamId> left_out);
+// After prepare_step: GradientFlow::squares_of_parts.
+double squares_of_parts(OpenEngine& open, std::vector<ParamId> left_out);
 // If these throw, they may be repeated with the same arguments, as the step's state says.
 void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
 void skip_step(OpenEngine& open);

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patrickstar.command.flags import at_least_1, positive
+from patrickstar.command.flags import at_least_0, at_least_1, positive
 from patrickstar.ones import POLICIES
 
 if TYPE_CHECKING:
@@ -20,8 +20,23 @@ if TYPE_CHECKING:
 
 _ELASTIC_NAMES = ("ElasticRun", "ElasticTrain", "ElasticSeq2SeqTrainer")
 """A script for elastic training contains one of these names."""
+_RATE_RULES = ("none", "linear", "square_root")
+"""Names of ``patrickstar.elastic.LearningRateRule``, which needs PyTorch."""
 _FOLDER = Path("~/.patrickstar/ones")
-_COLUMNS = ("job", "state", "GPUs", "steps", "s/step", "loss", "resizes", "last resize", "failures", "note")
+_COLUMNS = (
+    "job",
+    "state",
+    "GPUs",
+    "batch",
+    "noise scale",
+    "steps",
+    "s/step",
+    "loss",
+    "resizes",
+    "last resize",
+    "failures",
+    "note",
+)
 
 
 def add_cluster_commands(commands: Any) -> None:
@@ -39,7 +54,20 @@ def add_cluster_commands(commands: Any) -> None:
     submitting.add_argument("--name", required=True, help="of the job, unique in the cluster")
     submitting.add_argument("--gpus", type=_range, required=True, metavar="MIN-MAX", help="that it may have, as in 1-4")
     submitting.add_argument("--requested-gpus", type=at_least_1, metavar="N", help="at its start (default: MIN)")
-    submitting.add_argument("--global-batch", type=at_least_1, required=True, help="samples of an optimizer step")
+    submitting.add_argument(
+        "--global-batch", type=at_least_1, required=True, metavar="N", help="samples of an optimizer step, at the start"
+    )
+    submitting.add_argument(
+        "--batch-range", type=_range, metavar="MIN-MAX", help="that the scheduler may change the global batch in"
+    )
+    submitting.add_argument(
+        "--batch-rule", choices=_RATE_RULES, default="square_root",
+        help="how the learning rate follows the batch (default: square_root, for Adam)",
+    )  # fmt: skip
+    submitting.add_argument(
+        "--batch-warmup-steps", type=at_least_0, default=20, metavar="N",
+        help="over which the learning rate rises after the batch has grown (default: 20)",
+    )  # fmt: skip
     submitting.add_argument("--epoch-samples", type=at_least_1, required=True, help="samples of an epoch")
     submitting.add_argument(
         "--plan", type=shlex.split, metavar="OPTIONS",
@@ -110,6 +138,7 @@ def _submit(options: argparse.Namespace) -> int:
         requested_gpus=least if options.requested_gpus is None else options.requested_gpus,
         global_batch=options.global_batch,
         epoch_samples=options.epoch_samples,
+        batch_range=_batch_range(options),
     )
     if options.plan is not None:
         job = _planned(options, job, client.about.cluster.gpus_per_node)
@@ -125,11 +154,25 @@ def _submit(options: argparse.Namespace) -> int:
     return 0
 
 
+def _batch_range(options: argparse.Namespace) -> Any:
+    if options.batch_range is None:
+        return None
+    batches = importlib.import_module("patrickstar.elastic.batches")
+    least, most = options.batch_range
+    return batches.BatchRange(
+        min=least,
+        base=options.global_batch,
+        max=most,
+        rule=batches.LearningRateRule[options.batch_rule.upper()],
+        warmup_steps=options.batch_warmup_steps,
+    )
+
+
 def _planned(options: argparse.Namespace, job: Any, gpus_per_node: int) -> Any:
     if options.micro_batch is None:
         raise ValueError("--plan needs --micro-batch: how many samples a GPU computes at once decides what fits")
     feasibility = importlib.import_module("patrickstar.ones.cluster.feasibility")
-    found = feasibility.planned(job.sizes, options.plan, job.global_batch, options.micro_batch, gpus_per_node)
+    found = feasibility.planned(job.sizes, options.plan, job.batches, options.micro_batch, gpus_per_node)
     for size, why in found.refusals.items():
         print(f"{job.name} does not fit on {size}: {why}")
     if not found.step_seconds:
@@ -179,6 +222,8 @@ def _table(rows: list[Row]) -> Any:
             row.name,
             row.state,
             str(row.num_gpus),
+            str(row.global_batch or ""),
+            f"{row.noise_scale:.3g}" if row.noise_scale else "",
             str(row.num_steps),
             f"{row.seconds_per_step:.3g}" if row.seconds_per_step else "",
             "" if row.loss is None else f"{row.loss:.4g}",

@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from patrickstar.command.flags import WRONG_USAGE, CommandParser, memory_size
+from patrickstar.command.flags import WRONG_USAGE, CommandParser, at_least_1, memory_size
 from patrickstar.command.script import run_script
+
+_JOB = "job"
+
+
+def _batch(text: str) -> int | str:
+    return text if text == _JOB else at_least_1(text)
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -26,9 +32,10 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="instead of the configuration's")
     parser.add_argument(
         "--global-batch",
-        type=int,
+        type=_batch,
         metavar="SAMPLES",
-        help="trainers follow orders to change their number of ranks, with so many samples in a step of all ranks",
+        help="trainers follow orders to change their number of ranks, with so many samples in a step of all ranks; "
+        "'job': with those of the job's submission, which may change too",
     )
     parser.add_argument("script", type=Path, help="a Python script that trains with a Trainer or an Accelerator")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -43,18 +50,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     options = parser.parse_args(arguments)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
-    if options.global_batch is not None and options.global_batch < 1:
-        parser.error(f"--global-batch is {options.global_batch}; give at least 1")
     try:
+        from patrickstar.elastic import job_batch
         from patrickstar.integrations.elastic_trainer import ElasticTraining
         from patrickstar.integrations.every_trainer import every_trainer_in_engine
 
         config = _config(options)
+        batch = job_batch() if options.global_batch == _JOB else options.global_batch
     except ImportError as error:
         parser.error(f"{error}; in a clone, pip install '.[transformers]' brings what it needs")
     except ValueError as error:
         parser.error(str(error))
-    elastic = None if options.global_batch is None else ElasticTraining(global_batch=options.global_batch)
+    elastic = None if batch is None else ElasticTraining(global_batch=batch)
     with every_trainer_in_engine(config, elastic):
         return _run(options.script, options.args, prog)
 

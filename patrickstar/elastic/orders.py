@@ -39,6 +39,8 @@ class Order:
     """For :attr:`OrderKind.RESIZE`: the new number of ranks."""
     leaving: tuple[int, ...] | None = None
     """Ranks that end; None: the run decides (``Engine.resize``)."""
+    global_batch: int = 0
+    """For :attr:`OrderKind.RESIZE`: the new global batch, in samples; 0: it stays."""
 
 
 class OutcomeKind(enum.Enum):
@@ -75,6 +77,12 @@ class RunReport:
     """Steps of the last complete checkpoint; 0: there is none."""
     has_ended: bool
     """The script has ended its run, or was stopped by an order."""
+    num_samples: int = 0
+    """Samples of these steps; 0 if no user state has a batch."""
+    global_batch: int = 0
+    """Samples of each of the interval's steps; 0: unknown."""
+    noise_scale: float | None = None
+    """The gradient noise scale, in samples; None: unknown (docs/guides/elastic.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +171,8 @@ def _order(fields: dict[str, Any] | None) -> Order | None:
     if fields is None:
         return None
     leaving = fields["leaving"]
-    return Order(OrderKind(fields["kind"]), fields["num_ranks"], None if leaving is None else tuple(leaving))
+    left = None if leaving is None else tuple(leaving)
+    return Order(OrderKind(fields["kind"]), fields["num_ranks"], left, fields["global_batch"])
 
 
 class Orders:
@@ -176,15 +185,23 @@ class Orders:
     def __init__(self, store: dist.Store):
         self._board = OrderBoard(store)
 
-    def resize(self, num_ranks: int, leaving: Sequence[int] | None = None) -> int:
+    def resize(self, num_ranks: int, leaving: Sequence[int] | None = None, global_batch: int = 0) -> int:
         """Orders a resize and returns the order's number. The caller must start the joining processes.
 
+        Args:
+            num_ranks: from now on; may be the present number.
+            leaving: ranks that end; None: the run decides.
+            global_batch: samples of a step from now on; 0: it stays.
+
         Raises:
-            ValueError: fewer than one rank.
+            ValueError: fewer than one rank, or a negative batch.
         """
+        if global_batch < 0:
+            raise ValueError(f"global_batch is {global_batch}; give at least 1, or 0 to keep the present one")
         if num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks}; give at least 1, or order the run to stop")
-        return self._board.issue(Order(OrderKind.RESIZE, num_ranks, None if leaving is None else tuple(leaving)))
+        left = None if leaving is None else tuple(leaving)
+        return self._board.issue(Order(OrderKind.RESIZE, num_ranks, left, global_batch))
 
     def stop(self) -> int:
         """Orders the run to end between two steps. Returns the order's number."""

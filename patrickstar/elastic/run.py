@@ -30,10 +30,11 @@ from typing import Any, Protocol
 import torch
 
 from patrickstar import _C
+from patrickstar.elastic.batches import start_batch
 from patrickstar.elastic.orders import Look, Order, OrderBoard, OrderKind, Outcome, OutcomeKind, RunReport
-from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.elastic.phases import Resized
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, CONNECT_SECONDS, Rendezvous, ResizeError
-from patrickstar.elastic.sampler import OfRanks
+from patrickstar.elastic.run_batch import RunBatch
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.passing import prepare_to_pass
 
@@ -138,6 +139,9 @@ class ElasticRun:
         self._board = OrderBoard(self._meeting.store) if self._meeting else None
         self.num_steps = 0
         """Optimizer steps since the run began, including those before this rank joined."""
+        self.num_samples = 0
+        """Samples of these steps; 0 if no user state has a batch."""
+        self.batch = RunBatch(engine, user_state.values())
         self._next_look = 1
         self._next_order = 1
         self._saved_steps = 0
@@ -155,24 +159,36 @@ class ElasticRun:
             self._place(engine.join(user_state=self._user_state, rendezvous=self._meeting, **own))
         else:
             self._load()
-            for item in user_state.values():
-                if isinstance(item, OfRanks):
-                    item.set_ranks(self.rank, self.num_ranks)
+            start = start_batch()
+            if start is not None:
+                self.batch.set(start)
+            self.batch.set_ranks(self.rank, self.num_ranks)
         if self._meeting is not None and self._board is not None and self.rank == 0:
             self._next_order = self._board.first_open_order()
             self._until_end.enter_context(self._meeting.beating(_OWN_NAME))
+        self.batch.measure()
         self._mark()
 
     # User state of a resize and of checkpoints.
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The run's position, equal on all ranks."""
-        return {"num_steps": self.num_steps, "next_look": self._next_look, "saved_steps": self._saved_steps}
+        return {
+            "num_steps": self.num_steps,
+            "num_samples": self.num_samples,
+            "next_look": self._next_look,
+            "saved_steps": self._saved_steps,
+            "noise": self.batch.noise.state_dict(),
+        }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the position."""
         self.num_steps, self._next_look = state["num_steps"], state["next_look"]
         self._saved_steps = state["saved_steps"]
+        # Checkpoints of earlier versions have neither, and one batch.
+        self.num_samples = state.get("num_samples", self.num_steps * self.batch.global_batch)
+        if "noise" in state:
+            self.batch.noise.load_state_dict(state["noise"])
 
     def check_ranks(self, num_ranks: int) -> None:
         """Accepts any number of ranks."""
@@ -193,6 +209,8 @@ class ElasticRun:
             RankFailure: the leader is gone, or a rank failed during a resize: end, and restart from the checkpoint.
         """
         self.num_steps += 1
+        self.num_samples += self.batch.global_batch
+        self.batch.note_step()
         self._loss = self._loss if loss is None else float(loss)
         if self.num_steps < self._next_look:
             return Next.TRAIN
@@ -217,9 +235,10 @@ class ElasticRun:
             self._report(has_ended=True)
         self._until_end.close()
 
-    def go_on_from(self, num_steps: int) -> None:
-        """Sets the step of a checkpoint that the script itself has loaded, before the first :meth:`step_done`."""
+    def go_on_from(self, num_steps: int, num_samples: int) -> None:
+        """Sets the position of a checkpoint that the script itself has loaded, before the first :meth:`step_done`."""
         self.num_steps = self._saved_steps = self._marked_steps = num_steps
+        self.num_samples = num_samples
         self._next_look = num_steps + 1
 
     def note_checkpoint(self, num_steps: int) -> None:
@@ -257,22 +276,32 @@ class ElasticRun:
             self._conclude(OutcomeKind.DONE, "", seen_at)
             self.end()
             return Next.STOP
+        before = self.batch.states()
         try:
-            resized = self._engine.resize(
-                order.num_ranks,
-                leaving=order.leaving,
-                user_state=self._user_state,
-                rendezvous=self._meeting,
-                **self._options,
-            )
+            if order.global_batch:
+                self.batch.set(order.global_batch)
+            if order.global_batch and order.num_ranks == self.num_ranks and order.leaving is None:
+                self.batch.set_ranks(self.rank, self.num_ranks)
+            else:
+                self._place(self._resized(order))
         except (_C.StateError, ValueError) as error:  # includes ResizeError: the ranks are unchanged
+            self.batch.restore(before)
             self._conclude(OutcomeKind.REFUSED, first_line(error), seen_at)
             return Next.TRAIN
-        self._place(resized)
-        if resized.membership is Membership.LEFT:
+        if self.rank < 0:
             return Next.LEAVE
+        self.batch.measure()
         self._conclude(OutcomeKind.DONE, "", seen_at)
         return Next.TRAIN
+
+    def _resized(self, order: Order) -> Resized:
+        return self._engine.resize(
+            order.num_ranks,
+            leaving=order.leaving,
+            user_state=self._user_state,
+            rendezvous=self._meeting,
+            **self._options,
+        )
 
     def _conclude(self, kind: OutcomeKind, reason: str, seen_at: float) -> None:
         if self.rank == 0 and self._board is not None:
@@ -292,6 +321,9 @@ class ElasticRun:
                 loss=self._loss,
                 checkpoint_steps=self._saved_steps,
                 has_ended=has_ended,
+                num_samples=self.num_samples,
+                global_batch=self.batch.global_batch,
+                noise_scale=self.batch.noise.scale,
             )
         )
 

@@ -6,8 +6,9 @@
             ...  # forward and backward
         optimizer.step()
 
-Step k of an epoch takes the samples [k x global batch, (k + 1) x global batch) of a permutation that depends on seed
-and epoch. Rank r takes the r-th of equal parts of them. So a step's samples do not depend on the number of ranks.
+A step takes the next global batch of samples of a permutation that depends on seed and epoch. Rank r takes the r-th of
+equal parts of them. So a step's samples do not depend on the number of ranks, and the order of samples does not depend
+on the batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from patrickstar.elastic.batches import BatchDivision, MicroBatches, divide_batch
+from patrickstar.elastic.batches import BatchDivision, BatchRange, MicroBatches, divide_batch
 
 
 @runtime_checkable
@@ -30,6 +31,19 @@ class OfRanks(Protocol):
 
     def set_ranks(self, rank: int, num_ranks: int) -> None:
         """Sets the rank and the number of ranks from now on."""
+
+
+@runtime_checkable
+class OfBatch(Protocol):
+    """User state that depends on the global batch, such as ``patrickstar.elastic.ElasticSampler``."""
+
+    global_batch: int
+    """Samples of a step on all ranks."""
+    batches: BatchRange
+    """The batches that it accepts."""
+
+    def set_batch(self, global_batch: int) -> None:
+        """Sets the batch from the next :meth:`OfRanks.set_ranks` on. Raises ValueError outside of the range."""
 
 
 @runtime_checkable
@@ -59,7 +73,8 @@ class ElasticSampler(Sampler[list[int]]):
 
     Args:
         num_samples: of the data set.
-        global_batch: samples of an optimizer step on all ranks.
+        global_batch: samples of an optimizer step on all ranks, or the range of batches that it may have. It begins
+            with the range's base.
         max_micro_batch: most samples that a rank computes at once.
         seed: of the permutations.
         rank: of this process.
@@ -67,14 +82,14 @@ class ElasticSampler(Sampler[list[int]]):
         micro_batches: tells whether ``max_micro_batch`` follows measurements.
 
     Raises:
-        ValueError: the data set has fewer samples than a global batch, or the global batch is not divisible by the
-            ranks.
+        ValueError: the data set has fewer samples than the largest global batch, or the global batch is not divisible
+            by the ranks.
     """
 
     def __init__(
         self,
         num_samples: int,
-        global_batch: int,
+        global_batch: int | BatchRange,
         max_micro_batch: int,
         seed: int = 0,
         *,
@@ -82,12 +97,13 @@ class ElasticSampler(Sampler[list[int]]):
         num_ranks: int = 1,
         micro_batches: MicroBatches = MicroBatches.AT_MOST,
     ):
-        if num_samples < global_batch:
+        self.batches = BatchRange.of(global_batch)
+        if num_samples < self.batches.max:
             raise ValueError(
-                f"the data set has {num_samples} samples and a global batch {global_batch}; take a smaller one"
+                f"the data set has {num_samples} samples and a global batch {self.batches.max}; take a smaller one"
             )
         self.num_samples = num_samples
-        self.global_batch = global_batch
+        self.global_batch = self.batches.base
         self.max_micro_batch = max_micro_batch
         """Most samples that a rank computes at once, from the next :meth:`set_ranks` on."""
         self.micro_batches = micro_batches
@@ -95,7 +111,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.epoch = 0
         """Number of the permutation, from 0."""
         self.cursor = 0
-        """Samples of the epoch that all ranks together have taken; a multiple of the global batch."""
+        """Samples of the epoch that all ranks together have taken."""
         self.set_ranks(rank, num_ranks)
 
     def set_ranks(self, rank: int, num_ranks: int) -> None:
@@ -113,6 +129,11 @@ class ElasticSampler(Sampler[list[int]]):
         """Raises ValueError unless the global batch is divisible by so many ranks."""
         divide_batch(self.global_batch, num_ranks, self.max_micro_batch)
 
+    def set_batch(self, global_batch: int) -> None:
+        """Sets the global batch, from the next :meth:`set_ranks` on. Raises ValueError outside of the range."""
+        self.batches.check(global_batch)
+        self.global_batch = global_batch
+
     @property
     def measured_micro_batch(self) -> int | None:
         """Samples of this rank's micro-batches, with :attr:`MicroBatches.BY_ACTIVATIONS`; else None."""
@@ -127,18 +148,23 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of a whole epoch."""
+        """Optimizer steps of a whole epoch with the present global batch."""
         return self.num_samples // self.global_batch
+
+    @property
+    def remaining_steps(self) -> int:
+        """Optimizer steps of the rest of the epoch with the present global batch."""
+        return (self.num_samples - self.cursor) // self.global_batch
 
     def __len__(self) -> int:
         """This rank's remaining micro-batches of the epoch."""
-        return (self.num_steps - self.cursor // self.global_batch) * self.division.accumulation
+        return self.remaining_steps * self.division.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         share = self.global_batch // self.division.num_ranks
         micro = self.division.micro_batch
-        for step in range(self.cursor, self.num_steps * self.global_batch, self.global_batch):
+        for step in range(self.cursor, self.num_samples - self.global_batch + 1, self.global_batch):
             begin = step + self.rank * share
             for first in range(begin, begin + share, micro):
                 yield order[first : first + micro]
@@ -167,25 +193,32 @@ class ElasticSampler(Sampler[list[int]]):
         }
 
     def check_state(self, state: Mapping[str, int]) -> None:
-        """Raises ValueError if the state is of another data set or global batch, or is no position in an epoch."""
-        own = self.state_dict()
-        wrong = [key for key in ("num_samples", "global_batch") if state.get(key) != own[key]]
+        """Raises ValueError if the state is of another data set or batch range, or is no position in an epoch."""
+        low, high = self.batches.min, self.batches.max
+        batch, wrong = state.get("global_batch"), []
+        if state.get("num_samples") != self.num_samples:
+            wrong.append(f"num_samples {state.get('num_samples')} instead of {self.num_samples}")
+        if type(batch) is not int or not low <= batch <= high:
+            own = str(low) if self.batches.is_fixed else f"{low} to {high}"
+            wrong.append(f"global_batch {batch} instead of {own}")
         if wrong:
-            shown = ", ".join(f"{key} {state.get(key)} instead of {own[key]}" for key in wrong)
-            raise ValueError(f"the sampler's state is of another run: {shown}; give the same data and global batch")
+            raise ValueError(
+                f"the sampler's state is of another run: {', '.join(wrong)}; give the same data and global batch"
+            )
         if any(type(state.get(key)) is not int or state[key] < 0 for key in ("seed", "epoch", "cursor")):
             raise ValueError(f"the sampler's state {state!r} has no seed, epoch and cursor of at least 0")
-        if state["cursor"] % self.global_batch or state["cursor"] > self.num_samples:
+        if state["cursor"] > self.num_samples or (self.batches.is_fixed and state["cursor"] % self.global_batch):
             raise ValueError(f"the cursor is {state['cursor']}; give a multiple of {self.global_batch} in the epoch")
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restores the position, for this sampler's number of ranks.
+        """Restores the position and the global batch, from the next :meth:`set_ranks` on.
 
         Raises:
             ValueError: as :meth:`check_state`; nothing is changed then.
         """
         self.check_state(state)
         self.seed, self.epoch, self.cursor = state["seed"], state["epoch"], state["cursor"]
+        self.global_batch = state["global_batch"]
 
 
 class ElasticLoader:
@@ -193,7 +226,8 @@ class ElasticLoader:
     ``DataLoader``.
 
     A step counts as taken when it is yielded, so a checkpoint or resize afterwards continues with the next one. If the
-    ranks change, the next step comes from a new ``DataLoader``. At the end of an epoch the sampler moves to the next.
+    ranks or the batch change, the next step comes from a new ``DataLoader``. At the end of an epoch the sampler moves
+    to the next.
 
     Args:
         dataset: with as many samples as the sampler.
@@ -207,7 +241,7 @@ class ElasticLoader:
 
     def __len__(self) -> int:
         """Remaining optimizer steps of the epoch."""
-        return self.sampler.num_steps - self.sampler.cursor // self.sampler.global_batch
+        return self.sampler.remaining_steps
 
     def __iter__(self) -> Iterator[list[Any]]:
         sampler = self.sampler

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from patrickstar import _C
+from patrickstar.elastic.gradient_noise import GradientParts
 from patrickstar.elastic.phases import Resized, ResizePhase
 from patrickstar.elastic.published import DEFAULT_FOLDER
 from patrickstar.elastic.rendezvous import Rendezvous
@@ -98,6 +99,25 @@ class Engine(SavingFace):
             StateError: no gradients.
         """
         return self._session.grad_norm()
+
+    def measure_gradient_parts(self) -> None:
+        """Measures :attr:`gradient_parts` from the next step on, until a resize. Collective over all ranks.
+
+        Ranks add up the squares of their first micro-batch's gradients. One rank does so after the first of several
+        backwards.
+
+        Raises:
+            StateError: ranks share samples or experts (``tensor_parallel``, ``sequence_parallel``,
+                ``expert_parallel``).
+        """
+        self._session.measure_gradient_parts()
+
+    @property
+    def gradient_parts(self) -> GradientParts | None:
+        """Squared norms of the last step's gradient, for :class:`patrickstar.elastic.GradientNoise`. None: not
+        measured, not finite, or a step with one micro-batch on one rank.
+        """
+        return self._session.outcome.parts
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Like ``torch.nn.utils.clip_grad_norm_`` of all parameters, between the last backward and

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,23 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from patrickstar._C import StateError
-from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, MicroBatches, Next, Resized
+from patrickstar.elastic import (
+    BatchRange,
+    ElasticRun,
+    ElasticSampler,
+    GradientParts,
+    Membership,
+    MicroBatches,
+    Next,
+    Resized,
+    ScaledRates,
+)
+from patrickstar.elastic.batches import start_batch
 from patrickstar.elastic.run import joins_others
 from patrickstar.integrations.elastic_steps import StepLoader
 from patrickstar.session.interrupts import deferred_signals
 
+_POSITION = "patrickstar.elastic"  # among the states of callbacks in a checkpoint's trainer state
 _LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -47,9 +60,10 @@ class LeftRun(SystemExit):  # noqa: N818 (it ends a script, and is no error)
 class ElasticTraining:
     """Options of an elastic trainer beside its ``TrainingArguments``."""
 
-    global_batch: int
+    global_batch: int | BatchRange
     """Samples of an optimizer step on all ranks, for any number of ranks. ``per_device_train_batch_size`` is the most
-    that a rank computes at once; the number of micro-batches follows.
+    that a rank computes at once; the number of micro-batches follows. With a range, orders may change the batch.
+    ``max_steps``, learning rates and their schedule are then given for the range's base.
     """
     micro_batches: MicroBatches = MicroBatches.AT_MOST
     """Tells whether ``per_device_train_batch_size`` is constant, or follows measurements."""
@@ -70,6 +84,7 @@ class ElasticLoop:
         self._has_begun = False
         self._run: ElasticRun | None = None
         self._progress = _Progress(trainer)
+        self.batches = BatchRange.of(options.global_batch)
         self.has_stopped = False
         """True if an order has stopped the run."""
 
@@ -96,7 +111,7 @@ class ElasticLoop:
             )
         self._sampler = ElasticSampler(
             len(dataset),
-            self._options.global_batch,
+            self.batches,
             args.per_device_train_batch_size,
             args.seed if args.data_seed is None else args.data_seed,
             rank=args.process_index,
@@ -106,14 +121,23 @@ class ElasticLoop:
         self._loader = StepLoader(dataset, self._sampler, **{name: getattr(plain, name) for name in _LOADER_OPTIONS})
         return self._loader
 
+    def steps_of_epochs(self, num_epochs: float, max_steps: int) -> tuple[int, int]:
+        """(epochs, steps of the base batch) that the loop makes; by ``max_steps`` if positive."""
+        samples, batches = self._sampler.num_samples, self.batches
+        if max_steps > 0:
+            return math.ceil(max_steps * batches.base / (samples - batches.max + 1)), max_steps
+        return math.ceil(num_epochs), math.ceil(num_epochs * (samples // batches.base))
+
     def enter(self, max_steps: int, num_epochs: int) -> tuple[int, int] | None:
-        """Puts the model into an engine and starts following orders. For a joining process, returns the next epoch and
-        the next step in it.
+        """Puts the model into an engine and starts following orders. Returns the next epoch and the next step in it, if
+        this process joins, or if the checkpoint's batches may have changed.
         """
         trainer, options = self._trainer, self._options
         self._progress.max_steps = max_steps
         trainer._ensure_engine()
         trainer.create_scheduler(num_training_steps=max_steps, optimizer=trainer.optimizer)
+        if not self.batches.is_fixed:
+            trainer.lr_scheduler = self._scaled(trainer.lr_scheduler)
         saves = trainer.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH)
         self._run = ElasticRun(
             _TrainerRanks(trainer),
@@ -124,34 +148,90 @@ class ElasticLoop:
             rendezvous=options.rendezvous,
             resize_options=options.resize_options,
         )
-        if not joins_others():
-            self._run.go_on_from(trainer.state.global_step)
-            return None
-        self._progress.take_state(num_epochs)
-        return self._sampler.epoch, self._sampler.cursor // self._sampler.global_batch
+        if joins_others():
+            self._progress.take_state(num_epochs)
+        else:
+            place = (trainer.state.stateful_callbacks or {}).get(_POSITION)
+            if place is None:
+                self._run.go_on_from(
+                    trainer.state.global_step, trainer.state.global_step * self._run.batch.global_batch
+                )
+                return None
+            self._take_position(place["attributes"])
+        if not self.batches.is_fixed and self._sampler.remaining_steps == 0:
+            self._sampler.next_epoch()
+        return self._sampler.epoch, self._sampler.cursor // self.batches.min
+
+    def _scaled(self, schedule: Any) -> ScaledRates:
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                f"a {type(schedule).__name__} follows evaluations, and with a range of batches the schedule follows "
+                "samples; choose another lr_scheduler_type, or one global batch"
+            )
+        return ScaledRates(self._trainer.optimizer, self.batches, schedule)
+
+    def note_position(self) -> None:
+        """Puts the position into the trainer's state, which is about to be saved."""
+        trainer, run = self._trainer, self._run
+        if self.batches.is_fixed or run is None:
+            return
+        trainer.state.stateful_callbacks[_POSITION] = {
+            "args": {},
+            "attributes": {
+                "sampler": self._sampler.state_dict(),
+                "num_samples": trainer.lr_scheduler.num_samples,
+                "noise": run.batch.noise.state_dict(),
+            },
+        }
+
+    def _take_position(self, place: dict[str, Any]) -> None:
+        assert self._run is not None
+        start, sampler = self._run.batch.global_batch, self._sampler
+        sampler.load_state_dict(place["sampler"])
+        self._run.batch.noise.load_state_dict(place["noise"])
+        self._run.go_on_from(self._trainer.state.global_step, place["num_samples"])
+        sampler.set_batch(start if start_batch() is not None else sampler.global_batch)
+        sampler.set_ranks(sampler.rank, sampler.division.num_ranks)
 
     def begin_epoch(self, epoch: int, first_step: int) -> bool:
         """Begins an epoch; returns True if it must be resumed as from a checkpoint, since this process has joined
         within it.
         """
+        rates = self._trainer.lr_scheduler
+        if isinstance(rates, ScaledRates):  # a checkpoint's rates may be of the batch before this start
+            rates.set_batch(self._sampler.global_batch)
         self._loader.begin_epoch(epoch, first_step)
         return self._progress.take_sums()
 
     def goes_on(self) -> bool:
-        """Carries out orders, between two steps. Returns False if the run stops.
+        """Carries out orders, between two steps. Returns False if the run stops, or the epoch has no further batch.
 
         Raises:
             LeftRun: this process is no longer a rank.
         """
-        assert self._run is not None
-        if self._run.num_steps == self._trainer.state.global_step:  # no step since the last call
+        run, trainer = self._run, self._trainer
+        assert run is not None
+        if run.num_steps < trainer.state.global_step:  # a step since the last call
+            following = run.step_done(self._progress.last_loss)
+            if following is Next.LEAVE:
+                raise LeftRun(0)
+            if following is Next.STOP:
+                self.has_stopped = trainer.control.should_training_stop = True
+        if self.has_stopped:
+            return False
+        if self.batches.is_fixed:
             return True
-        following = self._run.step_done(self._progress.last_loss)
-        if following is Next.LEAVE:
-            raise LeftRun(0)
-        if following is Next.STOP:
-            self.has_stopped = self._trainer.control.should_training_stop = True
-        return not self.has_stopped
+        rest = self._progress.max_steps * self.batches.base - run.num_samples
+        trainer.state.max_steps = trainer.state.global_step + max(0, math.ceil(rest / run.batch.global_batch))
+        trainer.control.should_epoch_stop = self._sampler.remaining_steps == 0
+        return not trainer.control.should_epoch_stop
+
+    def note_epoch(self) -> None:
+        """Corrects the fraction of the epoch, which the Trainer counts in steps of one size."""
+        sampler, state = self._sampler, self._trainer.state
+        if not self.batches.is_fixed:
+            done = 1.0 if sampler.remaining_steps == 0 else sampler.cursor / sampler.num_samples
+            state.epoch = sampler.epoch + done
 
     def note_checkpoint(self) -> None:
         """Records a checkpoint of the present step."""
@@ -161,8 +241,10 @@ class ElasticLoop:
     def end(self) -> None:
         """Ends the run after the loop."""
         assert self._run is not None
-        self._run.num_steps = self._trainer.state.global_step
-        self._run.end()
+        run, num_steps = self._run, self._trainer.state.global_step
+        run.num_samples += run.batch.global_batch * (num_steps - run.num_steps)
+        run.num_steps = num_steps
+        run.end()
 
 
 class _TrainerRanks:
@@ -202,6 +284,13 @@ class _TrainerRanks:
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         getattr(trainer, "_eval_dataloaders", {}).clear()  # kept if workers are persistent
 
+    @property
+    def gradient_parts(self) -> GradientParts | None:
+        return self._trainer.engine.gradient_parts
+
+    def measure_gradient_parts(self) -> None:
+        self._trainer.engine.measure_gradient_parts()
+
     def save_checkpoint(self, directory: str, /, *, client_state: Mapping[str, Any]) -> None:
         trainer = self._trainer
         trainer._save_checkpoint(trainer.model, trial=None)
@@ -217,7 +306,7 @@ class _Progress:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.max_steps = 0
-        """Steps that the loop makes."""
+        """Steps of the base batch that the loop makes."""
         self._taken: dict[str, Any] | None = None  # by a joining process
 
     @property
@@ -230,6 +319,7 @@ class _Progress:
         trainer = self._trainer
         return {
             "state": json.dumps(dataclasses.asdict(trainer.state)),
+            "max_steps": self.max_steps,
             "callbacks": json.dumps([(type(item).__name__, item.state()["attributes"]) for item in self._exported()]),
             "sums": {
                 "_tr_loss": trainer._tr_loss.item(),
@@ -243,7 +333,7 @@ class _Progress:
         Raises:
             ValueError: its script would train another number of steps, or has other callbacks.
         """
-        told, own = json.loads(state["state"])["max_steps"], self.max_steps
+        told, own = state["max_steps"], self.max_steps
         if told != own:
             raise ValueError(
                 f"the ranks that train make {told} steps, and this process would make {own}; start it with the same "

@@ -8,6 +8,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from patrickstar._C import StateError
+from patrickstar.elastic.gradient_noise import GradientParts
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.engine.engine import Engine
 from patrickstar.ranks.context import DistributedContext
@@ -41,6 +42,15 @@ class ElasticRanks:
         self._check_loaders("join")
         with deferred_signals():
             return self._followed(self.engine.join(**options))
+
+    @property
+    def gradient_parts(self) -> GradientParts | None:
+        """See :attr:`patrickstar.engine.engine.Engine.gradient_parts`."""
+        return self.engine.gradient_parts
+
+    def measure_gradient_parts(self) -> None:
+        """See :meth:`patrickstar.engine.engine.Engine.measure_gradient_parts`."""
+        self.engine.measure_gradient_parts()
 
     def _check_loaders(self, call: str) -> None:
         if self._dataloaders:

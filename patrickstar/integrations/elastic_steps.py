@@ -28,16 +28,16 @@ class StepLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Dataset[Any], sampler: ElasticSampler, **options: Any):
         self.num_samples = sampler.num_steps * sampler.global_batch
-        """Samples of an epoch."""
+        """Samples of an epoch with the first global batch."""
         # Loaders draw seeds for their workers, which must not change the model's random numbers.
         steps = _Steps(
             ElasticLoader(dataset, sampler, generator=torch.Generator().manual_seed(sampler.seed), **options)
         )
-        numbers: Any = [[step] for step in range(sampler.num_steps)]
+        numbers: Any = [[step] for step in range(sampler.num_samples // sampler.batches.min)]
         super().__init__(steps, batch_sampler=numbers, collate_fn=_only, generator=torch.Generator())
 
     def begin_epoch(self, epoch: int, first_step: int) -> None:
-        """Sets the next step to be loaded."""
+        """Sets the next step to be loaded. Within an epoch a sampler whose batch may change knows its own place."""
         self.dataset.begin_epoch(epoch, first_step)
 
 
@@ -50,14 +50,15 @@ class _Steps(Dataset[StepBatches]):
 
     def begin_epoch(self, epoch: int, first_step: int) -> None:
         sampler = self._loader.sampler
-        sampler.epoch, sampler.cursor = epoch, first_step * sampler.global_batch
+        sampler.epoch = epoch
+        if sampler.batches.is_fixed or first_step == 0:
+            sampler.cursor = first_step * sampler.global_batch
         self._steps = iter(self._loader)
 
     def __len__(self) -> int:
-        return self._loader.sampler.num_steps
+        return self._loader.sampler.num_samples // self._loader.sampler.batches.min
 
     def __getitem__(self, step: int) -> StepBatches:
-        self._loader.sampler.cursor = step * self._loader.sampler.global_batch
         return StepBatches(next(self._steps))
 
 

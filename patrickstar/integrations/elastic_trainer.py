@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
-from patrickstar.elastic import divide_batch
+from patrickstar.elastic import BatchRange, divide_batch
 from patrickstar.elastic.run import joins_others
 from patrickstar.integrations.decided_config import Decision
 from patrickstar.integrations.elastic_loop import ElasticLoop, ElasticTraining, LeftRun
@@ -49,11 +49,11 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
     """Changes a ``Trainer`` so that its number of ranks may change while it trains ([Note: steps of an elastic
     Trainer]). It must precede the trainer's class among the bases.
 
-    A step's samples follow from the seed and the epoch, for any number of ranks. Samples after an epoch's last whole
-    global batch are dropped, as by ``dataloader_drop_last``. A rank that has left raises :class:`LeftRun`. A run that
-    is ordered to stop saves a checkpoint, if ``save_strategy`` is "steps" or "epoch", and returns from ``train``.
-    ``train(resume_from_checkpoint=...)`` continues from it on any number of ranks. A joining process takes the state of
-    the others, whatever checkpoint its script names.
+    The order of samples follows from the seed and the epoch, for any number of ranks and any batches. Samples after an
+    epoch's last whole global batch are dropped, as by ``dataloader_drop_last``. A rank that has left raises
+    :class:`LeftRun`. A run that is ordered to stop saves a checkpoint, if ``save_strategy`` is "steps" or "epoch", and
+    returns from ``train``. ``train(resume_from_checkpoint=...)`` continues from it on any number of ranks. A joining
+    process takes the state of the others, whatever checkpoint its script names.
 
     Args:
         elastic: the global batch, and the source of orders.
@@ -83,14 +83,24 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
             )
         self.accelerator.keeps_ranks = None
         most = self.args.per_device_train_batch_size
-        self.accelerator.accumulated_batches = divide_batch(self._elastic.global_batch, 1, most).accumulation
+        largest = BatchRange.of(self._elastic.global_batch).max
+        self.accelerator.accumulated_batches = divide_batch(largest, 1, most).accumulation
 
     def _global_batch(self) -> Decision:
-        return Decision(key="train_batch_size", value=self._elastic.global_batch, source="ElasticTraining.global_batch")
+        batch = BatchRange.of(self._elastic.global_batch).base
+        return Decision(key="train_batch_size", value=batch, source="ElasticTraining.global_batch")
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """The global batch."""
-        return self._elastic.global_batch
+        """The global batch, at the start of its range."""
+        return BatchRange.of(self._elastic.global_batch).base
+
+    def set_initial_training_values(self, args: TrainingArguments, *others: Any, **options: Any) -> Any:
+        """The Trainer's values; with a range of batches, an epoch has room for the smallest."""
+        values = super().set_initial_training_values(args, *others, **options)
+        if self._loop.batches.is_fixed:
+            return values
+        epochs, steps = self._loop.steps_of_epochs(args.num_train_epochs, args.max_steps)
+        return epochs, *values[1:-1], steps
 
     # The loop.
 
@@ -146,10 +156,12 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
         return super()._get_num_items_in_batch([one for step in steps for one in step], device)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._loop.note_epoch()
         if not self._loop.has_stopped:
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._loop.note_position()
         super()._save_checkpoint(*args, **kwargs)
         self._loop.note_checkpoint()
 

@@ -124,6 +124,10 @@ class Job:
     """Numbers of GPUs on which it fits, ascending; empty: all from ``min_gpus`` to ``max_gpus``."""
     workload: str = ""
     """A label for reports."""
+    feasible_batches: tuple[int, ...] = ()
+    """Global batches that it takes, ascending, each on numbers of GPUs that divide it; empty: any from ``base_batch``
+    to ``max_batch``. While its noise scale is unknown (0), it keeps ``base_batch``.
+    """
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_gpus <= self.requested_gpus <= self.max_gpus:
@@ -147,16 +151,31 @@ class Job:
                 f"max_gpus {self.max_gpus}; correct its limits"
             )
 
+        if self.feasible_batches and self.base_batch not in self.feasible_batches:
+            raise ValueError(
+                f"job {self.name}: base_batch {self.base_batch} must be one of feasible_batches "
+                f"{self.feasible_batches}; correct its batches"
+            )
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """All numbers of GPUs that it runs on, ascending."""
-        return self.feasible_gpus or tuple(range(self.min_gpus, self.max_gpus + 1))
+        found = self.feasible_gpus or tuple(range(self.min_gpus, self.max_gpus + 1))
+        return tuple(n for n in found if self.batches_on(n)) if self.feasible_batches else found
+
+    def batches_on(self, num_gpus: int) -> tuple[int, ...]:
+        """Batches that it may have now on so many GPUs, of ``feasible_batches``."""
+        return tuple(
+            batch
+            for batch in self.feasible_batches
+            if batch % num_gpus == 0 and (self.noise_scale > 0 or batch == self.base_batch)
+        )
 
     def largest_size(self, num_gpus: int) -> int:
         """The largest of :attr:`sizes` that is at most ``num_gpus``; 0 if there is none."""
-        if not self.feasible_gpus:
+        if not self.feasible_gpus and not self.feasible_batches:
             return min(num_gpus, self.max_gpus) if num_gpus >= self.min_gpus else 0
-        return max((n for n in self.feasible_gpus if n <= num_gpus), default=0)
+        return max((n for n in self.sizes if n <= num_gpus), default=0)
 
     def rigid_size(self, cluster: Cluster) -> int:
         """Size from a scheduler that changes no job: the request, or the nearest size below or above it."""
@@ -170,7 +189,11 @@ class Job:
     def batch_size(self, num_gpus: int, rule: BatchRule, gpus_per_node: int) -> int:
         """The global batch, in samples, on so many GPUs."""
         if rule is BatchRule.CONFIGURED:
-            return int(_configured_batch(self, num_gpus))
+            wanted = int(_configured_batch(self, num_gpus))
+            if not self.feasible_batches:
+                return wanted
+            tried = self.batches_on(num_gpus)
+            return max((batch for batch in tried if batch <= wanted), default=min(tried))
         return int(_packed(self, rule, max(num_gpus, self.max_gpus), gpus_per_node)[1][num_gpus])
 
     def goodput(self, num_gpus: _Ints, batch_size: _Ints, num_nodes: _Ints) -> Any:
@@ -193,6 +216,8 @@ def _configured_batch(job: Job, num_gpus: _Ints) -> Any:
 def _packed(job: Job, rule: BatchRule, most: int, gpus_per_node: int) -> tuple[np.ndarray, np.ndarray]:
     """Goodput and batch on 0 to ``most`` GPUs, packed on as few nodes as possible."""
     sizes = np.arange(1, most + 1)
+    if job.feasible_batches:
+        return _packed_feasible(job, rule, most, gpus_per_node)
     if rule is BatchRule.CONFIGURED:
         tried = _configured_batch(job, sizes)[:, None]
     else:
@@ -202,6 +227,17 @@ def _packed(job: Job, rule: BatchRule, most: int, gpus_per_node: int) -> tuple[n
     best = speeds.argmax(axis=1)
     rows = np.arange(most)
     return np.append(0.0, speeds[rows, best]), np.append(0, tried[rows, best])
+
+
+def _packed_feasible(job: Job, rule: BatchRule, most: int, gpus_per_node: int) -> tuple[np.ndarray, np.ndarray]:
+    speeds, batches = np.zeros(most + 1), np.zeros(most + 1, dtype=np.int64)
+    for size in job.sizes:
+        tried = np.array(job.batches_on(size))
+        if rule is BatchRule.CONFIGURED:
+            tried = np.array([job.batch_size(size, rule, gpus_per_node)])
+        found = job.goodput(size, tried, math.ceil(size / gpus_per_node))
+        speeds[size], batches[size] = found.max(), tried[found.argmax()]
+    return speeds, batches
 
 
 @functools.lru_cache(maxsize=2**12)

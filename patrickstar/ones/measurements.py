@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from patrickstar.ones.jobs import StepTime, Throughput
 
 _UNKNOWN_SAMPLE_S = 1e-3  # before any measurement: the same for all jobs
-_DISTINCT = 1.5  # the ratio of two batches per GPU from which their times separate a pass's constant part
+DISTINCT = 1.5  # the ratio of two batches per GPU from which their times separate a pass's constant part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _computation(alone: Sequence[StepTime], max_micro_batch: int, sync_samples: 
 
     (passes, samples), (more_passes, more_samples) = work(alone[0]), work(alone[-1])
     determinant = passes * more_samples - more_passes * samples
-    if alone[0].num_gpus == 1 and more_samples >= _DISTINCT * samples and determinant > 0:
+    if alone[0].num_gpus == 1 and more_samples >= DISTINCT * samples and determinant > 0:
         first, last = alone[0].seconds, alone[-1].seconds
         pass_s = (first * more_samples - last * samples) / determinant
         sample_s = (passes * last - more_passes * first) / determinant

@@ -126,6 +126,8 @@ def _check(allocation: Allocation, active: dict[str, SimulatedJob], cluster: Clu
             raise SimulationError(f"{who} grants {len(grant.gpus)} GPUs to {name}, which runs on {job.sizes}")
         if grant.batch_size < len(grant.gpus):
             raise SimulationError(f"{who} grants {name} a batch of {grant.batch_size} on {len(grant.gpus)} GPUs")
+        if job.feasible_batches and grant.batch_size not in job.batches_on(len(grant.gpus)):
+            raise SimulationError(f"{who} grants {name} a batch of {grant.batch_size}, which it does not take now")
         own = set(grant.gpus)
         if len(own) != len(grant.gpus) or not own <= set(range(cluster.num_gpus)) or own & taken:
             raise SimulationError(f"{who} grants GPUs {grant.gpus} to {name}, of which some are not there or taken")

@@ -133,7 +133,8 @@ def _item(path: str | Path, number: int, fields: dict[str, Any]) -> TraceJob:
     try:
         job = dict(fields.pop("job"))
         throughput = Throughput(**job.pop("throughput"))
-        job["feasible_gpus"] = tuple(job.get("feasible_gpus", ()))
+        for name in ("feasible_gpus", "feasible_batches"):
+            job[name] = tuple(job.get(name, ()))
         curve = Curve(fields.pop("curve", Curve.POWER.value))
         return TraceJob(job=Job(throughput=throughput, **job), curve=curve, **fields)
     except (KeyError, TypeError, ValueError) as error:

@@ -11,11 +11,12 @@ from patrickstar import _C
 from patrickstar.elastic.phases import Resized, ResizePhase
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.resize_folder import is_token
+from patrickstar.elastic.sampler import OfBatch
 from patrickstar.ranks.addresses import AllowedHosts, split_address
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.failures import first_line, is_interrupt
 from patrickstar.resize.devices import DeviceShards, pass_on, prepare_to_receive
-from patrickstar.resize.plan import REFUSAL, ResizeKeys, ResizeOptions, ResizePlan, description
+from patrickstar.resize.plan import REFUSAL, ResizeKeys, ResizeOptions, ResizePlan, UserState, description
 from patrickstar.resize.resizing import change, check_supported, check_user_state
 from patrickstar.resize.shards import HeldShards, Shards, check_state, reached_state
 from patrickstar.session.interrupts import deferred_signals
@@ -100,7 +101,7 @@ def _prepare(
     rank = plan.new_rank(None, number)
     assert rank is not None
     try:
-        check_user_state(options.user_state, len(plan.former))
+        check_user_state(_without_batches(options.user_state), len(plan.former))
         shards = Shards(session, plan, rank, options.folder, keys.files)
         unless_joined.callback(shards.remove_reached, rank)
         on_devices = shards.on_devices(None, rank)
@@ -118,6 +119,11 @@ def _prepare(
             raise
         raise ResizeError(f"this process did not join: {problem}") from error
     return _Prepared(shards, on_devices, connected, state)
+
+
+def _without_batches(user_state: Mapping[str, UserState]) -> dict[str, UserState]:
+    """User state that does not take its batch from the ranks that train, which have checked theirs."""
+    return {name: item for name, item in user_state.items() if not isinstance(item, OfBatch) or item.batches.is_fixed}
 
 
 @dataclasses.dataclass(frozen=True)

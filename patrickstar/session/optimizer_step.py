@@ -54,7 +54,7 @@ def _decide(session: Session, param_groups: list[dict[str, Any]], options: list[
     committed = session.gradients.are_committed
     if committed and not finite:
         logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
-    outcome = StepOutcome(grad_norm=norm, applied=finite or committed)
+    outcome = StepOutcome(grad_norm=norm, parts=session.gradients.parts, applied=finite or committed)
     ratio = session.gradients.clip_ratio()
     session.gradient_reads.keep(scale, min(1.0, ratio) if finite else 1.0)
     return Decision(outcome, param_groups, options, scale, ratio)

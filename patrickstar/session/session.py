@@ -208,6 +208,18 @@ class Session:
         with deferred_signals(), self.guard("the norm of all gradients"):
             return self.gradients.norm()
 
+    def measure_gradient_parts(self) -> None:
+        """See ``Engine.measure_gradient_parts``."""
+        self.check_open()
+        section = self.config
+        is_whole = self.chunk_ranks.size == len(self.ranks.members) and self.matrices.names is None
+        if not is_whole or max(section.sequence_parallel.size, section.expert_parallel.size) > 1:
+            raise _C.StateError(
+                "the gradient noise scale is not measured where ranks share samples or experts (tensor_parallel, "
+                "sequence_parallel, expert_parallel); leave them out, or train with one batch"
+            )
+        self.runtime.measure_parts()
+
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict."""
         self.check_open()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from patrickstar import _C
 from patrickstar.config import Config, RankReduction, Speculation
+from patrickstar.elastic.gradient_noise import GradientParts
 from patrickstar.module.managed import ManagedParams
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.session.rank_sync import combine_over_ranks
@@ -57,6 +58,9 @@ class StepGradients:
         self._scale: float | None = None  # pending gradients' loss scale; None: there are none
         self._norm: float | None = None
         self._is_combined = False
+        self._num_backwards = 0
+        self.parts: GradientParts | None = None
+        """For the gradient noise scale, once the norm is known; None: not measured, or not finite."""
 
     @property
     def scale(self) -> float:
@@ -66,6 +70,7 @@ class StepGradients:
     def keep(self, scale: float) -> None:
         """Records gradients of a backward, scaled by ``scale``."""
         self._scale = scale
+        self._num_backwards += 1
 
     def check_scale(self, scale: float) -> None:
         """Raises StateError if pending gradients have another loss scale."""
@@ -83,10 +88,20 @@ class StepGradients:
                 combine_over_ranks(self._ranks, self._managed.shared, divisor)
                 self._is_combined = True
             managed_squares = self._managed.sum_of_squares()
-            own = self._runtime.prepare_step(self._left_out) * self.chunk_factor**2 + managed_squares
-            squares = self._total(own)
+            in_chunks = self._runtime.prepare_step(self._left_out) * self.chunk_factor**2
+            self.parts = self._find_parts(in_chunks)
+            squares = self._total(in_chunks + managed_squares)
             self._norm = math.sqrt(squares) / self.scale if math.isfinite(squares) else math.nan
         return self._norm
+
+    def _find_parts(self, step_squares: float) -> GradientParts | None:
+        """Parameters that stay with PyTorch are in neither norm. A micro-batch's loss is divided by their number."""
+        summed = self._runtime.squares_of_parts(self._left_out)
+        factor = (self.chunk_factor * self._num_backwards) ** 2 / self._ranks.size
+        squares = [summed * factor / self.scale**2, step_squares / self.scale**2]
+        if not all(map(math.isfinite, squares)):
+            return None
+        return GradientParts(self._num_backwards * self._ranks.size, *squares)
 
     def clip(self, max_norm: float) -> None:
         """Sets the norm limit of the next step in place of the configuration's ``gradient_clipping``; 0 or less: no
@@ -123,3 +138,4 @@ class StepGradients:
         self.forget()
         self._scale = None
         self._max_norm = None
+        self._num_backwards = 0

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from patrickstar.elastic.gradient_noise import GradientParts
 from patrickstar.optimizer.core_options import CoreOptions
 
 
@@ -68,6 +69,8 @@ class StepOutcome:
 
     grad_norm: float = 0.0
     """Global L2 norm of the unscaled gradients before clipping; not finite if the step was skipped."""
+    parts: GradientParts | None = None
+    """See ``Engine.gradient_parts``."""
     applied: bool = True
     """True if parameters were updated; also before the first step and after loading."""
 

@@ -256,9 +256,13 @@ def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
     return result
 
 
-def give(orders: Orders, num_ranks: int | None) -> None:
+Order = int | tuple[int, int] | None  # ranks, or ranks and batch; None: a stop
+
+
+def give(orders: Orders, order: Order) -> None:
     """Returns when the order is in place: a written order gets no answer, a requested one does."""
-    number = orders.stop() if num_ranks is None else orders.resize(num_ranks)
+    num_ranks, global_batch = order if isinstance(order, tuple) else (order, 0)
+    number = orders.stop() if num_ranks is None else orders.resize(num_ranks, global_batch=global_batch)
     assert orders.outcome(number) is None
 
 

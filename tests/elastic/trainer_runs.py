@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from patrickstar import _C
-from patrickstar.elastic import ElasticLoader, ElasticRun, ElasticSampler, Next, Orders, Rendezvous
+from patrickstar.elastic import BatchRange, ElasticLoader, ElasticRun, ElasticSampler, Next, Orders, Rendezvous
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainerMixin, ElasticTraining, LeftRun
 from tests.elastic import runs
@@ -64,7 +64,7 @@ class Count(TrainerCallback, ExportableState):
 
 
 class OneOrder(TrainerCallback):
-    def __init__(self, address: str, plan: dict[int, int | None]):
+    def __init__(self, address: str, plan: dict[int, runs.Order]):
         self._orders, self._plan = Orders(Rendezvous.at(address).store), plan
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -99,19 +99,20 @@ def data() -> dict[str, Any]:
 
 def follow_orders(
     address: str,
-    plan: dict[int, int | None],
+    plan: dict[int, runs.Order],
     folder: str,
     resume: str | None = None,
     options: dict[str, Any] | None = None,
+    batches: int | BatchRange = GLOBAL_BATCH,
 ) -> dict[str, Any]:
-    """Runs one process; ``plan`` gives numbers of ranks by step, or None for a stop."""
+    """Runs one process; ``plan`` gives orders by step."""
     torch.set_num_threads(1)
     counter = Count()
     trainer = ElasticTracing(
         gpt2(),
         arguments(Path(folder), **OPTIONS | (options or {})),
         elastic=ElasticTraining(
-            global_batch=GLOBAL_BATCH, look_seconds=1e-9, rendezvous=address, resize_options={"folder": folder}
+            global_batch=batches, look_seconds=1e-9, rendezvous=address, resize_options={"folder": folder}
         ),
         patrickstar_config=engine_config(device_memory=800_000, rank_timeout_seconds=60),
         callbacks=[counter, OneOrder(address, plan)],

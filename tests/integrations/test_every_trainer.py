@@ -6,6 +6,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from patrickstar.command.main import main
+from patrickstar.elastic.batches import BatchRange, LearningRateRule, batch_environment
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTrainerMixin, ElasticTraining
 from patrickstar.integrations.every_trainer import every_trainer_in_engine
 from patrickstar.integrations.trainer_arguments import load_off_devices
@@ -119,7 +120,16 @@ def test_a_script_follows_orders_with_a_global_batch(tmp_path, capsys, monkeypat
     assert json.loads(capsys.readouterr().out.splitlines()[-1])[1] == "ElasticTrainerMixin"
     with pytest.raises(SystemExit) as stop:
         main(["run", "--global-batch", "0", str(script)])
-    assert stop.value.code == 2 and "--global-batch is 0; give at least 1" in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "--global-batch: it is '0'; give a whole number of at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--global-batch", "job", str(script)])
+    assert stop.value.code == 2
+    assert "PATRICKSTAR_ELASTIC_BATCH is not set" in capsys.readouterr().err
+    batches = BatchRange(min=2, base=4, max=8, rule=LearningRateRule.LINEAR)
+    for name, value in batch_environment(batches, 8).items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--device-memory", "1MiB", "--global-batch", "job", str(script), str(tmp_path / "job")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,18 @@ import ray
 import torch
 
 from patrickstar.command.ones import main
+from patrickstar.elastic import BatchRange, LearningRateRule
 from patrickstar.ones.cluster.client import ClusterClient, ClusterError, StartOptions, start
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE
 from patrickstar.ones.cluster.submission import Submission
 from tests.distributed import ROOT, run_python
-from tests.ones import elastic_script, trainer_script
+from tests.elastic import batch_runs
+from tests.ones import batch_script, elastic_script, trainer_script
 
 SCRIPT = Path(elastic_script.__file__)
 TRAINER_SCRIPT = Path(trainer_script.__file__)
+BATCH_SCRIPT = Path(batch_script.__file__)
+BATCHES = BatchRange(min=6, base=12, max=48, rule=LearningRateRule.SQUARE_ROOT, warmup_steps=5)
 SCHEDULER = "scheduler"
 
 
@@ -200,6 +204,11 @@ def test_what_the_command_says(cluster, tmp_path, capsys, monkeypatch):
     assert main(["submit", "--name", "big", "--gpus", "5-6", *gpus, str(rigid)]) == 2
     assert "job big needs at least 6 GPUs and the cluster has 4" in capsys.readouterr().err
     until(client, lambda found: found["rigid"].state == "finished")
+    ranged = ["--gpus", "1-4", *gpus, "--batch-range"]
+    assert main(["submit", "--name", "ranged", *ranged, "13-24", str(rigid)]) == 2
+    assert "min 13, base 12 and max 24 samples" in capsys.readouterr().err
+    assert main(["submit", "--name", "ranged", *ranged, "6-24", "--batch-rule", "linear", str(rigid)]) == 0
+    until(client, lambda found: found["ranged"].state == "finished")
     assert main(["status", "--once"]) == 0
     assert "finished" in capsys.readouterr().out
     folder = Path(options.logs, "rigid")
@@ -230,6 +239,39 @@ def test_twelve_jobs_share_four_gpus(cluster, tmp_path):
     for number, name in enumerate(names):
         check(tmp_path / name, alone[80 if number % 3 == 0 else 40])
     assert sum(found[name].num_failures for name in names) >= 2
+
+
+@pytest.mark.slow
+def test_batches_change_and_survive_a_rank_and_the_scheduler(cluster, tmp_path):
+    client, _ = cluster
+    names = [f"batches{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        folder = tmp_path / name
+        folder.mkdir()
+        arguments = (str(folder), "2400", "0.05")
+        environment = (("FAIL_ONCE", "1"),) if number == 1 else ()
+        limits = (1, 1 + number, 1, 12, batch_script.runs.NUM_SAMPLES, (), BATCHES)
+        client.submit(Submission(name, str(BATCH_SCRIPT), arguments, str(folder), environment, *limits))
+    until(client, lambda found: any(found[name].noise_scale for name in names))
+    os.kill(pid_of(SCHEDULER), signal.SIGKILL)
+    until_alive(client)
+    found = until(client, lambda found: all(found[name].state in ("finished", "failed") for name in names))
+    assert [found[name].state for name in names] == ["finished"] * 4
+    assert found["batches1"].num_failures == 1
+    changed = set()
+    for name in names:
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        plain = batch_runs.replay(dict(enumerate(result["batches"])), BATCHES, decay=1.0)
+        assert 2400 <= plain["num_samples"] < 2400 + BATCHES.max
+        for key, value in plain["state"].items():
+            torch.testing.assert_close(torch.tensor(result["values"][key]), value, rtol=2e-3, atol=5e-4)
+        if name != "batches1":
+            seen = samples_by_step(tmp_path / name)
+            assert {step: sorted(map(int, some)) for step, some in seen.items()} == {
+                step: sorted(some) for step, some in plain["seen"].items()
+            }
+        changed |= set(result["batches"])
+    assert len(changed) > 2
 
 
 def command(*arguments, home):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from patrickstar.elastic import RunReport
+from patrickstar.elastic import BatchRange, LearningRateRule, RunReport
 from patrickstar.ones import Cluster, Grant, Job, Throughput, TraceJob, simulate
 from patrickstar.ones.cluster import ledger, scheduler
 from patrickstar.ones.cluster.fleet import JobPhase, Status
@@ -19,25 +19,27 @@ from patrickstar.ones.simulated_job import SimulatedJob
 
 CLUSTER = Cluster(8, gpus_per_node=8)
 RESIZE_S = 0.01  # short, since the fleet carries out orders at once
+RANGE = BatchRange(min=12, base=24, max=160, rule=LearningRateRule.LINEAR)
 
 
-def submission(name, requested):
+def submission(name, requested, batches):
     return Submission(
         name, __file__, (), "/", (), min_gpus=1, max_gpus=8, requested_gpus=requested, global_batch=24,
-        epoch_samples=1000,
+        epoch_samples=1000, batch_range=batches,
     )  # fmt: skip
 
 
-def trace(seed, count):
+def trace(seed, count, batches):
     rng = np.random.default_rng(seed)
     found, now = [], 0.0
     for index in range(count):
-        made = submission(f"job{index:02d}", int(rng.choice([1, 2, 4])))
+        made = submission(f"job{index:02d}", int(rng.choice([1, 2, 4])), batches)
         job = Job(
             name=made.name, arrival_s=now, min_gpus=1, max_gpus=8, requested_gpus=made.requested_gpus,
-            gpu_batch=24 // made.requested_gpus, base_batch=24, max_batch=24, epoch_samples=1000.0,
+            gpu_batch=24 // made.requested_gpus, base_batch=24, max_batch=made.batches.max, epoch_samples=1000.0,
             throughput=Throughput(sample_s=0.02, sync_s=float(rng.uniform(0.01, 0.2)), gamma=1.0),
-            noise_scale=0.0, resize_s=RESIZE_S, feasible_gpus=made.sizes,
+            noise_scale=0.0 if batches is None else float(rng.lognormal(4, 1)), resize_s=RESIZE_S,
+            feasible_gpus=made.sizes, feasible_batches=made.feasible_batches,
         )  # fmt: skip
         found.append(TraceJob(job, samples=float(rng.lognormal(9, 1.5)), noise_seed=index))
         now += float(rng.exponential(40))
@@ -52,16 +54,18 @@ class SimulatedFleet:
         self.jobs, self.phases = {}, {}
         self.num_orders = 0
 
-    def start(self, submission, num_ranks):
+    def start(self, submission, num_ranks, global_batch):
         name = submission.name
         if name not in self.jobs:
             self.jobs[name] = SimulatedJob(self.items[name], CLUSTER)
         self.phases[name] = JobPhase.RUNNING
-        self.resize(name, num_ranks)
+        self.resize(name, num_ranks, global_batch)
 
-    def resize(self, name, num_ranks):
+    def resize(self, name, num_ranks, global_batch):
         self.num_orders += 1
-        self.jobs[name].change(self.clock(), Grant(tuple(range(num_ranks)), 24))
+        job = self.jobs[name]
+        kept = job.grant is not None and len(job.grant.gpus) == num_ranks
+        job.change(self.clock(), Grant(job.grant.gpus if kept else tuple(range(num_ranks)), global_batch))
 
     def stop(self, name):
         self.num_orders += 1
@@ -76,9 +80,12 @@ class SimulatedFleet:
             return None
         state = self.jobs[name].state(self.clock(), Foresight.NONE)
         phase = JobPhase.ENDED if self.jobs[name].end_s <= self.clock() else self.phases[name]
-        count = len(state.gpus)
-        seconds = next((step.seconds for step in state.observed if step.num_gpus == count), 0.0)
-        report = RunReport(state.seen_samples / 24, count, seconds, 1.0, 0, phase is JobPhase.ENDED)
+        count, batch = len(state.gpus), state.batch_size
+        seconds = {(step.num_gpus, step.batch_size): step.seconds for step in state.observed}.get((count, batch), 0.0)
+        report = RunReport(
+            state.seen_samples / 24, count, seconds, 1.0, 0, phase is JobPhase.ENDED, state.seen_samples, batch,
+            state.job.noise_scale or None,
+        )  # fmt: skip
         return Status(phase, count, report, RESIZE_S)
 
 
@@ -89,14 +96,14 @@ class Recorded:
 
     def decide(self, now, jobs, cluster):
         allocation = dict(self.policy.decide(now, jobs, cluster))
-        self.made[round(now, 6)] = {name: len(grant.gpus) for name, grant in allocation.items()}
+        self.made[round(now, 6)] = {name: (len(grant.gpus), grant.batch_size) for name, grant in allocation.items()}
         return allocation
 
     def finished(self, now, state):
         self.policy.finished(now, state)
 
 
-def deployed(items, policy, path, monkeypatch):
+def deployed(items, batches, policy, path, monkeypatch):
     """Decisions of the scheduler by time, at the times of the simulator's events."""
     now = [0.0]
     monkeypatch.setattr(ledger.time, "time", lambda: now[0])
@@ -110,7 +117,7 @@ def deployed(items, policy, path, monkeypatch):
         now[0] = min(arrival_s, end_s, now[0] + policy.interval_s if fleet.phases else math.inf)
         while coming and coming[0].job.arrival_s <= now[0]:
             job = coming.pop(0).job
-            made.submit(submission(job.name, job.requested_gpus))
+            made.submit(submission(job.name, job.requested_gpus, batches))
         before = -1
         while before != fleet.num_orders:  # GPUs that a job leaves are granted in the next tick, here at the same time
             before = fleet.num_orders
@@ -124,11 +131,15 @@ def deployed(items, policy, path, monkeypatch):
     [Fifo, lambda: TiresiasLas((300.0,)), lambda: Ones(cooldown_s=1e-6, cooldown_resizes=0.0)],
     ids=["fifo", "tiresias", "ones"],
 )
-def test_the_deployed_scheduler_decides_as_the_simulated_one(make, seed, tmp_path, monkeypatch):
-    items = trace(seed, 12)
+@pytest.mark.parametrize("batches", [None, RANGE], ids=["one batch", "batches"])
+def test_the_deployed_scheduler_decides_as_the_simulated_one(make, batches, seed, tmp_path, monkeypatch):
+    items = trace(seed, 12, batches)
     simulated = Recorded(make())
     simulate(items, simulated, CLUSTER)
-    found = deployed(items, Recorded(make()), tmp_path / "ledger", monkeypatch)
+    found = deployed(items, batches, Recorded(make()), tmp_path / "ledger", monkeypatch)
     made = {now: sizes for now, sizes in found.items() if sizes}
     assert made == {now: sizes for now, sizes in simulated.made.items() if sizes}
     assert len(made) > 20
+    granted = {batch for grants in made.values() for _, batch in grants.values()}
+    assert granted <= set(items[0].job.feasible_batches)
+    assert (len(granted) > 4) == (batches is RANGE and isinstance(make(), Ones))

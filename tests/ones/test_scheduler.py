@@ -30,13 +30,13 @@ class NotedFleet:
         self.is_slow = is_slow
         self.log = []
 
-    def start(self, submission, num_ranks):
+    def start(self, submission, num_ranks, global_batch):
         assert submission.name not in self.ranks
-        assert num_ranks in submission.sizes
+        assert global_batch % num_ranks == 0
         self.log.append(("start", submission.name, num_ranks))
         self.ranks[submission.name], self.phases[submission.name] = num_ranks, JobPhase.RUNNING
 
-    def resize(self, name, num_ranks):
+    def resize(self, name, num_ranks, global_batch):
         self.log.append(("resize", name, num_ranks))
         self.ordered[name] = num_ranks
         if not self.is_slow:

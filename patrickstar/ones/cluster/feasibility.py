@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from patrickstar.elastic import divide_batch
+from patrickstar.elastic import BatchRange, divide_batch
 
 _FITS, _DOES_NOT_FIT = 0, 1
 
@@ -24,14 +24,14 @@ class Feasibility:
 
 
 def planned(
-    sizes: Sequence[int], options: Sequence[str], global_batch: int, micro_batch: int, gpus_per_node: int
+    sizes: Sequence[int], options: Sequence[str], batches: BatchRange, micro_batch: int, gpus_per_node: int
 ) -> Feasibility:
     """Runs the planner for each number of GPUs.
 
     Args:
-        sizes: numbers of GPUs that divide the global batch.
+        sizes: numbers of GPUs, each of which divides a batch.
         options: of ``patrickstar plan``: model, lengths, GPU, budgets. Batches and numbers of GPUs are added.
-        global_batch: samples of an optimizer step on all GPUs together.
+        batches: samples of an optimizer step on all GPUs together; each number has the batch nearest to the base.
         micro_batch: most samples that a GPU computes at once.
         gpus_per_node: of the cluster.
 
@@ -40,7 +40,8 @@ def planned(
     """
     found = Feasibility({}, {})
     for size in sizes:
-        division = divide_batch(global_batch, size, micro_batch)
+        nearest = batches.nearest_multiple(batches.base, size)
+        division = divide_batch(nearest or batches.base, size, micro_batch)
         here = min(size, gpus_per_node)
         command = [
             sys.executable, "-m", "patrickstar.plan", *options, "--json", "--no-advice",

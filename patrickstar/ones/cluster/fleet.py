@@ -43,11 +43,11 @@ class Status:
 class Fleet(Protocol):
     """Runs jobs, which outlive the caller."""
 
-    def start(self, submission: Submission, num_ranks: int) -> None:
-        """Starts processes of a job that has none; they continue from its checkpoint."""
+    def start(self, submission: Submission, num_ranks: int, global_batch: int) -> None:
+        """Starts processes of a job that has none; they continue from its checkpoint, with this batch."""
 
-    def resize(self, name: str, num_ranks: int) -> None:
-        """Orders a resize, and starts joining processes."""
+    def resize(self, name: str, num_ranks: int, global_batch: int) -> None:
+        """Orders ranks and a batch, and starts joining processes."""
 
     def stop(self, name: str) -> None:
         """Orders the job to end with a checkpoint."""

@@ -32,17 +32,29 @@ class Measured:
     num_steps: int = 0
     loss: float = 0.0
     """The last one; 0: none."""
-    observed: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Seconds of a step by number of ranks."""
+    observed: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    """Seconds of a step by number of ranks and global batch."""
+    done_samples: float = 0.0
+    """Progress, in samples of the first batch."""
+    noise_scale: float = 0.0
+    """The gradient noise scale, in samples; 0: not measured."""
 
     def as_plain(self) -> dict[str, object]:
         """In JSON's types."""
-        return {"num_steps": self.num_steps, "loss": self.loss, "observed": list(self.observed.items())}
+        return {**dataclasses.asdict(self), "observed": [[*key, seconds] for key, seconds in self.observed.items()]}
 
     @staticmethod
-    def of(plain: dict) -> Measured:
-        """The inverse of :meth:`as_plain`."""
-        return Measured(int(plain["num_steps"]), float(plain["loss"]), {int(n): float(s) for n, s in plain["observed"]})
+    def of(plain: dict, first_batch: int) -> Measured:
+        """The inverse of :meth:`as_plain`. In ledgers of earlier versions all steps have the first batch."""
+        rows = [(row[0], row[1] if len(row) == 3 else first_batch, row[-1]) for row in plain["observed"]]
+        num_steps = int(plain["num_steps"])
+        return Measured(
+            num_steps,
+            float(plain["loss"]),
+            {(int(ranks), int(batch)): float(seconds) for ranks, batch, seconds in rows},
+            float(plain.get("done_samples", num_steps * first_batch)),
+            float(plain.get("noise_scale", 0.0)),
+        )
 
 
 @dataclasses.dataclass
@@ -141,4 +153,4 @@ class Ledger:
         else:
             entry.end = End(fields["end"])
             if "measured" in fields:  # ledgers of earlier versions have none
-                entry.measured = Measured.of(fields["measured"])
+                entry.measured = Measured.of(fields["measured"], entry.submission.global_batch)

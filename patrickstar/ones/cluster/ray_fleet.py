@@ -29,16 +29,17 @@ class RayFleet:
     def __init__(self, logs: str):
         self._logs = logs
 
-    def start(self, submission: Submission, num_ranks: int) -> None:
+    def start(self, submission: Submission, num_ranks: int, global_batch: int) -> None:
         """Starts the job's actor, and with it the ranks; does not wait for them."""
         options = {"name": f"job:{submission.name}", "namespace": NAMESPACE, "lifetime": "detached"}
-        ray.remote(num_cpus=0)(JobProcesses).options(**options).remote(submission.as_plain(), self._logs, num_ranks)
+        made = ray.remote(num_cpus=0)(JobProcesses).options(**options)
+        made.remote(submission.as_plain(), self._logs, num_ranks, global_batch)
 
-    def resize(self, name: str, num_ranks: int) -> None:
+    def resize(self, name: str, num_ranks: int, global_batch: int) -> None:
         """Sends the order; does not wait."""
         actor = self._actor(name)
         if actor is not None:
-            actor.resize.remote(num_ranks)
+            actor.resize.remote(num_ranks, global_batch)
 
     def stop(self, name: str) -> None:
         """Sends the order; does not wait."""

@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from patrickstar.elastic import Orders, OutcomeKind
+from patrickstar.elastic.batches import batch_environment
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, ServedRendezvous
 from patrickstar.elastic.run import JOINS_VARIABLE
 from patrickstar.ones.cluster.fleet import JobPhase, Status
@@ -74,7 +75,7 @@ class JobProcesses:
     runs even if the scheduler dies at once.
     """
 
-    def __init__(self, plain: dict[str, Any], logs: str, num_ranks: int):
+    def __init__(self, plain: dict[str, Any], logs: str, num_ranks: int, global_batch: int):
         self._submission = Submission.of(plain)
         self._logs = Path(logs, self._submission.name)
         self._host = ray.util.get_node_ip_address()
@@ -85,6 +86,7 @@ class JobProcesses:
         self._joining: _Ranks | None = None
         self._number = 0  # of the order in progress; 0: none
         self._num_ranks = 0
+        self._first_batch = global_batch
         self._ordered_ranks = 0
         self._stops = False
         self._num_started = 0
@@ -119,8 +121,8 @@ class JobProcesses:
             self._launch(actor, environment)
         self._num_ranks = num_ranks
 
-    def resize(self, num_ranks: int) -> None:
-        """Orders a resize, and starts joining ranks."""
+    def resize(self, num_ranks: int, global_batch: int) -> None:
+        """Orders ranks and a batch, and starts joining ranks."""
         self._refusal = ""
         if num_ranks > self._num_ranks:
             try:
@@ -131,7 +133,8 @@ class JobProcesses:
             for actor, (_, _, gpus) in zip(self._joining.actors, self._joining.places, strict=True):
                 self._launch(actor, {"CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "1"})
         self._ordered_ranks = num_ranks
-        self._number = self._orders.resize(num_ranks)
+        fixed = self._submission.batches.is_fixed
+        self._number = self._orders.resize(num_ranks, global_batch=0 if fixed else global_batch)
 
     def stop(self) -> None:
         """Orders the ranks to end with a checkpoint."""
@@ -175,7 +178,8 @@ class JobProcesses:
         self._num_started += 1
         submission = self._submission
         words = [submission.script, *submission.arguments]
-        environment = {**dict(submission.environment), **environment, ADDRESS_VARIABLE: self._store.address}
+        batch = batch_environment(submission.batches, self._first_batch)
+        environment = {**dict(submission.environment), **batch, **environment, ADDRESS_VARIABLE: self._store.address}
         log = self._logs / f"{self._num_started}.log"
         secret = (SECRET_VARIABLE, self._secret.hex())
         started = actor.start.remote(words, submission.folder, environment, secret, str(log))
@@ -193,7 +197,8 @@ class JobProcesses:
             self._refusal = outcome.reason
             self._send_away(joined)
             return
-        self._resize_s, self._num_ranks = outcome.seconds, self._ordered_ranks
+        if self._ordered_ranks != self._num_ranks:
+            self._resize_s, self._num_ranks = outcome.seconds, self._ordered_ranks
         if joined is not None:
             self._groups.append(joined)
 

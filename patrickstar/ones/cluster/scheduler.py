@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Entry, Ledger, Measured
+from patrickstar.ones.cluster.progress import Progress
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
 from patrickstar.ones.measurements import fitted_throughput
@@ -33,13 +34,18 @@ class _Track:
     """GPUs that it holds, by the policy's numbers; Ray decides their location."""
     ordered: tuple[int, ...] | None = None
     """GPUs that it will hold after the order in progress."""
+    batch: int = 0
+    """Its global batch; 0: not known yet."""
+    ordered_batch: int = 0
     has_reported: bool = False
     """True if it has reported since its start."""
     status: Status | None = None
-    observed: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Seconds of a step by number of ranks."""
+    observed: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    """Seconds of a step by number of ranks and global batch."""
+    progress: Progress = dataclasses.field(default_factory=Progress)
     num_steps: int = 0
-    steps_at_change: int = 0
+    steps_at_order: int = 0
+    """Steps when the last order was done; a report of more steps has the batch since then."""
     steps_at_failure: int = -1
     failures_since_step: int = 0
     seen_s: float | None = None
@@ -66,6 +72,10 @@ class Row:
     state: str
     """Waiting, a phase of the fleet, or the final state."""
     num_gpus: int
+    global_batch: int
+    """0: not started."""
+    noise_scale: float
+    """In samples; 0: unknown."""
     num_steps: int
     seconds_per_step: float
     """0: not measured yet."""
@@ -167,7 +177,7 @@ class Scheduler:
         if not track.gpus or self._follows_an_order_unknown(track, status):  # this scheduler is new, the job is not
             track.gpus = ()
             track.gpus, track.changed_s = self._any_gpus(status.num_ranks), now
-        self._note_report(now, track, status)
+        self._note_report(now, track, status, entry.submission)
         if status.phase is JobPhase.ENDED:
             self._policy.finished(now, self._state(now, entry))
             self._end(name, End.FINISHED)
@@ -189,15 +199,23 @@ class Scheduler:
         """True if the job has carried out an order of an earlier scheduler."""
         return track.ordered is None and status.phase is JobPhase.RUNNING and status.num_ranks != len(track.gpus)
 
-    def _note_report(self, now: float, track: _Track, status: Status) -> None:
+    def _note_report(self, now: float, track: _Track, status: Status, submission: Submission) -> None:
         report = status.report
         track.note = status.refusal
         if report is not None:
             if not track.has_reported:
                 track.has_reported, track.start_s = True, now - track.changed_s
             track.num_steps = max(track.num_steps, report.num_steps)
+            first = submission.global_batch
+            batch = first if submission.batches.is_fixed else report.global_batch or first
+            is_news = track.ordered is None and report.num_steps > track.steps_at_order
+            if batch != track.batch and (is_news or not track.batch):
+                track.progress.fold()
+                track.batch = batch
+            samples = report.num_samples or report.num_steps * batch
+            track.progress.note(samples, report.noise_scale, track.batch, submission.global_batch)
             if report.seconds_per_step > 0:
-                track.observed[report.num_ranks] = report.seconds_per_step
+                track.observed[report.num_ranks, batch] = report.seconds_per_step
             if report.loss is not None:
                 track.first_loss = track.first_loss or report.loss
                 track.loss = report.loss
@@ -205,21 +223,32 @@ class Scheduler:
             track.note = "no report yet: its ranks stay as they are (a script without ElasticRun never reports)"
         if status.phase is not JobPhase.RUNNING or track.ordered is None:
             return
-        if len(track.ordered) == status.num_ranks:
-            track.gpus = track.ordered
+        ordered, track.ordered, track.steps_at_order = track.ordered, None, track.num_steps
+        track.progress.fold()
+        if len(ordered) == status.num_ranks and not status.refusal:
+            track.batch = track.ordered_batch
+        if len(ordered) == len(track.gpus) == status.num_ranks:  # the batch alone
+            return
+        if len(ordered) == status.num_ranks:
+            track.gpus = ordered
             track.num_resizes += 1
             track.resize_s = status.resize_s
-        track.ordered, track.changed_s, track.steps_at_change = None, now, track.num_steps
+        track.changed_s = now
+        track.progress.note_resize()
 
     def _end(self, name: str, end: End, reason: str = "") -> None:
         track = self._tracks.setdefault(name, _Track())
-        self._ledger.ended(name, end, reason, Measured(track.num_steps, track.loss, track.observed))
+        done, noise_scale = track.progress.done_samples, track.progress.noise_scale
+        measured = Measured(track.num_steps, track.loss, track.observed, done, noise_scale)
+        self._ledger.ended(name, end, reason, measured)
         self._evict_all(name, track)
 
     def _recall(self, name: str, entry: Entry) -> None:
         """Shows and learns what an earlier scheduler measured of a job that ended."""
         found = entry.measured
-        self._tracks[name] = _Track(num_steps=found.num_steps, loss=found.loss, observed=dict(found.observed))
+        progress = Progress.ended(found.done_samples, found.noise_scale)
+        observed = dict(found.observed)
+        self._tracks[name] = _Track(num_steps=found.num_steps, loss=found.loss, observed=observed, progress=progress)
         if entry.end is End.FINISHED and found.observed:
             self._policy.finished(entry.submitted_s, self._state(entry.submitted_s, entry))
 
@@ -227,6 +256,7 @@ class Scheduler:
         self._fleet.remove(name)
         track.left_s = track.seen_s if track.gpus else track.left_s
         track.gpus, track.ordered, track.status, track.has_reported = (), None, None, False
+        track.progress.fold()
 
     def _order(self, now: float, grants: dict[str, Grant]) -> None:
         shrinks_first = sorted(self._open(), key=lambda item: len(grants[item[0]].gpus) if item[0] in grants else 0)
@@ -234,20 +264,23 @@ class Scheduler:
             track, grant = self._tracks.setdefault(name, _Track()), grants.get(name)
             if not track.gpus and track.status is None:
                 gpus = self._room(grant, track)
-                if gpus:
-                    self._start(now, track, entry.submission, gpus)
+                if gpus and grant is not None:
+                    self._start(now, track, entry.submission, gpus, grant.batch_size)
             elif not self._may_change(track):
                 continue
             elif grant is None:
-                track.ordered = track.gpus
+                track.ordered, track.ordered_batch = track.gpus, track.batch
                 self._fleet.stop(name)
-            elif len(grant.gpus) != len(track.gpus) and (gpus := self._room(grant, track)):
-                track.ordered = gpus
-                self._fleet.resize(name, len(gpus))
+            elif (len(grant.gpus), grant.batch_size) != (len(track.gpus), track.batch):
+                gpus = self._room(grant, track)
+                if gpus:
+                    track.ordered, track.ordered_batch = gpus, grant.batch_size
+                    self._fleet.resize(name, len(gpus), grant.batch_size)
 
-    def _start(self, now: float, track: _Track, submission: Submission, gpus: tuple[int, ...]) -> None:
-        self._fleet.start(submission, len(gpus))
-        track.gpus, track.changed_s, track.steps_at_change = gpus, now, track.num_steps
+    def _start(self, now: float, track: _Track, submission: Submission, gpus: tuple[int, ...], batch: int) -> None:
+        self._fleet.start(submission, len(gpus), batch)
+        track.gpus, track.changed_s, track.batch = gpus, now, batch
+        track.progress.note_resize()
         track.most_gpus = max(track.most_gpus, len(gpus))
 
     def _may_change(self, track: _Track) -> bool:
@@ -282,19 +315,18 @@ class Scheduler:
     def _state(self, now: float, entry: Entry) -> JobState:
         submission = entry.submission
         track = self._tracks.setdefault(submission.name, _Track())
-        batch = submission.global_batch
-        seen = float(track.num_steps * batch)
+        progress = track.progress
         observed = self._observed(submission, track)
         return JobState(
             job=self._job(entry, track, observed),
             gpus=track.ordered or track.gpus,
-            batch_size=batch if track.gpus else 0,
-            done_samples=seen,
-            seen_samples=seen,
+            batch_size=(track.ordered_batch if track.ordered else track.batch) if track.gpus else 0,
+            done_samples=progress.done_samples,
+            seen_samples=progress.samples,
             gpu_s=track.gpu_s,
             run_s=track.run_s,
             num_resizes=track.num_resizes,
-            samples_since_resize=float((track.num_steps - track.steps_at_change) * batch),
+            samples_since_resize=progress.since_resize,
             run_since_resize_s=now - track.changed_s if track.gpus else 0.0,
             waited_s=0.0 if track.gpus else now - (track.left_s or entry.submitted_s),
             most_gpus=track.most_gpus,
@@ -306,19 +338,24 @@ class Scheduler:
 
     def _observed(self, submission: Submission, track: _Track) -> tuple[StepTime, ...]:
         """Measured steps; before any, the planner's predictions."""
-        known = track.observed or dict(submission.planned)
+        nearest = submission.batches.nearest_multiple
+        known = track.observed or {
+            (size, nearest(submission.global_batch, size) or submission.global_batch): seconds
+            for size, seconds in submission.planned
+        }
         per_node = self.cluster.gpus_per_node
         return tuple(
-            StepTime(num_gpus, math.ceil(num_gpus / per_node), submission.global_batch, seconds)
-            for num_gpus, seconds in known.items()
+            StepTime(num_gpus, math.ceil(num_gpus / per_node), batch, seconds)
+            for (num_gpus, batch), seconds in known.items()
         )
 
     def _job(self, entry: Entry, track: _Track, observed: tuple[StepTime, ...]) -> Job:
         submission, sizes = entry.submission, entry.submission.sizes
         least, most = submission.min_gpus, submission.max_gpus
+        batches = submission.feasible_batches
         if track.gpus and not self._may_change(track):
             held = len(track.ordered or track.gpus)
-            sizes, least, most = (held,), min(held, least), max(held, most)
+            sizes, least, most, batches = (held,), min(held, least), max(held, most), ()
         return Job(
             name=submission.name,
             arrival_s=entry.submitted_s,
@@ -327,12 +364,13 @@ class Scheduler:
             requested_gpus=submission.requested_gpus,
             gpu_batch=max(1, submission.global_batch // submission.requested_gpus),
             base_batch=submission.global_batch,
-            max_batch=submission.global_batch,
+            max_batch=submission.batches.max,
             epoch_samples=submission.epoch_samples,
             throughput=fitted_throughput(observed, submission.global_batch),
-            noise_scale=0.0,
+            noise_scale=track.progress.noise_scale,
             resize_s=track.resize_s or track.start_s or _UNKNOWN_RESIZE_S,
             feasible_gpus=sizes,
+            feasible_batches=batches,
         )
 
     def _row(self, name: str, entry: Entry) -> Row:
@@ -349,8 +387,10 @@ class Scheduler:
             name=name,
             state=state,
             num_gpus=len(track.gpus),
+            global_batch=track.batch,
+            noise_scale=track.progress.noise_scale,
             num_steps=track.num_steps,
-            seconds_per_step=track.observed.get(len(track.gpus), 0.0),
+            seconds_per_step=track.observed.get((len(track.gpus), track.batch), 0.0),
             loss=track.loss or None,
             num_resizes=track.num_resizes,
             resize_s=track.resize_s,

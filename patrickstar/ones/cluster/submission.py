@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from patrickstar.elastic import divide_batch
+from patrickstar.elastic import BatchRange
 from patrickstar.ones.jobs import Cluster
 
+_BATCHES_PER_SIZE = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -39,11 +40,14 @@ class Submission:
     requested_gpus: int
     """Number granted by a scheduler that changes nothing, and at the first start by most others."""
     global_batch: int
-    """Samples of an optimizer step, on all GPUs together, for any number of GPUs."""
+    """Samples of an optimizer step, on all GPUs together, at the start."""
     epoch_samples: int
     """Samples of one epoch."""
     planned: tuple[tuple[int, float], ...] = ()
     """Numbers of GPUs on which it fits, with predicted seconds of a step; empty: the planner was not run."""
+
+    batch_range: BatchRange | None = None
+    """Global batches that it may have, and how its learning rate follows; None: the first one only."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -61,50 +65,76 @@ class Submission:
                 f"job {self.name}: global_batch {self.global_batch} and epoch_samples {self.epoch_samples} must be at "
                 "least 1; correct them"
             )
-        if not self.sizes:
+        if self.batches.base != self.global_batch:
+            raise ValueError(
+                f"job {self.name}: global_batch is {self.global_batch} and the base of its batch_range "
+                f"{self.batches.base}; give the same number"
+            )
+        if not self.first_sizes:
             raise ValueError(
                 f"job {self.name}: no number of GPUs from {self.min_gpus} to {self.max_gpus} divides its global batch "
                 f"of {self.global_batch} samples; change the batch or the limits"
             )
 
     @property
+    def batches(self) -> BatchRange:
+        """Its range of batches; one batch if it has no range."""
+        return BatchRange.of(self.global_batch) if self.batch_range is None else self.batch_range
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of GPUs that it can run on: within its limits, divisors of its global batch, and with
-        enough memory.
+        """Numbers of GPUs that it can run on: within its limits, divisors of one of its batches, and with enough
+        memory.
         """
         fits = dict(self.planned)
         return tuple(
             n
             for n in range(self.min_gpus, self.max_gpus + 1)
-            if divides(self.global_batch, n) and (not fits or n in fits)
+            if self.batches.nearest_multiple(self.global_batch, n) is not None and (not fits or n in fits)
         )
+
+    @property
+    def first_sizes(self) -> tuple[int, ...]:
+        """Numbers of GPUs that divide its first batch, of :attr:`sizes`."""
+        return tuple(n for n in self.sizes if self.global_batch % n == 0)
+
+    @property
+    def feasible_batches(self) -> tuple[int, ...]:
+        """The batches to choose from, ascending: for each number of GPUs the multiples nearest to a geometric series,
+        and the first batch.
+        """
+        low, high = self.batches.min, self.batches.max
+        series = [low * (high / low) ** (step / _BATCHES_PER_SIZE) for step in range(_BATCHES_PER_SIZE + 1)]
+        found = {self.batches.nearest_multiple(batch, size) for size in self.sizes for batch in series}
+        return tuple(sorted({self.global_batch, *(batch for batch in found if batch is not None)}))
 
     def check(self, cluster: Cluster) -> None:
         """Raises ValueError for a job that this cluster can never run; call it before the job is queued."""
-        if self.sizes[0] > cluster.num_gpus:
+        least = self.first_sizes[0]
+        if least > cluster.num_gpus:
             raise ValueError(
-                f"job {self.name} needs at least {self.sizes[0]} GPUs and the cluster has {cluster.num_gpus}; lower "
-                "its min_gpus, or submit it to a larger cluster"
+                f"job {self.name} needs at least {least} GPUs and the cluster has {cluster.num_gpus}; lower its "
+                "min_gpus, or submit it to a larger cluster"
             )
         if not Path(self.script).is_file():
             raise ValueError(f"job {self.name}: there is no script {self.script}; it must be there on every node")
 
     def as_plain(self) -> dict[str, Any]:
         """The submission in JSON's types."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        batch_range = None if self.batch_range is None else self.batch_range.as_plain()
+        plain = dataclasses.asdict(dataclasses.replace(self, batch_range=None))
+        return json.loads(json.dumps({**plain, "batch_range": batch_range}))
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Submission:
         """Inverse of :meth:`as_plain`."""
         environment = tuple((name, value) for name, value in plain["environment"])
         planned = tuple((size, seconds) for size, seconds in plain.get("planned", ()))
-        return cls(**{**plain, "arguments": tuple(plain["arguments"]), "environment": environment, "planned": planned})
-
-
-def divides(global_batch: int, num_ranks: int) -> bool:
-    """True if the global batch is divisible by so many ranks."""
-    try:
-        divide_batch(global_batch, num_ranks, global_batch)
-    except ValueError:
-        return False
-    return True
+        told = plain.get("batch_range")
+        own = {
+            "arguments": tuple(plain["arguments"]),
+            "environment": environment,
+            "planned": planned,
+            "batch_range": None if told is None else BatchRange.of_plain(told),
+        }
+        return cls(**{**plain, **own})

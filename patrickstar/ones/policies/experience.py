@@ -67,11 +67,15 @@ class Experience:
             made = dataclasses.replace(
                 job,
                 throughput=fitted_throughput(state.observed, job.base_batch, most, self._scaling),
-                noise_scale=job.noise_scale or self._noise_ratio * job.base_batch,
+                noise_scale=job.noise_scale or self._expected_noise(job),
             )
             known = job, made, made.reference_goodput(self._gpus_per_node)
             self._completed[job.name] = known
         return known
+
+    def _expected_noise(self, job: Job) -> float:
+        # a listed batch changes only by what was measured
+        return 0.0 if job.feasible_batches else self._noise_ratio * job.base_batch
 
     def _find_medians(self) -> None:
         scalings = [(job.scaling.within, job.scaling.between) for job in self._past if job.scaling is not None]

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from patrickstar.ones.jobs import BatchRule, Cluster, Job, JobState
+from patrickstar.ones.measurements import DISTINCT
 from patrickstar.ones.policies.protocol import Grant
+
+_WORTH_A_CHANGE = 1.05  # goodput after a change of the batch over that before it
+_WORTH_A_TRY = 0.9  # progress per sample of a batch that is tried, over that of the present one
 
 
 def _as_measured(state: JobState) -> Job:
@@ -36,7 +42,7 @@ def place(
     for state in jobs:
         size = sizes.get(state.job.name, 0)
         if size and size == len(state.gpus):
-            held[state.job.name] = Grant(state.gpus, view(state).batch_size(size, rule, cluster.gpus_per_node))
+            held[state.job.name] = Grant(state.gpus, _batch_in_place(state, view(state), rule, cluster))
             free.difference_update(state.gpus)
         elif size:
             changing.append((size, state))
@@ -45,6 +51,34 @@ def place(
         free.difference_update(gpus)
         held[state.job.name] = Grant(gpus, view(state).batch_size(size, rule, cluster.gpus_per_node))
     return held
+
+
+def _batch_in_place(state: JobState, job: Job, rule: BatchRule, cluster: Cluster) -> int:
+    """The batch of a job that keeps its GPUs. Noise scales vary, so a job with listed batches keeps its batch too,
+    unless another is better by :data:`_WORTH_A_CHANGE`, and until the present one was measured.
+    """
+    size, present = len(state.gpus), state.batch_size
+    best = job.batch_size(size, rule, cluster.gpus_per_node)
+    if present not in job.batches_on(size) or rule is not BatchRule.BEST_GOODPUT:
+        return best
+    measured = {step.batch_size for step in state.observed if step.num_gpus == size}
+    if present not in measured:
+        return present
+    if size == 1 and len(measured) == 1 and state.run_since_resize_s > 0:
+        tried = _batch_to_try(job, present)
+        if tried is not None:
+            return tried
+    now, then = job.goodput(size, np.array([present, best]), cluster.num_nodes_of(state.gpus))
+    return best if then > _WORTH_A_CHANGE * now else present
+
+
+def _batch_to_try(job: Job, present: int) -> int | None:
+    """On one GPU with one measured batch: the next larger one from which the fit tells a pass's constant part, if its
+    samples are worth nearly as much.
+    """
+    least_worth = _WORTH_A_TRY * job.efficiency(present)
+    larger = (batch for batch in job.batches_on(1) if batch >= DISTINCT * present)
+    return min((batch for batch in larger if job.efficiency(batch) >= least_worth), default=None)
 
 
 def _choose(size: int, own: tuple[int, ...], free: set[int], cluster: Cluster) -> tuple[int, ...]:
