@@ -12,6 +12,7 @@ import torch
 
 from patrickstar.checkpoint import latest_tag
 from patrickstar.checkpoint.foreign import find_foreign
+from patrickstar.checkpoint.runs.universal import DEEPSPEED_COUNTS
 from patrickstar.checkpoint.writer import Latest, SaveOptions
 from patrickstar.deepspeed.accumulation import Accumulation
 from patrickstar.deepspeed.weights_file import read_16bit_weights, save_16bit_weights
@@ -24,7 +25,6 @@ from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 logger = logging.getLogger("patrickstar")
 
-_OWN_STATE = "patrickstar.deepspeed"  # key beside the user's, in a checkpoint's client_state
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")  # keys of DeepSpeed's, beside the user's
 
 
@@ -69,7 +69,7 @@ class SavingEngine(Engine):
             raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): give the path of a folder")
         session = self._session
         session.check_open()
-        state = {**(client_state or {}), _OWN_STATE: self._own_state()}
+        state = {**(client_state or {}), DEEPSPEED_COUNTS: self._own_state()}
         options = SaveOptions(
             peers=RankPeers(session.ranks.control), latest=Latest.NEW if save_latest else Latest.AS_BEFORE
         )
@@ -127,7 +127,7 @@ class SavingEngine(Engine):
             with self._session.guard("load_checkpoint"), signals.allowed():
                 path, client_state = load_session(self._session, load_dir, tag, scheduler, options=options)
             self._accumulation.forget_step()
-            own = client_state.pop(_OWN_STATE, {})
+            own = client_state.pop(DEEPSPEED_COUNTS, {})
             is_foreign = find_foreign(path) is not None
             theirs = {key: client_state.pop(key) for key in _COUNTS if is_foreign and key in client_state}
             if part is not Part.MODULE:

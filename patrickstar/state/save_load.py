@@ -72,7 +72,7 @@ def save_session(
     session.saves.finish()
     options = options or SaveOptions(peers=RankPeers(session.ranks.control))
     with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
-        state = _state_of(session, client_state, lr_scheduler).to_json()
+        state = state_of(session, client_state, lr_scheduler).to_json()
         blocks = described_blocks(session)
         if blocks is not None:
             state[BLOCKS] = blocks
@@ -83,9 +83,8 @@ def save_session(
     return save(directory, tag, source, state, options)
 
 
-def _state_of(
-    session: Session, client_state: Mapping[str, Any] | None, lr_scheduler: Scheduler | None
-) -> TrainingState:
+def state_of(session: Session, client_state: Mapping[str, Any] | None, lr_scheduler: Scheduler | None) -> TrainingState:
+    """The state of the session's run, without tensors."""
     return TrainingState(
         num_steps=session.num_steps,
         step_counts={
@@ -99,6 +98,7 @@ def _state_of(
         lr_scheduler=lr_scheduler.state_dict() if lr_scheduler is not None else None,
         extra_states={name: child.get_extra_state() for name, child in _with_extra_state(session.module)},
         client_state=dict(client_state or {}),
+        optimizer=session.config.optimizer.type.value,
     )
 
 
