@@ -287,6 +287,7 @@ def _export_run(options: argparse.Namespace) -> int:
         path = export_stored_run(checkpoint, options.target, RunFormat(options.format))
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     print(f"{path}: {show_size(size)}, {options.format}")
+    _print_left_out(checkpoint)
     return 0
 
 
@@ -317,7 +318,13 @@ def _merge(options: argparse.Namespace) -> int:
     with open_checkpoint(options.directory, options.tag) as checkpoint:
         path = merge(checkpoint, options.target)
     print(f"{path}: {checkpoint.origin}, as one rank saves it")
+    _print_left_out(checkpoint)
     return 0
+
+
+def _print_left_out(checkpoint: Checkpoint | ForeignCheckpoint) -> None:
+    if isinstance(checkpoint, ForeignCheckpoint):
+        print(checkpoint.left_out(1))
 
 
 if __name__ == "__main__":

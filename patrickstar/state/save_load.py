@@ -159,7 +159,8 @@ def load_session(
 
 def _receiver(session: Session, part: Part) -> Receiver:
     groups = _describe_groups(session) if part is Part.EVERYTHING else None
-    return Receiver(groups=groups, aliases=further_names(session))
+    params = frozenset(name for names in whole_names(session).values() for name in names)
+    return Receiver(groups=groups, aliases=further_names(session), params=params)
 
 
 def _leave_out_others(checkpoint: Checkpoint | ForeignCheckpoint, sink: EngineSink) -> None:
