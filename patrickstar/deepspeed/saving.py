@@ -19,7 +19,7 @@ from patrickstar.deepspeed.weights_file import read_16bit_weights, save_16bit_we
 from patrickstar.engine.engine import Engine
 from patrickstar.monitor import StepMonitor
 from patrickstar.session.interrupts import deferred_signals
-from patrickstar.state.parts import Frozen, LoadOptions, Names, Part
+from patrickstar.state.parts import Completion, Frozen, LoadOptions, Names, Part
 from patrickstar.state.rank_peers import RankPeers
 from patrickstar.state.save_load import Scheduler, load_session, save_session
 
@@ -52,6 +52,10 @@ class SavingEngine(Engine):
     ) -> bool:
         """Saves the run between two steps, with the schedule and the counts (docs/checkpoints.md).
 
+        With ``"checkpoint": {"writer": {"decoupled": true}}`` a thread completes it while training goes on. Then the
+        next save or load, :meth:`wait_for_save` and :meth:`destroy` wait for it, and a failure is raised there or in
+        the next optimizer step.
+
         Args:
             save_dir: created if absent.
             tag: None: ``global_step<n>``.
@@ -74,10 +78,11 @@ class SavingEngine(Engine):
             peers=RankPeers(session.ranks.control), latest=Latest.NEW if save_latest else Latest.AS_BEFORE
         )
         frozen = Frozen.LEFT_OUT if exclude_frozen_parameters else Frozen.SAVED
+        completion = Completion.LATER if session.config.checkpoint.writer.decoupled else Completion.NOW
         tag = None if tag is None else str(tag)
         with deferred_signals() as signals, session.guard("save_checkpoint"), signals.allowed():
             session.ranks.check_agreement("the tag of save_checkpoint", str(tag))
-            save_session(session, save_dir, tag, state, self._saved_scheduler(), options, frozen)
+            save_session(session, save_dir, tag, state, self._saved_scheduler(), options, frozen, completion)
         return True
 
     def load_checkpoint(  # type: ignore[override]
@@ -113,6 +118,7 @@ class SavingEngine(Engine):
         """
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint(custom_load_fn=...): values go from files into chunks; leave it out")
+        self.wait_for_save()
         if tag is None and find_foreign(load_dir) is None and latest_tag(load_dir) is None:
             logger.warning("%s has no checkpoint: nothing was loaded", os.fspath(load_dir))
             return None, None

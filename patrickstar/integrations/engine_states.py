@@ -9,9 +9,28 @@ from pathlib import Path
 
 from patrickstar.checkpoint import CheckpointError, latest_tag
 from patrickstar.checkpoint.foreign import find_foreign
+from patrickstar.engine.engine import Engine
 
 CHECKPOINT_FOLDER = "patrickstar"
 """Name of the folder that the engine saves to."""
+
+
+def save_states(engine: Engine, folder: str | os.PathLike[str], *, removes_all_others: bool) -> None:
+    """Saves the engine's states into a folder of the Trainer's or of Accelerate's; all ranks must call it.
+
+    Training goes on before they are complete, if another complete checkpoint stays meanwhile. ``removes_all_others``:
+    the caller removes all other checkpoints when the call returns.
+
+    Raises:
+        CheckpointError: they were not saved, or the save before failed.
+    """
+    engine.wait_for_save()
+    target = Path(folder) / CHECKPOINT_FOLDER
+    waits = removes_all_others or target.exists()  # else Accelerate's new files lie beside the engine's old states
+    session = engine._session
+    with session.guard("saving the engine's states"):
+        (first, *_) = session.ranks.control.exchange(b"wait" if waits else b"", "whether a save is waited for")
+    engine.save_checkpoint(target, wait=bool(first))
 
 
 def engine_states(folder: str | os.PathLike[str]) -> Path | None:

@@ -29,7 +29,7 @@ from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
-from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states, last_complete
+from patrickstar.integrations.engine_states import engine_states, last_complete, save_states
 from patrickstar.integrations.replaced_classes import as_it_is
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
@@ -296,8 +296,7 @@ class PatrickStarTrainerMixin:
             if self.args.should_save:
                 torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
         else:
-            removes_all_others = self.args.save_total_limit == 1  # else the one before, which is complete, stays
-            self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER, wait=removes_all_others)
+            save_states(self.engine, output_dir, removes_all_others=self.args.save_total_limit == 1)
         if self.args.should_save:
             with warnings.catch_warnings():  # schedulers warn about being saved without their optimizer
                 warnings.simplefilter("ignore", UserWarning)

@@ -113,6 +113,7 @@ def load_session(
     """See ``Engine.load_checkpoint``; ``options``: None for everything."""
     options = options or LoadOptions()
     check_between_steps(session, "load_checkpoint")
+    session.saves.finish()
     peers = peers or RankPeers(session.ranks.control)
     sink = make_sink(session, options.part)
     with contextlib.ExitStack() as held:
