@@ -96,7 +96,7 @@ def state_of(session: Session, client_state: Mapping[str, Any] | None, lr_schedu
         groups=_describe_groups(session),
         loss_scaler=dict(session.scaler.state()) if session.scaler is not None else None,
         lr_scheduler=lr_scheduler.state_dict() if lr_scheduler is not None else None,
-        extra_states={name: child.get_extra_state() for name, child in _with_extra_state(session.module)},
+        extra_states={name: child.get_extra_state() for name, child in with_extra_state(session.module)},
         client_state=dict(client_state or {}),
         optimizer=session.config.optimizer.type.value,
     )
@@ -188,7 +188,8 @@ def check_between_steps(session: Session, call: str) -> None:
         )
 
 
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that keep a state of their own (``get_extra_state``), by name."""
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
             yield without_wrappers(name), child
@@ -224,7 +225,7 @@ def _check_state(
                 f"{checkpoint.path} has a schedule with {', '.join(sorted(map(str, others))[:3])}, which "
                 f"{type(scheduler).__name__} lacks; load it without lr_scheduler"
             )
-    extra = {name for name, _ in _with_extra_state(session.module)}
+    extra = {name for name, _ in with_extra_state(session.module)}
     if extra != set(state.extra_states) and options.names is Names.SAME:
         raise CheckpointError(f"{checkpoint.path} is of another model: its modules with extra state are others")
 
@@ -277,7 +278,7 @@ def _set_state(session: Session, state: TrainingState, part: Part) -> None:
         session.num_steps = state.num_steps
     if part is Part.EVERYTHING:
         _set_optimizer(session, state)
-    for name, child in _with_extra_state(session.module):
+    for name, child in with_extra_state(session.module):
         if name in state.extra_states:
             child.set_extra_state(state.extra_states[name])
 
