@@ -13,7 +13,13 @@ from typing import Any
 from accelerate import Accelerator
 
 from patrickstar.engine.engine import Engine
-from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states, save_states
+from patrickstar.integrations.engine_states import (
+    CHECKPOINT_FOLDER,
+    engine_states,
+    is_incomplete,
+    leaves_no_complete,
+    save_states,
+)
 
 
 class AcceleratorStates(Accelerator):
@@ -29,18 +35,19 @@ class AcceleratorStates(Accelerator):
         Training goes on before the checkpoint is complete. It is complete, or its failure is raised, in the next
         ``save_state``, ``load_state``, ``end_training`` or ``free_memory``; the engine's next step raises the failure
         of a save that is over. A save into a folder with an older state is complete when the call returns, and so is
-        one with ``total_limit`` 1.
+        one after which ``total_limit`` would leave no other complete state.
         """
         engine = self.engine
         engine.wait_for_save()  # before Accelerate removes the one before it
-        keeps_one = self.project_configuration.automatic_checkpoint_naming and self._total_limit == 1
-        with _Aside(self), self._with_total_limit(2 if keeps_one else self._total_limit):
+        limit = self.project_configuration.total_limit
+        is_named = self.project_configuration.automatic_checkpoint_naming
+        waits = is_named and leaves_no_complete(self._named_states(), limit)
+        with _Aside(self), self._with_total_limit(None if waits else limit):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        save_states(engine, folder, removes_all_others=keeps_one)
-        if keeps_one and self.is_main_process:
-            for other in self._named_states():
-                if other != Path(folder):
-                    shutil.rmtree(other)
+        save_states(engine, folder, waits=waits)
+        if waits and self.is_main_process:
+            for state in self._named_states()[:-limit]:
+                shutil.rmtree(state)
         return folder
 
     def load_state(
@@ -59,17 +66,14 @@ class AcceleratorStates(Accelerator):
             self.engine.wait_for_save()
         super().end_training()
 
-    @property
-    def _total_limit(self) -> int | None:
-        return self.project_configuration.total_limit
-
     @contextlib.contextmanager
     def _with_total_limit(self, limit: int | None) -> Iterator[None]:
-        held, self.project_configuration.total_limit = self._total_limit, limit
+        project = self.project_configuration
+        held, project.total_limit = project.total_limit, limit
         try:
             yield
         finally:
-            self.project_configuration.total_limit = held
+            project.total_limit = held
 
     def _named_states(self) -> list[Path]:
         """The folders of automatic names, by number."""
@@ -83,9 +87,11 @@ class AcceleratorStates(Accelerator):
     def _latest_state(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
-        found = self._named_states()
+        found = [state for state in self._named_states() if not is_incomplete(state)]
         if not found:
-            raise ValueError(f"there is no checkpoint in {self.project_dir}/checkpoints; call save_state first")
+            raise ValueError(
+                f"there is no complete checkpoint in {self.project_dir}/checkpoints; call save_state first"
+            )
         return found[-1]
 
     def save_checkpoint(self, directory: str | os.PathLike[str], **options: Any) -> Path:

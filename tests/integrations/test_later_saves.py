@@ -9,14 +9,18 @@ from accelerate.utils import ProjectConfiguration
 
 from patrickstar import CheckpointError
 from patrickstar.checkpoint import Checkpoint, latest_tag
+from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
+from patrickstar.integrations.engine_states import is_incomplete
 from patrickstar.integrations.lightning import PatrickStarStrategy
 from patrickstar.integrations.lightning.package import pl
+from patrickstar.integrations.transformers import PatrickStarTrainer
 from tests.bits import assert_same_bits
 from tests.checkpoint.test_later_saves import Gate
 from tests.integrations.lightning_runs import CONFIG, loader, make_module, make_trainer
 from tests.integrations.test_accelerate import parts, run_loop
 from tests.integrations.trainer_runs import engine_config
+from tests.integrations.trainer_runs import make_trainer as make_hf_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FULL = OSError(errno.ENOSPC, "no space")
@@ -97,6 +101,10 @@ def test_accelerate_keeps_a_complete_state_when_a_save_fails(tmp_path, monkeypat
             accelerator.save_state()
     assert states(tmp_path) == {"checkpoint_2": True, "checkpoint_3": False}
     step(accelerator, prepared)
+    accelerator.project_configuration.iteration = 4
+    accelerator.save_state()  # waits: else the only complete state would be removed before
+    assert states(tmp_path) == {"checkpoint_3": False, "checkpoint_4": True}
+    accelerator.load_state()
 
 
 def test_accelerate_with_one_state_has_always_one(tmp_path, monkeypatch, accelerator_of):
@@ -105,6 +113,8 @@ def test_accelerate_with_one_state_has_always_one(tmp_path, monkeypatch, acceler
         step(accelerator, prepared)
         accelerator.project_configuration.iteration = iteration
         accelerator.save_state()
+        if iteration == 0:
+            accelerator.engine.wait_for_save()  # nothing is removed for the first one, so it goes on
         assert states(tmp_path) == {f"checkpoint_{iteration}": True}
     accelerator.project_configuration.iteration = 2
     with monkeypatch.context() as patched:
@@ -112,6 +122,33 @@ def test_accelerate_with_one_state_has_always_one(tmp_path, monkeypatch, acceler
         with pytest.raises(CheckpointError, match="no space"):
             accelerator.save_state()
     assert states(tmp_path) == {"checkpoint_1": True, "checkpoint_2": False}
+    accelerator.load_state()
+
+
+def test_the_trainer_keeps_a_complete_checkpoint_when_a_save_fails(tmp_path, monkeypatch):
+    """The second save fails after its step; the third, after which two folders stay, is waited for."""
+    saves = []
+    save_checkpoint = Engine.save_checkpoint
+
+    def watched(engine, folder, **options):
+        saves.append(options["wait"])
+        with monkeypatch.context() as patched:
+            if len(saves) == 2:
+                gate = Gate(patched, FULL)
+                gate.opened.set()
+            path = save_checkpoint(engine, folder, **options)
+            if len(saves) == 2:
+                with pytest.raises(CheckpointError, match="no space"):
+                    engine.wait_for_save()
+        return path
+
+    monkeypatch.setattr(Engine, "save_checkpoint", watched)
+    options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trainer = make_hf_trainer(PatrickStarTrainer, tmp_path, **options)
+    trainer.train()
+    trainer.close()
+    assert saves[:4] == [False, False, True, False]
+    assert not any(map(is_incomplete, tmp_path.glob("checkpoint-*")))
 
 
 def failing(*_):

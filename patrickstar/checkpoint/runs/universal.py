@@ -149,7 +149,11 @@ class _Spool:
         self._paths.append(path)
         with created(self._disk, path):
             pass
-        mapped = torch.from_file(str(path), shared=True, size=numel, dtype=shard.dtype) if numel else torch.empty(0)
+        mapped = (
+            torch.from_file(str(path), shared=True, size=numel, dtype=shard.dtype)
+            if numel
+            else torch.empty(0, dtype=shard.dtype)
+        )
         mapped.copy_(shard.read().view(-1))
         self.tensors[shard.name] = mapped.view(shard.shape)
 
