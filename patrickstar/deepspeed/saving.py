@@ -49,6 +49,8 @@ class SavingEngine(Engine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        wait: bool | None = None,
     ) -> bool:
         """Saves the run between two steps, with the schedule and the counts (docs/checkpoints.md).
 
@@ -63,6 +65,7 @@ class SavingEngine(Engine):
             save_latest: make this checkpoint the latest.
             exclude_frozen_parameters: leave out parameters that require no grad; load such a checkpoint with
                 ``load_module_strict=False``, into a model that has their values.
+            wait: whether the call returns when the checkpoint is complete; None: as the configuration says.
 
         Raises:
             CheckpointError: it was not saved; earlier checkpoints are unchanged.
@@ -78,7 +81,8 @@ class SavingEngine(Engine):
             peers=RankPeers(session.ranks.control), latest=Latest.NEW if save_latest else Latest.AS_BEFORE
         )
         frozen = Frozen.LEFT_OUT if exclude_frozen_parameters else Frozen.SAVED
-        completion = Completion.LATER if session.config.checkpoint.writer.decoupled else Completion.NOW
+        wait = not session.config.checkpoint.writer.decoupled if wait is None else wait
+        completion = Completion.NOW if wait else Completion.LATER
         tag = None if tag is None else str(tag)
         with deferred_signals() as signals, session.guard("save_checkpoint"), signals.allowed():
             session.ranks.check_agreement("the tag of save_checkpoint", str(tag))

@@ -50,7 +50,7 @@ class SavedRun:
     Args:
         engine: of the run.
         directory: of checkpoints, created if missing.
-        lr_scheduler: whose state is saved and loaded too.
+        lr_scheduler: whose state is saved and loaded too. ``patrickstar.initialize`` has its own: leave it out there.
         minutes: between two saves, by the first rank's clock; training goes on meanwhile. 0: no such saves.
         keep: complete checkpoints ``global_step<n>`` that stay when the next save begins; older ones are removed.
         signals: after which the run is saved and the process ends. One rank's is enough.
@@ -78,7 +78,8 @@ class SavedRun:
             raise ValueError(f"SavedRun: keep is {keep} and minutes is {minutes}; keep at least 1, 0 minutes or more")
         if grace_seconds is not None and not grace_seconds > 0:
             raise ValueError(f"SavedRun: grace_seconds is {grace_seconds}; give more than 0, or None if it is unknown")
-        self._engine, self._directory, self._scheduler = engine, Path(directory), lr_scheduler
+        self._engine, self._directory = engine, Path(directory)
+        self._scheduler: dict[str, Any] = {} if lr_scheduler is None else {"lr_scheduler": lr_scheduler}
         self._seconds, self._keep = minutes * 60, keep
         self._signals, self._handlers = tuple(signals), {}
         self._grace = Grace(grace_seconds)
@@ -95,8 +96,7 @@ class SavedRun:
         self._handlers = {number: signal.signal(number, self._receive) for number in self._signals}
         try:
             if latest_tag(self._directory) is not None:
-                loaded = self._engine.load_checkpoint(self._directory, lr_scheduler=self._scheduler)
-                self.client_state = loaded[1]
+                self.client_state = self._engine.load_checkpoint(self._directory, **self._scheduler)[1]
         except BaseException:
             self._give_back_handlers()
             raise
@@ -199,7 +199,7 @@ class SavedRun:
         self._engine.wait_for_save()
         if self._session.ranks.control.rank == 0:
             self._remove_old()
-        self._engine.save_checkpoint(self._directory, None, client_state, lr_scheduler=self._scheduler, wait=wait)
+        self._engine.save_checkpoint(self._directory, None, client_state, **self._scheduler, wait=wait)
         self._saved_at = time.monotonic()
 
     def _remove_old(self) -> None:

@@ -10,7 +10,6 @@ Memory: one tensor. Buffers and frozen parameters, which share a file, are mappe
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections import OrderedDict
@@ -138,9 +137,8 @@ class _Spool:
 
     def __exit__(self, *error: object) -> None:
         self.tensors.clear()
-        for path in self._paths:
-            with contextlib.suppress(OSError):  # an error of the block matters more; the folder is removed then
-                self._disk.remove_file(path)
+        for path in self._paths if error[0] is None else ():  # else the folder is removed
+            self._disk.remove_file(path)
 
     def add(self, shard: TensorShard) -> None:
         """Copies the shard's values."""
