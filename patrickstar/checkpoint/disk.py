@@ -42,6 +42,19 @@ class Disk:
         """Writes bytes at an offset; returns how many."""
         return os.pwrite(fd, data, offset)
 
+    def set_direct(self, fd: int, on: bool) -> bool:
+        """Makes writes bypass the page cache, or not; returns False if the file system cannot. Bytes, offsets and
+        memory of direct writes are aligned to 4096.
+        """
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
+
     def sync(self, fd: int) -> None:
         """Waits until the file's bytes are on the disk."""
         os.fsync(fd)

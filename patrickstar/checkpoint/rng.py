@@ -4,6 +4,7 @@ loaded, and Python's.
 
 from __future__ import annotations
 
+import functools
 import random
 import struct
 import sys
@@ -28,6 +29,28 @@ def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
             if name == "MT19937":
                 states["numpy"] = _integers([*map(int, key), position, has_gauss, _bits(gauss)])
         return states
+
+
+def kept_rng_states(device: torch.device) -> Callable[[], None]:
+    """A function that sets the generators of :func:`rng_states` to their present states, in this process alone. It
+    takes microseconds where the tensors take a millisecond.
+    """
+    numpy = sys.modules.get("numpy")
+    with _C.HostAllocations():
+        restores: list[Callable[[], object]] = [
+            functools.partial(torch.set_rng_state, torch.get_rng_state()),
+            functools.partial(random.setstate, random.getstate()),
+        ]
+        if device.type == "cuda":
+            restores.append(functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+        if numpy is not None:
+            restores.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
+
+    def restore() -> None:
+        for call in restores:
+            call()
+
+    return restore
 
 
 def set_rng_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:

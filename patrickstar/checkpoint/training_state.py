@@ -29,6 +29,8 @@ class TrainingState:
     """State of modules with ``get_extra_state``, by name."""
     client_state: dict[str, Any]
     """The values that ``save_checkpoint`` took as ``client_state``, by name."""
+    optimizer: str | None = None
+    """Type of the optimizer; None: unknown, as in checkpoints of other programs and before 0.7.0."""
 
     def to_json(self) -> dict[str, Any]:
         """The state in JSON's types.
@@ -49,6 +51,7 @@ class TrainingState:
                 name: encode(state, f"the extra state of module {name!r}") for name, state in self.extra_states.items()
             },
             "client_state": encode(self.client_state, "client_state"),
+            "optimizer": self.optimizer,
         }
 
     @classmethod
@@ -73,6 +76,7 @@ class TrainingState:
             lr_scheduler=decode(state.get("lr_scheduler"), "lr_scheduler"),
             extra_states={name: decode(value, f"extra state {name}") for name, value in state["extra_states"].items()},
             client_state=_mapping(decode(state.get("client_state"), "client_state"), "client_state"),
+            optimizer=_optimizer(state.get("optimizer")),
         )
 
 
@@ -91,6 +95,12 @@ def _loss_scaler(state: Any) -> dict[str, float] | None:
     if any(type(value) not in (int, float) for value in fields.values()):
         raise CheckpointError(f"the checkpoint's loss_scaler is {json.dumps(state)[:200]}, not numbers")
     return fields
+
+
+def _optimizer(kind: Any) -> str | None:
+    if kind is not None and type(kind) is not str:
+        raise CheckpointError(f"the checkpoint's optimizer is a {type(kind).__name__}, not a name")
+    return kind
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:

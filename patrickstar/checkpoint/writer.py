@@ -1,7 +1,7 @@
 """Writes a checkpoint: all ranks write their shards concurrently into files of their own, then one rank writes the
 manifest.
 
-Memory, besides the source's: one shard.
+Memory, besides the source's: one shard, and blocks of a file (``file_stream.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from patrickstar import _C
 from patrickstar.checkpoint.disk import Disk, created, locked, write_all
 from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.file_stream import FileStream
 from patrickstar.checkpoint.folder import NewFolder, check_tag
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredShard, StoredTensor
 from patrickstar.checkpoint.memory import bytes_of
@@ -196,15 +197,16 @@ class _RankWriter:
     def _write_file(self, name: str, shards: Sequence[TensorShard]) -> dict[str, int]:
         header = make_header([_file_tensor(shard) for shard in shards])
         offset = len(header)
-        with created(self._disk, self._folder / name) as fd:
-            write_all(self._disk, fd, memoryview(header))
+        num_bytes = offset + sum(shard.num_bytes for shard in shards)
+        with created(self._disk, self._folder / name) as fd, FileStream(self._disk, fd, num_bytes) as stream:
+            stream.append(memoryview(header))
             for shard in shards:
-                crc = self._write_shard(fd, shard)
+                crc = self._write_shard(stream, shard)
                 self._records.append({**_describe(shard), "file": name, "offset": offset, "crc32c": crc})
                 offset += shard.num_bytes
         return {"num_bytes": offset, "header_bytes": len(header), "header_crc32c": _C.crc32c(header)}
 
-    def _write_shard(self, fd: int, shard: TensorShard) -> int:
+    def _write_shard(self, stream: FileStream, shard: TensorShard) -> int:
         numel, crc = 0, 0
         for values in shard.pieces():
             numel += values.numel()
@@ -213,7 +215,7 @@ class _RankWriter:
                     f"{shard}: read() gave {numel} elements of {values.dtype}, not {shard.numel} of {shard.dtype}"
                 )
             data = bytes_of(values)
-            write_all(self._disk, fd, data)
+            stream.append(data)
             crc = _C.crc32c(data, crc)
         if numel != shard.numel:
             raise CheckpointError(f"{shard}: read() gave {numel} elements, not {shard.numel}")

@@ -20,6 +20,7 @@ from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.checkpoint.folder import find_checkpoint, latest_tag, tags
 from patrickstar.checkpoint.foreign import ForeignCheckpoint, ForeignFolder, find_foreign, open_checkpoint
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, StoredTensor
+from patrickstar.checkpoint.runs import RunFormat, export_stored_run
 from patrickstar.checkpoint.shards import STATE_KINDS, TensorShard
 from patrickstar.checkpoint.stored_source import StoredSource, export_checkpoint, merge
 from patrickstar.command.flags import CommandParser, at_least_1, memory_size, run_reporting
@@ -27,6 +28,7 @@ from patrickstar.sizes import show_size
 from patrickstar.state.file_tensors import FileTensors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "stored": None}
+_WEIGHTS = "weights"
 _STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "momentum_buffer": "momentum"}
 
 
@@ -54,14 +56,18 @@ def _make_parser(prog: str) -> CommandParser:
     verify.add_argument("--threads", type=at_least_1, default=_C.num_available_cpus(), help="files read at a time")
     verify.set_defaults(run=_verify_all)
 
-    export = commands.add_parser("export", help="write its weights as a folder that Hugging Face reads")
+    export = commands.add_parser("export", help="write its weights, or the run, in another program's format")
     _add_checkpoint(export)
     export.add_argument("target", type=Path, help="a new folder")
-    export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of floating point parameters")
     export.add_argument(
-        "--max-file-size", type=memory_size, default=DEFAULT_MAX_FILE_BYTES, metavar="SIZE",
-        help="of the tensors of one file (default: 5GB)",
+        "--format", choices=[_WEIGHTS, *(form.value for form in RunFormat)], default=_WEIGHTS,
+        help="weights: a folder that Hugging Face reads (default); with optimizer states: torch.distributed.checkpoint "
+        "(dcp), DeepSpeed's universal checkpoint",
     )  # fmt: skip
+    export.add_argument("--dtype", choices=_DTYPES, help="of the weights' floating point parameters (default: fp32)")
+    export.add_argument(
+        "--max-file-size", type=memory_size, metavar="SIZE", help="of the weights in one file (default: 5GB)"
+    )
     export.add_argument(
         "--config", type=Path, metavar="FILE", help="a config.json to put beside the weights, which names their form"
     )
@@ -257,13 +263,31 @@ def _verify(path: Path, num_threads: int) -> bool:
 
 
 def _export(options: argparse.Namespace) -> int:
+    if options.format != _WEIGHTS:
+        return _export_run(options)
     texts = {"config.json": options.config.read_text(encoding="utf-8")} if options.config else {}
-    dtype = _DTYPES[options.dtype]
+    dtype = _DTYPES[options.dtype or "fp32"]
+    max_file_bytes = options.max_file_size or DEFAULT_MAX_FILE_BYTES
     with open_checkpoint(options.directory, options.tag) as checkpoint:
         form = functools.partial(_as_files, _model_of(options.config) if options.config else None, dtype)
-        path = export_checkpoint(checkpoint, options.target, dtype, options.max_file_size, texts, form)
+        path = export_checkpoint(checkpoint, options.target, dtype, max_file_bytes, texts, form)
     files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
     print(f"{path}: {show_size(sum(file.stat().st_size for file in files))} in {len(files)} files")
+    return 0
+
+
+def _export_run(options: argparse.Namespace) -> int:
+    for flag in ("dtype", "max_file_size", "config"):
+        if getattr(options, flag) is not None:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} is of --format {_WEIGHTS}, and {options.format} has float32 tensors, each "
+                "as it is; leave it out"
+            )
+    with open_checkpoint(options.directory, options.tag) as checkpoint:
+        path = export_stored_run(checkpoint, options.target, RunFormat(options.format))
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    print(f"{path}: {show_size(size)}, {options.format}")
+    _print_left_out(checkpoint)
     return 0
 
 
@@ -294,7 +318,13 @@ def _merge(options: argparse.Namespace) -> int:
     with open_checkpoint(options.directory, options.tag) as checkpoint:
         path = merge(checkpoint, options.target)
     print(f"{path}: {checkpoint.origin}, as one rank saves it")
+    _print_left_out(checkpoint)
     return 0
+
+
+def _print_left_out(checkpoint: Checkpoint | ForeignCheckpoint) -> None:
+    if isinstance(checkpoint, ForeignCheckpoint):
+        print(checkpoint.left_out(1))
 
 
 if __name__ == "__main__":

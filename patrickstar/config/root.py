@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from patrickstar.choices import RankReduction
+from patrickstar.config.checkpoint import CheckpointConfig
 from patrickstar.config.expert_parallel import ExpertParallelConfig
 from patrickstar.config.fates import HONOURED, OtherSpelling, Reader, mapped
 from patrickstar.config.fp8 import Fp8Config
@@ -181,6 +182,8 @@ class _InitializeKeys(Section):
 class _FurtherKeys(with_other_keys(""), Section):
     """The other keys of DeepSpeed, at top level."""
 
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """How checkpoints of the training state are saved and loaded."""
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """DeepSpeed's ZeRO: the states that are sharded over the ranks, and those that are offloaded."""
     sequence_parallel_size: Annotated[

@@ -12,19 +12,19 @@ import torch
 
 from patrickstar.checkpoint import latest_tag
 from patrickstar.checkpoint.foreign import find_foreign
+from patrickstar.checkpoint.runs.universal import DEEPSPEED_COUNTS
 from patrickstar.checkpoint.writer import Latest, SaveOptions
 from patrickstar.deepspeed.accumulation import Accumulation
 from patrickstar.deepspeed.weights_file import read_16bit_weights, save_16bit_weights
 from patrickstar.engine.engine import Engine
 from patrickstar.monitor import StepMonitor
 from patrickstar.session.interrupts import deferred_signals
-from patrickstar.state.parts import Frozen, LoadOptions, Names, Part
+from patrickstar.state.parts import Completion, Frozen, LoadOptions, Names, Part
 from patrickstar.state.rank_peers import RankPeers
 from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 logger = logging.getLogger("patrickstar")
 
-_OWN_STATE = "patrickstar.deepspeed"  # key beside the user's, in a checkpoint's client_state
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")  # keys of DeepSpeed's, beside the user's
 
 
@@ -49,8 +49,14 @@ class SavingEngine(Engine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        wait: bool | None = None,
     ) -> bool:
         """Saves the run between two steps, with the schedule and the counts (docs/checkpoints.md).
+
+        With ``"checkpoint": {"writer": {"decoupled": true}}`` a thread completes it while training goes on. Then the
+        next save or load, :meth:`wait_for_save` and :meth:`destroy` wait for it, and a failure is raised there or in
+        the next optimizer step.
 
         Args:
             save_dir: created if absent.
@@ -59,6 +65,7 @@ class SavingEngine(Engine):
             save_latest: make this checkpoint the latest.
             exclude_frozen_parameters: leave out parameters that require no grad; load such a checkpoint with
                 ``load_module_strict=False``, into a model that has their values.
+            wait: whether the call returns when the checkpoint is complete; None: as the configuration says.
 
         Raises:
             CheckpointError: it was not saved; earlier checkpoints are unchanged.
@@ -69,15 +76,17 @@ class SavingEngine(Engine):
             raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): give the path of a folder")
         session = self._session
         session.check_open()
-        state = {**(client_state or {}), _OWN_STATE: self._own_state()}
+        state = {**(client_state or {}), DEEPSPEED_COUNTS: self._own_state()}
         options = SaveOptions(
             peers=RankPeers(session.ranks.control), latest=Latest.NEW if save_latest else Latest.AS_BEFORE
         )
         frozen = Frozen.LEFT_OUT if exclude_frozen_parameters else Frozen.SAVED
+        wait = not session.config.checkpoint.writer.decoupled if wait is None else wait
+        completion = Completion.NOW if wait else Completion.LATER
         tag = None if tag is None else str(tag)
         with deferred_signals() as signals, session.guard("save_checkpoint"), signals.allowed():
             session.ranks.check_agreement("the tag of save_checkpoint", str(tag))
-            save_session(session, save_dir, tag, state, self._saved_scheduler(), options, frozen)
+            save_session(session, save_dir, tag, state, self._saved_scheduler(), options, frozen, completion)
         return True
 
     def load_checkpoint(  # type: ignore[override]
@@ -113,6 +122,7 @@ class SavingEngine(Engine):
         """
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint(custom_load_fn=...): values go from files into chunks; leave it out")
+        self.wait_for_save()
         if tag is None and find_foreign(load_dir) is None and latest_tag(load_dir) is None:
             logger.warning("%s has no checkpoint: nothing was loaded", os.fspath(load_dir))
             return None, None
@@ -127,7 +137,7 @@ class SavingEngine(Engine):
             with self._session.guard("load_checkpoint"), signals.allowed():
                 path, client_state = load_session(self._session, load_dir, tag, scheduler, options=options)
             self._accumulation.forget_step()
-            own = client_state.pop(_OWN_STATE, {})
+            own = client_state.pop(DEEPSPEED_COUNTS, {})
             is_foreign = find_foreign(path) is not None
             theirs = {key: client_state.pop(key) for key in _COUNTS if is_foreign and key in client_state}
             if part is not Part.MODULE:

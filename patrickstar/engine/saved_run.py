@@ -1,7 +1,7 @@
 """Periodic checkpoints of a run, its end after a preemption signal, and its resumption.
 
-with SavedRun(engine, "runs/a", lr_scheduler=scheduler) as run:
-    begin = run.resume().get("step", 0)
+with SavedRun(engine, "runs/a", lr_scheduler=scheduler, grace_seconds=120) as run:
+    begin = run.client_state.get("step", 0)
     for step in range(begin, num_steps):
         ...
         run.after_step({"step": step + 1})
@@ -9,19 +9,26 @@ with SavedRun(engine, "runs/a", lr_scheduler=scheduler) as run:
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import re
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from patrickstar.checkpoint import latest_tag, tags
 from patrickstar.engine.engine import Engine
+from patrickstar.engine.preemption import AbandonedStepError, Grace, WholeStep
+from patrickstar.ranks.messages import reading
+from patrickstar.session.interrupts import is_within_call
+from patrickstar.sizes import show_seconds, show_size
 from patrickstar.state.save_load import Scheduler
 
 logger = logging.getLogger("patrickstar")
@@ -29,22 +36,31 @@ logger = logging.getLogger("patrickstar")
 EXIT_PREEMPTED = os.EX_TEMPFAIL
 """Exit status of a process that saved its run because of a signal: 75, "try again"."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_STOP, _SAVE, _GO_ON = b"stop", b"save", b""
+_STOP, _SAVE, _GO_ON = "stop", "save", ""
 
 
 class SavedRun:
-    """See the module's docstring. A context that receives signals; all ranks make the same calls.
+    """See the module's docstring. A context that resumes the latest checkpoint in ``directory``, if there is one, and
+    receives signals. All ranks make the same calls.
+
+    After a signal the step is finished, if it and a save fit into ``grace_seconds`` by the run's own times. Otherwise
+    it is undone: gradients are dropped, and the state after the last whole step is saved. One rank leaves the step
+    within forward; several ranks do so after the backward of a micro-batch.
 
     Args:
         engine: of the run.
         directory: of checkpoints, created if missing.
-        lr_scheduler: whose state is saved too.
+        lr_scheduler: whose state is saved and loaded too. ``patrickstar.initialize`` has its own: leave it out there.
         minutes: between two saves, by the first rank's clock; training goes on meanwhile. 0: no such saves.
         keep: complete checkpoints ``global_step<n>`` that stay when the next save begins; older ones are removed.
         signals: after which the run is saved and the process ends. One rank's is enough.
+        grace_seconds: from a signal until the scheduler kills the process; None: unknown, steps are finished.
+
+    Attributes:
+        client_state: of the checkpoint that was resumed; empty if there was none.
 
     Raises:
-        ValueError: ``keep`` or ``minutes`` is out of range.
+        ValueError: ``keep``, ``minutes`` or ``grace_seconds`` is out of range.
     """
 
     def __init__(
@@ -56,32 +72,50 @@ class SavedRun:
         minutes: float = 60.0,
         keep: int = 2,
         signals: Sequence[signal.Signals] = _SIGNALS,
+        grace_seconds: float | None = None,
     ):
         if keep < 1 or minutes < 0:
             raise ValueError(f"SavedRun: keep is {keep} and minutes is {minutes}; keep at least 1, 0 minutes or more")
-        self._engine, self._directory, self._scheduler = engine, Path(directory), lr_scheduler
+        if grace_seconds is not None and not grace_seconds > 0:
+            raise ValueError(f"SavedRun: grace_seconds is {grace_seconds}; give more than 0, or None if it is unknown")
+        self._engine, self._directory = engine, Path(directory)
+        self._scheduler: dict[str, Any] = {} if lr_scheduler is None else {"lr_scheduler": lr_scheduler}
         self._seconds, self._keep = minutes * 60, keep
         self._signals, self._handlers = tuple(signals), {}
-        self._was_told = False
+        self._grace = Grace(grace_seconds)
+        self._whole: WholeStep | None = None
         self._saved_at = time.monotonic()
+        self.client_state: dict[str, Any] = {}
 
     def __enter__(self) -> SavedRun:
-        self._handlers = {number: signal.signal(number, self._receive) for number in self._signals}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def resume(self) -> dict[str, Any]:
-        """Loads the latest checkpoint and returns its ``client_state``; empty if nothing was saved yet.
+        """Resumes the run.
 
         Raises:
-            CheckpointError: it cannot be loaded.
+            CheckpointError: the latest checkpoint cannot be loaded.
         """
-        if latest_tag(self._directory) is None:
-            return {}
-        return self._engine.load_checkpoint(self._directory, lr_scheduler=self._scheduler)[1]
+        self._handlers = {number: signal.signal(number, self._receive) for number in self._signals}
+        try:
+            if latest_tag(self._directory) is not None:
+                self.client_state = self._engine.load_checkpoint(self._directory, **self._scheduler)[1]
+        except BaseException:
+            self._give_back_handlers()
+            raise
+        self._grace.begin_step()
+        if self._grace.seconds is not None:
+            self._whole = WholeStep.of(self._session, self.client_state)
+            self._session.owner.after_backward = self._after_backward
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._session.owner.after_backward = None
+        try:
+            if isinstance(error, AbandonedStepError) and self._whole is not None:
+                self._engine.zero_grad()
+                self._whole.put_back(self._session)
+                logger.warning("the step after step %d does not fit, and is undone", self._whole.num_steps)
+                self._end(self._whole.client_state, self._grace.left)
+        finally:
+            self._give_back_handlers()
 
     def after_step(self, client_state: Mapping[str, Any]) -> None:
         """Call it after each optimizer step. Saves ``client_state`` with the run, if it is time or a signal came.
@@ -90,28 +124,82 @@ class SavedRun:
             SystemExit: with :data:`EXIT_PREEMPTED`, on all ranks, after a signal. The run is saved.
             CheckpointError: a save failed.
         """
-        now = time.monotonic()
-        wish = _SAVE if 0 < self._seconds <= now - self._saved_at else _GO_ON
-        session = self._engine._session
-        with session.guard("after_step of a saved run"):
-            mine = _STOP if self._was_told else wish
-            wishes = session.ranks.control.exchange(mine, "saves and signals")
-        if _STOP in wishes:
-            self._save(client_state, wait=True)
-            if session.ranks.control.rank == 0:
-                text = "a signal came: the run is saved in %s and ends with status %d"
-                logger.warning(text, self._directory, EXIT_PREEMPTED)
-            end = SystemExit(EXIT_PREEMPTED)
-            end.on_all_ranks = True  # type: ignore[attr-defined]
-            raise end
-        if wishes[0] == _SAVE:
+        self._grace.end_step()
+        wish = _SAVE if 0 < self._seconds <= time.monotonic() - self._saved_at else _GO_ON
+        told = self._exchange([_STOP if self._grace.was_told else wish, self._grace.left])
+        if any(said == _STOP for said, _ in told):
+            self._end(client_state, min((left for _, left in told if left is not None), default=None))
+        if told[0][0] == _SAVE:
             self._save(client_state, wait=False)
+        if self._grace.seconds is not None:
+            self._whole = WholeStep.of(self._session, client_state)
+        self._grace.begin_step()
+
+    @property
+    def _session(self) -> Any:
+        return self._engine._session
+
+    def _exchange(self, mine: list[Any]) -> list[Any]:
+        """Each rank's list of two."""
+        with self._session.guard("a call of a saved run"):
+            told = self._session.ranks.control.exchange(json.dumps(mine).encode(), "saves and signals")
+        with reading("saves and signals"):
+            lists = [json.loads(message) for message in told]
+            return [(first, second) for first, second in lists]
+
+    def _after_backward(self) -> None:
+        """Raises AbandonedStepError on all ranks if a signal came and the rest of the step does not fit."""
+        told = self._exchange([self._grace.left, self._needed()])
+        lefts = [left for left, _ in told if left is not None]
+        if lefts and max(needed for _, needed in told) > min(lefts) and self._can_undo():
+            raise AbandonedStepError
+
+    def _needed(self) -> float:
+        return self._grace.needed(self._session.saves.seconds)
+
+    def _can_undo(self) -> bool:
+        return self._whole is not None and self._whole.can_return(self._session)
+
+    def _end(self, client_state: Mapping[str, Any], left: float | None) -> NoReturn:
+        """Saves and ends the process. ``left``: seconds until it is killed; None: unknown."""
+        is_first = self._session.ranks.control.rank == 0
+        began = time.monotonic()
+        with self._telling_after(left) if left is not None and is_first else contextlib.nullcontext():
+            self._save(client_state, wait=True)
+        took = time.monotonic() - began
+        if is_first:
+            late = f", {show_seconds(took - left)} after grace_seconds" if left is not None and took > left else ""
+            text = "a signal came: the run is saved in %s%s and ends with status %d"
+            logger.warning(text, self._directory, late, EXIT_PREEMPTED)
+        end = SystemExit(EXIT_PREEMPTED)
+        end.on_all_ranks = True  # type: ignore[attr-defined]
+        raise end
+
+    @contextlib.contextmanager
+    def _telling_after(self, seconds: float) -> Iterator[None]:
+        """Logs, when the time is over, how much of the save within the block is missing."""
+        timer = threading.Timer(max(seconds, 0.0), self._tell_missing)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _tell_missing(self) -> None:
+        written = 0
+        with contextlib.suppress(OSError):  # the folder gets its name meanwhile
+            written = sum(path.stat().st_size for path in self._directory.glob(".saving-*/*"))
+        logger.error(
+            "grace_seconds (%g) are over and the save goes on, %s are written; killed now, the run goes on from %s",
+            self._grace.seconds, show_size(written), latest_tag(self._directory) or "its begin",
+        )  # fmt: skip
 
     def _save(self, client_state: Mapping[str, Any], *, wait: bool) -> None:
         self._engine.wait_for_save()
-        if self._engine._session.ranks.control.rank == 0:
+        if self._session.ranks.control.rank == 0:
             self._remove_old()
-        self._engine.save_checkpoint(self._directory, None, client_state, lr_scheduler=self._scheduler, wait=wait)
+        self._engine.save_checkpoint(self._directory, None, client_state, **self._scheduler, wait=wait)
         self._saved_at = time.monotonic()
 
     def _remove_old(self) -> None:
@@ -121,4 +209,12 @@ class SavedRun:
             shutil.rmtree(self._directory / f"global_step{step}", ignore_errors=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._was_told = True
+        self._grace.tell()
+        left = self._grace.left
+        is_alone = self._session.ranks.control.size == 1
+        if left is not None and is_alone and is_within_call() and self._needed() > left and self._can_undo():
+            raise AbandonedStepError
+
+    def _give_back_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)

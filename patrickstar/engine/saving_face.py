@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
+from patrickstar.checkpoint.runs import RunFormat
 from patrickstar.engine.module_face import ModuleFace
 from patrickstar.session.interrupts import deferred_signals
+from patrickstar.state.export_run import export_session_run
 from patrickstar.state.export_weights import export_session, send_session
 from patrickstar.state.parts import Completion
 from patrickstar.state.save_load import Scheduler, load_session, save_session
@@ -111,6 +113,34 @@ class SavingFace(ModuleFace):
         with deferred_signals() as signals, self._session.guard("export_weights"), signals.allowed():
             self._session.ranks.meet()
             return export_session(self._session, directory, dtype, max_file_bytes)
+
+    def export_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        form: RunFormat | str = RunFormat.DCP,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        lr_scheduler: Scheduler | None = None,
+    ) -> Path:
+        """Writes parameters, Adam's states and counts in a format that other programs resume. Returns the folder.
+
+        Tensors are written one at a time, in float32. With several ranks all read each tensor, and the first writes it.
+
+        Args:
+            directory: the folder to make.
+            form: ``"dcp"``: torch.distributed.checkpoint's, with torchtitan's keys; ``"universal"``: DeepSpeed's
+                universal checkpoint (docs/checkpoints.md).
+            client_state: the user's data, which DeepSpeed returns at loading.
+            lr_scheduler: whose state DeepSpeed loads.
+
+        Raises:
+            CheckpointError: the folder exists and is not empty, cannot be written, or cannot hold the run.
+            StateError: gradients are pending.
+        """
+        self._session.check_open()
+        with deferred_signals() as signals, self._session.guard("export_checkpoint"), signals.allowed():
+            self._session.ranks.meet()
+            return export_session_run(self._session, directory, RunFormat(form), client_state, lr_scheduler)
 
     def export_to(
         self,

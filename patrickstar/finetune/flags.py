@@ -23,6 +23,7 @@ from patrickstar.command.flags import (
 )
 from patrickstar.finetune.usage import check_output, prepare_output
 
+_AUTO = "auto"
 _PICTURED_STEP = 6
 """Number of the demo's profiled step, from 1. The plan does not change any more by then."""
 
@@ -119,7 +120,10 @@ def _add_output_arguments(group: Any, output: str) -> None:
         metavar="FOLDER",
         help="for all that the run writes; must be empty without the next two flags",
     )
-    group.add_argument("--resume", action="store_true", help="go on with the run whose checkpoint is in OUTPUT_DIR")
+    group.add_argument(
+        "--resume", nargs="?", const=True, default=False, choices=[True, _AUTO], metavar=_AUTO,
+        help=f"go on with the run whose checkpoint is in OUTPUT_DIR; {_AUTO}: or begin, if there is none",
+    )  # fmt: skip
     group.add_argument("--overwrite", action="store_true", help="replace the run in OUTPUT_DIR")
     group.add_argument(
         "--save-every", type=at_least_1, metavar="N", help="steps between two checkpoints (default: none)"
@@ -171,6 +175,9 @@ def _check_run(args: argparse.Namespace) -> None:
     if args.resume and args.overwrite:
         raise UsageError("--resume goes on with what --overwrite would remove; give one of them")
     if args.resume and not any(map(latest_tag, (checkpoints(args), checkpoints(args, "lm")))):
+        if args.resume == _AUTO:  # the folder may have what a run wrote before its first checkpoint
+            args.resume = False
+            return
         raise UsageError(
             f"--resume: {args.output_dir} has no checkpoint (Ctrl-C and --save-every save one); leave --resume out to "
             "start from nothing"

@@ -89,10 +89,12 @@ def python_command(*words: object) -> str:
 
 def resuming_command(program: Sequence[str], argv: Sequence[str]) -> str:
     """The command line that resumes the run of ``program`` that ``argv`` began."""
-    flags = [word for word in argv if word not in ("--resume", "--overwrite")]
+    flags = [word for word in argv if word != "--overwrite"]
+    if not any(word.partition("=")[0] == "--resume" for word in flags):
+        flags.append("--resume")
     size = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={size}"] if size else []
-    return python_command(*launcher, *program, *flags, "--resume")
+    return python_command(*launcher, *program, *flags)
 
 
 def shown_path(path: str | Path) -> str:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_to_int
@@ -30,6 +28,7 @@ from patrickstar.engine.engine import Engine
 from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.engine.start import opening
+from patrickstar.integrations.accelerator_states import AcceleratorStates
 from patrickstar.integrations.decided_config import (
     decided_precision,
     own_config,
@@ -39,7 +38,6 @@ from patrickstar.integrations.decided_config import (
 )
 from patrickstar.integrations.deepspeed_config import pop_loop_config, without_launched_deepspeed
 from patrickstar.integrations.elastic_ranks import ElasticRanks
-from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states
 from patrickstar.integrations.weights import export_into, only_dtype
 from patrickstar.module.compiled.dynamo import Compiler, make_compiler, unwrapped
 from patrickstar.module.compiled.units import check_compiler
@@ -62,7 +60,7 @@ class PatrickStarOptimizer(AcceleratedOptimizer):
         return self.optimizer.step_was_skipped
 
 
-class PatrickStarAccelerator(ElasticRanks, Accelerator):
+class PatrickStarAccelerator(ElasticRanks, AcceleratorStates):
     """Trains one model through an engine. All arguments of ``Accelerator`` are accepted by keyword.
 
     Args:
@@ -319,45 +317,6 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         )
         self.wait_for_everyone()
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """``Accelerator.save_state``. Schedulers, data loaders, random numbers and registered objects are saved by
-        Accelerate, model and optimizer as the engine's checkpoint, in the folder ``patrickstar``. Hooks get no models.
-        """
-        engine = self.engine
-        with _Aside(self):
-            folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        engine.save_checkpoint(Path(folder) / CHECKPOINT_FOLDER)
-        return folder
-
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """``Accelerator.load_state``, for results of :meth:`save_state`, also Accelerate's with DeepSpeed or FSDP."""
-        folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_state()
-        self.engine.load_checkpoint(engine_states(folder) or folder / CHECKPOINT_FOLDER)
-        with _Aside(self):
-            super().load_state(str(folder), load_kwargs, **kwargs)
-
-    def _latest_state(self) -> Path:
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError("load_state needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
-        found = {
-            int(match.group(1)): folder
-            for folder in Path(self.project_dir, "checkpoints").glob("checkpoint_*")
-            if (match := re.fullmatch(r"checkpoint_(\d+)", folder.name))
-        }
-        if not found:
-            raise ValueError(f"there is no checkpoint in {self.project_dir}/checkpoints; call save_state first")
-        return found[max(found)]
-
-    def save_checkpoint(self, directory: str | os.PathLike[str], **options: Any) -> Path:
-        """The engine's method (for :class:`patrickstar.elastic.ElasticRun`)."""
-        return self.engine.save_checkpoint(directory, **options)
-
-    def load_checkpoint(self, directory: str | os.PathLike[str], **options: Any) -> tuple[Path, dict[str, Any]]:
-        """The engine's method."""
-        return self.engine.load_checkpoint(directory, **options)
-
     def free_memory(self, *objects: Any) -> Any:
         """``Accelerator.free_memory``; closes the engine, so the model is an ordinary one again."""
         self.close_engine()
@@ -373,21 +332,6 @@ class PatrickStarAccelerator(ElasticRanks, Accelerator):
         engine, self._engine, self._optimizer = self._engine, None, None
         vars(unwrapped(engine.module)).pop("_is_accelerate_prepared", None)
         engine.discard() if discard else engine.close()
-
-
-class _Aside:
-    """Context in which an accelerator has no models and optimizers: the engine saves and loads them."""
-
-    def __init__(self, accelerator: PatrickStarAccelerator):
-        self._accelerator = accelerator
-
-    def __enter__(self) -> None:
-        accelerator = self._accelerator
-        self._held = accelerator._models, accelerator._optimizers
-        accelerator._models, accelerator._optimizers = [], []
-
-    def __exit__(self, *error: object) -> None:
-        self._accelerator._models, self._accelerator._optimizers = self._held
 
 
 def _is_plain_optimizer(obj: Any) -> bool:

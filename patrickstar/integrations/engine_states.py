@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from patrickstar.checkpoint import CheckpointError, latest_tag
 from patrickstar.checkpoint.foreign import find_foreign
+from patrickstar.engine.engine import Engine
 
 CHECKPOINT_FOLDER = "patrickstar"
 """Name of the folder that the engine saves to."""
+
+
+def save_states(engine: Engine, folder: str | os.PathLike[str], *, waits: bool) -> None:
+    """Saves the engine's states into a folder of the Trainer's or of Accelerate's, after ``engine.wait_for_save``; all
+    ranks must call it.
+
+    Training goes on before they are complete, unless the folder has older states, or the first rank ``waits``.
+
+    Raises:
+        CheckpointError: they were not saved.
+    """
+    target = Path(folder) / CHECKPOINT_FOLDER
+    waits = waits or target.exists()  # else new files of the host lie beside the engine's old states
+    session = engine._session
+    with session.guard("saving the engine's states"):
+        (first, *_) = session.ranks.control.exchange(b"wait" if waits else b"", "whether a save is waited for")
+    engine.save_checkpoint(target, wait=bool(first))
 
 
 def engine_states(folder: str | os.PathLike[str]) -> Path | None:
@@ -33,6 +51,18 @@ def engine_states(folder: str | os.PathLike[str]) -> Path | None:
     return Path(folder) if foreign is not None and foreign.is_readable else None
 
 
+def leaves_no_complete(others: Sequence[Path], limit: int | None) -> bool:
+    """True if a limit on the number of checkpoints leaves none that is complete beside a new one. No save may run.
+
+    Args:
+        others: folders beside the new one, older ones first.
+        limit: newest ones that stay, the new one included; None: all.
+    """
+    if limit is None or not others:
+        return False
+    return all(map(is_incomplete, others[max(len(others) - limit + 1, 0) :]))
+
+
 def is_incomplete(folder: str | os.PathLike[str]) -> bool:
     """True if the engine began to save its states into ``folder``, and none of its saves was completed."""
     path = Path(folder) / CHECKPOINT_FOLDER
@@ -41,6 +71,11 @@ def is_incomplete(folder: str | os.PathLike[str]) -> bool:
 
 def last_complete(folders: Iterable[Path]) -> Path | None:
     """The checkpoint of the highest step among the Trainer's folders ``checkpoint-<step>``; None: there is none."""
-    steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
-    complete = [steps[step] for step in sorted(steps) if not is_incomplete(steps[step])]
+    complete = [path for path in by_step(folders) if not is_incomplete(path)]
     return complete[-1] if complete else None
+
+
+def by_step(folders: Iterable[Path]) -> list[Path]:
+    """The Trainer's folders ``checkpoint-<step>``, older ones first."""
+    steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
+    return [steps[step] for step in sorted(steps)]

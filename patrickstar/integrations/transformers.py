@@ -29,7 +29,13 @@ from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
-from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, engine_states, last_complete
+from patrickstar.integrations.engine_states import (
+    by_step,
+    engine_states,
+    last_complete,
+    leaves_no_complete,
+    save_states,
+)
 from patrickstar.integrations.replaced_classes import as_it_is
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
@@ -296,8 +302,9 @@ class PatrickStarTrainerMixin:
             if self.args.should_save:
                 torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
         else:
-            removes_all_others = self.args.save_total_limit == 1  # else the one before, which is complete, stays
-            self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER, wait=removes_all_others)
+            self.engine.wait_for_save()  # the one before is complete, or its failure is raised
+            others = [path for path in by_step(Path(output_dir).parent.iterdir()) if path != Path(output_dir)]
+            save_states(self.engine, output_dir, waits=leaves_no_complete(others, self.args.save_total_limit))
         if self.args.should_save:
             with warnings.catch_warnings():  # schedulers warn about being saved without their optimizer
                 warnings.simplefilter("ignore", UserWarning)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self.seconds = 0.0
+        """Duration of the last save's thread; 0: there was none."""
         self.control: Any = None
         """Control group of the ranks for the thread; None until a save needs it."""
 
@@ -62,8 +65,10 @@ class BackgroundSave:
             self._thread = None
 
     def _run(self, work: Callable[[], object]) -> None:
+        began = time.monotonic()
         try:
             work()
+            self.seconds = time.monotonic() - began
         except BaseException as error:
             self._failure = error
             logger.error("%s failed: %s", threading.current_thread().name, error)

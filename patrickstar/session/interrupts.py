@@ -106,6 +106,11 @@ def _give_back_handlers() -> None:
             signal.signal(signum, handler)
 
 
+def is_within_call() -> bool:
+    """True in a handler that runs within an engine's call, which ends cleanly if the handler raises."""
+    return _state.depth > 0
+
+
 class deferred_signals:  # noqa: N801 (used as a function)
     """See the module's docstring. Blocks nest; one within ``signals.allowed`` defers until its own end."""
 

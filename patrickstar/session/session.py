@@ -46,6 +46,8 @@ class Owner:
     """A weak reference to the engine made of the session; None before the engine is made."""
     keeps_ranks: str | None = None
     """Why the ranks cannot change and what to do instead, if the host that made the engine says so."""
+    after_backward: Callable[[], None] | None = None
+    """Called after each backward, outside of all guards; may raise."""
 
 
 class Session:

@@ -79,6 +79,8 @@ class StepLoop:
             session.course.end()
             raise no_gradients_came()
         session.run_log.note_backward(loss)
+        if session.owner.after_backward is not None:
+            session.owner.after_backward()
 
     def step(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> None:
         """Runs one optimizer step, or finishes a failed one. Signals are delivered when the step is over.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +29,18 @@ _CALL = "a save in the background"
 
 
 class _LentMemory:
-    """Host memory of an engine, as ``checkpoint.snapshot.Memory``."""
+    """Host memory of an engine, as ``checkpoint.snapshot.Memory``; at most ``most`` bytes in one save."""
 
-    def __init__(self, runtime: _C.Runtime):
+    def __init__(self, runtime: _C.Runtime, most: int | None):
         self._runtime = runtime
+        self._left = math.inf if most is None else most
 
     def take(self, num_bytes: int) -> int:
-        return self._runtime.take_host_memory(num_bytes)
+        if num_bytes > self._left:
+            return 0
+        address = self._runtime.take_host_memory(num_bytes)
+        self._left -= num_bytes if address else 0
+        return address
 
     def give_back(self, address: int) -> None:
         self._runtime.give_back_host_memory(address)
@@ -45,7 +51,7 @@ def save_later(session: Session, saving: Saving, source: EngineSource, state: Ma
     began = time.perf_counter()
     with contextlib.ExitStack() as held:
         held.enter_context(saving)
-        snapshot = take_snapshot(source, _LentMemory(session.runtime))
+        snapshot = take_snapshot(source, _LentMemory(session.runtime, session.config.checkpoint.host_memory))
         held.callback(snapshot.close)
         saving.write(snapshot.left)
         control = session.saves.control = session.saves.control or session.ranks.open_own_control(_CALL)

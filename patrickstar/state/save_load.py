@@ -72,7 +72,7 @@ def save_session(
     session.saves.finish()
     options = options or SaveOptions(peers=RankPeers(session.ranks.control))
     with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
-        state = _state_of(session, client_state, lr_scheduler).to_json()
+        state = state_of(session, client_state, lr_scheduler).to_json()
         blocks = described_blocks(session)
         if blocks is not None:
             state[BLOCKS] = blocks
@@ -83,9 +83,8 @@ def save_session(
     return save(directory, tag, source, state, options)
 
 
-def _state_of(
-    session: Session, client_state: Mapping[str, Any] | None, lr_scheduler: Scheduler | None
-) -> TrainingState:
+def state_of(session: Session, client_state: Mapping[str, Any] | None, lr_scheduler: Scheduler | None) -> TrainingState:
+    """The state of the session's run, without tensors."""
     return TrainingState(
         num_steps=session.num_steps,
         step_counts={
@@ -97,8 +96,9 @@ def _state_of(
         groups=_describe_groups(session),
         loss_scaler=dict(session.scaler.state()) if session.scaler is not None else None,
         lr_scheduler=lr_scheduler.state_dict() if lr_scheduler is not None else None,
-        extra_states={name: child.get_extra_state() for name, child in _with_extra_state(session.module)},
+        extra_states={name: child.get_extra_state() for name, child in with_extra_state(session.module)},
         client_state=dict(client_state or {}),
+        optimizer=session.config.optimizer.type.value,
     )
 
 
@@ -113,6 +113,7 @@ def load_session(
     """See ``Engine.load_checkpoint``; ``options``: None for everything."""
     options = options or LoadOptions()
     check_between_steps(session, "load_checkpoint")
+    session.saves.finish()
     peers = peers or RankPeers(session.ranks.control)
     sink = make_sink(session, options.part)
     with contextlib.ExitStack() as held:
@@ -159,7 +160,8 @@ def load_session(
 
 def _receiver(session: Session, part: Part) -> Receiver:
     groups = _describe_groups(session) if part is Part.EVERYTHING else None
-    return Receiver(groups=groups, aliases=further_names(session))
+    params = frozenset(name for names in whole_names(session).values() for name in names)
+    return Receiver(groups=groups, aliases=further_names(session), params=params)
 
 
 def _leave_out_others(checkpoint: Checkpoint | ForeignCheckpoint, sink: EngineSink) -> None:
@@ -186,7 +188,8 @@ def check_between_steps(session: Session, call: str) -> None:
         )
 
 
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that keep a state of their own (``get_extra_state``), by name."""
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
             yield without_wrappers(name), child
@@ -222,7 +225,7 @@ def _check_state(
                 f"{checkpoint.path} has a schedule with {', '.join(sorted(map(str, others))[:3])}, which "
                 f"{type(scheduler).__name__} lacks; load it without lr_scheduler"
             )
-    extra = {name for name, _ in _with_extra_state(session.module)}
+    extra = {name for name, _ in with_extra_state(session.module)}
     if extra != set(state.extra_states) and options.names is Names.SAME:
         raise CheckpointError(f"{checkpoint.path} is of another model: its modules with extra state are others")
 
@@ -275,7 +278,7 @@ def _set_state(session: Session, state: TrainingState, part: Part) -> None:
         session.num_steps = state.num_steps
     if part is Part.EVERYTHING:
         _set_optimizer(session, state)
-    for name, child in _with_extra_state(session.module):
+    for name, child in with_extra_state(session.module):
         if name in state.extra_states:
             child.set_extra_state(state.extra_states[name])
 

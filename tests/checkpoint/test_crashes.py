@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patrickstar.checkpoint import Checkpoint, CheckpointError, SaveOptions, latest_tag, save, tags
+from patrickstar.checkpoint import Checkpoint, CheckpointError, SaveOptions, file_stream, latest_tag, save, tags
 from patrickstar.checkpoint.disk import Disk, locked
 from tests.checkpoint.ranks import Held, HeldSink, HeldSource, on_ranks
 
@@ -126,6 +126,17 @@ def test_killed_at_every_call(tmp_path, tag, others, num_ranks):
     assert versions == {1, 2}
 
 
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """A thread writes files in blocks, as it does large ones. The system refuses such blocks as direct writes."""
+    for name, value in {"_LEAST_BYTES": 0, "_BLOCK_BYTES": 16, "_BLOCKS": 2}.items():
+        monkeypatch.setattr(file_stream, name, value)
+
+
+def test_killed_at_every_call_in_blocks(tmp_path, in_blocks):
+    test_killed_at_every_call(tmp_path, "old", [], 1)
+
+
 def raising(code):
     def fault(where):
         raise OSError(code, os.strerror(code), *([str(where)] if isinstance(where, Path) else []))
@@ -179,6 +190,10 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
         assert not [left for left in path.iterdir() if left.name.startswith(".")]
     assert outcomes.count("refused") > 10
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_an_error_at_every_call_in_blocks(tmp_path, in_blocks, caplog):
+    test_an_error_at_every_call(tmp_path, "old", errno.ENOSPC, False, caplog)
 
 
 class SmallDisk(Disk):
@@ -454,6 +469,13 @@ class ModelledDisk(Disk):
         self._note()
         return count
 
+    def write_at(self, fd, data, offset):
+        count = super().write_at(fd, data[:100], offset)
+        held = self._open[fd].data.ljust(offset, b"\0")
+        self._open[fd].data = held[:offset] + bytes(data[:count]) + held[offset + count :]
+        self._note()
+        return count
+
     def sync(self, fd):
         super().sync(fd)
         self._open[fd].synced = self._open[fd].data
@@ -531,6 +553,10 @@ def test_after_a_power_cut(tmp_path, tag, others):
     print(f"{tag}: {len(versions)} states of the disk, the old checkpoint in {versions.count(1)}")
     assert set(versions) == {1, 2}
     assert set(versions[-STATES_PER_PREFIX:]) == {2}
+
+
+def test_after_a_power_cut_in_blocks(tmp_path, in_blocks):
+    test_after_a_power_cut(tmp_path, "old", [])
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from patrickstar.checkpoint import CheckpointError, latest_tag, snapshot, tags
+from patrickstar.checkpoint import Checkpoint, CheckpointError, latest_tag, snapshot, tags
 from patrickstar.checkpoint.disk import Disk
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
@@ -40,14 +40,14 @@ class Gate:
     """Stops writes until it is opened."""
 
     def __init__(self, monkeypatch, failure=None):
-        self.opened, self._failure = threading.Event(), failure
+        self.opened, self.failure = threading.Event(), failure
         write = Disk.write
 
         def gated(disk, fd, data):
             if threading.current_thread() is not threading.main_thread():
                 assert self.opened.wait(60)
-                if self._failure is not None:
-                    raise self._failure
+                if self.failure is not None:
+                    raise self.failure
             return write(disk, fd, data)
 
         monkeypatch.setattr(Disk, "write", gated)
@@ -97,6 +97,23 @@ def test_what_finds_no_memory_is_written_by_the_call(tmp_path, monkeypatch, capl
     )
     assert copied[0] == "0 bytes" != copied[1]
     assert "0 bytes" not in written
+
+
+def test_copies_take_no_more_than_the_configuration_says(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 4096)
+    engine, optimizer = engine_of(checkpoint={"host_memory": 100_000})
+    with engine:
+        train(engine, optimizer, 1)
+        gate = Gate(monkeypatch)
+        before = engine.report()["host_bytes"]
+        with caplog.at_level("INFO", "patrickstar"):
+            engine.save_checkpoint(tmp_path, wait=False)
+        assert 90_000 < engine.report()["host_bytes"] - before <= 110_000
+        gate.opened.set()
+    (copied,) = (record.args[2] for record in caplog.records if "a thread writes" in record.msg)
+    assert copied.endswith("KiB")
+    with Checkpoint.find(tmp_path, None) as checkpoint:
+        checkpoint.verify()
 
 
 def test_a_failure_comes_before_the_next_step(tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
 import signal
+import time
 
 import pytest
 
 from patrickstar.checkpoint import latest_tag, tags
+from patrickstar.checkpoint.disk import Disk
 from patrickstar.engine import saved_run
 from tests.bits import assert_same_bits
 from tests.distributed import rank_outcomes, run_ranks
-from tests.engine.saved_run import STEPS, trained
+from tests.engine.saved_run import STEPS, Clock, trained, trained_by_clock
 
 PREEMPTED = 75
 
@@ -30,6 +32,47 @@ def test_one_ranks_signal_ends_all_in_the_same_step(tmp_path):
     assert [begin for begin, _ in run_ranks(2, trained, str(tmp_path))] == [3, 3]
 
 
+@pytest.mark.parametrize(("grace", "steps"), [(9, 3), (11, 4)])
+def test_a_step_that_does_not_fit_is_undone(grace, steps, tmp_path, monkeypatch, caplog):
+    """A signal in the second of three forwards, 10 s each: the rest of the step takes 10 s."""
+    with pytest.raises(SystemExit) as ended:
+        trained(tmp_path / "run", 3, 0, True, Clock(monkeypatch), grace_seconds=grace)
+    assert ended.value.code == PREEMPTED
+    assert latest_tag(tmp_path / "run") == f"global_step{steps}"
+    assert ("step 3 does not fit, and is undone" in caplog.text) == (steps == 3)
+    begin, found = trained(tmp_path / "run")
+    assert begin == steps
+    assert_same_bits(found, trained(tmp_path / "whole")[1])
+
+
+def test_ranks_undo_a_step_together(tmp_path):
+    ended = rank_outcomes(2, trained_by_clock, str(tmp_path / "run"), 3, 1, True, 9)
+    assert [rank.error for rank in ended] == [f"SystemExit: {PREEMPTED}"] * 2
+    assert latest_tag(tmp_path / "run") == "global_step3"
+    results = run_ranks(2, trained, str(tmp_path / "run")), run_ranks(2, trained, str(tmp_path / "whole"))
+    for (begin, found), (_, whole) in zip(*results, strict=True):
+        assert begin == 3
+        assert_same_bits(found, whole)
+
+
+def test_a_save_beyond_the_grace_says_what_is_missing(tmp_path, monkeypatch, caplog):
+    write = Disk.write
+
+    def slow(disk, fd, data):
+        deadline = time.monotonic() + 20
+        while "the save goes on" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return write(disk, fd, data)
+
+    monkeypatch.setattr(Disk, "write", slow)
+    with pytest.raises(SystemExit) as ended:
+        trained(tmp_path, 2, minutes=0, grace_seconds=0.05)
+    assert ended.value.code == PREEMPTED
+    assert "grace_seconds (0.05) are over and the save goes on, 0 bytes are written; killed now" in caplog.text
+    assert "after grace_seconds and ends with status 75" in caplog.text
+    assert latest_tag(tmp_path) in ("global_step2", "global_step3")
+
+
 def test_saves_of_the_clock_go_on_beside_training(tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 20))
     monkeypatch.setattr(saved_run.time, "monotonic", lambda: next(clock))
@@ -41,5 +84,7 @@ def test_saves_of_the_clock_go_on_beside_training(tmp_path, monkeypatch):
 
 
 def test_a_wrong_number_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="grace_seconds is 0; give more than 0"):
+        trained(tmp_path, grace_seconds=0)
     with pytest.raises(ValueError, match="keep is 0 and minutes is 60.0; keep at least 1"):
         trained(tmp_path, keep=0)

@@ -63,11 +63,15 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(adapts, folders, c
     flags = ("--model", folders("llama"), "--data", chat, *lora, "--gradient-accumulation", 2, "--steps", 4)
     straight = run(monkeypatch, *flags, "--output-dir", tmp_path / "straight")
     parts = (*flags, "--output-dir", tmp_path / "parts")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "log").touch()  # what a run wrote before its first checkpoint
     with monkeypatch.context() as patch:
         stop_after(2, patch)
-        assert run(monkeypatch, *parts).code == 130
-    assert "ended after step 2; saved to" in capsys.readouterr().out
-    resumed = run(monkeypatch, *parts, "--resume", "--device-memory", "8MiB")
+        assert run(monkeypatch, *parts, "--resume", "auto").code == 130
+    printed = capsys.readouterr().out
+    assert "ended after step 2; saved to" in printed
+    assert printed.rstrip().endswith("--resume auto")
+    resumed = run(monkeypatch, *parts, "--device-memory", "8MiB", "--resume", "auto")
     assert "resumed from" in capsys.readouterr().out
     assert resumed.run.scores == straight.run.scores and resumed.run.evaluations == straight.run.evaluations
     kind, name = ("adapter", "adapter_model.safetensors") if adapts else ("model", "model.safetensors")

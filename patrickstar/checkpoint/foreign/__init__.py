@@ -1,4 +1,4 @@
-"""Reads checkpoints of DeepSpeed and of torch.distributed.checkpoint, without importing or running what they name."""
+"""Reads checkpoints of other programs, without importing or running what they name."""
 
 from patrickstar.checkpoint.foreign.content import ForeignCheckpoint, Receiver
 from patrickstar.checkpoint.foreign.folders import ForeignFolder, find_foreign, open_checkpoint

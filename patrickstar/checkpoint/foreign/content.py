@@ -121,6 +121,8 @@ class Receiver:
     """``params`` (names) and ``options`` of each group; None: the optimizer takes nothing."""
     aliases: Mapping[str, str]
     """Further names of shared parameters; each maps to the name in a checkpoint."""
+    params: frozenset[str] = frozenset()
+    """Names of all parameters in a checkpoint."""
 
 
 class ForeignCheckpoint:

@@ -27,7 +27,7 @@ from patrickstar.checkpoint.foreign.content import (
 from patrickstar.checkpoint.foreign.safe_files import load_file
 
 _OTHERS = ("data_sampler", "random_ltd")
-_OWN_KEYS = {
+OWN_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "ds_config"),
     *("ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts"),
@@ -128,6 +128,6 @@ class ModelStates:
         content.lr_scheduler = content.keep_plain("lr_scheduler", state.get("lr_scheduler"), "lr_scheduler")
         content.not_taken += [key for key in _OTHERS if state.get(key) is not None]
         for key, value in state.items():
-            if isinstance(key, str) and key not in _OWN_KEYS and value is not None:
+            if isinstance(key, str) and key not in OWN_KEYS and value is not None:
                 kept = content.keep_plain(f"client_state[{key!r}]", value, key)
                 content.client_state |= {} if kept is None else {key: kept}

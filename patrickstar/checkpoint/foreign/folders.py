@@ -14,6 +14,7 @@ from patrickstar.checkpoint.foreign.content import Content, ForeignCheckpoint, R
 from patrickstar.checkpoint.foreign.dcp import is_dcp, read_dcp
 from patrickstar.checkpoint.foreign.deepspeed_universal import is_universal, read_universal
 from patrickstar.checkpoint.foreign.deepspeed_zero import read_zero
+from patrickstar.checkpoint.foreign.first_patrickstar import is_first_patrickstar, read_first_patrickstar
 from patrickstar.checkpoint.manifest import MANIFEST_NAME
 from patrickstar.checkpoint.reader import Checkpoint
 
@@ -34,14 +35,14 @@ class ForeignFolder:
     """A folder that another program wrote."""
 
     path: Path
-    read: Callable[[Path], Content]
+    read: Callable[[Path, Receiver | None], Content]
     is_readable: bool = True
     """False: it is recognised, and :meth:`open` says what to do instead."""
 
     def open(self, receiver: Receiver | None = None) -> ForeignCheckpoint:
         """Reads all but the tensors' values. Raises CheckpointError."""
         try:
-            return ForeignCheckpoint(self.read(self.path), receiver)
+            return ForeignCheckpoint(self.read(self.path, receiver), receiver)
         except CheckpointError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError) as error:
@@ -98,13 +99,16 @@ def _latest(root: Path) -> list[Path]:
     return found
 
 
-def _reader(folder: Path) -> Callable[[Path], Content] | None:
-    if is_universal(folder):
-        return read_universal
+def _reader(folder: Path) -> Callable[[Path, Receiver | None], Content] | None:
+    if is_first_patrickstar(folder):
+        return read_first_patrickstar
+    named: Callable[[Path], Content] | None = read_dcp if is_dcp(folder) else None
     if any(folder.glob("*_optim_states.pt")):
-        return read_zero
-    return read_dcp if is_dcp(folder) else None
+        named = read_zero
+    if is_universal(folder):
+        named = read_universal
+    return None if named is None else lambda path, _: named(path)
 
 
-def _refuse(remedy: str, path: Path) -> Content:
+def _refuse(remedy: str, path: Path, _: Receiver | None) -> Content:
     raise CheckpointError(f"{path} is {remedy}")

@@ -5,11 +5,12 @@
     last.ckpt/global_step100.loops    Lightning's own dict: loops, schedulers, callbacks, hyperparameters
 
 The dict is written first and ``latest`` is replaced last. So after any interruption ``latest`` names a complete
-checkpoint, the old or the new one.
+checkpoint, the old or the new one. A thread of the engine writes its checkpoint while training goes on.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -27,36 +28,73 @@ _KEY = "patrickstar_checkpoint"
 _VALUES = ("master", "frozen", "managed", "buffer")
 
 
-def save_folder(
-    engine: Engine,
-    checkpoint: dict[str, Any],
-    path: str | os.PathLike[str],
-    write: Callable[[dict[str, Any], Path], None] | None,
-) -> None:
-    """Saves a checkpoint folder; all ranks must call it. ``write`` saves Lightning's dict as a file; it is given on the
-    first rank, and None on the others. Those wait in the engine for the first rank, whose failure ends their wait.
+class Folders:
+    """Saves the folders of one run, beside training. A folder that another replaces stays until that is complete."""
 
-    Raises:
-        CheckpointError: it was not saved; or ``path`` is a file or a remote address.
-    """
-    if "://" in os.fspath(path):
-        raise CheckpointError(
-            f"{path} is a remote address, and folders are written to local or shared file systems; give a path, or "
-            'PatrickStarStrategy(checkpoint_format="file")'
-        )
-    path = Path(path)
-    tag = f"global_step{checkpoint['global_step']}"
-    if write is not None:
-        if path.is_file():
-            raise CheckpointError(f"{path} is a file, and a folder is to be written there; give another path")
-        path.mkdir(parents=True, exist_ok=True)
-        write({**checkpoint, _KEY: tag}, _loops(path, tag))
-    engine.save_checkpoint(path, tag)
-    if write is not None:
-        for old in tags(path):
-            if old != tag:
-                shutil.rmtree(path / old)
-                _loops(path, old).unlink(missing_ok=True)
+    def __init__(self) -> None:
+        self._newest: tuple[Path, str] | None = None
+        """Folder and tag of the last save."""
+        self._replaced: list[Callable[[], object]] = []
+        """Removals that wait for it, on the first rank."""
+
+    def save(
+        self,
+        engine: Engine,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        write: Callable[[dict[str, Any], Path], None] | None,
+    ) -> None:
+        """Saves a checkpoint folder; all ranks must call it. ``write`` saves Lightning's dict as a file; it is given on
+        the first rank, and None on the others. Those wait in the engine for the first rank, whose failure ends their
+        wait.
+
+        Raises:
+            CheckpointError: it was not saved, or the one before failed; or ``path`` is a file or a remote address.
+        """
+        if "://" in os.fspath(path):
+            raise CheckpointError(
+                f"{path} is a remote address, and folders are written to local or shared file systems; give a path, or "
+                'PatrickStarStrategy(checkpoint_format="file")'
+            )
+        self.finish(engine)
+        path = Path(path)
+        tag = f"global_step{checkpoint['global_step']}"
+        if write is not None:
+            if path.is_file():
+                raise CheckpointError(f"{path} is a file, and a folder is to be written there; give another path")
+            path.mkdir(parents=True, exist_ok=True)
+            write({**checkpoint, _KEY: tag}, _loops(path, tag))
+        engine.save_checkpoint(path, tag, wait=False)
+        self._newest = path, tag
+        if write is not None:
+            self._replaced += [functools.partial(_remove, path, old) for old in tags(path) if old != tag]
+
+    def remove(self, removal: Callable[[], object]) -> None:
+        """Does ``removal`` of an older checkpoint, on the first rank, once the last save is complete."""
+        if self._is_complete():
+            removal()
+        else:
+            self._replaced.append(removal)
+
+    def finish(self, engine: Engine) -> None:
+        """Waits for the last save. Removes what it replaced; if it failed, that stays.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        replaced, self._replaced = self._replaced, []
+        engine.wait_for_save()
+        if self._is_complete():
+            for removal in replaced:
+                removal()
+
+    def _is_complete(self) -> bool:
+        return self._newest is None or latest_tag(self._newest[0]) == self._newest[1]
+
+
+def _remove(path: Path, tag: str) -> None:
+    shutil.rmtree(path / tag)
+    _loops(path, tag).unlink(missing_ok=True)
 
 
 def find_loops(path: str | os.PathLike[str]) -> Path | None:

@@ -110,6 +110,7 @@ class PatrickStarStrategy(RankedStrategy):
         self._unfreeze = contextlib.ExitStack()
         self._error: BaseException | None = None
         self._compiled_steps: CompiledSteps | None = None
+        self._folders = folders.Folders()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -256,12 +257,15 @@ class PatrickStarStrategy(RankedStrategy):
         if error is not None:
             engine.__exit__(type(error), error, error.__traceback__)
             return
-        if self._after_run is AfterRun.NOTHING:
-            engine.discard()
-            return
-        if self._after_run is AfterRun.EVERYTHING and self._configured is not None:
-            self.optimizers = [self._configured.give_back(self.optimizers[0])]
-        engine.close()
+        try:
+            self._folders.finish(engine)
+        finally:  # a failed save closes the engine too
+            if self._after_run is AfterRun.NOTHING:
+                engine.discard()
+            else:
+                if self._after_run is AfterRun.EVERYTHING and self._configured is not None:
+                    self.optimizers = [self._configured.give_back(self.optimizers[0])]
+                engine.close()
 
     # Steps. Each runs as one forward; in manual optimization backward is inside training_step, and each call of the
     # module is a forward.
@@ -325,7 +329,7 @@ class PatrickStarStrategy(RankedStrategy):
         return state if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a file or a folder. Weights alone are always a file."""
+        """Writes a file, or a folder beside training. Weights alone are always a file."""
         with _C.HostAllocations():
             if not self._writes_folders:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -334,7 +338,12 @@ class PatrickStarStrategy(RankedStrategy):
                 super().save_checkpoint(whole, filepath, storage_options)
             else:
                 write = self.checkpoint_io.save_checkpoint if self.is_global_zero else None
-                folders.save_folder(self.engine, checkpoint, self.broadcast(filepath), write)
+                self._folders.save(self.engine, checkpoint, self.broadcast(filepath), write)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint: a folder that goes on being replaced stays until the newer one is complete."""
+        if self.is_global_zero:
+            self._folders.remove(functools.partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads Lightning's state of a run. A folder's values are read by the engine itself."""
