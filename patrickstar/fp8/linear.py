@@ -113,7 +113,8 @@ _last = _LastInput()
 
 
 def _cast_input(x: Tensor, rows: Tensor, block: Block, sides: Sides) -> tuple[Codes | None, Codes | None]:
-    if torch.compiler.is_compiling():  # the compiler finds common subexpressions
+    # The compiler finds common subexpressions. Tensors of inference mode do not count their versions.
+    if torch.compiler.is_compiling() or x.is_inference():
         return cast(rows, block, sides)
     entry = _last.entry
     if entry is not None:

@@ -109,7 +109,7 @@ def _experts(model: nn.Module) -> list[tuple[str, float]]:
     found = []
     for name, module in model.named_modules():
         weights = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
-        if weights:
+        if weights and not isinstance(module, nn.Conv1d):
             config = getattr(module, "config", None)
             chosen = getattr(config, "num_experts_per_tok", None) or weights[0].size(0)
             per_token = min(chosen / weights[0].size(0), 1.0)

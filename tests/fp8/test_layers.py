@@ -169,6 +169,8 @@ def test_an_input_that_several_layers_share_is_cast_once(monkeypatch):
     assert casts.count(x.shape) == 1
     x.mul_(2)  # another value
     assert layers[0](x).equal(first[0] * 2) and casts.count(x.shape) == 2
+    with torch.inference_mode():
+        assert layers[1](x + 0).equal(first[1] * 2)
     del x
     assert linear._last.entry is None  # the codes' memory is free with the input's
     changed.restore()
