@@ -9,10 +9,10 @@ with SavedRun(engine, "runs/a", lr_scheduler=scheduler) as run:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from patrickstar.checkpoint import latest_tag, tags
+from patrickstar.checkpoint.folder import remove_checkpoint
 from patrickstar.engine.engine import Engine
 from patrickstar.state.save_load import Scheduler
 
@@ -118,7 +119,8 @@ class SavedRun:
         found = [re.fullmatch(r"global_step(\d+)", tag) for tag in tags(self._directory)]
         steps = sorted(int(match[1]) for match in found if match is not None)
         for step in steps[: -self._keep]:
-            shutil.rmtree(self._directory / f"global_step{step}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_checkpoint(self._directory / f"global_step{step}")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._was_told = True

@@ -11,7 +11,6 @@ checkpoint, the old or the new one.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from patrickstar.checkpoint import Checkpoint, CheckpointError, TensorRange, latest_tag, tags
+from patrickstar.checkpoint.folder import remove_checkpoint
 from patrickstar.engine.engine import Engine
 from patrickstar.module.compiled.dynamo import without_wrappers
 
@@ -55,7 +55,7 @@ def save_folder(
     if write is not None:
         for old in tags(path):
             if old != tag:
-                shutil.rmtree(path / old)
+                remove_checkpoint(path / old)
                 _loops(path, old).unlink(missing_ok=True)
 
 
