@@ -27,8 +27,8 @@ class Setting:
 class Case:
     """Points of one kind, tried in a process of their own.
 
-    ``points`` yields after each point: None if the promise holds, else one line about what does not. It may raise, which
-    counts as such a line and ends the case. It may go on for ever: the runner stops it.
+    ``points`` yields after each point: None if the promise holds, else one line about what does not. An exception
+    counts as such a line and ends the case. The generator may go on for ever: the runner stops it.
     """
 
     name: str
@@ -87,7 +87,7 @@ def bug_in_ranks() -> str:
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Sets an attribute as long as the context lasts."""
-    before = vars(owner)[name] if name in vars(owner) else None
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield

@@ -293,9 +293,10 @@ def written_in_place() -> Iterator[None]:
     def nothing(self: NewFolder) -> None:
         pass
 
-    with replaced(NewFolder, "__init__", named), replaced(NewFolder, "publish", nothing):
-        with replaced(NewFolder, "discard", nothing):
-            yield
+    with contextlib.ExitStack() as held:
+        for name, value in (("__init__", named), ("publish", nothing), ("discard", nothing)):
+            held.enter_context(replaced(NewFolder, name, value))
+        yield
 
 
 @contextlib.contextmanager

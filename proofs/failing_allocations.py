@@ -19,13 +19,14 @@ from torch.nn import functional as F
 
 from patrickstar import _C, StateError
 from patrickstar.runtime import initialize_engine
-from tests.bits import assert_same_bits
 
 TOKENS = 31
 STEPS_BEFORE = 2
 
 
 class Block(nn.Module):
+    """A residual layer."""
+
     def __init__(self, hidden):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
@@ -33,10 +34,13 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * hidden, hidden)
 
     def forward(self, x):
+        """The layer's output."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
+    """A small model; its forward gives the loss."""
+
     def __init__(self, hidden=32):
         super().__init__()
         self.embed = nn.Embedding(TOKENS, hidden)
@@ -44,11 +48,13 @@ class Net(nn.Module):
         self.head = nn.Linear(hidden, TOKENS)
 
     def forward(self, tokens):
+        """The mean loss."""
         logits = self.head(self.blocks(self.embed(tokens)))
         return F.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1).flatten())
 
 
 def config(*, on_device=True, speculation="auto", **more):
+    """An engine's configuration."""
     return {
         "optimizer": {
             "type": "AdamW",
@@ -75,6 +81,8 @@ SCENARIOS = {
 
 
 class Run:
+    """A run in which calls whose allocations failed are made again."""
+
     def __init__(self, scenario: str, folder: Path):
         options = dict(SCENARIOS[scenario])
         if scenario == "disk":
@@ -88,6 +96,7 @@ class Run:
         self.outcomes: collections.Counter[str] = collections.Counter()
 
     def step(self, step: int, failing: Failing) -> None:
+        """One step; step n has the same batch in each run."""
         batch = torch.randint(0, TOKENS, (2, 4), generator=torch.Generator().manual_seed(step))
         if self.checkpoint is not None:
             self.engine.save_checkpoint(self.checkpoint, tag="last")
@@ -133,6 +142,7 @@ class Run:
         self.engine.backward(self.engine(batch))
 
     def end(self):
+        """Closes the engine; losses and states."""
         gc.collect()  # tracebacks hold tensors
         report = self.engine.report()
         assert report["num_steps"] == self.engine._session.num_steps == len(self.losses)
@@ -174,6 +184,7 @@ class Failing:
 
     @property
     def is_over(self) -> bool:
+        """True if all allocations of all calls have failed."""
         return not self._next
 
     def counts(self, what: str) -> bool:
@@ -207,6 +218,7 @@ class Never:
         return False
 
     def one_of(self, _what: str) -> Never:
+        """This."""
         return self
 
     def __enter__(self) -> None:

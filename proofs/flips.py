@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from patrickstar import CheckpointError, DiskError, StateError, _C
+from patrickstar import _C, CheckpointError, DiskError, StateError
 from patrickstar.checkpoint import Checkpoint, SaveOptions, folder, latest_tag, manifest, reader, save
 from patrickstar.ranks import authenticated
 from proofs.cases import Case, Planted, Points, Proof, Setting, replaced
 from proofs.faulty_calls import SOURCE, Calls, Fault, How, failing
-from proofs.io import AlwaysRight
+from proofs.planted_io import AlwaysRight
 from proofs.preloaded import preload
 from proofs.training import Run, config, on_disk, trained
 from tests.bits import first_difference
@@ -35,7 +35,10 @@ def every_byte(data: bytes, chooser: random.Random) -> Iterator[tuple[str, bytes
     """One random bit of each byte."""
     for position in range(len(data)):
         bit = chooser.randrange(8)
-        yield f"bit {bit} of byte {position}", data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+        yield (
+            f"bit {bit} of byte {position}",
+            data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :],
+        )
 
 
 def random_blocks(data: bytes, chooser: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -112,7 +115,9 @@ def loaded(setting: Setting) -> Points:
     contents = {file: file.read_bytes() for file in sorted(path.iterdir())}
     for number in itertools.count():
         file = chooser.choice(list(contents))
-        what, data = next(random_bits(contents[file], chooser) if number % 2 else random_blocks(contents[file], chooser))
+        what, data = next(
+            random_bits(contents[file], chooser) if number % 2 else random_blocks(contents[file], chooser)
+        )
         setting.note(f"{what} of {file.name}")
         run.step(1)
         before = run.state()
@@ -159,7 +164,9 @@ def latest(setting: Setting) -> Points:
     file = setting.folder / "latest"
     data = file.read_bytes()
     bits = ((f"bit {place}", bytes(changed)) for place in range(8 * len(data)) for changed in [flipped(data, place)])
-    for what, changed in itertools.chain(bits, every_length(data, chooser), itertools.islice(random_blocks(data, chooser), 2000)):
+    for what, changed in itertools.chain(
+        bits, every_length(data, chooser), itertools.islice(random_blocks(data, chooser), 2000)
+    ):
         setting.note(what)
         file.write_bytes(changed)
         try:
@@ -218,7 +225,11 @@ def messages(setting: Setting) -> Points:
             opened(key, changed)
             yield f"{what} changed: the message is taken"
         except Exception as error:
-            yield None if isinstance(error, (ConnectionError, OSError, ValueError)) else f"{type(error).__name__}: {error}"
+            yield (
+                None
+                if isinstance(error, (ConnectionError, OSError, ValueError))
+                else f"{type(error).__name__}: {error}"
+            )
 
 
 def sealed(key: bytes, content: bytes) -> bytes:
@@ -244,7 +255,11 @@ def planted() -> Iterator[Planted]:
     yield Planted("checksums of tensors are not compared", by_verify, lambda: replaced(reader, "_C", AlwaysRight()))
     yield Planted("a load does not compare checksums", by_load, lambda: replaced(reader, "_C", AlwaysRight()))
     yield Planted("the manifest's checksum is not compared", by_verify, unchecked_manifest)
-    yield Planted("headers and sizes are not looked at", "lengths, found by verify", lambda: replaced(Checkpoint, "_check_file", nothing))
+    yield Planted(
+        "headers and sizes are not looked at",
+        "lengths, found by verify",
+        lambda: replaced(Checkpoint, "_check_file", nothing),
+    )
     yield Planted("latest has no checksum", "latest", lambda: replaced(folder, "_tag_in", trusting))
     yield Planted("messages have no tag", "messages", lambda: replaced(authenticated, "_message_tag", constant_tag))
     yield Planted("an engine with half of a checkpoint trains on", by_load, accepting)

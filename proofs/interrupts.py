@@ -168,6 +168,7 @@ def forgetting() -> None:
 @contextlib.contextmanager
 def open_everywhere() -> Iterator[None]:
     """Signals within a block are delivered at once."""
+
     def receive(signum: int, frame: Any) -> None:
         interrupts._state.waiting.setdefault(signum, frame)
         interrupts._deliver()
@@ -207,4 +208,5 @@ PROOF = Proof(
         Case("instructions, scarce", runs(at_instructions, **SCARCE)),
     ],
     planted=list(planted()),
+    quiet_seconds=45,
 )

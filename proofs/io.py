@@ -1,8 +1,8 @@
-"""prove-io: each file system call of a save, a load, an export or a disk of optimizer states fails once, or from then on.
+"""prove-io: each file system call of a save, load or export, or of a disk of states, fails once, or from then on.
 
 The process preloads proofs/faulty_calls.c, so calls fail where they are made: in Python, in the C++ core, in libraries.
-After each point: one named error on all ranks or a complete result, the former checkpoint as it was, no descriptor
-left, and training goes on with the bits of a run without faults.
+After each point there is one named error on all ranks, or a complete result. The former checkpoint is as it was, no
+descriptor is left, and training goes on with the bits of a run without faults.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from patrickstar import CheckpointError, DiskError, StateError
-from patrickstar.checkpoint import Checkpoint, disk, folder, latest_tag, peers, reader, writer
+from patrickstar.checkpoint import Checkpoint, disk, folder, latest_tag
 from patrickstar.checkpoint.disk import Disk
-from patrickstar.checkpoint.folder import NewFolder
-from patrickstar.session.background_save import BackgroundSave
-from proofs.cases import Case, Planted, Points, Proof, Setting, bug_in_ranks, in_ranks, replaced
+from proofs import planted_io
+from proofs.cases import Case, Points, Proof, Setting, bug_in_ranks
 from proofs.faulty_calls import EVERY, SOURCE, Calls, Failed, Fault, How, failing
 from proofs.preloaded import preload
 from proofs.training import Run, files, num_descriptors, on_disk, trained
@@ -98,7 +97,7 @@ class Saves:
 
     def contents(self, tag: str) -> str:
         """ "old", "new", "absent" or "mixed"."""
-        if not (self.path / tag).is_dir():
+        if not tag or not (self.path / tag).is_dir():
             return "absent"
         found = files(self.path / tag)
         return "old" if found == self.old else "new" if found == self.new else "mixed"
@@ -284,7 +283,7 @@ def save_on_two_ranks(work: str, fault: Fault, begin: int, bug: str) -> tuple[li
     """Saves in which a call of rank 1 fails, from the ``begin``-th on: complaints, number of points, and whether it was
     the last of them.
     """
-    with IN_RANKS[bug]() if bug else contextlib.nullcontext():
+    with planted_io.IN_RANKS[bug]() if bug else contextlib.nullcontext():
         run = Run()
         rank, found = int(os.environ["RANK"]), []
         target = Path(work) / f"from {begin}"
@@ -330,126 +329,10 @@ def two_ranks(setting: Setting) -> Points:
             yield "; ".join(complaints) or None
 
 
-def planted() -> Iterator[Planted]:
-    """Bugs in what handles errors of calls."""
-    new, old = "saves under a new tag", "saves under the tag that exists"
-
-    def forgiving(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
-            with contextlib.suppress(OSError):
-                return call(*arguments)
-            return len(arguments[-1]) if isinstance(arguments[-1], memoryview) else None
-
-        return wrapped
-
-    for name in ("sync", "sync_folder", "write", "rename"):
-        bug = lambda name=name: replaced(Disk, name, forgiving(vars(Disk)[name]))  # noqa: E731
-        yield Planted(f"an error of {name} is ignored", new, bug)
-
-    def write_once(disk: Disk, fd: int, data: memoryview, offset: int | None = None) -> None:
-        disk.write(fd, data) if offset is None else disk.write_at(fd, data, offset)
-
-    yield Planted("a short write counts as whole", "saves with short calls", lambda: replaced(writer, "write_all", write_once))
-
-    @contextlib.contextmanager
-    def leaky(disk_: Disk, path: Path, open_file: Callable[[Path], int]) -> Iterator[int]:
-        fd = open_file(path)
-        try:
-            yield fd
-            disk_.sync(fd)
-            disk_.close(fd)
-        except OSError as error:
-            raise disk.naming(error, path) from error
-
-    yield Planted("a descriptor stays open after an error", new, lambda: replaced(disk, "_writing", leaky))
-    yield Planted("what a failed save wrote stays", new, lambda: replaced(NewFolder, "discard", lambda self: None))
-
-    def in_place(disk_: Disk, path: Path, data: bytes, temporary: Path) -> None:
-        path.unlink(missing_ok=True)
-        with disk.created(disk_, path) as fd:
-            disk.write_all(disk_, fd, memoryview(data))
-
-    yield Planted("latest is written in place", new, lambda: replaced(folder, "replace_file", in_place))
-
-    def by_removal(self: Disk, one: Path, other: Path) -> None:
-        disk.remove_tree(self, other)
-        self.rename(one, other)
-
-    yield Planted("the former checkpoint is removed first", old, lambda: replaced(Disk, "exchange", by_removal))
-    yield Planted("errors of descriptors name no file", new, lambda: replaced(disk, "naming", lambda error, path: error))
-
-    def filled(self: Checkpoint, file: str, data: memoryview, offset: int) -> None:
-        with contextlib.suppress(OSError):
-            os.preadv(self._open(file), [data], offset)
-
-    def unchecked(self: Checkpoint, file: str, fd: int, expected: Any) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def careless_reader() -> Iterator[None]:
-        """Checksums are off too: otherwise they would find it."""
-        with (
-            replaced(Checkpoint, "_fill", filled),
-            replaced(Checkpoint, "_check_file", unchecked),
-            replaced(reader, "_C", AlwaysRight()),
-        ):
-            yield
-
-    yield Planted("an error of a read is ignored", "loads", careless_reader)
-    yield Planted("a short read counts as whole", "loads with short calls", careless_reader)
-    yield Planted("a save in the background fails silently", "saves in the background",
-                  lambda: replaced(BackgroundSave, "finish", BackgroundSave.wait))  # fmt: skip
-
-    yield Planted("the other rank is not told of an error", "saves of two ranks", lambda: in_ranks("alone"))
-    yield Planted("an error of the disk of states is another one", "states on a disk",
-                  lambda: replaced(DiskError, "__str__", lambda self: "something failed"))  # fmt: skip
-
-
-@contextlib.contextmanager
-def alone(peers_: Any, what: str) -> Iterator[peers.Turn]:
-    """``phase`` of a rank that tells the others nothing of its error."""
-    turn = peers.Turn()
-    try:
-        yield turn
-    except OSError as error:
-        raise CheckpointError(f"{what}: rank {peers_.rank}: {peers._describe(error)}") from error
-    finally:
-        peers_.exchange(b"")
-    turn.heard = [turn.say] * peers_.size
-
-
-IN_RANKS = {"alone": lambda: replaced(writer, "phase", alone)}
-
-
-class AlwaysRight:
-    """A core that finds all checksums right."""
-
-    def __getattr__(self, name: str) -> Any:
-        from patrickstar import _C
-
-        return SameChecksum if name == "crc32c" else getattr(_C, name)
-
-
-class SameChecksum(int):
-    """Equals all numbers."""
-
-    def __new__(cls, *_: object) -> SameChecksum:
-        """A number of no data."""
-        return int.__new__(cls, 0)
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = int.__hash__
-
-
 DISK_FAULTS = [ERRORS[0], ERRORS[1], ERRORS[2], *HARMLESS]
 PROOF = Proof(
     name="io",
-    claim="An error of any file system call is one named error on all ranks; the former checkpoint stays, training goes on.",
+    claim="A file system call that fails is one named error on all ranks; what was saved stays, and training goes on.",
     points="failing calls",
     cases=[
         Case("saves under a new tag", each_fault(ERRORS, saves("new"))),
@@ -464,6 +347,6 @@ PROOF = Proof(
         Case("states on a disk", each_fault(DISK_FAULTS, disk_states("threads"))),
         Case("states on a disk by io_uring", each_fault(DISK_FAULTS, disk_states("auto"))),
     ],
-    planted=list(planted()),
+    planted=list(planted_io.planted()),
     environment=lambda: preload(SOURCE),
 )

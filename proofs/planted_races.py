@@ -1,4 +1,4 @@
-"""Bugs of order that ``make prove-races`` plants in a copy of csrc: waits that are left out, memory that is freed early.
+"""Bugs of order that ``make prove-races`` plants in a copy of csrc: a wait that is left out, memory freed early.
 
 One build has all of them; ``ps_plant(number)`` turns one on. The sources of the core stay as they are.
 """
@@ -129,6 +129,15 @@ BUGS = (
          "if (!planted(30)) backend_.settle(values.done);\n  HostUpdate back;"),
     Edit(31, "a round trip's states are not marked as on their way", "engine/chunk_updates.cpp",
          "state.host_ready = events.down;"),
+    Edit(32, "a download's event is lost", MEMORY, "record.host_ready = downloads.record();",
+         "downloads.record(); record.host_ready = nullptr;"),
+    Edit(33, "an upload's event is lost", MEMORY,
+         "record.device_ready = upload_to(id, record.device_buffer.data, record.device_buffer);",
+         "upload_to(id, record.device_buffer.data, record.device_buffer); record.device_ready = nullptr;"),
+    Edit(34, "a round trip does not mark its buffer as busy", TRIPS,
+         "device_buffer.busy = {backend.record(Queue::kRoundTripDown), updated};"),
+    Edit(35, "states on a disk count as read at once", DISK, "record.host_ready = ready;",
+         "record.host_ready = nullptr;"),
 )  # fmt: skip
 
 # In proofs/scheduler/work_queue.cpp.

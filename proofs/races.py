@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from proofs import training
 from proofs.cases import Case, Planted, Points, Proof, Setting
 from proofs.planted_races import BUGS, QUEUE_BUGS
+from tests.bits import first_difference
 
 STEPS = 3
 SEEDS_PER_REPEAT = 64
@@ -52,71 +55,84 @@ def roomy(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "optimizer": {**options["optimizer"], "speculation": "never"}}
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "scarce device memory": config(on_device=True, device_memory=training.SCARCE),
-    "updates on the host": config(device_memory=training.SCARCE),
-    "updates ahead of the norm": config(speculation="always", device_memory=training.SCARCE),
-    "updates ahead, with clipping": config(speculation="always", gradient_clipping=0.05, device_memory=training.SCARCE),
-    "updates that commit in backward": config(speculation="commit", device_memory=training.SCARCE),
-    "round trips": config(speculation="commit", on_device=True, device_memory=training.SCARCE),
-    "states on a disk": config(device_memory=200_000, host_memory=280_000),
-    "offloaded activations": config(device_memory=training.SCARCE, activations={"offload": "always"}),
+def trips(engine: Any, step: int) -> None:
+    """Chooses the chunks whose next update is a round trip."""
+    count = engine.report()["num_chunks"]
+    chosen = [step > 0 and (step + chunk) % 3 != 0 for chunk in range(count)]
+    engine._session.runtime.set_round_trips(chosen, PIECE_NUMEL)
+
+
+PIECE_NUMEL = 512  # of a chunk's 2048: several pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way of training whose transfers are scheduled."""
+
+    options: Mapping[str, Any]
+    net: Callable[[], nn.Module] = training.Net
+    length: int = 4
+    micro_batches: Sequence[int] = (1, 2)
+    before_step: Callable[[Any, int], None] = lambda engine, step: None
+
+
+SCARCE = {"device_memory": training.SCARCE}
+TIGHT = 111_000  # bytes: some activations find no room
+ONE = (1,)  # updates in backward need the step at once
+WAYS = {
+    "scarce device memory": Way(config(on_device=True, **SCARCE)),
+    "updates on the host": Way(config(**SCARCE)),
+    "updates ahead of the norm": Way(config(speculation="always", **SCARCE)),
+    "updates ahead, with clipping": Way(config(speculation="always", gradient_clipping=0.05, **SCARCE)),
+    "updates that commit in backward": Way(config(speculation="commit", **SCARCE), micro_batches=ONE),
+    "round trips": Way(config(speculation="commit"), micro_batches=ONE, before_step=trips),
+    "states on a disk": Way(config(device_memory=200_000, host_memory=200_000), micro_batches=ONE),
+    "offloaded activations": Way(config(activations={"offload": "always"}, device_memory=TIGHT), length=64),
 }
 
-ONE_BACKWARD = ("updates that commit in backward", "round trips")  # per step
 
-
-def train(options: Mapping[str, Any], seed: int | None, accumulate: int) -> tuple[Any, int]:
+def train(way: Way, seed: int, micro_batches: int) -> tuple[Any, int]:
     """Losses and states after some steps, and the hash of the schedule's choices."""
     gc.collect()  # an earlier engine's threads are part of no schedule
-    core().ps_schedule(seed if seed is not None else 1)
-    run = training.Run(dict(options))
-    engine, optimizer = run.engine, run.optimizer
-    losses = []
+    core().ps_schedule(seed)
+    run = training.Run(dict(way.options), way.net)
+    engine, losses = run.engine, []
     with engine:
         for step in range(STEPS):
-            for micro in range(accumulate):
-                number = 10 * step + micro
-                batch = torch.randint(0, training.TOKENS, (2, 4), generator=torch.Generator().manual_seed(number))
-                loss = engine(batch)
+            way.before_step(engine, step)
+            for micro_batch in range(micro_batches):
+                generator = torch.Generator().manual_seed(10 * step + micro_batch)
+                loss = engine(torch.randint(0, training.TOKENS, (2, way.length), generator=generator))
                 engine.backward(loss)
                 losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
         trace = int(core().ps_trace())
-        state = {"model": engine.state_dict(), "optimizer": optimizer.state_dict()["state"], "losses": losses}
-    return state, trace
+        return {**run.state(), "losses": losses}, trace
 
 
-def schedules(way: str) -> Callable[[Setting], Points]:
-    """Points: seeds, each with one or two micro-batches."""
+def schedules(name: str) -> Callable[[Setting], Points]:
+    """Points: seeds."""
 
     def points(setting: Setting) -> Points:
-        from tests.bits import first_difference
-
         gc.disable()
-
-        options = dict(WAYS[way])
-        if way == "states on a disk":
+        way = WAYS[name]
+        if name == "states on a disk":
             folder = setting.folder / "disk"
             folder.mkdir()
-            options["disk_memory"] = {"path": str(folder), "size": "1GiB", "io": "threads"}
-        expected: dict[int, Any] = {}
-        seed = setting.seed
-        while True:
-            accumulate = 1 + seed // 4 % 2 if way not in ONE_BACKWARD else 1
+            disk = {"path": str(folder), "size": "1GiB", "io": "threads"}
+            way = dataclasses.replace(way, options={**way.options, "disk_memory": disk})
+        plain = dataclasses.replace(way, options=roomy(way.options), before_step=Way.before_step)
+        with bug(0):
+            expected = {number: train(plain, 1, number)[0] for number in way.micro_batches}
+        for seed in itertools.count(setting.seed):
             setting.note(f"seed {seed}")
-            if accumulate not in expected:
-                with bug(0):
-                    expected[accumulate], _ = train(roomy(options), None, accumulate)
-            state, trace = train(options, seed, accumulate)
-            difference = first_difference(state, expected[accumulate], f"seed {seed}")
-            if difference is None and seed % SEEDS_PER_REPEAT == 0:
-                again, repeated = train(options, seed, accumulate)
-                if repeated != trace:
-                    difference = f"seed {seed}: the second run made other choices"
+            number = way.micro_batches[seed // 4 % len(way.micro_batches)]
+            state, trace = train(way, seed, number)
+            difference = first_difference(state, expected[number], f"seed {seed}")
+            if difference is None and seed % SEEDS_PER_REPEAT == 0 and train(way, seed, number)[1] != trace:
+                difference = f"seed {seed}: the second run made other choices"
             yield difference
-            seed += 1
 
     return points
 
@@ -145,8 +161,15 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": str(tree), "PATRICKSTAR_PROOF_TREE": str(tree)}
 
 
-# The way of training in which a bug shows.
-SHOWN_IN: dict[int, str] = {}
+# A way of training in which some schedule shows the bug. The other edits of proofs/planted_races.py change nothing
+# there: another wait covers the one that is left out.
+SHOWN_IN = {
+    **dict.fromkeys((5, 6, 8, 9, 10, 13, 28, 32, 33), "scarce device memory"),
+    **dict.fromkeys((1,), "updates on the host"),
+    **dict.fromkeys((14, 19, 21, 22, 23, 35), "states on a disk"),
+    **dict.fromkeys((15, 16, 18, 31, 34), "round trips"),
+    **dict.fromkeys((25, 26), "offloaded activations"),
+}
 
 
 def planted() -> Iterator[Planted]:

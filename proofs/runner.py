@@ -43,7 +43,7 @@ class Options:
     jobs: int = 2
     seed: int = 0
     most_points: int | None = None
-    """Of each case; None: all that the time allows."""
+    """Limit for each case; None: all that the time allows."""
     most_planted: int | None = None
     only: str = ""
     """A part of a case's name."""

@@ -1,6 +1,7 @@
-"""Builds the core with a deterministic scheduler and planted bugs into build/proofs/races, beside a copy of the package.
+"""Builds the core with a deterministic scheduler and planted bugs, beside a copy of the package (build/proofs/races).
 
-The in-place extension is untouched. `proofs/scheduler` replaces queues, events and clock; ``planted_races`` has the bugs.
+The in-place extension is untouched. ``proofs/scheduler`` replaces queues, events and clock. ``planted_races`` has the
+bugs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from proofs.planted_races import BUGS, SIMULATION
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "proofs" / "races"
-COPIED = ("patrickstar", "tests", "proofs", "build_backend", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+COPIED = (
+    "patrickstar",
+    "tests",
+    "proofs",
+    "build_backend",
+    "csrc",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 
 
 def copy_tree(tree: Path) -> None:

@@ -36,7 +36,7 @@ def mappings() -> int:
 
 
 def measured() -> dict[str, float]:
-    """What the process holds."""
+    """Descriptors, threads, mappings and memory of the process."""
     gc.collect()
     return {
         "descriptors": num_descriptors(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ def on_disk(folder: Path, io: str = "threads") -> dict[str, Any]:
 class Run:
     """A model in training; step n has the same batch in each run."""
 
-    def __init__(self, options: dict[str, Any] | None = None):
+    def __init__(self, options: dict[str, Any] | None = None, net: Callable[[], torch.nn.Module] = Net):
         random.seed(1)  # forks of a process begin with other numbers
         torch.manual_seed(1)
-        self.engine, self.optimizer = initialize_engine(Net, 0, options or config())
+        self.engine, self.optimizer = initialize_engine(net, 0, options or config())
 
     def step(self, number: int) -> float:
         """One step; returns the loss."""
