@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,26 +72,28 @@ class Way:
     options: Mapping[str, Any]
     net: Callable[[], nn.Module] = training.Net
     length: int = 4
-    micro_batches: Sequence[int] = (1, 2)
+    micro_batches: int = 1
     before_step: Callable[[Any, int], None] = lambda engine, step: None
 
 
 SCARCE = {"device_memory": training.SCARCE}
 TIGHT = 111_000  # bytes: some activations find no room
-ONE = (1,)  # updates in backward need the step at once
 WAYS = {
     "scarce device memory": Way(config(on_device=True, **SCARCE)),
+    "scarce device memory, two micro-batches": Way(config(on_device=True, **SCARCE), micro_batches=2),
     "updates on the host": Way(config(**SCARCE)),
     "updates ahead of the norm": Way(config(speculation="always", **SCARCE)),
-    "updates ahead, with clipping": Way(config(speculation="always", gradient_clipping=0.05, **SCARCE)),
-    "updates that commit in backward": Way(config(speculation="commit", **SCARCE), micro_batches=ONE),
-    "round trips": Way(config(speculation="commit"), micro_batches=ONE, before_step=trips),
-    "states on a disk": Way(config(device_memory=200_000, host_memory=200_000), micro_batches=ONE),
+    "updates ahead, with clipping": Way(
+        config(speculation="always", gradient_clipping=0.05, **SCARCE), micro_batches=2
+    ),
+    "updates that commit in backward": Way(config(speculation="commit", **SCARCE)),
+    "round trips": Way(config(speculation="commit"), before_step=trips),
+    "states on a disk": Way(config(device_memory=200_000, host_memory=200_000)),
     "offloaded activations": Way(config(activations={"offload": "always"}, device_memory=TIGHT), length=64),
 }
 
 
-def train(way: Way, seed: int, micro_batches: int) -> tuple[Any, int]:
+def train(way: Way, seed: int) -> tuple[Any, int]:
     """Losses and states after some steps, and the hash of the schedule's choices."""
     gc.collect()  # an earlier engine's threads are part of no schedule
     core().ps_schedule(seed)
@@ -100,7 +102,7 @@ def train(way: Way, seed: int, micro_batches: int) -> tuple[Any, int]:
     with engine:
         for step in range(STEPS):
             way.before_step(engine, step)
-            for micro_batch in range(micro_batches):
+            for micro_batch in range(way.micro_batches):
                 generator = torch.Generator().manual_seed(10 * step + micro_batch)
                 loss = engine(torch.randint(0, training.TOKENS, (2, way.length), generator=generator))
                 engine.backward(loss)
@@ -124,13 +126,13 @@ def schedules(name: str) -> Callable[[Setting], Points]:
             way = dataclasses.replace(way, options={**way.options, "disk_memory": disk})
         plain = dataclasses.replace(way, options=roomy(way.options), before_step=Way.before_step)
         with bug(0):
-            expected = {number: train(plain, 1, number)[0] for number in way.micro_batches}
+            expected, _ = train(plain, 1)
+        train(way, 1)  # later engines of a process take over memory of earlier ones, which changes their transfers
         for seed in itertools.count(setting.seed):
             setting.note(f"seed {seed}")
-            number = way.micro_batches[seed // 4 % len(way.micro_batches)]
-            state, trace = train(way, seed, number)
-            difference = first_difference(state, expected[number], f"seed {seed}")
-            if difference is None and seed % SEEDS_PER_REPEAT == 0 and train(way, seed, number)[1] != trace:
+            state, trace = train(way, seed)
+            difference = first_difference(state, expected, f"seed {seed}")
+            if difference is None and seed % SEEDS_PER_REPEAT == 0 and train(way, seed)[1] != trace:
                 difference = f"seed {seed}: the second run made other choices"
             yield difference
 

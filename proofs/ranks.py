@@ -122,7 +122,7 @@ def run(folder: str, phase: str, fault: str, victim: int, bug: str) -> None:
             _train(Course(place, phase, fault, victim), place / "saves")
         except BaseException as error:
             end = error
-    said = {"at": time.monotonic(), "kind": type(end).__name__ if end else "", "text": str(end or "")}
+        said = {"at": time.monotonic(), "kind": type(end).__name__ if end else "", "text": str(end or "")}
     (place / f"end-{rank}").write_text(json.dumps(said))
     if isinstance(end, BadBatchError):
         time.sleep(60)  # the process lives on: the others must hear from the engine
