@@ -23,16 +23,17 @@ def proof_of(name: str) -> Proof:
 
 
 def enter(proof: Proof) -> None:
-    """Begins this process again with the proof's environment."""
+    """Sets the proof's environment; begins this process again if something must be there from the start."""
     if os.environ.get(_PREPARED) == proof.name:
         return
-    folder = os.environ.get("PATRICKSTAR_PROOF_TREE")
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **proof.environment()}
-    variables |= {_PREPARED: proof.name, "PATRICKSTAR_PROOF_COMMIT": results.commit()}
-    folder = variables.pop("PATRICKSTAR_PROOF_TREE", folder)
+    own = dict(proof.environment())
+    folder = own.pop("PATRICKSTAR_PROOF_TREE", None)
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _PREPARED: proof.name, **own}
+    os.environ.update(variables, PATRICKSTAR_PROOF_COMMIT=results.commit())
     if folder is not None:
         os.chdir(folder)
-    os.execve(sys.executable, [sys.executable, "-m", "proofs", *sys.argv[1:]], {**os.environ, **variables})
+    if own:
+        os.execv(sys.executable, [sys.executable, "-m", "proofs", *sys.argv[1:]])
 
 
 def main() -> None:

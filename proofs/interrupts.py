@@ -146,9 +146,9 @@ def at_instructions(setting: Setting, _seconds: float) -> Instructions:
 
 def planted() -> Iterator[Planted]:
     """Bugs in how signals are deferred."""
+    yield Planted("a signal is lost", "instructions, roomy", lambda: replaced(interrupts, "_deliver", forgetting))
     for case in ("random instants, scarce", "instructions, roomy"):
         yield Planted(f"signals are not deferred ({case})", case, undeferred)
-    yield Planted("a signal is lost", "instructions, roomy", lambda: replaced(interrupts, "_deliver", forgetting))
     yield Planted("a signal in a backward comes in the middle of a hook", "random instants, scarce", open_everywhere)
     yield Planted("a half-updated model trains on", "random instants, commit", unbroken)
 

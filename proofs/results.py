@@ -47,6 +47,7 @@ def command_of(proof: Proof, options: Options) -> str:
     """The command that repeats the run."""
     parts = [f"make prove-{proof.name}"]
     arguments = [f"--minutes {options.minutes:g}"] if options.minutes != Options.minutes else []
+    arguments += [f"--jobs {options.jobs}"] if options.jobs != Options.jobs else []
     arguments += [f"--seed {options.seed}"] if options.seed else []
     return " ".join(parts + ([f'ARGS="{" ".join(arguments)}"'] if arguments else []))
 

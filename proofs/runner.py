@@ -105,6 +105,7 @@ class Job:
             logging.getLogger("patrickstar").setLevel(logging.CRITICAL)
             faulthandler.register(signal.SIGUSR2)
             distributed._Fork.__init__ = _fork_here
+            importlib.import_module("torch").set_num_threads(1)
             signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
             status = self._try_points()
         except BaseException as error:
