@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,6 +101,7 @@ def lifetimes(and_on: bool) -> Callable[[Setting], Points]:
             else:
                 difference = difference or first_difference(restored, expected[1], "a closed engine's module")
             del engine, optimizer
+            gc.collect()  # tracebacks hold engines that did not open
             present = settled_num_threads() if failing.num_failed % 16 == 0 else threads
             threads = threads or present
             if failing.num_failed > before:
