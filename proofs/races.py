@@ -30,6 +30,7 @@ from tests.bits import first_difference
 
 STEPS = 3
 SEEDS_PER_REPEAT = 64
+RUNS_BEFORE = 3  # after which the memory that an engine takes over no longer changes
 
 
 @functools.cache
@@ -114,10 +115,11 @@ def train(way: Way, seed: int) -> tuple[Any, int]:
 
 
 def traces(way: Way, seed: int) -> list[int]:
-    """Choices of two runs of a seed, each after the same other run: an engine takes over memory of the one before."""
+    """Choices of two runs of a seed, each after the same other runs: an engine takes over memory of the one before."""
     found = []
     for _ in range(2):
-        train(way, 1)
+        for _ in range(RUNS_BEFORE):
+            train(way, 1)
         found.append(train(way, seed)[1])
     return found
 
