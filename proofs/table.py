@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def origins(found: list[dict[str, Any]]) -> list[str]:
     for fields in dict.fromkeys(_origin(result) for result in found):
         commands = ", ".join(f"`{result['command']}`" for result in found if _origin(result) == fields)
         commit, date, hardware, versions = fields
-        lines.append(f"* Commit {commit}, {date}; {hardware}; {versions}: {commands}.")
+        told = f"* Commit {commit}, {date}; {hardware}; {versions}: {commands}."
+        lines += textwrap.wrap(told, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return lines
 
 
