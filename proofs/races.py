@@ -2,8 +2,8 @@
 
 The core is built apart (proofs/simulated_build.py) with queues and events of proofs/scheduler. One thread runs at a
 time: the one that trains, or a worker of an upload, download, round trip, host update or disk queue. A seed therefore
-chooses the order of all tasks, and each run must have the bits of a run in unlimited memory. Most runs repeat from their
-seed; with scarce device memory some make other choices, since an engine takes over memory of the one before.
+chooses the order of all tasks, and each run must have the bits of a run in unlimited memory. Most runs repeat from
+their seed; some with scarce device memory make other choices. The cause is not known.
 
 Not covered: orders within one task (threads of a loop, requests of one disk transfer), CUDA streams, and several ranks.
 ThreadSanitizer (`make sanitize`) and delays (tests/engine/test_delays.py) look at those.
