@@ -7,11 +7,13 @@ GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
 QUIET = $(if $(filter 1,$(V)),,@)
 
-.PHONY: help build demo quick test test-slow test-all test-gpu sanitize lint format check-cuda docs wheel wheels env clean distclean
+PROOFS = $(addprefix prove-, crash flips io memory interrupts ranks races soak)
+.PHONY: help build demo quick test test-slow test-all test-gpu sanitize $(PROOFS) lint format check-cuda docs wheel wheels env clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-12s %s\n", $$1, $$2 }' Makefile
+	@printf "%-12s %s\n" "prove-NAME" "a proof of docs/reliability.md, 15 minutes on 2 cores; NAME: $(PROOFS:prove-%=%)"
 
 build:  ## compile what changed of the extension, in place, and install that editable (V=1: whole commands)
 	$(QUIET)$(RUN) --extras build -- setup.py $(if $(QUIET),--quiet) build_ext --inplace
@@ -45,7 +47,10 @@ test-gpu: build  ## the tests that need one, or several, GPUs (GPU_JOBS=4: four 
 sanitize:  ## the core's tests under ASan and UBSan, then under TSan (tools/sanitize.py; some 15 minutes)
 	$(RUN) --extras build,test -- tools/sanitize.py --jobs $(JOBS) $(ARGS)
 
-CXX_FILES = $(shell find csrc tools -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
+$(PROOFS): prove-%: build
+	$(RUN) --extras build,test -- -m proofs $* $(ARGS)
+
+CXX_FILES = $(shell find csrc tools proofs -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
 lint:  ## ruff, clang-format, the layers of csrc and patrickstar, and the language of comments and pages
 	$(RUN) --extras lint -- -m ruff check .

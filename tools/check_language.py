@@ -43,12 +43,12 @@ WORDS = (
     (r"\b(computed|run) again in backward\b", "recomputed", ""),
 )
 CODE = {".h", ".inl", ".cpp", ".cu", ".py", ".pyi"}
-FOLDERS = ("csrc", "patrickstar", "tools", "benchmark", "examples", "tests")
+FOLDERS = ("csrc", "patrickstar", "tools", "benchmark", "examples", "proofs", "tests")
 # A page of what was tried, with the words of its time.
 EXEMPT = ("docs/log.md", "tools/check_language.py", "docs/compatibility.md", "docs/refused_models.md")
 
 _PATH = re.compile(
-    r"(?<![\w/.])(?:csrc/|patrickstar/|tests/|benchmark/|docs/|tools/|examples/)[\w/]+\.(?:h|cpp|cu|inl|py|md|txt|json)\b"
+    r"(?<![\w/.])(?:csrc/|patrickstar/|tests/|benchmark/|docs/|tools/|examples/|proofs/)[\w/]+\.(?:h|cpp|cu|inl|py|md|txt|json)\b"
 )
 _MEMBER = re.compile(r"\b([A-Z][A-Za-z0-9]+)::([A-Za-z_]\w*)")
 _NOT_PROSE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|\[([^\]]*)\]\([^)]*\)|https?://\S+", re.S)

@@ -67,11 +67,12 @@ class Disk:
         """Waits until the folder's entries are on the disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         except OSError as error:
             raise naming(error, path) from error
-        finally:
-            os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
         """Renames; ``target`` is a file, an empty folder or absent."""
@@ -185,7 +186,7 @@ def locked(path: Path, disk: Disk | None = None) -> Iterator[None]:
             raise naming(error, path) from error
         except OSError as error:  # a file system without locks: its users must save one at a time
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
+                raise naming(error, path) from error
         yield
     finally:
         with suppress(OSError):

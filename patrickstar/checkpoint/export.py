@@ -94,6 +94,8 @@ def export(
             with phase(peers, what):
                 if is_first:
                     folder.publish()
+            with phase(peers, f"{target} is complete, but may not outlast a power cut"):
+                if is_first:
                     folder.make_name_durable()
         finally:
             if is_first:

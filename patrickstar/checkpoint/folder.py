@@ -16,12 +16,13 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from patrickstar import _C
-from patrickstar.checkpoint.disk import Disk, make_folders, remove_tree, replace_file
+from patrickstar.checkpoint.disk import Disk, make_folders, naming, remove_tree, replace_file
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.manifest import MANIFEST_NAME
 
@@ -96,12 +97,31 @@ def _differ_in_one_bit(one: bytes, other: bytes) -> bool:
 
 
 def tags(directory: str | os.PathLike[str]) -> list[str]:
-    """The tags of the checkpoints in ``directory``, sorted."""
+    """The tags of the checkpoints in ``directory``, sorted.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
     try:
         entries = sorted(Path(directory).iterdir())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {error.strerror}; check the disk, or load another checkpoint") from error
     return [path.name for path in entries if not path.name.startswith(".") and (path / MANIFEST_NAME).is_file()]
+
+
+def remove_checkpoint(path: Path, disk: Disk | None = None) -> None:
+    """Removes a complete checkpoint. Its name goes first, so that no name ever leads to half of it.
+
+    Raises:
+        OSError: a file cannot be removed; the next save in this directory tries again.
+    """
+    disk = disk or Disk()
+    removed = path.with_name(f"{_SAVING}{path.name}-{secrets.token_hex(4)}")
+    disk.rename(path, removed)
+    disk.sync_folder(path.parent)
+    remove_tree(disk, removed)
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
@@ -126,18 +146,24 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
 
 
 def _listed(directory: str | os.PathLike[str]) -> str:
-    found = tags(directory)
+    try:
+        found = tags(directory)
+    except CheckpointError:
+        return "some that cannot be listed"
     return ", ".join(found[-5:]) if found else "none"
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
     """The bytes of a regular file of at most ``max_bytes``. Raises OSError, also if it is longer."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"it is no file of at most {max_bytes} bytes", str(path))
-        return file.read(max_bytes)
+    try:
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+                raise OSError(errno.EFBIG, f"it is no file of at most {max_bytes} bytes", str(path))
+            return file.read(max_bytes)
+    except OSError as error:
+        raise naming(error, path) from error
 
 
 class NewFolder:

@@ -5,6 +5,7 @@ Memory, besides the sink's: one stored shard and one wanted range; for blocks, o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -66,10 +67,10 @@ class Checkpoint:
 
     def close(self) -> None:
         """Closes the folder and all files opened in it. Idempotent."""
-        for fd in (*self._files.values(), self._folder):
-            if fd >= 0:
-                os.close(fd)
+        descriptors = [*self._files.values(), *([self._folder] if self._folder >= 0 else [])]
         self._files, self._folder = {}, -1
+        for fd in descriptors:
+            _close(fd)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -103,7 +104,7 @@ class Checkpoint:
         for file in list(self.manifest.files)[rank::num_ranks]:
             if file not in self._files:
                 self._open(file)
-                os.close(self._files.pop(file))
+                _close(self._files.pop(file))
 
     def _check(self, wanted: Sequence[TensorRange]) -> None:
         check_match(self.manifest, wanted, self.path)
@@ -254,7 +255,7 @@ class Checkpoint:
             self._check_file(file, fd, self.manifest.files[file])
         except BaseException:
             del self._files[file]  # otherwise it would count as checked
-            os.close(fd)
+            _close(fd)
             raise
         return fd
 
@@ -287,7 +288,10 @@ class Checkpoint:
                 for found in pool.map(lambda name: list(self._verify_file(jobs[name], name)), jobs)
                 for error in found
             ]
-        errors += [f"{self.path / name} does not belong there" for name in self._strangers()]
+        try:
+            errors += [f"{self.path / name} does not belong there" for name in self._strangers()]
+        except OSError as error:
+            errors.append(f"{self.path}: {error.strerror}")
         if errors:
             raise CheckpointError("\n".join(errors))
         return time.perf_counter() - begun
@@ -309,6 +313,12 @@ class Checkpoint:
 
     def _strangers(self) -> list[str]:
         return sorted(set(os.listdir(self._folder)) - set(self.manifest.files) - {MANIFEST_NAME})  # noqa: PTH208
+
+
+def _close(fd: int) -> None:
+    """Closes a descriptor that was read from; the system closes it also where it reports an error."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _is_flattened_alike(stored: StoredTensor, wanted: TensorRange) -> bool:

@@ -113,13 +113,15 @@ class Saving:
         disk = self._options.disk
         try:
             with phase(self.peers, self._what) as turn:
+                turn.say = {"target": str(self.target)}
                 if self._is_first:
-                    turn.say = secrets.token_hex(4)
-                    begin(NewFolder(disk, self.target, turn.say), self.target, self._held)
+                    turn.say["token"] = secrets.token_hex(4)
+                    begin(NewFolder(disk, self.target, turn.say["token"]), self.target, self._held)
+            self._folder = self._unpublished = NewFolder(disk, self.target, turn.heard[0]["token"])
+            self._check_targets([said["target"] for said in turn.heard])
         except BaseException:
             self._held.close()
             raise
-        self._folder = self._unpublished = NewFolder(disk, self.target, turn.heard[0])
         self._writer = _RankWriter(self._folder.path, self._options)
         return self
 
@@ -127,6 +129,17 @@ class Saving:
         with self._held:
             if self._is_first and self._unpublished is not None:
                 self._unpublished.discard()
+
+    def _check_targets(self, targets: Sequence[str]) -> None:
+        """Raises CheckpointError, on all ranks, unless they save the same checkpoint."""
+        if len(set(targets)) == 1:
+            return
+        if self._is_first:
+            self._folder.discard()
+        told = ", ".join(f"rank {rank} {target}" for rank, target in enumerate(targets))
+        error = CheckpointError(f"{self._what}: ranks save different checkpoints: {told}; make the same calls on all")
+        error.on_all_ranks = True
+        raise error
 
     def write(self, shards: Iterable[TensorShard]) -> None:
         """Writes shards of this rank."""

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from patrickstar.checkpoint import latest_tag, tags
+from patrickstar.checkpoint.folder import remove_checkpoint
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.preemption import AbandonedStepError, Grace, WholeStep
 from patrickstar.ranks.messages import reading
@@ -206,7 +206,8 @@ class SavedRun:
         found = [re.fullmatch(r"global_step(\d+)", tag) for tag in tags(self._directory)]
         steps = sorted(int(match[1]) for match in found if match is not None)
         for step in steps[: -self._keep]:
-            shutil.rmtree(self._directory / f"global_step{step}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_checkpoint(self._directory / f"global_step{step}")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._grace.tell()

@@ -11,6 +11,8 @@ import torch
 
 from patrickstar.checkpoint import Checkpoint, CheckpointError, SaveOptions, file_stream, latest_tag, save, tags
 from patrickstar.checkpoint.disk import Disk, locked
+from patrickstar.checkpoint.export import ExportOptions, export
+from patrickstar.checkpoint.folder import remove_checkpoint
 from tests.checkpoint.ranks import Held, HeldSink, HeldSource, on_ranks
 
 CALLS = [name for name in vars(Disk) if not name.startswith("_")]
@@ -194,6 +196,65 @@ def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
 
 def test_an_error_at_every_call_in_blocks(tmp_path, in_blocks, caplog):
     test_an_error_at_every_call(tmp_path, "old", errno.ENOSPC, False, caplog)
+
+
+def test_killed_at_every_call_of_a_removal(tmp_path):
+    statuses = []
+    while FINISHED not in statuses:
+        path = tmp_path / str(len(statuses))
+        save_version(path, 1, "a", num_ranks=2)
+        save_version(path, 2, "b")
+        disk = FaultyDisk(len(statuses) + 1, lambda where: os._exit(KILLED))
+        statuses.append(in_a_child(lambda path=path, disk=disk: remove_checkpoint(path / "a", disk)))
+        assert {loaded_version(path, tag) for tag in tags(path)} <= {1, 2} and loaded_version(path, "b") == 2
+        assert save_version(path, 3, "next") == [path / "next"]
+        assert not [left for left in path.iterdir() if left.name.startswith(".")]
+    assert len(statuses) > 4 and tags(path) == ["b", "next"]
+
+
+def test_ranks_that_save_under_different_tags_are_told(tmp_path):
+    held = tensors(1, 2)
+
+    def work(peers):
+        options = SaveOptions(peers=peers)
+        return save(tmp_path, f"t{peers.rank}", HeldSource(held, peers.rank), {}, options)
+
+    for error in on_ranks(2, work):
+        assert isinstance(error, CheckpointError)
+        assert f"different checkpoints: rank 0 {tmp_path}/t0, rank 1 {tmp_path}/t1" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_whose_name_may_be_lost_says_that_it_is_complete(tmp_path):
+    shards = list(HeldSource(tensors(1, 1), 0).shards())
+
+    class NoSync(Disk):
+        def sync_folder(self, path):
+            if path == tmp_path:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            super().sync_folder(path)
+
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/weights is complete, but may not outlast a power cut"):
+        export(tmp_path / "weights", shards, ExportOptions(disk=NoSync()))
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
+
+
+def test_errors_of_closing_and_listing(tmp_path, monkeypatch):
+    save_version(tmp_path, 1, "t")
+    before, close = len(list(Path("/proc/self/fd").iterdir())), os.close
+
+    def failing(fd):
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", failing)
+        assert loaded_version(tmp_path) == 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    monkeypatch.setattr(Path, "iterdir", raising(errno.EIO))
+    for call in (lambda: tags(tmp_path), lambda: Checkpoint.find(tmp_path)):
+        with pytest.raises(CheckpointError, match=f"{tmp_path}.*{os.strerror(errno.EIO)}"):
+            call()
 
 
 class SmallDisk(Disk):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from patrickstar.checkpoint import Checkpoint, CheckpointError, TensorRange, latest_tag, tags
+from patrickstar.checkpoint.folder import remove_checkpoint
 from patrickstar.engine.engine import Engine
 from patrickstar.module.compiled.dynamo import without_wrappers
 
@@ -93,7 +93,7 @@ class Folders:
 
 
 def _remove(path: Path, tag: str) -> None:
-    shutil.rmtree(path / tag)
+    remove_checkpoint(path / tag)
     _loops(path, tag).unlink(missing_ok=True)
 
 

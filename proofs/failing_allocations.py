@@ -1,21 +1,16 @@
 """Lets allocations of the core fail one after the other. A run that repeats the failed call has the bits of a run
 without failures.
 
-test_failing_allocations.py preloads failing_new.cpp, whose ``operator new`` may fail:
-
-    LD_PRELOAD=failing_new.so python -m tests.engine.failing_allocations stride first scenario ...
-
-In each step one allocation of forward, one of backward and one of the optimizer's step fails, each ``stride`` further
-than in the step before. Prints the numbers of failures by call and outcome.
+``make prove-memory`` runs this with proofs/failing_memory.cpp preloaded. In each step one allocation of forward, one of
+backward and one of the optimizer's step fails, each ``stride`` further than in the step before.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
-import json
-import sys
-import tempfile
+import enum
+import gc
 from pathlib import Path
 
 import torch
@@ -24,13 +19,14 @@ from torch.nn import functional as F
 
 from patrickstar import _C, StateError
 from patrickstar.runtime import initialize_engine
-from tests.bits import assert_same_bits
 
 TOKENS = 31
 STEPS_BEFORE = 2
 
 
 class Block(nn.Module):
+    """A residual layer."""
+
     def __init__(self, hidden):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
@@ -38,10 +34,13 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * hidden, hidden)
 
     def forward(self, x):
+        """The layer's output."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
+    """A small model; its forward gives the loss."""
+
     def __init__(self, hidden=32):
         super().__init__()
         self.embed = nn.Embedding(TOKENS, hidden)
@@ -49,11 +48,13 @@ class Net(nn.Module):
         self.head = nn.Linear(hidden, TOKENS)
 
     def forward(self, tokens):
+        """The mean loss."""
         logits = self.head(self.blocks(self.embed(tokens)))
         return F.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1).flatten())
 
 
 def config(*, on_device=True, speculation="auto", **more):
+    """An engine's configuration."""
     return {
         "optimizer": {
             "type": "AdamW",
@@ -80,6 +81,8 @@ SCENARIOS = {
 
 
 class Run:
+    """A run in which calls whose allocations failed are made again."""
+
     def __init__(self, scenario: str, folder: Path):
         options = dict(SCENARIOS[scenario])
         if scenario == "disk":
@@ -88,10 +91,12 @@ class Run:
         torch.manual_seed(1)
         self.engine, self.optimizer = initialize_engine(Net, 0, options)
         self.checkpoint = folder / "checkpoint" if options["optimizer"]["speculation"] == "commit" else None
+        self._folder = folder
         self.losses: list[str] = []
         self.outcomes: collections.Counter[str] = collections.Counter()
 
     def step(self, step: int, failing: Failing) -> None:
+        """One step; step n has the same batch in each run."""
         batch = torch.randint(0, TOKENS, (2, 4), generator=torch.Generator().manual_seed(step))
         if self.checkpoint is not None:
             self.engine.save_checkpoint(self.checkpoint, tag="last")
@@ -100,6 +105,8 @@ class Run:
         self._repeat("backward", failing, lambda: self.engine.backward(loss), lambda: self._redo(batch))
         self._repeat("step", failing, self.optimizer.step)
         self.optimizer.zero_grad()
+        if failing.counts("save"):
+            self._save_and_load(failing)
         states = {
             self.engine._session.runtime.chunk_state(chunk) for chunk in range(self.engine.report()["num_chunks"])
         }
@@ -120,11 +127,23 @@ class Run:
         self.outcomes[f"{what} {outcome}"] += 1
         return result
 
+    def _save_and_load(self, failing: Failing) -> None:
+        folder = self._folder / "saves"
+        for what, call in (("save", self.engine.save_checkpoint), ("load", self.engine.load_checkpoint)):
+            try:
+                with failing.one_of(what):
+                    call(folder, "last")
+            except (MemoryError, RuntimeError):
+                call(folder, "last")
+                self.outcomes[f"{what} repeated"] += 1
+
     def _redo(self, batch):
         self.optimizer.zero_grad()
         self.engine.backward(self.engine(batch))
 
     def end(self):
+        """Closes the engine; losses and states."""
+        gc.collect()  # tracebacks hold tensors
         report = self.engine.report()
         assert report["num_steps"] == self.engine._session.num_steps == len(self.losses)
         assert report["device_activation_bytes"] == 0  # failed allocations are not counted
@@ -133,29 +152,53 @@ class Run:
         return self.losses, state
 
 
-class Failing:
-    """Makes one allocation fail within a block, ``stride`` further each time, until there are no more."""
+class Kinds(enum.IntFlag):
+    """Allocations, as in proofs/failing_memory.cpp."""
 
-    def __init__(self, stride: int, first: int):
+    NEW = 1
+    MAP = 2
+    MALLOC = 4
+    TENSOR = 8
+    THREAD = 16
+
+
+class Failing:
+    """Makes one allocation fail within a block, ``stride`` further each time, until there are no more. With ``and_on``
+    all later ones of the block fail too.
+    """
+
+    def __init__(self, calls, *, kinds: Kinds = Kinds.NEW, and_on: bool = False, stride: int = 1, first: int = 1):
         self._process = ctypes.CDLL(None)
-        self._process.fail_nth.argtypes = [ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t]
+        self._process.fail_for.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
+        self._process.fail_nth.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
         self._process.stop_failing.restype = ctypes.c_int64
-        self._code = _code_of(_C.__file__)
-        self._stride = stride
-        self._next = {"forward": first, "backward": first, "step": first}
+        self._process.fail_for(0, *_code_of(_C.__file__))
+        self._process.fail_for(1, *_code_of(str(Path(torch.__file__).parent / "lib" / "libc10.so")))
+        self._kinds, self._and_on, self._stride = kinds, and_on, stride
+        self._next = dict.fromkeys(calls, first)
         self._what = ""
+        self.num_failed = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"allocation {number} of {what}" for what, number in self._next.items())
 
     @property
     def is_over(self) -> bool:
+        """True if all allocations of all calls have failed."""
         return not self._next
 
+    def counts(self, what: str) -> bool:
+        """True if allocations of this call fail."""
+        return what in self._next
+
     def one_of(self, what: str) -> Failing:
+        """The block's allocations are those of this call."""
         self._what = what
         return self
 
     def __enter__(self) -> None:
         if self._what in self._next:
-            self._process.fail_nth(self._next[self._what], *self._code)
+            self._process.fail_nth(int(self._kinds), self._next[self._what], int(self._and_on))
 
     def __exit__(self, *_error: object) -> None:
         num_asked = self._process.stop_failing()
@@ -164,10 +207,18 @@ class Failing:
                 del self._next[self._what]
             else:
                 self._next[self._what] += self._stride
+                self.num_failed += 1
 
 
 class Never:
+    """No allocation fails."""
+
+    def counts(self, _what: str) -> bool:
+        """False."""
+        return False
+
     def one_of(self, _what: str) -> Never:
+        """This."""
         return self
 
     def __enter__(self) -> None:
@@ -185,30 +236,3 @@ def _code_of(library: str) -> tuple[int, int]:
             begin, end = addresses.split("-")
             return int(begin, 16), int(end, 16)
     raise AssertionError(f"{library} is not loaded")
-
-
-def fail_each(scenario: str, stride: int, first: int, folder: Path) -> dict[str, int]:
-    run = Run(scenario, folder / "run")
-    for step in range(STEPS_BEFORE):
-        run.step(step, Never())
-    failing, step = Failing(stride, first), STEPS_BEFORE
-    while not failing.is_over:
-        run.step(step, failing)
-        step += 1
-    found = run.end()
-    expected = Run(scenario, folder / "expected")
-    for index in range(step):
-        expected.step(index, Never())
-    assert_same_bits(found, expected.end(), scenario)
-    return dict(run.outcomes)
-
-
-def main() -> None:
-    stride, first = map(int, sys.argv[1:3])
-    with tempfile.TemporaryDirectory() as folder:
-        results = {name: fail_each(name, stride, first, Path(folder) / name) for name in sys.argv[3:] or SCENARIOS}
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
