@@ -10,10 +10,11 @@ from patrickstar.elastic.batches import (
     learning_rate_factor,
 )
 from patrickstar.elastic.orders import Order, OrderKind, Orders, Outcome, OutcomeKind, RunReport
-from patrickstar.elastic.phases import Membership, Resized, ResizePhase
+from patrickstar.elastic.phases import Membership, Next, Recovered, RecoverySource, Resized, ResizePhase
 from patrickstar.elastic.rendezvous import Rendezvous, ResizeError, serve_rendezvous
-from patrickstar.elastic.run import ElasticRun, Next
+from patrickstar.elastic.run import ElasticRun
 from patrickstar.elastic.sampler import ElasticLoader, ElasticSampler
+from patrickstar.elastic.survival import Redundancy
 from patrickstar.ranks.run_secret import SecretError
 
 __all__ = [
@@ -31,6 +32,9 @@ __all__ = [
     "Outcome",
     "OutcomeKind",
     "ResizePhase",
+    "Recovered",
+    "RecoverySource",
+    "Redundancy",
     "Rendezvous",
     "ResizeError",
     "Resized",

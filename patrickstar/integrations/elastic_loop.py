@@ -17,6 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from patrickstar._C import StateError
 from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, MicroBatches, Next, Resized
+from patrickstar.elastic.phases import Recovered
 from patrickstar.elastic.run import joins_others
 from patrickstar.integrations.elastic_steps import StepLoader
 from patrickstar.session.interrupts import deferred_signals
@@ -55,10 +56,21 @@ class ElasticTraining:
     """Tells whether ``per_device_train_batch_size`` is constant, or follows measurements."""
     look_seconds: float = 1.0
     """Approximate seconds between checks for orders."""
+    redundancy: int | None = None
+    """1: after each step each rank's shards are copied to the next rank, and a lost rank costs the others its step.
+    None: they end, and start again from a checkpoint.
+    """
     rendezvous: str | None = None
     """ "host:port" of the rendezvous; None: that of ``PATRICKSTAR_ELASTIC``, or no orders."""
     resize_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``)."""
+
+    def __post_init__(self) -> None:
+        if self.redundancy not in (None, 1):
+            raise ValueError(
+                f"redundancy is {self.redundancy}; give 1, or leave it out: a trainer's process goes on from its "
+                "checkpoints when it starts again"
+            )
 
 
 class ElasticLoop:
@@ -69,7 +81,7 @@ class ElasticLoop:
         self._options = options
         self._has_begun = False
         self._run: ElasticRun | None = None
-        self._progress = _Progress(trainer)
+        self._ranks, self._progress = _TrainerRanks(trainer), _Progress(trainer)
         self.has_stopped = False
         """True if an order has stopped the run."""
 
@@ -111,24 +123,43 @@ class ElasticLoop:
         the next step in it.
         """
         trainer, options = self._trainer, self._options
-        self._progress.max_steps = max_steps
+        self._progress.max_steps, self._num_epochs = max_steps, num_epochs
         trainer._ensure_engine()
         trainer.create_scheduler(num_training_steps=max_steps, optimizer=trainer.optimizer)
         saves = trainer.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH)
         self._run = ElasticRun(
-            _TrainerRanks(trainer),
+            self._ranks,
             {"schedule": trainer.lr_scheduler, "sampler": self._sampler, "trainer": self._progress},
             checkpoint=trainer.args.output_dir if saves else None,
             checkpoint_seconds=float("inf"),  # the Trainer decides when
             look_seconds=options.look_seconds,
+            redundancy=options.redundancy,
             rendezvous=options.rendezvous,
             resize_options=options.resize_options,
         )
         if not joins_others():
             self._run.go_on_from(trainer.state.global_step)
             return None
-        self._progress.take_state(num_epochs)
+        return self._taken_place()
+
+    def _taken_place(self) -> tuple[int, int]:
+        """Takes over the state that this process was given; returns the next epoch and the next step in it."""
+        self._progress.take_state(self._num_epochs)
         return self._sampler.epoch, self._sampler.cursor // self._sampler.global_batch
+
+    def recover(self, error: RuntimeError) -> tuple[int, int]:
+        """Goes on with the ranks that are left, and returns the next epoch and the next step in it.
+
+        Raises:
+            RuntimeError: it cannot.
+            LeftRun: this process is no longer a rank.
+        """
+        if self._run is None:
+            raise error
+        self._run.recover(error)
+        if self._run.next is Next.LEAVE:
+            raise LeftRun(0)
+        return self._taken_place()
 
     def begin_epoch(self, epoch: int, first_step: int) -> bool:
         """Begins an epoch; returns True if it must be resumed as from a checkpoint, since this process has joined
@@ -144,8 +175,13 @@ class ElasticLoop:
             LeftRun: this process is no longer a rank.
         """
         assert self._run is not None
+        if not self._ranks.has_begun:
+            self._ranks.has_begun = True
+            self._run.copy_state()
         if self._run.num_steps == self._trainer.state.global_step:  # no step since the last call
             return True
+        if self._options.redundancy is not None:
+            self._ranks.share_sums()
         following = self._run.step_done(self._progress.last_loss)
         if following is Next.LEAVE:
             raise LeftRun(0)
@@ -170,6 +206,8 @@ class _TrainerRanks:
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self.has_begun = joins_others()
+        """True once the loop has loaded what it goes on from."""
 
     @property
     def device(self) -> torch.device:
@@ -179,11 +217,26 @@ class _TrainerRanks:
     def rank_timeout_seconds(self) -> float:
         return self._trainer.accelerator.rank_timeout_seconds
 
-    def resize(self, num_ranks: int, **options: Any) -> Resized:
+    def share_sums(self) -> None:
+        """Losses not logged yet are each rank's own, and are logged as the mean."""
         trainer = self._trainer
         trainer.store_flos()
-        # Losses not logged yet are each rank's own, and are logged as the mean.
         trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss.detach()).mean()
+
+    def keep_copies(self, name: str, **options: Any) -> None:
+        if self.has_begun:
+            self._trainer.accelerator.keep_copies(name, **options)
+
+    def recover(self, error: BaseException, **options: Any) -> Recovered:
+        with deferred_signals():
+            recovered = self._trainer.accelerator.recover(error, **options)
+            if recovered.resized.membership is Membership.RANK:
+                self._changed()
+        return recovered
+
+    def resize(self, num_ranks: int, **options: Any) -> Resized:
+        trainer = self._trainer
+        self.share_sums()
         with deferred_signals():  # the engine and the trainer change together
             resized = trainer.accelerator.resize(num_ranks, **options)
             if resized.membership is Membership.RANK:
@@ -227,6 +280,8 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a rank whose sums are those of all."""
+        if self._taken is not None:  # the loop has not applied it yet
+            return self._taken
         trainer = self._trainer
         return {
             "state": json.dumps(dataclasses.asdict(trainer.state)),

@@ -8,7 +8,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from patrickstar._C import StateError
-from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.elastic.phases import Membership, Recovered, Resized
 from patrickstar.engine.engine import Engine
 from patrickstar.ranks.context import DistributedContext
 from patrickstar.session.interrupts import deferred_signals
@@ -41,6 +41,18 @@ class ElasticRanks:
         self._check_loaders("join")
         with deferred_signals():
             return self._followed(self.engine.join(**options))
+
+    def keep_copies(self, name: str, **options: Any) -> None:
+        """Calls :meth:`patrickstar.engine.engine.Engine.keep_copies`."""
+        self._check_loaders("keep_copies")
+        self.engine.keep_copies(name, **options)
+
+    def recover(self, error: BaseException, **options: Any) -> Recovered:
+        """Calls :meth:`patrickstar.engine.engine.Engine.recover`; otherwise like :meth:`resize`."""
+        with deferred_signals():
+            recovered = self.engine.recover(error, **options)
+            self._followed(recovered.resized)
+            return recovered
 
     def _check_loaders(self, call: str) -> None:
         if self._dataloaders:
