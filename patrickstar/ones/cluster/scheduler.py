@@ -8,12 +8,15 @@ is left alone while an order to it is in progress, before its first report, and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Entry, Ledger, Measured
+from patrickstar.ones.cluster.rows import Row, in_a_line
+from patrickstar.ones.cluster.shares import decide_in_classes
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
 from patrickstar.ones.measurements import fitted_throughput
@@ -58,25 +61,6 @@ class _Track:
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A job as ``status`` shows it."""
-
-    name: str
-    state: str
-    """Waiting, a phase of the fleet, or the final state."""
-    num_gpus: int
-    num_steps: int
-    seconds_per_step: float
-    """0: not measured yet."""
-    loss: float | None
-    num_resizes: int
-    resize_s: float
-    """Seconds of its last resize."""
-    num_failures: int
-    note: str
-
-
 class Scheduler:
     """Decides and orders; see the module's docstring. For one thread at a time.
 
@@ -86,6 +70,7 @@ class Scheduler:
         policy: decides.
         cluster: the cluster for the policy.
         clock: seconds since 1970.
+        quotas: most GPUs of a user's jobs together.
 
     Raises:
         ValueError: the policy needs to know remaining work, which is unknown on a real cluster.
@@ -98,6 +83,7 @@ class Scheduler:
         policy: Policy,
         cluster: Cluster,
         clock: Callable[[], float] = time.time,
+        quotas: Mapping[str, int] | None = None,
     ):
         if policy.foresight is not Foresight.NONE:
             raise ValueError(
@@ -105,6 +91,8 @@ class Scheduler:
                 "knows; choose another policy"
             )
         self.cluster = cluster
+        self._quotas = dict(quotas or {})
+        self._gpus_by_type: dict[str, int] | None = None
         self._ledger, self._fleet, self._policy, self._clock = ledger, fleet, policy, clock
         self._tracks: dict[str, _Track] = {}
         for name, entry in ledger.entries.items():
@@ -119,6 +107,12 @@ class Scheduler:
             ValueError: the cluster can never run it, or its name is in use.
         """
         submission.check(self.cluster)
+        there = self._num_gpus_for(submission)
+        if submission.sizes[0] > there:
+            raise ValueError(
+                f"job {submission.name} needs at least {submission.sizes[0]} GPUs of type {submission.gpu_type} and "
+                f"the cluster has {there}; lower its min_gpus, or leave the type out"
+            )
         self._ledger.submitted(submission)
 
     def cancel(self, name: str) -> None:
@@ -137,9 +131,37 @@ class Scheduler:
         now = self._clock()
         for name, entry in list(self._open()):
             self._look_at(now, name, entry)
-        states = [self._state(now, entry) for _, entry in self._open()]
-        if states:
-            self._order(now, dict(self._policy.decide(now, states, self.cluster)))
+        states = [self._state(now, entry) for _, entry in self._open() if self._fits(entry.submission)]
+        if states and max(self._taken(), default=-1) < self.cluster.num_gpus:  # else GPUs that are gone are held still
+            submissions = {name: entry.submission for name, entry in self._open()}
+            grants = decide_in_classes(self._policy, now, states, submissions, self.cluster, self._quotas)
+            self._order(now, grants)
+
+    def see_cluster(self, cluster: Cluster, gpus_by_type: Mapping[str, int]) -> None:
+        """Takes notice of nodes that have come or gone. Jobs keep as many GPUs as they have, by new numbers.
+
+        Args:
+            cluster: as it is now.
+            gpus_by_type: numbers of GPUs by type.
+        """
+        self._gpus_by_type = dict(gpus_by_type)
+        if cluster == self.cluster:
+            return
+        self.cluster = cluster
+        held = (sorted({*track.gpus, *(track.ordered or ())}) for track in self._tracks.values())
+        numbers = {old: new for new, old in enumerate(itertools.chain.from_iterable(held))}
+        for track in self._tracks.values():
+            track.gpus = tuple(numbers[gpu] for gpu in track.gpus)
+            track.ordered = None if track.ordered is None else tuple(numbers[gpu] for gpu in track.ordered)
+
+    def _num_gpus_for(self, submission: Submission) -> int:
+        if self._gpus_by_type is None or not submission.gpu_type:
+            return self.cluster.num_gpus
+        return self._gpus_by_type.get(submission.gpu_type, 0)
+
+    def _fits(self, submission: Submission) -> bool:
+        """False for a job that this cluster cannot run now, since nodes are gone."""
+        return submission.sizes[0] <= min(self.cluster.num_gpus, self._num_gpus_for(submission))
 
     def rows(self) -> list[Row]:
         """All jobs, in order of submission."""
@@ -191,7 +213,7 @@ class Scheduler:
 
     def _note_report(self, now: float, track: _Track, status: Status) -> None:
         report = status.report
-        track.note = status.refusal
+        track.note = status.refusal or (f"goes on without {status.num_lost} lost ranks" if status.num_lost else "")
         if report is not None:
             if not track.has_reported:
                 track.has_reported, track.start_s = True, now - track.changed_s
@@ -233,7 +255,7 @@ class Scheduler:
         for name, entry in shrinks_first:
             track, grant = self._tracks.setdefault(name, _Track()), grants.get(name)
             if not track.gpus and track.status is None:
-                gpus = self._room(grant, track)
+                gpus = self._room(grant, track, entry.submission)
                 if gpus:
                     self._start(now, track, entry.submission, gpus)
             elif not self._may_change(track):
@@ -241,7 +263,7 @@ class Scheduler:
             elif grant is None:
                 track.ordered = track.gpus
                 self._fleet.stop(name)
-            elif len(grant.gpus) != len(track.gpus) and (gpus := self._room(grant, track)):
+            elif len(grant.gpus) != len(track.gpus) and (gpus := self._room(grant, track, entry.submission)):
                 track.ordered = gpus
                 self._fleet.resize(name, len(gpus))
 
@@ -263,7 +285,7 @@ class Scheduler:
     def _taken(self) -> set[int]:
         return {gpu for track in self._tracks.values() for gpu in (*track.gpus, *(track.ordered or ()))}
 
-    def _room(self, grant: Grant | None, track: _Track) -> tuple[int, ...]:
+    def _room(self, grant: Grant | None, track: _Track, submission: Submission) -> tuple[int, ...]:
         """GPUs for the grant: the job's own, then free ones; empty if there are too few.
 
         Only the number counts, since Ray decides the location. So two jobs never wait for each other's GPUs.
@@ -271,7 +293,14 @@ class Scheduler:
         count = len(grant.gpus) if grant is not None else 0
         kept = track.gpus[:count]
         gpus = tuple(sorted((*kept, *self._any_gpus(count - len(kept)))))
-        return gpus if len(gpus) == count else ()
+        return gpus if len(gpus) == count and count <= self._quota_left(submission) else ()
+
+    def _quota_left(self, submission: Submission) -> float:
+        """GPUs that other jobs of its user leave it, also those that are leaving theirs."""
+        others = (name for name, entry in self._open() if entry.submission.user == submission.user)
+        tracks = (self._tracks[name] for name in others if name != submission.name and name in self._tracks)
+        held = sum(len({*track.gpus, *(track.ordered or ())}) for track in tracks)
+        return self._quotas.get(submission.user, math.inf) - held
 
     def _any_gpus(self, count: int) -> tuple[int, ...]:
         taken = self._taken()
@@ -316,7 +345,8 @@ class Scheduler:
     def _job(self, entry: Entry, track: _Track, observed: tuple[StepTime, ...]) -> Job:
         submission, sizes = entry.submission, entry.submission.sizes
         least, most = submission.min_gpus, submission.max_gpus
-        if track.gpus and not self._may_change(track):
+        sizes = tuple(size for size in sizes if size <= self._num_gpus_for(submission)) or sizes[:1]
+        if track.gpus and (submission.inner_group > 1 or not self._may_change(track)):
             held = len(track.ordered or track.gpus)
             sizes, least, most = (held,), min(held, least), max(held, most)
         return Job(
@@ -355,5 +385,5 @@ class Scheduler:
             num_resizes=track.num_resizes,
             resize_s=track.resize_s,
             num_failures=entry.num_failures,
-            note=note.strip().splitlines()[0] if note.strip() else "",
+            note=in_a_line(note),
         )

@@ -42,6 +42,16 @@ class Submission:
     """Samples of an optimizer step, on all GPUs together, for any number of GPUs."""
     epoch_samples: int
     """Samples of one epoch."""
+    inner_group: int = 1
+    """Ranks that belong together, such as those of a mesh's inner axes or of a sequence. It gets multiples of them,
+    each group on one node, and keeps its number while it runs.
+    """
+    gpu_type: str = ""
+    """Type of its GPUs, as Ray names it (``H100``); empty: any."""
+    priority: int = 0
+    """Jobs with a higher one get GPUs first."""
+    user: str = ""
+    """Whose quota counts."""
     planned: tuple[tuple[int, float], ...] = ()
     """Numbers of GPUs on which it fits, with predicted seconds of a step; empty: the planner was not run."""
 
@@ -61,10 +71,13 @@ class Submission:
                 f"job {self.name}: global_batch {self.global_batch} and epoch_samples {self.epoch_samples} must be at "
                 "least 1; correct them"
             )
+        if self.inner_group < 1:
+            raise ValueError(f"job {self.name}: inner_group is {self.inner_group}; give at least 1 rank")
         if not self.sizes:
+            multiples = f" that is a multiple of {self.inner_group}" if self.inner_group > 1 else ""
             raise ValueError(
-                f"job {self.name}: no number of GPUs from {self.min_gpus} to {self.max_gpus} divides its global batch "
-                f"of {self.global_batch} samples; change the batch or the limits"
+                f"job {self.name}: no number of GPUs from {self.min_gpus} to {self.max_gpus}{multiples} divides its "
+                f"global batch of {self.global_batch} samples; change the batch or the limits"
             )
 
     @property
@@ -76,7 +89,9 @@ class Submission:
         return tuple(
             n
             for n in range(self.min_gpus, self.max_gpus + 1)
-            if divides(self.global_batch, n) and (not fits or n in fits)
+            if n % self.inner_group == 0
+            and divides(self.global_batch, n // self.inner_group)
+            and (not fits or n in fits)
         )
 
     def check(self, cluster: Cluster) -> None:
