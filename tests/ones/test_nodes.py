@@ -115,7 +115,7 @@ def test_jobs_end_whatever_is_killed(nodes, tmp_path):
     names, num_steps = ("one", "two"), 600
     alone = values_alone(tmp_path, num_steps)
     for name in names:
-        submit(client, tmp_path / name, num_steps, 0.15, SURVIVES, gpus=(1, 3))
+        submit(client, tmp_path / name, num_steps, 0.15, SURVIVES, gpus=(2, 3))
     until(client, lambda found: all(found[name].num_steps > 0 for name in names))
     kinds = ["rank", "worker", "rank", "scheduler", "rank", "worker", "job"]
     kills = []
