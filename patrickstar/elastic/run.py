@@ -334,10 +334,10 @@ class ElasticRun:
             self._conclude(OutcomeKind.DONE, "", seen_at)
             self.end()
             return Next.STOP
-        if self._survival is not None and self.num_ranks == 1:
-            self._survival.copy_alone()
         before = self.batch.states()
         try:
+            if self._survival is not None and self.num_ranks == 1 < order.num_ranks:
+                self._survival.copy_alone()
             if order.global_batch:
                 self.batch.set(order.global_batch)
             if order.global_batch and order.num_ranks == self.num_ranks and order.leaving is None:

@@ -43,6 +43,7 @@ def follow(
     num_steps: int,
     kill_at: int = -1,
     death: tuple[int, int] | None = None,
+    redundancy: int = 1,
 ) -> dict[str, Any]:
     """Runs one process. ``orders``: ranks and batch, or None for a stop, by step. Its rank 0 gives them. ``death``: a
     process that dies, and its step; the others go on.
@@ -55,7 +56,7 @@ def follow(
     sampler = ElasticSampler(runs.NUM_SAMPLES, BATCHES, MICRO_BATCH, seed=SEED)
     rates = ScaledRates(optimizer, BATCHES, schedule)
     options = {"look_seconds": 1e-9, "rendezvous": address, "resize_options": {"folder": folder}}
-    options["redundancy"] = None if death is None else 1
+    options["redundancy"] = None if death is None else redundancy
     kept = {"checkpoint": Path(folder, "checkpoint"), "checkpoint_seconds": 1e-9} if kill_at >= 0 else {}
     run = ElasticRun(engine, {"sampler": sampler, "rates": rates}, **options, **kept)
     result: dict[str, Any] = {"losses": {}, "seen": {}, "rates": {}, "batches": {}, "noise": {}, "parts": {}}

@@ -165,21 +165,25 @@ def test_without_copies_the_others_go_on_from_the_checkpoint(tmp_path):
     assert "neither copies of its shards nor a checkpoint" in outcomes[0].value["error"]
 
 
-def test_the_batch_becomes_the_nearest_that_the_others_can_share(tmp_path):
-    """The leader dies in the first step of a batch of 27; two ranks take 28, and later another."""
+@pytest.mark.parametrize(("redundancy", "step"), [(1, 3), pytest.param(0, 4, marks=pytest.mark.slow)])
+def test_the_batch_becomes_the_nearest_that_the_others_can_share(redundancy, step, tmp_path):
+    """The leader dies in a step of 27 samples, with copies in the first one; two ranks take 28, and later another."""
     store = serve_rendezvous("127.0.0.1", 0)
     orders = {1: (3, 24), 3: (3, 27), 6: (2, 20)}
     first = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     outcomes = rank_outcomes(
-        3, follow, f"127.0.0.1:{store.port}", orders, str(tmp_path), 9, -1, (0, 3),
+        3, follow, f"127.0.0.1:{store.port}", orders, str(tmp_path), 9, 99 if redundancy == 0 else -1, (0, step),
+        redundancy,
         environment=lambda _: first, timeout_seconds=100,
     )  # fmt: skip
     assert [outcome.returncode for outcome in outcomes] == [-signal.SIGKILL, 0, 0], outcomes
     values = [outcome.value for outcome in outcomes[1:]]
-    plain = replay(dict(enumerate([12, 24, 24, 28, 28, 28, 20, 20, 20])))
+    batches = [12, 24, 24, 27, 28, 28, 20, 20, 20]
+    batches[step] = 28
+    plain = replay(dict(enumerate(batches)))
     for value in values:  # the leader's part of the steps before is gone
-        value["losses"] = {step: losses for step, losses in value["losses"].items() if step >= 3}
-    check_against_replay(values, plain, range(3, 9))
+        value["losses"] = {number: losses for number, losses in value["losses"].items() if number >= step}
+    check_against_replay(values, plain, range(step, 9))
     for value in values:
         assert all(value["parts"].values())  # measured on the new ranks too
         assert value["num_samples"] == plain["num_samples"] == Orders(store).report().num_samples
