@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import getpass
 import importlib
 import os
 import re
@@ -16,7 +17,7 @@ from patrickstar.command.flags import at_least_0, at_least_1, positive
 from patrickstar.ones import POLICIES
 
 if TYPE_CHECKING:
-    from patrickstar.ones.cluster.scheduler import Row
+    from patrickstar.ones.cluster.rows import Row
 
 _ELASTIC_NAMES = ("ElasticRun", "ElasticTrain", "ElasticSeq2SeqTrainer")
 """A script for elastic training contains one of these names."""
@@ -45,6 +46,9 @@ def add_cluster_commands(commands: Any) -> None:
     starting.add_argument("--simulated-gpus", type=at_least_1, metavar="N", help="start Ray here, with so many")
     starting.add_argument("--policy", choices=[*POLICIES], default="ones", help="that decides (default: ones)")
     starting.add_argument("--interval-s", type=positive, default=2.0, help="between two looks at all jobs")
+    starting.add_argument(
+        "--quota", action="append", default=[], type=_quota, metavar="USER=GPUS", help="most GPUs of a user's jobs"
+    )
     starting.add_argument(
         "--folder", type=Path, default=_FOLDER, help=f"for the ledger and what jobs write (default: {_FOLDER})"
     )
@@ -76,6 +80,10 @@ def add_cluster_commands(commands: Any) -> None:
     submitting.add_argument(
         "--micro-batch", type=at_least_1, metavar="N", help="with --plan: samples that a GPU computes at once, at most"
     )
+    submitting.add_argument("--gpu-type", default="", metavar="TYPE", help="of its GPUs, as Ray names it: H100")
+    submitting.add_argument("--inner-group", type=at_least_1, default=1, metavar="N", help="GPUs that belong together")
+    submitting.add_argument("--priority", type=int, default=0, help="jobs with a higher one come first (default: 0)")
+    submitting.add_argument("--user", default=getpass.getuser(), help="whose quota counts (default: you)")
     submitting.add_argument("--env", action="append", default=[], type=_variable, metavar="NAME=VALUE")
     submitting.add_argument("script", type=Path, help="of Python, at the same path on all nodes")
     submitting.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -116,6 +124,7 @@ def _start(options: argparse.Namespace) -> int:
         logs=str(folder / "logs"),
         policy=options.policy,
         interval_s=options.interval_s,
+        quotas=tuple(options.quota),
     )
     about = client.start(chosen, options.address, options.simulated_gpus).about
     print(f"{about.policy} schedules {about.cluster.num_gpus} GPUs; ledger and logs are in {folder}")
@@ -139,6 +148,10 @@ def _submit(options: argparse.Namespace) -> int:
         global_batch=options.global_batch,
         epoch_samples=options.epoch_samples,
         batch_range=_batch_range(options),
+        gpu_type=options.gpu_type,
+        inner_group=options.inner_group,
+        priority=options.priority,
+        user=options.user,
     )
     if options.plan is not None:
         job = _planned(options, job, client.about.cluster.gpus_per_node)
@@ -240,6 +253,13 @@ def _range(text: str) -> tuple[int, int]:
     if not found:
         raise argparse.ArgumentTypeError(f"it is {text!r}; give a number of GPUs, or two as in 1-4")
     return int(found[1]), int(found[2] or found[1])
+
+
+def _quota(text: str) -> tuple[str, int]:
+    user, _, count = text.rpartition("=")
+    if not user or not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a user and a number of GPUs as in ada=4")
+    return user, int(count)
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from patrickstar.deepspeed.config_answers import ConfigAnswers
 from patrickstar.deepspeed.counts import Counts
 from patrickstar.deepspeed.param_attributes import put_attributes, take_attributes
 from patrickstar.deepspeed.saving import SavingEngine
-from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.elastic.phases import Membership, Recovered, Resized
 from patrickstar.elastic.sampler import ForActivations
 from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.module.compiled.dynamo import outside_of_graphs
@@ -309,6 +309,22 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
             self._monitor.close()  # rank 0 writes the metrics
             self._follow_ranks()
         return resized
+
+    def keep_copies(self, name: str, *, redundancy: int = 1, user_state: Mapping[str, UserState] | None = None) -> None:
+        """:meth:`patrickstar.engine.engine.Engine.keep_copies`, with the schedule and the engine's counts."""
+        self._check_resizable("keep_copies")
+        super().keep_copies(name, redundancy=redundancy, user_state=self._user_state(user_state))
+
+    def recover(
+        self, error: BaseException, *, user_state: Mapping[str, UserState] | None = None, **options: Any
+    ) -> Recovered:
+        """:meth:`patrickstar.engine.engine.Engine.recover`. The step's micro-batches begin anew."""
+        self._accumulation.forget_step()
+        with deferred_signals():
+            recovered = super().recover(error, user_state=self._user_state(user_state), **options)
+            if recovered.resized.membership is Membership.RANK:
+                self._follow_ranks()
+        return recovered
 
     def _check_resizable(self, call: str) -> None:
         if not self._accumulation.is_between_steps:

@@ -13,11 +13,12 @@ from patrickstar.elastic.batches import (
 )
 from patrickstar.elastic.gradient_noise import GradientNoise, GradientParts
 from patrickstar.elastic.orders import Order, OrderKind, Orders, Outcome, OutcomeKind, RunReport
-from patrickstar.elastic.phases import Membership, Resized, ResizePhase
+from patrickstar.elastic.phases import Membership, Next, Recovered, RecoverySource, Resized, ResizePhase
 from patrickstar.elastic.rendezvous import Rendezvous, ResizeError, serve_rendezvous
-from patrickstar.elastic.run import ElasticRun, Next
+from patrickstar.elastic.run import ElasticRun
 from patrickstar.elastic.sampler import ElasticLoader, ElasticSampler
 from patrickstar.elastic.scaled_rates import ScaledRates
+from patrickstar.elastic.survival import Redundancy
 from patrickstar.ranks.run_secret import SecretError
 
 __all__ = [
@@ -38,6 +39,9 @@ __all__ = [
     "Outcome",
     "OutcomeKind",
     "ResizePhase",
+    "Recovered",
+    "RecoverySource",
+    "Redundancy",
     "Rendezvous",
     "ResizeError",
     "Resized",

@@ -83,6 +83,10 @@ class RunReport:
     """Samples of each of the interval's steps; 0: unknown."""
     noise_scale: float | None = None
     """The gradient noise scale, in samples; None: unknown (docs/guides/elastic.md)."""
+    num_lost: int = 0
+    """Ranks that were lost since the run's start, without which it goes on."""
+    redundancy: int | None = None
+    """See :class:`ElasticRun`; None: a lost rank ends the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +127,30 @@ class OrderBoard:
             number += 1
         return number
 
-    def tell(self, step: int, look: Look) -> None:
-        """Writes rank 0's result of the check after so many steps, for the other ranks."""
+    def tell(self, step: int, look: Look, *, recoveries: int = 0) -> None:
+        """Writes rank 0's result of the check after so many steps, for the other ranks. A step that is repeated after
+        a recovery has another check.
+        """
         told = {"order": None if look.order is None else _fields(look.order)}
-        self._set(f"look/{step}", {**told, "next_step": look.next_step, "saves": look.saves})
+        self._set(f"look/{recoveries}/{step}", {**told, "next_step": look.next_step, "saves": look.saves})
 
-    def told(self, step: int) -> Look:
+    def told(self, step: int, *, recoveries: int = 0) -> Look:
         """Reads the result that rank 0 has written."""
-        fields = self._get(f"look/{step}")
+        fields = self._get(f"look/{recoveries}/{step}")
         assert fields is not None
         return Look(order=_order(fields["order"]), next_step=fields["next_step"], saves=fields["saves"])
 
-    def look_key(self, step: int) -> str:
+    def look_key(self, step: int, *, recoveries: int = 0) -> str:
         """The store's key of the check after so many steps."""
-        return f"{_PREFIX}/look/{step}"
+        return f"{_PREFIX}/look/{recoveries}/{step}"
+
+    def refuse_resizes(self, first: int, reason: str) -> int:
+        """Refuses orders from ``first`` on until one that is no resize. Returns the number of the next order."""
+        number = first
+        while (order := self.order(number)) is not None and order.kind is OrderKind.RESIZE:
+            self.conclude(number, Outcome(OutcomeKind.REFUSED, reason, 0.0))
+            number += 1
+        return number
 
     def conclude(self, number: int, outcome: Outcome) -> None:
         """Records an order's outcome."""

@@ -1,4 +1,6 @@
-"""The phases of a resize, in order, and its result for a process."""
+"""The phases of a resize, in order, and the results of resizes, recoveries and steps for a
+process.
+"""
 
 from __future__ import annotations
 
@@ -41,3 +43,28 @@ class Resized:
     """Bytes of shards received from other processes."""
     total_bytes: int
     """Bytes of all transferred shards, over all ranks."""
+
+
+class RecoverySource(enum.Enum):
+    """Where the values of the ranks that are left come from."""
+
+    COPIES = "copies of the last step that all ranks had made"
+    CHECKPOINT = "none yet: a checkpoint must be loaded"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """The result of a recovery for this process."""
+
+    resized: Resized
+    source: RecoverySource
+    num_lost: int
+    """Ranks that were lost."""
+
+
+class Next(enum.Enum):
+    """Instructions to the script after a step."""
+
+    TRAIN = "the next step"
+    LEAVE = "it ends: this process is no rank any more, its engine is closed"
+    STOP = "it ends: the run was ordered to; a checkpoint was saved where one is kept"

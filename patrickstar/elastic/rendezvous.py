@@ -13,6 +13,7 @@ A waiting process watches the heartbeat of the process it waits for, so a killed
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import enum
 import json
@@ -188,13 +189,47 @@ class Rendezvous:
         """The host by which this process reaches the store."""
         return self._base.host
 
-    def await_key(self, key: str, *, beating: str) -> None:
-        """Waits for a key of :attr:`store` as long as the heartbeat ``beating`` continues (:meth:`beating`).
+    def await_key(
+        self, key: str, *, beating: str, timeout_seconds: float = float("inf"), whom: str = "the rank that leads"
+    ) -> str:
+        """Waits for a key of :attr:`store` as long as the heartbeat ``beating`` continues (:meth:`beating`). Returns
+        its value.
 
         Raises:
-            ResizeError: the heartbeat has stopped.
+            ResizeError: the heartbeat has stopped, or the timeout has passed.
         """
-        self._wait(self._base, key, f"beat/{beating}", float("inf"), "the rank that leads")
+        return self._wait(self._base, key, f"beat/{beating}", timeout_seconds, whom)
+
+    def await_any(self, keys: Mapping[str, str], timeout_seconds: float) -> set[str]:
+        """Waits until each of some processes has set its key of :attr:`store`, or is gone.
+
+        Args:
+            keys: by the name of the process's heartbeat.
+            timeout_seconds: in all.
+
+        Returns:
+            names of those that have set their keys.
+
+        Raises:
+            ResizeError: one lives and has not set its key within the timeout, or the store is gone.
+        """
+        began = time.monotonic()
+        beats = {name: (b"", began) for name in keys}
+        try:
+            while True:
+                there = {name for name, key in keys.items() if self._base.check([key])}
+                now = time.monotonic()
+                for name in keys.keys() - there:
+                    if (beat := self._get(f"beat/{name}")) != beats[name][0]:
+                        beats[name] = beat, now
+                living = [name for name in keys.keys() - there if now - beats[name][1] <= _GONE_SECONDS]
+                if not living:
+                    return there
+                if now - began > timeout_seconds:
+                    raise ResizeError(f"process {living[0]}: no word within {timeout_seconds:g} s, and it lives")
+                time.sleep(10 * _POLL_SECONDS)
+        except dist.DistError as error:
+            raise ResizeError(f"the rendezvous' store is gone ({first_line(error)})") from error
 
     # The leader.
 
@@ -286,8 +321,8 @@ class Rendezvous:
     # Both.
 
     @contextlib.contextmanager
-    def beating(self, name: int | str) -> Iterator[None]:
-        """Context with a heartbeat thread, for a joining process's number or a leader's token."""
+    def beating(self, name: int | str, every_seconds: float = _BEAT_SECONDS) -> Iterator[None]:
+        """Context with a heartbeat thread, for a joining process's number, a leader's token, or a rank's process."""
         connection = self._base.other_connection(CONNECT_SECONDS)
         store = dist.PrefixStore(_PREFIX, connection)  # keeps the connection alive ([Note: references to stores])
         over = threading.Event()
@@ -298,15 +333,23 @@ class Rendezvous:
                 while not over.is_set():
                     count += 1
                     store.set(f"beat/{name}", str(count))
-                    over.wait(_BEAT_SECONDS)
+                    over.wait(every_seconds)
 
         thread = threading.Thread(target=run, name="patrickstar-rendezvous", daemon=True)
         thread.start()
+
+        def stop() -> None:
+            over.set()
+            thread.join(_GONE_SECONDS)
+
+        atexit.register(
+            stop
+        )  # a script may end within the context, and a thread must not run when the interpreter ends
         try:
             yield
         finally:
-            over.set()
-            thread.join(_GONE_SECONDS)
+            atexit.unregister(stop)
+            stop()
             connection.close()
 
     def _get(self, key: str) -> bytes:

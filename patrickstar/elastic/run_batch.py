@@ -32,7 +32,7 @@ class RunBatch:
     def __init__(self, engine: Any, user_state: Iterable[Any]):
         self._items = list(user_state)
         self._of_batch = [item for item in self._items if isinstance(item, OfBatch)]
-        self._changing = [item for item in self._of_batch if not item.batches.is_fixed]
+        self._changing = list(filter(_is_changing, self._of_batch))
         self._noisy = engine if self._changing else None
         if self._changing and not isinstance(engine, NoisyEngine):
             raise ValueError(
@@ -48,7 +48,7 @@ class RunBatch:
         return self._of_batch[0].global_batch if self._of_batch else 0
 
     def measure(self) -> None:
-        """Must be called before the first step, and after a resize. Collective over all ranks."""
+        """Must be called before the first step, and after each change of ranks. Collective over all ranks."""
         if self._noisy is not None:
             self._noisy.measure_gradient_parts()
 
@@ -91,3 +91,30 @@ class RunBatch:
         """Undoes :meth:`set`."""
         for item, state in zip(self._changing, states, strict=True):
             item.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def check_any_batch(items: Iterable[Any], num_ranks: int) -> None:
+    """Raises ValueError if so many ranks cannot share the user state, with any batch that it may have."""
+    for item in items:
+        if _is_changing(item):
+            if item.batches.nearest_multiple(item.global_batch, num_ranks) is None:
+                low, high = item.batches.min, item.batches.max
+                raise ValueError(f"no batch from {low} to {high} samples has equal parts for {num_ranks} ranks")
+        elif isinstance(item, OfRanks):
+            item.check_ranks(num_ranks)
+
+
+def share(items: Iterable[Any], rank: int, num_ranks: int) -> None:
+    """Sets the ranks of user state. A batch that may change, and has no equal parts for them, becomes the nearest one
+    that has.
+    """
+    some = list(items)
+    for item in filter(_is_changing, some):
+        item.set_batch(item.batches.nearest_multiple(item.global_batch, num_ranks) or item.global_batch)
+    for item in some:
+        if isinstance(item, OfRanks):
+            item.set_ranks(rank, num_ranks)
+
+
+def _is_changing(item: Any) -> bool:
+    return isinstance(item, OfBatch) and not item.batches.is_fixed

@@ -256,5 +256,7 @@ class ElasticLoader:
             sampler.advance()
             place = (sampler.rank, sampler.division, sampler.cursor)
             yield step
+            if sampler.epoch == epoch - 1 and sampler.cursor + sampler.global_batch > sampler.num_samples:
+                sampler.next_epoch()  # a recovery went back to the end of the epoch before
         if sampler.epoch == epoch:
             sampler.next_epoch()

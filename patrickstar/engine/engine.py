@@ -10,20 +10,25 @@ import torch
 
 from patrickstar import _C
 from patrickstar.elastic.gradient_noise import GradientParts
-from patrickstar.elastic.phases import Resized, ResizePhase
+from patrickstar.elastic.phases import Recovered, Resized, ResizePhase
 from patrickstar.elastic.published import DEFAULT_FOLDER
 from patrickstar.elastic.rendezvous import Rendezvous
+from patrickstar.elastic.survivors import RollCall
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.engine.saving_face import SavingFace
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
+from patrickstar.resize.copies import Copies
 from patrickstar.resize.joining import join_session
 from patrickstar.resize.plan import ResizeOptions, UserState
-from patrickstar.resize.resizing import resize_session
+from patrickstar.resize.recovery import recover_session
+from patrickstar.resize.resizing import check_supported, resize_session
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.session.closing import abandon_session, close_session, discard_session
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.lending import lend, take_back
+from patrickstar.session.session import LostRanks
+from patrickstar.state.save_load import check_between_steps
 
 _T = TypeVar("_T")
 
@@ -35,6 +40,8 @@ class Engine(SavingFace):
     compute dtype; :meth:`state_dict` returns float32 masters. ``close`` (or leaving a ``with`` block) restores an
     ordinary module.
     """
+
+    _copies: Copies | None = None
 
     @property
     def rank_timeout_seconds(self) -> float:
@@ -279,6 +286,60 @@ class Engine(SavingFace):
         options = ResizeOptions.of(default, rendezvous, user_state, folder, timeout_seconds, note_phase)
         with deferred_signals() as signals, signals.allowed():
             return join_session(self._session, options)
+
+    def keep_copies(self, name: str, *, redundancy: int = 1, user_state: Mapping[str, UserState] | None = None) -> None:
+        """Prepares :meth:`recover`: copies this rank's shards into host memory, and to the next rank's. Collective,
+        between two steps; :class:`patrickstar.elastic.ElasticRun` calls it after each step.
+
+        Args:
+            name: of this process, unique in the run and the same in each call.
+            redundancy: 1, or 0: no shards are copied, and recovered ranks need a checkpoint.
+            user_state: as given to :meth:`resize`.
+
+        Raises:
+            RankFailure: a rank is lost. Earlier copies are still there.
+            StateError: gradients are pending, or the engine cannot be resized.
+        """
+        session = self._session
+        check_supported(session, "keep_copies")
+        check_between_steps(session, "keep_copies")
+        with deferred_signals():
+            if self._copies is None:
+                self._copies, session.lost_ranks = Copies(name), LostRanks.GO_ON
+            self._copies.enter(session)
+            if redundancy > 0:
+                self._copies.take(session, user_state or {})
+
+    def recover(
+        self,
+        error: BaseException,
+        *,
+        call: RollCall,
+        number: int,
+        user_state: Mapping[str, UserState] | None = None,
+        rendezvous: Rendezvous | str | None = None,
+        folder: str = DEFAULT_FOLDER,
+        timeout_seconds: float | None = None,
+        note_phase: Callable[[ResizePhase], None] = lambda phase: None,
+    ) -> Recovered:
+        """Goes on with the ranks that are left, at the last step of which all shards were copied. All of them call it
+        after a RankFailure, in any state. Arguments are those of :meth:`resize`, and:
+
+        Args:
+            error: the RankFailure.
+            call: a roll call with the name that :meth:`keep_copies` was given.
+            number: of this recovery, the same on all ranks, from 1.
+
+        Raises:
+            RankFailure: another rank was lost, or the others go on without this one.
+            StateError: :meth:`keep_copies` was never called.
+        """
+        if self._copies is None:
+            raise _C.StateError("recover without keep_copies, which says who the ranks are; call that after each step")
+        default = min(self.rank_timeout_seconds / 2, 60.0)
+        options = ResizeOptions.of(default, rendezvous, user_state, folder, timeout_seconds, note_phase)
+        with deferred_signals():
+            return recover_session(self._session, self._copies, call, number, options, error)
 
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.

@@ -5,15 +5,12 @@ elastic_trainer.py).
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerState
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from patrickstar._C import StateError
@@ -29,8 +26,10 @@ from patrickstar.elastic import (
     ScaledRates,
 )
 from patrickstar.elastic.batches import start_batch
+from patrickstar.elastic.phases import Recovered
 from patrickstar.elastic.run import joins_others
 from patrickstar.integrations.elastic_steps import StepLoader
+from patrickstar.integrations.trainer_progress import TrainerProgress
 from patrickstar.session.interrupts import deferred_signals
 
 _POSITION = "patrickstar.elastic"  # among the states of callbacks in a checkpoint's trainer state
@@ -44,10 +43,6 @@ _LOADER_OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
 )
-
-
-# Sums that the Trainer zeroes at the start of its loop; its versions have more and fewer.
-_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 
 
 class LeftRun(SystemExit):  # noqa: N818 (it ends a script, and is no error)
@@ -69,10 +64,21 @@ class ElasticTraining:
     """Tells whether ``per_device_train_batch_size`` is constant, or follows measurements."""
     look_seconds: float = 1.0
     """Approximate seconds between checks for orders."""
+    redundancy: int | None = None
+    """1: after each step each rank's shards are copied to the next rank, and a lost rank costs the others its step.
+    None: they end, and start again from a checkpoint.
+    """
     rendezvous: str | None = None
     """ "host:port" of the rendezvous; None: that of ``PATRICKSTAR_ELASTIC``, or no orders."""
     resize_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``)."""
+
+    def __post_init__(self) -> None:
+        if self.redundancy not in (None, 1):
+            raise ValueError(
+                f"redundancy is {self.redundancy}; give 1, or leave it out: a trainer's process goes on from its "
+                "checkpoints when it starts again"
+            )
 
 
 class ElasticLoop:
@@ -83,7 +89,7 @@ class ElasticLoop:
         self._options = options
         self._has_begun = False
         self._run: ElasticRun | None = None
-        self._progress = _Progress(trainer)
+        self._ranks, self._progress = _TrainerRanks(trainer), TrainerProgress(trainer)
         self.batches = BatchRange.of(options.global_batch)
         self.has_stopped = False
         """True if an order has stopped the run."""
@@ -133,31 +139,37 @@ class ElasticLoop:
         this process joins, or if the checkpoint's batches may have changed.
         """
         trainer, options = self._trainer, self._options
-        self._progress.max_steps = max_steps
+        self._progress.max_steps, self._num_epochs = max_steps, num_epochs
         trainer._ensure_engine()
         trainer.create_scheduler(num_training_steps=max_steps, optimizer=trainer.optimizer)
         if not self.batches.is_fixed:
             trainer.lr_scheduler = self._scaled(trainer.lr_scheduler)
         saves = trainer.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH)
         self._run = ElasticRun(
-            _TrainerRanks(trainer),
+            self._ranks,
             {"schedule": trainer.lr_scheduler, "sampler": self._sampler, "trainer": self._progress},
             checkpoint=trainer.args.output_dir if saves else None,
             checkpoint_seconds=float("inf"),  # the Trainer decides when
             look_seconds=options.look_seconds,
+            redundancy=options.redundancy,
             rendezvous=options.rendezvous,
             resize_options=options.resize_options,
         )
         if joins_others():
-            self._progress.take_state(num_epochs)
-        else:
-            place = (trainer.state.stateful_callbacks or {}).get(_POSITION)
-            if place is None:
-                self._run.go_on_from(
-                    trainer.state.global_step, trainer.state.global_step * self._run.batch.global_batch
-                )
-                return None
-            self._take_position(place["attributes"])
+            return self._taken_place()
+        place = (trainer.state.stateful_callbacks or {}).get(_POSITION)
+        if place is None:
+            self._run.go_on_from(trainer.state.global_step, trainer.state.global_step * self._run.batch.global_batch)
+            return None
+        self._take_position(place["attributes"])
+        return self._place()
+
+    def _taken_place(self) -> tuple[int, int]:
+        """Takes over the state that this process was given; returns the next epoch and the next step in it."""
+        self._progress.take_state(self._num_epochs)
+        return self._place()
+
+    def _place(self) -> tuple[int, int]:
         if not self.batches.is_fixed and self._sampler.remaining_steps == 0:
             self._sampler.next_epoch()
         return self._sampler.epoch, self._sampler.cursor // self.batches.min
@@ -193,6 +205,20 @@ class ElasticLoop:
         sampler.set_batch(start if start_batch() is not None else sampler.global_batch)
         sampler.set_ranks(sampler.rank, sampler.division.num_ranks)
 
+    def recover(self, error: RuntimeError) -> tuple[int, int]:
+        """Goes on with the ranks that are left, and returns the next epoch and the next step in it.
+
+        Raises:
+            RuntimeError: it cannot.
+            LeftRun: this process is no longer a rank.
+        """
+        if self._run is None:
+            raise error
+        self._run.recover(error)
+        if self._run.next is Next.LEAVE:
+            raise LeftRun(0)
+        return self._taken_place()
+
     def begin_epoch(self, epoch: int, first_step: int) -> bool:
         """Begins an epoch; returns True if it must be resumed as from a checkpoint, since this process has joined
         within it.
@@ -211,7 +237,12 @@ class ElasticLoop:
         """
         run, trainer = self._run, self._trainer
         assert run is not None
+        if not self._ranks.has_begun:
+            self._ranks.has_begun = True
+            run.copy_state()
         if run.num_steps < trainer.state.global_step:  # a step since the last call
+            if self._options.redundancy is not None:
+                self._ranks.share_sums()
             following = run.step_done(self._progress.last_loss)
             if following is Next.LEAVE:
                 raise LeftRun(0)
@@ -252,6 +283,8 @@ class _TrainerRanks:
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self.has_begun = joins_others()
+        """True once the loop has loaded what it goes on from."""
 
     @property
     def device(self) -> torch.device:
@@ -261,11 +294,26 @@ class _TrainerRanks:
     def rank_timeout_seconds(self) -> float:
         return self._trainer.accelerator.rank_timeout_seconds
 
-    def resize(self, num_ranks: int, **options: Any) -> Resized:
+    def share_sums(self) -> None:
+        """Losses not logged yet are each rank's own, and are logged as the mean."""
         trainer = self._trainer
         trainer.store_flos()
-        # Losses not logged yet are each rank's own, and are logged as the mean.
         trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss.detach()).mean()
+
+    def keep_copies(self, name: str, **options: Any) -> None:
+        if self.has_begun:
+            self._trainer.accelerator.keep_copies(name, **options)
+
+    def recover(self, error: BaseException, **options: Any) -> Recovered:
+        with deferred_signals():
+            recovered = self._trainer.accelerator.recover(error, **options)
+            if recovered.resized.membership is Membership.RANK:
+                self._changed()
+        return recovered
+
+    def resize(self, num_ranks: int, **options: Any) -> Resized:
+        trainer = self._trainer
+        self.share_sums()
         with deferred_signals():  # the engine and the trainer change together
             resized = trainer.accelerator.resize(num_ranks, **options)
             if resized.membership is Membership.RANK:
@@ -298,80 +346,3 @@ class _TrainerRanks:
 
     def load_checkpoint(self, directory: str, /) -> tuple[Any, dict[str, Any]]:
         raise StateError("a trainer goes on from its own checkpoints: train(resume_from_checkpoint=...)")
-
-
-class _Progress:
-    """The position of a trainer's loop, as user state of a resize; equal on all ranks."""
-
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-        self.max_steps = 0
-        """Steps of the base batch that the loop makes."""
-        self._taken: dict[str, Any] | None = None  # by a joining process
-
-    @property
-    def last_loss(self) -> float | None:
-        """The last logged loss, or None."""
-        return next((entry["loss"] for entry in reversed(self._trainer.state.log_history) if "loss" in entry), None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of a rank whose sums are those of all."""
-        trainer = self._trainer
-        return {
-            "state": json.dumps(dataclasses.asdict(trainer.state)),
-            "max_steps": self.max_steps,
-            "callbacks": json.dumps([(type(item).__name__, item.state()["attributes"]) for item in self._exported()]),
-            "sums": {
-                "_tr_loss": trainer._tr_loss.item(),
-                **{name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)},
-            },
-        }
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Validates the state before a process joins.
-
-        Raises:
-            ValueError: its script would train another number of steps, or has other callbacks.
-        """
-        told, own = state["max_steps"], self.max_steps
-        if told != own:
-            raise ValueError(
-                f"the ranks that train make {told} steps, and this process would make {own}; start it with the same "
-                "arguments and data"
-            )
-        theirs = [name for name, _ in json.loads(state["callbacks"])]
-        mine = [type(item).__name__ for item in self._exported()]
-        if theirs != mine:
-            raise ValueError(
-                f"the ranks that train have the callbacks {theirs}, and this process {mine}; start it with the same "
-                "script"
-            )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keeps the state until the loop can take it."""
-        self._taken = state
-
-    def _exported(self) -> list[ExportableState]:
-        return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
-
-    def take_state(self, num_epochs: int) -> None:
-        """Applies the state that the Trainer creates before its loop."""
-        assert self._taken is not None
-        trainer, state = self._trainer, TrainerState(**json.loads(self._taken["state"]))
-        state.init_training_references(trainer, self.max_steps, num_epochs, None)
-        trainer.state = state
-        for item, (_, attributes) in zip(self._exported(), json.loads(self._taken["callbacks"]), strict=True):
-            for name, value in attributes.items():
-                setattr(item, name, value)
-
-    def take_sums(self) -> bool:
-        """Applies the sums that the Trainer zeroes at the start of its loop; False if there are none."""
-        taken, self._taken = self._taken, None
-        if taken is None:
-            return False
-        trainer = self._trainer
-        sums = dict(taken["sums"])
-        trainer._tr_loss = torch.tensor(sums.pop("_tr_loss"), device=trainer.args.device)
-        for name, value in sums.items():
-            setattr(trainer, name, value)
-        return True

@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 
 from patrickstar._C import StateError
 from patrickstar.elastic.gradient_noise import GradientParts
-from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.elastic.phases import Membership, Recovered, Resized
 from patrickstar.engine.engine import Engine
 from patrickstar.ranks.context import DistributedContext
 from patrickstar.session.interrupts import deferred_signals
@@ -51,6 +51,18 @@ class ElasticRanks:
     def measure_gradient_parts(self) -> None:
         """See :meth:`patrickstar.engine.engine.Engine.measure_gradient_parts`."""
         self.engine.measure_gradient_parts()
+
+    def keep_copies(self, name: str, **options: Any) -> None:
+        """Calls :meth:`patrickstar.engine.engine.Engine.keep_copies`."""
+        self._check_loaders("keep_copies")
+        self.engine.keep_copies(name, **options)
+
+    def recover(self, error: BaseException, **options: Any) -> Recovered:
+        """Calls :meth:`patrickstar.engine.engine.Engine.recover`; otherwise like :meth:`resize`."""
+        with deferred_signals():
+            recovered = self.engine.recover(error, **options)
+            self._followed(recovered.resized)
+            return recovered
 
     def _check_loaders(self, call: str) -> None:
         if self._dataloaders:

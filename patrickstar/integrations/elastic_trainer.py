@@ -14,8 +14,8 @@ that number depends on the ranks. So the loop gets one batch per optimizer step:
 (:class:`StepBatches`), which is unpacked where the loop passes it on. An epoch then has as many batches on any number
 of ranks, and the loop's counters, logs and schedules stay right after a resize. A resize takes place between two steps,
 before the next one is loaded. So logging, saving and evaluation after a step are done by the ranks that made it. Other
-rank-dependent state of the loop is user state (:class:`_Progress`). A joining process starts the loop as if it resumed
-from a checkpoint, at the step that the others are about to make.
+rank-dependent state of the loop is user state (:class:`TrainerProgress`). A joining process starts the loop as if it
+resumed from a checkpoint, at the step that the others are about to make.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from patrickstar.integrations.elastic_steps import (
     sum_of_micro_batches,
 )
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
+from patrickstar.ranks.failures import is_lost_rank
 
 __all__ = ["ElasticSeq2SeqTrainer", "ElasticTrainer", "ElasticTrainerMixin", "ElasticTraining", "LeftRun"]
 
@@ -140,7 +141,15 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
     def _run_epoch(self, **options: Any) -> None:
         is_first = options["epoch"] == options["epochs_trained"]
         resumes = self._loop.begin_epoch(options["epoch"], options["steps_trained_in_current_epoch"] if is_first else 0)
-        super()._run_epoch(**options | ({"resume_from_checkpoint": _JOINED} if resumes else {}))
+        while True:
+            try:
+                return super()._run_epoch(**options | ({"resume_from_checkpoint": _JOINED} if resumes else {}))
+            except RuntimeError as error:
+                if not is_lost_rank(error):
+                    raise
+                epoch, first_step = self._loop.recover(error)
+            options |= {"epoch": epoch, "epochs_trained": epoch, "steps_trained_in_current_epoch": first_step}
+            resumes = self._loop.begin_epoch(epoch, first_step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint != _JOINED:  # random numbers came from the other ranks

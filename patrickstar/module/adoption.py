@@ -228,13 +228,20 @@ class AdoptedParams:
             handle: ParamHandle = spec.param._patrickstar
             fields = {field.name: getattr(handle, field.name) for field in dataclasses.fields(FormerHandle)}
             former.append(FormerHandle(**fields))
+        self.take_back()
+        return former
+
+    def take_back(self) -> None:
+        """Undoes :meth:`take_over` at any point of it: parameters are as :meth:`evict_all` leaves them."""
+        for param_id in self._taken:
+            spec = self.specs[param_id]
+            shape = spec.param._patrickstar.shape
             with _C.HostAllocations():
                 for param in (spec.param, *spec.ties):
-                    become_ordinary(param, torch.zeros(1, dtype=spec.compute_dtype).expand(handle.shape))
+                    become_ordinary(param, torch.zeros(1, dtype=spec.compute_dtype).expand(shape))
         for chunk in range(len(self._chunks)):
             self.runtime.release_chunk(chunk)
         self._taken.clear()
-        return former
 
     def take_over(self, former: Sequence[FormerHandle], fill: Callable[[], None]) -> None:
         """Makes the parameters that :meth:`evict_all` left views of these chunks.

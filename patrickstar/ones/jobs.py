@@ -128,6 +128,8 @@ class Job:
     """Global batches that it takes, ascending, each on numbers of GPUs that divide it; empty: any from ``base_batch``
     to ``max_batch``. While its noise scale is unknown (0), it keeps ``base_batch``.
     """
+    inner_group: int = 1
+    """GPUs that share samples; groups of them divide ``feasible_batches``."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_gpus <= self.requested_gpus <= self.max_gpus:
@@ -168,7 +170,7 @@ class Job:
         return tuple(
             batch
             for batch in self.feasible_batches
-            if batch % num_gpus == 0 and (self.noise_scale > 0 or batch == self.base_batch)
+            if batch % max(1, num_gpus // self.inner_group) == 0 and (self.noise_scale > 0 or batch == self.base_batch)
         )
 
     def largest_size(self, num_gpus: int) -> int:
@@ -192,7 +194,7 @@ class Job:
             wanted = int(_configured_batch(self, num_gpus))
             if not self.feasible_batches:
                 return wanted
-            tried = self.batches_on(num_gpus)
+            tried = self.batches_on(num_gpus) or (self.base_batch,)  # a request may be for GPUs that it cannot use
             return max((batch for batch in tried if batch <= wanted), default=min(tried))
         return int(_packed(self, rule, max(num_gpus, self.max_gpus), gpus_per_node)[1][num_gpus])
 

@@ -258,6 +258,12 @@ def is_interrupt(error: BaseException) -> bool:
     return not isinstance(error, Exception) or getattr(error, "raised_by_signal", False)
 
 
+def is_lost_rank(error: BaseException) -> bool:
+    """True for errors of calls in which another rank is missing: RankFailure, and those of torch.distributed."""
+    is_ours = isinstance(error, (_C.RankFailure, dist.DistError))
+    return is_ours or (type(error) is RuntimeError and "gloo" in str(error))
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return next(iter(str(error).splitlines()), "")

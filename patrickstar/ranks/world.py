@@ -170,17 +170,19 @@ class RankPlace:
     """The store's key: 32 bytes."""
 
 
-def move_to_world(place: RankPlace, timeout_seconds: float) -> None:
+def move_to_world(place: RankPlace, timeout_seconds: float, arrival_seconds: float) -> None:
     """Leaves the current world, whose groups must be closed, so that the next `open_ranks` uses ``place``. Sets the
     environment as torchrun would, since libraries read it. An existing ``torch.distributed`` ends with all its groups.
 
+    Args:
+        place: of this process.
+        timeout_seconds: for values in the new ranks' store.
+        arrival_seconds: for all new ranks to come.
+
     Raises:
-        RankFailure: the new ranks' store is not reached within the timeout.
+        RankFailure: the new ranks' store is not reached, or a rank does not come within ``arrival_seconds``.
     """
-    global _num_world_users
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-        _num_world_users = 0
+    end_world()
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world_size),
@@ -191,7 +193,17 @@ def move_to_world(place: RankPlace, timeout_seconds: float) -> None:
     )
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if place.world_size > 1:
-        reach_world(place.host, place.port, place.key, timeout_seconds)
+        store = reach_world(place.host, place.port, place.key, timeout_seconds)
+        with _waiting(place.rank):
+            _call_the_roll(store, "patrickstar/moved", range(place.world_size), place.rank, arrival_seconds)
+
+
+def end_world() -> None:
+    """Ends an existing ``torch.distributed`` with all its groups. Other ranks' running calls in them fail."""
+    global _num_world_users
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        _num_world_users = 0
 
 
 def num_ranks_to_come() -> int:

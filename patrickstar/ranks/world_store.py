@@ -91,18 +91,19 @@ def serve_world(host: str, key: bytes, timeout_seconds: float) -> int:
     return store.port
 
 
-def reach_world(host: str, port: int, key: bytes, timeout_seconds: float) -> None:
-    """Connects to a store that another process serves by :func:`serve_world`; does nothing in the serving process.
+def reach_world(host: str, port: int, key: bytes, timeout_seconds: float) -> dist.Store:
+    """Connects to a store that another process serves by :func:`serve_world`, unless this process serves it.
 
     Raises:
         RankFailure: the store is not reached.
     """
     if (host, port) in _stores:
-        return
+        return _stores[host, port]
     try:
-        _stores[host, port] = AuthenticatedStore(host, port, key, timeout_seconds=timeout_seconds)
+        store = _stores[host, port] = AuthenticatedStore(host, port, key, timeout_seconds=timeout_seconds)
     except OSError as error:
         raise _C.RankFailure(f"the store of the new ranks at {host}:{port} is not reached ({error})") from error
+    return store
 
 
 def forget_world(host: str, port: int) -> None:

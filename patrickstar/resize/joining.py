@@ -17,7 +17,8 @@ from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.failures import first_line, is_interrupt
 from patrickstar.resize.devices import DeviceShards, pass_on, prepare_to_receive
 from patrickstar.resize.plan import REFUSAL, ResizeKeys, ResizeOptions, ResizePlan, UserState, description
-from patrickstar.resize.resizing import change, check_supported, check_user_state
+from patrickstar.resize.reopening import change
+from patrickstar.resize.resizing import check_supported, check_user_state
 from patrickstar.resize.shards import HeldShards, Shards, check_state, reached_state
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.session import Session

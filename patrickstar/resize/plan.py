@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from patrickstar import _C
-from patrickstar.config import Config
 from patrickstar.elastic.phases import ResizePhase
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, CONNECT_SECONDS, Rendezvous, ResizeError, run_secret_at
 from patrickstar.elastic.transfers import own_address
@@ -196,6 +195,8 @@ def make_plan(
     session: Session,
     former: list[int | None],
     joiners: Mapping[int, Mapping[str, Any]],
+    hosts: list[str],
+    old_hosts: list[str],
     options: ResizeOptions,
     micro_batches: dict[str, int],
 ) -> ResizePlan:
@@ -204,14 +205,14 @@ def make_plan(
     Args:
         session: of the leader.
         former: old rank by new rank; None: a process joins.
-        guests: descriptions of joining processes by number.
+        joiners: descriptions of joining processes by number.
+        hosts: by new rank.
+        old_hosts: by old rank.
         options: of the resize.
         micro_batches: limits that all ranks allow.
     """
-    here = socket.gethostname()
-    joining = iter([said["host"] for said in joiners.values()])
-    hosts = [here if rank is not None else next(joining) for rank in former]
-    host = LOOPBACK if set(hosts) == {here} else own_address(options.towards())
+    is_alone = {*hosts, *old_hosts} == {socket.gethostname()}
+    host = LOOPBACK if is_alone else own_address(options.towards())
     token = uuid.uuid4().hex
     secret = options.run_secret() if joiners else RunSecret.random()
     key = ResizeKeys.of(token, secret).store
@@ -227,7 +228,9 @@ def make_plan(
         host=host,
         port=port,
         micro_batches=micro_batches,
-        accumulation=_accumulation(session.config, len(session.ranks.members), len(former)),
+        accumulation=accumulation_for(
+            session.config.gradient_accumulation_steps, len(session.ranks.members), len(former)
+        ),
         chunk_numel=session.chunk_numel,
         step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
         num_chunks=session.layout.num_chunks,
@@ -235,9 +238,8 @@ def make_plan(
     )
 
 
-def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:
-    """Accumulation steps of the new ranks, for which the core reserves room."""
-    steps = config.gradient_accumulation_steps
+def accumulation_for(steps: int | None, num_old: int, num_new: int) -> int | None:
+    """Accumulation steps of the new ranks, for which the core reserves room; ``steps`` are the old ranks'."""
     return None if steps is None else max(steps * num_old // num_new, 1)
 
 

@@ -15,29 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
 from patrickstar.elastic.movement import assign_ranks
-from patrickstar.elastic.phases import Membership, Resized, ResizePhase
+from patrickstar.elastic.phases import Resized, ResizePhase
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
 from patrickstar.elastic.transfers import FileServer
-from patrickstar.machine.budgets import make_budgets
-from patrickstar.module.first_rank_values import check_same_model
-from patrickstar.parallel.axes import mesh_of
-from patrickstar.parallel.sharded_matrices import make_matrices
-from patrickstar.planning.step_plan import timeline_from_json
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators
-from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import RankGroups, open_ranks
-from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
-from patrickstar.ranks.world import move_to_world
 from patrickstar.ranks.world_store import forget_world
 from patrickstar.resize.devices import on_all_devices, params_on_device, pass_on
 from patrickstar.resize.memory import (
@@ -52,7 +41,6 @@ from patrickstar.resize.memory import (
 from patrickstar.resize.plan import (
     MEMORY,
     REFUSAL,
-    ResizeKeys,
     ResizeOptions,
     ResizePlan,
     UserState,
@@ -61,19 +49,15 @@ from patrickstar.resize.plan import (
     make_plan,
     together,
 )
+from patrickstar.resize.reopening import change
 from patrickstar.resize.shards import (
     HeldShards,
     Shards,
     choose_params,
-    managed_states,
     publish,
-    take_state,
     write_state,
 )
-from patrickstar.session.closing import abandon_session
 from patrickstar.session.interrupts import deferred_signals
-from patrickstar.session.lifecycle import evict_all, reopen
-from patrickstar.session.rank_sync import check_same_config, common_budgets
 from patrickstar.session.registry import open_sessions
 from patrickstar.session.session import Session
 from patrickstar.state.save_load import check_between_steps
@@ -123,8 +107,10 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                         raise
                 else:
                     _check_memory(session, _staying(former, facts, {}), former, facts)
-                plan = make_plan(session, former, joiners, options, allowed)
-                rooms = device_rooms(facts, _staying(former, facts, joiners))
+                staying = _staying(former, facts, joiners)
+                hosts, others = [one.host for one in staying], [one.host for one in facts]
+                plan = make_plan(session, former, joiners, hosts, others, options, allowed)
+                rooms = device_rooms(facts, staying)
                 plan = dataclasses.replace(plan, on_device=choose_params(session, plan, on_device, rooms))
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
@@ -240,126 +226,3 @@ def check_user_state(user_state: Mapping[str, UserState], num_ranks: int) -> Non
     for item in user_state.values():
         if isinstance(item, OfRanks):
             item.check_ranks(num_ranks)
-
-
-def change(
-    session: Session,
-    plan: ResizePlan,
-    keys: ResizeKeys,
-    shards: Shards,
-    held: HeldShards,
-    new: int | None,
-    options: ResizeOptions,
-    connected: ChunkCommunicators | None,
-    state: dict[str, Any] | None = None,
-) -> Resized:
-    """Closes the old core and opens the new one, after the decision.
-
-    Args:
-        session: of this process.
-        plan: of the resize.
-        keys: of its services.
-        shards: of all ranks.
-        held: sources of this process's new shards.
-        new: its new rank; None: it leaves.
-        options: of the resize.
-        connected: communicators that the new ranks have opened already.
-        state: for a joining process, the leader's.
-    """
-    try:
-        options.note_phase(ResizePhase.CLOSE)
-        managed = managed_states(session) if state is None else state["managed"]
-        all_evicted = evict_all(session, lambda: held.set_aside(session))
-        total = shards.num_bytes(shards.moves)
-        if new is None:
-            session.closed = True  # without a core
-            return Resized(
-                membership=Membership.LEFT, rank=-1, num_ranks=len(plan.former), received_bytes=0, total_bytes=total
-            )
-
-        options.note_phase(ResizePhase.OPEN)
-        was = session.ranks.context
-        update = {"gradient_accumulation_steps": plan.accumulation}
-        config = session.config = session.config.model_copy(update=update)
-        move_to_world(plan.place(new, keys), config.rank_timeout_seconds)
-        ranks = session.ranks = open_ranks(
-            device_type=was.device.type,
-            timeout_seconds=config.rank_timeout_seconds,
-            device_index=was.device.index,
-            connected=connected,
-        )
-        with ranks.guard("resize"):
-            check_same_config(ranks, config)
-            mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
-            chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
-            here = ranks.context
-            held_bytes = _held_on_host(ranks, all_evicted.memory.num_bytes)
-            mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks, held_bytes)
-            budgets = common_budgets(ranks, mine)
-            matrices = make_matrices(config, mesh)
-            check_same_model(ranks, session.plan_of_params)
-
-            options.note_phase(ResizePhase.BUILD)
-            reopen(
-                session,
-                mesh,
-                chunk_ranks,
-                matrices,
-                budgets,
-                plan.chunk_numel,
-                all_evicted,
-                functools.partial(_expect, session, plan),
-                lambda: held.fill(session),
-            )
-            for param, count in enumerate(plan.step_counts):
-                if shards.arrays[param] > 1:
-                    session.runtime.set_step_count(param, count)
-            for param, states in zip(session.managed.params, managed, strict=True):
-                if states:
-                    session.states.set_optimizer_state(param.param, states)
-            if state is not None:
-                take_state(session, state, options.user_state)
-            for name, most in plan.micro_batches.items():
-                options.user_state[name].allow_micro_batch(most)
-            for item in options.user_state.values():
-                if isinstance(item, OfRanks):
-                    item.set_ranks(new, len(plan.former))
-
-            options.note_phase(ResizePhase.CONFIRM)
-            ranks.meet()
-            shards.remove()
-    except BaseException as error:
-        shards.remove()  # useless from now on
-        if connected is not None:
-            connected.close()
-        abandon_session(session, error)
-        raise
-    received = [move for move in shards.moves if move.target == new]
-    return Resized(
-        membership=Membership.RANK,
-        rank=new,
-        num_ranks=len(plan.former),
-        received_bytes=shards.num_bytes(received),
-        total_bytes=total,
-    )
-
-
-def _held_on_host(ranks: RankGroups, num_bytes: int) -> int:
-    """Bytes that all ranks of this host keep of their former cores' memory; ``num_bytes`` are this rank's."""
-    here = socket.gethostname()
-    if len(ranks.members) == 1:
-        return num_bytes
-    told = ranks.control.exchange(json.dumps([here, num_bytes]).encode(), "memory that is used again")
-    with reading("memory that is used again"):
-        return sum(int(size) for host, size in map(json.loads, told) if host == here)
-
-
-def _expect(session: Session, plan: ResizePlan) -> None:
-    """Gives the new core the accesses of the old ranks' last step, if both have the same number of chunks.
-
-    Steps use chunks alike on any number of ranks, and activation memory is similar. So states arrive at their tiers,
-    and the first step replays a plan; where the step differs it fetches on demand. Small models differ in their number
-    of chunks. Measured times are not reused, since updates and messages take other times.
-    """
-    if plan.timeline and plan.num_chunks == session.layout.num_chunks:
-        session.runtime.adopt_timeline(timeline_from_json(plan.timeline, plan.num_chunks))

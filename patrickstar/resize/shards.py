@@ -35,9 +35,9 @@ STATE_NAME = "state"
 
 logger = logging.getLogger("patrickstar")
 
-_Range = tuple[int, _C.ArrayKind, int, int, int, int]
+Range = tuple[int, _C.ArrayKind, int, int, int, int]
 """Argument of ``_C.Runtime.read_ranges``: parameter, kind, begin, end, file, address."""
-_IN_MEMORY = -1
+IN_MEMORY = -1
 
 
 class Shards:
@@ -57,7 +57,7 @@ class Shards:
         self.sizes = stored_bytes(session, plan.on_device)
         trained = [spec.trained for spec in params.chunked]
         self.arrays = {
-            index: len(_arrays(session)) if trained[index] and count > 0 else 1
+            index: len(arrays_of(session)) if trained[index] and count > 0 else 1
             for index, count in enumerate(plan.step_counts)
         }
         through_files = [move for move in self.moves if move.param not in self.sizes]
@@ -123,7 +123,7 @@ class HeldShards:
         """``on_device``: its parts on the device. ``old``, ``new``: this process's ranks; None: no rank."""
         self._shards, self._on_device, self._old, self._new = shards, on_device, old, new
         self._parts = shards.new[new] if new is not None else []
-        self._kept: dict[tuple[int, int], list[_Range]] = {}
+        self._kept: dict[tuple[int, int], list[Range]] = {}
         self._memory: list[_C.HostMapping | _C.KeptRegions] = []
 
     def set_aside(self, session: Session) -> _C.KeptRegions:
@@ -139,10 +139,10 @@ class HeldShards:
             for array in range(self._shards.arrays[param] if begin < end else 0)
         }
         mapping = _C.HostMapping(max(sum(sizes.values()), 1))  # touched only by parts that are not on the host
-        ranges: list[_Range] = []
+        ranges: list[Range] = []
         at = mapping.address
         for (param, array), size in sizes.items():
-            ranges.append((param, _arrays(session)[array], *parts[param], _IN_MEMORY, at))
+            ranges.append((param, arrays_of(session)[array], *parts[param], IN_MEMORY, at))
             at += size
         addresses, regions, free = session.runtime.set_aside(ranges)
         for key, one, address in zip(sizes, ranges, addresses, strict=True):
@@ -152,31 +152,43 @@ class HeldShards:
 
     def fill(self, session: Session) -> None:
         """Writes this rank's part of all arrays into the new core, and frees the kept copies."""
-        kinds = _arrays(session)
         self._on_device.fill(session)
-        with self._shards.files.opened(self._new) as (pieces, files):
-            sources = self._kept
-            for piece in pieces:
-                move, kind = piece.move, kinds[piece.array]
-                found = (move.param, kind, move.begin, move.end, piece.file, piece.at)
-                sources.setdefault((move.param, piece.array), []).append(found)
-            ranges: list[_Range] = []
-            for param, (begin, _) in enumerate(self._parts):
-                if param in self._shards.sizes:
-                    continue
-                for array in range(self._shards.arrays[param]):
-                    nothing = (param, kinds[array], begin, begin, _IN_MEMORY, 0)  # the chunk still needs the state
-                    ranges += sources.get((param, array), [nothing])
-            session.runtime.write_ranges(ranges, files)
+        if self._new is not None:
+            write_parts(session, self._shards, self._new, self._kept)
         self._kept.clear()
         self._memory.clear()
+
+
+def write_parts(session: Session, shards: Shards, new: int, sources: dict[tuple[int, int], list[Range]]) -> None:
+    """Writes a new rank's parts that were not on devices into its new core.
+
+    Args:
+        session: of this process, with the new core.
+        shards: of all ranks.
+        new: this process's new rank, whose files are there.
+        sources: ranges in memory by parameter and array; those of files are added.
+    """
+    kinds = arrays_of(session)
+    with shards.files.opened(new) as (pieces, files):
+        for piece in pieces:
+            move, kind = piece.move, kinds[piece.array]
+            found = (move.param, kind, move.begin, move.end, piece.file, piece.at)
+            sources.setdefault((move.param, piece.array), []).append(found)
+        ranges: list[Range] = []
+        for param, (begin, _) in enumerate(shards.new[new]):
+            if param in shards.sizes:
+                continue
+            for array in range(shards.arrays[param]):
+                nothing = (param, kinds[array], begin, begin, IN_MEMORY, 0)  # the chunk still needs the state
+                ranges += sources.get((param, array), [nothing])
+        session.runtime.write_ranges(ranges, files)
 
 
 def all_moves(session: Session, plan: ResizePlan) -> tuple[list[list[Part]], list[list[Part]], list[Move]]:
     """Each old rank's part of each parameter, each new rank's part, and the moves between them."""
     params = session.params_now()
-    old = _parts(session, params, plan.chunk_numel, plan.num_old)
-    new = _parts(session, params, plan.chunk_numel, len(plan.former))
+    old = parts_of(session, params, plan.chunk_numel, plan.num_old)
+    new = parts_of(session, params, plan.chunk_numel, len(plan.former))
     return old, new, find_moves(old, new, plan.former)
 
 
@@ -195,7 +207,7 @@ def choose_params(session: Session, plan: ResizePlan, on_device: Sequence[int], 
 
 def publish(session: Session, shards: Shards, rank: int) -> None:
     """Writes an old rank's files."""
-    kinds = _arrays(session)
+    kinds = arrays_of(session)
 
     def fill(pieces: list[Piece], files: list[OpenFile]) -> None:
         ranges = [(p.move.param, kinds[p.array], p.move.begin, p.move.end, p.file, p.at) for p in pieces]
@@ -204,12 +216,12 @@ def publish(session: Session, shards: Shards, rank: int) -> None:
     shards.files.write(rank, fill)
 
 
-def _arrays(session: Session) -> tuple[_C.ArrayKind, ...]:
+def arrays_of(session: Session) -> tuple[_C.ArrayKind, ...]:
     """Arrays of an updated parameter that travel; of other parameters only the first travels."""
     return (_C.ArrayKind.MASTER, *session.states.arrays.values())
 
 
-def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
+def parts_of(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
     """Parts by rank and parameter, a pure function of parameters, chunk size and number of ranks."""
     scheme = state_scheme(session.config.optimizer)
     found = []
@@ -237,17 +249,22 @@ def write_state(session: Session, path: Path, user_state: Mapping[str, UserState
         OSError: the file cannot be written.
         CheckpointError: a user state has other types than plain values and tensors.
     """
-    state = {
+    state = common_state(session, user_state)
+    with os.fdopen(create_private(path), "wb") as file:
+        write_plain_state(file, state, "the state that goes along with a resize")
+
+
+def common_state(session: Session, user_state: Mapping[str, UserState]) -> dict[str, Any]:
+    """State beside shards, the same on all ranks except for random numbers. Shares memory with the session."""
+    return {
         "num_steps": session.num_steps,
-        "outcome": dataclasses.asdict(session.outcome),
+        "outcome": dataclasses.asdict(dataclasses.replace(session.outcome, parts=None)),  # a new core measures none
         "scaler": dict(session.scaler.state()) if session.scaler is not None else None,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in session.optimizer.read_groups()],
         "managed": managed_states(session),
         "rng": rng_states(session.device),
         "user_state": {name: item.state_dict() for name, item in user_state.items()},
     }
-    with os.fdopen(create_private(path), "wb") as file:
-        write_plain_state(file, state, "the state that goes along with a resize")
 
 
 def reached_state(folder: ResizeFolder, key: bytes, new: int, address: str, timeout_seconds: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the module.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 
 from torch import nn
@@ -28,6 +29,7 @@ from patrickstar.session.quiet_log import NoRunLog
 from patrickstar.session.registry import note_open_session
 from patrickstar.session.session import Session
 from patrickstar.session.session_parts import build_parts
+from patrickstar.session.wholeness import Wholeness
 
 
 def make_session(
@@ -116,10 +118,33 @@ def evict_all(session: Session, set_aside: Callable[[], _C.KeptRegions]) -> AllE
     session.plan_of_params = session.params_now()
     memory = set_aside()
     former = session.params.evict_all()
-    segments = session.core.segments.keep()
+    session.evicted = AllEvicted(former, memory, session.core.segments.keep())
     session.teardown.close()
     session.ranks.close()
-    return AllEvicted(former, memory, segments)
+    return session.evicted
+
+
+def suspend(session: Session, error: BaseException) -> None:
+    """Closes the core at any point of a step, or of a change of ranks, because of ``error``. Waits for no other rank.
+
+    All values are dropped: the module's parameters have no memory until :meth:`reopen`.
+    """
+    session.ranks.fail(error)
+    session.saves.wait()
+    session.saves = BackgroundSave()
+    if session.evicted is None:
+        session.kept_plan.close()
+        session.plan_of_params = session.params_now()
+        former = session.params.evict_all()
+        session.evicted = AllEvicted(former, _C.KeptRegions(), session.core.segments.keep())
+    elif not session.teardown.is_empty:  # within `reopen`
+        session.params.take_back()
+        kept = dataclasses.replace(session.evicted, memory=_C.KeptRegions(), segments=session.core.segments.keep())
+        session.evicted = kept
+    session.teardown.close()
+    session.ranks.leave(error)
+    session.unfinished = None
+    session.whole = Wholeness()
 
 
 def reopen(
@@ -149,3 +174,4 @@ def reopen(
     session.optimizer.tell_groups()
     session.run_log = session.run_log if session.ranks.context.rank == 0 else NoRunLog()
     session.run_log.change_ranks()
+    session.evicted = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.mesh import MeshRanks
 from patrickstar.sequence.survey import Survey
 from patrickstar.session.background_save import BackgroundSave
-from patrickstar.session.core_setup import Core, current_plan
+from patrickstar.session.core_setup import AllEvicted, Core, current_plan
 from patrickstar.session.device_loan import DeviceLoan
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.kept_plan import NoKeptPlan
@@ -50,6 +51,13 @@ class Owner:
     """Called after each backward, outside of all guards; may raise."""
 
 
+class LostRanks(enum.Enum):
+    """Ends of a change of ranks in which another rank is lost."""
+
+    END = "it ends, with an error"
+    GO_ON = "it may go on from copies or a checkpoint, with the ranks that are left (resize/recovery.py)"
+
+
 class Session:
     """State of one engine. The constructor changes nothing of ``module``; ``lifecycle.make_session`` adds the core.
 
@@ -59,6 +67,8 @@ class Session:
         parts: what runs in the module; likewise replaced (:meth:`set_parts`).
         teardown: undoes the core and the changes of the module. Empty between two cores.
         closed: whether the session has ended, or an irreversible end has begun.
+        evicted: what is kept between two cores; None while there is a core.
+        lost_ranks: what happens to this rank when another one is lost in a change of ranks.
         survey: findings about the module, made before it was rewritten.
         unfinished: the decision of a failed step that the next call finishes.
         num_steps: optimizer steps so far, including skipped ones.
@@ -96,6 +106,8 @@ class Session:
         self.saves = BackgroundSave()
         self.teardown = Teardown()
         self.closed = False
+        self.evicted: AllEvicted | None = None
+        self.lost_ranks = LostRanks.END
         self.unfinished: Decision | None = None
         self.optimizer = OptimizerLink()
         self.num_steps = 0
@@ -154,6 +166,8 @@ class Session:
 
     def params_now(self) -> SortedParams:
         """The module's parameters with the present choice of trained ones (``TrainedParams``)."""
+        if self.evicted is not None:
+            return self.plan_of_params
         chunked = [
             dataclasses.replace(spec, trained=spec.param._patrickstar.trainable) for spec in self.plan_of_params.chunked
         ]

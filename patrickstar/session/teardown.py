@@ -14,6 +14,11 @@ class Teardown:
     def __init__(self) -> None:
         self._parts: list[Callable[[], object]] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to undo."""
+        return not self._parts
+
     def callback(self, undo: Callable[[], object]) -> None:
         """Adds a callback, to be called before the earlier ones."""
         self._parts.append(undo)

@@ -18,7 +18,9 @@ from patrickstar.elastic import (
     Orders,
     Rendezvous,
     ScaledRates,
+    rendezvous,
 )
+from patrickstar.ranks import failures
 from patrickstar.runtime import initialize_engine
 from tests.elastic import runs
 from tests.training import make_config
@@ -35,39 +37,56 @@ def config() -> dict[str, Any]:
 
 
 def follow(
-    address: str | None, orders: dict[int, runs.Order], folder: str, num_steps: int, kill_at: int = -1
+    address: str | None,
+    orders: dict[int, runs.Order],
+    folder: str,
+    num_steps: int,
+    kill_at: int = -1,
+    death: tuple[int, int] | None = None,
+    redundancy: int = 1,
 ) -> dict[str, Any]:
-    """Runs one process. ``orders``: ranks and batch, or None for a stop, by step. Its rank 0 gives them."""
+    """Runs one process. ``orders``: ranks and batch, or None for a stop, by step. Its rank 0 gives them. ``death``: a
+    process that dies, and its step; the others go on.
+    """
+    if death is not None:
+        rendezvous._GONE_SECONDS, failures._GRACE_SECONDS = 1.5, 0.3
+    dies_at = death[1] if death is not None and os.environ["RANK"] == str(death[0]) else -1
     engine, optimizer = initialize_engine(runs.build, 0, config())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, DECAY_STEPS, DECAY)
     sampler = ElasticSampler(runs.NUM_SAMPLES, BATCHES, MICRO_BATCH, seed=SEED)
     rates = ScaledRates(optimizer, BATCHES, schedule)
     options = {"look_seconds": 1e-9, "rendezvous": address, "resize_options": {"folder": folder}}
+    options["redundancy"] = None if death is None else redundancy
     kept = {"checkpoint": Path(folder, "checkpoint"), "checkpoint_seconds": 1e-9} if kill_at >= 0 else {}
     run = ElasticRun(engine, {"sampler": sampler, "rates": rates}, **options, **kept)
     result: dict[str, Any] = {"losses": {}, "seen": {}, "rates": {}, "batches": {}, "noise": {}, "parts": {}}
     while run.num_steps < num_steps:
         for micro_batches in ElasticLoader(runs.samples(), sampler):
-            step = run.num_steps
-            if step == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            result["rates"][step], result["batches"][step] = optimizer.param_groups[0]["lr"], sampler.global_batch
-            for indices, inputs, targets in micro_batches:
-                loss = nn.functional.mse_loss(engine(inputs), targets)
-                engine.backward(loss / len(micro_batches))
-                result["losses"].setdefault(step, []).append(loss.item())
-                result["seen"].setdefault(step, []).extend(indices.tolist())
-            optimizer.step()
-            result["parts"][step] = engine.gradient_parts
-            rates.step()
-            if kill_at >= 0:
-                Path(folder, f"seen-{step}-{run.rank}").write_text(" ".join(map(str, result["seen"][step])))
-            if run.rank == 0 and step + 1 in orders:
-                runs.give(Orders(Rendezvous.at(address).store), orders[step + 1])
-            following = run.step_done(loss.item())
-            result["noise"][step] = run.batch.noise.scale
-            if following is not Next.TRAIN:
+            with run.step():
+                step = run.num_steps
+                if step == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                result["rates"][step], result["batches"][step] = optimizer.param_groups[0]["lr"], sampler.global_batch
+                losses, seen = [], []
+                for indices, inputs, targets in micro_batches:
+                    loss = nn.functional.mse_loss(engine(inputs), targets)
+                    if step == dies_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    engine.backward(loss / len(micro_batches))
+                    losses.append(loss.item())
+                    seen.extend(indices.tolist())
+                result["losses"][step], result["seen"][step] = losses, seen
+                optimizer.step()
+                result["parts"][step] = engine.gradient_parts
+                rates.step()
+                if kill_at >= 0:
+                    Path(folder, f"seen-{step}-{run.rank}").write_text(" ".join(map(str, seen)))
+                if run.rank == 0 and step + 1 in orders:
+                    runs.give(Orders(Rendezvous.at(address).store), orders[step + 1])
+                run.step_done(loss.item())
+                result["noise"][step] = run.batch.noise.scale
+            if run.next is not Next.TRAIN:
                 return result
             if run.num_steps == num_steps:
                 break

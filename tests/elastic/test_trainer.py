@@ -5,7 +5,7 @@ from patrickstar import StateError
 from patrickstar.elastic import serve_rendezvous
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
-from tests.distributed import run_ranks
+from tests.distributed import rank_outcomes, run_ranks
 from tests.elastic.trainer_runs import (
     GLOBAL_BATCH,
     STEPS_PER_EPOCH,
@@ -153,3 +153,30 @@ def test_prepared_data_loaders_keep_their_ranks():
     with pytest.raises(StateError, match="resize with 1 prepared data loaders"):
         accelerator.resize(1)
     accelerator.free_memory()
+
+
+def check_death(plain, number, num_steps, folder):
+    store = serve_rendezvous("127.0.0.1", 0)
+    first = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    outcomes = rank_outcomes(
+        2, follow_orders, f"127.0.0.1:{store.port}", {}, str(folder), None, None, GLOBAL_BATCH, (number, num_steps),
+        environment=lambda _: first, timeout_seconds=100,
+    )  # fmt: skip
+    last = outcomes[1 - number]
+    assert last.returncode == 0, last.output
+    check_against(plain, last.value)
+    assert last.value["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert last.value["counted"] == plain["steps"]
+    for step in range(num_steps, plain["steps"]):
+        assert sorted(last.value["seen"][step]) == sorted(plain["seen"][step])
+
+
+def test_a_killed_rank_costs_the_trainer_one_step(plain, tmp_path):
+    check_death(plain, 0, 11, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("num_steps", [0, 1, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH])
+def test_a_rank_is_killed_in_any_step(plain, number, num_steps, tmp_path):
+    check_death(plain, number, num_steps, tmp_path)

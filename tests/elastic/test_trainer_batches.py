@@ -1,5 +1,7 @@
 """A Trainer whose global batch changes, against a loop of plain PyTorch with transformers' optimizer and schedule."""
 
+import signal
+
 import pytest
 import torch
 from transformers import Trainer
@@ -7,7 +9,7 @@ from transformers import Trainer
 from patrickstar.elastic import BatchRange, LearningRateRule, serve_rendezvous
 from patrickstar.elastic.batches import batch_environment
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
-from tests.distributed import run_ranks
+from tests.distributed import rank_outcomes, run_ranks
 from tests.elastic.test_trainer import environment, logged
 from tests.elastic.trainer_runs import NUM_SAMPLES, data, follow_orders
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
@@ -91,6 +93,23 @@ def test_losses_rates_and_samples_are_those_of_plain_pytorch(tmp_path):
     last = check(results, plain, range(7, max(plain["seen"]) + 1))
     assert last["steps"] == max(plain["seen"]) + 1
     assert last["epoch"] == 2
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(last["state"][name].float(), value, rtol=1e-3, atol=1e-3)
+
+
+def test_a_killed_rank_costs_one_step_of_the_present_batch(tmp_path):
+    """One of three ranks dies after the batch has grown; two take the nearest batch that they can share."""
+    store, first = serve_rendezvous("127.0.0.1", 0), {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    outcomes = rank_outcomes(
+        3, follow_orders, f"127.0.0.1:{store.port}", {2: (3, 21)}, str(tmp_path), None,
+        OPTIONS | {"save_strategy": "no"}, BATCHES, (0, 4),
+        environment=lambda _: first, timeout_seconds=100,
+    )  # fmt: skip
+    assert [outcome.returncode for outcome in outcomes] == [-signal.SIGKILL, 0, 0], outcomes
+    plain, model = replay([12, 12, 21, 21, 20], tmp_path)
+    values = [outcome.value for outcome in outcomes[1:]]
+    last = check(values, plain, range(4, max(plain["seen"]) + 1))
+    assert last["steps"] == max(plain["seen"]) + 1
     for name, value in model.state_dict().items():
         torch.testing.assert_close(last["state"][name].float(), value, rtol=1e-3, atol=1e-3)
 

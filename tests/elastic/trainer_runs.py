@@ -1,3 +1,5 @@
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,19 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from patrickstar import _C
-from patrickstar.elastic import BatchRange, ElasticLoader, ElasticRun, ElasticSampler, Next, Orders, Rendezvous
+from patrickstar.elastic import (
+    BatchRange,
+    ElasticLoader,
+    ElasticRun,
+    ElasticSampler,
+    Next,
+    Orders,
+    Rendezvous,
+    rendezvous,
+)
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainerMixin, ElasticTraining, LeftRun
+from patrickstar.ranks import failures
 from tests.elastic import runs
 from tests.integrations.trainer_runs import LENGTH, Tokens, arguments, engine_config, gpt2
 
@@ -72,6 +84,20 @@ class OneOrder(TrainerCallback):
             runs.give(self._orders, self._plan[state.global_step])
 
 
+class Death(TrainerCallback):
+    """Kills process ``number`` before an optimizer step. Samples of a repeated step count once."""
+
+    def __init__(self, number: int, num_steps: int, seen: dict[int, list[int]]):
+        self._dies_after, self._seen = num_steps if os.environ["RANK"] == str(number) else -1, seen
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._seen.pop(state.global_step, None)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class InOrder(Sampler[int]):
     """The samples that steps of an elastic run take, one epoch after the other."""
 
@@ -104,20 +130,29 @@ def follow_orders(
     resume: str | None = None,
     options: dict[str, Any] | None = None,
     batches: int | BatchRange = GLOBAL_BATCH,
+    death: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Runs one process; ``plan`` gives orders by step."""
+    """Runs one process; ``plan`` gives orders by step; ``death`` is a process and the steps after which it dies."""
     torch.set_num_threads(1)
+    if death is not None:
+        rendezvous._GONE_SECONDS, failures._GRACE_SECONDS = 1.5, 0.3
     counter = Count()
     trainer = ElasticTracing(
         gpt2(),
         arguments(Path(folder), **OPTIONS | (options or {})),
         elastic=ElasticTraining(
-            global_batch=batches, look_seconds=1e-9, rendezvous=address, resize_options={"folder": folder}
+            global_batch=batches,
+            look_seconds=1e-9,
+            redundancy=None if death is None else 1,
+            rendezvous=address,
+            resize_options={"folder": folder},
         ),
         patrickstar_config=engine_config(device_memory=800_000, rank_timeout_seconds=60),
         callbacks=[counter, OneOrder(address, plan)],
         **data(),
     )
+    if death is not None:
+        trainer.add_callback(Death(*death, trainer.seen))
     try:
         output = trainer.train(resume_from_checkpoint=resume)
     except LeftRun as left:

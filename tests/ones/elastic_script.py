@@ -2,7 +2,7 @@
 
 python elastic_script.py FOLDER NUM_STEPS STEP_SECONDS
 
-With FAIL_ONCE in the environment a rank kills itself in the middle of the first run.
+With FAIL_ONCE in the environment a rank kills itself in the middle of the first run. REDUNDANCY is that of the run.
 """
 
 import json
@@ -36,20 +36,29 @@ def main(folder, num_steps, step_seconds):
     engine, optimizer = initialize_engine(build, config=config)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 12)
     run = ElasticRun(
-        engine, {"sampler": sampler}, checkpoint=folder / "checkpoint", checkpoint_seconds=0.5, look_seconds=0.1
+        engine,
+        {"sampler": sampler},
+        checkpoint=folder / "checkpoint",
+        checkpoint_seconds=0.5,
+        look_seconds=0.1,
+        redundancy=int(os.environ["REDUNDANCY"]) if "REDUNDANCY" in os.environ else None,
     )
+    address = os.environ.get("PATRICKSTAR_ELASTIC", "alone")  # differs each time that the job is started
     seen = (folder / f"seen-{os.getpid()}").open("a")
     while run.num_steps < num_steps:
         for micro_batches in ElasticLoader(data, sampler):
-            optimizer.zero_grad()
-            for indices, x, y in micro_batches:
-                loss = nn.functional.mse_loss(engine(x), y)
-                engine.backward(loss / len(micro_batches))
-                seen.write(f"{run.num_steps} {' '.join(map(str, indices.tolist()))}\n")
-            seen.flush()
-            optimizer.step()
-            time.sleep(step_seconds)
-            if run.step_done(loss.item()) is not Next.TRAIN:
+            with run.step():
+                optimizer.zero_grad()
+                for indices, x, y in micro_batches:
+                    loss = nn.functional.mse_loss(engine(x), y)
+                    engine.backward(loss / len(micro_batches))
+                    samples = " ".join(map(str, indices.tolist()))
+                    seen.write(f"{run.num_steps} {address} {run.num_lost} {time.time()} {samples}\n")
+                seen.flush()
+                optimizer.step()
+                time.sleep(step_seconds)
+                run.step_done(loss.item())
+            if run.next is not Next.TRAIN:
                 return
             if "FAIL_ONCE" in os.environ and run.num_steps > num_steps // 2 and not (folder / "failed").exists():
                 (folder / "failed").touch()

@@ -127,6 +127,32 @@ def test_a_refused_batch_is_shown(tmp_path):
     assert (row(made).global_batch, row(made).note) == (12, "the script's batch is fixed")
 
 
+def test_a_lost_rank_takes_the_batch_along(tmp_path):
+    fleet = BatchFleet()
+    made = scheduler(tmp_path, fleet)
+    made.submit(submission("a", batch_range=dataclasses.replace(RANGE, base=16), global_batch=16))
+    for _ in range(4):
+        made.tick()
+    assert (row(made).num_gpus, row(made).global_batch) == (4, 16)
+    status = fleet.status
+    fleet.status = lambda name: dataclasses.replace(status(name), num_lost=1)
+    fleet.ranks["a"], fleet.batches["a"] = 3, 15  # which is none of the batches before the noise scale is known
+    made.tick()
+    assert (row(made).num_gpus, row(made).global_batch) == (3, 15)
+    for _ in range(4):
+        made.tick()
+    assert (fleet.ranks["a"], fleet.batches["a"]) == (4, 16)
+
+
+def test_a_request_may_be_for_gpus_that_do_not_divide_the_batch(tmp_path):
+    fleet = BatchFleet()
+    made = scheduler(tmp_path, fleet)
+    made.submit(submission("a", global_batch=16, requested_gpus=3))
+    for _ in range(4):
+        made.tick()
+    assert fleet.ranks["a"] in (1, 2, 4)
+
+
 def test_a_new_scheduler_takes_the_batch_from_the_job(tmp_path):
     fleet = BatchFleet()
     made = scheduler(tmp_path, fleet)
@@ -175,6 +201,8 @@ def test_submissions_with_batches():
     assert all(any(batch % size == 0 for batch in found.feasible_batches) for size in found.sizes)
     with pytest.raises(ValueError, match="global_batch is 16 and the base of its batch_range 12"):
         submission("a", batch_range=RANGE, global_batch=16)
+    with pytest.raises(ValueError, match="inner_group is 2, and ranks that share samples do not measure"):
+        submission("a", batch_range=RANGE, inner_group=2)
 
 
 def test_a_job_takes_listed_batches_alone():

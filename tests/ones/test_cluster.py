@@ -102,12 +102,16 @@ def check(folder, alone):
 
 
 def samples_by_step(folder):
+    """Samples of each step; of a step that was repeated, those of the last time."""
+    lines = [line.split() for path in folder.glob("seen-*") for line in path.read_text().splitlines()]
+    starts = {}
+    for _, address, _, seconds, *_ in lines:
+        starts[address] = min(starts.get(address, float("inf")), float(seconds))
     found = {}
-    for path in folder.glob("seen-*"):
-        for line in path.read_text().splitlines():
-            step, *samples = line.split()
-            found.setdefault(int(step), []).extend(samples)
-    return found
+    for step, address, num_lost, _, *samples in lines:
+        time_of_step = (starts[address], int(num_lost))
+        found.setdefault(int(step), {}).setdefault(time_of_step, []).extend(samples)
+    return {step: times[max(times)] for step, times in found.items()}
 
 
 def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_path):
@@ -145,6 +149,20 @@ def test_a_scheduler_that_is_late_is_named(cluster, monkeypatch):
         patch.setattr(ray, "get", wait_in_vain)
         with pytest.raises(ClusterError, match="has not answered 'rows' for 120 s"):
             client.rows()
+
+
+def test_status_answers_while_a_job_waits_to_be_submitted(cluster):
+    client, _ = cluster
+    actor = ray.get_actor(SCHEDULER, NAMESPACE)
+    ray.get(actor.__ray_call__.remote(lambda service: service._lock.acquire()))  # as a tick does
+    try:
+        submitted = actor.submit.remote({})
+        assert isinstance(client.rows(), list)
+        assert ray.wait([submitted], timeout=0)[0] == []
+    finally:
+        ray.get(actor.__ray_call__.remote(lambda service: service._lock.release()))
+    with pytest.raises(KeyError):
+        ray.get(submitted)
 
 
 def until_alive(client):
@@ -301,6 +319,18 @@ def test_a_simulated_cluster_is_started_used_and_ended_beside_another_one(cluste
     assert ray.cluster_resources()["GPU"] == 4
     client, _ = cluster
     assert client.about.cluster.num_gpus == 4
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_leaves_nothing_behind(cluster, tmp_path):
+    before = set(Path("/tmp").glob("patrickstar-ray-*"))
+    (tmp_path / "ledger.jsonl").write_text("no ledger\n")
+    said = command("start", "--simulated-gpus", "1", "--folder", str(tmp_path), home=tmp_path)
+    assert said == (2, any_text("is no line of a ledger"))
+    assert not (tmp_path / ".patrickstar/ones/cluster.json").exists()
+    assert set(Path("/tmp").glob("patrickstar-ray-*")) == before
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in commands if str(tmp_path).encode() in line]
 
 
 class any_text:  # noqa: N801 (it is used as a function)

@@ -350,6 +350,7 @@ def processes_of(trains: Ranks, joins: Ranks, ended: set[str], outcomes: list) -
     processes._groups, processes._joining = [trains], joins
     processes._number, processes._num_ranks, processes._ordered_ranks = 1, 1, 2
     processes._stops, processes._resize_s, processes._refusal, processes._failure = False, 0.0, "", ""
+    processes._lost = []
     processes._orders = types.SimpleNamespace(outcome=lambda number: outcomes.pop(0), report=lambda: None)
 
     def note_exit(group, actor):

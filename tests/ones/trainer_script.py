@@ -26,7 +26,7 @@ class Report(TrainerCallback):
         time.sleep(self.step_seconds)
         step = state.global_step - 1
         with (self.folder / f"seen-{os.getpid()}").open("a") as file:
-            file.write(f"{step} {' '.join(map(str, self.trainer.seen[step]))}\n")
+            file.write(f"{step} alone 0 0 {' '.join(map(str, self.trainer.seen[step]))}\n")
 
 
 def main(folder, num_steps, step_seconds):

@@ -10,6 +10,7 @@ their names, and continues.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -28,14 +29,18 @@ from patrickstar.ones.cluster.local_cluster import (
     note_cluster,
     start_local_cluster,
 )
+from patrickstar.ones.cluster.metrics import SchedulerMetrics
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE, RayFleet
-from patrickstar.ones.cluster.scheduler import Row, Scheduler
+from patrickstar.ones.cluster.ray_placement import cluster_now, num_gpus_by_type
+from patrickstar.ones.cluster.rows import Row
+from patrickstar.ones.cluster.scheduler import Scheduler
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ones.jobs import Cluster
 from patrickstar.ones.policies import make_policy
 
 _NAME = "scheduler"
-_ANSWER_SECONDS = 120.0  # the scheduler may be between two decisions
+_ANSWER_SECONDS = 120.0  # for a change, which waits for a tick
+_MOST_CALLS = 16  # at a time
 
 
 class ClusterError(RuntimeError):
@@ -56,6 +61,8 @@ class StartOptions:
     """Seed of the policy."""
     interval_s: float = 2.0
     """Seconds between ticks."""
+    quotas: tuple[tuple[str, int], ...] = ()
+    """Users, and most GPUs of their jobs together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +83,13 @@ class SchedulerService:
     def __init__(self, options: StartOptions):
         self._options = options
         self._scheduler = Scheduler(
-            Ledger(options.ledger), RayFleet(options.logs), make_policy(options.policy, options.seed), _cluster()
+            Ledger(options.ledger),
+            RayFleet(options.logs),
+            make_policy(options.policy, options.seed),
+            _cluster(),
+            quotas=dict(options.quotas),
         )
+        self._metrics = SchedulerMetrics()
         self._lock = threading.Lock()
         self._rows = self._scheduler.rows()
         self._problem = ""
@@ -111,9 +123,13 @@ class SchedulerService:
     def _run(self) -> None:
         while True:
             try:
+                cluster, gpus_by_type = cluster_now(), num_gpus_by_type()
                 with self._lock:
+                    if cluster is not None:
+                        self._scheduler.see_cluster(cluster, gpus_by_type)
                     self._scheduler.tick()
                     self._rows = self._scheduler.rows()
+                self._metrics.show(self._rows, self._scheduler.cluster)
                 self._problem = ""
             except Exception:  # the next tick may succeed, for example when a node is back
                 self._problem = traceback.format_exc()
@@ -122,11 +138,10 @@ class SchedulerService:
 
 
 def _cluster() -> Cluster:
-    """The cluster as Ray reports it now."""
-    per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    if sum(per_node) == 0:
+    found = cluster_now()
+    if found is None:
         raise ClusterError("the cluster has no GPUs; start nodes that have some, or simulated ones")
-    return Cluster(sum(per_node), max(per_node))
+    return found
 
 
 class ClusterClient:
@@ -206,19 +221,33 @@ def start(options: StartOptions, address: str | None = None, simulated_gpus: int
     """
     make_policy(options.policy, options.seed)
     cluster = None if simulated_gpus is None else _start_simulated(simulated_gpus, address)
-    _connect(address if cluster is None else cluster.address)
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(SchedulerService)
     try:
-        ray.get_actor(_NAME, NAMESPACE)
-    except ValueError:
-        service = actor.options(name=_NAME, namespace=NAMESPACE, lifetime="detached").remote(options)
-        try:
-            ray.get(service.about.remote(), timeout=_ANSWER_SECONDS)
-        except ray.exceptions.RayActorError as error:
-            raise ClusterError(f"the scheduler ended as it began: {error}") from error
+        _connect(address if cluster is None else cluster.address)
+        _start_service(options)
         note_cluster(cluster or KnownCluster(ray.get_runtime_context().gcs_address))
         return ClusterClient(address)
-    raise ClusterError("a scheduler runs on this cluster already; `patrickstar ones status` shows its jobs")
+    except BaseException:
+        if cluster is not None:
+            ray.shutdown()
+            end_local_cluster(cluster)
+        raise
+
+
+def _start_service(options: StartOptions) -> None:
+    """Starts the scheduler's actor; none runs if this fails."""
+    with contextlib.suppress(ValueError):
+        ray.get_actor(_NAME, NAMESPACE)
+        raise ClusterError("a scheduler runs on this cluster already; `patrickstar ones status` shows its jobs")
+    # While one thread waits for a tick to submit a job, others answer.
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=_MOST_CALLS)(SchedulerService)
+    service = actor.options(name=_NAME, namespace=NAMESPACE, lifetime="detached").remote(options)
+    try:
+        ray.get(service.about.remote(), timeout=_ANSWER_SECONDS)
+    except BaseException as error:
+        ray.kill(service)
+        if isinstance(error, ray.exceptions.RayActorError):
+            raise ClusterError(f"the scheduler ended as it began: {error}") from error
+        raise
 
 
 def stop() -> None:

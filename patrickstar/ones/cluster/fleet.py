@@ -38,6 +38,8 @@ class Status:
     """Why the last order was refused, or nothing was started."""
     reason: str = ""
     """For a failure: the end of the process's output."""
+    num_lost: int = 0
+    """Ranks that were lost since its start, without which it goes on."""
 
 
 class Fleet(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import subprocess
@@ -19,6 +20,19 @@ _TAIL_BYTES = 2000
 _PR_SET_PDEATHSIG = 1
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """An actor's node and GPUs."""
+
+    node_id: str
+    """Ray's."""
+    address: str
+    port: int
+    """A free one."""
+    gpus: tuple[str, ...]
+    """Ids on the node."""
+
+
 class RankProcess:
     """An actor: the process of one rank, on the actor's GPU."""
 
@@ -27,12 +41,13 @@ class RankProcess:
         self._log: Path | None = None
         self._secret_file: Path | None = None
 
-    def place(self) -> tuple[str, int, list[str]]:
-        """(address of this node, a free port there, ids of this actor's GPUs)."""
+    def place(self) -> Place:
+        """Where this actor is."""
         address = ray.util.get_node_ip_address()
         with listen(address, 0) as probe:
             port = probe.getsockname()[1]
-        return address, port, [str(gpu) for gpu in ray.get_gpu_ids()]
+        gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        return Place(node_id=ray.get_runtime_context().get_node_id(), address=address, port=port, gpus=gpus)
 
     def start(
         self, words: Sequence[str], folder: str, environment: dict[str, str], secret: tuple[str, str], log: str

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from patrickstar.ones.cluster.fleet import JobPhase, Status
 from patrickstar.ones.cluster.ray_ranks import JobProcesses
@@ -31,7 +32,10 @@ class RayFleet:
 
     def start(self, submission: Submission, num_ranks: int, global_batch: int) -> None:
         """Starts the job's actor, and with it the ranks; does not wait for them."""
+        # beside the scheduler: another node that dies then takes ranks along, and not the job
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": f"job:{submission.name}", "namespace": NAMESPACE, "lifetime": "detached"}
+        options["scheduling_strategy"] = here
         made = ray.remote(num_cpus=0)(JobProcesses).options(**options)
         made.remote(submission.as_plain(), self._logs, num_ranks, global_batch)
 

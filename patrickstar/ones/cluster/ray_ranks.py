@@ -1,73 +1,33 @@
-"""A job's processes on Ray: an actor for each rank, in a placement group, and one for the job, which owns them.
+"""A job's processes on Ray: an actor for each rank, and one for the job, which owns them.
 
 The job's actor is detached: it and its ranks outlive the scheduler. If it dies, its ranks die too, and the job
-continues from its checkpoint.
+continues from its checkpoint. If a rank dies, the others go on if their run has redundancy; else the job continues from
+its checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from patrickstar.elastic import Orders, OutcomeKind
 from patrickstar.elastic.batches import batch_environment
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, ServedRendezvous
 from patrickstar.elastic.run import JOINS_VARIABLE
 from patrickstar.ones.cluster.fleet import JobPhase, Status
-from patrickstar.ones.cluster.rank_process import RankProcess
+from patrickstar.ones.cluster.ray_placement import PlacedRanks
 from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ranks.addresses import listen
 from patrickstar.ranks.run_secret import SECRET_VARIABLE, RunSecret
 
-_GPUS_WAIT_SECONDS = 20.0
-_START_SECONDS = 300.0
-"""Time for the actors of ranks to start, even on a loaded node."""
 _ANSWER_SECONDS = 30.0
-
-
-class _Ranks:
-    """Ranks that were started together. Each has its own placement group, so that its GPU is free when it leaves.
-
-    Raises:
-        RuntimeError: the GPUs were not free in time, or their processes did not start; none is kept then.
-    """
-
-    def __init__(self, count: int):
-        groups = [placement_group([{"GPU": 1}], strategy="PACK") for _ in range(count)]
-        try:
-            ray.get([group.ready() for group in groups], timeout=_GPUS_WAIT_SECONDS)
-        except ray.exceptions.GetTimeoutError as error:
-            for group in groups:
-                remove_placement_group(group)
-            raise RuntimeError(f"{count} GPUs were not free within {_GPUS_WAIT_SECONDS:g} s") from error
-        rank_actor = ray.remote(num_cpus=0, num_gpus=1)(RankProcess)
-        self._groups = {
-            rank_actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(): group
-            for group in groups
-        }
-        try:
-            self.places = ray.get([actor.place.remote() for actor in self.actors], timeout=_START_SECONDS)
-            """The result of :meth:`RankProcess.place` for each."""
-        except ray.exceptions.RayError as error:
-            for actor in self.actors:
-                self.drop(actor)
-            raise RuntimeError(f"processes on {count} GPUs did not start: {error}") from error
-
-    @property
-    def actors(self) -> list[Any]:
-        """The remaining actors, in the order of their ranks at the start."""
-        return list(self._groups)
-
-    def drop(self, actor: Any) -> None:
-        """Ends a rank and frees its GPU."""
-        ray.kill(actor)
-        remove_placement_group(self._groups.pop(actor))
+_RECOVERY_SECONDS = 120.0
+"""Time for a run with redundancy to go on without a lost rank."""
 
 
 class JobProcesses:
@@ -82,8 +42,8 @@ class JobProcesses:
         self._secret = RunSecret.random()
         self._store = ServedRendezvous(listen(self._host, 0), self._secret)
         self._orders = Orders(self._store)
-        self._groups: list[_Ranks] = []
-        self._joining: _Ranks | None = None
+        self._groups: list[PlacedRanks] = []
+        self._joining: PlacedRanks | None = None
         self._number = 0  # of the order in progress; 0: none
         self._num_ranks = 0
         self._first_batch = global_batch
@@ -93,20 +53,22 @@ class JobProcesses:
         self._resize_s = 0.0
         self._refusal = ""
         self._failure = ""
+        self._lost: list[str] = []  # the end of each lost rank
+        self._lost_at = 0.0
         self._start(num_ranks)
 
     def _start(self, num_ranks: int) -> None:
         try:
-            group = _Ranks(num_ranks)
+            group = PlacedRanks(num_ranks, self._submission, set())
         except RuntimeError as error:  # no fault of the job
             self._refusal, self._stops = str(error), True
             return
         self._groups.append(group)
         places = group.places
-        nodes = [node for node, _, _ in places]
+        nodes = [place.node_id for place in places]
         here: Counter[str] = Counter()
         for rank, (actor, node) in enumerate(zip(group.actors, nodes, strict=True)):
-            gpus = [gpu for other, _, ids in places if other == node for gpu in ids]
+            gpus = [gpu for place in places if place.node_id == node for gpu in place.gpus]
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "0"}
             if num_ranks > 1:  # for a single process with rank variables, Accelerate would initialise torch.distributed
                 environment |= {
@@ -114,8 +76,8 @@ class JobProcesses:
                     "WORLD_SIZE": str(num_ranks),
                     "LOCAL_RANK": str(here[node]),
                     "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-                    "MASTER_ADDR": places[0][0],
-                    "MASTER_PORT": str(places[0][1]),
+                    "MASTER_ADDR": places[0].address,
+                    "MASTER_PORT": str(places[0].port),
                 }
             here[node] += 1
             self._launch(actor, environment)
@@ -126,12 +88,13 @@ class JobProcesses:
         self._refusal = ""
         if num_ranks > self._num_ranks:
             try:
-                self._joining = _Ranks(num_ranks - self._num_ranks)
+                present = {node for group in self._groups for node in group.nodes}
+                self._joining = PlacedRanks(num_ranks - self._num_ranks, self._submission, present)
             except RuntimeError as error:
                 self._refusal = str(error)
                 return
-            for actor, (_, _, gpus) in zip(self._joining.actors, self._joining.places, strict=True):
-                self._launch(actor, {"CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "1"})
+            for actor, place in zip(self._joining.actors, self._joining.places, strict=True):
+                self._launch(actor, {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), JOINS_VARIABLE: "1"})
         self._ordered_ranks = num_ranks
         fixed = self._submission.batches.is_fixed
         self._number = self._orders.resize(num_ranks, global_batch=0 if fixed else global_batch)
@@ -158,6 +121,7 @@ class JobProcesses:
                 self._note_exit(group, actor)
             if not group.actors:
                 self._groups.remove(group)
+        goes_on = self._goes_on_without_lost_ranks()
         if not self._groups:
             self._note_outcome()  # the outcome may have come with the end
         if not self._groups:  # the run is over, and joining processes will not be invited
@@ -167,12 +131,31 @@ class JobProcesses:
             phase = JobPhase.FAILED
         elif not self._groups:
             phase = JobPhase.STOPPED if self._stops else JobPhase.ENDED
-        elif self._number or sum(len(group.actors) for group in self._groups) > self._num_ranks:
+        elif self._number or not goes_on or self._num_running > self._num_ranks:
             phase = JobPhase.CHANGING
         else:
             phase = JobPhase.RUNNING
         held = self._num_ranks + (len(self._joining.actors) if self._joining else 0)
-        return Status(phase, held, self._orders.report(), self._resize_s, self._refusal, self._failure)
+        return Status(phase, held, self._orders.report(), self._resize_s, self._refusal, self._failure, len(self._lost))
+
+    @property
+    def _num_running(self) -> int:
+        return sum(len(group.actors) for group in self._groups)
+
+    def _goes_on_without_lost_ranks(self) -> bool:
+        """False while ranks that are left have not gone on yet; a failure if they do not."""
+        if not self._lost:
+            return True
+        report = self._orders.report()
+        if report is not None and report.num_lost >= len(self._lost):
+            self._num_ranks = self._num_ranks if self._number else report.num_ranks
+            return True
+        if report is None or report.redundancy is None or not self._groups:
+            first = next((one for one in self._lost if "RankFailure" not in one), self._lost[0])
+            self._failure = self._failure or first
+        elif time.monotonic() - self._lost_at > _RECOVERY_SECONDS:
+            self._failure = f"the other ranks did not go on: {self._lost[-1]}"
+        return False
 
     def _launch(self, actor: Any, environment: dict[str, str]) -> None:
         self._num_started += 1
@@ -202,11 +185,11 @@ class JobProcesses:
         if joined is not None:
             self._groups.append(joined)
 
-    def _send_away(self, joining: _Ranks | None) -> None:
+    def _send_away(self, joining: PlacedRanks | None) -> None:
         for actor in joining.actors if joining else []:
             joining.drop(actor)
 
-    def _note_exit(self, group: _Ranks, actor: Any) -> None:
+    def _note_exit(self, group: PlacedRanks, actor: Any) -> None:
         try:
             status = ray.get(actor.poll.remote(), timeout=_ANSWER_SECONDS)
             if status is None:
@@ -217,5 +200,6 @@ class JobProcesses:
         except ray.exceptions.RayError as error:
             status, tail = -1, f"its actor is gone: {error}"
         group.drop(actor)
-        if status != 0 and not self._failure:
-            self._failure = f"a rank ended with {status}:\n{tail}"
+        if status != 0:
+            self._lost.append(f"a rank ended with {status}:\n{tail}")
+            self._lost_at = time.monotonic()

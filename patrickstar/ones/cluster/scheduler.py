@@ -7,15 +7,18 @@ is left alone while an order to it is in progress, before its first report, and 
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Entry, Ledger, Measured
 from patrickstar.ones.cluster.progress import Progress
+from patrickstar.ones.cluster.rows import Row, in_a_line
+from patrickstar.ones.cluster.shares import decide_in_classes
 from patrickstar.ones.cluster.submission import Submission
+from patrickstar.ones.cluster.track import Track
 from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
 from patrickstar.ones.measurements import fitted_throughput
 from patrickstar.ones.policies.protocol import Foresight, Grant, Policy
@@ -24,67 +27,6 @@ MOST_FAILURES = 3
 """Failures without a step between them after which a job is abandoned."""
 _UNKNOWN_RESIZE_S = 10.0
 _APPEARS_S = 30.0  # seconds after a job's start until its processes exist
-
-
-@dataclasses.dataclass
-class _Track:
-    """State of a job that has not ended, beside its ledger entry."""
-
-    gpus: tuple[int, ...] = ()
-    """GPUs that it holds, by the policy's numbers; Ray decides their location."""
-    ordered: tuple[int, ...] | None = None
-    """GPUs that it will hold after the order in progress."""
-    batch: int = 0
-    """Its global batch; 0: not known yet."""
-    ordered_batch: int = 0
-    has_reported: bool = False
-    """True if it has reported since its start."""
-    status: Status | None = None
-    observed: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
-    """Seconds of a step by number of ranks and global batch."""
-    progress: Progress = dataclasses.field(default_factory=Progress)
-    num_steps: int = 0
-    steps_at_order: int = 0
-    """Steps when the last order was done; a report of more steps has the batch since then."""
-    steps_at_failure: int = -1
-    failures_since_step: int = 0
-    seen_s: float | None = None
-    changed_s: float = 0.0
-    left_s: float | None = None
-    """Time at which it last lost its GPUs."""
-    run_s: float = 0.0
-    gpu_s: float = 0.0
-    num_resizes: int = 0
-    most_gpus: int = 0
-    first_loss: float = 0.0
-    loss: float = 0.0
-    resize_s: float = 0.0
-    start_s: float = 0.0
-    """Seconds from a start to the first report."""
-    note: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A job as ``status`` shows it."""
-
-    name: str
-    state: str
-    """Waiting, a phase of the fleet, or the final state."""
-    num_gpus: int
-    global_batch: int
-    """0: not started."""
-    noise_scale: float
-    """In samples; 0: unknown."""
-    num_steps: int
-    seconds_per_step: float
-    """0: not measured yet."""
-    loss: float | None
-    num_resizes: int
-    resize_s: float
-    """Seconds of its last resize."""
-    num_failures: int
-    note: str
 
 
 class Scheduler:
@@ -96,6 +38,7 @@ class Scheduler:
         policy: decides.
         cluster: the cluster for the policy.
         clock: seconds since 1970.
+        quotas: most GPUs of a user's jobs together.
 
     Raises:
         ValueError: the policy needs to know remaining work, which is unknown on a real cluster.
@@ -108,6 +51,7 @@ class Scheduler:
         policy: Policy,
         cluster: Cluster,
         clock: Callable[[], float] = time.time,
+        quotas: Mapping[str, int] | None = None,
     ):
         if policy.foresight is not Foresight.NONE:
             raise ValueError(
@@ -115,8 +59,10 @@ class Scheduler:
                 "knows; choose another policy"
             )
         self.cluster = cluster
+        self._quotas = dict(quotas or {})
+        self._gpus_by_type: dict[str, int] | None = None
         self._ledger, self._fleet, self._policy, self._clock = ledger, fleet, policy, clock
-        self._tracks: dict[str, _Track] = {}
+        self._tracks: dict[str, Track] = {}
         for name, entry in ledger.entries.items():
             if entry.end is not None:  # an earlier scheduler may have died after its ledger entry and before this call
                 fleet.remove(name)
@@ -129,6 +75,12 @@ class Scheduler:
             ValueError: the cluster can never run it, or its name is in use.
         """
         submission.check(self.cluster)
+        least, there = submission.first_sizes[0], self._num_gpus_for(submission)
+        if least > there:
+            raise ValueError(
+                f"job {submission.name} needs at least {least} GPUs of type {submission.gpu_type} and "
+                f"the cluster has {there}; lower its min_gpus, or leave the type out"
+            )
         self._ledger.submitted(submission)
 
     def cancel(self, name: str) -> None:
@@ -147,9 +99,38 @@ class Scheduler:
         now = self._clock()
         for name, entry in list(self._open()):
             self._look_at(now, name, entry)
-        states = [self._state(now, entry) for _, entry in self._open()]
-        if states:
-            self._order(now, dict(self._policy.decide(now, states, self.cluster)))
+        submissions = {name: entry.submission for name, entry in self._open()}
+        found = [self._state(now, entry) for _, entry in self._open()]
+        states = [state for state in found if self._fits(state.job, submissions[state.job.name])]
+        if states and max(self._taken(), default=-1) < self.cluster.num_gpus:  # else GPUs that are gone are held still
+            grants = decide_in_classes(self._policy, now, states, submissions, self.cluster, self._quotas)
+            self._order(now, grants)
+
+    def see_cluster(self, cluster: Cluster, gpus_by_type: Mapping[str, int]) -> None:
+        """Takes notice of nodes that have come or gone. Jobs keep as many GPUs as they have, by new numbers.
+
+        Args:
+            cluster: as it is now.
+            gpus_by_type: numbers of GPUs by type.
+        """
+        self._gpus_by_type = dict(gpus_by_type)
+        if cluster == self.cluster:
+            return
+        self.cluster = cluster
+        held = (sorted({*track.gpus, *(track.ordered or ())}) for track in self._tracks.values())
+        numbers = {old: new for new, old in enumerate(itertools.chain.from_iterable(held))}
+        for track in self._tracks.values():
+            track.gpus = tuple(numbers[gpu] for gpu in track.gpus)
+            track.ordered = None if track.ordered is None else tuple(numbers[gpu] for gpu in track.ordered)
+
+    def _num_gpus_for(self, submission: Submission) -> int:
+        if self._gpus_by_type is None or not submission.gpu_type:
+            return self.cluster.num_gpus
+        return self._gpus_by_type.get(submission.gpu_type, 0)
+
+    def _fits(self, job: Job, submission: Submission) -> bool:
+        """False for a job that this cluster cannot run now, since nodes are gone."""
+        return min(job.sizes, default=math.inf) <= min(self.cluster.num_gpus, self._num_gpus_for(submission))
 
     def rows(self) -> list[Row]:
         """All jobs, in order of submission."""
@@ -161,7 +142,7 @@ class Scheduler:
         return ((name, entry) for name, entry in self._ledger.entries.items() if entry.end is None)
 
     def _look_at(self, now: float, name: str, entry: Entry) -> None:
-        track = self._tracks.setdefault(name, _Track())
+        track = self._tracks.setdefault(name, Track())
         before, status = track.status, self._fleet.status(name)
         if status is None and track.gpus and before is None and now - track.changed_s < _APPEARS_S:
             return  # it was just started
@@ -174,10 +155,11 @@ class Scheduler:
         track.seen_s = now
         if status is None:
             return
-        if not track.gpus or self._follows_an_order_unknown(track, status):  # this scheduler is new, the job is not
+        if not track.gpus or track.has_other_ranks:  # this scheduler is new, the job is not; or a rank was lost
             track.gpus = ()
             track.gpus, track.changed_s = self._any_gpus(status.num_ranks), now
-        self._note_report(now, track, status, entry.submission)
+            track.progress.note_resize()
+        track.note_report(now, status, entry.submission)
         if status.phase is JobPhase.ENDED:
             self._policy.finished(now, self._state(now, entry))
             self._end(name, End.FINISHED)
@@ -194,50 +176,8 @@ class Scheduler:
             self._evict_all(name, track)  # first, so that only one scheduler counts the failure
             self._ledger.failed(name, status.reason)
 
-    @staticmethod
-    def _follows_an_order_unknown(track: _Track, status: Status) -> bool:
-        """True if the job has carried out an order of an earlier scheduler."""
-        return track.ordered is None and status.phase is JobPhase.RUNNING and status.num_ranks != len(track.gpus)
-
-    def _note_report(self, now: float, track: _Track, status: Status, submission: Submission) -> None:
-        report = status.report
-        track.note = status.refusal
-        if report is not None:
-            if not track.has_reported:
-                track.has_reported, track.start_s = True, now - track.changed_s
-            track.num_steps = max(track.num_steps, report.num_steps)
-            first = submission.global_batch
-            batch = first if submission.batches.is_fixed else report.global_batch or first
-            is_news = track.ordered is None and report.num_steps > track.steps_at_order
-            if batch != track.batch and (is_news or not track.batch):
-                track.progress.fold()
-                track.batch = batch
-            samples = report.num_samples or report.num_steps * batch
-            track.progress.note(samples, report.noise_scale, track.batch, submission.global_batch)
-            if report.seconds_per_step > 0:
-                track.observed[report.num_ranks, batch] = report.seconds_per_step
-            if report.loss is not None:
-                track.first_loss = track.first_loss or report.loss
-                track.loss = report.loss
-        elif not track.note and status.phase is JobPhase.RUNNING:
-            track.note = "no report yet: its ranks stay as they are (a script without ElasticRun never reports)"
-        if status.phase is not JobPhase.RUNNING or track.ordered is None:
-            return
-        ordered, track.ordered, track.steps_at_order = track.ordered, None, track.num_steps
-        track.progress.fold()
-        if len(ordered) == status.num_ranks and not status.refusal:
-            track.batch = track.ordered_batch
-        if len(ordered) == len(track.gpus) == status.num_ranks:  # the batch alone
-            return
-        if len(ordered) == status.num_ranks:
-            track.gpus = ordered
-            track.num_resizes += 1
-            track.resize_s = status.resize_s
-        track.changed_s = now
-        track.progress.note_resize()
-
     def _end(self, name: str, end: End, reason: str = "") -> None:
-        track = self._tracks.setdefault(name, _Track())
+        track = self._tracks.setdefault(name, Track())
         done, noise_scale = track.progress.done_samples, track.progress.noise_scale
         measured = Measured(track.num_steps, track.loss, track.observed, done, noise_scale)
         self._ledger.ended(name, end, reason, measured)
@@ -248,11 +188,11 @@ class Scheduler:
         found = entry.measured
         progress = Progress.ended(found.done_samples, found.noise_scale)
         observed = dict(found.observed)
-        self._tracks[name] = _Track(num_steps=found.num_steps, loss=found.loss, observed=observed, progress=progress)
+        self._tracks[name] = Track(num_steps=found.num_steps, loss=found.loss, observed=observed, progress=progress)
         if entry.end is End.FINISHED and found.observed:
             self._policy.finished(entry.submitted_s, self._state(entry.submitted_s, entry))
 
-    def _evict_all(self, name: str, track: _Track) -> None:
+    def _evict_all(self, name: str, track: Track) -> None:
         self._fleet.remove(name)
         track.left_s = track.seen_s if track.gpus else track.left_s
         track.gpus, track.ordered, track.status, track.has_reported = (), None, None, False
@@ -261,42 +201,32 @@ class Scheduler:
     def _order(self, now: float, grants: dict[str, Grant]) -> None:
         shrinks_first = sorted(self._open(), key=lambda item: len(grants[item[0]].gpus) if item[0] in grants else 0)
         for name, entry in shrinks_first:
-            track, grant = self._tracks.setdefault(name, _Track()), grants.get(name)
+            track, grant = self._tracks.setdefault(name, Track()), grants.get(name)
             if not track.gpus and track.status is None:
-                gpus = self._room(grant, track)
+                gpus = self._room(grant, track, entry.submission)
                 if gpus and grant is not None:
                     self._start(now, track, entry.submission, gpus, grant.batch_size)
-            elif not self._may_change(track):
+            elif not track.may_change:
                 continue
             elif grant is None:
                 track.ordered, track.ordered_batch = track.gpus, track.batch
                 self._fleet.stop(name)
             elif (len(grant.gpus), grant.batch_size) != (len(track.gpus), track.batch):
-                gpus = self._room(grant, track)
+                gpus = self._room(grant, track, entry.submission)
                 if gpus:
                     track.ordered, track.ordered_batch = gpus, grant.batch_size
                     self._fleet.resize(name, len(gpus), grant.batch_size)
 
-    def _start(self, now: float, track: _Track, submission: Submission, gpus: tuple[int, ...], batch: int) -> None:
+    def _start(self, now: float, track: Track, submission: Submission, gpus: tuple[int, ...], batch: int) -> None:
         self._fleet.start(submission, len(gpus), batch)
         track.gpus, track.changed_s, track.batch = gpus, now, batch
         track.progress.note_resize()
         track.most_gpus = max(track.most_gpus, len(gpus))
 
-    def _may_change(self, track: _Track) -> bool:
-        status = track.status
-        return (
-            track.ordered is None
-            and status is not None
-            and status.phase is JobPhase.RUNNING
-            and status.report is not None
-            and not status.report.has_ended
-        )
-
     def _taken(self) -> set[int]:
         return {gpu for track in self._tracks.values() for gpu in (*track.gpus, *(track.ordered or ()))}
 
-    def _room(self, grant: Grant | None, track: _Track) -> tuple[int, ...]:
+    def _room(self, grant: Grant | None, track: Track, submission: Submission) -> tuple[int, ...]:
         """GPUs for the grant: the job's own, then free ones; empty if there are too few.
 
         Only the number counts, since Ray decides the location. So two jobs never wait for each other's GPUs.
@@ -304,7 +234,14 @@ class Scheduler:
         count = len(grant.gpus) if grant is not None else 0
         kept = track.gpus[:count]
         gpus = tuple(sorted((*kept, *self._any_gpus(count - len(kept)))))
-        return gpus if len(gpus) == count else ()
+        return gpus if len(gpus) == count and count <= self._quota_left(submission) else ()
+
+    def _quota_left(self, submission: Submission) -> float:
+        """GPUs that other jobs of its user leave it, also those that are leaving theirs."""
+        others = (name for name, entry in self._open() if entry.submission.user == submission.user)
+        tracks = (self._tracks[name] for name in others if name != submission.name and name in self._tracks)
+        held = sum(len({*track.gpus, *(track.ordered or ())}) for track in tracks)
+        return self._quotas.get(submission.user, math.inf) - held
 
     def _any_gpus(self, count: int) -> tuple[int, ...]:
         taken = self._taken()
@@ -314,7 +251,7 @@ class Scheduler:
 
     def _state(self, now: float, entry: Entry) -> JobState:
         submission = entry.submission
-        track = self._tracks.setdefault(submission.name, _Track())
+        track = self._tracks.setdefault(submission.name, Track())
         progress = track.progress
         observed = self._observed(submission, track)
         return JobState(
@@ -336,7 +273,7 @@ class Scheduler:
             accuracy=0.0,
         )
 
-    def _observed(self, submission: Submission, track: _Track) -> tuple[StepTime, ...]:
+    def _observed(self, submission: Submission, track: Track) -> tuple[StepTime, ...]:
         """Measured steps; before any, the planner's predictions."""
         nearest = submission.batches.nearest_multiple
         known = track.observed or {
@@ -349,13 +286,16 @@ class Scheduler:
             for (num_gpus, batch), seconds in known.items()
         )
 
-    def _job(self, entry: Entry, track: _Track, observed: tuple[StepTime, ...]) -> Job:
+    def _job(self, entry: Entry, track: Track, observed: tuple[StepTime, ...]) -> Job:
         submission, sizes = entry.submission, entry.submission.sizes
         least, most = submission.min_gpus, submission.max_gpus
         batches = submission.feasible_batches
-        if track.gpus and not self._may_change(track):
+        sizes = tuple(size for size in sizes if size <= self._num_gpus_for(submission)) or sizes[:1]
+        if track.gpus and not track.may_change:
+            batches = ()
+        if track.gpus and (submission.inner_group > 1 or not track.may_change):
             held = len(track.ordered or track.gpus)
-            sizes, least, most, batches = (held,), min(held, least), max(held, most), ()
+            sizes, least, most = (held,), min(held, least), max(held, most)
         return Job(
             name=submission.name,
             arrival_s=entry.submitted_s,
@@ -371,10 +311,11 @@ class Scheduler:
             resize_s=track.resize_s or track.start_s or _UNKNOWN_RESIZE_S,
             feasible_gpus=sizes,
             feasible_batches=batches,
+            inner_group=submission.inner_group,
         )
 
     def _row(self, name: str, entry: Entry) -> Row:
-        track = self._tracks.get(name, _Track())
+        track = self._tracks.get(name, Track())
         state = "waiting"
         if entry.end is not None:
             state = entry.end.value
@@ -395,5 +336,5 @@ class Scheduler:
             num_resizes=track.num_resizes,
             resize_s=track.resize_s,
             num_failures=entry.num_failures,
-            note=note.strip().splitlines()[0] if note.strip() else "",
+            note=in_a_line(note),
         )

@@ -43,9 +43,18 @@ class Submission:
     """Samples of an optimizer step, on all GPUs together, at the start."""
     epoch_samples: int
     """Samples of one epoch."""
+    inner_group: int = 1
+    """Ranks that belong together, such as those of a mesh's inner axes or of a sequence. It gets multiples of them,
+    each group on one node, and keeps its number while it runs.
+    """
+    gpu_type: str = ""
+    """Type of its GPUs, as Ray names it (``H100``); empty: any."""
+    priority: int = 0
+    """Jobs with a higher one get GPUs first."""
+    user: str = ""
+    """Whose quota counts."""
     planned: tuple[tuple[int, float], ...] = ()
     """Numbers of GPUs on which it fits, with predicted seconds of a step; empty: the planner was not run."""
-
     batch_range: BatchRange | None = None
     """Global batches that it may have, and how its learning rate follows; None: the first one only."""
 
@@ -70,10 +79,18 @@ class Submission:
                 f"job {self.name}: global_batch is {self.global_batch} and the base of its batch_range "
                 f"{self.batches.base}; give the same number"
             )
-        if not self.first_sizes:
+        if self.inner_group < 1:
+            raise ValueError(f"job {self.name}: inner_group is {self.inner_group}; give at least 1 rank")
+        if self.inner_group > 1 and not self.batches.is_fixed:
             raise ValueError(
-                f"job {self.name}: no number of GPUs from {self.min_gpus} to {self.max_gpus} divides its global batch "
-                f"of {self.global_batch} samples; change the batch or the limits"
+                f"job {self.name}: inner_group is {self.inner_group}, and ranks that share samples do not measure the "
+                "noise scale, which a batch_range follows; leave one of them out"
+            )
+        if not self.first_sizes:
+            multiples = f" that is a multiple of {self.inner_group}" if self.inner_group > 1 else ""
+            raise ValueError(
+                f"job {self.name}: no number of GPUs from {self.min_gpus} to {self.max_gpus}{multiples} divides its "
+                f"global batch of {self.global_batch} samples; change the batch or the limits"
             )
 
     @property
@@ -90,13 +107,15 @@ class Submission:
         return tuple(
             n
             for n in range(self.min_gpus, self.max_gpus + 1)
-            if self.batches.nearest_multiple(self.global_batch, n) is not None and (not fits or n in fits)
+            if n % self.inner_group == 0
+            and self.batches.nearest_multiple(self.global_batch, n // self.inner_group) is not None
+            and (not fits or n in fits)
         )
 
     @property
     def first_sizes(self) -> tuple[int, ...]:
         """Numbers of GPUs that divide its first batch, of :attr:`sizes`."""
-        return tuple(n for n in self.sizes if self.global_batch % n == 0)
+        return tuple(n for n in self.sizes if self.global_batch % (n // self.inner_group) == 0)
 
     @property
     def feasible_batches(self) -> tuple[int, ...]:
@@ -105,7 +124,8 @@ class Submission:
         """
         low, high = self.batches.min, self.batches.max
         series = [low * (high / low) ** (step / _BATCHES_PER_SIZE) for step in range(_BATCHES_PER_SIZE + 1)]
-        found = {self.batches.nearest_multiple(batch, size) for size in self.sizes for batch in series}
+        shares = [size // self.inner_group for size in self.sizes]
+        found = {self.batches.nearest_multiple(batch, count) for count in shares for batch in series}
         return tuple(sorted({self.global_batch, *(batch for batch in found if batch is not None)}))
 
     def check(self, cluster: Cluster) -> None:
