@@ -63,6 +63,15 @@ __device__ inline uint32_t of_row(uint32_t pair) {
   return pair;
 }
 
+__device__ inline uint32_t largest_in_warp(uint32_t x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, x, distance);
+    x = x > other ? x : other;
+  }
+  return x;
+}
+
 // One tile's part of x. Thread t has rows kRows * (t / kPacks) to + kRows of pack t % kPacks.
 struct Tile {
   uint32_t words[kRows][kPack / 2];
@@ -140,7 +149,7 @@ struct Tile {
 
   // The largest magnitude of the tile.
   __device__ uint32_t largest(uint32_t* shared) const {
-    const uint32_t in_warp = __reduce_max_sync(0xffffffffu, largest());
+    const uint32_t in_warp = largest_in_warp(largest());
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = in_warp;
     __syncthreads();
     uint32_t found = shared[0];
@@ -191,7 +200,7 @@ __global__ void __launch_bounds__(kThreads) measure_kernel(Cast args) {
     }
   }
   if (args.block == Block::kMatrix) {
-    whole = __reduce_max_sync(0xffffffffu, whole);
+    whole = largest_in_warp(whole);
     if (threadIdx.x % 32 == 0) atomicMax(args.largest, whole);
   } else if (args.codes != nullptr) {
     const Place place = place_of(tile_row, first);
