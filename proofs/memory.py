@@ -86,22 +86,22 @@ def lifetimes(and_on: bool) -> Callable[[Setting], Points]:
             optimizer.step()
             result = [loss.item(), engine.state_dict()]
             del loss
-            error: Exception | None = None
+            is_whole = True
             try:
                 with now.one_of("close"):
                     engine.close()
-            except (MemoryError, RuntimeError) as raised:
-                error = raised
+            except (MemoryError, RuntimeError):
+                is_whole = False
                 engine.close()
             restored = {name: value.clone() for name, value in engine.module.state_dict().items() if value.numel()}
             expected = expected or (result, restored)
             difference = first_difference(result, expected[0], "an engine")
-            if error is not None:  # a parameter has its values, or no elements
-                difference = difference or first_difference(restored, {name: expected[1][name] for name in restored})
-            else:
+            if is_whole:
                 difference = difference or first_difference(restored, expected[1], "a closed engine's module")
+            else:  # a parameter has its values, or no elements
+                difference = difference or first_difference(restored, {name: expected[1][name] for name in restored})
             del engine, optimizer
-            gc.collect()  # tracebacks hold engines that did not open
+            gc.collect()  # tracebacks held engines that did not open or close
             present = settled_num_threads() if failing.num_failed % 16 == 0 else threads
             threads = threads or present
             if failing.num_failed > before:

@@ -43,6 +43,7 @@ def copy_tree(tree: Path) -> None:
         shutil.copy2(file, made / "csrc" / "common" / file.name)
     for edit in (*SIMULATION, *BUGS):
         edit.apply(made / "csrc")
+    tree.mkdir(exist_ok=True)
     for path in sorted(made.rglob("*")):
         target = tree / path.relative_to(made)
         if path.is_dir():
