@@ -157,7 +157,10 @@ class Job:
 
     def _outcome(self, code: int, end: str) -> dict[str, Any]:
         file = self._folder / "violations"
-        violations = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = file.read_text().splitlines() if file.exists() else []
+        violations = [
+            json.loads(line).replace(f"{self._folder}/", "") for line in lines
+        ]  # records name no machine's paths
         if code < 0:
             end = f"the process ended by {signal.Signals(-code).name}"
         elif code not in (ENDED, STOPPED) and not violations:

@@ -318,7 +318,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
     def recover(
         self, error: BaseException, *, user_state: Mapping[str, UserState] | None = None, **options: Any
     ) -> Recovered:
-        """:meth:`patrickstar.engine.engine.Engine.recover`. The step's micro-batches begin anew."""
+        """:meth:`patrickstar.engine.engine.Engine.recover`. The step starts over with its first micro-batch."""
         self._accumulation.forget_step()
         with deferred_signals():
             recovered = super().recover(error, user_state=self._user_state(user_state), **options)

@@ -71,7 +71,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Who goes on, from which copies."""
+    """The ranks that go on after a loss, and the copies from which they do."""
 
     world: tuple[str, ...]
     """Names by old rank."""

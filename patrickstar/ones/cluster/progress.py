@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class Progress:
-    """Samples of a job that has one batch between two calls of :meth:`fold`."""
+    """Samples of a job that has one batch between two calls of :meth:`note_batch_change`."""
 
     samples: float = 0.0
     """Processed samples."""
@@ -39,8 +39,8 @@ class Progress:
         self.noise_scale = noise_scale or self.noise_scale
         self._worth = (self.noise_scale + base_batch) / (self.noise_scale + batch)
 
-    def fold(self) -> None:
-        """The batch may change; what was done counts as it does now."""
+    def note_batch_change(self) -> None:
+        """The batch may change from now on; earlier samples keep their worth."""
         self._done_before, self._samples_before = self.done_samples, self.samples
 
     def note_resize(self) -> None:

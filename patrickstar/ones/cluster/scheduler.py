@@ -196,7 +196,7 @@ class Scheduler:
         self._fleet.remove(name)
         track.left_s = track.seen_s if track.gpus else track.left_s
         track.gpus, track.ordered, track.status, track.has_reported = (), None, None, False
-        track.progress.fold()
+        track.progress.note_batch_change()
 
     def _order(self, now: float, grants: dict[str, Grant]) -> None:
         shrinks_first = sorted(self._open(), key=lambda item: len(grants[item[0]].gpus) if item[0] in grants else 0)

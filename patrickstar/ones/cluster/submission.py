@@ -52,7 +52,7 @@ class Submission:
     priority: int = 0
     """Jobs with a higher one get GPUs first."""
     user: str = ""
-    """Whose quota counts."""
+    """The user whose quota limits the job's GPUs."""
     planned: tuple[tuple[int, float], ...] = ()
     """Numbers of GPUs on which it fits, with predicted seconds of a step; empty: the planner was not run."""
     batch_range: BatchRange | None = None

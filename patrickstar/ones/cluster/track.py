@@ -80,7 +80,7 @@ class Track:
             batch = first if submission.batches.is_fixed else report.global_batch or first
             is_news = self.ordered is None and report.num_steps > self.steps_at_order
             if batch != self.batch and (is_news or not self.batch):
-                self.progress.fold()
+                self.progress.note_batch_change()
                 self.batch = batch
             samples = report.num_samples or report.num_steps * batch
             self.progress.note(samples, report.noise_scale, self.batch, submission.global_batch)
@@ -94,7 +94,7 @@ class Track:
         if status.phase is not JobPhase.RUNNING or self.ordered is None:
             return
         ordered, self.ordered, self.steps_at_order = self.ordered, None, self.num_steps
-        self.progress.fold()
+        self.progress.note_batch_change()
         if len(ordered) == status.num_ranks and not status.refusal:
             self.batch = self.ordered_batch
         if len(ordered) == len(self.gpus) == status.num_ranks:  # the batch alone
