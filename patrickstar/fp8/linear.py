@@ -4,7 +4,7 @@
     module.fp8_recipe = RECIPES[Fp8Recipe.ROWWISE]
 
 Inputs, weights and gradients are cast on use. Weights, their gradients and results are bfloat16. The backward keeps the
-transposed input's codes, half of the input's bytes. Calls of other dtypes, under autocast for instance, and of fewer
+transposed input's codes, half of the input's bytes; a compiled one keeps the input, which its graph may recompute. Calls of other dtypes, under autocast for instance, and of fewer
 than 128 rows are computed as before.
 """
 
@@ -65,7 +65,8 @@ class _Fp8Product(nn.Module):
             return super().forward(x)
         recipe, needs_grad = self.fp8_recipe, torch.is_grad_enabled() and weight.requires_grad
         with torch.no_grad():
-            codes, turned = _cast_input(x, rows, recipe.inputs, Sides.BOTH if needs_grad else Sides.PLAIN)
+            is_kept = needs_grad and not torch.compiler.is_compiling()
+            codes, turned = _cast_input(x, rows, recipe.inputs, Sides.BOTH if is_kept else Sides.PLAIN)
         result = _Multiply.apply(rows, weight, codes, turned, recipe, self._forward_side)
         if bias is not None:
             result = result + bias
@@ -76,13 +77,14 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, codes, turned, recipe, side):
         ctx.recipe, ctx.side = recipe, side
-        ctx.save_for_backward(weight, *(turned or ())[:2])
+        kept = turned[:2] if turned is not None else (rows,) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(weight, *kept)
         return product(codes, _cast_weight(weight, recipe, side), rows.size(0), recipe.forward_sum)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *turned = ctx.saved_tensors
+        weight, *inputs = ctx.saved_tensors
         recipe, side = ctx.recipe, ctx.side
         for_rows, for_weight = ctx.needs_input_grad[:2]
         sides = (Sides.PLAIN if for_rows else Sides(0)) | (Sides.TRANSPOSED if for_weight else Sides(0))
@@ -91,10 +93,16 @@ class _Multiply(torch.autograd.Function):
         if for_rows:
             grad_rows = product(codes, _cast_weight(weight, recipe, Sides.BOTH ^ side), grad.size(0))
         if for_weight:
-            pair = (grad_turned, Codes(*turned, recipe.inputs))
+            turned = Codes(*inputs, recipe.inputs) if len(inputs) == 2 else _turned(*inputs, recipe)
+            pair = (grad_turned, turned)
             a, b = pair if side is Sides.PLAIN else reversed(pair)
             grad_weight = product(a, b, a.values.size(0))
         return grad_rows, grad_weight, None, None, None, None
+
+
+def _turned(rows: Tensor, recipe: Recipe) -> Codes:
+    _, turned = cast(rows, recipe.inputs, Sides.TRANSPOSED)
+    return turned
 
 
 def _cast_weight(weight: Tensor, recipe: Recipe, side: Sides) -> Codes:

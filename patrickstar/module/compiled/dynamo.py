@@ -139,6 +139,38 @@ class RecompileLimit:
             RecompileLimit._ours = config.recompile_limit = config.recompile_limit - self._num_blocks
 
 
+class ElementwiseRecomputation:
+    """Compiled backward graphs recompute elementwise operations, until `restore` of the last instance.
+
+    AOTAutograd saves whatever backward writes to memory, for instance an activation function's result that the gradient
+    of a weight needs. Recomputed in the kernel that reads the same operands anyway, a Llama layer saves a third less.
+    """
+
+    _OPTION = "ban_recompute_materialized_backward"
+    _num_instances: ClassVar[int] = 0
+    _before: ClassVar[bool | None] = None
+    """The user's setting; None: this PyTorch has no such option."""
+
+    def __init__(self) -> None:
+        from torch._functorch import config
+
+        cls = ElementwiseRecomputation
+        if cls._num_instances == 0:
+            cls._before = getattr(config, cls._OPTION, None)
+            if cls._before is not None:
+                setattr(config, cls._OPTION, False)
+        cls._num_instances += 1
+
+    def restore(self) -> None:
+        """Ends this instance's need."""
+        from torch._functorch import config
+
+        cls = ElementwiseRecomputation
+        cls._num_instances -= 1
+        if cls._num_instances == 0 and cls._before is not None:
+            setattr(config, cls._OPTION, cls._before)
+
+
 def compiler_of_caller(caller: Any) -> Compiler | None:
     """The compiler that ``caller`` of :func:`knowing_caller` identifies."""
     if not callable(caller):

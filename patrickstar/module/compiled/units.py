@@ -15,6 +15,7 @@ from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.door import get_call, set_call
 from patrickstar.module.compiled.dynamo import (
     Compiler,
+    ElementwiseRecomputation,
     RecompileLimit,
     compiler_of_caller,
     is_wrapper,
@@ -47,6 +48,7 @@ class CompiledUnits:
         self._observer = observer
         self._units: dict[nn.Module, CompiledUnit] = {}
         self._limit: RecompileLimit | None = None
+        self._recomputation: ElementwiseRecomputation | None = None
         self._before: dict[tuple[nn.Module, str], Any] = {}
         """Former values: the function that a module's call runs (``get_call``), and a wrapper's ``forward``."""
         self._follow(cut_compiled(module))
@@ -89,7 +91,7 @@ class CompiledUnits:
         for module, _ in list(self._before):
             self._restore(module)
         self._units.clear()
-        self._allow_variants()
+        self._configure_compiler()
 
     def _follow(self, cut: Cut) -> None:
         for module in cut.whole:
@@ -97,13 +99,18 @@ class CompiledUnits:
         for region in cut.regions:
             if any(isinstance(param, ChunkedParameter) for param in region.module.parameters()):
                 self._install(region)
-        self._allow_variants()
+        self._configure_compiler()
         self._hooks.leave_out({child for unit in self._units.values() for child in unit.module.modules()})
 
-    def _allow_variants(self) -> None:
+    def _configure_compiler(self) -> None:
         if self._limit is not None:
             self._limit.restore()
         self._limit = RecompileLimit(len(self._units)) if self._units else None
+        if self._units and self._recomputation is None:
+            self._recomputation = ElementwiseRecomputation()
+        if not self._units and self._recomputation is not None:
+            self._recomputation.restore()
+            self._recomputation = None
 
     def _install(self, region: Region) -> None:
         module = region.module
