@@ -48,12 +48,27 @@ class Format(enum.IntEnum):
         return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
 
 
-class Sides(enum.IntFlag):
-    """Results of a cast."""
+class Sides(enum.Enum):
+    """Results of a cast. Properties, since ``torch.compile`` of PyTorch 2.11 cannot trace operators of flags."""
 
     PLAIN = 1
     TRANSPOSED = 2
     BOTH = 3
+
+    @property
+    def has_plain(self) -> bool:
+        """True if the matrix itself is among them."""
+        return self is not Sides.TRANSPOSED
+
+    @property
+    def has_transposed(self) -> bool:
+        """True if the transposed matrix is among them."""
+        return self is not Sides.PLAIN
+
+    @property
+    def other(self) -> Sides:
+        """The transposed side of a plain one, and the reverse."""
+        return {Sides.PLAIN: Sides.TRANSPOSED, Sides.TRANSPOSED: Sides.PLAIN}[self]
 
 
 class Codes(NamedTuple):
@@ -85,10 +100,10 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
     Args:
         x: ``[rows, columns]``, bfloat16, columns a multiple of 128.
     """
-    plain, scales, transposed, transposed_scales = _cast(x.contiguous(), int(block), int(sides), int(format))
+    plain, scales, transposed, transposed_scales = _cast(x.contiguous(), block.value, sides.value, format.value)
     return (
-        Codes(plain, scales, block) if Sides.PLAIN in sides else None,
-        Codes(transposed, transposed_scales, block) if Sides.TRANSPOSED in sides else None,
+        Codes(plain, scales, block) if sides.has_plain else None,
+        Codes(transposed, transposed_scales, block) if sides.has_transposed else None,
     )
 
 
@@ -105,8 +120,7 @@ def _empty(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor
     """The four results, without elements where ``sides`` leaves them out."""
     rows, columns = x.size(0) + -x.size(0) % TILE, x.size(1)
     found = []
-    for side, shape in ((Sides.PLAIN, (rows, columns)), (Sides.TRANSPOSED, (columns, rows))):
-        is_there = side in sides
+    for is_there, shape in ((sides.has_plain, (rows, columns)), (sides.has_transposed, (columns, rows))):
         found.append(x.new_empty(shape if is_there else (0,), dtype=format.dtype))
         found.append(x.new_empty(_scales_shape(*shape, block) if is_there else (0,), dtype=torch.float32))
     return found
@@ -121,8 +135,9 @@ _cast = torch.ops.patrickstar.cast_fp8.default
 def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
     found = _empty(x, Block(block), Sides(sides), Format(format))
     padded = functional.pad(x.float(), (0, 0, 0, -x.size(0) % TILE))
-    for at, side, matrix in ((0, Sides.PLAIN, padded), (2, Sides.TRANSPOSED, padded.t())):
-        if side in Sides(sides):
+    wanted = Sides(sides)
+    for at, is_there, matrix in ((0, wanted.has_plain, padded), (2, wanted.has_transposed, padded.t())):
+        if is_there:
             found[at], found[at + 1] = _cast_on_host(matrix, Block(block), Format(format))
     return tuple(found)
 

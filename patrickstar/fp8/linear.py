@@ -63,46 +63,82 @@ class _Fp8Product(nn.Module):
         rows = x.reshape(-1, x.size(-1))
         if rows.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or rows.size(0) < TILE:
             return super().forward(x)
-        recipe, needs_grad = self.fp8_recipe, torch.is_grad_enabled() and weight.requires_grad
-        with torch.no_grad():
-            is_kept = needs_grad and not torch.compiler.is_compiling()
-            codes, turned = _cast_input(x, rows, recipe.inputs, Sides.BOTH if is_kept else Sides.PLAIN)
-        result = _Multiply.apply(rows, weight, codes, turned, recipe, self._forward_side)
+        if torch.compiler.is_compiling():  # the compiler finds common casts, and chooses what backward keeps
+            result = _CompiledMultiply.apply(rows, weight, self.fp8_recipe, self._forward_side)
+        else:
+            needs_grad = torch.is_grad_enabled() and weight.requires_grad
+            with torch.no_grad():
+                codes, turned = _cast_input(x, rows, self.fp8_recipe.inputs, Sides.BOTH if needs_grad else Sides.PLAIN)
+            result = _Multiply.apply(rows, weight, codes, turned, self.fp8_recipe, self._forward_side)
         if bias is not None:
             result = result + bias
         return result.view(*x.shape[:-1], -1)
 
 
 class _Multiply(torch.autograd.Function):
+    """Keeps the transposed input's codes."""
+
     @staticmethod
     def forward(ctx, rows, weight, codes, turned, recipe, side):
         ctx.recipe, ctx.side = recipe, side
-        kept = turned[:2] if turned is not None else (rows,) if ctx.needs_input_grad[1] else ()
-        ctx.save_for_backward(weight, *kept)
+        ctx.save_for_backward(weight, *(turned or ())[:2])
         return product(codes, _cast_weight(weight, recipe, side), rows.size(0), recipe.forward_sum)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *inputs = ctx.saved_tensors
-        recipe, side = ctx.recipe, ctx.side
+        weight, *turned = ctx.saved_tensors
+        recipe = ctx.recipe
         for_rows, for_weight = ctx.needs_input_grad[:2]
-        sides = (Sides.PLAIN if for_rows else Sides(0)) | (Sides.TRANSPOSED if for_weight else Sides(0))
-        codes, grad_turned = cast(grad, recipe.gradients, sides, recipe.gradient_format)
-        grad_rows = grad_weight = None
-        if for_rows:
-            grad_rows = product(codes, _cast_weight(weight, recipe, Sides.BOTH ^ side), grad.size(0))
+        grads = _gradients(
+            grad,
+            weight if for_rows else None,
+            Codes(*turned, recipe.inputs) if for_weight else None,
+            recipe,
+            ctx.side,
+        )
+        return *grads, None, None, None, None
+
+
+class _CompiledMultiply(torch.autograd.Function):
+    """Keeps the input. A graph that recomputes it keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, recipe, side):
+        ctx.recipe, ctx.side = recipe, side
+        ctx.save_for_backward(rows, weight)
+        codes, _ = cast(rows, recipe.inputs, Sides.PLAIN)
+        return product(codes, _cast_weight(weight, recipe, side), rows.size(0), recipe.forward_sum)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rows, weight = ctx.saved_tensors
+        recipe = ctx.recipe
+        for_rows, for_weight = ctx.needs_input_grad[:2]
+        turned = None
         if for_weight:
-            turned = Codes(*inputs, recipe.inputs) if len(inputs) == 2 else _turned(*inputs, recipe)
-            pair = (grad_turned, turned)
-            a, b = pair if side is Sides.PLAIN else reversed(pair)
-            grad_weight = product(a, b, a.values.size(0))
-        return grad_rows, grad_weight, None, None, None, None
+            _, turned = cast(rows, recipe.inputs, Sides.TRANSPOSED)
+        return *_gradients(grad, weight if for_rows else None, turned, recipe, ctx.side), None, None
 
 
-def _turned(rows: Tensor, recipe: Recipe) -> Codes:
-    _, turned = cast(rows, recipe.inputs, Sides.TRANSPOSED)
-    return turned
+def _gradients(
+    grad: Tensor, weight: Tensor | None, turned: Codes | None, recipe: Recipe, side: Sides
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of a product's input and weight: the first needs ``weight``, the second the transposed input."""
+    sides = Sides.BOTH
+    if weight is None:
+        sides = Sides.TRANSPOSED
+    elif turned is None:
+        sides = Sides.PLAIN
+    codes, grad_turned = cast(grad, recipe.gradients, sides, recipe.gradient_format)
+    grad_rows = grad_weight = None
+    if weight is not None:
+        grad_rows = product(codes, _cast_weight(weight, recipe, side.other), grad.size(0))
+    if turned is not None:
+        a, b = (grad_turned, turned) if side is Sides.PLAIN else (turned, grad_turned)
+        grad_weight = product(a, b, a.values.size(0))
+    return grad_rows, grad_weight
 
 
 def _cast_weight(weight: Tensor, recipe: Recipe, side: Sides) -> Codes:
@@ -121,13 +157,12 @@ _last = _LastInput()
 
 
 def _cast_input(x: Tensor, rows: Tensor, block: Block, sides: Sides) -> tuple[Codes | None, Codes | None]:
-    # The compiler finds common subexpressions. Tensors of inference mode do not count their versions.
-    if torch.compiler.is_compiling() or x.is_inference():
+    if x.is_inference():  # such tensors do not count their versions
         return cast(rows, block, sides)
     entry = _last.entry
     if entry is not None:
         of, version, cast_block, cast_sides, found = entry
-        if of() is x and version == x._version and cast_block is block and sides in cast_sides:
+        if of() is x and version == x._version and cast_block is block and cast_sides in (sides, Sides.BOTH):
             return found
     found = cast(rows, block, sides)
     last = _last

@@ -51,7 +51,9 @@ def test_scales_are_least_powers_of_two_and_codes_are_nearest(block, format):
 @pytest.mark.parametrize("block", Block)
 def test_the_operator_is_as_compilers_expect(block):
     for sides in (Sides.PLAIN, Sides.TRANSPOSED, Sides.BOTH):
-        torch.library.opcheck(torch.ops.patrickstar.cast_fp8.default, (matrix(300, 256), block, sides, Format.E4M3))
+        torch.library.opcheck(
+            torch.ops.patrickstar.cast_fp8.default, (matrix(300, 256), block, sides.value, Format.E4M3)
+        )
 
 
 def test_squares_have_the_same_codes_transposed():

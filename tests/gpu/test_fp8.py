@@ -86,5 +86,5 @@ def test_compiled_layers_give_the_bits_of_eager_ones_and_the_cpus_within_roundin
     eager = trained(layer, x, direction)
     for found, expected in zip(eager, on_host, strict=True):
         assert ((found.cpu().double() - expected.double()).norm() / expected.double().norm()).item() < 0.01
-    for found, expected in zip(trained(torch.compile(layer), x, direction), eager, strict=True):
+    for found, expected in zip(trained(torch.compile(layer, fullgraph=True), x, direction), eager, strict=True):
         assert found.equal(expected)

@@ -10,7 +10,7 @@ from torch import nn
 
 from patrickstar import _C, StateError, torch_scope
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.module.compiled.dynamo import RecompileLimit
+from patrickstar.module.compiled.dynamo import ElementwiseRecomputation, RecompileLimit
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, Case, gpt2, token_batch
 from tests.module.compiled.forms import BACKEND, BEFORE, TOWER, WIDTH, case_of, without_wrappers
@@ -308,3 +308,44 @@ def test_limits_on_variants_end_in_any_order():
     assert torch._dynamo.config.recompile_limit == limit + 5
     second.restore()
     assert torch._dynamo.config.recompile_limit == limit
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def saved_bytes(module):
+    """Bytes that ``module``, compiled, saves for backward beside its parameters."""
+    torch.compiler.reset()
+    saved = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.compile(module, backend="aot_eager")(torch.randn(64, 8))
+    return sum(saved.values())
+
+
+def test_compiled_modules_save_what_products_gave():
+    module, rows = Gated(), 64 * 8 * 4
+    usual = saved_bytes(module)
+    with built(lambda: torch.compile(Gated(), backend="aot_eager"))[0]:
+        assert saved_bytes(module) == 3 * rows  # the input, and two products
+    assert saved_bytes(module) == usual > 3 * rows
+
+
+def test_the_user_decides_what_compiled_modules_recompute(monkeypatch):
+    option = "ban_recompute_materialized_backward"
+    monkeypatch.setattr(torch._functorch.config, option, False)
+    first, second = ElementwiseRecomputation(), ElementwiseRecomputation()
+    first.restore()
+    second.restore()
+    assert getattr(torch._functorch.config, option) is False
