@@ -1227,7 +1227,9 @@ class Runtime(UseListener):
         """
 
     def expect_step(self, accesses: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
-        """Places states and plans the next step for this timeline, before ``prepare_step``. ``times``: estimates."""
+        """Places states and plans the next step for this timeline, before ``prepare_step``. After the first step states
+        only move to the device. ``times``: estimates.
+        """
 
     def make_states(self, chunks: Sequence[int], /) -> None:
         """Makes optimizer states of frozen chunks: all, or none if MemoryBudgetError is raised."""

@@ -4,6 +4,8 @@ import dataclasses
 
 import torch
 
+from patrickstar import _C
+from patrickstar.planning.machines import H200
 from patrickstar.session import recompute_choice
 
 ACCESS, RECOMPUTATION, PRODUCTS = 1e-3, 6e-3, 3e-3
@@ -21,6 +23,25 @@ def choose_by_fixed_times(setattr=setattr):
     setattr(recompute_choice, "_NUMEL", 2**16)
     setattr(recompute_choice, "steady_seconds", lambda seconds, calls, numels: [ACCESS] * len(seconds))
     setattr(recompute_choice.CallMeasurement, "finish", fixed)
+
+
+ALONE, BESIDE_A_STEP = 1e6, 1e-3  # updates on the host, 1e9 parameters per second
+
+
+def update_slower_beside_steps(setattr=setattr):
+    """Updates on the host are fast while they are measured alone, and slow once a step was measured, which a simulated
+    link (``delays``) lets engines do.
+    """
+    times_of = _C.Runtime.step_times
+
+    def slow(self):
+        times = times_of(self)
+        if times is not None and times["rates"].host_adam_params_per_second != ALONE * 1e9:
+            times["rates"].host_adam_params_per_second = BESIDE_A_STEP * 1e9
+        return times
+
+    setattr(recompute_choice, "_measured_host", lambda: dataclasses.replace(H200, host_adam_gparams=ALONE))
+    setattr(_C.Runtime, "step_times", slow)
 
 
 def out_of_memory_once(module):

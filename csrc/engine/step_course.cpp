@@ -291,6 +291,9 @@ double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
     Timeline timeline = open.expected ? open.expected->timeline : open.recorder.running();
     open.collectives->agree_on(timeline, nullptr);
     place_states(open, timeline);
+  } else if (open.expected) {
+    open.collectives->agree_on(open.expected->timeline, nullptr);
+    fill_headroom(open, open.expected->timeline);
   } else if (open.residency.is_settling()) {
     Timeline timeline = open.recorder.running();
     open.collectives->agree_on(timeline, nullptr);

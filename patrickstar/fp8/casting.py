@@ -11,6 +11,7 @@ meta device know.
 from __future__ import annotations
 
 import enum
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -100,7 +101,14 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
     Args:
         x: ``[rows, columns]``, bfloat16, columns a multiple of 128.
     """
-    plain, scales, transposed, transposed_scales = _cast(x.contiguous(), block.value, sides.value, format.value)
+    x = x.contiguous()
+    # Without a mode or a compiler nobody looks at operators, whose dispatch to Python takes longer than a small cast.
+    is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if x.device.type == "cuda" and not is_seen:
+        found = _cast_on_gpu(x, block, sides, format)
+    else:
+        found = _cast(x, block.value, sides.value, format.value)
+    plain, scales, transposed, transposed_scales = found
     return (
         Codes(plain, scales, block) if sides.has_plain else None,
         Codes(transposed, transposed_scales, block) if sides.has_transposed else None,
@@ -108,22 +116,31 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
 
 
 def _scales_shape(rows: int, columns: int, block: Block) -> tuple[int, ...]:
-    return {
-        Block.STRIP: (columns // TILE, rows),
-        Block.SQUARE: (rows // TILE, columns // TILE),
-        Block.LINE: (rows,),
-        Block.MATRIX: (1,),
-    }[block]
+    if block is Block.LINE:
+        return (rows,)
+    if block is Block.MATRIX:
+        return (1,)
+    return (columns // TILE, rows) if block is Block.STRIP else (rows // TILE, columns // TILE)
 
 
-def _empty(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor]:
-    """The four results, without elements where ``sides`` leaves them out."""
-    rows, columns = x.size(0) + -x.size(0) % TILE, x.size(1)
-    found = []
-    for is_there, shape in ((sides.has_plain, (rows, columns)), (sides.has_transposed, (columns, rows))):
-        found.append(x.new_empty(shape if is_there else (0,), dtype=format.dtype))
-        found.append(x.new_empty(_scales_shape(*shape, block) if is_there else (0,), dtype=torch.float32))
+def _empty(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor | None]:
+    """The four results; None where ``sides`` leaves them out."""
+    rows, columns = x.shape
+    rows += -rows % TILE
+    found: list[Tensor | None] = [None] * 4
+    if sides is not Sides.TRANSPOSED:
+        found[0] = x.new_empty((rows, columns), dtype=format.dtype)
+        found[1] = x.new_empty(_scales_shape(rows, columns, block), dtype=torch.float32)
+    if sides is not Sides.PLAIN:
+        found[2] = x.new_empty((columns, rows), dtype=format.dtype)
+        found[3] = x.new_empty(_scales_shape(columns, rows, block), dtype=torch.float32)
     return found
+
+
+def _results(x: Tensor, found: list[Tensor | None], format: int) -> tuple[Tensor, ...]:
+    """Results of the operator: what is left out has no elements."""
+    dtypes = (Format(format).dtype, torch.float32) * 2
+    return tuple(x.new_empty(0, dtype=dtypes[i]) if result is None else result for i, result in enumerate(found))
 
 
 _library = torch.library.Library("patrickstar", "FRAGMENT")  # registered directly: custom_op takes 100 us a call
@@ -133,13 +150,12 @@ _cast = torch.ops.patrickstar.cast_fp8.default
 
 @torch.library.impl(_library, "cast_fp8", "CPU")
 def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
-    found = _empty(x, Block(block), Sides(sides), Format(format))
-    padded = functional.pad(x.float(), (0, 0, 0, -x.size(0) % TILE))
     wanted = Sides(sides)
-    for at, is_there, matrix in ((0, wanted.has_plain, padded), (2, wanted.has_transposed, padded.t())):
-        if is_there:
-            found[at], found[at + 1] = _cast_on_host(matrix, Block(block), Format(format))
-    return tuple(found)
+    padded = functional.pad(x.float(), (0, 0, 0, -x.size(0) % TILE))
+    found: list[Tensor | None] = []
+    for is_there, matrix in ((wanted.has_plain, padded), (wanted.has_transposed, padded.t())):
+        found += _cast_on_host(matrix, Block(block), Format(format)) if is_there else (None, None)
+    return _results(x, found, format)
 
 
 def _cast_on_host(x: Tensor, block: Block, format: Format) -> tuple[Tensor, Tensor]:
@@ -168,18 +184,24 @@ def _scales_of(largest: Tensor, format: Format) -> Tensor:
 
 @torch.library.impl(_library, "cast_fp8", "Meta")
 def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
-    return tuple(_empty(x, Block(block), Sides(sides), Format(format)))
+    return _results(x, _empty(x, Block(block), Sides(sides), Format(format)), format)
 
 
 @torch.library.impl(_library, "cast_fp8", "CUDA")
 def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
-    found = _empty(x, Block(block), Sides(sides), Format(format))
-    rows, columns = x.size(0) + -x.size(0) % TILE, x.size(1)
-    num_measured = {Block.LINE: rows + columns, Block.MATRIX: 1}.get(Block(block), 0)
-    largest = torch.empty(num_measured, dtype=torch.int32, device=x.device)
-    with torch.cuda.device(x.device):
+    return _results(x, _cast_on_gpu(x, Block(block), Sides(sides), Format(format)), format)
+
+
+def _cast_on_gpu(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor | None]:
+    found = _empty(x, block, sides, format)
+    num_rows, columns = x.shape
+    rows = num_rows + -num_rows % TILE
+    num_measured = rows + columns if block is Block.LINE else int(block is Block.MATRIX)
+    largest = x.new_empty(num_measured, dtype=torch.int32)
+    addresses = [0 if result is None else result.data_ptr() for result in found]
+    with torch.cuda.device(x.device) if x.device.index != torch.cuda.current_device() else nullcontext():
         _C.fp8.cuda_cast(
-            x.data_ptr(), x.size(0), rows, columns, block, format, *(result.data_ptr() for result in found),
-            largest.data_ptr(), torch.cuda.current_stream(x.device).cuda_stream,
+            x.data_ptr(), num_rows, rows, columns, block.value, format.value, *addresses, largest.data_ptr(),
+            torch._C._cuda_getCurrentRawStream(x.device.index),
         )  # fmt: skip
-    return tuple(found)
+    return found

@@ -4,8 +4,8 @@
     module.fp8_recipe = RECIPES[Fp8Recipe.ROWWISE]
 
 Inputs, weights and gradients are cast on use. Weights, their gradients and results are bfloat16. The backward keeps the
-transposed input's codes, half of the input's bytes; a compiled one keeps the input, which its graph may recompute. Calls of other dtypes, under autocast for instance, and of fewer
-than 128 rows are computed as before.
+transposed input's codes, half of the input's bytes; a compiled one keeps the input, which its graph may recompute.
+Calls of other dtypes, under autocast for instance, and of fewer than 128 rows are computed as before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The choice of recomputation in a running engine.
 
 The first step, in which checkpointed calls save nothing, is measured. The choice is made before its update, when
-optimizer states get their place.
+optimizer states get their place. Updates on the host were measured alone then. Once the engine has measured them beside
+a step, calls may save less, so that more states rest on the device.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ logger = logging.getLogger("patrickstar")
 _LEAST_STEP_SECONDS = 1e-4
 """Steps that compute for less are not worth a choice."""
 
+_WORTH_CHANGING = 0.03
+"""Least share of a step by which another choice must be shorter: the first steps after a change take longer. Not
+measured.
+"""
+
 _NUMEL = 64 * 2**20
 """Parameters of the update whose rate is measured: 1 GB, more than caches hold. An update of 256 MB is up to twice as
 fast as those of a step (docs/log.md).
@@ -63,7 +69,19 @@ class ChoiceStage(enum.Enum):
 
     MEASURING = enum.auto()
     """Until the end of the first step in which all ranks have checkpoints, or none."""
+    CHOSEN = enum.auto()
+    """Until the engine has measured updates beside a step."""
     OVER = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """A choice, and from which step it was made."""
+
+    engine: PlacedEngine
+    step: MeasuredStep
+    ladder: Ladder
+    rung: int
 
 
 class NoRecomputeChoice:
@@ -134,6 +152,7 @@ class RecomputeChoice(NoRecomputeChoice):
         self._stage = ChoiceStage.MEASURING
         self._first_shapes: list[list[tuple[int, ...]]] = []  # inputs of each forward of the measured step
         self._limit: SavedLimit | None = None  # once calls save anything
+        self._chosen: _Chosen | None = None  # by this run, while it may change
 
     def adopt(self, plan: Plan) -> None:
         """See :class:`NoRecomputeChoice`. Nothing is measured then."""
@@ -197,9 +216,15 @@ class RecomputeChoice(NoRecomputeChoice):
             self._calls.choose(())
 
     def before_step(self) -> None:
-        """See :class:`NoRecomputeChoice`. Chooses in the first step. Collective over ``ranks``."""
-        if self._stage is not ChoiceStage.MEASURING:
-            return
+        """See :class:`NoRecomputeChoice`. Chooses in the first step, and in the step after the engine's first
+        measurement. Collective over ``ranks``.
+        """
+        if self._stage is ChoiceStage.MEASURING:
+            self._choose()
+        elif self._stage is ChoiceStage.CHOSEN:
+            self._choose_again()
+
+    def _choose(self) -> None:
         self._stage = ChoiceStage.OVER
         self._calls.observe(None)
         step = self._measured_step() if self._measurement.has_calls else None
@@ -234,9 +259,33 @@ class RecomputeChoice(NoRecomputeChoice):
         logger.debug("predicted seconds by rung: %s", choice.tried)
         logger.debug("of the calls: %s", step.timed.calls)
         if choice.rung > 0:
-            self._apply(engine, step, ladder, choice.rung)
+            self._apply(_Chosen(engine, step, ladder, choice.rung))
 
-    def _apply(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, rung: int) -> None:
+    def _choose_again(self) -> None:
+        """Ranks get the same times in the same step."""
+        chosen, times = self._chosen, self._runtime.step_times()
+        assert chosen is not None and self._limit is not None
+        rates = None if times is None else times["rates"]
+        if rates is None or rates.host_adam_params_per_second == chosen.step.rates.host_adam_params_per_second:
+            return
+        self._stage = ChoiceStage.OVER
+        if self._limit.rung != chosen.rung:  # a larger forward came, or memory ran out
+            return
+        step = dataclasses.replace(chosen.step, rates=rates)
+        choice = choose_rung(chosen.rung, lambda rungs: self._longest(chosen.engine, step, chosen.ladder, rungs))
+        logger.debug("predicted seconds by rung beside measured updates: %s", choice.tried)
+        seconds, present = choice.tried[choice.rung], choice.tried[chosen.rung]
+        if seconds > present * (1 - _WORTH_CHANGING):
+            return
+        saved = chosen.ladder.saved(choice.rung)
+        logger.info("%s, %.3g s as before", recomputation_text(saved, seconds, choice.tried[0]), present)
+        self._apply(dataclasses.replace(chosen, step=step, rung=choice.rung))
+        self._stage = ChoiceStage.OVER
+
+    def _apply(self, chosen: _Chosen) -> None:
+        """Lets calls save what was chosen, and places states for the step that follows."""
+        engine, step, ladder, rung = chosen.engine, chosen.step, chosen.ladder, chosen.rung
+        self._chosen, self._stage = chosen, ChoiceStage.CHOSEN
         saved = ladder.saved(rung)
         self._calls.choose(saved)
         timed = step_with_saved(step.timed, saved)
@@ -270,9 +319,8 @@ class RecomputeChoice(NoRecomputeChoice):
         return MeasuredStep(timed=TimedTimeline(accesses, seconds, 0, calls=calls), rates=rates)
 
     def _longest(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, rungs: list[int]) -> list[float]:
-        """Predicted seconds of each rung at cautious rates, of the slowest rank."""
-        cautious = dataclasses.replace(step, rates=_C.cautious(step.rates))
-        seconds = [predicted_seconds(engine, cautious, ladder.saved(rung)) for rung in rungs]
+        """Predicted seconds of each rung, of the slowest rank."""
+        seconds = [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
         by_rank = [json.loads(text) for text in self._exchange(json.dumps(seconds), "the recomputation")]
         return [max(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 

@@ -7,7 +7,7 @@ from patrickstar.activations.activation_rules import Saved
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.models import VOCAB, gpt2, llama
-from tests.recomputing import choose_by_fixed_times, out_of_memory_once
+from tests.recomputing import choose_by_fixed_times, out_of_memory_once, update_slower_beside_steps
 from tests.training import make_config
 
 LAYERS = 4
@@ -16,6 +16,8 @@ LAYERS = 4
 def train(recompute, sizes, options):
     """Losses, and what calls saved in each step. ``sizes``: rows and tokens by step and rank."""
     choose_by_fixed_times()
+    if "delays" in options:
+        update_slower_beside_steps()
     torch.manual_seed(0)
     model = gpt2 if "sequence_parallel" in options else llama  # whose layers take their mask as a positional argument
     build = functools.partial(model, hidden=64, layers=LAYERS, length=64)
@@ -62,6 +64,16 @@ def test_ranks_that_share_calls_choose_alike(name):
     assert [losses for losses, _ in auto] == [losses for losses, _ in always]
     assert auto[0][1] == auto[1][1]
     assert Saved.NOTHING.value not in auto[0][1][2]
+
+
+def test_ranks_choose_again_alike():
+    sizes = [((2, 32), (2, 32))] * 8
+    options = {"delays": {"link_gbps": 1e4}, "device_memory": "2MiB"}
+    always, auto = (run_ranks(2, train, recompute, sizes, options) for recompute in ("always", "auto"))
+    assert [losses for losses, _ in auto] == [losses for losses, _ in always]
+    saved = auto[0][1]
+    assert auto[1][1] == saved
+    assert saved[-1].count(Saved.EVERYTHING.value) < saved[1].count(Saved.EVERYTHING.value)
 
 
 def train_out_of_memory(failing):

@@ -1,0 +1,33 @@
+from patrickstar.activations.activation_rules import Saved
+from tests.engine.test_recompute_choice import CASE
+from tests.recomputing import choose_by_fixed_times, update_slower_beside_steps
+from tests.training import assert_same, make_config, train
+
+CONFIG = make_config("bf16", default_chunk_size=2**14, delays={"link_gbps": 1e4})
+
+
+def test_slow_updates_let_calls_save_less_so_that_more_states_rest_on_the_device(monkeypatch, caplog):
+    choose_by_fixed_times(monkeypatch.setattr)
+    always = train(CASE, CONFIG | {"activations": {"recompute": "always"}}, 10, checkpointing=False)
+    update_slower_beside_steps(monkeypatch.setattr)
+    saved, states = [], []
+
+    def look(engine, _):
+        saved.append(engine._session.checkpoint_calls.saved.count(Saved.NOTHING))
+        states.append(engine.report()["num_device_state_chunks"])
+
+    with caplog.at_level("INFO", "patrickstar"):
+        auto = train(CASE, CONFIG | {"device_memory": "5MiB"}, 10, checkpointing=False, before_step=look)
+    assert saved[1] == 0 < saved[-1]
+    assert states[1] < states[-1]
+    assert " s as before" in caplog.text
+    assert_same(auto, always)
+
+
+def test_updates_as_fast_as_measured_alone_change_nothing(monkeypatch, caplog):
+    choose_by_fixed_times(monkeypatch.setattr)
+    with caplog.at_level("INFO", "patrickstar"):
+        run = train(CASE, CONFIG | {"device_memory": "8MiB"}, 10, checkpointing=False)
+    assert run.report["num_replayed_accesses"] > 0
+    assert "recomputing 0 of 4" in caplog.text
+    assert " s as before" not in caplog.text
