@@ -25,7 +25,10 @@ def may_pay(case: Case) -> bool:
 
 
 def shortest_recomputation(predictor: Predictor, cases: Iterable[Case], choose: Search) -> list[Case]:
-    """The case with the shortest step of each setting, by ``choose``. The engine compares steps at cautious rates.
+    """The case with the shortest step of each setting, by ``choose``.
+
+    Steps are compared at cautious rates. An engine corrects its choice by rates beside a step, which are lower than
+    those of updates alone.
 
     Args:
         predictor: of the cases.
