@@ -123,11 +123,12 @@ def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
     padded = functional.pad(x.float(), (0, 0, 0, -x.size(0) % TILE))
     for at, side, matrix in ((0, Sides.PLAIN, padded), (2, Sides.TRANSPOSED, padded.t())):
         if side in Sides(sides):
-            found[at], found[at + 1] = _cast_on_host(matrix, Block(block), Format(format))
+            found[at], found[at + 1] = cast_on_host(matrix, Block(block), Format(format))
     return tuple(found)
 
 
-def _cast_on_host(x: Tensor, block: Block, format: Format) -> tuple[Tensor, Tensor]:
+def cast_on_host(x: Tensor, block: Block, format: Format) -> tuple[Tensor, Tensor]:
+    """Codes and scales of float32 copies of bfloat16 values."""
     rows, columns = x.shape
     shape, dims = {
         Block.STRIP: ((rows, columns // TILE, TILE), (2,)),
