@@ -1,25 +1,31 @@
-"""Forward and backward of one mixture of experts: transformers' ``grouped_mm``, and the same products fused.
+"""Forward and backward of one mixture of experts: transformers' ``grouped_mm``, the same products fused, and in FP8.
 
 The shape is Qwen3-30B-A3B's by default. Rows: milliseconds of forward and backward together, and of the forward alone;
-peak device memory. The last lines are the fused kernels that take the most time.
+peak device memory. The last lines are the kernels that take the most time, fused and in FP8.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmark.common import provenance, show
+from patrickstar.choices import Fp8Recipe
+from patrickstar.fp8.linear import RECIPES
+from patrickstar.fp8.support import exclusion_of_grouped
 from patrickstar.module.fused_experts import fuse_experts
 
-_WARMUP, _TIMED, _SHOWN = 3, 8, 12
+_WARMUP, _TIMED, _SHOWN = 3, 8, 16
+_KINDS = ("grouped_mm", "fused", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 16384])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--experts", type=int, default=128)
@@ -27,10 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures both twice, in turn. Needs a GPU."""
+    """Measures all kinds twice, in turn. Needs a GPU that multiplies groups in FP8.
+
+    Raises:
+        SystemExit: the GPU does not.
+    """
     import transformers
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+    reason = exclusion_of_grouped(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        raise SystemExit(reason)
     config = transformers.Qwen3MoeConfig(
         hidden_size=args.hidden, moe_intermediate_size=args.intermediate, num_experts=args.experts,
         num_experts_per_tok=args.chosen,
@@ -38,10 +51,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config._experts_implementation = "grouped_mm"
     with torch.device("cuda"):
         block = Qwen3MoeSparseMoeBlock(config).bfloat16()
-        x = torch.randn(1, args.tokens, args.hidden, dtype=torch.bfloat16, requires_grad=True)
-        direction = torch.ones_like(x)
     for param in block.parameters():
         torch.nn.init.normal_(param, std=0.02)
+    rows, kernels = [], []
+    for tokens in args.tokens:
+        x = torch.randn(1, tokens, args.hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        calls = _calls(block, x)
+        for kind in _KINDS * 2:
+            with _changed(block, kind):
+                torch.cuda.reset_peak_memory_stats()
+                both, forward = map(_milliseconds, calls)
+                row = {"experts": kind, "tokens": tokens, "both_ms": both, "forward_ms": forward}
+                rows.append(row | {"peak_bytes": torch.cuda.max_memory_allocated()})
+                show(_line(rows[-1]))
+        for kind in _KINDS[1:]:
+            with _changed(block, kind):
+                kernels += [(kind, tokens, *kernel) for kernel in _kernels(calls[0])]
+        del x, calls
+    return {"case": "experts", **vars(args), "rows": rows, "kernels": kernels, **provenance()}
+
+
+def _calls(block: nn.Module, x: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Forward and backward, and the forward alone."""
+    direction = torch.ones_like(x)
 
     def both() -> None:
         torch.autograd.grad(block(x), [x, *block.parameters()], direction)
@@ -50,17 +82,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with torch.no_grad():
             block(x)
 
-    rows, kernels = [], []
-    for name in ("grouped_mm", "fused") * 2:
-        fused = fuse_experts(block) if name == "fused" else None
-        torch.cuda.reset_peak_memory_stats()
-        row = {"experts": name, "both_ms": _milliseconds(both), "forward_ms": _milliseconds(forward)}
-        rows.append(row | {"peak_bytes": torch.cuda.max_memory_allocated()})
-        show(_line(rows[-1]))
-        if fused is not None:
-            kernels = _kernels(both)
-            fused.restore()
-    return {"case": "experts", **vars(args), "rows": rows, "kernels": kernels, **provenance()}
+    return both, forward
+
+
+@contextlib.contextmanager
+def _changed(block: nn.Module, kind: str) -> Iterator[None]:
+    """``block`` with the experts of ``kind``."""
+    if kind == "grouped_mm":
+        yield
+        return
+    fused = fuse_experts(block)
+    if kind == "fp8":
+        block.experts.fp8_recipe = RECIPES[Fp8Recipe.ROWWISE]
+    try:
+        yield
+    finally:
+        vars(block.experts).pop("fp8_recipe", None)
+        fused.restore()
 
 
 def _milliseconds(call: Callable[[], None]) -> float:
@@ -86,11 +124,14 @@ def _kernels(call: Callable[[], None]) -> list[tuple[float, int, str]]:
 
 def _line(row: dict[str, Any]) -> str:
     return (
-        f"{row['experts']:10} {row['both_ms']:7.2f} ms, forward {row['forward_ms']:6.2f} ms, "
+        f"{row['tokens']:6} tokens, {row['experts']:10} {row['both_ms']:7.2f} ms, forward {row['forward_ms']:6.2f} ms, "
         f"peak {row['peak_bytes'] / 2**30:.1f} GiB"
     )
 
 
 def format_table(result: dict[str, Any]) -> str:
-    kernels = [f"{ms:8.3f} ms {count:3d} {name[:100]}" for ms, count, name in result["kernels"]]
-    return "\n".join([f"{result['gpu']}, {result['tokens']} tokens", *map(_line, result["rows"]), *kernels])
+    kernels = [
+        f"{kind:6} {tokens:6} {ms:8.3f} ms {count:3d} {name[:90]}"
+        for kind, tokens, ms, count, name in result["kernels"]
+    ]
+    return "\n".join([result["gpu"], *map(_line, result["rows"]), *kernels])

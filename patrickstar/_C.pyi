@@ -1471,6 +1471,52 @@ class fp8:
     ) -> None:
         """Casts bfloat16 ``x`` as :func:`patrickstar.fp8.casting.cast` does. An address of 0 leaves a result out."""
 
+    @staticmethod
+    def cuda_cast_rows(x: int, num_rows: int, num_columns: int, codes: int, scales: int, stream: int) -> None:
+        """Casts the rows of bfloat16 ``x``."""
+
+    @staticmethod
+    def cuda_cast_swiglu(gate_up: int, num_rows: int, num_columns: int, codes: int, scales: int, stream: int) -> None:
+        """Casts SwiGLU of rows that hold gate and up side by side. ``num_columns``: of the codes."""
+
+    @staticmethod
+    def cuda_cast_swiglu_gradient(
+        gate_up: int, grad_out: int, num_rows: int, num_columns: int, codes: int, scales: int, stream: int
+    ) -> None:
+        """Casts the gradient of SwiGLU's argument. ``num_columns``: of the codes."""
+
+    @staticmethod
+    def cuda_cast_weighted(
+        grad_out: int,
+        rows: int,
+        tokens: int,
+        weights: int,
+        grad_weights: int,
+        num_rows: int,
+        num_columns: int,
+        codes: int,
+        scales: int,
+        stream: int,
+    ) -> None:
+        """Casts the gradient of rows whose weighted sum is taken."""
+
+    @staticmethod
+    def cuda_turn(
+        x: int,
+        scales: int,
+        sources: int,
+        ends: int,
+        padded_ends: int,
+        num_groups: int,
+        num_tiles: int,
+        num_columns: int,
+        codes: int,
+        code_scales: int,
+        largest: int,
+        stream: int,
+    ) -> None:
+        """Rows of groups, bfloat16 or codes, as columns of codes. ``scales`` of 0: ``x`` is bfloat16."""
+
 class optim:
     """Leaf kernels of the optimizers and the loss scaler (a submodule).
 

@@ -1,5 +1,5 @@
 // Kernels of cuda_kernels.h: each reads and writes every row once. Torch-free.
-#include "common/cuda_elementwise.h"
+#include "common/cuda_swiglu.h"
 #include "experts/cuda_kernels.h"
 
 namespace patrickstar::experts::cuda {
@@ -16,11 +16,6 @@ constexpr int kPartialSums = 4;
 template <DType kType>
 constexpr int pack_size() {
   return static_cast<int>(16 / sizeof(typename Storage<kType>::Element));
-}
-
-template <DType kType>
-__device__ inline float rounded(float x) {
-  return to_float<kType>(from_float<kType>(x));
 }
 
 template <DType kType>
@@ -99,8 +94,6 @@ __global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaleRows args) {
   }
 }
 
-__device__ inline float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
-
 template <DType kType>
 struct GateBody {
   const void* gate_up;
@@ -114,12 +107,11 @@ struct GateBody {
     load<kType>(gate_up, in_gate, gate);
     load<kType>(gate_up, in_gate + width, up);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) up[j] = __fmul_rn(rounded<kType>(silu(gate[j])), up[j]);
+    for (int j = 0; j < kCount; ++j) up[j] = swiglu<kType>(gate[j], up[j]);
     store<kType>(out, i, up);
   }
 };
 
-// d silu(x) / dx = s * (1 + x * (1 - s)) with s the logistic function of x.
 template <DType kType>
 struct GateBackwardBody {
   const void* gate_up;
@@ -136,10 +128,8 @@ struct GateBackwardBody {
     load<kType>(grad_out, i, grad);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const float logistic = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate[j])));
-      const float slope = __fmul_rn(logistic, __fadd_rn(1.0f, __fmul_rn(gate[j], __fsub_rn(1.0f, logistic))));
-      const float of_gate = __fmul_rn(rounded<kType>(__fmul_rn(grad[j], up[j])), slope);
-      up[j] = __fmul_rn(grad[j], rounded<kType>(silu(gate[j])));
+      const float of_gate = gradient_of_gate<kType>(gate[j], up[j], grad[j]);
+      up[j] = gradient_of_up<kType>(gate[j], grad[j]);
       gate[j] = of_gate;
     }
     store<kType>(grad_gate_up, in_gate, gate);

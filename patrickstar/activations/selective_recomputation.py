@@ -60,7 +60,7 @@ _DROPOUT_AT = {
 """Position of ``dropout_p`` among the arguments of each PyTorch kernel whose results backward needs."""
 _MATRIX_PRODUCTS = frozenset(
     operation.default
-    for name in ("mm", "addmm", "_grouped_mm", "_scaled_mm")
+    for name in ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
     if (operation := getattr(_aten, name, None)) is not None
 )
 """Products with parameters. Batched ones are left out: attention in several steps writes into their results."""

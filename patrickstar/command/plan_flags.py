@@ -95,7 +95,7 @@ def plan_parser(prog: str) -> CommandParser:
     )  # fmt: skip
     work.add_argument(
         "--fp8", choices=[member.value for member in Fp8Recipe],
-        help="fp8.recipe: linear layers multiply in 8 bits (default: they do not)",
+        help="fp8.recipe: linear layers and experts multiply in 8 bits (default: they do not)",
     )  # fmt: skip
     work.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of compute")
     work.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")

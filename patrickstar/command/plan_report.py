@@ -231,7 +231,7 @@ def work_line(question: Question) -> str:
     parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
     parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
     parts += [f"frozen weights in {work.quantization.value}"] if work.quantization is not None else []
-    parts += [f"products of linear layers in FP8 ({work.fp8.value})"] if work.fp8 is not None else []
+    parts += [f"products of linear layers and experts in FP8 ({work.fp8.value})"] if work.fp8 is not None else []
     parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
     parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
     parts.append("activations are recomputed" if work.checkpointing else "activations are kept")

@@ -12,7 +12,9 @@ from patrickstar.config.values import Names, Section, Switch, ignoring_case
 
 
 class Fp8Config(Section):
-    """The section ``fp8``: linear layers multiply in 8-bit floating point (docs/guides/fp8.md). It needs ``bf16``."""
+    """The section ``fp8``: linear layers and experts multiply in 8-bit floating point (docs/guides/fp8.md). It needs
+    ``bf16``.
+    """
 
     enabled: Annotated[Switch, HONOURED] = True
     """False: as without the section."""

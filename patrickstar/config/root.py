@@ -115,7 +115,7 @@ class _EngineKeys(Section):
     ``patrickstar.from_pretrained`` was given, if any.
     """
     fp8: Fp8Config | None = None
-    """Products of linear layers in 8-bit floating point; off if the section is missing or disabled."""
+    """Products of linear layers and experts in 8-bit floating point; off if the section is missing or disabled."""
     prove_rewrites: Annotated[Switch, HONOURED] = True
     """Compare the rewritten model with the original one before training begins. Rewritten are context-parallel and
     tensor-parallel models, experts that are divided among ranks, tiled modules and the fused loss. The comparison is a

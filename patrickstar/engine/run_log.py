@@ -162,7 +162,8 @@ def _in_8_bits(session: Session) -> str:
         return ""
     by_reason = {reason: name for name, reason in reversed(fp8.left_out.items())}
     left_out = "".join(f", not {name} ({reason})" for reason, name in reversed(by_reason.items()))
-    layers = f"{fp8.num_layers} linear layers with {fp8.share:.0%} of the products"
+    mixtures = f" and {fp8.num_experts} layers' experts" if fp8.num_experts else ""
+    layers = f"{fp8.num_layers} linear layers{mixtures} with {fp8.share:.0%} of the products"
     return f" and FP8 ({section.recipe.value}: {layers}{left_out})"
 
 

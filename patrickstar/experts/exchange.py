@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar import _C
-from patrickstar.module import expert_rows
-from patrickstar.module.fused_experts import Routing, products, up_name
+from patrickstar.module import expert_rows, fp8_experts
+from patrickstar.module.expert_rows import Routing
+from patrickstar.module.fused_experts import products, up_name
 from patrickstar.ranks.exchanges import addresses, all_to_all_pairs
 from patrickstar.ranks.mesh import SomeRanks
 
@@ -129,7 +130,11 @@ def parallel_experts(
     if is_empty:  # parameters are used, and get a gradient, as on other ranks
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     rows = _Permute.apply(rows, travel.order, travel.inverse)
-    rows = products(module, rows, travel.experts, travel.offsets)
+    if fp8_experts.multiplies_in_8_bits(module, rows, len(rows), len(travel.offsets)):
+        up = getattr(module, up_name(module))
+        rows = fp8_experts.products(rows, up, module.down_proj, travel.offsets, module.fp8_recipe)
+    else:
+        rows = products(module, rows, travel.experts, travel.offsets)
     rows = _Permute.apply(rows, travel.inverse, travel.order)
     rows = _Exchange.apply(rows[:0] if is_empty else rows, ranks, travel.receives, travel.sends)
     return expert_rows.combine(rows, weights, routing.order, routing.positions, scale).to(hidden.dtype)

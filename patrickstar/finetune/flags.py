@@ -84,7 +84,8 @@ def _add_memory_arguments(memory: Any) -> None:
     memory.add_argument(
         "--fp8",
         choices=[recipe.value for recipe in Fp8Recipe],
-        help="with bf16: linear layers multiply in 8 bits, faster on Ada, Hopper and Blackwell GPUs (default: in bf16)",
+        help="with bf16: linear layers multiply in 8 bits, faster on Ada, Hopper and Blackwell GPUs; so do experts on "
+        "Hopper with rowwise (default: in bf16)",
     )
 
 

@@ -154,11 +154,12 @@ def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
     padded = functional.pad(x.float(), (0, 0, 0, -x.size(0) % TILE))
     found: list[Tensor | None] = []
     for is_there, matrix in ((wanted.has_plain, padded), (wanted.has_transposed, padded.t())):
-        found += _cast_on_host(matrix, Block(block), Format(format)) if is_there else (None, None)
+        found += cast_on_host(matrix, Block(block), Format(format)) if is_there else (None, None)
     return _results(x, found, format)
 
 
-def _cast_on_host(x: Tensor, block: Block, format: Format) -> tuple[Tensor, Tensor]:
+def cast_on_host(x: Tensor, block: Block, format: Format) -> tuple[Tensor, Tensor]:
+    """Codes and scales of float32 copies of bfloat16 values."""
     rows, columns = x.shape
     shape, dims = {
         Block.STRIP: ((rows, columns // TILE, TILE), (2,)),

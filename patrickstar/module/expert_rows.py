@@ -13,6 +13,7 @@ device know.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,36 @@ def _operator(schema: str) -> Callable[[Any], Any]:
         return torch.library.custom_op(name, function, mutates_args=(), device_types="cpu", schema=schema)
 
     return decorate
+
+
+@dataclasses.dataclass
+class Routing:
+    """Order of the rows, one for each token and chosen expert."""
+
+    experts: Tensor
+    """By row: its expert, ascending; of other ranks' experts the number of experts or more."""
+    order: Tensor
+    """By row: its index in the flattened ``positions``."""
+    positions: Tensor
+    """``[tokens, chosen experts]``: the row; -1 for other ranks' experts."""
+    offsets: Tensor
+    """int32, by expert: end of its rows."""
+
+    @staticmethod
+    def of(chosen: Tensor, num_experts: int) -> Routing:
+        """The order for ``chosen``: ``[tokens, chosen experts]``, indices of experts."""
+        ids = chosen.reshape(-1)
+        experts, order = torch.sort(ids, stable=True)
+        positions = torch.empty_like(order)
+        positions[order] = torch.arange(order.numel(), device=order.device)
+        positions.masked_fill_(ids >= num_experts, -1)
+        every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+        return Routing(
+            experts=experts,
+            order=order,
+            positions=positions.view(chosen.shape),
+            offsets=torch.searchsorted(experts, every, right=True).to(torch.int32),
+        )
 
 
 def dispatch(hidden: Tensor, order: Tensor, positions: Tensor, grad_scale: float = 1.0) -> Tensor:

@@ -12,7 +12,6 @@ Gradients of tokens and of routing weights are summed in float32, those of ``gro
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.module import expert_rows
+from patrickstar.module import expert_rows, fp8_experts
+from patrickstar.module.expert_rows import Routing
 
 IMPLEMENTATION = "patrickstar"
 """Value of ``_experts_implementation`` in the configuration of fused experts."""
@@ -98,36 +98,6 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in names)
 
 
-@dataclasses.dataclass
-class Routing:
-    """Order of the rows, one for each token and chosen expert."""
-
-    experts: torch.Tensor
-    """By row: its expert, ascending; of other ranks' experts the number of experts or more."""
-    order: torch.Tensor
-    """By row: its index in the flattened ``positions``."""
-    positions: torch.Tensor
-    """``[tokens, chosen experts]``: the row; -1 for other ranks' experts."""
-    offsets: torch.Tensor
-    """int32, by expert: end of its rows."""
-
-    @staticmethod
-    def of(chosen: torch.Tensor, num_experts: int) -> Routing:
-        """The order for ``chosen``: ``[tokens, chosen experts]``, indices of experts."""
-        ids = chosen.reshape(-1)
-        experts, order = torch.sort(ids, stable=True)
-        positions = torch.empty_like(order)
-        positions[order] = torch.arange(order.numel(), device=order.device)
-        positions.masked_fill_(ids >= num_experts, -1)
-        every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
-        return Routing(
-            experts=experts,
-            order=order,
-            positions=positions.view(chosen.shape),
-            offsets=torch.searchsorted(experts, every, right=True).to(torch.int32),
-        )
-
-
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -137,6 +107,7 @@ def experts_forward(
     chosen = self.config._model_config._experts_implementation
     if chosen == "batched_mm" and top_k_index.numel() >= self.num_experts and not torch.is_grad_enabled():
         chosen = "grouped_mm"  # generate() chose the other, which would copy an expert's weights for each row
+    in_8_bits = fp8_experts.multiplies_in_8_bits(self, hidden_states, top_k_index.numel(), self.num_experts)
     hit_rows = vars(self).get(HIT_ROWS)
     if hit_rows is not None and hit_rows.copies_rows(self, top_k_index):
         top_k_index, self = hit_rows.compact(self, top_k_index)
@@ -148,6 +119,8 @@ def experts_forward(
     if hidden_states.dtype != up.dtype or top_k_weights.dtype not in (up.dtype, torch.float32):  # autocast
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     routing = Routing.of(top_k_index, self.num_experts)
+    if in_8_bits:
+        return fp8_experts.mixture(hidden_states, top_k_weights, up, self.down_proj, routing, self.fp8_recipe)
     rows = expert_rows.dispatch(hidden_states, routing.order, routing.positions)
     rows = products(self, rows, routing.experts.clamp(max=self.num_experts - 1), routing.offsets)
     return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
@@ -177,7 +150,7 @@ def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offse
     rows = product(rows, up_name(module))
     if not module.has_gate:
         rows = module.act_fn(rows)
-    elif _is_swiglu(module, moe):
+    elif is_swiglu(module):
         rows = expert_rows.gate(rows)
     else:
         rows = module._apply_gate(rows)
@@ -185,8 +158,10 @@ def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offse
     return module.post_expert_norm(rows) if getattr(module, "has_post_expert_norm", False) else rows
 
 
-def _is_swiglu(module: nn.Module, moe: Any) -> bool:
+def is_swiglu(module: nn.Module) -> bool:
+    """True for fused experts that compute SwiGLU of a gate and an up projection side by side."""
     from transformers.activations import SiLUActivation
+    from transformers.integrations import moe
 
     is_default = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
-    return is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+    return module.has_gate and is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))

@@ -39,7 +39,7 @@ def linear_layers(module: nn.Module, skipped: Iterable[str], key: str) -> Iterat
     """
     skipped = tuple(skipped)
     names = [name for name, _ in module.named_modules()]
-    for unknown in (text for text in skipped if not any(_is_named(name, text) for name in names)):
+    for unknown in (text for text in skipped if not any(is_named(name, text) for name in names)):
         raise ValueError(
             f"{key} names {unknown!r}, which is no module of {type(module).__name__}, nor a part of a name between "
             "dots; named_modules() lists them"
@@ -50,18 +50,18 @@ def linear_layers(module: nn.Module, skipped: Iterable[str], key: str) -> Iterat
         if weight is None or weight.dim() != 2 or not _is_linear(child):
             continue
         exclusion = None
-        if weight in heads or _is_named(name, _HEAD):
+        if weight in heads or is_named(name, _HEAD):
             exclusion = "output embedding"
         elif weight in tied:
             exclusion = "weight of an embedding"
-        elif any(_is_named(name, text) for text in skipped):
+        elif any(is_named(name, text) for text in skipped):
             exclusion = key
         elif _is_adapter(module, name):
             exclusion = "adapter"
         yield LinearLayer(name, child, exclusion)
 
 
-def _is_named(name: str, skipped: str) -> bool:
+def is_named(name: str, skipped: str) -> bool:
     """Tests whether ``skipped`` is the module's name or a run of its dotted parts."""
     return f".{skipped}." in f".{name}."
 

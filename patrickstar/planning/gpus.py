@@ -36,6 +36,11 @@ class DataSheet:
         """True if its tensor cores multiply in 8-bit floating point: Ada, Hopper, Blackwell."""
         return self not in _WITHOUT_FLOAT8
 
+    @property
+    def has_grouped_float8(self) -> bool:
+        """True if PyTorch multiplies groups of rows so on it: Hopper."""
+        return self in _HOPPER
+
 
 H200 = "h200"
 """The measured GPU, to which data sheets are compared."""
@@ -81,6 +86,8 @@ _WITHOUT_FLOAT8 = [
     for name in ("a100", "a100-40", "a30", "a40", "a10", "a10g", "v100", "t4", "a6000", "a5000", "rtx3060", "rtx3080",
                  "rtx3090")
 ]  # fmt: skip
+
+_HOPPER = [DATA_SHEETS[name] for name in ("h100", "h100-nvl", "h100-pcie", "h800", "h20", H200)]
 
 _VENDOR_WORDS = re.compile(r"nvidia|geforce|tesla|quadro|sxm\d?|(?<=\d)gb$|[^a-z0-9]")
 _OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "h10094": "h100-nvl", "h200141": H200, "v10032": "v100",

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from patrickstar.fp8.casting import TILE
 from patrickstar.planning.machines import Gpu
 
 _aten = torch.ops.aten
@@ -54,6 +55,23 @@ def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return per_matrix * a.shape[0] if a.dim() == b.dim() == 3 else per_matrix
 
 
+def _scaled_grouped_flops(
+    a: torch.Tensor, b: torch.Tensor, _: Any, __: Any, offs: torch.Tensor, *___: Any, **____: Any
+) -> int:
+    """FLOPs of ``_scaled_grouped_mm``, without those of columns that fill groups up (``Groups.num_tiles``)."""
+    flops = _grouped_flops(a, b)
+    if a.dim() == b.dim() == 2:
+        flops -= flops // a.shape[1] * offs.numel() * TILE
+    return flops
+
+
+_GROUPED = {
+    operation: count
+    for name, count in (("_grouped_mm", _grouped_flops), ("_scaled_grouped_mm", _scaled_grouped_flops))
+    if (operation := getattr(_aten, name, None)) is not None
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of one operation."""
@@ -92,7 +110,7 @@ class OperationCosts:
         if packet in FUSED_ATTENTION:
             attention = self._count_attention(FUSED_ATTENTION[packet], args, kwargs)
             return Cost(max(seconds, attention.seconds), attention.flops)
-        count = _grouped_flops if packet is _aten._grouped_mm else flop_registry.get(packet)
+        count = _GROUPED.get(packet) or flop_registry.get(packet)
         if count is None or not inputs:
             return Cost(seconds)
         args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # products with an explicit output dtype

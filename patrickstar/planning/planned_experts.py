@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from patrickstar.experts.exchange import Travel
 from patrickstar.experts.exchanged import ExchangedExperts, expert_params, find_experts
-from patrickstar.module.fused_experts import Routing
+from patrickstar.module.expert_rows import Routing
 from patrickstar.module.param_ranks import RankPart, keep_part
 from patrickstar.planning.cluster import LineRates
 from patrickstar.planning.sharded_matrices import Costs, PlannedExchanges

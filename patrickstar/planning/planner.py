@@ -287,7 +287,7 @@ class Planner:
                 workload.length,
                 checkpointing=workload.checkpointing,
                 lora_rank=workload.lora_rank,
-                prepare=workload.change,
+                prepare=question.change,
                 shared=shared,
                 matrices=matrices,
                 experts=experts,

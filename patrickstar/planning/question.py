@@ -13,7 +13,7 @@ from patrickstar.module.fp8_layers import Fp8Layers
 from patrickstar.module.fused_experts import fuse_experts
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
-from patrickstar.planning.gpus import precision_mistake
+from patrickstar.planning.gpus import DATA_SHEETS, precision_mistake
 from patrickstar.planning.images import Images
 from patrickstar.planning.machines import H200, Gpu, Machine
 from patrickstar.planning.models import SharedSequences
@@ -43,7 +43,7 @@ class Workload:
     quantization: QuantizationType | None = None
     """Storage of frozen linear layers' weights (``quantization.type``); None: the compute dtype."""
     fp8: Fp8Recipe | None = None
-    """Recipe of linear layers that multiply in 8 bits (``fp8.recipe``); None: none does."""
+    """Recipe of linear layers and experts that multiply in 8 bits (``fp8.recipe``); None: none does."""
     precision: str = "bf16"
     """Compute dtype, a key of :data:`DTYPES`."""
     loss: LossComputation = LossComputation.WHOLE
@@ -70,8 +70,11 @@ class Workload:
         """GPUs that compute the same batch together."""
         return self.sequence_ranks * (1 if self.mesh is None else self.mesh.size)
 
-    def change(self, module: nn.Module) -> None:
+    def change(self, module: nn.Module, experts_exclusion: str | None = None) -> None:
         """Changes ``module`` after tensor parallelism as an engine does (``patrickstar/activations/remedies.py``).
+
+        Args:
+            experts_exclusion: reason why the GPU multiplies experts in 16 bits with ``fp8``; None: it need not.
 
         Raises:
             ValueError: its loss cannot be fused, none of its layers can multiply in 8 bits, or none of its modules can
@@ -81,7 +84,7 @@ class Workload:
             fuse_loss(module)
         fuse_experts(module)
         if self.fp8 is not None:
-            Fp8Layers(module, Fp8Config(recipe=self.fp8))
+            Fp8Layers(module, Fp8Config(recipe=self.fp8), experts_exclusion)
         if self.tile_tokens:
             tile_modules(module, self.tile_tokens)
 
@@ -151,6 +154,12 @@ class Question:
                 f"--tensor-parallel {mesh.rows}x{mesh.columns} and --sequence-parallel {size} take {together} GPUs "
                 f"together, but there are {num_ranks}; give --gpus-per-node {together}, or less of one of them"
             )
+
+    def change(self, module: nn.Module) -> None:
+        """``Workload.change`` for the machine's GPU."""
+        sheet = DATA_SHEETS.get(self.machine.name)
+        has_groups = sheet is None or sheet.has_grouped_float8
+        self.workload.change(module, None if has_groups else f"experts, not in 8 bits on {self.machine.name}")
 
     @property
     def gpu(self) -> Gpu:

@@ -3,9 +3,23 @@ import torch
 from torch import nn
 
 from patrickstar.choices import Fp8Recipe
+from patrickstar.config import Fp8Config
 from patrickstar.fp8.casting import Block, Format, Sides, cast
+from patrickstar.fp8.grouped import (
+    Groups,
+    cast_rows,
+    cast_turned_weights,
+    cast_weights,
+    multiply,
+    multiply_columns,
+    turn,
+)
 from patrickstar.fp8.linear import RECIPES, fp8_class
 from patrickstar.fp8.products import Sum, product
+from patrickstar.fp8.support import exclusion_of_grouped
+from patrickstar.module import expert_rows, fp8_experts
+from patrickstar.module.fp8_layers import Fp8Layers
+from tests.fp8.test_experts import make_experts, small_layers
 
 pytestmark = pytest.mark.gpu
 
@@ -88,3 +102,126 @@ def test_compiled_layers_give_the_bits_of_eager_ones_and_the_cpus_within_roundin
         assert ((found.cpu().double() - expected.double()).norm() / expected.double().norm()).item() < 0.01
     for found, expected in zip(trained(torch.compile(layer, fullgraph=True), x, direction), eager, strict=True):
         assert found.equal(expected)
+
+
+def test_this_gpu_multiplies_groups_if_it_is_hopper():
+    reason = exclusion_of_grouped(torch.device("cuda", torch.cuda.current_device()))
+    assert (reason is None) == (torch.cuda.get_device_capability() == (9, 0)), reason
+
+
+def groups_on(device, ends):
+    ends = torch.tensor(ends, dtype=torch.int32, device=device)
+    return Groups.of(ends, int(ends[-1]))
+
+
+def bits(values, columns=None):
+    return values[..., :columns].cpu().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("ends", [[0, 7, 7, 200, 201, 475], [475], [0, 0, 1], [128, 256, 1280]])
+def test_grouped_casts_have_the_bits_of_the_cpu(ends):
+    x = matrix(ends[-1] + 5, 384).clamp(-1e38, 1e38)  # codes of larger ones may stand for infinity
+    here, there = groups_on("cpu", ends), groups_on("cuda", ends)
+    assert there.padded_ends.tolist() == here.padded_ends.tolist()
+    last = int(here.padded_ends[-1])
+    rows, on_gpu = cast_rows(x), cast_rows(x.cuda())
+    assert bits(on_gpu.values).equal(bits(rows.values)) and on_gpu.scales.cpu().equal(rows.scales)
+    sources = torch.randint(len(x), (ends[-1],), generator=torch.Generator().manual_seed(1))
+    for index in (None, sources):
+        columns, found = turn(rows, here, index), turn(on_gpu, there, None if index is None else index.cuda())
+        assert bits(found.values, last).equal(bits(columns.values, last)) and found.scales.cpu().equal(columns.scales)
+    weights = matrix(3 * 256, 256).view(3, 256, 256)
+    for cast_them in (cast_weights, cast_turned_weights):
+        wanted, found = cast_them(weights), cast_them(weights.cuda())
+        assert bits(found.values).equal(bits(wanted.values)) and found.scales.cpu().equal(wanted.scales)
+
+
+@pytest.mark.parametrize("width", [128, 768, 3072])  # a lane keeps up to 2,048 columns of its row
+def test_fused_casts_have_the_bits_of_kernels_one_after_the_other(width):
+    torch.manual_seed(0)
+    gate_up, gated_grad = (torch.randn(301, size, device="cuda").bfloat16() * 4 for size in (2 * width, width))
+    grad, rows = torch.randn(50, width, device="cuda").bfloat16(), torch.randn(301, width, device="cuda").bfloat16()
+    tokens, weights = torch.randint(50, (301,), device="cuda"), torch.rand(301, device="cuda")
+    grad_rows, grad_weights = expert_rows.scale_rows(grad, rows, tokens, weights)
+    weighted, found_weights = fp8_experts._cast_weighted(grad, rows, tokens, weights)
+    for found, wanted in (
+        (fp8_experts._cast_swiglu(gate_up), expert_rows.swiglu(gate_up)),
+        (
+            fp8_experts._cast_swiglu_gradient(gate_up, gated_grad),
+            expert_rows.swiglu_backward(gate_up, gated_grad),
+        ),
+        (weighted, grad_rows),
+    ):
+        codes = cast_rows(wanted)
+        assert bits(found.values).equal(bits(codes.values)) and found.scales.equal(codes.scales)
+    assert found_weights.equal(grad_weights)
+
+
+@pytest.mark.parametrize(
+    ("ends", "summed", "results"),
+    [
+        ([0, 7, 7, 200, 201, 475], 256, 384),
+        ([1000, 1000, 3001, 4097], 768, 2048),
+        ([5000, 9000], 2048, 2048),  # tiles of PyTorch's kernel depend on sizes
+        (list(range(33, 33 * 129, 33)), 256, 128),
+    ],
+)
+def test_grouped_products_are_those_of_the_same_values(ends, summed, results):
+    torch.manual_seed(0)
+    groups = groups_on("cuda", ends)
+    x, grad = (torch.randn(ends[-1], size, device="cuda").bfloat16() for size in (summed, results))
+    weights = torch.randn(len(ends), results, summed, device="cuda").bfloat16()
+    rows, grads = cast_rows(x), cast_rows(grad)
+    plain, turned = cast_weights(weights), cast_turned_weights(weights)
+    x_columns, grad_columns = turn(rows, groups), turn(grads, groups)
+    products = [
+        (multiply(rows, plain, groups, Sum.FAST), rows, plain, 0.01),
+        (multiply(rows, plain, groups), rows, plain, 0.003),
+        (multiply(grads, turned, groups), grads, turned, 0.003),
+    ]
+    sums = multiply_columns(grad_columns, x_columns, groups)
+    padded = [0, *groups.padded_ends.tolist()]
+    for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        mine, columns = slice(begin, end), slice(*padded[group : group + 2])
+        for found, codes, matrices, bound in products:
+            matrix = matrices.values[group].double() * matrices.scales[group].double().unsqueeze(1)
+            exact = codes.values[mine].double() * codes.scales[mine].double().unsqueeze(1) @ matrix.t()
+            assert (found[mine].double() - exact).norm() <= bound * exact.norm()
+        a, b = (
+            codes.values[:, columns].double() * codes.scales[group].double().unsqueeze(1)
+            for codes in (grad_columns, x_columns)
+        )
+        exact = a @ b.t()
+        assert (sums[group].double() - exact).norm() <= 0.003 * exact.norm()
+
+
+def test_experts_give_equal_bits_again_and_the_cpus_within_rounding(monkeypatch):
+    small_layers(monkeypatch.setattr)
+    torch.manual_seed(0)
+    model = make_experts()
+    changed = Fp8Layers(model, Fp8Config())
+    hidden, weights = torch.randn(500, 256).bfloat16(), torch.rand(500, 2)
+    chosen = torch.randint(0, 7, (500, 2))  # the last expert gets no token
+    direction = torch.randn(500, 256).bfloat16()
+
+    def run(experts, *given):
+        hidden, chosen, weights, direction = (each.clone() for each in given)
+        hidden.requires_grad_()
+        weights.requires_grad_()
+        out = experts(hidden, chosen, weights)
+        return [out, *torch.autograd.grad(out, [hidden, weights, *model.parameters()], direction, allow_unused=True)]
+
+    given = [hidden, chosen, weights, direction]
+    on_host = run(model.experts, *given)
+    model.cuda()
+    given = [each.cuda() for each in given]
+    eager = run(model.experts, *given)
+    compiled = run(torch.compile(model.experts), *given)  # PyTorch may choose another kernel for products
+    for others, bound in ((on_host, 0.02), (compiled, 0.01)):
+        for found, expected in zip(eager, others, strict=True):
+            if expected is not None:
+                expected = expected.double().cpu()
+                assert ((found.cpu().double() - expected).norm() / expected.norm()).item() < bound
+    again = run(model.experts, *given)
+    assert all(one is None or one.equal(other) for one, other in zip(eager, again, strict=True))
+    changed.restore()

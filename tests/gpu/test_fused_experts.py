@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from patrickstar.module import expert_rows
-from patrickstar.module.fused_experts import Routing, fuse_experts
+from patrickstar.module.expert_rows import Routing
+from patrickstar.module.fused_experts import fuse_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from patrickstar.module import expert_rows
-from patrickstar.module.fused_experts import IMPLEMENTATION, Routing, fuse_experts
+from patrickstar.module.expert_rows import Routing
+from patrickstar.module.fused_experts import IMPLEMENTATION, fuse_experts
 from patrickstar.runtime import initialize_engine
 from tests.ranks.mixed_models import batch, build
 from tests.training import make_config

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import transformers
 
 from patrickstar.plan import main
 
@@ -20,6 +21,20 @@ def test_products_in_8_bits_take_less_time_and_keep_smaller_activations(capsys):
     assert fastest["model_tflops"] / plain["model_tflops"] == pytest.approx(
         plain["step_seconds"] / fastest["step_seconds"], rel=1e-3
     )
+
+
+def test_experts_take_less_time_where_pytorch_multiplies_groups_in_8_bits(capsys, tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, vocab_size=1024, architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    shorter = {}
+    for gpu in ("h200", "b200"):
+        model = f"--model {tmp_path} --gpu {gpu} --batch-size 16"
+        plain, in_8_bits = (ask(capsys, f"{model} {flags}")["step_seconds"] for flags in ("", "--fp8 rowwise"))
+        shorter[gpu] = 1 - in_8_bits / plain
+    assert shorter["h200"] > 0.08 > shorter["b200"] > 0
 
 
 @pytest.mark.parametrize(

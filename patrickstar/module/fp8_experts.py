@@ -1,0 +1,248 @@
+"""Experts whose grouped products run in 8 bits: forward, gradients of tokens, gradients of weights.
+
+    module.fp8_recipe = RECIPES[Fp8Recipe.ROWWISE]   # by Fp8Layers, for experts that can
+    if multiplies_in_8_bits(module, hidden, num_rows, num_experts):
+        out = mixture(hidden, weights, up, down, routing)
+
+Tokens are cast once, and their codes go to the rows of their experts. SwiGLU and its gradient, and the gradient of the
+weighted sum, are cast as they are computed. The backward keeps codes of tokens and of SwiGLU, and ``gate_up``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from patrickstar import _C
+from patrickstar.fp8.casting import Block, Codes
+from patrickstar.fp8.grouped import (
+    Groups,
+    cast_rows,
+    cast_turned_weights,
+    cast_weights,
+    empty_codes,
+    gathered,
+    multiply,
+    multiply_columns,
+    turn,
+)
+from patrickstar.fp8.linear import Recipe
+from patrickstar.module import expert_rows
+from patrickstar.module.expert_rows import Routing
+
+LEAST_ROWS = 1024
+"""Rows per expert, on average. Fewer are faster in bfloat16, since casts of weights take longer than products gain."""
+
+
+def multiplies_in_8_bits(module: nn.Module, hidden: Tensor, num_rows: int, num_experts: int) -> bool:
+    """True if this call of fused experts multiplies in 8 bits.
+
+    Args:
+        hidden: of the dtype of the weights.
+        num_rows: of all experts here together.
+        num_experts: here.
+    """
+    has_rows = num_rows >= LEAST_ROWS * num_experts
+    return "fp8_recipe" in vars(module) and hidden.dtype is torch.bfloat16 and has_rows
+
+
+def mixture(hidden: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, recipe: Recipe) -> Tensor:
+    """Each token's weighted sum over its experts.
+
+    Args:
+        hidden: ``[tokens, hidden size]``, bfloat16.
+        weights: ``[tokens, chosen experts]``, bfloat16 or float32.
+        up: gate and up projections, ``[experts, 2 * intermediate size, hidden size]``.
+        down: ``[experts, hidden size, intermediate size]``.
+        routing: of the tokens.
+    """
+    return _Mixture.apply(hidden, weights, up, down, routing, recipe)
+
+
+def products(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, recipe: Recipe) -> Tensor:
+    """Rows of tokens, by expert, through their experts; ``ends``: int32, by expert."""
+    return _Products.apply(rows, up, down, ends, recipe)
+
+
+class _Mixture(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weights, up, down, routing, recipe):
+        order, positions, ends = routing.order, routing.positions, routing.offsets
+        tokens = cast_rows(hidden)
+        groups = Groups.of(ends, order.numel())
+        rows = gathered(tokens, order // positions.size(1))
+        gate_up, gated, rows = _multiply(rows, up, down, groups, recipe)
+        ctx.groups = groups.num_tiles
+        ctx.save_for_backward(
+            up, down, weights, order, positions, ends, groups.padded_ends, gate_up, rows, *tokens[:2], *gated[:2]
+        )
+        return expert_rows.sum_rows(rows, positions, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        up, down, weights, order, positions, ends, padded_ends, gate_up, rows, *codes = ctx.saved_tensors
+        groups = Groups(ends, padded_ends, ctx.groups)
+        sources = order // positions.size(1)
+        of_rows = weights.flatten()[order].float()
+        grad_codes, by_row = _cast_weighted(grad.contiguous(), rows, sources, of_rows)
+        for_hidden, for_weights, *for_experts = ctx.needs_input_grad[:4]
+        grad_rows, grad_up, grad_down = _multiply_back(
+            grad_codes, up, down, groups, gate_up, _lines(codes[:2]), _lines(codes[2:]), sources,
+            for_hidden, *for_experts,
+        )  # fmt: skip
+        grad_hidden = grad_weights = None
+        if for_hidden:
+            grad_hidden = expert_rows.sum_rows(grad_rows, positions, None)
+        if for_weights:
+            grad_weights = torch.where(positions >= 0, by_row[positions.clamp(min=0)], 0.0).to(weights.dtype)
+        return grad_hidden, grad_weights, grad_up, grad_down, None, None
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, up, down, ends, recipe):
+        codes = cast_rows(rows)
+        groups = Groups.of(ends, rows.size(0))
+        gate_up, gated, found = _multiply(codes, up, down, groups, recipe)
+        ctx.groups = groups.num_tiles
+        ctx.save_for_backward(up, down, ends, groups.padded_ends, gate_up, *codes[:2], *gated[:2])
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        up, down, ends, padded_ends, gate_up, *codes = ctx.saved_tensors
+        groups = Groups(ends, padded_ends, ctx.groups)
+        found = _multiply_back(
+            cast_rows(grad), up, down, groups, gate_up, _lines(codes[:2]), _lines(codes[2:]), None,
+            *ctx.needs_input_grad[:3],
+        )  # fmt: skip
+        return *found, None, None
+
+
+def _lines(codes: list[Tensor]) -> Codes:
+    return Codes(*codes, Block.LINE)
+
+
+def _multiply(rows: Codes, up: Tensor, down: Tensor, groups: Groups, recipe: Recipe) -> tuple[Tensor, Codes, Tensor]:
+    """``gate_up``, codes of SwiGLU, and the results."""
+    gate_up = multiply(rows, cast_weights(up), groups, recipe.forward_sum)
+    gated = _cast_swiglu(gate_up)
+    return gate_up, gated, multiply(gated, cast_weights(down), groups, recipe.forward_sum)
+
+
+def _multiply_back(
+    grad: Codes, up: Tensor, down: Tensor, groups: Groups, gate_up: Tensor, tokens: Codes, gated: Codes,
+    sources: Tensor | None, for_rows: bool, for_up: bool, for_down: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of the rows, of ``up`` and of ``down``, as far as they are needed."""
+    grad_rows = grad_up = grad_down = None
+    if for_down:
+        grad_down = multiply_columns(turn(grad, groups), turn(gated, groups), groups)
+    if for_rows or for_up:
+        of_gated = multiply(grad, cast_turned_weights(down), groups)
+        of_gate_up = _cast_swiglu_gradient(gate_up, of_gated)
+        del of_gated
+        if for_up:
+            grad_up = multiply_columns(turn(of_gate_up, groups), turn(tokens, groups, sources), groups)
+        if for_rows:
+            grad_rows = multiply(of_gate_up, cast_turned_weights(up), groups)
+    return grad_rows, grad_up, grad_down
+
+
+# ---- Casts of what the rows' kernels compute -----------------------------------------------------------
+
+
+def _cast_swiglu(gate_up: Tensor) -> Codes:
+    """``cast_rows(swiglu(gate_up))``."""
+    return _lines(_swiglu(gate_up.contiguous()))
+
+
+def _cast_swiglu_gradient(gate_up: Tensor, grad: Tensor) -> Codes:
+    """``cast_rows(swiglu_backward(gate_up, grad))``."""
+    return _lines(_swiglu_gradient(gate_up.contiguous(), grad.contiguous()))
+
+
+def _cast_weighted(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Codes, Tensor]:
+    """``scale_rows(grad, rows, tokens, weights)``, of which the first result is cast."""
+    *codes, grad_weights = _weighted(grad, rows, tokens, weights)
+    return _lines(codes), grad_weights
+
+
+_library = torch.library.Library("patrickstar", "FRAGMENT")
+_library.define("cast_fp8_swiglu(Tensor gate_up) -> (Tensor, Tensor)")
+_library.define("cast_fp8_swiglu_gradient(Tensor gate_up, Tensor grad) -> (Tensor, Tensor)")
+_library.define(
+    "cast_fp8_weighted(Tensor grad, Tensor rows, Tensor tokens, Tensor weights) -> (Tensor, Tensor, Tensor)"
+)
+_swiglu = torch.ops.patrickstar.cast_fp8_swiglu.default
+_swiglu_gradient = torch.ops.patrickstar.cast_fp8_swiglu_gradient.default
+_weighted = torch.ops.patrickstar.cast_fp8_weighted.default
+
+
+@torch.library.impl(_library, "cast_fp8_swiglu", "CPU")
+def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    return cast_rows(expert_rows.swiglu(gate_up))[:2]
+
+
+@torch.library.impl(_library, "cast_fp8_swiglu", "Meta")
+def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_codes(gate_up, gate_up.size(0), gate_up.size(1) // 2)
+
+
+@torch.library.impl(_library, "cast_fp8_swiglu", "CUDA")
+def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = empty_codes(gate_up, gate_up.size(0), gate_up.size(1) // 2)
+    with torch.cuda.device(gate_up.device):
+        _C.fp8.cuda_cast_swiglu(
+            gate_up.data_ptr(), *codes.shape, codes.data_ptr(), scales.data_ptr(), _stream(gate_up)
+        )  # fmt: skip
+    return codes, scales
+
+
+@torch.library.impl(_library, "cast_fp8_swiglu_gradient", "CPU")
+def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return cast_rows(expert_rows.swiglu_backward(gate_up, grad))[:2]
+
+
+@torch.library.impl(_library, "cast_fp8_swiglu_gradient", "Meta")
+def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_codes(gate_up, *gate_up.shape)
+
+
+@torch.library.impl(_library, "cast_fp8_swiglu_gradient", "CUDA")
+def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = empty_codes(gate_up, *gate_up.shape)
+    with torch.cuda.device(gate_up.device):
+        _C.fp8.cuda_cast_swiglu_gradient(
+            gate_up.data_ptr(), grad.data_ptr(), *codes.shape, codes.data_ptr(), scales.data_ptr(), _stream(gate_up)
+        )  # fmt: skip
+    return codes, scales
+
+
+@torch.library.impl(_library, "cast_fp8_weighted", "CPU")
+def _(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grad_rows, grad_weights = expert_rows.scale_rows(grad, rows, tokens, weights)
+    return *cast_rows(grad_rows)[:2], grad_weights
+
+
+@torch.library.impl(_library, "cast_fp8_weighted", "Meta")
+def _(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return *empty_codes(rows, *rows.shape), weights.new_empty(rows.size(0))
+
+
+@torch.library.impl(_library, "cast_fp8_weighted", "CUDA")
+def _(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (codes, scales), grad_weights = empty_codes(rows, *rows.shape), torch.empty_like(weights)
+    with torch.cuda.device(rows.device):
+        _C.fp8.cuda_cast_weighted(
+            grad.data_ptr(), rows.data_ptr(), tokens.data_ptr(), weights.data_ptr(), grad_weights.data_ptr(),
+            *codes.shape, codes.data_ptr(), scales.data_ptr(), _stream(rows),
+        )  # fmt: skip
+    return codes, scales, grad_weights
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream
