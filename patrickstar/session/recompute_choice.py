@@ -259,7 +259,8 @@ class RecomputeChoice(NoRecomputeChoice):
         logger.debug("predicted seconds by rung: %s", choice.tried)
         logger.debug("of the calls: %s", step.timed.calls)
         if choice.rung > 0:
-            self._apply(_Chosen(engine, step, ladder, choice.rung))
+            self._chosen, self._stage = _Chosen(engine, step, ladder, choice.rung), ChoiceStage.CHOSEN
+            self._apply(self._chosen)
 
     def _choose_again(self) -> None:
         """Ranks get the same times in the same step."""
@@ -268,7 +269,7 @@ class RecomputeChoice(NoRecomputeChoice):
         rates = None if times is None else times["rates"]
         if rates is None or rates.host_adam_params_per_second == chosen.step.rates.host_adam_params_per_second:
             return
-        self._stage = ChoiceStage.OVER
+        self._stage, self._chosen = ChoiceStage.OVER, None
         if self._limit.rung != chosen.rung:  # a larger forward came, or memory ran out
             return
         step = dataclasses.replace(chosen.step, rates=rates)
@@ -280,12 +281,10 @@ class RecomputeChoice(NoRecomputeChoice):
         saved = chosen.ladder.saved(choice.rung)
         logger.info("%s, %.3g s as before", recomputation_text(saved, seconds, choice.tried[0]), present)
         self._apply(dataclasses.replace(chosen, step=step, rung=choice.rung))
-        self._stage = ChoiceStage.OVER
 
     def _apply(self, chosen: _Chosen) -> None:
         """Lets calls save what was chosen, and places states for the step that follows."""
         engine, step, ladder, rung = chosen.engine, chosen.step, chosen.ladder, chosen.rung
-        self._chosen, self._stage = chosen, ChoiceStage.CHOSEN
         saved = ladder.saved(rung)
         self._calls.choose(saved)
         timed = step_with_saved(step.timed, saved)
