@@ -18,9 +18,7 @@ from patrickstar.elastic import (
     Orders,
     Rendezvous,
     ScaledRates,
-    rendezvous,
 )
-from patrickstar.ranks import failures
 from patrickstar.runtime import initialize_engine
 from tests.elastic import runs
 from tests.training import make_config
@@ -48,8 +46,6 @@ def follow(
     """Runs one process. ``orders``: ranks and batch, or None for a stop, by step. Its rank 0 gives them. ``death``: a
     process that dies, and its step; the others go on.
     """
-    if death is not None:
-        rendezvous._GONE_SECONDS, failures._GRACE_SECONDS = 1.5, 0.3
     dies_at = death[1] if death is not None and os.environ["RANK"] == str(death[0]) else -1
     engine, optimizer = initialize_engine(runs.build, 0, config())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, DECAY_STEPS, DECAY)
