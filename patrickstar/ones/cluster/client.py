@@ -78,7 +78,7 @@ class About:
 
 
 class SchedulerService:
-    """The scheduler's actor."""
+    """The scheduler's actor. Questions wait while it starts again; changes fail, since they may have been made."""
 
     def __init__(self, options: StartOptions):
         self._options = options
@@ -95,6 +95,7 @@ class SchedulerService:
         self._problem = ""
         threading.Thread(target=self._run, name="ones-scheduler", daemon=True).start()
 
+    @ray.method(max_task_retries=-1)
     def about(self) -> About:
         """Describes the scheduler."""
         return About(patrickstar.__version__, self._options.policy, self._scheduler.cluster, self._problem)
@@ -107,6 +108,7 @@ class SchedulerService:
         """Ends a job; returns an error text, empty on success."""
         return self._answer(lambda: self._scheduler.cancel(name))
 
+    @ray.method(max_task_retries=-1)
     def rows(self) -> list[Row]:
         """All jobs, as of the last tick."""
         return self._rows
