@@ -10,15 +10,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import ray
 import torch
+from ray.util.placement_group import remove_placement_group
 
 from patrickstar.command.ones import main
 from patrickstar.ones.cluster.client import ClusterClient, ClusterError, StartOptions, start
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE
+from patrickstar.ones.cluster.ray_placement import place_groups
 from patrickstar.ones.cluster.submission import Submission
 from tests.distributed import ROOT, run_python
 from tests.ones import elastic_script, trainer_script
@@ -181,8 +184,12 @@ def test_a_job_gets_the_gpus_of_one_that_has_ended_and_can_be_cancelled(cluster,
     submit(client, tmp_path / "broken", 60, environment=(("PYTHONPATH", "/nowhere"),))
     found = until(client, lambda found: found["broken"].state == "failed")
     assert "a rank ended with" in found["broken"].note
+    until_free(4)
+
+
+def until_free(num_gpus):
     deadline = time.monotonic() + 300
-    while ray.available_resources().get("GPU") != 4:
+    while ray.available_resources().get("GPU") != num_gpus:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -258,6 +265,24 @@ def test_a_start_that_fails_leaves_nothing_behind(cluster, tmp_path):
     assert set(Path("/tmp").glob("patrickstar-ray-*")) == before
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [line for line in commands if str(tmp_path).encode() in line]
+
+
+def test_a_start_that_waits_for_gpus_holds_none(cluster):
+    until_free(4)
+    job = Submission("job", str(SCRIPT), (), "/", (), 1, 4, 1, 12, 120)
+    first = place_groups(2, job, ())
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(place_groups, 3, job, ())
+        others = place_groups(2, job, ())  # not stopped by three that wait for a third GPU
+        for group in first:
+            remove_placement_group(group)
+        assert not waiting.done()
+        remove_placement_group(others.pop())
+        found = [*others, *waiting.result()]
+    assert len(found) == 4
+    for group in found:
+        remove_placement_group(group)
+    until_free(4)
 
 
 class any_text:  # noqa: N801 (it is used as a function)

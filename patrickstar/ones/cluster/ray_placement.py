@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from patrickstar.ones.cluster.placement import choose_nodes
@@ -15,6 +24,8 @@ from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ones.jobs import Cluster
 
 _GPUS_WAIT_SECONDS = 20.0
+_DIVISION_SECONDS = 3.0
+"""Time for GPUs of a reservation that is divided; others may take them meanwhile."""
 _START_SECONDS = 300.0
 """Time for the actors of ranks to start, even on a loaded node."""
 _TYPE_SHARE = 0.001
@@ -54,6 +65,49 @@ def free_gpus(gpu_type: str = "") -> dict[str, int]:
     return {node: int(available.get(node, {}).get("GPU", 0)) for node in gpus_by_node(gpu_type)}
 
 
+@contextlib.contextmanager
+def _all_at_once(bundles: Sequence[Mapping[str, float]], timeout_seconds: float) -> Iterator[Counter[str]]:
+    """Context in which one placement group holds all bundles. Ray gives it all or none, so it holds nothing while it
+    waits. Yields the number of bundles on each node.
+
+    Raises:
+        RuntimeError: they were not free within the timeout.
+    """
+    whole = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+    try:
+        if not whole.wait(timeout_seconds):
+            raise RuntimeError("other jobs hold them")
+        yield Counter(placement_group_table(whole)["bundles_to_node_id"].values())
+    finally:
+        remove_placement_group(whole)
+
+
+def place_groups(num_groups: int, submission: Submission, present: Collection[str]) -> list[PlacementGroup]:
+    """A placement group for each inner group of ranks, on the nodes of :func:`choose_nodes`.
+
+    All GPUs are reserved at once, and the reservation is then divided. If another job takes one of them meanwhile, it
+    begins again.
+
+    Raises:
+        RuntimeError: the GPUs were not free in time; none is held then.
+    """
+    size, kind = submission.inner_group, submission.gpu_type
+    bundle = {"GPU": float(size)} | ({type_resource(kind): _TYPE_SHARE} if kind else {})
+    deadline = time.monotonic() + _GPUS_WAIT_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        with _all_at_once([bundle] * num_groups, left) as reserved:
+            free = Counter(free_gpus(kind))
+            free.update({node: size * count for node, count in reserved.items()})
+            nodes = choose_nodes(free, num_groups, size, present)
+        groups = [placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=node) for node in nodes]
+        until = time.monotonic() + _DIVISION_SECONDS
+        if all(group.wait(max(until - time.monotonic(), 0.0)) for group in groups):
+            return groups
+        for group in groups:
+            remove_placement_group(group)
+    raise RuntimeError("other jobs took them first")
+
+
 class PlacedRanks:
     """Ranks that were started together, all or none. A rank, or each inner group, has a placement group of its own, so
     that its GPUs are free when it leaves.
@@ -68,18 +122,11 @@ class PlacedRanks:
     """
 
     def __init__(self, count: int, submission: Submission, present: set[str]):
-        size, kind = submission.inner_group, submission.gpu_type
-        bundle = {"GPU": size} | ({type_resource(kind): _TYPE_SHARE} if kind else {})
-        num_groups = count // size
-        nodes: list[str | None] = [*choose_nodes(free_gpus(kind), num_groups, size, present)]
-        nodes += [None] * (num_groups - len(nodes))
-        groups = [placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=node) for node in nodes]
+        size = submission.inner_group
         try:
-            ray.get([group.ready() for group in groups], timeout=_GPUS_WAIT_SECONDS)
-        except ray.exceptions.GetTimeoutError as error:
-            for group in groups:
-                remove_placement_group(group)
-            raise RuntimeError(f"{count} GPUs were not free within {_GPUS_WAIT_SECONDS:g} s") from error
+            groups = place_groups(count // size, submission, present)
+        except RuntimeError as error:
+            raise RuntimeError(f"{count} GPUs were not free within {_GPUS_WAIT_SECONDS:g} s: {error}") from error
         rank_actor = ray.remote(num_cpus=0, num_gpus=1)(RankProcess)
         self._groups = {
             rank_actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(): group
