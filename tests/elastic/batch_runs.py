@@ -28,9 +28,9 @@ DECAY_STEPS, DECAY = 3, 0.9  # of the schedule
 LR, MICRO_BATCH, SEED = 1e-2, 3, 1
 
 
-def config() -> dict[str, Any]:
+def config(lr: float = LR) -> dict[str, Any]:
     found = make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=60)
-    found["optimizer"]["params"]["lr"] = LR
+    found["optimizer"]["params"]["lr"] = lr
     return found
 
 
@@ -93,10 +93,12 @@ def follow(
     return result
 
 
-def replay(batches: dict[int, int], allowed: BatchRange = BATCHES, decay: float = DECAY) -> dict[str, Any]:
+def replay(
+    batches: dict[int, int], allowed: BatchRange = BATCHES, decay: float = DECAY, lr: float = LR
+) -> dict[str, Any]:
     """The same steps in plain PyTorch: each epoch's permutation is cut into these batches, one after the other."""
     model = runs.build()
-    optimizer = torch.optim.AdamW(model.parameters(), **config()["optimizer"]["params"])
+    optimizer = torch.optim.AdamW(model.parameters(), **config(lr)["optimizer"]["params"])
     _, inputs, targets = runs.samples().tensors
     epoch, cursor, num_samples, first, before, warmed = 0, 0, 0, 1.0, allowed.base, allowed.warmup_steps
     result: dict[str, Any] = {"losses": {}, "seen": {}, "rates": {}}
@@ -113,7 +115,7 @@ def replay(batches: dict[int, int], allowed: BatchRange = BATCHES, decay: float 
         generator = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
         order = torch.randperm(runs.NUM_SAMPLES, generator=generator)[cursor : cursor + batch]
         cursor += batch
-        rate = LR * decay ** (num_samples // allowed.base // DECAY_STEPS) * factor()
+        rate = lr * decay ** (num_samples // allowed.base // DECAY_STEPS) * factor()
         num_samples, warmed = num_samples + batch, warmed + 1
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()

@@ -17,6 +17,8 @@ from tests.elastic import runs
 from tests.elastic.batch_runs import MICRO_BATCH, SEED, config
 from tests.ones.seen import Notes
 
+LR = 1e-3  # rounding errors grow little in some hundred steps
+
 
 class History:
     """Batches of all steps that count, across kills, as user state."""
@@ -33,7 +35,7 @@ class History:
 
 def main(folder, num_samples, step_seconds):
     torch.set_num_threads(1)
-    engine, optimizer = initialize_engine(runs.build, config=config())
+    engine, optimizer = initialize_engine(runs.build, config=config(LR))
     sampler = ElasticSampler(runs.NUM_SAMPLES, job_batch(), MICRO_BATCH, seed=SEED)
     rates, history, seen = ScaledRates(optimizer, job_batch()), History(), Notes(folder)
     run = ElasticRun(

@@ -24,7 +24,7 @@ from tests.elastic import batch_runs, runs
 from tests.ones import batch_script
 from tests.ones.elastic_script import GLOBAL_BATCH
 from tests.ones.seen import num_recoveries, steps_of
-from tests.ones.test_cluster import check, samples_by_step, submit, until, values_alone
+from tests.ones.test_cluster import SCRIPT, check, samples_by_step, submit, until, values_alone
 
 KINDS = ("rank", "worker", "scheduler", "rank", "job")
 """Processes that are killed in turn: of a rank, of its actor, of the scheduler's and of the job's actor."""
@@ -78,6 +78,36 @@ def test_a_job_goes_on_when_a_node_leaves_and_grows_when_one_joins(nodes, tmp_pa
     assert (found["job"].state, found["job"].num_failures) == ("finished", 0)
     check(tmp_path / "job", alone)
     seen_once(tmp_path / "job", 400)
+
+
+@pytest.mark.slow
+def test_a_job_runs_on_nodes_with_gpus_of_its_type(nodes, tmp_path):
+    cluster, client = nodes
+    cluster.add_node(num_cpus=2, num_gpus=2, resources={"accelerator_type:H100": 1})
+    until(client, lambda _: client._ask("about").cluster.num_gpus == 4)
+    for name, kind in (("bound", "H100"), ("one", ""), ("two", "")):
+        (tmp_path / name).mkdir()
+        arguments = (str(tmp_path / name), "100", "0.2")
+        limits = (1, 2, 1, GLOBAL_BATCH, 120)
+        client.submit(Submission(name, str(SCRIPT), arguments, str(tmp_path / name), (), *limits, gpu_type=kind))
+    found = until(client, lambda found: all(row.num_steps > 0 for row in found.values()))
+    assert found["bound"].gpu_type == "H100"
+    for name, row in found.items():
+        assert {type_of(node) for node in nodes_of(name)} == {row.gpu_type}
+    until(client, lambda found: all(row.state == "finished" for row in found.values()))
+    for name in found:
+        seen_once(tmp_path / name, 100)
+
+
+def nodes_of(name):
+    """Nodes of a job's ranks."""
+    actor = ray.get_actor(f"job:{name}", NAMESPACE)
+    return ray.get(actor.__ray_call__.remote(lambda job: [node for group in job._groups for node in group.nodes]))
+
+
+def type_of(node_id):
+    (resources,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
+    return "H100" if "accelerator_type:H100" in resources else ""
 
 
 def processes_of(kind, name, folder):
@@ -140,16 +170,16 @@ def may_be_killed(row, turn):
 def check_against_replay(folder):
     """Each sample was trained once, with the losses of plain PyTorch on one process. Returns what happened."""
     result = json.loads((folder / "result.json").read_text())
-    plain = batch_runs.replay(dict(enumerate(result["batches"])), BATCHES, decay=1.0)
+    plain = batch_runs.replay(dict(enumerate(result["batches"])), BATCHES, decay=1.0, lr=batch_script.LR)
     assert NUM_SAMPLES <= plain["num_samples"] < NUM_SAMPLES + BATCHES.max
     seen = steps_of(folder)
     for number, samples in plain["seen"].items():
         assert sorted(seen[number].samples) == sorted(samples), number
     expected = torch.tensor(list(plain["losses"].values()))
     losses = torch.tensor([sum(seen[number].losses) / len(seen[number].losses) for number in plain["losses"]])
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
     for name, value in plain["state"].items():
-        torch.testing.assert_close(torch.tensor(result["values"][name]), value, rtol=2e-3, atol=1e-3)
+        torch.testing.assert_close(torch.tensor(result["values"][name]), value, rtol=1e-3, atol=1e-4)
     return result["batches"], plain["num_samples"], (losses - expected).abs().max().item(), losses[[0, -1]].tolist()
 
 
