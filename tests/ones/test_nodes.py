@@ -177,7 +177,7 @@ def check_against_replay(folder):
         assert sorted(seen[number].samples) == sorted(samples), number
     expected = torch.tensor(list(plain["losses"].values()))
     losses = torch.tensor([sum(seen[number].losses) / len(seen[number].losses) for number in plain["losses"]])
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     for name, value in plain["state"].items():
         torch.testing.assert_close(torch.tensor(result["values"][name]), value, rtol=1e-3, atol=1e-4)
     return result["batches"], plain["num_samples"], (losses - expected).abs().max().item(), losses[[0, -1]].tolist()
