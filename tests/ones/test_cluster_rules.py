@@ -47,6 +47,20 @@ def test_jobs_grow_on_nodes_that_come_and_wait_when_nodes_go(tmp_path):
     assert sum(fleet.ranks.values()) == 1
 
 
+def test_a_job_that_goes_on_with_too_few_ranks_is_stopped_for_another_one_alone(tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet, num_gpus=3)
+    made.submit(submission("a", min_gpus=3, max_gpus=3, requested_gpus=3))
+    ticks(made)
+    fleet.ranks["a"] = 2
+    made.see_cluster({"": Cluster(2, 2)})
+    ticks(made)
+    assert fleet.ranks == {"a": 2}
+    made.submit(submission("b"))
+    ticks(made)
+    assert fleet.ranks == {"b": 2}
+
+
 def test_a_job_waits_for_gpus_of_its_type(tmp_path):
     fleet = NotedFleet()
     made = scheduler(tmp_path, fleet, num_gpus=8)

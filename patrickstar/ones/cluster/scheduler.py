@@ -109,15 +109,15 @@ class Scheduler:
         for name, entry in list(self._open()):
             self._look_at(now, name, entry)
         submissions = {name: entry.submission for name, entry in self._open()}
-        if not submissions or any(self._holds_too_many(track) for track in self._tracks.values()):
+        if any(self._holds_too_many(track) for track in self._tracks.values()):
             return  # GPUs that are gone are held still
-        chosen, grants = choose_pools([self._candidate(now, entry) for _, entry in self._open()], self._pools), {}
+        chosen = choose_pools([self._candidate(now, entry) for _, entry in self._open()], self._pools)
+        grants, moves = {}, any(self._leaves_type(name, chosen) for name in submissions)
+        states = {kind: self._states(now, kind, chosen) for kind in self._pools}
+        if not moves and not any(states.values()):
+            return  # no job fits; one that goes on with fewer ranks than its minimum is not stopped for nobody
         for kind, pool in self._pools.items():
-            found = [
-                self._state(now, entry, kind) for name, entry in self._open() if self._may_be_in(name, kind, chosen)
-            ]
-            states = [state for state in found if min(state.job.sizes, default=math.inf) <= pool.num_gpus]
-            grants |= decide_in_classes(self._policy, now, states, submissions, pool, self._quotas)
+            grants |= decide_in_classes(self._policy, now, states[kind], submissions, pool, self._quotas)
         self._order(now, grants, chosen)
 
     def see_cluster(self, pools: Mapping[str, Cluster]) -> None:
@@ -141,10 +141,16 @@ class Scheduler:
         pool = self._pools.get(track.kind)
         return max((*track.gpus, *(track.ordered or ())), default=-1) >= (pool.num_gpus if pool else 0)
 
-    def _may_be_in(self, name: str, kind: str, chosen: Mapping[str, str]) -> bool:
-        """True if the policy decides on the job in this pool. A job that holds GPUs of another one is stopped first."""
+    def _leaves_type(self, name: str, chosen: Mapping[str, str]) -> bool:
+        """True for a job that is stopped, to go on with GPUs of another type."""
         track = self._tracks.setdefault(name, Track())
-        return chosen.get(name) == kind and (not track.gpus or track.kind == kind)
+        return bool(track.gpus) and chosen.get(name, track.kind) != track.kind
+
+    def _states(self, now: float, kind: str, chosen: Mapping[str, str]) -> list[JobState]:
+        """Jobs for the policy to decide on in a pool: those that fit."""
+        names = [name for name, _ in self._open() if chosen.get(name) == kind and not self._leaves_type(name, chosen)]
+        found = [self._state(now, self._ledger.entries[name], kind) for name in names]
+        return [state for state in found if min(state.job.sizes, default=math.inf) <= self._pools[kind].num_gpus]
 
     def _candidate(self, now: float, entry: Entry) -> Candidate:
         submission, track = entry.submission, self._tracks.setdefault(entry.submission.name, Track())
